@@ -1,0 +1,31 @@
+"""Find the folders that ship with specheads: inside the package in a wheel, beside it in a clone."""
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def _shipped(name: str) -> Path:
+    inside, beside = _PACKAGE / name, _PACKAGE.parent / name
+    if inside.is_dir():
+        return inside
+    if beside.is_dir() and (_PACKAGE.parent / "pyproject.toml").is_file():
+        return beside
+    raise FileNotFoundError(f"specheads has lost its {name} folder; reinstall it")
+
+
+def conf_dir() -> Path:
+    """Return the folder of Hydra configs."""
+    return _shipped("conf")
+
+
+def recipes_dir() -> Path:
+    """Return the folder of recipe programs."""
+    return _shipped("recipes")
+
+
+def tinycode_dir() -> Path:
+    """Return the folder of the embedded base model."""
+    if (_PACKAGE / "tinycode").is_dir():
+        return _PACKAGE / "tinycode"
+    return _shipped("data") / "tinycode"
