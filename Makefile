@@ -1,0 +1,51 @@
+# Everything from a fresh clone:   make quickstart   |   make test
+# Needs Python 3.11 or newer, git, make and (for DeepSpeed only) a C++ compiler.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CHECKPOINT ?= runs/medusa2/export
+OUT ?= bench.json
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test test-all test-distributed bench lint
+
+help:
+	@echo "make setup             create $(VENV) from constraints.txt"
+	@echo "make quickstart        train Medusa heads on the embedded model, then decode with them"
+	@echo "make test              lint, types and the default tests"
+	@echo "make test-all          the slow tests too"
+	@echo "make test-distributed  the tests that start several processes"
+	@echo "make bench             measure CHECKPOINT=$(CHECKPOINT) into OUT=$(OUT)"
+	@echo "make lint              ruff and mypy"
+
+# The stamp is written last, so an interrupted installation is taken up again.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "specheads: needs Python 3.11 or newer; say which: make PYTHON=/path/to/python3"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+setup: $(STAMP)
+
+quickstart: $(STAMP)
+	$(BIN)/python scripts/quickstart.py
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/pytest -q
+
+test-all: lint
+	$(BIN)/pytest -q -m "not gpu"
+
+test-distributed: $(STAMP)
+	$(BIN)/pytest -q -m distributed
+
+bench: $(STAMP)
+	$(BIN)/python -m specheads.bench checkpoint=$(CHECKPOINT) out=$(OUT)
