@@ -1,0 +1,243 @@
+"""Decode the same prompts with several methods in turn, and clock each of them.
+
+All methods of one comparison share process, weights, dtype, prompts, limit and rule of counting: a
+new token is one that stands after the prompt in the result, an end of text included.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from specheads.config import ConfigError
+from specheads.data.chat import encode_prompt
+from specheads.data.records import Record, read_jsonl
+from specheads.decoding.loop import decode
+from specheads.decoding.plain import plain_decode
+from specheads.decoding.sampling import Sampler
+from specheads.drafters.contract import Drafter
+from specheads.hardware import peak_memory
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt; ``input_ids`` is [1, P]."""
+
+    id: str
+    kind: str
+    input_ids: Tensor
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """New tokens of one prompt, and the tokens gained by each verify step (plain: one each)."""
+
+    tokens: list[int]
+    accept_lengths: list[int]
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to continue a prompt: ``decode(input_ids [1, P], temperature, seed)``."""
+
+    name: str
+    decode: Callable[[Tensor, float, int], Decoded]
+    drafter: str | None = None
+    tree_nodes: int = 1
+    extra_parameters: int = 0
+    seeded: bool = True  # draws what plain decoding draws with the same seed
+
+
+@dataclass
+class Runs:
+    """What one method did with all prompts at one temperature."""
+
+    seconds: list[list[float]] = field(default_factory=list)  # [repeats][prompts]
+    decoded: list[Decoded] = field(default_factory=list)  # [prompts], of the first repeat
+    peak_memory: int = 0
+
+
+def read_prompts(
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    num_prompts: int,
+    *,
+    max_length: int,
+    device: torch.device,
+) -> tuple[list[Prompt], str]:
+    """Return ``num_prompts`` prompts of a .jsonl, evenly over its kinds, and their sha256.
+
+    Args:
+        path: records; what follows the prompt in them is not looked at.
+        tokenizer: the base model's.
+        num_prompts: as many of the file's first prompts as there are, kind after kind in turn.
+        max_length: longest prompt in tokens; longer ones are left out.
+        device: of the token ids.
+
+    Raises:
+        ConfigError: if the file is wrong, or every prompt is too long.
+    """
+    by_kind: dict[str, list[Prompt]] = {}
+    for record in read_jsonl(path):
+        ids = encode_prompt(record, tokenizer)
+        if 0 < len(ids) <= max_length:
+            prompt = Prompt(record["id"], record["kind"], torch.tensor([ids], device=device))
+            by_kind.setdefault(prompt.kind, []).append(prompt)
+    rounds = range(max(map(len, by_kind.values()), default=0))
+    ordered = [by_kind[kind][i] for i in rounds for kind in by_kind if i < len(by_kind[kind])]
+    if not ordered:
+        raise ConfigError(f"{path} has no prompt of at most {max_length} tokens")
+    chosen = ordered[:num_prompts]
+    content = [[prompt.id, prompt.kind, prompt.input_ids[0].tolist()] for prompt in chosen]
+    return chosen, hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def end_tokens(base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the ids that end a text, of the model's generation settings or the tokenizer's."""
+    config = getattr(base, "generation_config", None)
+    found = getattr(config, "eos_token_id", None)
+    if found is None:
+        found = base.config.eos_token_id
+    if found is None:
+        found = tokenizer.eos_token_id
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, Iterable) else (int(found),)
+
+
+def plain_method(base: PreTrainedModel, eos: tuple[int, ...], max_new_tokens: int) -> Method:
+    """Return our own loop of one token at a time, the baseline of every figure."""
+
+    def run(input_ids: Tensor, temperature: float, seed: int) -> Decoded:
+        result = plain_decode(
+            base,
+            input_ids,
+            max_new_tokens=max_new_tokens,
+            sampler=Sampler(temperature=temperature, seed=seed),
+            eos_token_ids=eos,
+        )
+        tokens = result.sequences[0, input_ids.shape[1] :].tolist()
+        return Decoded(tokens, [1] * max(len(tokens) - 1, 1))
+
+    return Method("plain", run)
+
+
+def drafted_method(
+    name: str,
+    base: PreTrainedModel,
+    drafter: Drafter,
+    eos: tuple[int, ...],
+    max_new_tokens: int,
+    *,
+    tree_nodes: int,
+    extra_parameters: int = 0,
+) -> Method:
+    """Return the decoding loop with ``drafter``."""
+
+    def run(input_ids: Tensor, temperature: float, seed: int) -> Decoded:
+        result = decode(
+            base,
+            drafter,
+            input_ids,
+            max_new_tokens=max_new_tokens,
+            sampler=Sampler(temperature=temperature, seed=seed),
+            eos_token_ids=eos,
+        )
+        tokens = result.sequences[0, input_ids.shape[1] :].tolist()
+        return Decoded(tokens, list(result.accept_lengths))
+
+    kind = type(drafter).__name__.removesuffix("Drafter").lower()
+    return Method(name, run, kind, tree_nodes, extra_parameters)
+
+
+def hf_generate_method(
+    base: PreTrainedModel, eos: tuple[int, ...], pad: int | None, max_new_tokens: int
+) -> Method:
+    """Return transformers' own ``generate``; it draws differently, so only T=0 compares tokens."""
+
+    def run(input_ids: Tensor, temperature: float, seed: int) -> Decoded:
+        torch.manual_seed(seed)
+        chosen = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+        sequences = base.generate(  # type: ignore[operator]
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=max_new_tokens,
+            do_sample=temperature > 0,
+            eos_token_id=list(eos) or None,
+            pad_token_id=pad if pad is not None else (eos[0] if eos else 0),
+            **chosen,
+        )
+        tokens = sequences[0, input_ids.shape[1] :].tolist()
+        return Decoded(tokens, [1] * max(len(tokens) - 1, 1))
+
+    return Method("hf_generate", run, seeded=False)
+
+
+@torch.inference_mode()
+def clock(
+    methods: Sequence[Method],
+    prompts: Sequence[Prompt],
+    temperature: float,
+    *,
+    repeats: int,
+    seed: int = 0,
+    tick: Callable[[], object] = lambda: None,
+) -> dict[str, Runs]:
+    """Decode every prompt with every method, ``repeats`` times, the methods in turn per prompt.
+
+    Interleaving makes a slow minute of the machine hit all methods alike. Each starts a prompt in
+    another place of the turn, so that none always runs on a warmer cache than the others.
+
+    Args:
+        methods: of distinct names.
+        prompts: what to continue.
+        temperature: of the sampling; 0 is greedy.
+        repeats: clocked rounds over all prompts.
+        seed: prompt n is sampled with ``seed + n``.
+        tick: called after every decoded prompt.
+
+    Returns:
+        Runs by the method's name.
+    """
+    device = prompts[0].input_ids.device
+    runs = {method.name: Runs() for method in methods}
+    for method in methods:  # warm up, and look at the memory of one prompt of this method alone
+        method.decode(prompts[0].input_ids, temperature, seed)
+        peak_memory(device, reset=True)
+        method.decode(prompts[-1].input_ids, temperature, seed)
+        runs[method.name].peak_memory = peak_memory(device)
+    for repeat in range(repeats):
+        for method in methods:
+            runs[method.name].seconds.append([0.0] * len(prompts))
+        for index, prompt in enumerate(prompts):
+            first = (index + repeat) % len(methods)
+            for method in (*methods[first:], *methods[:first]):
+                start = time.perf_counter()
+                decoded = method.decode(prompt.input_ids, temperature, seed + index)
+                runs[method.name].seconds[repeat][index] = time.perf_counter() - start
+                if repeat == 0:
+                    runs[method.name].decoded.append(decoded)
+                tick()
+    return runs
+
+
+def choice_scores(
+    base: PreTrainedModel, prefix: Tensor, temperature: float, seed: int
+) -> Tensor:
+    """Return what plain decoding chose the token after ``prefix`` from, [V]; largest wins.
+
+    Args:
+        base: base model.
+        prefix: token ids, [1, T].
+        temperature: as when decoding.
+        seed: as when decoding.
+    """
+    raise NotImplementedError

@@ -1,0 +1,86 @@
+"""Plain decoding, one token per forward pass: the definition of correct, and the baseline.
+
+Everything the tree loop does must give these tokens. It uses the same cache and asks for the last
+row of logits only, so that a speed-up over it is a speed-up over a loop without wasted work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel
+
+from specheads.decoding.result import (
+    DecodeResult,
+    OnTokens,
+    Output,
+    Stopping,
+    check_request,
+    positions,
+)
+from specheads.decoding.sampling import Sampler
+from specheads.kv_cache import TreeCache
+
+
+def draw_next(
+    logits: Tensor,
+    sampler: Sampler,
+    ids: Tensor,
+    logits_processor: LogitsProcessorList | None,
+) -> Tensor:
+    """Draw the token after ``ids`` [B, T] from its logits [B, V]; returns [B]."""
+    if logits_processor:
+        logits = logits_processor(ids, logits.float())
+    position = torch.full((ids.shape[0],), ids.shape[1], device=ids.device)
+    return sampler(logits, position)
+
+
+@torch.no_grad()
+def plain_decode(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    *,
+    max_new_tokens: int,
+    sampler: Sampler | None = None,
+    eos_token_ids: Collection[int] = (),
+    logits_processor: LogitsProcessorList | None = None,
+    stopping_criteria: Stopping | None = None,
+    on_tokens: OnTokens | None = None,
+) -> DecodeResult:
+    """Decode one token at a time.
+
+    Args:
+        model: any causal language model of transformers.
+        input_ids: [1, P].
+        max_new_tokens: limit; the end-of-sequence token counts.
+        sampler: greedy if None.
+        eos_token_ids: tokens that end the sequence.
+        logits_processor: changes the logits, given the sequence so far.
+        stopping_criteria: asked after every token.
+        on_tokens: called with the new tokens of every step.
+
+    Raises:
+        ValueError: for a batch, an empty prompt, or more tokens than the model has positions.
+    """
+    check_request(model, input_ids, max_new_tokens)
+    sampler = sampler or Sampler()
+    output = Output(input_ids, max_new_tokens, eos_token_ids, stopping_criteria, on_tokens)
+    cache = TreeCache()
+    tokens, start = input_ids, 0
+    while not output.done:
+        logits = model(
+            input_ids=tokens,
+            position_ids=positions(start, tokens.shape[1], tokens.device),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits
+        start += tokens.shape[1]
+        if start == input_ids.shape[1]:
+            cache.reserve(start + max_new_tokens)
+        token = draw_next(logits[:, -1], sampler, output.ids, logits_processor)
+        output.emit(token.tolist())  # the step's only synchronisation
+        tokens = token[:, None]
+    return output.result()

@@ -1,0 +1,130 @@
+"""How the base model's next token is drawn: greedily, or with noise that belongs to a position.
+
+A draw is ``argmax(logits / temperature + noise)`` with Gumbel noise, which samples the softmax. The
+noise is a pure function of (seed, row, absolute position, token): plain decoding and tree decoding,
+which meet the same positions in different steps and shapes, therefore draw the same tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_MASK = (1 << 64) - 1
+_POSITION_STEP = 0xD1B54A32D192ED03 - (1 << 64)  # odd, far from multiples of the token step
+_TOKEN_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
+
+
+def _mix_seed(seed: int) -> int:
+    """Scatter neighbouring seeds over 64 bits (splitmix64), as a signed integer."""
+    x = (seed * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    x ^= x >> 31
+    return x - (1 << 64) if x >> 63 else x
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Shift as unsigned 64-bit integers do; torch's shift copies the sign bit."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def gumbel_noise(seed: int, positions: Tensor, vocab_size: int) -> Tensor:
+    """Return standard Gumbel noise that depends on nothing but its arguments.
+
+    Counter-based (the splitmix64 finaliser over a lattice), hence without state, equal on every
+    device, and free to be asked for any position at any time.
+
+    Args:
+        seed: any integer; row b uses ``seed + b``, so that a row of a batch draws what it would
+            draw alone with that seed.
+        positions: [B, ...] long, absolute positions of the tokens to be drawn.
+        vocab_size: V.
+
+    Returns:
+        [B, ..., V] float32.
+    """
+    device = positions.device
+    rows = [_mix_seed(seed + row) for row in range(positions.shape[0])]
+    keys = torch.tensor(rows, device=device).view(-1, *[1] * (positions.dim() - 1))
+    tokens = torch.arange(1, vocab_size + 1, device=device) * _TOKEN_STEP
+    x = (keys + positions * _POSITION_STEP)[..., None] + tokens
+    x = (x ^ _shifted(x, 30)) * (0xBF58476D1CE4E5B9 - (1 << 64))
+    x = (x ^ _shifted(x, 27)) * (0x94D049BB133111EB - (1 << 64))
+    x = x ^ _shifted(x, 31)
+    uniform = (_shifted(x, 11).double() + 0.5) * 2.0**-53  # strictly inside (0, 1)
+    return uniform.log_().neg_().log_().neg_().float()
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Draws tokens from logits.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the fewest tokens that together reach this probability; 1 keeps all.
+        seed: of the noise; unused when greedy.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be at least 0, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+
+    def warp(self, logits: Tensor) -> Tensor:
+        """Apply temperature, then top-k, then top-p, as transformers does; [..., V] to float32."""
+        scores = logits.float() / self.temperature
+        if 0 < self.top_k < scores.shape[-1]:
+            kth = scores.topk(self.top_k, dim=-1).values[..., -1:]
+            scores = scores.masked_fill(scores < kth, float("-inf"))
+        if self.top_p < 1:
+            ordered, index = scores.sort(dim=-1)  # ascending
+            drop = ordered.softmax(-1).cumsum(-1) <= 1 - self.top_p
+            drop[..., -1] = False
+            scores = scores.masked_fill(drop.scatter(-1, index, drop), float("-inf"))
+        return scores
+
+    def __call__(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """Draw one token per row of logits.
+
+        Args:
+            logits: [B, ..., V].
+            positions: [B, ...], the absolute position of each token that is drawn.
+
+        Returns:
+            [B, ...] long.
+        """
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        noise = gumbel_noise(self.seed, positions, logits.shape[-1])
+        return (self.warp(logits) + noise).argmax(-1)
+
+    def draw_tree(self, logits: Tensor, depths: Tensor, root_positions: Tensor) -> Tensor:
+        """Draw one token after every node of a tree: as calling it node by node, but faster.
+
+        Nodes of one depth stand at one position and share its noise.
+
+        Args:
+            logits: [B, N, V].
+            depths: [N].
+            root_positions: [B], the absolute position of the root.
+
+        Returns:
+            [B, N] long.
+        """
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        levels = torch.arange(1, int(depths[-1]) + 2, device=logits.device)  # depths are sorted
+        noise = gumbel_noise(self.seed, root_positions[:, None] + levels, logits.shape[-1])
+        return (self.warp(logits) + noise[:, depths]).argmax(-1)

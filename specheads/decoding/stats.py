@@ -1,0 +1,89 @@
+"""Figures that describe decoded text and its speed; pure functions over lists of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def rep8(tokens: Sequence[int], n: int = 8) -> float:
+    """Return the share of ``n``-grams that have occurred before; loops are easy to draft."""
+    total = len(tokens) - n + 1
+    if total <= 0:
+        return 0.0
+    return 1 - len({tuple(tokens[i : i + n]) for i in range(total)}) / total
+
+
+def mean_accept_length(accept_lengths: Sequence[Sequence[int]]) -> float:
+    """Return tokens per verify step over all prompts; every step weighs the same.
+
+    Args:
+        accept_lengths: per prompt, the tokens gained by each of its verify steps.
+    """
+    steps = sum(len(lengths) for lengths in accept_lengths)
+    return sum(map(sum, accept_lengths)) / steps if steps else 0.0
+
+
+def median(values: Sequence[float]) -> float:
+    """Return the median; the mean of the middle two where their number is even."""
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def ratio_ci95(
+    numerators: Sequence[Sequence[float]],
+    denominators: Sequence[Sequence[float]],
+    *,
+    seed: int = 0,
+    samples: int = 2000,
+) -> tuple[float, float]:
+    """Bootstrap over prompts the 95% interval of a product of ratios of sums.
+
+    Prompts are drawn with replacement, the same draw for every sum, because a prompt that is easy
+    for one method is often easy for the other. One pair gives an accept length (tokens over
+    steps); two pairs give a speed-up (tokens over seconds, times seconds over tokens).
+
+    Args:
+        numerators: lists of one value per prompt, [R][N].
+        denominators: as ``numerators``.
+        seed: of the draws.
+        samples: number of draws.
+
+    Raises:
+        ValueError: if the lists differ in length.
+    """
+    lengths = {len(values) for values in (*numerators, *denominators)}
+    if len(lengths) != 1:
+        raise ValueError(f"numerators and denominators have unequal lengths {sorted(lengths)}")
+    (num_prompts,) = lengths
+    generator = torch.Generator().manual_seed(seed)
+    draws = torch.randint(num_prompts, (samples, num_prompts), generator=generator)
+    ratio = torch.ones(samples, dtype=torch.float64)
+    for top, bottom in zip(numerators, denominators, strict=True):
+        ratio *= torch.tensor(top, dtype=torch.float64)[draws].sum(1)
+        ratio /= torch.tensor(bottom, dtype=torch.float64)[draws].sum(1).clamp_min(1e-12)
+    low, high = ratio.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return low, high
+
+
+def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
+    """Return the first index where the two differ (one of them may have ended), else None."""
+    for index, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return index
+    return None if len(left) == len(right) else min(len(left), len(right))
+
+
+def tie_gap(scores: Tensor, left: int, right: int) -> float:
+    """Return how far apart two tokens are, in units of rounding of the scores' own dtype.
+
+    Args:
+        scores: the values that the choice was made from, [V], in the dtype of the model.
+        left: a token.
+        right: another.
+    """
+    unit = torch.finfo(scores.dtype).eps * float(scores.abs().max())
+    return abs(float(scores[left]) - float(scores[right])) / unit

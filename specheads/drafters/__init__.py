@@ -1,0 +1,1 @@
+"""Everything that proposes tokens, one file each, behind one contract."""

@@ -1,0 +1,196 @@
+"""The tree of guesses: its shape, the index tensors that decoding needs, and how to grow a good one.
+
+A tree is given by its *choices*: each node is the path of ranks that leads to it, so ``(0, 2)`` is
+the third best guess at depth 2 under the best guess at depth 1. Node 0 is the root, the last token
+that is already certain. Nodes are sorted by depth, then by ranks; a shallower tree is therefore
+always a prefix of the deeper one it is cut from.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+Choice = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A fixed shape of guesses; equal trees have equal choices.
+
+    Build it with :meth:`from_choices`, :meth:`chain` or :func:`grow_tree`. N counts the root, D is
+    the depth of the deepest node, P the number of leaves.
+
+    Attributes:
+        choices: the nodes without the root, sorted, closed under taking parents.
+        parents: [N] long, the node above each node; -1 for the root.
+        depths: [N] long, distance from the root.
+        ranks: [N] long, which of its head's guesses a node is; -1 for the root.
+        tree_mask: [N, N] bool, ``tree_mask[i, j]``: j is i or an ancestor of i.
+        ancestors: [N, D+1] long, the nodes from the root to each node, padded with -1.
+        paths: [P, D+1] long, the rows of ``ancestors`` that end in leaves.
+    """
+
+    choices: tuple[Choice, ...]
+    parents: Tensor = field(init=False, repr=False, compare=False)
+    depths: Tensor = field(init=False, repr=False, compare=False)
+    ranks: Tensor = field(init=False, repr=False, compare=False)
+    tree_mask: Tensor = field(init=False, repr=False, compare=False)
+    ancestors: Tensor = field(init=False, repr=False, compare=False)
+    paths: Tensor = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        index: dict[Choice, int] = {(): 0}
+        for choice in self.choices:
+            if not choice or min(choice) < 0:
+                raise ValueError(f"choices must be paths of ranks from 0 up, got {choice}")
+            if choice[:-1] not in index:
+                raise ValueError(f"choices has node {choice} without its parent {choice[:-1]}")
+            if choice in index:
+                raise ValueError(f"choices has node {choice} twice")
+            index[choice] = len(index)
+        if list(self.choices) != sorted(self.choices, key=lambda c: (len(c), c)):
+            raise ValueError("choices must be sorted by depth, then ranks; use Tree.from_choices")
+        nodes: list[Choice] = [(), *self.choices]
+        lines = [[index[node[:d]] for d in range(len(node) + 1)] for node in nodes]
+        parents = [-1] + [line[-2] for line in lines[1:]]
+        depth = max(len(node) for node in nodes)
+        ancestors = torch.full((len(nodes), depth + 1), -1, dtype=torch.long)
+        mask = torch.zeros(len(nodes), len(nodes), dtype=torch.bool)
+        for i, line in enumerate(lines):
+            ancestors[i, : len(line)] = torch.tensor(line)
+            mask[i, line] = True
+        leaves = [i for i in range(len(nodes)) if i not in set(parents)]
+        self._set(
+            parents=torch.tensor(parents),
+            depths=torch.tensor([len(node) for node in nodes]),
+            ranks=torch.tensor([node[-1] if node else -1 for node in nodes]),
+            tree_mask=mask,
+            ancestors=ancestors,
+            paths=ancestors[leaves],
+        )
+
+    def _set(self, **tensors: Tensor) -> None:
+        for name, tensor in tensors.items():
+            object.__setattr__(self, name, tensor)
+
+    @staticmethod
+    def from_choices(choices: Iterable[Sequence[int]]) -> Tree:
+        """Build a tree from paths of ranks in any order.
+
+        Raises:
+            ValueError: if a node lacks its parent, comes twice, or has a negative rank.
+        """
+        paths = (tuple(int(rank) for rank in choice) for choice in choices)
+        return Tree(tuple(sorted(paths, key=lambda choice: (len(choice), choice))))
+
+    @staticmethod
+    def chain(depth: int) -> Tree:
+        """Return the tree that is a single line of ``depth`` guesses; depth 0 is the root alone."""
+        return _chain(depth)
+
+    @property
+    def num_nodes(self) -> int:
+        """N, the root included: the tokens of one verify step."""
+        return len(self.choices) + 1
+
+    @property
+    def max_depth(self) -> int:
+        """D, the number of guesses on the longest path."""
+        return len(self.choices[-1]) if self.choices else 0
+
+    @property
+    def max_rank(self) -> int:
+        """The largest rank, so that every head must offer ``max_rank + 1`` guesses; -1 if none."""
+        return max((rank for choice in self.choices for rank in choice), default=-1)
+
+    def trim(self, max_depth: int) -> Tree:
+        """Return the tree without the nodes deeper than ``max_depth``; they are its last nodes."""
+        return self if max_depth >= self.max_depth else _trim(self, max_depth)
+
+    def to(self, device: torch.device | str) -> Tree:
+        """Return the tree with its tensors on ``device``."""
+        device = torch.device(device)
+        return self if device == self.parents.device else _move(self, device)
+
+    def to_json(self) -> list[list[int]]:
+        """Return the choices as JSON lists."""
+        return [list(choice) for choice in self.choices]
+
+    @staticmethod
+    def from_json(choices: list[list[int]]) -> Tree:
+        """Build the tree that :meth:`to_json` wrote."""
+        return Tree.from_choices(choices)
+
+
+@lru_cache(maxsize=256)
+def _chain(depth: int) -> Tree:
+    if depth < 0:
+        raise ValueError(f"depth must be at least 0, got {depth}")
+    return Tree(tuple((0,) * d for d in range(1, depth + 1)))
+
+
+@lru_cache(maxsize=256)
+def _trim(tree: Tree, max_depth: int) -> Tree:
+    return Tree(tuple(choice for choice in tree.choices if len(choice) <= max_depth))
+
+
+@lru_cache(maxsize=256)
+def _move(tree: Tree, device: torch.device) -> Tree:
+    moved = Tree(tree.choices)
+    names = ("parents", "depths", "ranks", "tree_mask", "ancestors", "paths")
+    moved._set(**{name: getattr(moved, name).to(device) for name in names})
+    return moved
+
+
+def grow_tree(hit_rates: Sequence[Sequence[float]], num_nodes: int) -> tuple[Tree, float]:
+    """Grow the tree of at most ``num_nodes`` nodes with the largest expected accept length.
+
+    Best-first: a node's value is the probability that its whole path is accepted, the product of
+    the hit rates along it. Values never rise from parent to child, so taking the most valuable
+    node that is left gives the best tree of every size at once (Medusa, arXiv:2401.10774, 2.3.3,
+    grows the same tree). Nodes that can never be accepted are left out.
+
+    Args:
+        hit_rates: ``hit_rates[d][r]``, the probability that the guess of rank r at depth d + 1 is
+            right; measured given that its parent was right, or over all positions.
+        num_nodes: size, the root included.
+
+    Returns:
+        The tree and its expected accept length, 1 + the sum of the values of its nodes.
+
+    Raises:
+        ValueError: if ``num_nodes`` < 1 or a rate lies outside [0, 1].
+    """
+    if num_nodes < 1:
+        raise ValueError(f"num_nodes must be at least 1, got {num_nodes}")
+    if any(not 0 <= rate <= 1 for rates in hit_rates for rate in rates):
+        raise ValueError("hit_rates must lie in [0, 1]")
+    choices: list[Choice] = []
+    expected = 1.0
+    frontier: list[tuple[float, int, Choice]] = []
+
+    def offer_children(value: float, node: Choice) -> None:
+        if len(node) < len(hit_rates):
+            for rank, rate in enumerate(hit_rates[len(node)]):
+                if rate > 0:  # all ranks at once: noisy rates need not fall with the rank
+                    heapq.heappush(frontier, (-value * rate, len(node) + 1, (*node, rank)))
+
+    offer_children(1.0, ())
+    while frontier and len(choices) + 1 < num_nodes:
+        negative, _, node = heapq.heappop(frontier)
+        choices.append(node)
+        expected -= negative
+        offer_children(-negative, node)
+    return Tree.from_choices(choices), expected
+
+
+def default_tree(num_heads: int, num_nodes: int) -> Tree:
+    """Return a reasonable tree for heads whose hit rates nobody has measured yet."""
+    rates = [[0.6 * 0.97**depth * 0.3**rank for rank in range(10)] for depth in range(num_heads)]
+    return grow_tree(rates, num_nodes)[0]
