@@ -1,4 +1,4 @@
-"""The tree of guesses: its shape, the index tensors that decoding needs, and how to grow a good one.
+"""The tree of guesses: its shape, the index tensors for decoding, and how to grow a good one.
 
 A tree is given by its *choices*: each node is the path of ranks that leads to it, so ``(0, 2)`` is
 the third best guess at depth 2 under the best guess at depth 1. Node 0 is the root, the last token

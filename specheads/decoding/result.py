@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specheads.models.base import context_length
+
 OnTokens = Callable[[list[int]], None]
 Stopping = Callable[..., Tensor]  # transformers: (input_ids [B, T], scores) -> [B] bool
 
@@ -136,7 +138,7 @@ def check_request(model: PreTrainedModel, input_ids: Tensor, max_new_tokens: int
         raise ValueError("input_ids must hold at least 1 token, got 0")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    context = context_length(model)
     num_tokens = input_ids.shape[1] + max_new_tokens
     if context is not None and num_tokens > context:
         raise ValueError(

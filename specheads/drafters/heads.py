@@ -63,9 +63,7 @@ class HeadsDrafter:
         # node -> its place in the heads' top-k lists laid end to end, [N - 1]
         self._slots = ((self.tree.depths - 1) * self._num_ranks + self.tree.ranks)[1:]
 
-    def start(
-        self, prompt_ids: Tensor, hidden: Mapping[str, Tensor], root: Tensor
-    ) -> HeadsState:
+    def start(self, prompt_ids: Tensor, hidden: Mapping[str, Tensor], root: Tensor) -> HeadsState:
         """Start from the prompt's last hidden state; the heads need no others."""
         return HeadsState(root, hidden[FINAL][:, -1])
 

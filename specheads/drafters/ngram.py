@@ -35,28 +35,27 @@ class NgramDrafter:
     """Proposes a chain: the continuation of the latest earlier match of the longest suffix.
 
     Args:
-        max_ngram: longest suffix to look up; shorter ones are tried after it, down to 1.
-        num_tokens: longest continuation to propose. It is shorter where the text ends, and empty
-            (a plain step) where nothing matches.
+        max_ngram: longest suffix to look up; shorter ones are tried after it.
+        num_tokens: continuation to propose; nothing (a plain step) where nothing matches.
+        min_ngram: shortest suffix to look up.
 
     Raises:
-        ValueError: if either is below 1.
+        ValueError: if one is below 1, or ``min_ngram`` above ``max_ngram``.
     """
 
     taps: tuple[str, ...] = ()
     deterministic = True
 
-    def __init__(self, max_ngram: int = 3, num_tokens: int = 10) -> None:
-        if max_ngram < 1:
-            raise ValueError(f"max_ngram must be at least 1, got {max_ngram}")
+    def __init__(self, max_ngram: int = 3, num_tokens: int = 10, min_ngram: int = 1) -> None:
+        if not 1 <= min_ngram <= max_ngram:
+            raise ValueError(f"min_ngram must be in 1..{max_ngram} (max_ngram), got {min_ngram}")
         if num_tokens < 1:
             raise ValueError(f"num_tokens must be at least 1, got {num_tokens}")
         self.max_ngram = max_ngram
+        self.min_ngram = min_ngram
         self.num_tokens = num_tokens
 
-    def start(
-        self, prompt_ids: Tensor, hidden: Mapping[str, Tensor], root: Tensor
-    ) -> NgramState:
+    def start(self, prompt_ids: Tensor, hidden: Mapping[str, Tensor], root: Tensor) -> NgramState:
         """Index the prompt.
 
         Raises:
@@ -72,10 +71,12 @@ class NgramDrafter:
         """Look up the longest suffix that occurred before."""
         tokens = state.tokens
         guesses: list[int] = []
-        for n in range(min(self.max_ngram, len(tokens)), 0, -1):
+        for n in range(min(self.max_ngram, len(tokens)), self.min_ngram - 1, -1):
             end = state.ends.get(tuple(tokens[-n:]))
             if end is not None:
-                guesses = tokens[end : end + self.num_tokens]
+                for source in range(end, end + self.num_tokens):  # a repeat may copy its own copy
+                    known = source - len(tokens)
+                    guesses.append(tokens[source] if known < 0 else guesses[known])
                 break
         chain = torch.tensor([[tokens[-1], *guesses]], device=state.device)
         return Candidates(chain, Tree.chain(len(guesses)))
@@ -89,6 +90,6 @@ class NgramDrafter:
         """Append tokens; an n-gram is entered once the token after it is known."""
         for token in new_tokens:
             index = len(state.tokens)
-            for n in range(1, min(self.max_ngram, index) + 1):
+            for n in range(self.min_ngram, min(self.max_ngram, index) + 1):
                 state.ends[tuple(state.tokens[index - n :])] = index
             state.tokens.append(token)
