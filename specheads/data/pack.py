@@ -1,0 +1,265 @@
+"""Pack documents into rows of fixed length, the same way on every machine, and feed them.
+
+A row holds whole documents. Each starts at position 0 in its own segment, from which transformers
+builds attention that stays inside documents (only where no cache is made: ``use_cache=False``) and
+:mod:`specheads.losses` keeps labels inside them. Padding is a segment of its own; it is marked by
+place, never by token id, since many tokenizers pad with eos.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specheads.config import ConfigError
+from specheads.data.chat import Encoded
+from specheads.losses import IGNORE
+
+Batch = dict[str, Any]
+
+
+def pack_lengths(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
+    """Pack by best fit, longest first: each item goes to the fullest row that still has room.
+
+    Items of equal length are taken in the given order, so that shuffling them first changes which
+    documents meet, and never the number of rows.
+
+    Returns:
+        For each row the indices of its items.
+
+    Raises:
+        ValueError: if an item is empty or longer than ``seq_len``.
+    """
+    rows: list[list[int]] = []
+    open_rows: dict[int, list[int]] = {}  # free room -> rows that have it
+    rooms: list[int] = []  # the keys of open_rows, sorted
+    for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        length = lengths[item]
+        if not 0 < length <= seq_len:
+            raise ValueError(f"item {item} has {length} tokens, seq_len is {seq_len}")
+        place = bisect.bisect_left(rooms, length)
+        if place == len(rooms):
+            row, room = len(rows), seq_len
+            rows.append([])
+        else:
+            room = rooms[place]
+            row = open_rows[room].pop()
+            if not open_rows[room]:
+                del open_rows[room], rooms[place]
+        rows[row].append(item)
+        left = room - length
+        if left:
+            if left not in open_rows:
+                bisect.insort(rooms, left)
+                open_rows[left] = []
+            open_rows[left].append(row)
+    return rows
+
+
+def collate(rows: Sequence[Sequence[Encoded]], seq_len: int, pad_token_id: int) -> Batch:
+    """Lay documents out as a batch.
+
+    Returns:
+        ``input_ids``, ``labels``, ``position_ids`` and ``segment_ids``, all [B, seq_len] long
+        (see the module), and ``ids``, the ids of the records in the batch.
+    """
+    shape = (len(rows), seq_len)
+    batch = {
+        "input_ids": torch.full(shape, pad_token_id, dtype=torch.long),
+        "labels": torch.full(shape, IGNORE, dtype=torch.long),
+        "position_ids": torch.zeros(shape, dtype=torch.long),
+        "segment_ids": torch.zeros(shape, dtype=torch.long),
+    }
+    for b, documents in enumerate(rows):
+        start = 0
+        for segment, document in enumerate(documents, 1):
+            stop = start + len(document.input_ids)
+            batch["input_ids"][b, start:stop] = torch.from_numpy(document.input_ids)
+            batch["labels"][b, start:stop] = torch.from_numpy(document.labels)
+            batch["position_ids"][b, start:stop] = torch.arange(stop - start)
+            batch["segment_ids"][b, start:stop] = segment
+            start = stop
+        batch["position_ids"][b, start:] = torch.arange(seq_len - start)
+    return {**batch, "ids": [document.id for documents in rows for document in documents]}
+
+
+class PackedBatches:
+    """An endless iterator over packed batches whose place can be saved and restored exactly.
+
+    Every epoch shuffles the documents, packs all of them and shuffles the rows. The rows of all
+    epochs form one stream; a global batch is its next ``world * rows`` rows and each rank takes
+    its own part of it. So within an epoch nothing is lost or repeated, whatever the sizes, and
+    the place in the data is a single number that does not depend on the number of ranks.
+    """
+
+    def __init__(
+        self,
+        documents: Sequence[Encoded],
+        *,
+        seq_len: int,
+        rows: int,
+        seed: int,
+        pad_token_id: int,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        """Prepare the first epoch.
+
+        Args:
+            documents: not empty, none longer than ``seq_len``.
+            seq_len: tokens per row (T).
+            rows: rows per batch and rank (B).
+            seed: decides the order together with the number of the epoch.
+            pad_token_id: fills the rest of a row.
+            rank: of this process.
+            world: number of processes.
+
+        Raises:
+            ValueError: if ``documents`` is empty or holds one longer than ``seq_len``.
+        """
+        if not documents:
+            raise ValueError("documents is empty")
+        self.documents = documents
+        self.seq_len, self.rows, self.seed, self.pad_token_id = seq_len, rows, seed, pad_token_id
+        self.rank, self.world = rank, world
+        self._lengths = [len(document.input_ids) for document in documents]
+        self._epoch = -1
+        self._order: list[list[int]] = []
+        self._rows_taken = 0  # of the stream, by all ranks together
+        self._load_epoch(0)
+        self.rows_per_epoch = len(self._order)
+
+    def __iter__(self) -> PackedBatches:
+        return self
+
+    def __next__(self) -> Batch:
+        first = self._rows_taken + self.rank * self.rows
+        self._rows_taken += self.rows * self.world
+        rows = [self._row(number) for number in range(first, first + self.rows)]
+        return collate(rows, self.seq_len, self.pad_token_id)
+
+    @property
+    def epoch(self) -> float:
+        """How often the data has been seen, e.g. 1.5."""
+        return self._rows_taken / self.rows_per_epoch
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the row positions that hold documents."""
+        return sum(self._lengths) / (self.rows_per_epoch * self.seq_len)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the data; plain JSON."""
+        return {"rows_taken": self._rows_taken, "seed": self.seed, "data": self._fingerprint}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved place.
+
+        Raises:
+            ConfigError: if the state is of other data, another row length or another seed.
+        """
+        for key, own in (("seed", self.seed), ("data", self._fingerprint)):
+            if state[key] != own:
+                raise ConfigError(
+                    f"the checkpoint was made with other training data or settings"
+                    f" ({key} {state[key]} there, {own} here), so the order cannot be resumed"
+                )
+        self._rows_taken = int(state["rows_taken"])
+
+    def _row(self, number: int) -> list[Encoded]:
+        epoch, row = divmod(number, self.rows_per_epoch)
+        self._load_epoch(epoch)
+        return [self.documents[i] for i in self._order[row]]
+
+    def _load_epoch(self, epoch: int) -> None:
+        if epoch == self._epoch:
+            return
+        seed = hashlib.sha256(f"{self.seed}:{epoch}".encode()).digest()[:8]
+        generator = torch.Generator().manual_seed(int.from_bytes(seed, "big") >> 1)
+        shuffled = torch.randperm(len(self.documents), generator=generator).tolist()
+        packed = pack_lengths([self._lengths[i] for i in shuffled], self.seq_len)
+        order = torch.randperm(len(packed), generator=generator).tolist()
+        self._order = [[shuffled[i] for i in packed[row]] for row in order]
+        self._epoch = epoch
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        digest = hashlib.sha256(f"{self.seq_len}\n".encode())
+        for document in self.documents:
+            digest.update(f"{document.id}\0{len(document.input_ids)}\n".encode())
+            digest.update(document.input_ids.tobytes())
+            digest.update(document.labels.tobytes())
+        return digest.hexdigest()[:16]
+
+
+def one_pass(
+    documents: Sequence[Encoded],
+    *,
+    seq_len: int,
+    rows: int,
+    pad_token_id: int,
+    max_rows: int = 0,
+    seed: int = 0,
+) -> list[Batch]:
+    """Return every document once, packed, in batches of at most ``rows`` rows; for evaluation.
+
+    With ``max_rows`` only that many rows, drawn by ``seed``: always the same ones.
+    """
+    stream = PackedBatches(documents, seq_len=seq_len, rows=1, seed=seed, pad_token_id=pad_token_id)
+    total = min(max_rows or stream.rows_per_epoch, stream.rows_per_epoch)
+    packed = [stream._row(number) for number in range(total)]
+    return [
+        collate(packed[first : first + rows], seq_len, pad_token_id)
+        for first in range(0, total, rows)
+    ]
+
+
+@torch.no_grad()
+def check_isolation(model: nn.Module, *, tolerance: float = 1e-3) -> None:
+    """Check on a few tokens that ``model`` keeps packed documents apart.
+
+    Models with ALiBi, recurrent or convolutional layers do not build their masks from positions,
+    and would learn from a neighbour's text without any error.
+
+    Args:
+        model: a causal language model of transformers.
+        tolerance: largest allowed difference of logits, relative to their largest magnitude.
+
+    Raises:
+        ConfigError: if a document's logits change when another stands before it.
+    """
+    weight = model.get_input_embeddings().weight  # type: ignore[operator]
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, weight.shape[0], (1, 15), generator=generator).to(weight.device)
+    lengths = (7, 5, 3)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None].to(weight.device)
+    training = model.training
+    model.eval()
+    try:
+        packed = _logits(model, ids, positions)
+        alone = [
+            _logits(model, part, torch.arange(part.shape[1], device=ids.device)[None])
+            for part in ids.split(lengths, dim=1)
+        ]
+    finally:
+        model.train(training)
+    expected = torch.cat(alone, dim=1)
+    error = float((packed - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
+    if weight.dtype != torch.float32:
+        tolerance = max(tolerance, 16 * torch.finfo(weight.dtype).eps)
+    if not error <= tolerance:
+        raise ConfigError(
+            f"{type(model).__name__} does not keep packed documents apart (logits differ by"
+            f" {error:.2g}, {tolerance:.2g} is allowed); it cannot be trained on packed rows"
+        )
+
+
+def _logits(model: nn.Module, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    out: Tensor = model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+    return out.float()

@@ -1,0 +1,312 @@
+"""The base model: load it, know its output layer, see its hidden states, recognise its weights."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import is_flash_attn_2_available
+
+from specheads.assets import tinycode_dir
+from specheads.config import ConfigError
+
+
+def resolve_name(name: str) -> str:
+    """Return what transformers calls the model: ``tinycode`` is the embedded one's folder.
+
+    Raises:
+        ConfigError: if ``name`` looks like a folder that does not exist.
+    """
+    if name == "tinycode":
+        return str(tinycode_dir())
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return str(path)
+    if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
+        raise ConfigError(f"model.name={name}: there is no such folder")
+    return name
+
+
+def load_base_model(
+    name: str,
+    *,
+    revision: str | None = None,
+    dtype: str | torch.dtype = "float32",
+    device: str | torch.device = "cpu",
+    attn: str = "sdpa",
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Load a causal language model, in eval mode.
+
+    Args:
+        name: ``tinycode``, a folder, or a name on the hub.
+        revision: of a hub model: a branch, tag or commit.
+        dtype: of the weights.
+        device: where they go.
+        attn: transformers' attention implementation.
+        trust_remote_code: run modelling code that comes with the model.
+
+    Raises:
+        ConfigError: if the model cannot be found or loaded, lacks weights, or does not support
+            ``attn``.
+    """
+    if attn == "flash_attention_2" and not is_flash_attn_2_available():
+        raise ConfigError(
+            "model.attn=flash_attention_2 needs the flash-attn package and a CUDA device;"
+            " model.attn=sdpa works everywhere"
+        )
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            resolve_name(name),
+            revision=revision or "main",
+            dtype=torch_dtype(dtype),
+            attn_implementation=attn,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, ImportError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"cannot load model.name={name}: {_first_line(error)}") from None
+    model, report = loaded
+    assert isinstance(model, PreTrainedModel)
+    for problem in ("missing_keys", "mismatched_keys"):
+        if keys := sorted(map(str, report.get(problem) or ())):
+            # transformers fills them with random numbers and goes on
+            raise ConfigError(
+                f"model.name={name}: {len(keys)} weights are {problem.split('_')[0]}"
+                f" in its files, first {keys[0]}"
+            )
+    return model.eval().to(device)
+
+
+def build_from_init(init: dict[str, Any], *, attn: str = "sdpa") -> PreTrainedModel:
+    """Build a randomly initialised model from ``model_type`` and config values; for pretraining.
+
+    Raises:
+        ConfigError: if the type or one of the values is unknown to transformers.
+    """
+    values = dict(init)
+    model_type = values.pop("model_type", None)
+    if model_type not in CONFIG_MAPPING:
+        raise ConfigError(f"model.init.model_type={model_type} is not a type transformers knows")
+    known = CONFIG_MAPPING[model_type]()  # AutoConfig would keep a mistyped key without a word
+    if unknown := sorted(key for key in values if not hasattr(known, key)):
+        raise ConfigError(
+            f"model.init: {', '.join(unknown)} is not a setting of a {model_type} model"
+        )
+    try:
+        config = AutoConfig.for_model(model_type, **values)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attn)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"model.init: {_first_line(error)}") from None
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def load_tokenizer(
+    name: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that belongs to a model.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            resolve_name(name), revision=revision or "main", trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, ImportError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"cannot load a tokenizer of {name}: {_first_line(error)}") from None
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    return tokenizer
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
+    """Check that every token has an embedding; embeddings padded to a round size are normal.
+
+    Raises:
+        ConfigError: if the tokenizer has more ids than the model; gives both numbers.
+    """
+    num_ids = max(tokenizer.get_vocab().values(), default=-1) + 1
+    num_rows = input_embedding(model).shape[0]
+    if num_ids > num_rows:
+        raise ConfigError(
+            f"the tokenizer {tokenizer.name_or_path} has {num_ids} token ids, the base model"
+            f" {model.name_or_path} has {num_rows} embeddings: they do not belong together"
+        )
+
+
+def context_length(model: PreTrainedModel) -> int | None:
+    """Return the longest sequence the model was made for, or None where its config does not say."""
+    length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return int(length) if length else None
+
+
+def input_embedding(model: PreTrainedModel) -> Tensor:
+    """Return the input embedding matrix [V, d]."""
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """Return the torch dtype called ``dtype``, e.g. ``bfloat16``."""
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype must name a torch dtype, got {dtype!r}")
+    return found
+
+
+@dataclass
+class Captured:
+    """What :func:`capture_hidden` saw last: ``hidden`` [B, T, d], after the final norm."""
+
+    hidden: Tensor | None = None
+
+
+@contextlib.contextmanager
+def capture_hidden(model: PreTrainedModel) -> Iterator[Captured]:
+    """Record what the model hands to its output layer, at every forward while the context is open.
+
+    A hook on ``base_model`` sees all positions even where logits are asked for one row only, and
+    holds for every architecture; ``output_hidden_states`` would keep all layers alive.
+
+    Raises:
+        ValueError: if the model has no part below its output layer.
+    """
+    if model.base_model is model:
+        raise ValueError(f"model {type(model).__name__} has no base_model below its output layer")
+    captured = Captured()
+
+    def keep(_module: nn.Module, _args: Any, output: Any) -> None:
+        captured.hidden = output[0] if isinstance(output, tuple) else output.last_hidden_state
+
+    handle = model.base_model.register_forward_hook(keep)
+    try:
+        yield captured
+    finally:
+        handle.remove()
+
+
+@dataclass(frozen=True)
+class OutputLayer:
+    """How a base model turns hidden states into logits: softcap(scale * (W z + b)).
+
+    Attributes:
+        module: the base's own output embedding, not a copy.
+        scale: factor on the logits (Cohere's logit_scale, Granite's 1 / logits_scaling).
+        softcap: c in c * tanh(x / c) (Gemma 2), or None.
+    """
+
+    module: nn.Module
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """The output matrix [V, d]."""
+        weight = self.module.weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The output bias [V], if there is one."""
+        bias = getattr(self.module, "bias", None)
+        return bias if isinstance(bias, Tensor) else None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the logits [..., V] of ``hidden`` [..., d] as the base model would."""
+        return self.finish(self.module(hidden))
+
+    def finish(self, products: Tensor) -> Tensor:
+        """Apply scale and softcap to ``products``, the output of a matrix like this one's."""
+        logits = products if self.scale == 1.0 else products * self.scale
+        if self.softcap is None:
+            return logits
+        return torch.tanh(logits / self.softcap) * self.softcap
+
+
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+
+
+@torch.no_grad()
+def output_layer(model: PreTrainedModel) -> OutputLayer:
+    """Find how ``model`` makes its logits, and check it against the model's own on a few tokens.
+
+    Raises:
+        ConfigError: if matrix, scale and softcap do not explain the model's logits.
+    """
+    module = model.get_output_embeddings()
+    if module is None or getattr(module, "weight", None) is None:
+        raise ConfigError(f"{type(model).__name__} has no output matrix that heads could use")
+    embedding = input_embedding(model)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, embedding.shape[0], (1, 12), generator=generator)
+    training = model.training
+    model.eval()
+    try:
+        with capture_hidden(model) as captured:
+            logits = model(input_ids=ids.to(embedding.device), use_cache=False).logits.float()
+        assert captured.hidden is not None
+        if captured.hidden.shape[-1] != module.weight.shape[-1]:
+            raise ConfigError(
+                f"{type(model).__name__}: hidden states have {captured.hidden.shape[-1]} numbers,"
+                f" its output matrix takes {module.weight.shape[-1]}"
+            )
+        products = module(captured.hidden).float()
+    finally:
+        model.train(training)
+    layers = [
+        OutputLayer(module, scale, cap)
+        for cap in _softcaps(model)
+        for scale in _scales(model, products, logits)
+    ]
+    errors = [float((layer.finish(products) - logits).abs().max()) for layer in layers]
+    best = min(range(len(layers)), key=lambda i: errors[i])
+    allowed = 16 * torch.finfo(module.weight.dtype).eps * max(float(logits.abs().max()), 1e-6)
+    if not errors[best] <= allowed:
+        raise ConfigError(
+            f"{type(model).__name__}: the logits are not scale and softcap of its output matrix"
+            f" (they differ by {errors[best]:.3g}, {allowed:.3g} is allowed); heads cannot use it"
+        )
+    return layers[best]
+
+
+def _softcaps(model: PreTrainedModel) -> list[float | None]:
+    config = model.config.get_text_config()
+    declared = [float(cap) for name in _SOFTCAPS if (cap := getattr(config, name, None))]
+    return [*declared, None]
+
+
+def _scales(model: PreTrainedModel, products: Tensor, logits: Tensor) -> list[float]:
+    config = model.config.get_text_config()
+    scales = [1.0]
+    if scale := getattr(config, "logit_scale", None):
+        scales.append(float(scale))
+    if divisor := getattr(config, "logits_scaling", None):
+        scales.append(1.0 / float(divisor))
+    # whatever else multiplies the logits shows in their ratio
+    scales.append(float((products * logits).sum() / (products * products).sum().clamp_min(1e-30)))
+    return scales
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

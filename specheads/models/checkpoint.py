@@ -1,0 +1,352 @@
+"""Exports: what users load. Heads, tokenizer, tree and (medusa2) the tuned base, in one folder.
+
+Everything is safetensors and JSON, written aside and renamed, and listed in ``manifest.json`` with
+its size and sha256. Loading takes all of it or refuses with one line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from specheads.config import ConfigError
+from specheads.files import whole_folder
+from specheads.models.base import check_tokenizer, load_base_model, load_tokenizer, torch_dtype
+from specheads.models.digest import base_digest as digest_of_base
+from specheads.models.digest import file_sha256
+from specheads.models.manifest import (
+    MANIFEST,
+    check_manifest,
+    manifest_entry,
+    read_json,
+    write_json,
+    write_manifest,
+)
+from specheads.models.heads import MedusaHeads
+from specheads.tree import Tree
+
+FORMAT_VERSION = 1
+_TENSORS, _CONFIG, _BASE = "model.safetensors", "config.json", "base"
+_SECTIONS: dict[str, tuple[str, ...]] = {
+    "": ("num_heads", "num_layers", "lm_head", "hidden_size", "vocab_size"),
+    "base": ("name", "tuned", "revision", "digest", "dtype"),
+    "tree": ("choices",),
+}
+
+
+@dataclass(frozen=True)
+class Export:
+    """A loaded export, in eval mode; ``config`` is what its config.json holds."""
+
+    base: PreTrainedModel
+    heads: MedusaHeads
+    tokenizer: PreTrainedTokenizerBase
+    tree: Tree
+    config: dict[str, Any]
+
+
+def save_export(
+    path: str | Path,
+    heads: MedusaHeads,
+    *,
+    base_name: str,
+    base_digest: str,
+    tokenizer: PreTrainedTokenizerBase,
+    tree: Tree,
+    training: dict[str, Any],
+    tuned_base: PreTrainedModel | None = None,
+    base_revision: str | None = None,
+    base_dtype: str | torch.dtype = "float32",
+    dtype: str | torch.dtype | None = None,
+    expected_accept_length: float | None = None,
+    measured_on: dict[str, Any] | None = None,
+) -> None:
+    """Write an export, whole or not at all; an earlier one at ``path`` is replaced at the end.
+
+    Args:
+        path: the folder.
+        heads: to save.
+        base_name: of the original base model, as the user gave it.
+        base_digest: of the original base model, see :func:`specheads.models.digest.base_digest`.
+        tokenizer: saved with its chat template.
+        tree: to decode with.
+        training: JSON for the ``training`` section: recipe, steps, data, held-out losses.
+        tuned_base: the adapted base where the recipe changed it.
+        base_revision: hub revision of the original.
+        base_dtype: dtype in which an unchanged base was used.
+        dtype: of the saved tensors; None keeps each as it is.
+        expected_accept_length: of ``tree`` where it was measured.
+        measured_on: JSON about that measurement.
+
+    Raises:
+        ValueError: if the tree is deeper than there are heads.
+        RunError: if the disk is full.
+    """
+    path = Path(path)
+    _check_depth(tree, heads.num_heads, ValueError)
+    target = None if dtype is None else torch_dtype(dtype)
+    if tuned_base is not None:
+        base_dtype = target or tuned_base.dtype
+    with whole_folder(path) as folder:
+        tensors = {k: v.detach().cpu().contiguous() for k, v in heads.state_dict().items()}
+        save_file(_cast(tensors, target), folder / _TENSORS, metadata={"format": "pt"})
+        tokenizer.save_pretrained(folder)
+        if tuned_base is not None:
+            _save_hf(folder / _BASE, tuned_base, tokenizer, target)
+        config = {
+            "format_version": FORMAT_VERSION,
+            "kind": "medusa",
+            "num_heads": heads.num_heads,
+            "num_layers": heads.num_layers,
+            "lm_head": heads.lm_head,
+            "correction": "none",
+            "prefix_layer": False,
+            "hidden_size": heads.hidden_size,
+            "vocab_size": heads.vocab_size,
+            "base": {
+                "name": base_name,
+                "tuned": tuned_base is not None,
+                "revision": base_revision,
+                "digest": base_digest,
+                "dtype": str(torch_dtype(base_dtype)).removeprefix("torch."),
+                "quantization": None,
+            },
+            "tokenizer": {"digest": _tokenizer_digest(folder)},
+            "tree": _tree_section(tree, expected_accept_length, measured_on),
+            "training": training,
+        }
+        write_json(folder / _CONFIG, config)
+        write_manifest(folder)
+
+
+def load_export(
+    path: str | Path,
+    *,
+    base: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    attn: str = "sdpa",
+    trust_remote_code: bool = False,
+) -> Export:
+    """Load base model, heads, tokenizer and tree, and check that they belong together.
+
+    Args:
+        path: an export folder.
+        base: where the original base model is now, if not under its recorded name.
+        dtype: of base and heads; None takes the recorded one.
+        device: where they go.
+        attn: transformers' attention implementation.
+        trust_remote_code: run modelling code that comes with the base.
+
+    Raises:
+        ConfigError: one line with both numbers, if a file is missing, truncated or changed, the
+            base or its vocabulary is another, tensors are missing or unexpected, or the tree is
+            deeper than there are heads.
+    """
+    path = Path(path)
+    config = read_config(path)
+    check_manifest(path)
+    tree = _load_tree(path, config)
+    info = config["base"]
+    if info["tuned"] and base is not None:
+        raise ConfigError(f"{path} brings its own tuned base model; base={base} cannot replace it")
+    dtype = torch_dtype(dtype or info["dtype"])
+    heads = _load_heads(path, config).to(device=device, dtype=dtype)
+    name = str(path / _BASE) if info["tuned"] else base or info["name"]
+    revision = info["revision"] if base is None and not info["tuned"] else None
+    model = load_base_model(
+        name,
+        revision=revision,
+        dtype=dtype,
+        device=device,
+        attn=attn,
+        trust_remote_code=trust_remote_code,
+    )
+    _check_base(path, config, model, name, revision)
+    tokenizer = load_tokenizer(str(path), trust_remote_code=trust_remote_code)
+    check_tokenizer(tokenizer, model)
+    return Export(model, heads.eval(), tokenizer, tree, config)
+
+
+def set_tree(
+    path: str | Path,
+    tree: Tree,
+    expected_accept_length: float | None = None,
+    measured_on: dict[str, Any] | None = None,
+) -> None:
+    """Replace the tree of an export, and its manifest with it.
+
+    Raises:
+        ConfigError: if ``path`` is no export, or the tree is deeper than there are heads.
+    """
+    path = Path(path)
+    config = read_config(path)
+    manifest = check_manifest(path)
+    _check_depth(tree, config["num_heads"], ConfigError)
+    config["tree"] = _tree_section(tree, expected_accept_length, measured_on)
+    aside = path / f".{_CONFIG}.tmp"
+    write_json(aside, config)
+    manifest["files"][_CONFIG] = manifest_entry(aside)
+    write_json(path / f".{MANIFEST}.tmp", manifest)
+    aside.replace(path / _CONFIG)
+    (path / f".{MANIFEST}.tmp").replace(path / MANIFEST)
+
+
+def save_plain_model(
+    path: str | Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    dtype: str | torch.dtype | None = None,
+) -> None:
+    """Write a model as a plain Hugging Face folder, whole or not at all; for pretraining.
+
+    Raises:
+        RunError: if the disk is full.
+    """
+    with whole_folder(Path(path)) as folder:
+        _save_hf(folder, model, tokenizer, None if dtype is None else torch_dtype(dtype))
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """Read an export's config.json without loading anything else.
+
+    Raises:
+        ConfigError: if there is none, or this version of specheads cannot read it.
+    """
+    path = Path(path)
+    config = read_json(path / _CONFIG, f"{path} is not an export of specheads")
+    version, kind = config.get("format_version"), config.get("kind")
+    if version is None:
+        raise ConfigError(f"{path} is not an export of specheads: {_CONFIG} has no format_version")
+    if version != FORMAT_VERSION:
+        raise ConfigError(
+            f"{path} has format version {version}, this specheads reads {FORMAT_VERSION}"
+        )
+    if kind != "medusa":
+        raise ConfigError(f"{path} holds kind {kind!r}, this specheads reads 'medusa'")
+    for section, keys in _SECTIONS.items():
+        values = config.get(section) if section else config
+        for key in keys:
+            if not isinstance(values, dict) or key not in values:
+                raise ConfigError(f"{path / _CONFIG} lacks {f'{section}.{key}'.lstrip('.')}")
+    return config
+
+
+def _load_tree(path: Path, config: dict[str, Any]) -> Tree:
+    try:
+        tree = Tree.from_json(config["tree"]["choices"])
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{path / _CONFIG}: tree: {error}") from None
+    _check_depth(tree, config["num_heads"], ConfigError, f"{path}: ")
+    if tree.max_rank >= config["vocab_size"]:
+        raise ConfigError(
+            f"{path}: the tree uses rank {tree.max_rank}, the vocabulary has"
+            f" {config['vocab_size']} tokens"
+        )
+    return tree
+
+
+def _check_depth(tree: Tree, num_heads: int, error: type[ValueError], where: str = "") -> None:
+    if tree.max_depth > num_heads:
+        raise error(f"{where}the tree is {tree.max_depth} deep, but there are {num_heads} heads")
+
+
+def _load_heads(path: Path, config: dict[str, Any]) -> MedusaHeads:
+    keys = ("num_heads", "num_layers", "hidden_size", "vocab_size", "lm_head")
+    with torch.device("meta"):  # drawing weights that are replaced at once costs seconds
+        heads = MedusaHeads(**{key: config[key] for key in keys})
+    file = path / _TENSORS
+    wanted = {name: list(tensor.shape) for name, tensor in heads.state_dict().items()}
+    try:
+        tensors = load_file(file)
+    except SafetensorError as error:
+        raise ConfigError(f"{file} is damaged: {error}") from None
+    if missing := sorted(wanted.keys() - tensors.keys()):
+        raise ConfigError(
+            f"{file} lacks {len(missing)} of {len(wanted)} tensors, first {missing[0]}"
+        )
+    if extra := sorted(tensors.keys() - wanted.keys()):
+        raise ConfigError(
+            f"{file} has {len(tensors)} tensors where {len(wanted)} are expected;"
+            f" unexpected: {extra[0]}"
+        )
+    for name, tensor in tensors.items():
+        if (shape := list(tensor.shape)) != wanted[name]:
+            raise ConfigError(f"{file}: {name} has shape {shape}, expected {wanted[name]}")
+    heads.load_state_dict(tensors, assign=True)
+    return heads
+
+
+def _check_base(
+    path: Path, config: dict[str, Any], model: PreTrainedModel, name: str, revision: str | None
+) -> None:
+    matrix = model.get_output_embeddings().weight
+    for key, size, noun in zip(
+        ("vocab_size", "hidden_size"), matrix.shape, ("outputs", "hidden numbers"), strict=True
+    ):
+        if size != config[key]:
+            raise ConfigError(
+                f"{path} was trained for a base model with {config[key]} {noun}, {name} has {size}"
+            )
+    if config["base"]["tuned"]:
+        return  # it lies in the export, under its manifest
+    found = digest_of_base(name, revision=revision)
+    if found != config["base"]["digest"]:
+        raise ConfigError(
+            f"{path} was trained on other weights than those of {name}: digest"
+            f" {config['base']['digest'][:12]} recorded, {found[:12]} found"
+        )
+
+
+def _save_hf(
+    folder: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype | None,
+) -> None:
+    if dtype is None:
+        model.save_pretrained(folder)
+    else:
+        model.save_pretrained(folder, state_dict=_cast(model.state_dict(), dtype))
+        config = read_json(folder / _CONFIG, "")
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        write_json(folder / _CONFIG, config)
+    tokenizer.save_pretrained(folder)
+
+
+def _cast(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    # tied matrices stay one tensor, or save_pretrained would write them twice
+    done: dict[tuple[int, torch.Size], Tensor] = {}
+    cast = {}
+    for name, tensor in tensors.items():
+        key = (tensor.data_ptr(), tensor.shape)
+        if key not in done:
+            keep = dtype is None or not tensor.is_floating_point()
+            done[key] = tensor if keep else tensor.to(dtype)
+        cast[name] = done[key]
+    return cast
+
+
+def _tree_section(
+    tree: Tree, expected_accept_length: float | None, measured_on: dict[str, Any] | None
+) -> dict[str, Any]:
+    return {
+        "choices": tree.to_json(),
+        "expected_accept_length": expected_accept_length,
+        "measured_on": measured_on,
+    }
+
+
+def _tokenizer_digest(folder: Path) -> str:
+    files = sorted(file for file in folder.iterdir() if file.is_file() and file.name != _TENSORS)
+    lines = [f"{file.name}\0{file_sha256(file)}\n" for file in files]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()

@@ -1,0 +1,116 @@
+"""Reading .jsonl records, splitting them, and saying what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from specheads.config import ConfigError, DataConfig
+from specheads.data.records import load_records, read_jsonl
+
+CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+
+def _write(path: Path, *lines: object) -> Path:
+    text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_reads_the_three_contents(tmp_path: Path) -> None:
+    """Records without id or kind still get ones that name their place and content."""
+    path = _write(
+        tmp_path / "d.jsonl",
+        {"messages": CHAT},
+        "",
+        {"id": 7, "prompt": "p", "completion": "c", "kind": "edit", "source": "x"},
+        {"text": "t"},
+    )
+    chat, pair, text = read_jsonl(path)
+    assert (chat["id"], chat["kind"]) == ("d.jsonl:1", "chat")
+    assert (pair["id"], pair["kind"], pair["source"]) == ("7", "edit", "x")
+    assert (text["id"], text["kind"]) == ("d.jsonl:4", "text")
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "expected an object, got list"),
+        ({"prompt": "p"}, "found prompt"),
+        ({"text": "t", "messages": CHAT}, "a record holds messages, or"),
+        ({"text": 3}, "text must be a string"),
+        ({"prompt": "p", "completion": None}, "completion must be a string"),
+        ({"messages": []}, "at least one message"),
+        ({"messages": [{"role": "user"}]}, r"messages\[0\].content must be a string"),
+        ({"messages": ["hello"]}, r"messages\[0\].role must be a string"),
+        ({"text": "t", "kind": 3}, "kind must be a string"),
+        ({"id": "a", "text": "t"}, "id 'a' is already on line 1"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, line: object, complaint: str) -> None:
+    """A malformed record is not skipped or half-read: file and line are in the message."""
+    path = _write(tmp_path / "d.jsonl", {"id": "a", "text": "ok"}, line)
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        read_jsonl(path)
+    assert f"{path}:2" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_and_empty_files(tmp_path: Path) -> None:
+    """An empty file is an error, not an empty training run."""
+    with pytest.raises(ConfigError, match="holds no records"):
+        read_jsonl(_write(tmp_path / "d.jsonl", "", ""))
+    with pytest.raises(ConfigError, match="cannot read .*No such file"):
+        read_jsonl(tmp_path / "none.jsonl")
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "\xff"}\n')
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        read_jsonl(tmp_path / "b.jsonl")
+
+
+def test_splits_are_disjoint_and_keep_duplicates_together(tmp_path: Path) -> None:
+    """A copy of a held-out record in the training part would flatter every held-out figure."""
+    lines = [{"text": f"text {i % 60}"} for i in range(120)]
+    path = _write(tmp_path / "d.jsonl", *lines)
+    data = DataConfig(source="jsonl", path=str(path), eval_fraction=0.2)
+    train, heldout = load_records(data, "train"), load_records(data, "heldout")
+    assert len(train) + len(heldout) == 120
+    assert not {r["text"] for r in train} & {r["text"] for r in heldout}
+    assert 8 <= len(heldout) <= 48
+
+
+def test_a_record_keeps_its_side_when_others_come(tmp_path: Path) -> None:
+    """Adding data must not move earlier held-out records into the training part."""
+    lines = [{"text": f"text {i}"} for i in range(200)]
+    few = DataConfig(source="jsonl", path=str(_write(tmp_path / "a.jsonl", *lines[:100])))
+    more = DataConfig(source="jsonl", path=str(_write(tmp_path / "b.jsonl", *lines[::-1])))
+    before = {r["text"] for r in load_records(few, "heldout")}
+    after = {r["text"] for r in load_records(more, "heldout")}
+    assert before <= after
+
+
+@pytest.mark.parametrize("fraction", [0.001, 0.999])
+def test_no_side_is_empty(tmp_path: Path, fraction: float) -> None:
+    """Two records suffice; one is refused with a way out."""
+    path = _write(tmp_path / "d.jsonl", {"text": "a"}, {"text": "b"})
+    data = DataConfig(source="jsonl", path=str(path), eval_fraction=fraction)
+    assert len(load_records(data, "train")) == len(load_records(data, "heldout")) == 1
+    one = DataConfig(source="jsonl", path=str(_write(tmp_path / "one.jsonl", {"text": "a"})))
+    with pytest.raises(ConfigError, match="1 distinct record.*eval_path"):
+        load_records(one, "train")
+
+
+def test_eval_path_and_max_records(tmp_path: Path, tiny_jsonl: Path) -> None:
+    """A given held-out file is used whole, and the training file is then not split."""
+    other = _write(tmp_path / "e.jsonl", {"text": "held out"})
+    data = DataConfig(source="jsonl", path=str(tiny_jsonl), eval_path=str(other))
+    assert len(load_records(data, "train")) == 32
+    assert [r["text"] for r in load_records(data, "heldout")] == ["held out"]
+    few = DataConfig(source="jsonl", path=str(tiny_jsonl), eval_path=str(other), max_records=8)
+    chosen = [r["id"] for r in load_records(few, "train")]
+    assert len(chosen) == 8
+    assert chosen == [r["id"] for r in load_records(few, "train")]
+    assert len({name.split("/")[0] for name in chosen}) > 1, "a sample, not the head of the file"
+    with pytest.raises(ValueError, match="split must be one of"):
+        load_records(data, "test")
