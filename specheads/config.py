@@ -6,7 +6,9 @@ this module must stay cheap: no torch, no transformers (``--help`` answers at on
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import difflib
+import re
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
 from hydra.core.config_store import ConfigStore
@@ -18,6 +20,14 @@ T = TypeVar("T")
 
 class ConfigError(ValueError):
     """A mistake in the user's settings or files; entry points print it as one line, exit code 2."""
+
+
+class RunError(RuntimeError):
+    """A run that cannot go on (NaN loss, full disk); one line at the entry point, exit code 1."""
+
+
+class Interrupted(RuntimeError):
+    """A run that was asked to stop and saved its state; one line, exit code 75."""
 
 
 def _check(ok: bool, key: str, value: object, expected: str) -> None:
@@ -43,9 +53,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _one_of("model.dtype", self.dtype, "float32", "bfloat16", "float16")
-        _one_of(
-            "model.attn", self.attn, "sdpa", "eager", "flex_attention", "flash_attention_2"
-        )
+        _one_of("model.attn", self.attn, "sdpa", "eager", "flex_attention", "flash_attention_2")
 
 
 @dataclass
@@ -69,9 +77,7 @@ class DataConfig:
         _check(0 <= self.documents <= 1, "data.documents", self.documents, "in [0, 1]")
         _check(self.seq_len >= 2, "data.seq_len", self.seq_len, "at least 2")
         _check(self.rows >= 1, "data.rows", self.rows, "at least 1")
-        _check(
-            self.source != "jsonl" or bool(self.path), "data.path", self.path, "a .jsonl file"
-        )
+        _check(self.source != "jsonl" or bool(self.path), "data.path", self.path, "a .jsonl file")
 
 
 @dataclass
@@ -195,7 +201,7 @@ class CheckpointConfig:
 class TrainConfig:
     """Everything ``python -m specheads.train`` accepts."""
 
-    recipe: str = MISSING  # a file in recipes/, or a path to your own .py with run(cfg)
+    recipe: str = ""  # a file in recipes/, or a path to your own .py with run(cfg)
     name: str = "run"
     run_dir: str = MISSING
     seed: int = 0
@@ -291,6 +297,35 @@ class TreeSearchConfig:
         _one_of("dtype", self.dtype, "auto", "float32", "bfloat16", "float16")
 
 
+def explain(error: Exception) -> str:
+    """Return one line that says what is wrong, for an error of Hydra or OmegaConf."""
+    text = str(error)
+    if isinstance(error.__cause__, OmegaConfBaseException):
+        text += "\n" + str(error.__cause__)
+    full_key = re.search(r"full_key: (\S+)", text)
+    unknown = re.search(r"Key '(\w+)' (?:is )?not in '(\w+)'", text)
+    if unknown:  # Hydra's own advice is "+key=value", which to_config refuses
+        key, owner = unknown.groups()
+        schema = globals().get(owner)
+        names = [f.name for f in fields(schema)] if is_dataclass(schema) else []
+        path = full_key.group(1) if full_key else key
+        close = difflib.get_close_matches(key, names, n=1)
+        prefix = path.removesuffix(key)
+        return f"unknown key {path}" + (f"; did you mean {prefix}{close[0]}?" if close else "")
+    lines = [line.strip() for line in text.splitlines()]
+    if "Config search path:" in lines:
+        lines = lines[: lines.index("Config search path:")]
+    lines = [line for line in lines if line and not line.startswith(("full_key", "object_type"))]
+    listing = [i for i, line in enumerate(lines) if line.startswith("Available options")]
+    if listing:  # one option per line after it
+        start = listing[0]
+        lines = [*lines[:start], lines[start] + " " + ", ".join(lines[start + 1 :])]
+    shown = list(dict.fromkeys(lines[:3]))
+    if full_key and full_key.group(1) not in " ".join(shown):
+        shown.insert(0, full_key.group(1))
+    return ": ".join(line.rstrip(":.") for line in shown)
+
+
 def to_config(cfg: DictConfig, schema: type[T]) -> T:
     """Turn Hydra's composed ``cfg`` into a checked instance of the dataclass ``schema``.
 
@@ -303,8 +338,7 @@ def to_config(cfg: DictConfig, schema: type[T]) -> T:
         values = OmegaConf.to_container(cfg, resolve=True)
         checked = OmegaConf.to_object(OmegaConf.merge(schema, values))
     except OmegaConfBaseException as error:
-        line = (error.msg or str(error)).splitlines()[0]
-        raise ConfigError(f"{error.full_key}: {line}" if error.full_key else line) from None
+        raise ConfigError(explain(error)) from None
     assert isinstance(checked, schema)
     return checked
 

@@ -1,0 +1,67 @@
+"""Pre-train a base model from scratch: how the embedded tinycode was made.
+
+python -m specheads.train +recipe=pretrain
+"""
+
+from pathlib import Path
+
+import torch
+
+from specheads import dist
+from specheads.config import ConfigError, TrainConfig
+from specheads.log import RunLog
+from specheads.models.base import (
+    build_from_init,
+    check_tokenizer,
+    load_tokenizer,
+    output_layer,
+    torch_dtype,
+)
+from specheads.models.checkpoint import save_plain_model
+from specheads.training.heldout import heldout_loss
+from specheads.training.loop import fit
+from specheads.training.objectives import LMObjective
+from specheads.training.prepare import describe_plan, load_data
+from specheads.training.schedule import param_groups
+
+
+def run(cfg: TrainConfig) -> None:
+    """Build the model that model.init describes, train it, save it as a Hugging Face folder."""
+    if not cfg.model.init:
+        raise ConfigError("pretrain builds its model from model.init, which is empty")
+    torch.manual_seed(cfg.seed)
+    tokenizer = load_tokenizer(cfg.model.name, revision=cfg.model.revision)
+    base = build_from_init(cfg.model.init, attn=cfg.model.attn)
+    base.to(device=dist.device(), dtype=torch_dtype(cfg.model.dtype))
+    check_tokenizer(tokenizer, base)
+    data = load_data(cfg, base, tokenizer)
+    output = output_layer(base)
+    objective = LMObjective(
+        base,
+        chunk_size=cfg.loss.chunk_size,
+        implementation=cfg.loss.implementation,
+        output=output,
+    )
+
+    def evaluate(step: int) -> dict[str, float]:
+        del step
+        return {"heldout/loss": heldout_loss(base, output, data.heldout)["loss"]}
+
+    with RunLog(cfg) as log:
+        log.say(describe_plan(cfg, data, base=base))
+        if cfg.dry_run:
+            return
+        steps = fit(
+            objective,
+            data.train,
+            cfg,
+            groups=param_groups(cfg.optim, base=(base, cfg.optim.base_lr)),
+            run=log,
+            evaluate=evaluate,
+        )
+        if not dist.is_main():
+            return
+        log.metrics(steps, evaluate(steps))
+        export = Path(cfg.run_dir) / "export"
+        save_plain_model(export, base, tokenizer, dtype="bfloat16")
+        log.say(f"saved to {export}")

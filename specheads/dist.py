@@ -1,0 +1,94 @@
+"""Ranks: who am I, how many are we, sums over all of us. Works alike with one process.
+
+Rank and world size come from the environment that torchrun and deepspeed set, so that this
+module is cheap to import and usable before a process group exists.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+def rank() -> int:
+    """Return this process's rank, 0 without a launcher."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def local_rank() -> int:
+    """Return this process's rank on its machine, 0 without a launcher."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def world_size() -> int:
+    """Return the number of processes, 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_main() -> bool:
+    """Return whether this process writes files and prints."""
+    return rank() == 0
+
+
+def device() -> torch.device:
+    """Return the device of this rank: its GPU where there is one, else the CPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.device("cuda", local_rank())
+    return torch.device("cpu")
+
+
+def set_defaults() -> None:
+    """Describe a world of one process to libraries that insist on the launcher's variables."""
+    if "MASTER_PORT" not in os.environ:
+        with socket.socket() as probe:  # two runs on one machine must not meet
+            probe.bind(("127.0.0.1", 0))
+            os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    os.environ.setdefault("LOCAL_RANK", "0")
+    os.environ.setdefault("RANK", "0")
+
+
+def _group_exists() -> bool:
+    import torch.distributed as group
+
+    return group.is_available() and group.is_initialized()
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """Return the elementwise sum of ``values`` over all ranks; every rank must call it."""
+    import torch.distributed as group
+
+    if not _group_exists() or world_size() == 1:
+        return values
+    total = values.detach().clone()
+    group.all_reduce(total)
+    return total
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    import torch.distributed as group
+
+    if _group_exists() and world_size() > 1:
+        group.barrier()
+
+
+def shutdown() -> None:
+    """Leave the process group, if any, together with the other ranks.
+
+    Without the barrier and the destruction some exits abort (DeepSpeed over gloo).
+    """
+    import torch.distributed as group
+
+    if _group_exists():
+        if world_size() > 1:
+            group.barrier()
+        group.destroy_process_group()

@@ -1,0 +1,97 @@
+"""What every entry point shares: compose, check, run, and turn mistakes into one line.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage, 75 interrupted and resumable.
+``HYDRA_FULL_ERROR=1`` shows the whole traceback instead of the line.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import NoReturn, TypeVar
+
+import hydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from specheads.assets import conf_dir
+from specheads.config import (
+    ConfigError,
+    Interrupted,
+    RunError,
+    explain,
+    register_schemas,
+    to_config,
+)
+
+T = TypeVar("T")
+
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 75
+
+
+def stop(message: str, code: int) -> NoReturn:
+    """Print ``message`` as one line on stderr and leave with ``code``."""
+    print(f"specheads: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    raise SystemExit(code)
+
+
+def name_models(argv: list[str]) -> list[str]:
+    """Rewrite ``model=/a/folder`` and ``model=org/name`` into ``model.name=``.
+
+    ``model=`` alone picks a file of conf/model, whose names hold no slash.
+    """
+    return [
+        f"model.name={arg.removeprefix('model=')}"
+        if arg.startswith("model=") and "/" in arg
+        else arg
+        for arg in argv
+    ]
+
+
+def raise_on_sigterm(signum: int, frame: FrameType | None) -> None:
+    """Treat SIGTERM like Ctrl-C while nothing better is installed."""
+    del signum, frame
+    raise KeyboardInterrupt
+
+
+def hydra_main(name: str, schema: type[T], task: Callable[[T], None]) -> None:
+    """Compose ``conf/<name>.yaml`` with the command line, check it, and run ``task``.
+
+    Args:
+        name: primary config, without ``.yaml``.
+        schema: the dataclass the composed config is checked against.
+        task: gets the checked config.
+    """
+
+    def checked(cfg: DictConfig) -> None:
+        try:
+            task(to_config(cfg, schema))
+        except ConfigError as error:
+            if wants_traceback:
+                raise
+            stop(str(error), EXIT_USAGE)
+        except RunError as error:
+            if wants_traceback:
+                raise
+            stop(str(error), EXIT_FAILED)
+        except Interrupted as error:
+            stop(str(error), EXIT_INTERRUPTED)
+        except KeyboardInterrupt:
+            stop("interrupted", EXIT_INTERRUPTED)
+
+    register_schemas()
+    wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors reach us instead of printing many lines
+    sys.argv[1:] = name_models(sys.argv[1:])
+    try:
+        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=name)(checked)()
+    except (HydraException, OmegaConfBaseException) as error:
+        if wants_traceback:
+            raise
+        stop(explain(error), EXIT_USAGE)
+    finally:
+        if not wants_traceback:
+            os.environ.pop("HYDRA_FULL_ERROR", None)

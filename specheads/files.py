@@ -1,0 +1,91 @@
+"""Folders that appear whole or not at all: written aside, flushed to disk, then renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from specheads.config import RunError
+
+
+def flush_file(path: Path) -> None:
+    """Force one file, or the names in one folder, onto the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def flush_folder(folder: Path) -> None:
+    """Force every file below ``folder``, and the folder itself, onto the disk."""
+    for path in sorted(folder.rglob("*")):
+        flush_file(path)
+    flush_file(folder)
+
+
+def _no_room(error: BaseException) -> bool:
+    """Return whether ``error`` says that the disk (or the quota, or the file size) is used up."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return True
+    text = str(error)  # safetensors and torch wrap the system's error into their own
+    return any(word in text for word in ("No space left", "StorageFull", "File too large"))
+
+
+def aside(path: Path) -> Path:
+    """Return the folder in which the future contents of ``path`` are written."""
+    return path.with_name(f".{path.name}.tmp")
+
+
+def publish(path: Path) -> None:
+    """Flush the folder written aside and put it in the place of ``path``."""
+    fresh, old = aside(path), path.with_name(f".{path.name}.old")
+    flush_folder(fresh)
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        path.rename(old)
+    fresh.rename(path)
+    flush_file(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[Path]:
+    """Remove what was written aside when writing fails, and say in one line that the disk is full.
+
+    Yields:
+        The folder to write into; ``publish(path)`` makes it visible.
+
+    Raises:
+        RunError: if there was no room; whatever stood at ``path`` is untouched.
+    """
+    try:
+        yield aside(path)
+    except BaseException as error:
+        shutil.rmtree(aside(path), ignore_errors=True)
+        if _no_room(error):
+            raise RunError(
+                f"no room to write {path} (disk full?); what was saved before is untouched"
+            ) from error
+        raise
+
+
+@contextlib.contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Write a folder so that it appears whole or not at all, replacing an earlier one.
+
+    Yields:
+        The folder to write into.
+
+    Raises:
+        RunError: if the disk is full; an earlier folder at ``path`` is untouched.
+    """
+    with writing(path) as fresh:
+        shutil.rmtree(fresh, ignore_errors=True)  # left by a killed run
+        fresh.mkdir(parents=True)
+        yield fresh
+        publish(path)

@@ -1,0 +1,179 @@
+"""Resumable state of a training run: ``checkpoints/step-*/``, safetensors and JSON.
+
+A checkpoint holds the trained weights, the optimizer's state, where the data stands, the random
+generators and the running means, so that a resumed run ends bit-identical to one that never
+stopped. The engine writes its part (``engine.py``); this module writes the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import random
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from specheads import dist
+from specheads.config import ConfigError, TrainConfig
+from specheads.files import aside, publish, writing
+
+# These may differ between a run and its continuation; anything else would change the numbers.
+FREE_TO_CHANGE = ("name", "run_dir", "max_steps", "resume", "dry_run", "log", "checkpoint")
+
+
+@dataclasses.dataclass
+class Progress:
+    """How far a run has come."""
+
+    step: int = 0  # optimizer steps taken
+    stage: str = ""
+    # sums since the last line of metrics.jsonl, so that the line after a resume is the same
+    window: dict[str, float] = dataclasses.field(default_factory=dict)
+    window_steps: int = 0
+
+
+def flatten_settings(cfg: TrainConfig) -> dict[str, Any]:
+    """Return the settings that decide a run's numbers, as ``{"optim.lr": 0.001, ...}``."""
+
+    def walk(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, Mapping) and value:
+            for key, inner in value.items():
+                yield from walk(f"{prefix}.{key}" if prefix else key, inner)
+        else:
+            yield prefix, value
+
+    settings = dataclasses.asdict(cfg)
+    return dict(walk("", {k: v for k, v in settings.items() if k not in FREE_TO_CHANGE}))
+
+
+def checkpoints_of(run_dir: Path) -> list[Path]:
+    """Return the whole checkpoints of a run, oldest first."""
+    return sorted(path for path in (run_dir / "checkpoints").glob("step-*") if path.is_dir())
+
+
+def checkpoint_to_resume(cfg: TrainConfig) -> Path | None:
+    """Return the checkpoint that ``cfg.resume`` means, None to start from the beginning.
+
+    Raises:
+        ConfigError: if there is none, or if it was written with other settings.
+    """
+    if not cfg.resume:
+        return None
+    if cfg.resume == "auto":
+        found = checkpoints_of(Path(cfg.run_dir))
+        if not found:
+            return None
+        path = found[-1]
+    else:
+        path = Path(cfg.resume)
+    if not (path / "state.json").is_file():
+        raise ConfigError(f"resume={cfg.resume}: no checkpoint at {path}")
+    state = json.loads((path / "state.json").read_text())
+    if state["world_size"] != dist.world_size():
+        raise ConfigError(
+            f"{path} was written by {state['world_size']} processes, this run has "
+            f"{dist.world_size()}"
+        )
+    now = json.loads(json.dumps(flatten_settings(cfg)))
+    before = state["settings"]
+    for key in sorted(now.keys() | before.keys()):
+        if now.get(key) != before.get(key):
+            raise ConfigError(
+                f"cannot resume {path}: {key} was {before.get(key)!r}, is {now.get(key)!r}"
+            )
+    return path
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write ``tensors`` as safetensors, copied to the CPU, none sharing memory with another."""
+    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """Read a file that ``save_tensors`` wrote."""
+    return load_file(path)
+
+
+def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the state of all random generators: tensors, and what fits into JSON."""
+    tensors = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors["cuda"] = torch.cuda.get_rng_state()
+    name, keys, *rest = np.random.get_state(legacy=True)
+    numpy_state = [name, np.asarray(keys).tolist(), *rest]
+    return tensors, {"python": random.getstate(), "numpy": numpy_state}
+
+
+def set_random_state(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    """Put all random generators back to what ``random_state`` returned."""
+    torch.set_rng_state(tensors["torch"])
+    if "cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["cuda"])
+    version, internal, gauss = values["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = values["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+
+
+@contextlib.contextmanager
+def new_checkpoint(run_dir: Path, step: int) -> Iterator[Path]:
+    """Write ``checkpoints/step-<step>`` from all ranks; it appears whole or not at all."""
+    path = run_dir / "checkpoints" / f"step-{step:07d}"
+    with writing(path) as folder:
+        if dist.is_main():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        dist.barrier()
+        yield folder
+        dist.barrier()
+        if dist.is_main():
+            publish(path)
+        dist.barrier()
+
+
+def prune(run_dir: Path, keep: int) -> None:
+    """Remove all but the newest ``keep`` checkpoints, and what killed runs left half-written."""
+    if not dist.is_main():
+        return
+    for path in checkpoints_of(run_dir)[:-keep]:
+        # renamed first: a half-removed checkpoint must not look like a whole one
+        path.rename(aside(path))
+    for path in (run_dir / "checkpoints").glob(".step-*.tmp"):
+        shutil.rmtree(path)
+
+
+def save_rank(folder: Path, cfg: TrainConfig, progress: Progress, data: dict[str, Any]) -> None:
+    """Write this rank's random generators and data position; rank 0 also the common part."""
+    tensors, values = random_state()
+    save_tensors(folder / f"random-{dist.rank()}.safetensors", tensors)
+    mine = {"random": values, "data": data}
+    (folder / f"rank-{dist.rank()}.json").write_text(json.dumps(mine))
+    if dist.is_main():
+        state = {
+            **dataclasses.asdict(progress),
+            "world_size": dist.world_size(),
+            "settings": flatten_settings(cfg),
+        }
+        (folder / "state.json").write_text(json.dumps(state, indent=1))
+
+
+def load_progress(folder: Path) -> Progress:
+    """Read how far the run had come."""
+    state = json.loads((folder / "state.json").read_text())
+    return Progress(**{field.name: state[field.name] for field in dataclasses.fields(Progress)})
+
+
+def load_rank(folder: Path) -> dict[str, Any]:
+    """Restore this rank's random generators and return its data position."""
+    mine: dict[str, Any] = json.loads((folder / f"rank-{dist.rank()}.json").read_text())
+    set_random_state(load_tensors(folder / f"random-{dist.rank()}.safetensors"), mine["random"])
+    data: dict[str, Any] = mine["data"]
+    return data
