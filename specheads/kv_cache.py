@@ -115,16 +115,20 @@ class TreeCache(Cache):
         return [layer for layer in self.layers if layer.is_initialized]
 
     def reserve(self, num_slots: int) -> None:
-        """Make room for ``num_slots`` in all, once the first forward pass has made the layers.
+        """Make room for ``num_slots`` in all; called before each forward pass but the first.
 
         Layers of equal shape move into one buffer, so that :meth:`compact` is one gather.
         """
+        if self._pool is not None and num_slots <= self._pool.shape[4]:
+            return
         layers = self._live_layers()
-        if not layers or (self._pool is not None and num_slots <= self._pool.shape[4]):
+        if not layers:
             return
         buffers = [t for layer in layers for t in (layer.key_buffer, layer.value_buffer)]
         first = buffers[0]
         assert first is not None
+        if self._pool is not None:
+            num_slots = max(num_slots, 2 * self._pool.shape[4])
         num_slots = _round_up(max(num_slots, max(layer.capacity for layer in layers)))
         shape = (*first.shape[:2], num_slots, first.shape[3])
 

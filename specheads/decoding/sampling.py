@@ -8,6 +8,7 @@ which meet the same positions in different steps and shapes, therefore draw the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -31,6 +32,11 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
+@lru_cache(maxsize=16)
+def _lattice(vocab_size: int, device: torch.device) -> Tensor:
+    return torch.arange(1, vocab_size + 1, device=device) * _TOKEN_STEP
+
+
 def gumbel_noise(seed: int, positions: Tensor, vocab_size: int) -> Tensor:
     """Return standard Gumbel noise that depends on nothing but its arguments.
 
@@ -49,8 +55,7 @@ def gumbel_noise(seed: int, positions: Tensor, vocab_size: int) -> Tensor:
     device = positions.device
     rows = [_mix_seed(seed + row) for row in range(positions.shape[0])]
     keys = torch.tensor(rows, device=device).view(-1, *[1] * (positions.dim() - 1))
-    tokens = torch.arange(1, vocab_size + 1, device=device) * _TOKEN_STEP
-    x = (keys + positions * _POSITION_STEP)[..., None] + tokens
+    x = (keys + positions * _POSITION_STEP)[..., None] + _lattice(vocab_size, device)
     x = (x ^ _shifted(x, 30)) * (0xBF58476D1CE4E5B9 - (1 << 64))
     x = (x ^ _shifted(x, 27)) * (0x94D049BB133111EB - (1 << 64))
     x = x ^ _shifted(x, 31)
