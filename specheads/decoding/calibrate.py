@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
 from specheads.decoding.sampling import Sampler
-from specheads.decoding.stats import median
 from specheads.drafters.heads import HeadsDrafter
 from specheads.models.base import OutputLayer, capture_hidden
 from specheads.models.heads import MedusaHeads
@@ -77,8 +76,10 @@ def measure_hit_ranks(
         [S, K] long: ``[s, d]`` is how many tokens head d held more likely than the one that came
         ``d + 1`` after the root.
     """
-    with capture_hidden(base) as hidden:
+    with capture_hidden(base) as captured:
         base(input_ids=sequence, use_cache=False, logits_to_keep=1)
+    hidden = captured.hidden
+    assert hidden is not None
     new = sequence[0, num_prompt:]
     num_new, num_heads = len(new), heads.num_heads
     # There is no step with the last token as its root.
@@ -88,7 +89,7 @@ def measure_hit_ranks(
         return ranks
     # The root's own hidden state is not known yet when the heads guess: theirs is the one before.
     start = num_prompt - 1
-    logits = heads.logits(hidden()[0, start : start + positions], output)  # [K, S, V]
+    logits = heads.logits(hidden[0, start : start + positions], output)  # [K, S, V]
     for head in range(num_heads):
         known = min(positions, num_new - 1 - head)
         if known <= 0:
@@ -162,6 +163,50 @@ def replay(tree: Tree, ranks: Tensor, *, ended: bool) -> Iterator[int]:
         root += num_accepted + 1
 
 
+def collect_ranks(
+    base: PreTrainedModel,
+    heads: MedusaHeads,
+    output: OutputLayer,
+    prompts: Sequence[Tensor],
+    *,
+    eos_token_ids: Sequence[int],
+    max_new_tokens: int = 64,
+    temperatures: Sequence[float] = (0.0, 1.0),
+    seed: int = 0,
+    progress: Callable[[Sequence[Tensor]], Any] = iter,
+) -> list[tuple[Tensor, bool]]:
+    """Decode plainly from every prompt; return per text its hit ranks and whether it ended.
+
+    The arguments are those of :func:`calibrate`.
+
+    Raises:
+        ValueError: if there are no prompts, or their texts are too short to measure anything.
+    """
+    if not prompts:
+        raise ValueError("prompts must hold at least 1 prompt, got 0")
+    eos = tuple(eos_token_ids)
+    texts: list[tuple[Tensor, bool]] = []
+    for index, prompt in enumerate(progress(prompts)):
+        for temperature in temperatures:
+            result = plain_decode(
+                base,
+                prompt,
+                max_new_tokens=max_new_tokens,
+                sampler=Sampler(temperature=temperature, seed=seed + index),
+                eos_token_ids=eos,
+            )
+            ranks = measure_hit_ranks(
+                base, heads, output, result.sequences, prompt.shape[1], ended=result.finished
+            )
+            texts.append((ranks, result.finished))
+    if not any(len(ranks) for ranks, _ in texts):
+        raise ValueError(
+            f"max_new_tokens {max_new_tokens} leaves no position to measure "
+            f"{heads.num_heads} heads at, over {len(prompts)} prompts"
+        )
+    return texts
+
+
 def measure_step_seconds(
     run: Sequence[Callable[[int], tuple[float, int]]], *, max_new_tokens: int, repeats: int
 ) -> list[float]:
@@ -170,7 +215,7 @@ def measure_step_seconds(
     Args:
         run: decode up to so many tokens; return seconds and the number of verify steps.
         max_new_tokens: tokens to decode.
-        repeats: the median over these is returned.
+        repeats: the fastest of these is returned, since interference only ever adds time.
 
     Returns:
         Seconds per verify step, without the prefill.
@@ -183,7 +228,7 @@ def measure_step_seconds(
             prefill, _ = each(1)
             total, num_steps = each(max_new_tokens)
             seconds[index].append(max(total - prefill, 1e-9) / max(num_steps, 1))
-    return [median(each) for each in seconds]
+    return [min(each) for each in seconds]
 
 
 def calibrate(
@@ -220,27 +265,18 @@ def calibrate(
     Raises:
         ValueError: if there are no prompts, or they are too short to measure anything.
     """
-    if not prompts:
-        raise ValueError("prompts must hold at least 1 prompt, got 0")
-    eos = tuple(eos_token_ids)
-    texts: list[tuple[Tensor, bool]] = []
-    for index, prompt in enumerate(progress(prompts)):
-        for temperature in temperatures:
-            sampler = Sampler(temperature=temperature, seed=seed + index)
-            result = plain_decode(
-                base, prompt, max_new_tokens=max_new_tokens, sampler=sampler, eos_token_ids=eos
-            )
-            ended = int(result.sequences[0, -1]) in eos
-            ranks = measure_hit_ranks(
-                base, heads, output, result.sequences, prompt.shape[1], ended=ended
-            )
-            texts.append((ranks, ended))
+    texts = collect_ranks(
+        base,
+        heads,
+        output,
+        prompts,
+        eos_token_ids=eos_token_ids,
+        max_new_tokens=max_new_tokens,
+        temperatures=temperatures,
+        seed=seed,
+        progress=progress,
+    )
     ranks = torch.cat([each for each, _ in texts])
-    if not len(ranks):
-        raise ValueError(
-            f"prompts gave no position to measure: at most {max_new_tokens} new tokens each for "
-            f"{heads.num_heads} heads"
-        )
     sizes = [num_nodes] if num_nodes else [n for n in SIZES if n <= max_nodes]
     grown = (grow_from_ranks(ranks, size) for size in sizes)
     trees = list({tree.num_nodes: tree for tree in grown}.values())

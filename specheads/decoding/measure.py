@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.config import ConfigError
-from specheads.data.chat import encode_prompt
-from specheads.data.records import Record, read_jsonl
+from specheads.data.chat import Encoder
+from specheads.data.records import read_jsonl
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
 from specheads.decoding.sampling import Sampler
@@ -38,10 +39,17 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Decoded:
-    """New tokens of one prompt, and the tokens gained by each verify step (plain: one each)."""
+    """New tokens of one prompt.
+
+    Attributes:
+        tokens: all after the prompt, the end of text included.
+        accept_lengths: tokens gained by each verify step; plain decoding gains one.
+        ended: stopped by an end of text, not by the limit.
+    """
 
     tokens: list[int]
     accept_lengths: list[int]
+    ended: bool
 
 
 @dataclass(frozen=True)
@@ -85,9 +93,10 @@ def read_prompts(
     Raises:
         ConfigError: if the file is wrong, or every prompt is too long.
     """
+    encoder = Encoder(tokenizer)
     by_kind: dict[str, list[Prompt]] = {}
     for record in read_jsonl(path):
-        ids = encode_prompt(record, tokenizer)
+        ids = encoder.prompt(record)
         if 0 < len(ids) <= max_length:
             prompt = Prompt(record["id"], record["kind"], torch.tensor([ids], device=device))
             by_kind.setdefault(prompt.kind, []).append(prompt)
@@ -124,8 +133,7 @@ def plain_method(base: PreTrainedModel, eos: tuple[int, ...], max_new_tokens: in
             sampler=Sampler(temperature=temperature, seed=seed),
             eos_token_ids=eos,
         )
-        tokens = result.sequences[0, input_ids.shape[1] :].tolist()
-        return Decoded(tokens, [1] * max(len(tokens) - 1, 1))
+        return Decoded(result.new_tokens, result.accept_lengths, result.finished)
 
     return Method("plain", run)
 
@@ -151,8 +159,7 @@ def drafted_method(
             sampler=Sampler(temperature=temperature, seed=seed),
             eos_token_ids=eos,
         )
-        tokens = result.sequences[0, input_ids.shape[1] :].tolist()
-        return Decoded(tokens, list(result.accept_lengths))
+        return Decoded(result.new_tokens, result.accept_lengths, result.finished)
 
     kind = type(drafter).__name__.removesuffix("Drafter").lower()
     return Method(name, run, kind, tree_nodes, extra_parameters)
@@ -162,6 +169,9 @@ def hf_generate_method(
     base: PreTrainedModel, eos: tuple[int, ...], pad: int | None, max_new_tokens: int
 ) -> Method:
     """Return transformers' own ``generate``; it draws differently, so only T=0 compares tokens."""
+
+    if base.device.type == "cpu":  # generate() loads deepspeed, which else announces its guess
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
     def run(input_ids: Tensor, temperature: float, seed: int) -> Decoded:
         torch.manual_seed(seed)
@@ -176,7 +186,7 @@ def hf_generate_method(
             **chosen,
         )
         tokens = sequences[0, input_ids.shape[1] :].tolist()
-        return Decoded(tokens, [1] * max(len(tokens) - 1, 1))
+        return Decoded(tokens, [1] * (len(tokens) - 1), tokens[-1] in eos)
 
     return Method("hf_generate", run, seeded=False)
 
@@ -227,17 +237,3 @@ def clock(
                     runs[method.name].decoded.append(decoded)
                 tick()
     return runs
-
-
-def choice_scores(
-    base: PreTrainedModel, prefix: Tensor, temperature: float, seed: int
-) -> Tensor:
-    """Return what plain decoding chose the token after ``prefix`` from, [V]; largest wins.
-
-    Args:
-        base: base model.
-        prefix: token ids, [1, T].
-        temperature: as when decoding.
-        seed: as when decoding.
-    """
-    raise NotImplementedError

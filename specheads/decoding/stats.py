@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 
 def rep8(tokens: Sequence[int], n: int = 8) -> float:
@@ -75,15 +74,3 @@ def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
         if a != b:
             return index
     return None if len(left) == len(right) else min(len(left), len(right))
-
-
-def tie_gap(scores: Tensor, left: int, right: int) -> float:
-    """Return how far apart two tokens are, in units of rounding of the scores' own dtype.
-
-    Args:
-        scores: the values that the choice was made from, [V], in the dtype of the model.
-        left: a token.
-        right: another.
-    """
-    unit = torch.finfo(scores.dtype).eps * float(scores.abs().max())
-    return abs(float(scores[left]) - float(scores[right])) / unit

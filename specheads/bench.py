@@ -1,0 +1,162 @@
+"""Measure an export beside its baselines: ``python -m specheads.bench checkpoint=<export>``.
+
+Writes bench.json and prints its rows. The baselines are our own loop of one token at a time,
+transformers' generate, and prompt lookup.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specheads.config import BenchConfig, ConfigError
+from specheads.entry import hydra_main
+
+if TYPE_CHECKING:
+    from specheads.models.checkpoint import Export
+    from specheads.tree import Tree
+
+ALWAYS = (0.0, 0.7, 1.0)  # greedy, the headline where greedy text loops, and unmodified sampling
+
+
+def prompt_file(given: str, checkpoint: str, name: str) -> Path:
+    """Return the user's file of prompts, else the export's own, else the embedded one."""
+    from specheads.assets import tinycode_dir
+
+    if given:
+        return Path(given)
+    own = Path(checkpoint) / name
+    return own if own.is_file() else tinycode_dir() / name
+
+
+def max_prompt_length(export: Export, max_new_tokens: int) -> int:
+    """Return the longest prompt that leaves room for the new tokens.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    from specheads.models.base import context_length
+
+    context = context_length(export.base)
+    if context is None:
+        return 1 << 30
+    if max_new_tokens >= context:
+        raise ConfigError(
+            f"max_new_tokens is {max_new_tokens}, but the base model's context is {context}"
+        )
+    return context - max_new_tokens
+
+
+def run(config: BenchConfig) -> None:
+    """Load, measure, print, write."""
+    import json
+
+    from tqdm import tqdm
+
+    from specheads import dist, hardware
+    from specheads.decoding.benchmark import benchmark, make_methods
+    from specheads.decoding.measure import end_tokens, read_prompts
+    from specheads.decoding.report import format_kinds, format_table
+    from specheads.models.base import output_layer
+    from specheads.models.checkpoint import load_export
+
+    out = Path(config.out)
+    if not out.parent.is_dir():
+        raise ConfigError(f"out is {out}, but there is no folder {out.parent}")
+    device = dist.device()
+    threads = hardware.pin_threads(config.threads)
+    dtype = hardware.pick_dtype(config.dtype, device)
+    hardware.quiet_loading()
+    export = load_export(config.checkpoint, dtype=dtype, device=device)
+    prompts, digest = read_prompts(
+        prompt_file(config.prompts, config.checkpoint, "prompts.jsonl"),
+        export.tokenizer,
+        config.num_prompts,
+        max_length=max_prompt_length(export, config.max_new_tokens),
+        device=device,
+    )
+    eos = end_tokens(export.base, export.tokenizer)
+    trees = [export.tree, *_other_trees(export, config, eos)]
+    methods = make_methods(
+        export.base,
+        export.heads,
+        output_layer(export.base),
+        trees,
+        eos=eos,
+        pad=export.tokenizer.pad_token_id,
+        max_new_tokens=config.max_new_tokens,
+    )
+    temperatures = sorted({*config.temperatures, *ALWAYS})
+    total = len(methods) * len(prompts) * len(temperatures) * config.repeats
+    with tqdm(total=total, unit="text", disable=None) as bar:
+        result = benchmark(
+            export.base,
+            methods,
+            prompts,
+            temperatures=temperatures,
+            repeats=config.repeats,
+            seed=config.seed,
+            settings={
+                "checkpoint": config.checkpoint,
+                "tree": export.tree.to_json(),
+                "num_prompts": len(prompts),
+                "prompts_sha256": digest,
+                "max_new_tokens": config.max_new_tokens,
+            },
+            tick=bar.update,
+        )
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    print(format_table(result["rows"]))
+    print("\nAccept length (speed-up) per kind of prompt")
+    print(format_kinds(result["rows"]))
+    first = result["headline"]
+    print(
+        f"\nHeadline at T={first['temperature']:g} (plain greedy rep8 "
+        f"{first['rep8_plain_greedy']:.2f}): {first['speedup_vs_plain']:.2f}x plain decoding, "
+        f"{first['speedup_vs_hf_generate']:.2f}x generate, accept length "
+        f"{first['accept_length']:.2f}; {len(prompts)} prompts, "
+        f"{str(dtype).removeprefix('torch.')}, {threads} threads, batch 1"
+    )
+    if result["environment"]["contended"]:
+        print(
+            f"The machine was busy: plain decoding itself varied "
+            f"{result['environment']['baseline_drift']:.2f}x between repeats; measure again."
+        )
+    print(f"wrote {out}")
+
+
+def _other_trees(export: Export, config: BenchConfig, eos: tuple[int, ...]) -> list[Tree]:
+    """Grow the sizes asked for beside the export's tree, on the calibration prompts."""
+    if not config.tree_nodes:
+        return []
+    import torch
+
+    from specheads.decoding.calibrate import collect_ranks, grow_from_ranks
+    from specheads.decoding.measure import read_prompts
+    from specheads.models.base import output_layer
+
+    prompts, _ = read_prompts(
+        prompt_file("", config.checkpoint, "calibration.jsonl"),
+        export.tokenizer,
+        config.num_prompts,
+        max_length=max_prompt_length(export, config.max_new_tokens),
+        device=export.base.device,
+    )
+    texts = collect_ranks(
+        export.base,
+        export.heads,
+        output_layer(export.base),
+        [prompt.input_ids for prompt in prompts],
+        eos_token_ids=eos,
+    )
+    ranks = torch.cat([each for each, _ in texts])
+    return [grow_from_ranks(ranks, size) for size in config.tree_nodes]
+
+
+def main() -> None:
+    """Entry point."""
+    hydra_main("bench", BenchConfig, run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""The package's parts import only parts below them: architecture.md, "Layers"."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "specheads"
+
+# Lowest first. A part imports its own layer and the layers before it.
+LAYERS = [
+    {"__init__", "assets", "config", "dist", "log", "hardware", "files"},
+    {"tree", "acceptance", "losses", "fused_loss", "kv_cache", "tree_mask"},
+    {"models", "data", "formats"},
+    {"drafters"},
+    {"training", "decoding"},
+    {"recipes"},
+    {
+        "entry", "train", "generate", "chat", "bench", "tree_search", "export", "regenerate",
+        "preview", "compare", "doctor", "cli",
+    },
+]  # fmt: skip
+# Siblings that must not know each other though they share a layer.
+STRANGERS = {("training", "decoding"), ("decoding", "training")}
+# Imported only by the run that needs them: --help answers at once, and a missing one hurts nobody.
+LAZY = {"hydra", "datasets", "deepspeed", "bitsandbytes", "wandb"}
+
+
+def imports(path: Path, *, at_load: bool = False) -> Iterator[str]:
+    """Yield the dotted names a file imports, inside functions too unless ``at_load``."""
+    stack: list[ast.AST] = [ast.parse(path.read_text())]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif at_load and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        elif at_load and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            stack.extend(node.orelse)
+            continue
+        stack.extend(ast.iter_child_nodes(node))
+
+
+def part_of(dotted: str) -> str | None:
+    """Return the part of specheads that a dotted name lies in, None for other packages."""
+    names = dotted.split(".")
+    if names[0] != "specheads":
+        return None
+    return names[1] if len(names) > 1 and layer_of(names[1]) is not None else "__init__"
+
+
+def layer_of(part: str) -> int | None:
+    """Return the index of a part's layer."""
+    return next((i for i, layer in enumerate(LAYERS) if part in layer), None)
+
+
+def files() -> list[tuple[str, Path]]:
+    """Return every file with the part it belongs to."""
+    found = [
+        (path.relative_to(PACKAGE).parts[0].removesuffix(".py"), path)
+        for path in sorted(PACKAGE.rglob("*.py"))
+    ]
+    return found + [("recipes", path) for path in sorted((ROOT / "recipes").glob("*.py"))]
+
+
+def arrows() -> dict[str, set[str]]:
+    """Return part -> parts that it imports."""
+    graph: dict[str, set[str]] = {}
+    for part, path in files():
+        targets = {target for name in imports(path) if (target := part_of(name))}
+        graph.setdefault(part, set()).update(targets - {part})
+    return graph
+
+
+def test_every_part_has_a_layer() -> None:
+    """A new folder that nobody placed would be exempt from every other rule here."""
+    unplaced = {part for part, _ in files() if layer_of(part) is None}
+    assert not unplaced, f"{sorted(unplaced)} stand in no layer"
+
+
+def test_imports_point_down() -> None:
+    """An upward import makes the library depend on its own programs, and spreads from there."""
+    wrong = [
+        f"{part} -> {target}"
+        for part, targets in arrows().items()
+        for target in sorted(targets)
+        if (layer_of(part) or 0) < (layer_of(target) or 0) or (part, target) in STRANGERS
+    ]
+    assert not wrong, f"upward: {wrong}"
+
+
+def test_parts_form_no_cycle() -> None:
+    """Two parts of one layer could still need each other; then neither can be read alone."""
+    graph = {part: targets - {"__init__"} for part, targets in arrows().items()}
+    while leaves := [part for part, targets in graph.items() if not targets & graph.keys()]:
+        for part in leaves:
+            del graph[part]
+    assert not graph, f"cycle among {sorted(graph)}"
+
+
+def test_recipes_do_not_import_each_other() -> None:
+    """Recipes are copied and changed one at a time; a shared one would change under its users."""
+    names = {path.stem for path in (ROOT / "recipes").glob("*.py")}
+    for path in (ROOT / "recipes").glob("*.py"):
+        found = {name.split(".")[-1] for name in imports(path) if name.split(".")[0] == "recipes"}
+        assert not found & names, f"{path.name} imports {sorted(found & names)}"
+
+
+@pytest.mark.parametrize("part,path", files(), ids=lambda value: getattr(value, "name", value))
+def test_heavy_packages_are_imported_late(part: str, path: Path) -> None:
+    """DeepSpeed or wandb at load time would slow every command and demand a compiler of all."""
+    loaded = {name.split(".")[0] for name in imports(path, at_load=True)}
+    allowed = {"hydra"} if (layer_of(part) or 0) == len(LAYERS) - 1 else set()
+    if path == PACKAGE / "config.py":
+        allowed = {"hydra"}  # the dataclasses enter Hydra's store here
+    assert not (loaded & LAZY) - allowed, f"{path.name} loads {sorted(loaded & LAZY)}"
