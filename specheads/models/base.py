@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
@@ -22,6 +23,8 @@ from transformers.utils import is_flash_attn_2_available
 
 from specheads.assets import tinycode_dir
 from specheads.config import ConfigError
+
+_LOAD_ERRORS = (OSError, ValueError, TypeError, ImportError, StrictDataclassError)
 
 
 def resolve_name(name: str) -> str:
@@ -76,19 +79,20 @@ def load_base_model(
             attn_implementation=attn,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they are reported; they are refused below
         )
-    except (OSError, ValueError, ImportError) as error:
+    except _LOAD_ERRORS as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"cannot load model.name={name}: {_first_line(error)}") from None
     model, report = loaded
     assert isinstance(model, PreTrainedModel)
-    for problem in ("missing_keys", "mismatched_keys"):
-        if keys := sorted(map(str, report.get(problem) or ())):
-            # transformers fills them with random numbers and goes on
+    mismatched = [key[0] if isinstance(key, tuple) else key for key in report["mismatched_keys"]]
+    for problem, keys in (("missing", report["missing_keys"]), ("of another shape", mismatched)):
+        if names := sorted(map(str, keys)):  # filled with random numbers, and a log line
             raise ConfigError(
-                f"model.name={name}: {len(keys)} weights are {problem.split('_')[0]}"
-                f" in its files, first {keys[0]}"
+                f"model.name={name}: {len(names)} weights are {problem} in its files,"
+                f" first {names[0]}"
             )
     return model.eval().to(device)
 
@@ -111,7 +115,7 @@ def build_from_init(init: dict[str, Any], *, attn: str = "sdpa") -> PreTrainedMo
     try:
         config = AutoConfig.for_model(model_type, **values)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attn)
-    except (ValueError, TypeError) as error:
+    except _LOAD_ERRORS as error:
         raise ConfigError(f"model.init: {_first_line(error)}") from None
     assert isinstance(model, PreTrainedModel)
     return model
@@ -129,7 +133,7 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(
             resolve_name(name), revision=revision or "main", trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, ImportError) as error:
+    except _LOAD_ERRORS as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"cannot load a tokenizer of {name}: {_first_line(error)}") from None
@@ -308,5 +312,7 @@ def _scales(model: PreTrainedModel, products: Tensor, logits: Tensor) -> list[fl
 
 
 def _first_line(error: BaseException) -> str:
+    if isinstance(error, StrictDataclassError) and error.__cause__:
+        error = error.__cause__  # its own first line only names a validator
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

@@ -22,6 +22,7 @@ from specheads.files import whole_folder
 from specheads.models.base import check_tokenizer, load_base_model, load_tokenizer, torch_dtype
 from specheads.models.digest import base_digest as digest_of_base
 from specheads.models.digest import file_sha256
+from specheads.models.heads import MedusaHeads
 from specheads.models.manifest import (
     MANIFEST,
     check_manifest,
@@ -30,7 +31,6 @@ from specheads.models.manifest import (
     write_json,
     write_manifest,
 )
-from specheads.models.heads import MedusaHeads
 from specheads.tree import Tree
 
 FORMAT_VERSION = 1

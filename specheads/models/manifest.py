@@ -37,8 +37,12 @@ def check_manifest(path: Path) -> dict[str, Any]:
 
 
 def write_manifest(folder: Path) -> None:
-    """List every file below ``folder`` in its manifest.json."""
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    """List every file below ``folder`` in its manifest.json, except texts such as a model card."""
+    files = sorted(
+        file
+        for file in folder.rglob("*")
+        if file.is_file() and file.suffix != ".md" and file != folder / MANIFEST
+    )
     entries = {file.relative_to(folder).as_posix(): manifest_entry(file) for file in files}
     write_json(folder / MANIFEST, {"files": entries})
 

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
 from specheads.config import ConfigError
 from specheads.data.chat import Encoded, encode, encode_prompt, encode_records, pad_token_id
 from specheads.losses import IGNORE
-from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
 
 EOS = 258
 TALK = [
@@ -190,7 +191,9 @@ def test_unusable_data_sets_are_refused(byte_tokenizer: PreTrainedTokenizerFast)
     byte_tokenizer.name_or_path = "org/model"
     with pytest.raises(ConfigError, match="data set is empty"):
         encode_records([], byte_tokenizer, seq_len=32)
-    with pytest.raises(ConfigError, match=r"all labels are masked in 2 of 2.*template of org/model"):
+    with pytest.raises(
+        ConfigError, match=r"all labels are masked in 2 of 2.*template of org/model"
+    ):
         encode_records([mute, mute], byte_tokenizer, seq_len=32)
     with pytest.raises(ConfigError, match="1 of 1 records are longer than data.seq_len=32"):
         encode_records([_pair("long", 10, 22)], byte_tokenizer, seq_len=32)
@@ -198,9 +201,7 @@ def test_unusable_data_sets_are_refused(byte_tokenizer: PreTrainedTokenizerFast)
         encode_records([_pair("fits", 10, 21)], byte_tokenizer, seq_len=33, context=32)
 
 
-def test_all_tiny_records_encode(
-    tiny_jsonl: Any, byte_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_all_tiny_records_encode(tiny_jsonl: Any, byte_tokenizer: PreTrainedTokenizerFast) -> None:
     """Every record of the shared fixture is usable, so that other tests train on what they think."""
     records = [json.loads(line) | {"kind": "x"} for line in tiny_jsonl.read_text().splitlines()]
     encoded = encode_records(records, byte_tokenizer, seq_len=128, context=512)

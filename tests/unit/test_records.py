@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from specheads.config import ConfigError, DataConfig
 from specheads.data.records import load_records, read_jsonl
 
