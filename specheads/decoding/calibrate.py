@@ -112,7 +112,7 @@ def grow_from_ranks(ranks: Tensor, num_nodes: int) -> Tree:
         num_nodes: root included; the tree is smaller where there are too few useful nodes.
     """
     num_heads = ranks.shape[1]
-    top = min(_MAX_RANK, max(num_nodes - 1, 1))
+    top = _MAX_RANK
     pooled: list[Tensor] = []  # per depth [top]: rate of each rank where the tokens before were hit
     alive = torch.ones(len(ranks), dtype=torch.bool)
     for depth in range(num_heads):

@@ -93,25 +93,21 @@ def measure_rounding(
 
 
 @torch.inference_mode()
-def choice_gap(
-    base: PreTrainedModel, input_ids: Tensor, index: int, tokens: tuple[int, int], sampler: Sampler
-) -> float:
-    """Return how far apart two tokens were, in logits, when plain decoding chose between them.
+def choice_scores(base: PreTrainedModel, input_ids: Tensor, index: int, sampler: Sampler) -> Tensor:
+    """Return the scores, in units of logits, whose largest plain decoding took as a token, [V].
 
     Args:
         base: base model.
         input_ids: prompt, [1, P].
         index: which new token, counted from 0.
-        tokens: the two.
-        sampler: with which the prompt was decoded; its noise counts, as it is the same for both.
+        sampler: with which the prompt was decoded; its noise is part of the scores.
     """
-    scores = plain_logits(base, input_ids, index + 1, sampler)[index]
-    scale = sampler.temperature or 1.0
-    if sampler.temperature:
-        position = torch.tensor([input_ids.shape[1] + index], device=scores.device)
-        scores = sampler.warp(scores) + gumbel_noise(sampler.seed, position, len(scores))[0]
-    left, right = tokens
-    return abs(float(scores[left]) - float(scores[right])) * scale
+    logits = plain_logits(base, input_ids, index + 1, sampler)[index]
+    if not sampler.temperature:
+        return logits.float()
+    position = torch.tensor([input_ids.shape[1] + index], device=logits.device)
+    noise = gumbel_noise(sampler.seed, position, len(logits))[0]
+    return (sampler.warp(logits) + noise) * sampler.temperature
 
 
 def compare(
@@ -144,6 +140,7 @@ def compare(
         if index >= min(len(left), len(right)):  # one stopped early: no rounding explains that
             gaps.append(float("inf"))
             continue
-        gaps.append(choice_gap(base, prompt, index, (left[index], right[index]), sampler))
+        scores = choice_scores(base, prompt, index, sampler)
+        gaps.append(abs(float(scores[left[index]]) - float(scores[right[index]])))
     near_ties = sum(gap <= 2 * rounding for gap in gaps)
     return Identity(len(prompts) - len(gaps), len(prompts), near_ties, gaps)

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,9 +29,15 @@ STRANGERS = {("training", "decoding"), ("decoding", "training")}
 LAZY = {"hydra", "datasets", "deepspeed", "bitsandbytes", "wandb"}
 
 
+@cache
+def parse(path: Path) -> ast.Module:
+    """Parse a file once for all tests."""
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path, *, at_load: bool = False) -> Iterator[str]:
     """Yield the dotted names a file imports, inside functions too unless ``at_load``."""
-    stack: list[ast.AST] = [ast.parse(path.read_text())]
+    stack: list[ast.AST] = [parse(path)]
     while stack:
         node = stack.pop()
         if isinstance(node, ast.Import):
