@@ -103,7 +103,7 @@ class Encoder:
         return [*self._prefix, *self._plain(text)]
 
     def _plain(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
     def _encode_pair(self, prompt: str, completion: str) -> tuple[list[int], list[int]]:
         # The prompt is tokenized as decoding will see it. The rest follows from the joint text

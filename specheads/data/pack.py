@@ -15,11 +15,13 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from specheads.config import ConfigError
 from specheads.data.chat import Encoded
 from specheads.losses import IGNORE
+from specheads.models.base import input_embedding, packed_hidden
 
 Batch = dict[str, Any]
 
@@ -221,7 +223,9 @@ def one_pass(
 
 
 @torch.no_grad()
-def check_isolation(model: nn.Module, *, tolerance: float = 1e-3) -> None:
+def check_isolation(
+    model: PreTrainedModel, *, backward: bool = False, tolerance: float = 1e-3
+) -> None:
     """Check on a few tokens that ``model`` keeps packed documents apart.
 
     Models with ALiBi, recurrent or convolutional layers do not build their masks from positions,
@@ -229,37 +233,49 @@ def check_isolation(model: nn.Module, *, tolerance: float = 1e-3) -> None:
 
     Args:
         model: a causal language model of transformers.
-        tolerance: largest allowed difference of logits, relative to their largest magnitude.
+        backward: the model itself is going to be trained.
+        tolerance: largest allowed difference of hidden states, relative to their largest number.
 
     Raises:
-        ConfigError: if a document's logits change when another stands before it.
+        ConfigError: if a document's hidden states depend on its neighbours, or the attention
+            implementation cannot be trained on this device.
     """
-    weight = model.get_input_embeddings().weight  # type: ignore[operator]
+    weight = input_embedding(model)
+    attention = model.config._attn_implementation
+    if backward and attention == "flex_attention" and weight.device.type == "cpu":
+        raise ConfigError("model.attn=flex_attention has no backward pass on CPU; use sdpa")
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, weight.shape[0], (1, 15), generator=generator).to(weight.device)
-    lengths = (7, 5, 3)
-    positions = torch.cat([torch.arange(n) for n in lengths])[None].to(weight.device)
+    lengths = ((7, 5, 3), (4, 11))
+    ids = torch.randint(0, weight.shape[0], (2, 15), generator=generator)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
     training = model.training
     model.eval()
     try:
-        packed = _logits(model, ids, positions)
-        alone = [
-            _logits(model, part, torch.arange(part.shape[1], device=ids.device)[None])
-            for part in ids.split(lengths, dim=1)
-        ]
+        packed = _hidden(model, ids, positions)
+        alone = torch.stack(
+            [
+                torch.cat(
+                    [
+                        _hidden(model, part[None], torch.arange(len(part))[None])[0]
+                        for part in row.split(list(lengths[b]))
+                    ]
+                )
+                for b, row in enumerate(ids)
+            ]
+        )
     finally:
         model.train(training)
-    expected = torch.cat(alone, dim=1)
-    error = float((packed - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
+    error = float((packed - alone).abs().max() / alone.abs().max().clamp_min(1e-12))
     if weight.dtype != torch.float32:
         tolerance = max(tolerance, 16 * torch.finfo(weight.dtype).eps)
     if not error <= tolerance:
         raise ConfigError(
-            f"{type(model).__name__} does not keep packed documents apart (logits differ by"
-            f" {error:.2g}, {tolerance:.2g} is allowed); it cannot be trained on packed rows"
+            f"{type(model).__name__} with model.attn={attention} does not keep packed documents"
+            f" apart (hidden states differ by {error:.2g}, {tolerance:.2g} is allowed);"
+            " it cannot be trained on packed rows"
         )
 
 
-def _logits(model: nn.Module, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-    out: Tensor = model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
-    return out.float()
+def _hidden(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    device = input_embedding(model).device
+    return packed_hidden(model, input_ids.to(device), position_ids.to(device)).float()

@@ -208,6 +208,23 @@ def capture_hidden(model: PreTrainedModel) -> Iterator[Captured]:
         handle.remove()
 
 
+def packed_hidden(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    """Return the final hidden states [B, T, d] of packed rows, each document seeing only itself.
+
+    transformers reads the documents off ``position_ids`` [B, T], which restart at 0: without a
+    cache only, and with flash-attention for a single row only, so that rows are then joined.
+    """
+    joined = str(model.config._attn_implementation).startswith("flash")
+    shape = (1, -1) if joined else input_ids.shape
+    output = model.base_model(
+        input_ids=input_ids.reshape(shape),
+        position_ids=position_ids.reshape(shape),
+        use_cache=False,
+    )
+    hidden: Tensor = output.last_hidden_state
+    return hidden.reshape(*input_ids.shape, -1)
+
+
 @dataclass(frozen=True)
 class OutputLayer:
     """How a base model turns hidden states into logits: softcap(scale * (W z + b)).

@@ -26,7 +26,9 @@ RECORD = {"id": "r", "kind": "chat", "messages": TALK}
 
 # ChatML, as most models have it: no markers, and a line break behind the closing token
 CHATML = (
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>\\n' + m['content'] + '<eos>\\n' }}{% endfor %}"
+    "{% for m in messages %}"
+    "{{ '<|' + m['role'] + '|>\\n' + m['content'] + '<eos>\\n' }}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
 # no closing token at all
@@ -202,7 +204,7 @@ def test_unusable_data_sets_are_refused(byte_tokenizer: PreTrainedTokenizerFast)
 
 
 def test_all_tiny_records_encode(tiny_jsonl: Any, byte_tokenizer: PreTrainedTokenizerFast) -> None:
-    """Every record of the shared fixture is usable, so that other tests train on what they think."""
+    """Every record of the shared fixture is usable; others tests count on it."""
     records = [json.loads(line) | {"kind": "x"} for line in tiny_jsonl.read_text().splitlines()]
     encoded = encode_records(records, byte_tokenizer, seq_len=128, context=512)
     assert encoded.counts["documents"] == len(records) == 32

@@ -1,4 +1,4 @@
-"""Packing: nothing lost or repeated, the same everywhere, resumable, and no leak between documents."""
+"""Packing: nothing lost or repeated, resumable, and no leak between documents."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from specheads.config import ConfigError
 from specheads.data.chat import Encoded
 from specheads.data.pack import PackedBatches, check_isolation, collate, one_pass, pack_lengths
 from specheads.losses import IGNORE, shift_labels
+from specheads.models.base import packed_hidden
 
 PAD = 258  # eos: the usual choice, and the dangerous one
 
@@ -205,7 +206,7 @@ def _check_rows(model: PreTrainedModel, tolerance: float) -> None:
 def test_packed_documents_do_not_see_each_other(
     make_tiny_llama: Callable[..., PreTrainedModel], attn: str
 ) -> None:
-    """Attention into the neighbour's text, or into padding, lowers the loss and is never noticed."""
+    """Attention into the neighbour's text lowers the loss and is never noticed."""
     settings = {"hidden_size": 64} if attn == "flex_attention" else {}  # head size 16 at least
     with torch.compiler.set_stance("force_eager"):  # compiling flex takes a minute
         _check_rows(make_tiny_llama(attn_implementation=attn, **settings), 2e-5)
@@ -227,9 +228,43 @@ def test_a_model_that_leaks_is_refused(
 ) -> None:
     """ALiBi and recurrent models ignore position_ids: they would learn across documents."""
     check_isolation(tiny_llama)
-    check_isolation(tiny_llama.bfloat16())
+    check_isolation(tiny_llama.bfloat16(), backward=True)
     config = AutoConfig.for_model("bloom", vocab_size=272, hidden_size=32, n_layer=2, n_head=4)
     bloom = AutoModelForCausalLM.from_config(config)
     redraw_weights(bloom)
-    with pytest.raises(ConfigError, match="BloomForCausalLM does not keep packed documents apart"):
+    with pytest.raises(ConfigError, match="BloomForCausalLM .*does not keep packed documents apart"):
         check_isolation(bloom)
+
+
+def test_flash_attention_gets_joined_rows(
+    tiny_llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With flash-attention transformers isolates documents in a batch of one row only."""
+    ids, positions = torch.arange(30).view(2, 15), torch.arange(5).repeat(2, 3)
+    expected = packed_hidden(tiny_llama, ids, positions)
+    config, forward = tiny_llama.config, tiny_llama.base_model.forward
+
+    def like_flash(input_ids: torch.Tensor, position_ids: Any, use_cache: bool) -> Any:
+        implementation = config._attn_implementation
+        config._attn_implementation = "sdpa"  # no kernel here; it has to be told about documents
+        try:
+            position_ids = position_ids if len(input_ids) == 1 else None
+            return forward(input_ids=input_ids, position_ids=position_ids, use_cache=use_cache)
+        finally:
+            config._attn_implementation = implementation
+
+    monkeypatch.setattr(tiny_llama.base_model, "forward", like_flash)
+    with pytest.raises(ConfigError, match="model.attn=sdpa does not keep packed documents apart"):
+        check_isolation(tiny_llama)
+    config._attn_implementation = "flash_attention_2"
+    check_isolation(tiny_llama)
+    torch.testing.assert_close(packed_hidden(tiny_llama, ids, positions), expected)
+
+
+def test_flex_attention_cannot_train_on_cpu(
+    make_tiny_llama: Callable[..., PreTrainedModel],
+) -> None:
+    """The missing backward pass shows only after the first forward, deep inside torch."""
+    model = make_tiny_llama(attn_implementation="flex_attention", hidden_size=64)
+    with pytest.raises(ConfigError, match="flex_attention has no backward pass on CPU"):
+        check_isolation(model, backward=True)
