@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 IGNORE = -100  # label of a token that is not to be learned
 
@@ -75,8 +74,12 @@ class _FusedCrossEntropy(torch.autograd.Function):
         return loss, stats
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph=True: second derivatives would be silent zeros
+            raise RuntimeError(
+                "the fused loss has no second derivative: take implementation='naive' with "
+                "create_graph=True"
+            )
         if grad_loss is None:
             return (None,) * 5
         if ctx.grads is None:
