@@ -6,6 +6,7 @@ Cai et al., arXiv:2401.10774, section 2.2.2.   python -m specheads.train +recipe
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from specheads import dist
 from specheads.config import TrainConfig
@@ -56,7 +57,7 @@ def run(cfg: TrainConfig) -> None:
                 implementation=cfg.loss.implementation,
                 output=output,
             )
-            parts = {"heads": (heads, cfg.optim.lr)}
+            parts: dict[str, tuple[nn.Module, float]] = {"heads": (heads, cfg.optim.lr)}
             if joint:
                 parts["base"] = (base, cfg.optim.base_lr)
             steps = fit(

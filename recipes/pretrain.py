@@ -32,7 +32,7 @@ def run(cfg: TrainConfig) -> None:
     torch.manual_seed(cfg.seed)
     tokenizer = load_tokenizer(cfg.model.name, revision=cfg.model.revision)
     base = build_from_init(cfg.model.init, attn=cfg.model.attn)
-    base.to(device=dist.device(), dtype=torch_dtype(cfg.model.dtype))
+    base = base.to(dtype=torch_dtype(cfg.model.dtype), device=dist.device())
     check_tokenizer(tokenizer, base)
     data = load_data(cfg, base, tokenizer)
     output = output_layer(base)

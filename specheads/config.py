@@ -26,7 +26,7 @@ class RunError(RuntimeError):
     """A run that cannot go on (NaN loss, full disk); one line at the entry point, exit code 1."""
 
 
-class Interrupted(RuntimeError):
+class InterruptedRunError(RuntimeError):
     """A run that was asked to stop and saved its state; one line, exit code 75."""
 
 

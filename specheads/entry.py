@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from specheads.assets import conf_dir
 from specheads.config import (
     ConfigError,
-    Interrupted,
+    InterruptedRunError,
     RunError,
     explain,
     register_schemas,
@@ -77,7 +77,7 @@ def hydra_main(name: str, schema: type[T], task: Callable[[T], None]) -> None:
             if wants_traceback:
                 raise
             stop(str(error), EXIT_FAILED)
-        except Interrupted as error:
+        except InterruptedRunError as error:
             stop(str(error), EXIT_INTERRUPTED)
         except KeyboardInterrupt:
             stop("interrupted", EXIT_INTERRUPTED)

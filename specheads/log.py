@@ -198,7 +198,7 @@ class RunLog:
         self._unlock()
 
     def begin(self, step: int) -> None:
-        """Continue after ``step``: later rows of metrics.jsonl are dropped, the bar starts there."""
+        """Go on after ``step``: later rows of metrics.jsonl are dropped, the bar starts there."""
         if not dist.is_main():
             return
         if self._metrics is None:

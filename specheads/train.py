@@ -41,7 +41,7 @@ def load_recipe(name: str) -> Recipe:
     run = getattr(module, "run", None)
     if not callable(run):
         raise ConfigError(f"recipe={name}: {path} has no function run(cfg)")
-    return run  # type: ignore[no-any-return]
+    return run
 
 
 def keep_freed_memory() -> None:

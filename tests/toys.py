@@ -1,4 +1,4 @@
-"""A linear language model with heads, and scripted batches: the loop's tests need no transformer."""
+"""A linear language model with heads, and scripted batches, for tests of the loop."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ class ToyObjective(nn.Module):
         self.seen_num_valid: list[list[float]] = []
 
     def forward(self, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss and its additive metrics."""
         self.seen_num_valid.append(batch["num_valid"].tolist())
         hidden = self.dropout(self.embed(batch["input_ids"]))
         total = hidden.new_zeros(())
@@ -68,6 +69,7 @@ class ToyBatches:
         self.poison = poison
 
     def make(self, number: int) -> dict[str, Any]:
+        """Return batch ``number``."""
         generator = torch.Generator().manual_seed(number)
         shape = (self.rows, self.seq_len)
         ids = torch.randint(0, VOCAB_SIZE, shape, generator=generator)
@@ -87,9 +89,11 @@ class ToyBatches:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the position."""
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a position."""
         self.position = state["position"]
 
 

@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -94,6 +95,13 @@ def _not_finite(norm: float) -> RunError:
     return RunError(f"the gradient norm is {norm}; stopped before the optimizer step")
 
 
+def _check_names(folder: Path, stored: Iterable[str], trained: Iterable[str]) -> None:
+    if odd := sorted(set(stored) ^ set(trained)):
+        raise ConfigError(
+            f"{folder} is of another model: {len(odd)} parameters are in one only, e.g. {odd[0]}"
+        )
+
+
 class TorchEngine:
     """One process, plain torch."""
 
@@ -134,12 +142,16 @@ class TorchEngine:
         """Write trained weights and the optimizers' tensors as safetensors."""
         save_tensors(folder / "model.safetensors", dict(zip(self.names, self.trained, strict=True)))
         names = dict(zip(map(id, self.trained), self.names, strict=True))
-        tensors, values = {}, {}
+        tensors: dict[str, Tensor] = {}
+        values: dict[str, Any] = {}
         for optimizer in self.optimizers:
             for parameter, state in optimizer.state.items():
                 for key, value in state.items():
                     name = f"{names[id(parameter)]}/{key}"
-                    (tensors if isinstance(value, Tensor) else values)[name] = value
+                    if isinstance(value, Tensor):
+                        tensors[name] = value
+                    else:
+                        values[name] = value
         save_tensors(folder / "optimizer.safetensors", tensors)
         (folder / "optimizer.json").write_text(json.dumps(values))
 
@@ -150,9 +162,7 @@ class TorchEngine:
             ConfigError: if the checkpoint is of another model.
         """
         weights = load_tensors(folder / "model.safetensors")
-        if weights.keys() != set(self.names):
-            odd = sorted(weights.keys() ^ set(self.names))
-            raise ConfigError(f"{folder} does not fit this model: {len(odd)} names, {odd[0]}")
+        _check_names(folder, weights.keys(), self.names)
         with torch.no_grad():
             for name, parameter in zip(self.names, self.trained, strict=True):
                 parameter.copy_(weights[name])
@@ -230,6 +240,8 @@ class DeepSpeedEngine:
             },
         )[0]
         self.groups = groups
+        trained = {id(p) for group in groups for p in group["params"]}
+        self.names = [name for name, p in objective.named_parameters() if id(p) in trained]
         scale = dist.world_size() * cfg.optim.accumulation
         objective.engine_scale = float(scale)  # type: ignore[assignment]
 
@@ -259,9 +271,13 @@ class DeepSpeedEngine:
         self.engine.save_checkpoint(
             str(folder / "deepspeed"), tag="state", exclude_frozen_parameters=True
         )
+        if dist.is_main():
+            (folder / "trained.json").write_text(json.dumps(self.names))
 
     def load(self, folder: Path) -> None:
         """Restore DeepSpeed's own checkpoint, written by this run."""
+        stored = json.loads((folder / "trained.json").read_text())
+        _check_names(folder, stored, self.names)  # the frozen ones are not stored: no strict load
         found, _ = self.engine.load_checkpoint(
             str(folder / "deepspeed"), tag="state", load_module_strict=False
         )
@@ -270,7 +286,20 @@ class DeepSpeedEngine:
 
     def close(self) -> None:
         """Remove DeepSpeed's hooks, so that the module can be used or wrapped again."""
+        if self.engine.zero_optimization_stage() < 3:
+            self.engine.destroy()
+            return
+        import deepspeed
+
+        # stage 3 leaves every rank a part of each parameter: make them whole again
+        parameters = list(self.engine.module.parameters())
+        with deepspeed.zero.GatheredParameters(parameters):
+            whole = [parameter.detach().clone() for parameter in parameters]
         self.engine.destroy()
+        for parameter, data in zip(parameters, whole, strict=True):
+            parameter.data = data
+            for name in [name for name in vars(parameter) if name.startswith("ds_")]:
+                delattr(parameter, name)  # else the next engine takes it for partitioned
 
 
 def open_engine(objective: nn.Module, groups: Groups, cfg: TrainConfig) -> Engine:

@@ -34,7 +34,7 @@ class Original:
 @torch.no_grad()
 def _hidden_at_labels(base: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the hidden states [N, d] that predict a learned token, and those tokens [N]."""
-    device = base.get_input_embeddings().weight.device  # type: ignore[union-attr]
+    device = base.device
     labels = shift_labels(batch["labels"], batch["segment_ids"], 1)
     with capture_hidden(base) as captured:
         base(

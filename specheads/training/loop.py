@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from specheads import dist
-from specheads.config import Interrupted, RunError, TrainConfig
+from specheads.config import InterruptedRunError, RunError, TrainConfig
 from specheads.log import RunLog
 from specheads.losses import count_valid
 from specheads.training.engine import Batch, Engine, Objective, learning_rates, open_engine
@@ -219,7 +219,7 @@ def fit(
         The number of optimizer steps taken so far by the whole run.
 
     Raises:
-        Interrupted: after SIGINT or SIGTERM, with a checkpoint saved.
+        InterruptedRunError: after SIGINT or SIGTERM, with a checkpoint saved.
         RunError: if a loss is not finite.
     """
     last_step = cfg.steps if last_step is None else last_step
@@ -269,11 +269,11 @@ def fit(
             if evaluate and cfg.evaluate.every and progress.step % cfg.evaluate.every == 0:
                 run.metrics(progress.step, evaluate(progress.step))
                 objective.train()
-            due = cfg.checkpoint.every and progress.step % cfg.checkpoint.every == 0
-            if due or stopping or (progress.step == end and end in (cfg.max_steps, cfg.steps)):
+            save = cfg.checkpoint.every and progress.step % cfg.checkpoint.every == 0
+            if save or stopping or (progress.step == end and end in (cfg.max_steps, cfg.steps)):
                 _save(engine, batches, cfg, run, progress)
             if stopping:
-                raise Interrupted(
+                raise InterruptedRunError(
                     f"stopped after step {progress.step} of {cfg.steps}; go on with resume=auto"
                 )
     return progress.step

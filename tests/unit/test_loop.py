@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from specheads.config import Interrupted, RunError, TrainConfig
+from specheads.config import InterruptedRunError, RunError, TrainConfig
 from specheads.log import RunLog
 from specheads.training.loop import fit
 from specheads.training.schedule import param_groups
@@ -26,6 +26,7 @@ def train(
     batches: ToyBatches | None = None,
     **options: Any,
 ) -> tuple[ToyObjective, int]:
+    """Run ``fit`` and return what it trained and the steps taken."""
     objective = objective or ToyObjective(dropout=0.3)
     batches = batches or ToyBatches()
     groups = param_groups(cfg.optim, heads=(objective, cfg.optim.lr))
@@ -35,12 +36,14 @@ def train(
 
 
 def rows_of(cfg: TrainConfig) -> list[dict[str, float]]:
+    """Return metrics.jsonl without what differs from run to run."""
     lines = (Path(cfg.run_dir) / "metrics.jsonl").read_text().splitlines()
     changing = ("train/tokens_per_second", "train/peak_memory")
     return [{k: v for k, v in json.loads(line).items() if k not in changing} for line in lines]
 
 
 def assert_same(a: torch.nn.Module, b: torch.nn.Module) -> None:
+    """Compare all weights bit by bit."""
     for (name, x), y in zip(a.state_dict().items(), b.state_dict().values(), strict=True):
         assert torch.equal(x, y), name
 
@@ -150,7 +153,7 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path: Path, number: signal.Sig
             return super().__next__()
 
     before = signal.getsignal(number)
-    with pytest.raises(Interrupted, match="step 3 of 8"):
+    with pytest.raises(InterruptedRunError, match="step 3 of 8"):
         train(toy_config(tmp_path / "run"), batches=Signalled())
     assert signal.getsignal(number) == before
     resumed, _ = train(toy_config(tmp_path / "run", resume="auto"))

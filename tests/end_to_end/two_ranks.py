@@ -1,0 +1,106 @@
+"""Train medusa1 and medusa2 objectives for a few steps; started by test_distributed.py.
+
+Alone it is the reference, with as many micro-batches as all ranks together would see:
+``python two_ranks.py OUT {}``; under ``torchrun --nproc-per-node 2`` it is what is compared:
+``two_ranks.py OUT '{"zero_optimization": {"stage": 2}}'``. Every micro-batch has another number of
+labels; medusa1 stops and resumes; medusa2 has two stages, so that its heads are wrapped twice.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from specheads import dist
+from specheads.log import RunLog
+from specheads.models.heads import MedusaHeads
+from specheads.training.loop import fit
+from specheads.training.objectives import MedusaObjective
+from specheads.training.schedule import param_groups
+from tests.conftest import build_tiny_llama
+from tests.toys import toy_config
+
+STEPS, MICRO_BATCHES, ROWS, SEQ_LEN, VOCAB_SIZE = 3, 4, 2, 24, 272
+
+
+class Labelled:
+    """Micro-batch n has n-dependent labels; rank r sees every world-th."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.position, self.rank, self.world = 0, rank, world
+
+    def __next__(self) -> dict[str, Any]:
+        number = self.position + self.rank
+        self.position += self.world
+        generator = torch.Generator().manual_seed(number)
+        ids = torch.randint(0, VOCAB_SIZE, (ROWS, SEQ_LEN), generator=generator)
+        labels = ids.clone()
+        labels[:, : (5 * number) % (SEQ_LEN - 2)] = -100
+        segments = torch.ones_like(ids)
+        segments[:, SEQ_LEN // 2 :] = 2  # two documents per row
+        positions = torch.arange(SEQ_LEN // 2).repeat(2).expand(ROWS, -1)
+        return {
+            "input_ids": ids,
+            "labels": labels,
+            "position_ids": positions,
+            "segment_ids": segments,
+            "ids": [str(number)],
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position."""
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a position."""
+        self.position = state["position"]
+
+
+STAGES = {"medusa1": [("heads", 0, STEPS)], "medusa2": [("heads", 0, 1), ("joint", 1, STEPS)]}
+
+
+def train(out: Path, kind: str, deepspeed: dict[str, Any], **changes: Any) -> None:
+    """Train what recipe ``kind`` trains and save all its weights beside ``out``."""
+    base = build_tiny_llama(hidden_size=16, intermediate_size=32)
+    heads = MedusaHeads(3, 1, 16, VOCAB_SIZE, "shared" if kind == "medusa2" else "own")
+    heads.init_from_output(base.get_output_embeddings().weight)
+    world = dist.world_size()
+    cfg = toy_config(
+        out.with_name(f"{out.name}-{kind}-run"),
+        steps=STEPS,
+        deepspeed=deepspeed,
+        optim__accumulation=MICRO_BATCHES // world,
+        optim__grad_clip=0.5,
+        data__rows=ROWS,
+        log__every=1,
+        **changes,
+    )
+    batches = Labelled(dist.rank(), world)
+    with RunLog(cfg) as log:
+        for stage, first, last in STAGES[kind]:
+            objective = MedusaObjective(base, heads, train_base=stage == "joint")
+            fit(
+                objective,
+                batches,
+                cfg,
+                groups=param_groups(cfg.optim, heads=(heads, 1e-3), base=(base, 3e-4)),
+                run=log,
+                stage=stage,
+                first_step=first,
+                last_step=last,
+            )
+    if dist.is_main():
+        state = {name: p.detach().float().contiguous() for name, p in objective.named_parameters()}
+        save_file(state, out.with_name(f"{out.name}-{kind}.safetensors"))
+
+
+if __name__ == "__main__":
+    target, engine = Path(sys.argv[1]), json.loads(sys.argv[2])
+    if engine:  # what is compared also stops and resumes
+        train(target, "medusa1", engine, max_steps=2)
+    train(target, "medusa1", engine, resume="auto")
+    train(target, "medusa2", engine)
+    dist.shutdown()
