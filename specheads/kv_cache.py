@@ -105,6 +105,7 @@ class TreeCache(Cache):
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=TreeLayer)
         self._pool: Tensor | None = None  # [L, 2, B, H, capacity, d]: one copy commits all layers
+        self._poolable = True
 
     @property
     def capacity(self) -> int:
@@ -112,14 +113,14 @@ class TreeCache(Cache):
         return min((layer.capacity for layer in self._live_layers()), default=0)
 
     def _live_layers(self) -> list[TreeLayer]:
-        return [layer for layer in self.layers if layer.is_initialized]
+        return [x for x in self.layers if isinstance(x, TreeLayer) and x.is_initialized]
 
     def reserve(self, num_slots: int) -> None:
         """Make room for ``num_slots`` in all; called before each forward pass but the first.
 
         Layers of equal shape move into one buffer, so that :meth:`compact` is one gather.
         """
-        if self._pool is not None and num_slots <= self._pool.shape[4]:
+        if not self._poolable or (self._pool is not None and num_slots <= self._pool.shape[4]):
             return
         layers = self._live_layers()
         if not layers:
@@ -136,8 +137,10 @@ class TreeCache(Cache):
             assert t is not None
             return (*t.shape[:2], t.shape[3], t.dtype, t.device)
 
-        if any(key(t) != key(first) for t in buffers):
-            return  # layers differ or are spread over devices: each keeps and grows its own
+        # layers that differ or are spread over devices keep and grow their own buffers
+        self._poolable = all(key(t) == key(first) for t in buffers)
+        if not self._poolable:
+            return
         pool = first.new_empty(len(layers), 2, *shape)
         for layer, (keys, values) in zip(layers, pool, strict=True):
             layer.use_buffers(keys, values)

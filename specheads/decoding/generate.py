@@ -10,10 +10,10 @@ Example::
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import LongTensor, Tensor
 from transformers import (
     EosTokenCriteria,
     GenerationConfig,
@@ -110,26 +110,24 @@ class SpecDecoder:
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """Serve ``model.generate(..., custom_generate=self)``.
 
-        ``model_kwargs`` (position_ids, use_cache, logits_to_keep) describe an ordinary prefill;
-        the loop makes its own.
+        The names in this signature matter: ``generate`` takes any other than its own away from
+        its preparations, so attention_mask and past_key_values stay in ``model_kwargs``. The rest
+        of those (position_ids, use_cache, logits_to_keep) describe a prefill; ours is the same.
 
         Raises:
             ValueError: for another model, beams, padding, a filled cache, or outputs per step.
         """
         if model is not self.base:
             raise ValueError("model is not the base model that this SpecDecoder was made for")
+        attention_mask, cache = map(model_kwargs.get, ("attention_mask", "past_key_values"))
         if attention_mask is not None and not bool(attention_mask.all()):
             raise ValueError("attention_mask must be all ones: one unpadded prompt at a time")
-        if past_key_values is not None and past_key_values.get_seq_length() > 0:
-            raise ValueError(
-                f"past_key_values must be empty, got {past_key_values.get_seq_length()} tokens"
-            )
+        if cache is not None and cache.get_seq_length() > 0:
+            raise ValueError(f"past_key_values must be empty, got {cache.get_seq_length()} tokens")
         for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
             if getattr(generation_config, name, None):
                 raise ValueError(f"{name} is not available with a tree of guesses")
@@ -156,7 +154,7 @@ class SpecDecoder:
             stopping_criteria=StoppingCriteriaList(others) if others else None,
         )
         if generation_config.return_dict_in_generate:
-            return GenerateDecoderOnlyOutput(sequences=result.sequences)
+            return GenerateDecoderOnlyOutput(sequences=cast(LongTensor, result.sequences))
         return result.sequences
 
     def _run(self, input_ids: Tensor, **options: Any) -> DecodeResult:

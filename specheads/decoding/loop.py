@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from specheads.acceptance import walk
-from specheads.decoding.plain import draw_next
+from specheads.decoding.plain import draw_next, process
 from specheads.decoding.result import (
     DecodeResult,
     OnTokens,
@@ -180,8 +180,8 @@ def accept(
     """
     tree, tokens = candidates.tree, candidates.tokens
     if logits_processor and all(isinstance(p, PREFIX_FREE) for p in logits_processor):
-        flat = logits.flatten(0, 1).float()
-        logits = logits_processor(tokens.reshape(-1, 1), flat).view_as(logits)
+        rows = process(logits_processor, tokens.reshape(-1, 1), logits.flatten(0, 1))
+        logits = rows.view_as(logits)
         logits_processor = None
     root_position = torch.full((ids.shape[0],), ids.shape[1] - 1, device=ids.device)
     if logits_processor:
@@ -214,14 +214,13 @@ def _draw_on_path(
     tree = candidates.tree
     tokens, parents = candidates.tokens[0].tolist(), tree.parents.tolist()
     base_tokens = logits.argmax(-1)
-    node: int | None = 0
-    while node is not None:
-        token = draw_next(logits[:, node], sampler, ids, logits_processor)
-        base_tokens[:, node] = token
+    here = [0]  # the nodes with the prefix `ids`: one, or several if equal siblings were not merged
+    while here:
+        token = draw_next(logits[:, here[0]], sampler, ids, logits_processor)
+        base_tokens[:, here] = token[:, None]
         ids = torch.cat([ids, token[:, None]], dim=1)
-        drawn, here = int(token), node
-        children = (i for i in range(here + 1, tree.num_nodes) if parents[i] == here)
-        node = next((i for i in children if tokens[i] == drawn), None)
+        drawn = int(token)
+        here = [i for i in range(tree.num_nodes) if parents[i] in here and tokens[i] == drawn]
     return base_tokens
 
 

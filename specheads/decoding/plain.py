@@ -7,9 +7,10 @@ row of logits only, so that a speed-up over it is a speed-up over a loop without
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import FloatTensor, LongTensor, Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from specheads.decoding.result import (
@@ -24,6 +25,11 @@ from specheads.decoding.sampling import Sampler
 from specheads.kv_cache import TreeCache
 
 
+def process(logits_processor: LogitsProcessorList, ids: Tensor, logits: Tensor) -> Tensor:
+    """Apply processors to logits [R, V] after the tokens [R, T]."""
+    return logits_processor(cast(LongTensor, ids), cast(FloatTensor, logits.float()))
+
+
 def draw_next(
     logits: Tensor,
     sampler: Sampler,
@@ -32,7 +38,7 @@ def draw_next(
 ) -> Tensor:
     """Draw the token after ``ids`` [B, T] from its logits [B, V]; returns [B]."""
     if logits_processor:
-        logits = logits_processor(ids, logits.float())
+        logits = process(logits_processor, ids, logits)
     position = torch.full((ids.shape[0],), ids.shape[1], device=ids.device)
     return sampler(logits, position)
 

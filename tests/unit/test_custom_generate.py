@@ -1,0 +1,156 @@
+"""The decoder inside transformers' own generate()."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from specheads.decoding.generate import SpecDecoder
+from specheads.decoding.plain import plain_decode
+from specheads.decoding.sampling import Sampler
+from specheads.drafters.ngram import NgramDrafter
+from specheads.tree import default_tree
+from tests.scripted import VOCAB, ScriptedDrafter, build
+
+IDS = torch.randint(VOCAB, (1, 9), generator=torch.Generator().manual_seed(9))
+ONES = {"attention_mask": torch.ones_like(IDS)}
+
+
+@pytest.fixture
+def llama(redraw_weights: Callable[..., None]) -> PreTrainedModel:
+    """Return a small random Llama."""
+    return build("llama", redraw_weights)
+
+
+@pytest.fixture
+def decoder(llama: PreTrainedModel) -> SpecDecoder:
+    """Return a decoder whose guesses are often right."""
+    truth = plain_decode(llama, IDS, max_new_tokens=50).sequences[0].tolist()
+    return SpecDecoder(llama, ScriptedDrafter(default_tree(4, 12), truth, 0.8), seed=5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"repetition_penalty": 1.3},
+        {"no_repeat_ngram_size": 2, "min_new_tokens": 20, "eos_token_id": 27},
+        {"eos_token_id": [3, 27]},
+        {"bad_words_ids": [[27], [24, 43]]},
+    ],
+    ids=str,
+)
+def test_generate_gives_what_it_gives_alone(decoder: SpecDecoder, settings: dict[str, Any]) -> None:
+    """Prevents a door that ignores what users set in generate()."""
+    options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, **ONES, **settings}
+    theirs = decoder.base.generate(IDS, **options)
+    ours = decoder.base.generate(IDS, custom_generate=decoder, **options)
+    assert ours.equal(theirs)
+    assert decoder.last_result is not None
+    assert decoder.last_result.accept_length > 1
+
+
+def test_max_length_counts_the_prompt(decoder: SpecDecoder) -> None:
+    """Prevents max_length taken for max_new_tokens."""
+    ours = decoder.base.generate(IDS, custom_generate=decoder, max_length=30, do_sample=False)
+    assert ours.shape == (1, 30)
+
+
+def test_sampling_is_plain_decoding_with_the_seed(decoder: SpecDecoder) -> None:
+    """Prevents warpers applied twice or not at all, and a seed that is not used."""
+    ours = decoder.base.generate(
+        IDS,
+        custom_generate=decoder,
+        do_sample=True,
+        temperature=0.7,
+        top_k=20,
+        top_p=0.9,
+        max_new_tokens=40,
+        return_dict_in_generate=True,
+        **ONES,
+    )
+    sampler = Sampler(temperature=0.7, top_k=20, top_p=0.9, seed=5)
+    plain = plain_decode(decoder.base, IDS, max_new_tokens=40, sampler=sampler)
+    assert ours.sequences.equal(plain.sequences)
+    own = decoder.generate(IDS, 40, temperature=0.7, top_k=20, top_p=0.9, seed=5)
+    assert own.sequences.equal(plain.sequences)
+
+
+def test_without_a_seed_torch_rules(decoder: SpecDecoder) -> None:
+    """Prevents the same text at every call, or one that torch.manual_seed cannot repeat."""
+    decoder.seed = None
+    options = {"custom_generate": decoder, "do_sample": True, "max_new_tokens": 20, **ONES}
+    torch.manual_seed(1)
+    first, second = (decoder.base.generate(IDS, **options) for _ in range(2))
+    torch.manual_seed(1)
+    again = decoder.base.generate(IDS, **options)
+    assert first.equal(again)
+    assert not first.equal(second)
+
+
+def test_eos_comes_from_the_generation_config(decoder: SpecDecoder) -> None:
+    """Prevents text that runs on after eos unless it is named by hand."""
+    free = decoder.generate(IDS, 40).new_tokens
+    assert decoder.base.generation_config is not None
+    for eos in (free[7], [free[7], 1]):
+        decoder.base.generation_config.eos_token_id = eos
+        result = decoder.generate(IDS, 40)
+        assert result.finished
+        assert result.new_tokens == free[: free.index(free[7]) + 1]
+
+
+class Recorder(BaseStreamer):
+    """Keeps what it is fed."""
+
+    def __init__(self) -> None:
+        self.parts: list[list[int]] = []
+        self.ended = 0
+
+    def put(self, value: Tensor) -> None:
+        """Keep."""
+        self.parts.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        """Count."""
+        self.ended += 1
+
+
+def test_streamer_gets_prompt_steps_and_end(decoder: SpecDecoder) -> None:
+    """Prevents a silent streamer: generate() does not hand its own to callables."""
+    decoder.streamer = streamer = Recorder()
+    ours = decoder.base.generate(
+        IDS, custom_generate=decoder, do_sample=False, max_new_tokens=20, **ONES
+    )
+    assert sum(streamer.parts, []) == ours[0].tolist()
+    assert streamer.parts[0] == IDS[0].tolist()
+    assert max(map(len, streamer.parts[1:])) > 1
+    assert streamer.ended == 1
+
+
+def test_what_cannot_be_served_is_refused(decoder: SpecDecoder) -> None:
+    """Prevents beams, padding or a filled cache being ignored."""
+    model = decoder.base
+    options: dict[str, Any] = {"custom_generate": decoder, "max_new_tokens": 5}
+    padded = torch.ones_like(IDS)
+    padded[0, 0] = 0
+    cache = DynamicCache()
+    model(IDS[:, :4], past_key_values=cache, use_cache=True)
+    for changes, message in (
+        ({"num_beams": 2}, "num_beams must be 1, got 2"),
+        ({"attention_mask": padded}, "attention_mask must be all ones"),
+        ({"past_key_values": cache, **ONES}, "past_key_values must be empty, got 4 tokens"),
+        ({"output_scores": True, "return_dict_in_generate": True, **ONES}, "output_scores"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.generate(IDS, **options, **changes)
+    with pytest.raises(ValueError, match=r"got \[2, 9\]"):
+        model.generate(IDS.repeat(2, 1), **options)
+    other = SpecDecoder(type(model)(model.config).eval(), NgramDrafter())
+    with pytest.raises(ValueError, match="not the base model"):
+        model.generate(IDS, custom_generate=other, max_new_tokens=5)

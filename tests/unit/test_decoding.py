@@ -1,0 +1,256 @@
+"""Tree decoding gives the tokens of plain decoding, whatever is guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LlamaForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+)
+
+from specheads.decoding.loop import decode
+from specheads.decoding.plain import plain_decode
+from specheads.decoding.sampling import Sampler
+from specheads.drafters.heads import HeadsDrafter
+from specheads.drafters.ngram import NgramDrafter
+from specheads.models.base import output_layer
+from specheads.models.heads import MedusaHeads
+from specheads.tree import Tree, default_tree
+from tests.scripted import MODELS, VOCAB, ScriptedDrafter, build
+
+TREES = {
+    "chain": Tree.chain(4),
+    "wide": Tree.from_choices([(i,) for i in range(6)] + [(0, i) for i in range(3)]),
+    "grown": default_tree(4, 16),
+    "root": Tree.chain(0),
+}
+SAMPLERS = {
+    "greedy": Sampler(),
+    "sampled": Sampler(temperature=1.0, seed=3),
+    "warped": Sampler(temperature=0.8, top_k=20, top_p=0.9, seed=4),
+}
+
+
+def prompt(length: int = 9) -> torch.Tensor:
+    """Return [1, length] fixed random tokens."""
+    return torch.randint(VOCAB, (1, length), generator=torch.Generator().manual_seed(length))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tree_equals_plain_equals_generate(name: str, redraw_weights: Callable[..., None]) -> None:
+    """Prevents any error in masks, positions, acceptance or commit: all show as other tokens."""
+    model = build(name, redraw_weights)
+    ids = prompt()
+    for sampler in SAMPLERS.values():
+        plain = plain_decode(model, ids, max_new_tokens=40, sampler=sampler)
+        if sampler.temperature == 0:
+            settings = {"attention_mask": torch.ones_like(ids), "do_sample": False}
+            theirs = model.generate(ids, max_new_tokens=40, **settings)
+            assert plain.sequences.equal(theirs)
+        assert len(set(plain.new_tokens)) > 8, "a degenerate text would prove little"
+        for tree in TREES.values():
+            drafter = ScriptedDrafter(tree, plain.sequences[0].tolist(), 0.7)
+            result = decode(model, drafter, ids, max_new_tokens=40, sampler=sampler)
+            assert result.sequences.equal(plain.sequences)
+            assert result.accept_length > 1.5 or tree.num_nodes == 1
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
+def test_untrained_heads_and_ngrams_change_nothing(
+    sampler: Sampler, tiny_llama: LlamaForCausalLM
+) -> None:
+    """Prevents exactness that leans on good guesses."""
+    heads = MedusaHeads(4, 1, 32, 272)
+    heads.init_from_output(tiny_llama.lm_head.weight)
+    for tree in TREES.values():
+        drafter = HeadsDrafter(heads, output_layer(tiny_llama), tree)
+        for length in (1, 30):
+            plain = plain_decode(tiny_llama, prompt(length), max_new_tokens=50, sampler=sampler)
+            for candidate in (drafter, NgramDrafter()):
+                result = decode(
+                    tiny_llama, candidate, prompt(length), max_new_tokens=50, sampler=sampler
+                )
+                assert result.sequences.equal(plain.sequences)
+
+
+@pytest.fixture
+def llama(redraw_weights: Callable[..., None]) -> PreTrainedModel:
+    """Return a small random Llama with VOCAB tokens."""
+    return build("llama", redraw_weights)
+
+
+def test_accept_lengths_are_what_was_scripted(llama: PreTrainedModel) -> None:
+    """Prevents speed that is not there: perfect guesses must be accepted whole, bad ones never."""
+    ids = prompt()
+    plain = plain_decode(llama, ids, max_new_tokens=41)
+    truth = plain.sequences[0].tolist()
+    assert plain.accept_lengths == [1] * 40
+    perfect = decode(llama, ScriptedDrafter(Tree.chain(4), truth, 1.0), ids, max_new_tokens=41)
+    assert perfect.accept_lengths == [5] * 8
+    assert perfect.step_ids == [0] + [step for step in range(1, 9) for _ in range(5)]
+    never = decode(llama, ScriptedDrafter(Tree.chain(4), truth, 0.0), ids, max_new_tokens=41)
+    assert never.accept_lengths == [1] * 40
+    assert never.num_steps == plain.num_steps == 40
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 5, 6, 7, 13])
+def test_the_limit_is_met_exactly(llama: PreTrainedModel, max_new_tokens: int) -> None:
+    """Prevents overshooting, and positions past the end of a model with learned ones."""
+    ids = prompt()
+    plain = plain_decode(llama, ids, max_new_tokens=max_new_tokens)
+    long = plain_decode(llama, ids, max_new_tokens=40).sequences
+    assert plain.sequences.equal(long[:, : 9 + max_new_tokens])
+    for tree in TREES.values():
+        drafter = ScriptedDrafter(tree, long[0].tolist(), 1.0)
+        result = decode(llama, drafter, ids, max_new_tokens=max_new_tokens)
+        assert result.sequences.equal(plain.sequences)
+        assert not result.finished
+        assert len(result.step_ids) == max_new_tokens == sum(result.accept_lengths) + 1
+
+
+def test_the_context_may_be_filled_to_the_brim(redraw_weights: Callable[..., None]) -> None:
+    """Prevents an index error in the last step of models with learned positions."""
+    model = build("gpt2", redraw_weights)
+    ids = prompt(200)
+    plain = plain_decode(model, ids, max_new_tokens=56)
+    drafter = ScriptedDrafter(TREES["grown"], plain.sequences[0].tolist(), 0.9)
+    assert decode(model, drafter, ids, max_new_tokens=56).sequences.equal(plain.sequences)
+    for run in (plain_decode, lambda *a, **k: decode(a[0], drafter, *a[1:], **k)):
+        with pytest.raises(ValueError, match="is 257 tokens, but the model's context is 256"):
+            run(model, ids, max_new_tokens=57)
+
+
+def test_eos_inside_the_tree_ends_the_text(llama: PreTrainedModel) -> None:
+    """Prevents tokens after eos where a step accepted past it, and eos missed as next root."""
+    ids = prompt()
+    long = plain_decode(llama, ids, max_new_tokens=40).new_tokens
+    firsts = [i for i in range(14) if long[i] not in long[:i]]
+    ends = set()
+    for i in firsts:
+        eos = (long[i], VOCAB + 1)
+        plain = plain_decode(llama, ids, max_new_tokens=40, eos_token_ids=eos)
+        assert plain.finished and plain.new_tokens == long[: i + 1]
+        drafter = ScriptedDrafter(Tree.chain(4), ids[0].tolist() + long, 1.0)
+        result = decode(llama, drafter, ids, max_new_tokens=40, eos_token_ids=eos)
+        assert result.finished and result.sequences.equal(plain.sequences)
+        assert sum(result.accept_lengths) == len(result.new_tokens) - 1
+        ends.add(i % 5)
+    assert len(ends) == 5, "eos should have come at every place in a step"
+
+
+def test_stopping_criteria_are_asked_after_every_token(llama: PreTrainedModel) -> None:
+    """Prevents a stop that comes only at the end of a step."""
+
+    def stop(input_ids: torch.Tensor, scores: object) -> torch.Tensor:
+        return torch.tensor([input_ids.shape[1] >= 21])
+
+    ids = prompt()
+    truth = plain_decode(llama, ids, max_new_tokens=40).sequences
+    drafter = ScriptedDrafter(Tree.chain(4), truth[0].tolist(), 1.0)
+    for result in (
+        plain_decode(llama, ids, max_new_tokens=40, stopping_criteria=stop),
+        decode(llama, drafter, ids, max_new_tokens=40, stopping_criteria=stop),
+    ):
+        assert result.finished
+        assert result.sequences.equal(truth[:, :21])
+
+
+PROCESSORS: dict[str, Callable[[int], list[LogitsProcessor]]] = {
+    "penalty": lambda eos: [RepetitionPenaltyLogitsProcessor(1.3)],
+    "two": lambda eos: [RepetitionPenaltyLogitsProcessor(1.2), NoRepeatNGramLogitsProcessor(2)],
+    "length": lambda eos: [MinNewTokensLengthLogitsProcessor(9, 12, eos)],
+    "warpers": lambda eos: [TemperatureLogitsWarper(0.7), TopKLogitsWarper(5)],
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize("sampler", [Sampler(), Sampler(temperature=1.0, seed=8)], ids=str)
+def test_processors_see_each_nodes_own_prefix(
+    llama: PreTrainedModel, name: str, sampler: Sampler
+) -> None:
+    """Prevents penalties computed from the text before the step, or from a neighbour's path."""
+    ids = prompt()
+    bare = plain_decode(llama, ids, max_new_tokens=40, sampler=sampler)
+    eos = bare.new_tokens[3]
+    settings: dict[str, Any] = {
+        "max_new_tokens": 40,
+        "sampler": sampler,
+        "logits_processor": LogitsProcessorList(PROCESSORS[name](eos)),
+        "eos_token_ids": (eos,) if name == "length" else (),
+    }
+    plain = plain_decode(llama, ids, **settings)
+    if name != "warpers" or sampler.temperature > 0:
+        assert not bare.sequences.equal(plain.sequences)
+    for tree in TREES.values():
+        for hit_rate in (0.5, 0.9):  # at 0.5 with equal siblings
+            drafter = ScriptedDrafter(tree, plain.sequences[0].tolist(), hit_rate)
+            result = decode(llama, drafter, ids, **settings)
+            assert result.sequences.equal(plain.sequences)
+
+
+def test_tokens_are_handed_over_step_by_step(llama: PreTrainedModel) -> None:
+    """Prevents a streamer that gets tokens twice, late, or beyond the end."""
+    ids = prompt()
+    truth = plain_decode(llama, ids, max_new_tokens=24)
+    steps: list[list[int]] = []
+    drafter = ScriptedDrafter(Tree.chain(4), truth.sequences[0].tolist(), 0.8)
+    result = decode(llama, drafter, ids, max_new_tokens=24, on_tokens=steps.append)
+    assert [len(step) for step in steps] == [1, *result.accept_lengths]
+    assert sum(steps, []) == truth.new_tokens
+
+
+def test_long_texts_outgrow_the_cache_unharmed(llama: PreTrainedModel) -> None:
+    """Prevents loss of the prefix when the cache grows in the middle of a text."""
+    ids = prompt(30)
+    plain = plain_decode(llama, ids, max_new_tokens=226, sampler=Sampler(1.0, seed=1))
+    full = llama(plain.sequences[:, :-1]).logits[0, 29:]
+    noise = Sampler(1.0, seed=1)
+    assert noise(full[None], torch.arange(30, 256)[None])[0].tolist() == plain.new_tokens
+    drafter = ScriptedDrafter(TREES["grown"], plain.sequences[0].tolist(), 0.8)
+    result = decode(llama, drafter, ids, max_new_tokens=226, sampler=Sampler(1.0, seed=1))
+    assert result.sequences.equal(plain.sequences)
+
+
+def test_results_are_ordinary_tensors(llama: PreTrainedModel) -> None:
+    """Prevents inference tensors, which refuse to be changed, from reaching the user."""
+    ids = prompt()
+    for result in (
+        plain_decode(llama, ids, max_new_tokens=3),
+        decode(llama, NgramDrafter(), ids, max_new_tokens=3),
+    ):
+        assert not result.sequences.is_inference()
+        result.sequences[0, 0] = 1
+    llama(input_ids=ids, labels=ids).loss.backward()
+
+
+def test_bad_requests_are_refused(llama: PreTrainedModel) -> None:
+    """Prevents a batch decoded as if it were one row, and sampled candidates treated as sure."""
+    drafter = NgramDrafter()
+    for ids, message in (
+        (torch.zeros(2, 3, dtype=torch.long), r"\[1, P\].*got \[2, 3\]"),
+        (torch.zeros(1, 0, dtype=torch.long), "at least 1 token, got 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decode(llama, drafter, ids, max_new_tokens=3)
+        with pytest.raises(ValueError, match=message):
+            plain_decode(llama, ids, max_new_tokens=3)
+    with pytest.raises(ValueError, match="max_new_tokens must be at least 1, got 0"):
+        decode(llama, drafter, prompt(), max_new_tokens=0)
+    drafter.deterministic = False
+    with pytest.raises(ValueError, match="deterministic must be True"):
+        decode(llama, drafter, prompt(), max_new_tokens=3)
+    drafter.deterministic = True
+    drafter.taps = ("trunk",)
+    with pytest.raises(ValueError, match="taps must be among"):
+        decode(llama, drafter, prompt(), max_new_tokens=3)

@@ -1,0 +1,166 @@
+"""The drafters: which tokens they propose."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaForCausalLM
+
+from specheads.drafters import heads as heads_drafter
+from specheads.drafters.contract import FINAL, StepResult
+from specheads.drafters.heads import HeadsDrafter, StackedHeads
+from specheads.drafters.ngram import NgramDrafter
+from specheads.models.base import OutputLayer, output_layer
+from specheads.models.heads import MedusaHeads
+from specheads.tree import Tree, default_tree
+
+
+def result_of(tokens: list[int], tree: Tree | None = None, **changes: object) -> StepResult:
+    """Return a step that gained ``tokens`` along the first path of a tree."""
+    tree = tree or Tree.chain(len(tokens) - 1)
+    path = torch.full((1, tree.max_depth + 1), -1)
+    path[0, : len(tokens)] = torch.arange(len(tokens))
+    values: dict[str, object] = {
+        "tree": tree,
+        "tokens": torch.zeros(1, tree.num_nodes, dtype=torch.long),
+        "base_tokens": torch.zeros(1, tree.num_nodes, dtype=torch.long),
+        "hidden": {},
+        "path": path,
+        "num_accepted": torch.tensor([len(tokens) - 1]),
+        "next_root": torch.tensor(tokens[-1:]),
+        "new_tokens": [tokens],
+    }
+    return StepResult(**(values | changes))  # type: ignore[arg-type]
+
+
+def random_heads(lm_head: str, num_layers: int, vocab: int = 40) -> MedusaHeads:
+    """Return heads that differ from each other."""
+    heads = MedusaHeads(4, num_layers, 16, vocab, lm_head=lm_head)
+    for parameter in heads.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return heads.eval()
+
+
+LAYERS = [("own", 0), ("own", 1), ("own", 2), ("shared", 1), ("shared", 2)]
+
+
+@pytest.mark.parametrize(("lm_head", "num_layers"), LAYERS)
+@pytest.mark.parametrize("stacked", [True, False])
+@torch.no_grad()
+def test_each_node_holds_its_heads_guess(
+    lm_head: str, num_layers: int, stacked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents depth d filled by the wrong head, which only shows as low acceptance."""
+    if not stacked:
+        monkeypatch.setattr(heads_drafter, "STACKED_BYTES", 0)
+    heads = random_heads(lm_head, num_layers)
+    output = OutputLayer(nn.Linear(16, 40), scale=0.5, softcap=3.0)
+    tree = default_tree(3, 12)
+    drafter = HeadsDrafter(heads, output, tree)
+    hidden, root = torch.randn(2, 5, 16), torch.tensor([7, 8])
+    state = drafter.start(torch.zeros(2, 5, dtype=torch.long), {FINAL: hidden}, root)
+    assert (state.stacked is not None) == stacked
+    candidates = drafter.propose(state)
+    order = heads.logits(hidden[:, -1], output).argsort(-1, descending=True)  # [K, B, V]
+    assert candidates.tree == tree
+    assert candidates.tokens[:, 0].equal(root)
+    for node in range(1, tree.num_nodes):
+        expected = order[int(tree.depths[node]) - 1, :, int(tree.ranks[node])]
+        assert candidates.tokens[:, node].equal(expected)
+
+
+@pytest.mark.parametrize(("lm_head", "num_layers"), LAYERS)
+@torch.no_grad()
+def test_stacked_heads_compute_what_the_heads_do(lm_head: str, num_layers: int) -> None:
+    """Prevents the fast copy from drifting away from the definition in models/heads.py."""
+    heads, output = random_heads(lm_head, num_layers), OutputLayer(nn.Linear(16, 40))
+    hidden = torch.randn(3, 16)
+    stacked = StackedHeads.copy(heads, output, 4)
+    assert stacked is not None
+    torch.testing.assert_close(
+        stacked.logits(hidden), heads.logits(hidden, output), atol=1e-5, rtol=1e-5
+    )
+
+
+@torch.no_grad()
+def test_heads_trained_in_between_are_noticed() -> None:
+    """Prevents drafting with a stale copy during evaluations in training."""
+    heads, output = random_heads("own", 1), OutputLayer(nn.Linear(16, 40))
+    drafter = HeadsDrafter(heads, output, Tree.chain(3))
+    hidden, root = {FINAL: torch.randn(1, 5, 16)}, torch.tensor([7])
+    ids = torch.zeros(1, 5, dtype=torch.long)
+    before = drafter.propose(drafter.start(ids, hidden, root)).tokens
+    for parameter in heads.parameters():
+        parameter.data = torch.randn_like(parameter)  # as engines do, unseen by autograd
+    assert not drafter.propose(drafter.start(ids, hidden, root)).tokens.equal(before)
+
+
+@torch.no_grad()
+def test_heads_continue_from_the_last_accepted_node() -> None:
+    """Prevents drafting from the root's or the deepest node's hidden state."""
+    drafter = HeadsDrafter(random_heads("own", 1), OutputLayer(nn.Linear(16, 40)), Tree.chain(3))
+    ids = torch.zeros(2, 5, dtype=torch.long)
+    state = drafter.start(ids, {FINAL: torch.randn(2, 5, 16)}, torch.tensor([1, 2]))
+    hidden = torch.randn(2, 4, 16)
+    result = result_of(
+        [1, 2, 3, 4],
+        hidden={FINAL: hidden},
+        path=torch.tensor([[0, 1, -1, -1], [0, 1, 2, -1]]),
+        num_accepted=torch.tensor([1, 2]),
+        next_root=torch.tensor([5, 6]),
+    )
+    state = drafter.observe(state, result)
+    assert state.root.tolist() == [5, 6]
+    assert state.hidden.equal(torch.stack([hidden[0, 1], hidden[1, 2]]))
+
+
+def test_tree_must_fit_the_heads(tiny_llama: LlamaForCausalLM) -> None:
+    """Prevents a tree deeper than the heads from indexing past them."""
+    heads = MedusaHeads(2, 1, 32, 272)
+    output = output_layer(tiny_llama)
+    with pytest.raises(ValueError, match="tree has depth 3, but there are 2 heads"):
+        HeadsDrafter(heads, output, Tree.chain(3))
+    with pytest.raises(ValueError, match="rank 272, the vocabulary 272 tokens"):
+        HeadsDrafter(heads, output, Tree.from_choices([(272,)]))
+
+
+def slow_lookup(tokens: list[int], longest: int, shortest: int, num: int) -> list[int]:
+    """Search backwards for the longest suffix."""
+    for n in range(longest, shortest - 1, -1):
+        for end in range(len(tokens) - 1, n - 1, -1):
+            if tokens[end - n : end] == tokens[-n:]:
+                copied = list(tokens)
+                for i in range(num):
+                    copied.append(copied[end + i])
+                return copied[len(tokens) :]
+    return []
+
+
+@pytest.mark.parametrize(("longest", "shortest"), [(3, 1), (4, 2), (1, 1)])
+def test_ngrams_are_looked_up_right(longest: int, shortest: int) -> None:
+    """Prevents an index that finds the suffix itself, or misses matches across the prompt's end."""
+    drafter = NgramDrafter(max_ngram=longest, num_tokens=5, min_ngram=shortest)
+    tokens = torch.randint(4, (1, 9))
+    state = drafter.start(tokens, {}, torch.tensor([2]))
+    text, lengths = [*tokens[0].tolist(), 2], set()
+    for step in range(60):
+        candidates = drafter.propose(state)
+        expected = slow_lookup(text, longest, shortest, 5)
+        assert candidates.tokens.tolist() == [[text[-1], *expected]]
+        assert candidates.tree == Tree.chain(len(expected))
+        lengths.add(len(expected))
+        new = torch.randint(4 + step // 6, (1 + step % 3,)).tolist()
+        state = drafter.observe(state, result_of(new))
+        text += new
+    assert lengths == {0, 5}
+
+
+def test_ngram_settings_are_checked() -> None:
+    """Prevents an empty n-gram, which would match anywhere."""
+    with pytest.raises(ValueError, match="min_ngram must be in 1..3"):
+        NgramDrafter(min_ngram=0)
+    with pytest.raises(ValueError, match="num_tokens must be at least 1, got 0"):
+        NgramDrafter(num_tokens=0)
+    with pytest.raises(ValueError, match="1 row, got 2"):
+        NgramDrafter().start(torch.zeros(2, 3, dtype=torch.long), {}, torch.zeros(2))

@@ -1,0 +1,111 @@
+"""Noise that belongs to a position, and the draws made with it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from specheads.decoding.sampling import Sampler, gumbel_noise
+from specheads.tree import default_tree
+
+
+def chi_squared_limit(dof: int) -> float:
+    """Return a bound that a right sampler exceeds with probability below 1e-5 (Wilson-Hilferty)."""
+    return dof * (1 - 2 / (9 * dof) + 4.27 * math.sqrt(2 / (9 * dof))) ** 3
+
+
+def test_noise_depends_on_its_key_alone() -> None:
+    """Prevents noise by call order or shape: tree and plain decoding would draw differently."""
+    positions = torch.arange(20)[None]
+    whole = gumbel_noise(3, positions, 50)
+    for i in (0, 7, 19):
+        assert gumbel_noise(3, torch.tensor([i]), 50)[0].equal(whole[0, i])
+    assert gumbel_noise(3, positions, 20).equal(whole[..., :20])
+    rows = gumbel_noise(3, positions.repeat(2, 1), 50)
+    assert rows[0].equal(whole[0])
+    assert rows[1].equal(gumbel_noise(4, positions, 50)[0])
+    assert len({float(x) for x in rows.flatten()}) == rows.numel()
+
+
+def test_noise_is_pinned() -> None:
+    """Prevents a change of the generator, which would change every seeded result unannounced."""
+    noise = gumbel_noise(7, torch.tensor([5]), 3)
+    assert noise.dtype == torch.float32
+    torch.testing.assert_close(
+        noise, torch.tensor([[0.807608, 4.415173, -0.174928]]), rtol=1e-6, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("axis", ["seed", "position", "token"])
+def test_noise_is_gumbel_along_every_axis(axis: str) -> None:
+    """Prevents a weak hash: neighbouring seeds, positions or tokens with related noise."""
+    num = 20_000
+    if axis == "seed":
+        noise = gumbel_noise(0, torch.full((num,), 9), 2)
+    elif axis == "position":
+        noise = gumbel_noise(5, torch.arange(num)[None], 2)[0]
+    else:
+        noise = gumbel_noise(5, torch.tensor([9]), 2 * num)[0].view(num, 2)
+    uniform = (-(-noise.double()).exp()).exp()
+    # pairs of neighbours must fill the unit square evenly
+    pairs = torch.cat([uniform, torch.stack([uniform[:-1, 0], uniform[1:, 0]], 1)])
+    for part in (pairs[:num], pairs[num:]):
+        cells = (part * 10).long().clamp(max=9)
+        counts = (cells[:, 0] * 10 + cells[:, 1]).bincount(minlength=100).double()
+        expected = part.shape[0] / 100
+        assert ((counts - expected) ** 2 / expected).sum() < chi_squared_limit(99)
+
+
+@pytest.mark.parametrize("settings", [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.3, 4, 1.0), (1.0, 0, 0.7)])
+def test_draws_follow_the_softmax(settings: tuple[float, int, float]) -> None:
+    """Prevents a temperature applied twice, or noise of the wrong scale."""
+    temperature, top_k, top_p = settings
+    sampler = Sampler(temperature, top_k, top_p, seed=11)
+    logits = torch.randn(8) * 1.5
+    num = 20_000
+    drawn = sampler(logits.expand(1, num, 8), torch.arange(num)[None])
+    probs = sampler.warp(logits).softmax(-1).double()
+    kept = probs > 0
+    counts = drawn.flatten().bincount(minlength=8).double()
+    assert counts[~kept].sum() == 0
+    expected = probs[kept] * num
+    statistic = ((counts[kept] - expected) ** 2 / expected).sum()
+    assert statistic < chi_squared_limit(int(kept.sum()) - 1)
+
+
+def test_warpers_are_those_of_transformers() -> None:
+    """Prevents top-k and top-p that mean something else than users know."""
+    logits = torch.randn(5, 40) * 2
+    expected = logits
+    for warper in (TemperatureLogitsWarper(0.7), TopKLogitsWarper(12), TopPLogitsWarper(0.8)):
+        expected = warper(torch.zeros(5, 1, dtype=torch.long), expected)
+    torch.testing.assert_close(Sampler(0.7, 12, 0.8).warp(logits), expected)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drawing_a_tree_is_drawing_its_nodes(temperature: float) -> None:
+    """Prevents nodes that use the noise of their slot instead of their position."""
+    tree = default_tree(4, 12)
+    sampler = Sampler(temperature, seed=2)
+    logits = torch.randn(2, tree.num_nodes, 30)
+    start = torch.tensor([5, 17])
+    drawn = sampler.draw_tree(logits, tree.depths, start)
+    assert drawn.equal(sampler(logits, start[:, None] + tree.depths + 1))
+
+
+def test_greedy_takes_the_best() -> None:
+    """Prevents noise at temperature 0."""
+    logits = torch.randn(1, 9, 30)
+    assert Sampler()(logits, torch.arange(9)[None]).equal(logits.argmax(-1))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}]
+)
+def test_bad_settings_are_refused(settings: dict[str, float]) -> None:
+    """Prevents a negative temperature, which would prefer the worst tokens."""
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        Sampler(**settings)  # type: ignore[arg-type]
