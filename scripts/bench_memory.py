@@ -65,6 +65,7 @@ class GivenStates(nn.Module):
 
     def __init__(self, case: Case) -> None:
         super().__init__()
+        self.config = SimpleNamespace(_attn_implementation="sdpa")
         self.register_buffer("states", torch.randn(1, case.tokens, case.hidden))
         self.gain = nn.Parameter(torch.ones(case.hidden))
         self.lm_head = nn.Linear(case.hidden, case.vocab, bias=False)

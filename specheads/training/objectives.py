@@ -27,7 +27,7 @@ from specheads.losses import (
     linear_cross_entropy,
     shift_labels,
 )
-from specheads.models.base import OutputLayer, output_layer
+from specheads.models.base import OutputLayer, output_layer, packed_hidden
 from specheads.models.heads import MedusaHeads
 
 Batch = dict[str, Any]
@@ -250,14 +250,7 @@ def _require_grad(base: nn.Module, value: bool) -> None:
 
 
 def _hidden_states(base: PreTrainedModel, batch: Batch) -> Tensor:
-    """Return the base's last hidden states [B * T, d], each document seeing only itself.
-
-    transformers reads the documents off ``position_ids``, and does so only without a cache.
-    """
-    output = base.base_model(
-        input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False
-    )
-    return output.last_hidden_state.flatten(0, 1)
+    return packed_hidden(base, batch["input_ids"], batch["position_ids"]).flatten(0, 1)
 
 
 def _num_valid(batch: Batch, num_heads: int) -> Tensor:
