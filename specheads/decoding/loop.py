@@ -187,7 +187,7 @@ def accept(
     if logits_processor:
         base_tokens = _draw_on_path(candidates, logits, sampler, ids, logits_processor)
     else:
-        base_tokens = sampler.draw_tree(logits, tree.depths, root_position)
+        base_tokens = sampler.draw_tree(logits, tree, root_position)
     path, num_accepted = walk(tokens, tree, base_tokens)
     emitted = base_tokens.gather(1, path.clamp(min=0)).masked_fill(path < 0, -1)
     new_tokens = [[t for t in row if t >= 0] for row in emitted.tolist()]  # the step's only sync

@@ -94,9 +94,10 @@ class Output:
 
         The first call is the prefill's; later calls each count as a step.
         """
-        kept = 0
-        for token in tokens[: self.budget]:
-            self._ids[0, self.num_tokens] = token
+        tokens, kept = tokens[: self.budget], 0
+        end = self.num_tokens + len(tokens)
+        self._ids[0, self.num_tokens : end] = torch.tensor(tokens)
+        for token in tokens:
             self.step_ids.append(self._num_steps)
             kept += 1
             if token in self.eos_token_ids or self._criteria_met():

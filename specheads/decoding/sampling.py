@@ -13,6 +13,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from specheads.tree import Tree
+
 _MASK = (1 << 64) - 1
 _POSITION_STEP = 0xD1B54A32D192ED03 - (1 << 64)  # odd, far from multiples of the token step
 _TOKEN_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -115,14 +117,14 @@ class Sampler:
         noise = gumbel_noise(self.seed, positions, logits.shape[-1])
         return (self.warp(logits) + noise).argmax(-1)
 
-    def draw_tree(self, logits: Tensor, depths: Tensor, root_positions: Tensor) -> Tensor:
+    def draw_tree(self, logits: Tensor, tree: Tree, root_positions: Tensor) -> Tensor:
         """Draw one token after every node of a tree: as calling it node by node, but faster.
 
         Nodes of one depth stand at one position and share its noise.
 
         Args:
             logits: [B, N, V].
-            depths: [N].
+            tree: on the device of the logits.
             root_positions: [B], the absolute position of the root.
 
         Returns:
@@ -130,6 +132,6 @@ class Sampler:
         """
         if self.temperature == 0:
             return logits.argmax(-1)
-        levels = torch.arange(1, int(depths[-1]) + 2, device=logits.device)  # depths are sorted
+        levels = torch.arange(1, tree.max_depth + 2, device=logits.device)
         noise = gumbel_noise(self.seed, root_positions[:, None] + levels, logits.shape[-1])
-        return (self.warp(logits) + noise[:, depths]).argmax(-1)
+        return (self.warp(logits) + noise[:, tree.depths]).argmax(-1)

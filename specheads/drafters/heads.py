@@ -6,12 +6,11 @@ last committed hidden state and not on the guesses above them, so one top-k per 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specheads.drafters.contract import FINAL, Candidates, StepResult
@@ -22,54 +21,6 @@ if TYPE_CHECKING:
     from specheads.models.heads import MedusaHeads
 
 
-STACKED_BYTES = 16 * 2**20  # of weights; above it the products outweigh the calls that start them
-
-
-@dataclass(frozen=True)
-class StackedHeads:
-    """A copy of small heads with their weights side by side: all of them in one product a layer.
-
-    Four heads of a 6 M parameter model take 16 calls of a few microseconds of work each; stacked it
-    is a third of the time. The numbers are those of ``MedusaHeads.logits`` up to rounding and
-    before scale and softcap, which do not change which guesses are best.
-
-    Attributes:
-        blocks: per residual block the weights [K, d, d] (transposed) and biases [K, 1, d].
-        output: [K, d, V], or [d, V] where the heads share the base's matrix.
-        bias: [V], of the base's output layer.
-    """
-
-    blocks: list[tuple[Tensor, Tensor]]
-    output: Tensor
-    bias: Tensor | None
-
-    @staticmethod
-    def copy(heads: MedusaHeads, output: OutputLayer, num_heads: int) -> StackedHeads | None:
-        """Stack the first ``num_heads`` heads; None if they are large."""
-        used = heads.heads[:num_heads]
-        num_bytes = sum(p.numel() * p.element_size() for p in used.parameters())
-        if num_bytes > STACKED_BYTES or num_heads == 0:
-            return None
-        blocks = []
-        for layers in zip(*(head.blocks for head in used), strict=True):
-            weight = torch.stack([block.weight for block in layers]).transpose(1, 2)
-            blocks.append((weight, torch.stack([block.bias for block in layers])[:, None]))
-        matrices = [heads.output_weight(i, output.weight) for i in range(num_heads)]
-        if heads.lm_head == "shared":
-            return StackedHeads(blocks, matrices[0].t(), output.bias)
-        return StackedHeads(blocks, torch.stack(matrices).transpose(1, 2), output.bias)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return [K, B, V] for ``hidden`` [B, d]."""
-        num_heads = self.blocks[0][0].shape[0] if self.blocks else self.output.shape[0]
-        x = hidden.expand(num_heads, *hidden.shape)
-        for weight, bias in self.blocks:
-            x = x.to(weight.dtype)
-            x = x + F.silu(torch.baddbmm(bias, x, weight))
-        logits = x.to(self.output.dtype) @ self.output
-        return logits if self.bias is None else logits + self.bias
-
-
 @dataclass(frozen=True)
 class HeadsState:
     """Where the next guesses start.
@@ -77,12 +28,12 @@ class HeadsState:
     Attributes:
         root: [B], the last certain token.
         hidden: [B, d], the hidden state that predicted it.
-        stacked: the heads as they were when decoding started; None if they are large.
+        predict: hidden [B, d] to the heads' logits [K, B, V].
     """
 
     root: Tensor
     hidden: Tensor
-    stacked: StackedHeads | None
+    predict: Callable[[Tensor], Tensor]
 
 
 class HeadsDrafter:
@@ -116,19 +67,15 @@ class HeadsDrafter:
 
     def start(self, prompt_ids: Tensor, hidden: Mapping[str, Tensor], root: Tensor) -> HeadsState:
         """Start from the prompt's last hidden state; the heads need no others."""
-        # anew for every text: the heads may have been trained on in between
-        stacked = StackedHeads.copy(self.heads, self.output, self.tree.max_depth)
-        return HeadsState(root, hidden[FINAL][:, -1], stacked)
+        # a snapshot for every text anew: the heads may have been trained on in between
+        return HeadsState(root, hidden[FINAL][:, -1], self.heads.snapshot(self.output))
 
     def propose(self, state: HeadsState) -> Candidates:
         """One pass of all heads, one top-k, one gather."""
         root = state.root[:, None]
         if self.tree.num_nodes == 1:
             return Candidates(root, self.tree)
-        if state.stacked is not None:
-            logits = state.stacked.logits(state.hidden)  # [D, B, V]
-        else:
-            logits = self.heads.logits(state.hidden, self.output)[: self.tree.max_depth]
+        logits = state.predict(state.hidden)[: self.tree.max_depth]  # [D, B, V]
         best = logits.topk(self._num_ranks, dim=-1).indices
         best = best.transpose(0, 1).flatten(1)  # [B, D * ranks]
         return Candidates(torch.cat([root, best[:, self._slots]], dim=1), self.tree)
@@ -137,4 +84,4 @@ class HeadsDrafter:
         """Move to the last accepted node."""
         hidden = result.hidden[FINAL]
         rows = torch.arange(hidden.shape[0], device=hidden.device)
-        return HeadsState(result.next_root, hidden[rows, result.last_node], state.stacked)
+        return HeadsState(result.next_root, hidden[rows, result.last_node], state.predict)

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from specheads.drafters import heads as heads_drafter
 from specheads.drafters.contract import FINAL, StepResult
-from specheads.drafters.heads import HeadsDrafter, StackedHeads
+from specheads.drafters.heads import HeadsDrafter
 from specheads.drafters.ngram import NgramDrafter
 from specheads.models.base import OutputLayer, output_layer
 from specheads.models.heads import MedusaHeads
@@ -46,21 +45,15 @@ LAYERS = [("own", 0), ("own", 1), ("own", 2), ("shared", 1), ("shared", 2)]
 
 
 @pytest.mark.parametrize(("lm_head", "num_layers"), LAYERS)
-@pytest.mark.parametrize("stacked", [True, False])
 @torch.no_grad()
-def test_each_node_holds_its_heads_guess(
-    lm_head: str, num_layers: int, stacked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_node_holds_its_heads_guess(lm_head: str, num_layers: int) -> None:
     """Prevents depth d filled by the wrong head, which only shows as low acceptance."""
-    if not stacked:
-        monkeypatch.setattr(heads_drafter, "STACKED_BYTES", 0)
     heads = random_heads(lm_head, num_layers)
     output = OutputLayer(nn.Linear(16, 40), scale=0.5, softcap=3.0)
     tree = default_tree(3, 12)
     drafter = HeadsDrafter(heads, output, tree)
     hidden, root = torch.randn(2, 5, 16), torch.tensor([7, 8])
     state = drafter.start(torch.zeros(2, 5, dtype=torch.long), {FINAL: hidden}, root)
-    assert (state.stacked is not None) == stacked
     candidates = drafter.propose(state)
     order = heads.logits(hidden[:, -1], output).argsort(-1, descending=True)  # [K, B, V]
     assert candidates.tree == tree
@@ -68,19 +61,6 @@ def test_each_node_holds_its_heads_guess(
     for node in range(1, tree.num_nodes):
         expected = order[int(tree.depths[node]) - 1, :, int(tree.ranks[node])]
         assert candidates.tokens[:, node].equal(expected)
-
-
-@pytest.mark.parametrize(("lm_head", "num_layers"), LAYERS)
-@torch.no_grad()
-def test_stacked_heads_compute_what_the_heads_do(lm_head: str, num_layers: int) -> None:
-    """Prevents the fast copy from drifting away from the definition in models/heads.py."""
-    heads, output = random_heads(lm_head, num_layers), OutputLayer(nn.Linear(16, 40))
-    hidden = torch.randn(3, 16)
-    stacked = StackedHeads.copy(heads, output, 4)
-    assert stacked is not None
-    torch.testing.assert_close(
-        stacked.logits(hidden), heads.logits(hidden, output), atol=1e-5, rtol=1e-5
-    )
 
 
 @torch.no_grad()

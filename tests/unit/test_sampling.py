@@ -92,7 +92,7 @@ def test_drawing_a_tree_is_drawing_its_nodes(temperature: float) -> None:
     sampler = Sampler(temperature, seed=2)
     logits = torch.randn(2, tree.num_nodes, 30)
     start = torch.tensor([5, 17])
-    drawn = sampler.draw_tree(logits, tree.depths, start)
+    drawn = sampler.draw_tree(logits, tree, start)
     assert drawn.equal(sampler(logits, start[:, None] + tree.depths + 1))
 
 
