@@ -1,0 +1,158 @@
+"""What the README says can be done, can be done."""
+
+import importlib.util
+import json
+import re
+import shlex
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from specheads import config
+from specheads.assets import conf_dir
+from specheads.entry import name_models
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+SCHEMAS = {
+    "train": config.TrainConfig,
+    "generate": config.GenerateConfig,
+    "bench": config.BenchConfig,
+    "tree_search": config.TreeSearchConfig,
+}
+
+
+def blocks(language: str) -> list[str]:
+    """Return the README's code blocks in ``language``."""
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+
+
+def commands() -> list[list[str]]:
+    """Return the README's shell commands, split into words, comments left out."""
+    lines = "\n".join(blocks("sh")).splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def script(name: str) -> ModuleType:
+    """Import a file of scripts/."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_commands_exist(words: list[str]) -> None:
+    """A renamed key or target leaves a README whose first command fails."""
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        return
+    assert words[:2] == ["python", "-m"], words
+    program = words[2].removeprefix("specheads.")
+    config.register_schemas()
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+        overrides = [word for word in name_models(words[3:]) if not word.startswith("prompt=")]
+        extra = ["run_dir=unused"] if program == "train" else []
+        composed = compose(program, overrides=[*overrides, *extra])
+    config.to_config(composed, SCHEMAS[program])
+
+
+def test_settings_of_the_table_exist() -> None:
+    """A setting that was renamed is refused with an error the README provoked."""
+    cells = re.findall(r"^\| (`[^|]*`[^|]*) \|", README, re.MULTILINE)
+    words = [
+        word for cell in cells for code in re.findall("`(.*?)`", cell) for word in code.split()
+    ]
+    overrides = [word for word in words if "=" in word and not word.startswith("-")]
+    assert len(overrides) > 10
+    values = [word.split(",")[0] for word in overrides]
+    config.register_schemas()
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+        composed = compose("train", ["+recipe=medusa2", "run_dir=unused", *values])
+    config.to_config(composed, config.TrainConfig)
+
+
+def test_python_example_runs(tiny_export: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The example is what people paste first."""
+    (code,) = blocks("python")
+    assert "runs/medusa2/export" in code
+    names: dict[str, object] = {}
+    exec(code.replace("runs/medusa2/export", str(tiny_export)), names)
+    export, decoder = names["export"], names["decoder"]
+    result = names["result"]
+    again = export.base.generate(  # type: ignore[attr-defined]
+        **names["inputs"],  # type: ignore[dict-item]
+        custom_generate=decoder,
+        max_new_tokens=64,
+        do_sample=False,
+    )
+    assert torch.equal(again, result.sequences)  # type: ignore[attr-defined]
+    assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize(
+    "page",
+    ["README.md", "BENCHMARKS.md", "CONTRIBUTING.md", "docs/index.md", "benchmarks/README.md"],
+)
+def test_links_lead_somewhere(page: str) -> None:
+    """A page that was moved leaves links that nobody clicks before publishing."""
+    path = ROOT / page
+    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+        if target.startswith("http"):
+            continue
+        found = (path.parent / target).resolve()
+        late = found.suffix in {".svg", ".json"} or "tinycode" in found.parts
+        assert found.exists() or (late and not published()), f"{page} links to {target}"
+
+
+def published() -> bool:
+    """Say whether a measurement lies in the repository yet."""
+    return (ROOT / "benchmarks" / "tinycode_medusa2.json").is_file()
+
+
+def test_table_is_the_measured_one() -> None:
+    """A figure typed by hand outlives the measurement it came from."""
+    plot = script("plot_readme")
+    between = README.partition(plot.BEGIN)[2].partition(plot.END)[0].strip()
+    if not published():
+        assert "no measurement" in between
+        return
+    bench = json.loads(plot.BENCH.read_text())
+    assert between == plot.format_table(bench).strip()
+    assert plot.FIGURE.is_file()
+
+
+def test_figure_and_table_are_drawn(tmp_path: Path) -> None:
+    """The script runs once per publication, long after the keys it reads were last touched."""
+    plot = script("plot_readme")
+    row = {
+        "tree_nodes": 8,
+        "dtype": "float32",
+        "num_prompts": 4,
+        "tokens_per_second": 10.0,
+        "speedup_vs_plain": 1.5,
+        "speedup_vs_plain_ci95": [1.4, 1.6],
+        "speedup_vs_hf_generate": 1.7,
+        "accept_length": 2.0,
+        "rep8": 0.1,
+        "identical": 3,
+        "compared": 4,
+        "near_ties": 1,
+        "per_kind": {"body": {"accept_length": 2.0}, "edit": {"accept_length": 3.0}},
+    }
+    bench = {
+        "environment": {"processor": "some processor", "torch": "2.13.0"},
+        "settings": {"temperatures": [0.0, 1.0], "max_new_tokens": 16, "threads": 2},
+        "headline": {"temperature": 0.0, "rep8_plain_greedy": 0.1, "speedup_vs_plain": 1.5},
+        "rows": [{**row, "method": m, "temperature": t} for m in plot.NAMES for t in (0.0, 1.0)],
+    }
+    plot.draw(bench, tmp_path / "a.svg")
+    plot.draw(bench, tmp_path / "b.svg")
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    filled = plot.fill_table(README, plot.format_table(bench))
+    assert "| 1.50 (1.40-1.60) |" in filled and "3/4 (+1 near ties)" in filled
+    assert plot.fill_table(filled, plot.format_table(bench)) == filled
