@@ -26,7 +26,7 @@ def run(cfg: TrainConfig) -> None:
     """Train heads, choose their tree, export them."""
     torch.manual_seed(cfg.seed)
     base, tokenizer = load_base(cfg)
-    data = load_data(cfg, base, tokenizer)
+    data = load_data(cfg, base, tokenizer, train_base=False)
     output = output_layer(base)
     vocab_size, hidden_size = output.weight.shape
     heads = MedusaHeads(

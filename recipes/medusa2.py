@@ -28,7 +28,7 @@ def run(cfg: TrainConfig) -> None:
     """Train in two stages, compare the tuned base with the original, export both parts."""
     torch.manual_seed(cfg.seed)
     base, tokenizer = load_base(cfg)
-    data = load_data(cfg, base, tokenizer)
+    data = load_data(cfg, base, tokenizer, train_base=True)
     output = output_layer(base)
     vocab_size, hidden_size = output.weight.shape
     heads = MedusaHeads(

@@ -15,7 +15,6 @@ from specheads.models.base import (
     check_tokenizer,
     load_tokenizer,
     output_layer,
-    torch_dtype,
 )
 from specheads.models.checkpoint import save_plain_model
 from specheads.training.heldout import heldout_loss
@@ -29,12 +28,17 @@ def run(cfg: TrainConfig) -> None:
     """Build the model that model.init describes, train it, save it as a Hugging Face folder."""
     if not cfg.model.init:
         raise ConfigError("pretrain builds its model from model.init, which is empty")
+    if cfg.model.dtype != "float32":
+        raise ConfigError(
+            f"pretrain keeps float32 weights, got model.dtype={cfg.model.dtype}; "
+            "for bfloat16 matrix products set autocast=bfloat16"
+        )
     torch.manual_seed(cfg.seed)
     tokenizer = load_tokenizer(cfg.model.name, revision=cfg.model.revision)
     base = build_from_init(cfg.model.init, attn=cfg.model.attn)
-    base = base.to(dtype=torch_dtype(cfg.model.dtype), device=dist.device())
+    base.to(dist.device())  # type: ignore[arg-type]
     check_tokenizer(tokenizer, base)
-    data = load_data(cfg, base, tokenizer)
+    data = load_data(cfg, base, tokenizer, train_base=True, learn_all=True)
     output = output_layer(base)
     objective = LMObjective(
         base,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from hydra.core.config_store import ConfigStore
@@ -69,6 +70,8 @@ class DataConfig:
     packages: list[str] = field(default_factory=list)  # pycode: empty means the default list
     max_records: int = 0  # 0: all
     seq_len: int = 512  # tokens per packed row
+    # pretrain: shorter rows first, e.g. [[512, 0.7], [1024, 0.9]]: 512 for 70% of the steps
+    growth: list[Any] = field(default_factory=list)
     rows: int = 16  # rows per micro-batch and rank
 
     def __post_init__(self) -> None:
@@ -77,6 +80,15 @@ class DataConfig:
         _check(0 <= self.documents <= 1, "data.documents", self.documents, "in [0, 1]")
         _check(self.seq_len >= 2, "data.seq_len", self.seq_len, "at least 2")
         _check(self.rows >= 1, "data.rows", self.rows, "at least 1")
+        stages = [*self.growth, [self.seq_len, 1.0]]
+        _check(
+            all(len(stage) == 2 for stage in stages)
+            and all(a[0] < b[0] and 0 < a[1] < b[1] for a, b in pairwise(stages))
+            and all(self.seq_len % stage[0] == 0 for stage in stages),
+            "data.growth",
+            self.growth,
+            f"[divisor of seq_len={self.seq_len}, share of the steps until then], both rising",
+        )
         _check(self.source != "jsonl" or bool(self.path), "data.path", self.path, "a .jsonl file")
 
 
@@ -125,7 +137,8 @@ class OptimConfig:
     name: str = "adamw"  # adamw, or muon (hidden matrices by Muon, the rest by AdamW)
     lr: float = 1e-3  # heads, weights and biases alike
     base_lr: float = 2.5e-4  # base model, where it is trained
-    weight_decay: float = 0.0
+    muon_ratio: float = 6.7  # Muon's learning rate relative to AdamW's
+    weight_decay: float = 0.0  # with muon: of the hidden matrices only
     beta1: float = 0.9
     beta2: float = 0.95
     warmup_steps: int = 20
@@ -138,6 +151,7 @@ class OptimConfig:
         _one_of("optim.name", self.name, "adamw", "muon")
         _check(self.lr > 0, "optim.lr", self.lr, "positive")
         _check(self.base_lr > 0, "optim.base_lr", self.base_lr, "positive")
+        _check(self.muon_ratio > 0, "optim.muon_ratio", self.muon_ratio, "positive")
         _check(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "at least 0")
         _one_of("optim.schedule", self.schedule, "cosine", "constant", "wsd")
         _check(

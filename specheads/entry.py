@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 failed, 2 wrong usage, 75 interrupted and resumable.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -43,12 +44,15 @@ def name_models(argv: list[str]) -> list[str]:
 
     ``model=`` alone picks a file of conf/model, whose names hold no slash.
     """
-    return [
-        f"model.name={arg.removeprefix('model=')}"
-        if arg.startswith("model=") and "/" in arg
-        else arg
-        for arg in argv
-    ]
+
+    def rewrite(arg: str) -> str:
+        key, _, value = arg.partition("=")
+        if key != "model" or "/" not in value:
+            return arg
+        plain = re.fullmatch(r"[\w./:@~+,-]+", value)  # anything else must be quoted for Hydra
+        return f"model.name={value}" if plain else f"model.name='{value}'"
+
+    return [rewrite(arg) for arg in argv]
 
 
 def raise_on_sigterm(signum: int, frame: FrameType | None) -> None:

@@ -69,7 +69,9 @@ class Engine(Protocol):
         ...
 
 
-def make_optimizers(groups: Groups, optim: OptimConfig) -> list[torch.optim.Optimizer]:
+def make_optimizers(
+    groups: Groups, optim: OptimConfig, *, fused: bool | None = None
+) -> list[torch.optim.Optimizer]:
     """Return AdamW for the groups, and Muon for those named ``*_muon``."""
     for group in groups:
         group["initial_lr"] = group["lr"]
@@ -77,12 +79,11 @@ def make_optimizers(groups: Groups, optim: OptimConfig) -> list[torch.optim.Opti
     adamw = [g for g in groups if not g["name"].endswith("_muon")]
     made: list[torch.optim.Optimizer] = []
     if adamw:
+        decay = 0.0 if muon else optim.weight_decay
         betas = (optim.beta1, optim.beta2)
-        made.append(torch.optim.AdamW(adamw, betas=betas, weight_decay=optim.weight_decay))
+        made.append(torch.optim.AdamW(adamw, betas=betas, weight_decay=decay, fused=fused))
     if muon:
-        made.append(
-            torch.optim.Muon(muon, weight_decay=optim.weight_decay, adjust_lr_fn="match_rms_adamw")
-        )
+        made.append(torch.optim.Muon(muon, weight_decay=optim.weight_decay))
     return made
 
 
@@ -109,7 +110,7 @@ class TorchEngine:
         """Build the optimizers for ``groups``."""
         self.objective = objective
         self.cfg = cfg
-        self.optimizers = make_optimizers(groups, cfg.optim)
+        self.optimizers = make_optimizers(groups, cfg.optim, fused=True)
         self.trained = [p for group in groups for p in group["params"]]
         names = {id(p): name for name, p in objective.named_parameters()}
         self.names = [names[id(p)] for p in self.trained]

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.losses import IGNORE, kl_divergence, shift_labels
-from specheads.models.base import OutputLayer, capture_hidden
+from specheads.models.base import OutputLayer, packed_hidden
 
 Batch = dict[str, Any]
 
@@ -36,16 +36,9 @@ def _hidden_at_labels(base: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tens
     """Return the hidden states [N, d] that predict a learned token, and those tokens [N]."""
     device = base.device
     labels = shift_labels(batch["labels"], batch["segment_ids"], 1)
-    with capture_hidden(base) as captured:
-        base(
-            input_ids=batch["input_ids"].to(device),
-            position_ids=batch["position_ids"].to(device),
-            use_cache=False,
-            logits_to_keep=1,
-        )
-    assert captured.hidden is not None
+    hidden = packed_hidden(base, batch["input_ids"].to(device), batch["position_ids"].to(device))
     chosen = (labels != IGNORE).to(device)
-    return captured.hidden[chosen], labels.to(device)[chosen]
+    return hidden[chosen], labels.to(device)[chosen]
 
 
 def remember_original(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specheads import dist
 from specheads.assets import tinycode_dir
 from specheads.config import TrainConfig
-from specheads.data.chat import Encoder, encode_records
+from specheads.data.chat import EncodedRecords, Encoder, encode_records
 from specheads.data.pack import PackedBatches, check_isolation, one_pass
 from specheads.data.records import Record, load_records, read_jsonl
 from specheads.models.base import (
@@ -23,6 +24,39 @@ from specheads.models.base import (
     load_base_model,
     load_tokenizer,
 )
+
+
+class GrowingBatches:
+    """Short rows first, long rows later: cheap tokens while there is little context to use.
+
+    Every stage has its own packing of the data; the place in the run decides the stage.
+    """
+
+    def __init__(self, stages: Sequence[tuple[int, PackedBatches]]) -> None:
+        """Take ``(last micro-batch of the stage, its batches)``, in order."""
+        self.stages = list(stages)
+        self.taken = 0
+
+    @property
+    def current(self) -> PackedBatches:
+        """The batches of the stage that the next micro-batch belongs to."""
+        later = (batches for end, batches in self.stages if self.taken < end)
+        return next(later, self.stages[-1][1])
+
+    def __next__(self) -> dict[str, Any]:
+        batches = self.current
+        self.taken += 1
+        return next(batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the run and in every packing; plain JSON."""
+        return {"taken": self.taken, "stages": [b.state_dict() for _, b in self.stages]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved place."""
+        self.taken = state["taken"]
+        for (_, batches), inner in zip(self.stages, state["stages"], strict=True):
+            batches.load_state_dict(inner)
 
 
 @dataclass(frozen=True)
@@ -34,12 +68,16 @@ class Data:
         heldout: packed held-out rows, always the same.
         heldout_records: the records that ``heldout`` is made of.
         summary: counts, for the export.
+        rows_per_epoch: rows of ``data.seq_len`` that hold every training document once.
+        efficiency: share of their positions that is used.
     """
 
-    train: PackedBatches
+    train: PackedBatches | GrowingBatches
     heldout: list[dict[str, Any]]
     heldout_records: list[Record]
     summary: dict[str, Any]
+    rows_per_epoch: int
+    efficiency: float
 
 
 class _Bars:
@@ -55,6 +93,11 @@ class _Bars:
         bar = self.bars[what]
         bar.total = total
         bar.update(done - bar.n)
+
+    def close(self) -> None:
+        """Clear all bars."""
+        for bar in self.bars.values():
+            bar.close()
 
 
 def load_base(cfg: TrainConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -79,53 +122,83 @@ def load_base(cfg: TrainConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
     return base, tokenizer
 
 
-def load_data(cfg: TrainConfig, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Data:
+def load_data(
+    cfg: TrainConfig,
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    train_base: bool,
+    learn_all: bool = False,
+) -> Data:
     """Read, encode and pack the training and the held-out records.
+
+    Args:
+        cfg: the run's settings.
+        base: decides the longest row, and must keep packed documents apart.
+        tokenizer: of ``base``.
+        train_base: whether gradients go through ``base``.
+        learn_all: learn prompts too, as pre-training does.
 
     Raises:
         ConfigError: if there is nothing to learn from, or ``base`` cannot keep documents apart.
     """
-    check_isolation(base)
+    check_isolation(base, backward=train_base)
     bars = _Bars()
-    found = {split: load_records(cfg.data, split, progress=bars) for split in ("train", "heldout")}
-    encoded = {
-        split: encode_records(
-            records,
-            tokenizer,
-            seq_len=cfg.data.seq_len,
-            context=context_length(base),
-            progress=bars,
+
+    def encode(records: Sequence[Record], seq_len: int) -> EncodedRecords:
+        found = encode_records(
+            records, tokenizer, seq_len=seq_len, context=context_length(base), progress=bars
         )
-        for split, records in found.items()
-    }
-    pad = tokenizer.pad_token_id
-    layout = {"seq_len": cfg.data.seq_len, "pad_token_id": int(pad if pad is not None else 0)}
-    train = PackedBatches(
-        encoded["train"].documents,
-        rows=cfg.data.rows,
-        seed=cfg.seed,
-        rank=dist.rank(),
-        world=dist.world_size(),
-        **layout,
-    )
+        if learn_all:
+            all_learned = [replace(d, labels=d.input_ids) for d in found.documents]
+            found = replace(found, documents=all_learned)
+        return found
+
+    pad = int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
+    records = load_records(cfg.data, "train", progress=bars)
+    tokens = cfg.data.rows * cfg.data.seq_len
+    stages: list[tuple[int, PackedBatches]] = []
+    for length, share in [*cfg.data.growth, [cfg.data.seq_len, 1.0]]:
+        seq_len = int(length)
+        encoded = encode(records, seq_len)
+        batches = PackedBatches(
+            encoded.documents,
+            seq_len=seq_len,
+            rows=tokens // seq_len,
+            seed=cfg.seed,
+            pad_token_id=pad,
+            rank=dist.rank(),
+            world=dist.world_size(),
+        )
+        stages.append((round(share * cfg.steps) * cfg.optim.accumulation, batches))
+    heldout_records = load_records(cfg.data, "heldout", progress=bars)
+    heldout_encoded = encode(heldout_records, cfg.data.seq_len)
     heldout = one_pass(
-        encoded["heldout"].documents,
+        heldout_encoded.documents,
+        seq_len=cfg.data.seq_len,
         rows=min(cfg.data.rows, 8),
+        pad_token_id=pad,
         max_rows=cfg.evaluate.loss_rows,
-        **layout,
     )
+    bars.close()
     summary = {
         "source": cfg.data.source,
         "path": cfg.data.path,
         "kinds": list(cfg.data.kinds),
         "seq_len": cfg.data.seq_len,
-        "train": encoded["train"].counts,
-        "heldout": encoded["heldout"].counts,
+        "train": encoded.counts,
+        "heldout": heldout_encoded.counts,
     }
     if dist.is_main():
-        for split in ("train", "heldout"):
-            print(f"{split}: {encoded[split].summary()}", flush=True)
-    return Data(train, heldout, found["heldout"], summary)
+        print(f"train: {encoded.summary()}\nheldout: {heldout_encoded.summary()}", flush=True)
+    return Data(
+        train=batches if len(stages) == 1 else GrowingBatches(stages),
+        heldout=heldout,
+        heldout_records=heldout_records,
+        summary=summary,
+        rows_per_epoch=batches.rows_per_epoch,
+        efficiency=batches.efficiency,
+    )
 
 
 def calibration_prompts(
@@ -167,7 +240,7 @@ def describe_plan(cfg: TrainConfig, data: Data, **parts: nn.Module) -> str:
     """Return what a run is going to do, for ``dry_run=true`` and for the first lines of a run."""
     micro = cfg.data.rows * cfg.data.seq_len
     per_step = micro * cfg.optim.accumulation * dist.world_size()
-    rows = data.train.rows_per_epoch
+    rows = data.rows_per_epoch
     epochs = cfg.steps * per_step / cfg.data.seq_len / rows
     lines = [
         f"{name}: {count_parameters(part) / 1e6:.2f} M parameters" for name, part in parts.items()
@@ -175,7 +248,7 @@ def describe_plan(cfg: TrainConfig, data: Data, **parts: nn.Module) -> str:
     lines.append(
         f"{cfg.steps} steps of {per_step:,} tokens ({cfg.data.rows} rows of {cfg.data.seq_len}"
         f" x {cfg.optim.accumulation} micro-batches x {dist.world_size()} processes),"
-        f" {epochs:.2f} epochs of {rows:,} rows {100 * data.train.efficiency:.0f}% full"
+        f" {epochs:.2f} epochs of {rows:,} rows {100 * data.efficiency:.0f}% full"
     )
     lines.append(f"into {cfg.run_dir}")
     return "\n".join(lines)

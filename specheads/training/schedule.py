@@ -70,5 +70,6 @@ def param_groups(optim: OptimConfig, **parts: tuple[nn.Module, float]) -> list[d
             ("_muon", [p for p in trained if id(p) not in skipped]),
         ):
             if chosen:
-                groups.append({"name": name + suffix, "params": chosen, "lr": lr})
+                rate = lr * optim.muon_ratio if suffix else lr
+                groups.append({"name": name + suffix, "params": chosen, "lr": rate})
     return groups

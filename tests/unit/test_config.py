@@ -1,0 +1,129 @@
+"""Settings: every mistake is one line that names the key; every shipped YAML composes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from specheads.assets import conf_dir, recipes_dir
+from specheads.config import (
+    ConfigError,
+    DataConfig,
+    HeadsConfig,
+    TrainConfig,
+    register_schemas,
+    to_config,
+)
+from specheads.entry import name_models
+from specheads.train import load_recipe
+
+
+def composed(*overrides: str) -> TrainConfig:
+    """Compose conf/train.yaml as the command line would."""
+    register_schemas()
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+        return to_config(compose("train", overrides=[*overrides, "run_dir=unused"]), TrainConfig)
+
+
+def options(group: str) -> list[str]:
+    """Return the options of a config group."""
+    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", options("recipe"))
+def test_every_recipe_composes_and_names_a_function(recipe: str) -> None:
+    """A YAML that drifted from its program fails only after the model has loaded."""
+    assert callable(load_recipe(composed(f"+recipe={recipe}").recipe))
+
+
+def test_every_recipe_program_has_settings() -> None:
+    """A program without a YAML cannot be started by name."""
+    programs = {path.stem for path in recipes_dir().glob("*.py")}
+    assert programs == set(options("recipe"))
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *(
+            f"{group}={option}"
+            for group in ("model", "data", "heads", "optim", "deepspeed")
+            for option in options(group)
+        ),
+        *(f"+debug={option}" for option in options("debug")),
+    ],
+)
+def test_every_option_composes(override: str) -> None:
+    """An option with a key that no dataclass has would only fail for its first user."""
+    needed = ["data.path=my.jsonl"] if override == "data=jsonl" else []
+    composed("+recipe=medusa1", override, *needed)
+
+
+def test_every_yaml_opens_with_its_command() -> None:
+    """The command line at the top is the documentation of a YAML."""
+    for path in conf_dir().rglob("*.yaml"):
+        head = "".join(path.read_text().splitlines(keepends=True)[:4])
+        assert "specheads." in head or "+recipe=" in head, path
+
+
+def test_later_settings_win() -> None:
+    """A recipe that beats the command line makes settings silently ineffective."""
+    cfg = composed("+recipe=medusa2", "+debug=cpu", "optim.lr=0.5", "steps=7")
+    assert (cfg.steps, cfg.optim.lr, cfg.name) == (7, 0.5, "debug")
+    assert cfg.heads.lm_head == "shared"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "line"),
+    [
+        ("optim", {"lrr": 1}, "unknown key optim.lrr; did you mean optim.lr?"),
+        ("optim", {"lr": -1.0}, "optim.lr must be positive, got -1.0"),
+        ("zzz", 1, "unknown key zzz"),
+        ("loss", {"lambda_schedule": "cos"}, "loss.lambda_schedule must be one of constant, sine"),
+        ("steps", "many", "Value 'many' of type 'str' could not be converted to Integer"),
+    ],
+)
+def test_mistakes_are_one_line(key: str, value: object, line: str) -> None:
+    """`+optim.lrr=1` slips past Hydra and would train with the default instead."""
+    cfg = OmegaConf.create({"recipe": "medusa1", "run_dir": "x", key: value})
+    with pytest.raises(ConfigError) as caught:
+        to_config(cfg, TrainConfig)
+    assert line in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_values_are_named() -> None:
+    """OmegaConf's own message for a missing value names no key."""
+    with pytest.raises(ConfigError, match="no value given for run_dir"):
+        to_config(OmegaConf.create({"recipe": "medusa1", "run_dir": "???"}), TrainConfig)
+
+
+def test_settings_that_exclude_each_other() -> None:
+    """Shared heads without blocks would have nothing to train, and train for hours."""
+    with pytest.raises(ConfigError, match="nothing would be trained"):
+        HeadsConfig(num_layers=0, lm_head="shared")
+    with pytest.raises(ConfigError, match="data.growth"):
+        DataConfig(seq_len=512, growth=[[512, 0.5]])
+    DataConfig(seq_len=512, growth=[[128, 0.5], [256, 0.75]])
+
+
+def test_a_folder_or_hub_name_is_a_model() -> None:
+    """`model=/path` would otherwise be looked up as a file of conf/model."""
+    given = ["model=/a/b c", "model=org/name", "model=tinycode", "data.path=/x", "model.name=/y"]
+    expected = ["model.name='/a/b c'", "model.name=org/name", *given[2:]]
+    assert name_models(given) == expected
+
+
+def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
+    """The path of a user's recipe must not be looked up in the package."""
+    mine = tmp_path / "mine.py"
+    mine.write_text("def run(cfg):\n    return cfg\n")
+    assert callable(load_recipe(str(mine)))
+    mine.write_text("x = 1\n")
+    with pytest.raises(ConfigError, match="no function run"):
+        load_recipe(str(mine))
+    with pytest.raises(ConfigError, match="there is no file"):
+        load_recipe("medusa9")

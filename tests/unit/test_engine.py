@@ -1,0 +1,129 @@
+"""The engine door and what it optimizes: groups, schedules, state of every optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from specheads.config import ConfigError, OptimConfig, RunError
+from specheads.training.engine import TorchEngine, open_engine
+from specheads.training.schedule import lambda_scale, lr_factor, param_groups
+from tests.toys import ToyBatches, ToyObjective, toy_config
+
+
+def one_step(engine: TorchEngine, number: int, factor: float = 1.0) -> float:
+    """Take an optimizer step on batch ``number``."""
+    batch = ToyBatches().make(number)
+    batch["num_valid"] = torch.full((3,), 10.0)
+    loss, _ = engine.forward(batch)
+    engine.backward(loss, last=True)
+    return engine.step(factor)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_saved_and_loaded_continues_exactly(tmp_path: Path, name: str) -> None:
+    """Optimizer state that is lost or permuted only shows as a slightly worse run."""
+    cfg = toy_config(tmp_path, optim__name=name)
+    engines = []
+    for _ in range(2):
+        objective = ToyObjective()
+        groups = param_groups(cfg.optim, heads=(objective, cfg.optim.lr))
+        engines.append(TorchEngine(objective, groups, cfg))
+    first, second = engines
+    one_step(first, 0)
+    one_step(first, 1)
+    first.save(tmp_path)
+    second.load(tmp_path)
+    for number in (2, 3):
+        assert one_step(first, number) == one_step(second, number)
+    for (key, x), y in zip(
+        first.objective.state_dict().items(), second.objective.state_dict().values(), strict=True
+    ):
+        assert torch.equal(x, y), key
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    """Loading what fits and skipping the rest leaves heads at their initial values."""
+    cfg = toy_config(tmp_path)
+    objective = ToyObjective()
+    TorchEngine(objective, param_groups(cfg.optim, heads=(objective, 0.1)), cfg).save(tmp_path)
+    objective.embed.requires_grad_(False)
+    engine = TorchEngine(objective, param_groups(cfg.optim, heads=(objective, 0.1)), cfg)
+    with pytest.raises(ConfigError, match=r"1 parameters are in one only, e.g. embed.weight"):
+        engine.load(tmp_path)
+
+
+def test_learning_rates_cover_biases(tmp_path: Path) -> None:
+    """Head biases left at the base model's rate were a known defect elsewhere."""
+    optim = OptimConfig(lr=1e-3, base_lr=1e-4)
+    heads, base = ToyObjective(), ToyObjective()
+    groups = param_groups(optim, heads=(heads, optim.lr), base=(base, optim.base_lr))
+    rates = {id(p): group["lr"] for group in groups for p in group["params"]}
+    assert all(rates[id(p)] == 1e-3 for p in heads.parameters())
+    assert all(rates[id(p)] == 1e-4 for p in base.parameters())
+    assert len(rates) == len(list(heads.parameters())) + len(list(base.parameters()))
+
+
+def test_muon_takes_hidden_matrices_only(tmp_path: Path) -> None:
+    """Muon on embeddings, output matrices or biases trains, and trains badly."""
+    optim = OptimConfig(name="muon", lr=1e-3, muon_ratio=4.0)
+    objective = ToyObjective()
+    groups = {g["name"]: g for g in param_groups(optim, base=(objective, optim.lr))}
+    hidden = {id(block.weight) for block in objective.blocks}
+    assert {id(p) for p in groups["base_muon"]["params"]} == hidden
+    assert groups["base_muon"]["lr"] == pytest.approx(4e-3)
+    assert len(groups["base"]["params"]) == len(list(objective.parameters())) - len(hidden)
+    engine = TorchEngine(objective, list(groups.values()), toy_config(tmp_path, optim__name="muon"))
+    before = [block.weight.detach().clone() for block in objective.blocks]
+    one_step(engine, 0)
+    assert all(
+        not torch.equal(x, block.weight) for x, block in zip(before, objective.blocks, strict=True)
+    )
+
+
+def test_an_infinite_gradient_stops_before_the_step(tmp_path: Path) -> None:
+    """A finite loss can have infinite gradients; clipping turns them into NaN weights."""
+    cfg = toy_config(tmp_path)
+    objective = ToyObjective()
+    engine = TorchEngine(objective, param_groups(cfg.optim, heads=(objective, 0.1)), cfg)
+    objective.lm_head.weight.register_hook(lambda grad: grad * float("inf"))
+    before = {name: p.detach().clone() for name, p in objective.named_parameters()}
+    with pytest.raises(RunError, match="gradient norm"):
+        one_step(engine, 0)
+    assert all(torch.equal(before[name], p) for name, p in objective.named_parameters())
+
+
+def test_many_processes_need_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two plain processes would train two models into one directory."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    cfg = toy_config(tmp_path)
+    with pytest.raises(ConfigError, match="2 processes were started, but deepspeed=none"):
+        open_engine(ToyObjective(), [], cfg)
+
+
+def test_muon_and_deepspeed_exclude_each_other(tmp_path: Path) -> None:
+    """ZeRO flattens matrices; Muon on a flat vector is not Muon."""
+    cfg = toy_config(tmp_path, optim__name="muon", deepspeed={"zero_optimization": {"stage": 2}})
+    with pytest.raises(ConfigError, match="optim.name=muon needs deepspeed=none"):
+        open_engine(ToyObjective(), [], cfg)
+
+
+def test_schedules() -> None:
+    """A warm-up that restarts nowhere, or a decay that restarts with a stage, is easy to miss."""
+    cosine = OptimConfig(warmup_steps=4, schedule="cosine")
+    factors = [lr_factor(step, 0, 100, cosine, 100) for step in range(100)]
+    assert factors[0] == pytest.approx(0.2, rel=1e-2)
+    assert factors[4] == pytest.approx(1.0, rel=1e-2)
+    assert 0 < factors[99] < 1e-3
+    second = [lr_factor(step, 50, 100, cosine, 100) for step in (49, 50, 54)]
+    assert second[1] == pytest.approx(0.2 * 0.5, rel=1e-2)
+    assert second[2] == pytest.approx(factors[54])
+    wsd = OptimConfig(warmup_steps=0, schedule="wsd", decay_fraction=0.25)
+    assert lr_factor(74, 0, 100, wsd, 100) == 1.0
+    assert lr_factor(90, 0, 100, wsd, 100) == pytest.approx(0.4)
+    assert lr_factor(0, 0, 1, OptimConfig(warmup_steps=20), 1) == 1.0  # a run shorter than that
+    assert lambda_scale(3, 0, 10, "constant") == 1.0
+    assert lambda_scale(9, 0, 10, "sine") == pytest.approx(1.0)
+    assert lambda_scale(14, 10, 20, "sine") == pytest.approx(2**-0.5)

@@ -1,0 +1,134 @@
+"""The run directory: one run at a time, nothing lost, nothing written twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specheads.config import ConfigError
+from specheads.log import RunLog, format_line
+from tests.toys import toy_config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
+    """Two runs in one directory interleave their metrics and overwrite their checkpoints."""
+    code = (
+        "import sys; from pathlib import Path; from specheads.log import _lock\n"
+        f"held = _lock(Path({str(tmp_path / 'LOCK')!r}))\n"
+        "print('locked', flush=True); sys.stdin.read()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+        text=True,
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "locked\n"
+        with pytest.raises(ConfigError, match=rf"in use by process {other.pid} on"):
+            RunLog(toy_config(tmp_path, resume="auto"))
+        other.kill()
+    with RunLog(toy_config(tmp_path, resume="auto")):  # a killed run's lock does not stay
+        assert (tmp_path / "LOCK").exists()
+    assert not (tmp_path / "LOCK").exists()
+
+
+def test_a_used_directory_is_refused_without_resume(tmp_path: Path) -> None:
+    """A second run would append to the metrics of the first and replace its export."""
+    with RunLog(toy_config(tmp_path)):
+        pass
+    with pytest.raises(ConfigError, match="holds an earlier run"):
+        RunLog(toy_config(tmp_path))
+    assert not (tmp_path / "LOCK").exists()
+    with RunLog(toy_config(tmp_path, resume="auto", max_steps=3)):
+        pass
+    assert len(json.loads((tmp_path / "provenance.json").read_text())) == 2
+
+
+def test_a_dry_run_leaves_nothing(tmp_path: Path) -> None:
+    """A directory that a dry run marked as used would refuse the real run."""
+    with RunLog(toy_config(tmp_path / "run", dry_run=True)):
+        pass
+    assert not (tmp_path / "run").exists()
+
+
+def test_provenance_says_where_figures_come_from(tmp_path: Path) -> None:
+    """Figures without versions, command and commit cannot be checked later."""
+    with RunLog(toy_config(tmp_path)):
+        pass
+    (record,) = json.loads((tmp_path / "provenance.json").read_text())
+    assert record["packages"]["torch"]
+    assert record["argv"]
+    assert record["hardware"]["processors"]
+    assert "commit" in record["git"]
+    assert "lr: 0.01" in (tmp_path / "config.yaml").read_text()
+
+
+def test_rows_after_the_checkpoint_are_dropped(tmp_path: Path) -> None:
+    """Steps taken again after a resume would stand in metrics.jsonl twice."""
+    with RunLog(toy_config(tmp_path)) as log:
+        log.begin(0)
+        for step in (2, 4, 6):
+            log.metrics(step, {"train/loss": 1.0 / step})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "tr')  # a killed run
+    with RunLog(toy_config(tmp_path, resume="auto")) as log:
+        log.begin(4)
+        log.metrics(6, {"train/loss": 0.5})
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [2, 4, 6]
+    assert rows[-1]["train/loss"] == 0.5
+
+
+def test_console_lines_are_aligned() -> None:
+    """Columns that jump cannot be read while they scroll."""
+    values = {
+        "train/loss": 2.5,
+        "train/head_0/loss": 3.25,
+        "train/head_0/top1": 0.123,
+        "train/head_0/top5": 0.5,
+        "train/grad_norm": 1.0,
+        "train/lr/heads": 1e-3,
+        "train/tokens_per_second": 9000.0,
+        "train/peak_memory": 2.0**30,
+    }
+    later = {**values, "train/loss": 12.125, "train/head_0/top1": 0.5, "train/grad_norm": 12.5}
+    first, second = format_line(5, 300, values), format_line(300, 300, later)
+    assert len(first) == len(second)
+    assert first.index("head_0") == second.index("head_0")
+    assert "12.3%" in first
+    assert "top5" not in first
+
+
+def test_wandb_works_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a key or a network a run must neither ask nor wait; resumed, it keeps its curves."""
+    import wandb
+
+    with RunLog(toy_config(tmp_path, log__wandb="auto")) as log:
+        log.begin(0)
+        log.metrics(2, {"train/loss": 1.0})
+    (run,) = (tmp_path / "wandb").glob("offline-run-*")
+    identity = (tmp_path / "wandb" / "id").read_text()
+    assert run.name.endswith(identity)
+
+    class Again:
+        id = identity
+
+        def finish(self, exit_code: int) -> None:
+            assert exit_code == 0
+
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(wandb, "init", lambda **options: asked.update(options) or Again())
+    with RunLog(toy_config(tmp_path, log__wandb="auto", resume="auto")) as log:
+        log.begin(2)
+    assert (asked["id"], asked["mode"]) == (identity, "offline")
