@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from specheads import dist, hardware
+from specheads import dist, hardware, tree_search
 from specheads.bench import ALWAYS, max_prompt_length, prompt_file
+from specheads.config import TreeSearchConfig
 from specheads.decoding.benchmark import benchmark, make_methods
 from specheads.decoding.loop import decode
 from specheads.decoding.measure import Prompt, end_tokens, read_prompts
@@ -55,6 +56,14 @@ def train(overrides: Sequence[str]) -> Path:
     if done.returncode:
         raise SystemExit(done.returncode)
     return ROOT / "runs" / name / "export"
+
+
+def search_tree(checkpoint: Path) -> None:
+    """Choose the tree in the dtype of use; training clocked its own in that of the weights."""
+    settings = TreeSearchConfig(
+        checkpoint=str(checkpoint), num_prompts=18, max_new_tokens=64, max_nodes=32
+    )
+    tree_search.run(settings)
 
 
 def load(checkpoint: Path, dtype: torch.dtype, num_prompts: int) -> tuple[Export, list[Prompt]]:
@@ -182,6 +191,9 @@ def main() -> None:
     arguments = parser.parse_args()
     start = time.perf_counter()
     checkpoint = arguments.checkpoint or train(arguments.overrides)
+    if not arguments.checkpoint:
+        print("\n$ python -m specheads.tree_search", f"checkpoint={checkpoint}", flush=True)
+        search_tree(checkpoint)
     hardware.quiet_loading()
     threads = hardware.pin_threads(0)
     dtype = hardware.pick_dtype("auto", dist.device())

@@ -26,7 +26,9 @@ from specheads.models.base import OutputLayer
 from specheads.models.heads import MedusaHeads
 from specheads.tree import Tree
 
-LOOKUP_TOKENS = 10  # what prompt lookup proposes at once
+# Prompt lookup at its best on the embedded model's calibration answers: longer matches first, any
+# match rather than none, ten tokens at once.
+LOOKUP_NGRAM, LOOKUP_TOKENS = 8, 10
 
 
 def make_methods(
@@ -47,7 +49,7 @@ def make_methods(
         drafted_method(
             "prompt_lookup",
             base,
-            NgramDrafter(num_tokens=LOOKUP_TOKENS),
+            NgramDrafter(max_ngram=LOOKUP_NGRAM, num_tokens=LOOKUP_TOKENS),
             eos,
             max_new_tokens,
             tree_nodes=LOOKUP_TOKENS + 1,
