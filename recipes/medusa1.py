@@ -12,7 +12,6 @@ from specheads.config import TrainConfig
 from specheads.decoding.evaluate import choose_tree, decode_heldout
 from specheads.decoding.measure import end_tokens
 from specheads.log import RunLog
-from specheads.models.base import output_layer
 from specheads.models.checkpoint import save_export
 from specheads.models.digest import base_digest
 from specheads.models.heads import MedusaHeads
@@ -25,9 +24,8 @@ from specheads.training.schedule import param_groups
 def run(cfg: TrainConfig) -> None:
     """Train heads, choose their tree, export them."""
     torch.manual_seed(cfg.seed)
-    base, tokenizer = load_base(cfg)
+    base, output, tokenizer = load_base(cfg)
     data = load_data(cfg, base, tokenizer, train_base=False)
-    output = output_layer(base)
     vocab_size, hidden_size = output.weight.shape
     heads = MedusaHeads(
         cfg.heads.num_heads, cfg.heads.num_layers, hidden_size, vocab_size, cfg.heads.lm_head

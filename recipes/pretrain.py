@@ -20,7 +20,7 @@ from specheads.models.checkpoint import save_plain_model
 from specheads.training.heldout import heldout_loss
 from specheads.training.loop import fit
 from specheads.training.objectives import LMObjective
-from specheads.training.prepare import describe_plan, load_data
+from specheads.training.prepare import check_loss, describe_plan, load_data
 from specheads.training.schedule import param_groups
 
 
@@ -40,6 +40,7 @@ def run(cfg: TrainConfig) -> None:
     check_tokenizer(tokenizer, base)
     data = load_data(cfg, base, tokenizer, train_base=True, learn_all=True)
     output = output_layer(base)
+    check_loss(cfg, output)
     objective = LMObjective(
         base,
         chunk_size=cfg.loss.chunk_size,

@@ -39,10 +39,12 @@ def stop(message: str, code: int) -> NoReturn:
     raise SystemExit(code)
 
 
-def name_models(argv: list[str]) -> list[str]:
-    """Rewrite ``model=/a/folder`` and ``model=org/name`` into ``model.name=``.
+def tidy_arguments(argv: list[str]) -> list[str]:
+    """Return the command line as Hydra wants it.
 
-    ``model=`` alone picks a file of conf/model, whose names hold no slash.
+    ``model=/a/folder`` and ``model=org/name`` become ``model.name=`` (``model=`` itself picks a
+    file of conf/model, whose names hold no slash). ``-m`` goes first: between settings, argparse
+    would take those after it for unknown arguments.
     """
 
     def rewrite(arg: str) -> str:
@@ -52,7 +54,8 @@ def name_models(argv: list[str]) -> list[str]:
         plain = re.fullmatch(r"[\w./:@~+,-]+", value)  # anything else must be quoted for Hydra
         return f"model.name={value}" if plain else f"model.name='{value}'"
 
-    return [rewrite(arg) for arg in argv]
+    flags = [arg for arg in argv if arg in ("-m", "--multirun")]
+    return flags + [rewrite(arg) for arg in argv if arg not in flags]
 
 
 def raise_on_sigterm(signum: int, frame: FrameType | None) -> None:
@@ -89,7 +92,7 @@ def hydra_main(name: str, schema: type[T], task: Callable[[T], None]) -> None:
     register_schemas()
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors reach us instead of printing many lines
-    sys.argv[1:] = name_models(sys.argv[1:])
+    sys.argv[1:] = tidy_arguments(sys.argv[1:])
     try:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=name)(checked)()
     except (HydraException, OmegaConfBaseException) as error:

@@ -14,15 +14,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads import dist
 from specheads.assets import tinycode_dir
-from specheads.config import TrainConfig
+from specheads.config import ConfigError, TrainConfig
 from specheads.data.chat import EncodedRecords, Encoder, encode_records
 from specheads.data.pack import PackedBatches, check_isolation, one_pass
 from specheads.data.records import Record, load_records, read_jsonl
+from specheads.losses import check_implementation
 from specheads.models.base import (
+    OutputLayer,
     check_tokenizer,
     context_length,
     load_base_model,
     load_tokenizer,
+    output_layer,
 )
 
 
@@ -100,11 +103,11 @@ class _Bars:
             bar.close()
 
 
-def load_base(cfg: TrainConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the base model, on this rank's device, and its tokenizer; they belong together.
+def load_base(cfg: TrainConfig) -> tuple[PreTrainedModel, OutputLayer, PreTrainedTokenizerBase]:
+    """Return the base model on this rank's device, its output layer, and its tokenizer.
 
     Raises:
-        ConfigError: if one of them is missing or they do not fit.
+        ConfigError: if one of them is missing, or they or the loss do not fit together.
     """
     model = cfg.model
     tokenizer = load_tokenizer(
@@ -119,7 +122,17 @@ def load_base(cfg: TrainConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
         trust_remote_code=model.trust_remote_code,
     )
     check_tokenizer(tokenizer, base)
-    return base, tokenizer
+    output = output_layer(base)
+    check_loss(cfg, output)
+    return base, output, tokenizer
+
+
+def check_loss(cfg: TrainConfig, output: OutputLayer) -> None:
+    """Refuse an implementation of the loss that is not installed or cannot serve this model."""
+    try:
+        check_implementation(cfg.loss.implementation, output.softcap)
+    except ValueError as error:
+        raise ConfigError(f"loss.{error}") from None
 
 
 def load_data(

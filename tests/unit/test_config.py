@@ -17,7 +17,7 @@ from specheads.config import (
     register_schemas,
     to_config,
 )
-from specheads.entry import name_models
+from specheads.entry import tidy_arguments
 from specheads.train import load_recipe
 
 
@@ -114,7 +114,8 @@ def test_a_folder_or_hub_name_is_a_model() -> None:
     """`model=/path` would otherwise be looked up as a file of conf/model."""
     given = ["model=/a/b c", "model=org/name", "model=tinycode", "data.path=/x", "model.name=/y"]
     expected = ["model.name='/a/b c'", "model.name=org/name", *given[2:]]
-    assert name_models(given) == expected
+    assert tidy_arguments(given) == expected
+    assert tidy_arguments(["a=1", "-m", "b=1,2"]) == ["-m", "a=1", "b=1,2"]
 
 
 def test_a_recipe_of_ones_own(tmp_path: Path) -> None:

@@ -1,0 +1,40 @@
+"""Start the training command inside the test's process, as the command line would."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from specheads import train
+
+# a run that takes a second: no wandb, a given tree instead of a measured one
+SHORT = (
+    "+debug=cpu",
+    "steps=4",
+    "data.seq_len=64",
+    "tree.choices=[[0],[1],[0,0]]",
+    "heads.num_heads=2",
+    "optim.warmup_steps=1",
+)
+
+
+def start(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Run ``python -m specheads.train`` with ``arguments`` and return the exit code."""
+    monkeypatch.setattr(sys, "argv", ["train", *arguments])
+    try:
+        train.main()
+    except SystemExit as stopped:
+        return int(stopped.code or 0)
+    return 0
+
+
+def on_files(model: Path, records: Path, run_dir: Path) -> list[str]:
+    """Return the arguments that name a model folder, a .jsonl and a run directory."""
+    return [
+        f"model={model}",
+        "data=jsonl",
+        f"data.path={records}",
+        f"hydra.run.dir={run_dir}",
+    ]

@@ -1,0 +1,162 @@
+"""Every mistake ends in one clear line and the right exit code, and damages nothing earlier."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from specheads.training.state import checkpoints_of
+from tests.end_to_end.commands import SHORT, on_files, start
+
+Start = Callable[..., tuple[int, str]]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def run(
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    tiny_jsonl: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> Start:
+    """Return a function that trains medusa1 with further arguments: exit code, last error line."""
+
+    def started(*arguments: str, recipe: str = "+recipe=medusa1") -> tuple[int, str]:
+        files = on_files(tiny_model_dir, tiny_jsonl, tmp_path / "run")
+        capfd.readouterr()
+        code = start(monkeypatch, recipe, *files, *SHORT, *arguments)
+        errors = capfd.readouterr().err.strip().splitlines()
+        assert not any("Traceback" in line for line in errors)
+        lines = [line for line in errors if line.startswith("specheads: ")]
+        assert len(lines) == (code != 0), errors
+        return code, lines[-1] if lines else ""
+
+    return started
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["optim.lrr=1"], "unknown key optim.lrr; did you mean optim.lr?"),
+        (["+optim.lrr=1"], "unknown key optim.lrr; did you mean optim.lr?"),
+        (["optm.lr=1"], "unknown key optm"),
+        (["optim.lr=abc"], "could not be converted to Float"),
+        (["optim.lr=-1"], "optim.lr must be positive, got -1.0"),
+        (["heads=medusaa"], "Available options in 'heads': medusa, shared"),
+        (["model=/no/such/folder"], "/no/such/folder: there is no such folder"),
+        (["data.path=/no/such.jsonl"], "/no/such.jsonl"),
+        (
+            ["data.seq_len=1024"],
+            "data.seq_len is 1024, longer than the base model's context of 512",
+        ),
+        (["resume=/no/such/checkpoint"], "no checkpoint at /no/such/checkpoint"),
+        (["loss.implementation=liger"], "liger"),
+    ],
+)
+def test_wrong_settings(run: Start, arguments: list[str], line: str) -> None:
+    """Hydra's own answer is up to fifty lines and advises `+key=value`, which trains wrongly."""
+    code, error = run(*arguments)
+    assert code == 2
+    assert line in error
+
+
+def test_unknown_recipe_lists_those_there_are(run: Start) -> None:
+    """The first thing a user gets wrong."""
+    code, error = run(recipe="+recipe=medusa3")
+    assert code == 2
+    assert "medusa1, medusa2, pretrain" in error
+    code, error = run(recipe="name=x")
+    assert code == 2
+    assert "+recipe=medusa1|medusa2|pretrain" in error
+
+
+def test_empty_and_all_masked_data(run: Start, tmp_path: Path) -> None:
+    """Nothing to learn from gives NaN, or a model that did not change."""
+    records = tmp_path / "records.jsonl"
+    records.write_text("")
+    code, error = run(f"data.path={records}")
+    assert code == 2
+    assert "records.jsonl" in error
+    questions = [{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(9)]
+    records.write_text("".join(json.dumps(question) + "\n" for question in questions))
+    code, error = run(f"data.path={records}")
+    assert code == 2
+    assert "learn" in error or "mask" in error
+
+
+def test_tokenizer_of_another_model(run: Start, tmp_path: Path, tiny_model_dir: Path) -> None:
+    """Ids beyond the embedding fail deep in a kernel; fewer ids than that train quietly wrong."""
+    other = shutil.copytree(tiny_model_dir, tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    extra = {**tokenizer["added_tokens"][-1], "id": 300, "content": "<extra>"}
+    vocab = tokenizer["model"]["vocab"]
+    vocab.update({f"<{i}>": i for i in range(262, 300)})
+    tokenizer["added_tokens"].append(extra)
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    code, error = run(f"model={other}")
+    assert code == 2
+    assert "301" in error and "272" in error
+
+
+def test_a_run_directory_is_used_once(run: Start, tmp_path: Path) -> None:
+    """A second run into a directory would replace the first one's export."""
+    assert run("max_steps=1")[0] == 0
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    code, error = run()
+    assert code == 2
+    assert "holds an earlier run" in error
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+    code, error = run("resume=auto", "optim.lr=0.5")
+    assert code == 2
+    assert "optim.lr was 0.001, is 0.5" in error
+
+
+def test_a_full_disk_keeps_the_earlier_checkpoint(run: Start, tmp_path: Path) -> None:
+    """The run that dies of a full disk must be resumable once there is room."""
+    assert run("max_steps=2")[0] == 0
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        code, error = run("resume=auto")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert code == 1
+    assert "disk full" in error
+    assert [path.name for path in checkpoints_of(tmp_path / "run")] == ["step-0000002"]
+    assert run("resume=auto")[0] == 0
+
+
+def test_help_is_quick_and_mistakes_reach_the_shell() -> None:
+    """Importing torch for `--help` costs seconds at every look."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    done = subprocess.run(
+        [sys.executable, "-m", "specheads.train", "--help"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    # processor time: the clock depends on what else this machine does
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 2
+    assert done.returncode == 0
+    assert "recipe: medusa1, medusa2, pretrain" in done.stdout
+    done = subprocess.run(
+        [sys.executable, "-m", "specheads.cli", "train", "+recipe=medusa1", "+optim.lrr=1"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "specheads: unknown key optim.lrr; did you mean optim.lr?\n"
+    done = subprocess.run(
+        [sys.executable, "-m", "specheads.cli", "trian"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 2
+    assert "unknown command 'trian'" in done.stderr

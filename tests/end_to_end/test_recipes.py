@@ -1,0 +1,156 @@
+"""Every recipe runs from command line to export, with losses that are pinned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from specheads.models.checkpoint import load_export
+from tests.end_to_end.commands import SHORT, on_files, start
+
+PINNED = {
+    "medusa1": [7.79074, 7.49051, 7.66689, 7.50087],
+    "medusa2": [7.79074, 6.67576, 6.83577, 6.64281],
+    "pretrain": [5.58126, 5.48584, 5.30085, 5.14577],
+}
+PRETRAIN = (
+    "model.init={model_type: llama, vocab_size: 272, hidden_size: 32, intermediate_size: 64,"
+    " num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2,"
+    " max_position_embeddings: 512, pad_token_id: 256, bos_token_id: 257, eos_token_id: 258}",
+    "data.growth=[[32, 0.5]]",
+    "autocast=none",
+)
+
+
+def rows_of(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the rows of metrics.jsonl that are training steps."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "train/loss" in row]
+
+
+@pytest.mark.parametrize("recipe", sorted(PINNED))
+def test_four_steps_have_pinned_losses(
+    recipe: str,
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    tiny_jsonl: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A changed default, order of data or normalisation moves every figure, and fails nothing."""
+    run_dir = tmp_path / "run"
+    own = PRETRAIN if recipe == "pretrain" else ()
+    arguments = [f"+recipe={recipe}", *on_files(tiny_model_dir, tiny_jsonl, run_dir), *SHORT, *own]
+    assert start(monkeypatch, *arguments) == 0
+    rows = rows_of(run_dir)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["train/loss"] for row in rows] == pytest.approx(PINNED[recipe], rel=1e-4)
+    for row in rows:
+        assert row["train/grad_norm"] > 0
+        assert row["train/tokens_per_second"] > 0
+        assert row["train/peak_memory"] > 0
+    if recipe == "pretrain":
+        assert {"train/lr/base", "train/lr/base_muon", "train/lm/top5"} <= rows[-1].keys()
+        model = AutoModelForCausalLM.from_pretrained(run_dir / "export")
+        assert model.dtype == torch.bfloat16
+        return
+    assert {"train/lr/heads", "train/head_1/loss", "train/head_1/top5"} <= rows[-1].keys()
+    export = load_export(run_dir / "export")
+    assert export.config["training"]["steps"] == 4
+    assert export.config["training"]["recipe"] == recipe
+    assert export.tree.to_json() == [[0], [1], [0, 0]]
+
+
+def test_medusa1_leaves_the_base_alone(
+    tmp_path: Path, tiny_model_dir: Path, tiny_jsonl: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weight decay or a stray gradient would change what decoding reproduces."""
+    run_dir = tmp_path / "run"
+    files = on_files(tiny_model_dir, tiny_jsonl, run_dir)
+    decay = ("optim.weight_decay=0.5", "optim.lr=0.1")
+    assert start(monkeypatch, "+recipe=medusa1", *files, *SHORT, *decay) == 0
+    export = load_export(run_dir / "export")
+    before = load_file(tiny_model_dir / "model.safetensors")
+    for name, tensor in export.base.state_dict().items():
+        assert torch.equal(before[name], tensor), name
+    assert not (run_dir / "export" / "base").exists()
+    assert not export.config["base"]["tuned"]
+
+
+def test_medusa2_trains_heads_first_and_says_how_far_the_base_moved(
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    tiny_jsonl: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A tuned base is another model: its distance from the original must be in sight."""
+    run_dir = tmp_path / "run"
+    files = on_files(tiny_model_dir, tiny_jsonl, run_dir)
+    assert start(monkeypatch, "+recipe=medusa2", *files, *SHORT, "warmup_heads=0.5") == 0
+    rows = rows_of(run_dir)
+    assert [("train/lm/loss" in row, "train/lr/base" in row) for row in rows] == [
+        (False, False),
+        (False, False),
+        (True, True),
+        (True, True),
+    ]
+    heldout = json.loads((run_dir / "export" / "config.json").read_text())["training"]["heldout"]
+    assert heldout["kl"] > 0
+    assert heldout["loss"] != heldout["original_loss"]
+    assert "KL(original || tuned)" in capsys.readouterr().out
+    tuned = load_export(run_dir / "export").base.state_dict()
+    before = load_file(tiny_model_dir / "model.safetensors")
+    assert any(not torch.equal(before[name], tensor) for name, tensor in tuned.items())
+
+
+def test_the_tree_is_measured_and_evaluation_is_logged(
+    tmp_path: Path, tiny_model_dir: Path, tiny_jsonl: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without choices the export must carry a measured tree, not a default."""
+    run_dir = tmp_path / "run"
+    files = on_files(tiny_model_dir, tiny_jsonl, run_dir)
+    extra = ("tree.choices=[]", "tree.num_nodes=4", "evaluate.every=4")
+    assert start(monkeypatch, "+recipe=medusa1", *files, *SHORT, *extra) == 0
+    tree = json.loads((run_dir / "export" / "config.json").read_text())["tree"]
+    assert len(tree["choices"]) == 3
+    assert tree["expected_accept_length"] >= 1
+    (row,) = [
+        row
+        for row in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+        if "eval/accept_length" in row
+    ]
+    assert row["eval/identical"] == 1.0
+    assert row["step"] == 4
+
+
+def test_a_sweep_has_a_directory_per_job(
+    tmp_path: Path, tiny_model_dir: Path, tiny_jsonl: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Jobs of a sweep in one directory would refuse or overwrite each other."""
+    files = on_files(tiny_model_dir, tiny_jsonl, tmp_path)[:-1]
+    sweep = ["-m", f"hydra.sweep.dir={tmp_path / 'sweep'}", "optim.lr=1e-3,1e-4"]
+    assert start(monkeypatch, "+recipe=medusa1", *files, *SHORT, "steps=1", *sweep) == 0
+    for job, lr in (("0", 1e-3), ("1", 1e-4)):
+        (row,) = rows_of(tmp_path / "sweep" / job)
+        assert row["train/lr/heads"] == pytest.approx(lr)
+        assert (tmp_path / "sweep" / job / "export" / "config.json").exists()
+
+
+def test_a_dry_run_prints_the_plan_and_leaves_nothing(
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    tiny_jsonl: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A dry run that creates the directory makes the real run fail."""
+    files = on_files(tiny_model_dir, tiny_jsonl, tmp_path / "run")
+    assert start(monkeypatch, "+recipe=medusa2", *files, *SHORT, "dry_run=true") == 0
+    assert "4 steps of 128 tokens" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
