@@ -26,6 +26,8 @@ def recipes_dir() -> Path:
 
 def tinycode_dir() -> Path:
     """Return the folder of the embedded base model."""
-    if (_PACKAGE / "tinycode").is_dir():
-        return _PACKAGE / "tinycode"
-    return _shipped("data") / "tinycode"
+    # a clone keeps it under data/, which inside the package is the name of a module
+    inside, beside = _PACKAGE / "tinycode", _PACKAGE.parent / "data" / "tinycode"
+    if inside.is_dir() or not beside.is_dir():
+        return inside
+    return beside
