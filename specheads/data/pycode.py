@@ -21,6 +21,7 @@ from specheads.data.pycode_corpus import (
     Module,
     Progress,
     find_modules,
+    licence_of,
     package_versions,
 )
 from specheads.data.pycode_pairs import KINDS, pairs_of_module, rank
@@ -88,6 +89,27 @@ def corpus_manifest(packages: Sequence[str] = DEFAULT_PACKAGES) -> dict[str, str
     """Module path -> sha256 of its text, for the whole corpus."""
     modules, _ = _load(tuple(packages), None)
     return {module.path: module.sha256 for module in modules}
+
+
+def corpus_summary(packages: Sequence[str] = DEFAULT_PACKAGES) -> dict[str, Any]:
+    """The corpus in brief: per package its version, licence, size and one hash over its files.
+
+    The hash is over the sorted lines ``path sha256``; held-out modules are listed one by one.
+    """
+    modules, _ = _load(tuple(packages), None)
+    summary: dict[str, Any] = {}
+    for name, version in package_versions(packages).items():
+        own = [module for module in modules if module.path.split("/")[0] == name]
+        lines = "\n".join(sorted(f"{module.path} {module.sha256}" for module in own))
+        summary[name] = {
+            "version": version,
+            "licence": licence_of(name),
+            "files": len(own),
+            "bytes": sum(len(module.text.encode()) for module in own),
+            "sha256": hashlib.sha256(lines.encode()).hexdigest(),
+            "heldout": {module.path: module.sha256 for module in own if module.split == "heldout"},
+        }
+    return summary
 
 
 def heldout_prompts(

@@ -98,6 +98,20 @@ def package_versions(packages: Sequence[str] = DEFAULT_PACKAGES) -> dict[str, st
     return versions
 
 
+def licence_of(package: str) -> str:
+    """What the package's metadata says its licence is, in one line."""
+    if package == "stdlib":
+        return "PSF-2.0"
+    try:
+        metadata = importlib.metadata.metadata(_DISTRIBUTIONS.get(package, package))
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+    classifiers = metadata.get_all("Classifier") or []
+    named = [text.split(" :: ")[-1] for text in classifiers if text.startswith("License ::")]
+    stated = [*(metadata.get_all("License-Expression") or metadata.get_all("License") or []), ""]
+    return stated[0].strip().split("\n")[0] or ", ".join(named) or "unknown"
+
+
 def is_generated(text: str) -> bool:
     """Whether a file is a table or was written by a program: long, and it teaches nothing."""
     head = text[:1500].lower()
