@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.config import ConfigError
@@ -23,6 +22,7 @@ from specheads.models.base import check_tokenizer, load_base_model, load_tokeniz
 from specheads.models.digest import base_digest as digest_of_base
 from specheads.models.digest import file_sha256
 from specheads.models.heads import MedusaHeads
+from specheads.models.hf import cast_tensors, save_hf
 from specheads.models.manifest import (
     MANIFEST,
     check_manifest,
@@ -97,10 +97,10 @@ def save_export(
         base_dtype = target or tuned_base.dtype
     with whole_folder(path) as folder:
         tensors = {k: v.detach().cpu().contiguous() for k, v in heads.state_dict().items()}
-        save_file(_cast(tensors, target), folder / _TENSORS, metadata={"format": "pt"})
+        save_file(cast_tensors(tensors, target), folder / _TENSORS, metadata={"format": "pt"})
         tokenizer.save_pretrained(folder)
         if tuned_base is not None:
-            _save_hf(folder / _BASE, tuned_base, tokenizer, target)
+            save_hf(folder / _BASE, tuned_base, tokenizer, target)
         config = {
             "format_version": FORMAT_VERSION,
             "kind": "medusa",
@@ -112,7 +112,7 @@ def save_export(
             "hidden_size": heads.hidden_size,
             "vocab_size": heads.vocab_size,
             "base": {
-                "name": base_name,
+                "name": _findable(base_name),
                 "tuned": tuned_base is not None,
                 "revision": base_revision,
                 "digest": base_digest,
@@ -162,14 +162,17 @@ def load_export(
     heads = _load_heads(path, config).to(device=device, dtype=dtype)
     name = str(path / _BASE) if info["tuned"] else base or info["name"]
     revision = info["revision"] if base is None and not info["tuned"] else None
-    model = load_base_model(
-        name,
-        revision=revision,
-        dtype=dtype,
-        device=device,
-        attn=attn,
-        trust_remote_code=trust_remote_code,
-    )
+    try:
+        model = load_base_model(
+            name,
+            revision=revision,
+            dtype=dtype,
+            device=device,
+            attn=attn,
+            trust_remote_code=trust_remote_code,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{path} needs its base model: {error}") from None
     _check_base(path, config, model, name, revision)
     tokenizer = load_tokenizer(str(path), trust_remote_code=trust_remote_code)
     check_tokenizer(tokenizer, model)
@@ -213,7 +216,7 @@ def save_plain_model(
         RunError: if the disk is full.
     """
     with whole_folder(Path(path)) as folder:
-        _save_hf(folder, model, tokenizer, None if dtype is None else torch_dtype(dtype))
+        save_hf(folder, model, tokenizer, None if dtype is None else torch_dtype(dtype))
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -307,33 +310,10 @@ def _check_base(
         )
 
 
-def _save_hf(
-    folder: Path,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    dtype: torch.dtype | None,
-) -> None:
-    if dtype is None:
-        model.save_pretrained(folder)
-    else:
-        model.save_pretrained(folder, state_dict=_cast(model.state_dict(), dtype))
-        config = read_json(folder / _CONFIG, "")
-        config["dtype"] = str(dtype).removeprefix("torch.")
-        write_json(folder / _CONFIG, config)
-    tokenizer.save_pretrained(folder)
-
-
-def _cast(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    # tied matrices stay one tensor, or save_pretrained would write them twice
-    done: dict[tuple[int, torch.Size], Tensor] = {}
-    cast = {}
-    for name, tensor in tensors.items():
-        key = (tensor.data_ptr(), tensor.shape)
-        if key not in done:
-            keep = dtype is None or not tensor.is_floating_point()
-            done[key] = tensor if keep else tensor.to(dtype)
-        cast[name] = done[key]
-    return cast
+def _findable(name: str) -> str:
+    # a relative path would mean another folder for whoever loads the export
+    folder = Path(name).expanduser()
+    return str(folder.resolve()) if name != "tinycode" and folder.is_dir() else name
 
 
 def _tree_section(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
@@ -125,6 +126,17 @@ def test_prompt_and_completion(byte_tokenizer: PreTrainedTokenizerFast) -> None:
     )
     assert encoded.input_ids.tolist() == [*b"ab cd", EOS]
     assert encoded.labels.tolist() == [IGNORE] * 3 + [*b"cd", EOS]
+
+
+def test_a_completion_goes_on_where_the_prompt_stops() -> None:
+    """Tokenizers that put a space before any text would learn a space that decoding never sees."""
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate("▁ab")}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+    record = {"id": "r", "kind": "completion", "prompt": "ab ", "completion": "ab"}
+    encoded = encode(record, tokenizer)
+    assert tokenizer.convert_ids_to_tokens(encoded.input_ids.tolist()) == [*"▁ab▁ab", "<eos>"]
+    assert (encoded.labels != IGNORE).tolist() == [False] * 4 + [True] * 3
 
 
 def test_text_is_learned_whole(byte_tokenizer: PreTrainedTokenizerFast) -> None:

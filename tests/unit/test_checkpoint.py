@@ -156,6 +156,21 @@ def test_the_tuned_base_comes_back(
         load_export(path, base=str(tiny_model_dir))
 
 
+def test_a_base_in_a_folder_is_found_from_elsewhere(
+    tmp_path: Path, tiny_model_dir: Path, byte_tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A relative model.name would be looked for below whatever folder decoding starts in."""
+    monkeypatch.chdir(tiny_model_dir.parent)
+    digest = base_digest(tiny_model_dir.name)
+    path = _save(tmp_path / "e", Path(tiny_model_dir.name), byte_tokenizer, base_digest=digest)
+    monkeypatch.chdir(tmp_path)
+    assert load_export(path).config["base"]["name"] == str(tiny_model_dir.resolve())
+    _edit(path, base__name=str(tmp_path / "gone"))
+    with pytest.raises(ConfigError, match="needs its base model: .*gone: there is no such folder"):
+        load_export(path)
+
+
 def _other_base(tmp_path: Path, make: Callable[..., PreTrainedModel], **values: Any) -> str:
     path = tmp_path / "other"
     make(**values).save_pretrained(path)

@@ -163,7 +163,10 @@ def test_a_state_of_other_data_is_refused() -> None:
     """The same place in other data, or another order, would resume without complaint."""
     stream = _stream(_documents([5, 6, 7]))
     state = stream.state_dict()
+    reworded = _documents([5, 6, 7])
+    reworded[1].input_ids[0] += 1
     for other in (
+        _stream(reworded),
         _stream(_documents([5, 6, 8])),
         _stream(_documents([5, 6, 7], seed=1)),
         _stream(_documents([5, 6, 7]), seq_len=32),
@@ -232,7 +235,9 @@ def test_a_model_that_leaks_is_refused(
     config = AutoConfig.for_model("bloom", vocab_size=272, hidden_size=32, n_layer=2, n_head=4)
     bloom = AutoModelForCausalLM.from_config(config)
     redraw_weights(bloom)
-    with pytest.raises(ConfigError, match="BloomForCausalLM .*does not keep packed documents apart"):
+    with pytest.raises(
+        ConfigError, match="BloomForCausalLM .*does not keep packed documents apart"
+    ):
         check_isolation(bloom)
 
 

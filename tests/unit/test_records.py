@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from specheads.config import ConfigError, DataConfig
+from specheads.data import pycode
 from specheads.data.records import load_records, read_jsonl
 
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
@@ -108,10 +111,35 @@ def test_eval_path_and_max_records(tmp_path: Path, tiny_jsonl: Path) -> None:
     data = DataConfig(source="jsonl", path=str(tiny_jsonl), eval_path=str(other))
     assert len(load_records(data, "train")) == 32
     assert [r["text"] for r in load_records(data, "heldout")] == ["held out"]
-    few = DataConfig(source="jsonl", path=str(tiny_jsonl), eval_path=str(other), max_records=8)
-    chosen = [r["id"] for r in load_records(few, "train")]
-    assert len(chosen) == 8
-    assert chosen == [r["id"] for r in load_records(few, "train")]
-    assert len({name.split("/")[0] for name in chosen}) > 1, "a sample, not the head of the file"
+    many = _write(tmp_path / "d.jsonl", *({"text": str(i)} for i in range(200)))
+    few = DataConfig(source="jsonl", path=str(many), eval_path=str(other), max_records=20)
+    chosen = [int(r["text"]) for r in load_records(few, "train")]
+    assert len(chosen) == 20
+    assert chosen == sorted(chosen)
+    assert chosen[-1] > 100, "a sample, not the head of the file"
     with pytest.raises(ValueError, match="split must be one of"):
         load_records(data, "test")
+
+
+def test_pycode_mixes_documents_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """data.documents is a share of the text, not of the number of records."""
+    messages = [{"role": "user", "content": "q" * 60}, {"role": "assistant", "content": "a" * 40}]
+    pairs = [{"id": f"p{i}", "kind": "next", "messages": messages} for i in range(30)]
+    documents = [{"id": f"d{i}", "kind": "document", "text": f"{i:0500d}"} for i in range(40)]
+    asked: list[tuple[str, ...]] = []
+
+    def make_pairs(split: str, kinds: Sequence[str], *_rest: object) -> list[dict[str, Any]]:
+        asked.append((split, *kinds))
+        return pairs
+
+    monkeypatch.setattr(pycode, "pairs", make_pairs)
+    monkeypatch.setattr(pycode, "documents", lambda *_args: documents)
+    assert load_records(DataConfig(), "heldout") == pairs
+    assert asked == [("heldout", *pycode.KINDS)]
+    mixed = load_records(DataConfig(documents=0.5, kinds=["next"]), "train")
+    assert asked[1] == ("train", "next")
+    assert sum(r["kind"] == "document" for r in mixed) == 6  # 3,000 characters each
+    assert load_records(DataConfig(documents=1.0), "train") == documents
+    assert len(asked) == 2, "pairs are not made where none are wanted"
+    with pytest.raises(ConfigError, match="data.kinds: unknown nxet; there are body"):
+        load_records(DataConfig(kinds=["nxet"]), "train")
