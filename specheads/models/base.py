@@ -300,14 +300,14 @@ def output_layer(model: PreTrainedModel) -> OutputLayer:
         for scale in _scales(model, products, logits)
     ]
     errors = [float((layer.finish(products) - logits).abs().max()) for layer in layers]
-    best = min(range(len(layers)), key=lambda i: errors[i])
     allowed = 16 * torch.finfo(module.weight.dtype).eps * max(float(logits.abs().max()), 1e-6)
-    if not errors[best] <= allowed:
-        raise ConfigError(
-            f"{type(model).__name__}: the logits are not scale and softcap of its output matrix"
-            f" (they differ by {errors[best]:.3g}, {allowed:.3g} is allowed); heads cannot use it"
-        )
-    return layers[best]
+    for layer, error in zip(layers, errors, strict=True):
+        if error <= allowed:  # what the config declares comes first
+            return layer
+    raise ConfigError(
+        f"{type(model).__name__}: the logits are not scale and softcap of its output matrix"
+        f" (they differ by {min(errors):.3g}, {allowed:.3g} is allowed); heads cannot use it"
+    )
 
 
 def _softcaps(model: PreTrainedModel) -> list[float | None]:
@@ -318,14 +318,14 @@ def _softcaps(model: PreTrainedModel) -> list[float | None]:
 
 def _scales(model: PreTrainedModel, products: Tensor, logits: Tensor) -> list[float]:
     config = model.config.get_text_config()
-    scales = [1.0]
+    scales = []
     if scale := getattr(config, "logit_scale", None):
         scales.append(float(scale))
     if divisor := getattr(config, "logits_scaling", None):
         scales.append(1.0 / float(divisor))
     # whatever else multiplies the logits shows in their ratio
-    scales.append(float((products * logits).sum() / (products * products).sum().clamp_min(1e-30)))
-    return scales
+    ratio = (products * logits).sum() / (products * products).sum().clamp_min(1e-30)
+    return [*scales, 1.0, float(ratio)]
 
 
 def _first_line(error: BaseException) -> str:

@@ -121,8 +121,8 @@ def test_tokenizer_with_more_ids_than_embeddings(
         ("llama", {}, 1.0, None),
         ("gemma2", {"final_logit_softcapping": 5.0}, 1.0, 5.0),
         ("gemma2", {"final_logit_softcapping": None}, 1.0, None),
-        ("cohere", {"logit_scale": 0.0625}, 0.0625, None),
-        ("granite", {"logits_scaling": 8.0}, 0.125, None),
+        ("cohere", {"logit_scale": 0.3}, 0.3, None),
+        ("granite", {"logits_scaling": 7.0}, 1 / 7, None),
         ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4}, 1.0, None),
     ],
 )
