@@ -75,6 +75,8 @@ class Encoder:
         self._special = special | set(tokenizer.all_special_ids)
         self._prefix = _added_before(tokenizer)
         template = tokenizer.chat_template
+        if isinstance(template, dict):  # several, by purpose
+            template = template.get("default")
         marked = isinstance(template, str) and _MARKER.search(template) is not None
         self._marked = marked and tokenizer.is_fast  # the mask needs the tokens' offsets
 
@@ -122,8 +124,9 @@ class Encoder:
             )
         ids, learned = self._by_markers(record) if self._marked else self._by_steps(record)
         self._trim(ids, learned)
-        last = max((t for t, flag in enumerate(learned) if flag), default=0)
-        if record["messages"][-1]["role"] == "assistant" and ids[last] not in self._special:
+        ends = [t for t, flag in enumerate(learned) if flag][-1:]
+        closed = bool(ends) and ids[ends[0]] in self._special
+        if record["messages"][-1]["role"] == "assistant" and not closed:
             ids, learned = [*ids, self._eos], [*learned, True]  # else nothing teaches it to end
         return ids, learned
 
@@ -270,6 +273,8 @@ def encode_records(
             documents += _pieces(encoded, seq_len)
         else:
             counts["too_long"] += 1
+    if progress:
+        progress("tokenize", len(records), len(records))
     if not documents:
         raise ConfigError(_nothing_left(counts, seq_len, encoder))
     counts["documents"] = len(documents)
