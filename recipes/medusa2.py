@@ -74,7 +74,7 @@ def run(cfg: TrainConfig) -> None:
         if not dist.is_main():
             return
         moved = heldout_loss(base, output, data.heldout, original)
-        log.metrics(steps, {f"heldout/{key}": value for key, value in moved.items()})
+        log.record(steps, {f"heldout/{key}": value for key, value in moved.items()})
         log.say(
             f"held-out loss {moved['loss']:.4f} tuned, {moved['original_loss']:.4f} original, "
             f"KL(original || tuned) {moved['kl']:.4f} nats per token"

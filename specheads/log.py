@@ -223,8 +223,8 @@ class RunLog:
         if self._bar is not None:
             self._bar.update()
 
-    def metrics(self, step: int, values: Mapping[str, float], *, seconds_left: float = 0) -> None:
-        """Write one row to metrics.jsonl, wandb and the console."""
+    def record(self, step: int, values: Mapping[str, float]) -> None:
+        """Write one row to metrics.jsonl and wandb."""
         if not dist.is_main():
             return
         row = {"step": step, **values}
@@ -233,6 +233,10 @@ class RunLog:
             self._metrics.flush()
         if self._wandb is not None:
             self._wandb.log(dict(values), step=step)
+
+    def metrics(self, step: int, values: Mapping[str, float], *, seconds_left: float = 0) -> None:
+        """Write one row to metrics.jsonl, wandb and the console."""
+        self.record(step, values)
         line = format_line(step, self.cfg.steps, values)
         if seconds_left and not sys.stderr.isatty():  # the bar shows it on a terminal
             minutes, seconds = divmod(round(seconds_left), 60)

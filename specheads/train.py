@@ -77,6 +77,10 @@ def train(cfg: TrainConfig) -> None:
         raise ConfigError(f"choose a recipe: +recipe={'|'.join(names)}")
     run = load_recipe(cfg.recipe)
     keep_freed_memory()
+    if not sys.stderr.isatty():
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
     signal.signal(signal.SIGTERM, raise_on_sigterm)
     run(cfg)
     dist.shutdown()

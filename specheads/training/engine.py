@@ -15,6 +15,7 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Iterable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -223,7 +224,9 @@ class DeepSpeedEngine:
 
         logger.setLevel(logging.WARNING)
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        deepspeed.init_distributed(backend, auto_mpi_discovery=False)
+        # the other ranks wait while rank 0 measures and exports at the end
+        patience = timedelta(hours=3)
+        deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=patience)
         (optimizer,) = make_optimizers(groups, cfg.optim)
         precision: dict[str, Any] = {"bf16": {"enabled": cfg.model.dtype == "bfloat16"}}
         if cfg.autocast == "bfloat16":

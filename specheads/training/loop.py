@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any, Protocol, cast
 
@@ -174,6 +174,13 @@ class _Meter:
             window[key] = window.get(key, 0.0) + value
         self.progress.window_steps += 1
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave what happens inside out of the rate."""
+        begin = time.perf_counter()
+        yield
+        self.since += time.perf_counter() - begin
+
     def read(self, *, keep: bool) -> dict[str, float]:
         """Return the means; start a new window unless ``keep``."""
         steps = self.progress.window_steps
@@ -267,11 +274,13 @@ def fit(
                 left = meter.seconds_per_step * (cfg.steps - progress.step)
                 run.metrics(progress.step, row, seconds_left=left)
             if evaluate and cfg.evaluate.every and progress.step % cfg.evaluate.every == 0:
-                run.metrics(progress.step, evaluate(progress.step))
+                with meter.paused():
+                    run.metrics(progress.step, evaluate(progress.step))
                 objective.train()
             save = cfg.checkpoint.every and progress.step % cfg.checkpoint.every == 0
             if save or stopping or (progress.step == end and end in (cfg.max_steps, cfg.steps)):
-                _save(engine, batches, cfg, run, progress)
+                with meter.paused():
+                    _save(engine, batches, cfg, run, progress)
             if stopping:
                 raise InterruptedRunError(
                     f"stopped after step {progress.step} of {cfg.steps}; go on with resume=auto"
