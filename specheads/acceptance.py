@@ -16,11 +16,11 @@ def walk(tokens: Tensor, tree: Tree, base_tokens: Tensor) -> tuple[Tensor, Tenso
     token drawn at the last node is the next root.
 
     Guarantee: exact, for candidates that are deterministic given the prefix (top-k of heads,
-    n-grams). Every emitted token was drawn by the base model given exactly the tokens before it,
-    so the output has the base model's distribution, and no exact rule accepts more on average
-    (Theorem in docs/decoding: the accepted length is that of the longest prefix of the output that
-    is in the tree). One draw per node: drawing again for another path through the same node, as
-    Medusa's ``fast=False`` does, changes the distribution.
+    n-grams): every emitted token was drawn by the base model given exactly the tokens before it.
+    No exact rule accepts more on average, for the accepted length is that of the longest prefix
+    of the output that lies in the tree, and the output's distribution is given. There is one draw
+    per node: drawing again for another path through a node (as Medusa's sampling modes do)
+    changes the distribution.
 
     Args:
         tokens: [B, N], the token at each node. Negative tokens are padding and never accepted.

@@ -1,11 +1,12 @@
 """Tree decoding: propose, verify step, accept, commit; the plain loop's tokens in fewer steps.
 
-What "the same tokens" means: both loops take, at each position, the base model's own choice given
-the same prefix (and, when sampling, the same noise). A verify step multiplies matrices of other
-shapes than a plain step, so its float32 logits differ from the plain ones by rounding (about 1e-6
-relative). A choice changes only where the two best tokens are closer than that: a near-tie, which
-in float32 is rare enough not to occur in thousands of tokens, but is no impossibility, and which in
-bfloat16 (1e-2) is common.
+Both loops take, at each position, the base model's own choice given the same prefix and, when
+sampling, the same noise. A verify step multiplies matrices of other shapes than a plain step, so
+its logits differ by rounding, and where the two best tokens are closer than that, a near-tie, the
+choice could differ. In float32 such a choice (a few in 10,000) is made again from a plain replay of
+the text so far, so that the tokens are those of plain decoding and not almost always so. This rests
+on rounding being below ``sampling.ROUNDING``. In bfloat16 and float16 rounding is so coarse that
+near-ties are common, and no replay is made: outputs are plausible, not identical.
 """
 
 from __future__ import annotations
@@ -15,24 +16,17 @@ from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import Tensor
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    PreTrainedModel,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import LogitsProcessorList, PreTrainedModel
 
 from specheads.acceptance import walk
-from specheads.decoding.plain import draw_next, process
+from specheads.decoding.choosing import Chooser
+from specheads.decoding.plain import draw_next, replay, step
 from specheads.decoding.result import (
     DecodeResult,
     OnTokens,
     Output,
     Stopping,
     check_request,
-    positions,
 )
 from specheads.decoding.sampling import Sampler
 from specheads.drafters.contract import FINAL, Candidates, Drafter, StepResult
@@ -40,8 +34,7 @@ from specheads.kv_cache import TreeCache
 from specheads.models.base import capture_hidden
 from specheads.tree_mask import check_tree_support, tree_attention
 
-# processors that look at the logits alone: one call serves all nodes of a tree
-PREFIX_FREE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+EXACT_DTYPES = (torch.float32, torch.float64)
 
 
 def decode(
@@ -86,15 +79,21 @@ def _decode(
 ) -> None:
     prompt = output.input_ids
     cache = TreeCache()
-    logits = prefill(model, prompt, cache)
+    logits = step(model, prompt, cache, 0)
     root = draw_next(logits, sampler, output.ids, logits_processor)
     output.emit(root.tolist())
     state = drafter.start(prompt, hidden(), root)
+
+    def settle(ids: Tensor) -> Tensor:
+        output.num_replays += 1
+        return replay(model, ids, output.num_prompt_tokens)
+
+    chooser = Chooser(sampler, logits_processor, settle if logits.dtype in EXACT_DTYPES else None)
     while not output.done:
         candidates = propose(drafter, state, output.budget)
         start = cache.get_seq_length()
         logits = verify(model, candidates, cache, start)
-        result = accept(candidates, logits, hidden(), sampler, output.ids, logits_processor)
+        result = accept(candidates, logits, hidden(), chooser, output.ids)
         output.emit(result.new_tokens[0])
         commit(cache, start, result)
         state = drafter.observe(state, result)
@@ -121,18 +120,6 @@ def tapped(
             return {FINAL: captured.hidden}
 
         yield latest
-
-
-def prefill(model: PreTrainedModel, input_ids: Tensor, cache: TreeCache) -> Tensor:
-    """Read the prompt into the cache; returns the logits [B, V] after its last token."""
-    output = model(
-        input_ids=input_ids,
-        position_ids=positions(0, input_ids.shape[1], input_ids.device),
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
-    return output.logits[:, -1]
 
 
 def propose(drafter: Drafter, state: object, budget: int) -> Candidates:
@@ -164,33 +151,32 @@ def accept(
     candidates: Candidates,
     logits: Tensor,
     hidden: dict[str, Tensor],
-    sampler: Sampler,
+    chooser: Chooser,
     ids: Tensor,
-    logits_processor: LogitsProcessorList | None,
 ) -> StepResult:
-    """Draw the base model's token at the nodes and walk down the tree along them.
+    """Choose the base model's token at the nodes and walk down the tree along them.
 
     Args:
         candidates: what was verified.
         logits: [B, N, V].
         hidden: tap -> [B, N, d].
-        sampler: how to draw.
+        chooser: how tokens are chosen.
         ids: [B, T], the sequence so far, the root included.
-        logits_processor: evaluated at each node with that node's own prefix.
     """
     tree, tokens = candidates.tree, candidates.tokens
-    if logits_processor and all(isinstance(p, PREFIX_FREE) for p in logits_processor):
-        rows = process(logits_processor, tokens.reshape(-1, 1), logits.flatten(0, 1))
-        logits = rows.view_as(logits)
-        logits_processor = None
-    root_position = torch.full((ids.shape[0],), ids.shape[1] - 1, device=ids.device)
-    if logits_processor:
-        base_tokens = _draw_on_path(candidates, logits, sampler, ids, logits_processor)
-    else:
-        base_tokens = sampler.draw_tree(logits, tree, root_position)
-    path, num_accepted = walk(tokens, tree, base_tokens)
-    emitted = base_tokens.gather(1, path.clamp(min=0)).masked_fill(path < 0, -1)
-    new_tokens = [[t for t in row if t >= 0] for row in emitted.tolist()]  # the step's only sync
+    scores = chooser.scores_at_nodes(candidates, logits, ids)
+    while True:
+        base_tokens = scores.argmax(-1)
+        path, num_accepted = walk(tokens, tree, base_tokens)
+        emitted = base_tokens.gather(1, path.clamp(min=0)).masked_fill(path < 0, -1)
+        ties = chooser.near_ties(logits, scores, path)
+        rows, tied = torch.stack([emitted, ties]).tolist()  # the step's only synchronisation
+        if 1 not in tied[0]:
+            break
+        first = tied[0].index(1)
+        prefix = torch.cat([ids, emitted[:, :first]], dim=1)
+        scores = scores.clone()
+        scores[:, path[0, first]] = chooser.settle(prefix)
     return StepResult(
         tree=tree,
         tokens=tokens,
@@ -199,29 +185,8 @@ def accept(
         path=path,
         num_accepted=num_accepted,
         next_root=emitted.gather(1, num_accepted[:, None])[:, 0],
-        new_tokens=new_tokens,
+        new_tokens=[[token for token in row if token >= 0] for row in rows],
     )
-
-
-def _draw_on_path(
-    candidates: Candidates,
-    logits: Tensor,
-    sampler: Sampler,
-    ids: Tensor,
-    logits_processor: LogitsProcessorList,
-) -> Tensor:
-    """Draw node by node, as processors need the prefix; nodes off the path keep the raw best."""
-    tree = candidates.tree
-    tokens, parents = candidates.tokens[0].tolist(), tree.parents.tolist()
-    base_tokens = logits.argmax(-1)
-    here = [0]  # the nodes with the prefix `ids`: one, or several if equal siblings were not merged
-    while here:
-        token = draw_next(logits[:, here[0]], sampler, ids, logits_processor)
-        base_tokens[:, here] = token[:, None]
-        ids = torch.cat([ids, token[:, None]], dim=1)
-        drawn = int(token)
-        here = [i for i in range(tree.num_nodes) if parents[i] in here and tokens[i] == drawn]
-    return base_tokens
 
 
 def commit(cache: TreeCache, start: int, result: StepResult) -> None:

@@ -19,7 +19,6 @@ from specheads.decoding.result import (
     Output,
     Stopping,
     check_request,
-    positions,
 )
 from specheads.decoding.sampling import Sampler
 from specheads.kv_cache import TreeCache
@@ -86,15 +85,30 @@ def _decode(
     cache = TreeCache()
     tokens, start = output.input_ids, 0
     while not output.done:
-        cache.reserve(start + 1)
-        logits = model(
-            input_ids=tokens,
-            position_ids=positions(start, tokens.shape[1], tokens.device),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits
+        logits = step(model, tokens, cache, start)
         start += tokens.shape[1]
-        token = draw_next(logits[:, -1], sampler, output.ids, logits_processor)
+        token = draw_next(logits, sampler, output.ids, logits_processor)
         output.emit(token.tolist())  # the step's only synchronisation
         tokens = token[:, None]
+
+
+def step(model: PreTrainedModel, tokens: Tensor, cache: TreeCache, start: int) -> Tensor:
+    """Read tokens [B, T] that stand from ``start`` on; returns the logits [B, V] after the last."""
+    cache.reserve(start + tokens.shape[1])
+    output = model(
+        input_ids=tokens,
+        position_ids=torch.arange(start, start + tokens.shape[1], device=tokens.device)[None],
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    return output.logits[:, -1]
+
+
+def replay(model: PreTrainedModel, ids: Tensor, num_prompt_tokens: int) -> Tensor:
+    """Return the logits [B, V] after ``ids`` [B, T] to the last bit as plain decoding sees them."""
+    cache = TreeCache()
+    logits = step(model, ids[:, :num_prompt_tokens], cache, 0)
+    for i in range(num_prompt_tokens, ids.shape[1]):
+        logits = step(model, ids[:, i : i + 1], cache, i)
+    return logits

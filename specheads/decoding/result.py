@@ -26,6 +26,7 @@ class DecodeResult:
         accept_lengths: per step the tokens it emitted; they sum to L - 1, as the prefill gives one.
         step_ids: per new token the step that gave it; 0 is the prefill, then 1..num_steps.
         finished: ended by an end-of-sequence token or a stopping criterion, not by the limit.
+        num_replays: near-ties that were settled by replaying the text plainly.
     """
 
     sequences: Tensor
@@ -34,6 +35,7 @@ class DecodeResult:
     accept_lengths: list[int]
     step_ids: list[int]
     finished: bool
+    num_replays: int = 0
 
     @property
     def new_tokens(self) -> list[int]:
@@ -58,6 +60,7 @@ class Output:
     step_ids: list[int] = field(default_factory=list)
     accept_lengths: list[int] = field(default_factory=list)
     finished: bool = False
+    num_replays: int = 0
 
     def __post_init__(self) -> None:
         self._ids = self.input_ids.new_empty(1, self.num_prompt_tokens + self.max_new_tokens)
@@ -123,6 +126,7 @@ class Output:
             accept_lengths=self.accept_lengths,
             step_ids=self.step_ids,
             finished=self.finished,
+            num_replays=self.num_replays,
         )
 
 
@@ -146,8 +150,3 @@ def check_request(model: PreTrainedModel, input_ids: Tensor, max_new_tokens: int
             f"prompt of {input_ids.shape[1]} plus max_new_tokens {max_new_tokens} is {num_tokens} "
             f"tokens, but the model's context is {context}"
         )
-
-
-def positions(start: int, length: int, device: torch.device) -> Tensor:
-    """Return [1, length] absolute positions from ``start`` on."""
-    return torch.arange(start, start + length, device=device)[None]

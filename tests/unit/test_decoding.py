@@ -19,6 +19,7 @@ from transformers import (
     TopKLogitsWarper,
 )
 
+from specheads.decoding import loop, sampling
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
 from specheads.decoding.sampling import Sampler
@@ -164,6 +165,43 @@ def test_stopping_criteria_are_asked_after_every_token(llama: PreTrainedModel) -
     ):
         assert result.finished
         assert result.sequences.equal(truth[:, :21])
+
+
+@pytest.mark.parametrize("sampler", [Sampler(), Sampler(temperature=0.7, seed=3)], ids=str)
+@pytest.mark.parametrize("processors", [[], [RepetitionPenaltyLogitsProcessor(1.1)]], ids=len)
+def test_near_ties_are_settled_as_plain_decoding_does(
+    llama: PreTrainedModel,
+    sampler: Sampler,
+    processors: list[LogitsProcessor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prevents identity that holds only while no two logits are closer than rounding.
+
+    Rounding is made much coarser than it is, in verify steps only.
+    """
+    ids = prompt()
+    settings: dict[str, Any] = {
+        "max_new_tokens": 40,
+        "sampler": sampler,
+        "logits_processor": LogitsProcessorList(processors) if processors else None,
+    }
+    plain = plain_decode(llama, ids, **settings)
+    drafter = ScriptedDrafter(TREES["grown"], plain.sequences[0].tolist(), 0.7)
+    assert decode(llama, drafter, ids, **settings).num_replays < 3
+    verify = loop.verify
+
+    def coarse(*args: Any) -> torch.Tensor:
+        logits = verify(*args)
+        return logits + logits.abs().amax() * 0.05 * torch.empty_like(logits).uniform_(-1, 1)
+
+    monkeypatch.setattr(loop, "verify", coarse)
+    careless = decode(llama, drafter, ids, **settings)
+    assert not careless.sequences.equal(plain.sequences), "the test would prove nothing"
+    monkeypatch.setattr(sampling, "ROUNDING", 0.1)
+    for _ in range(3):
+        careful = decode(llama, drafter, ids, **settings)
+        assert careful.sequences.equal(plain.sequences)
+        assert careful.num_replays > 2
 
 
 PROCESSORS: dict[str, Callable[[int], list[LogitsProcessor]]] = {

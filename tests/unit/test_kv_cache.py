@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specheads.decoding.loop import commit, prefill, verify
+from specheads.decoding.loop import commit, verify
+from specheads.decoding.plain import step
 from specheads.drafters.contract import Candidates, StepResult
 from specheads.kv_cache import BLOCK, TreeCache
 from specheads.tree import Tree
@@ -72,14 +73,14 @@ def test_growth_keeps_everything() -> None:
     cache = TreeCache()
     fill(cache, 3)
     parts = [contents(cache)]
-    for step in range(1, 6):
+    for part in range(1, 6):
         cache.reserve(cache.get_seq_length() + 1)
         start = cache.get_seq_length()
-        fill(cache, BLOCK // 2, seed=step)
+        fill(cache, BLOCK // 2, seed=part)
         parts.append([(k[:, :, start:], v[:, :, start:]) for k, v in contents(cache)])
     for layer in range(2):
-        keys = torch.cat([part[layer][0] for part in parts], dim=2)
-        values = torch.cat([part[layer][1] for part in parts], dim=2)
+        keys = torch.cat([new[layer][0] for new in parts], dim=2)
+        values = torch.cat([new[layer][1] for new in parts], dim=2)
         assert cache.layers[layer].keys.equal(keys)
         assert cache.layers[layer].values.equal(values)
     assert cache.capacity % BLOCK == 0
@@ -122,7 +123,7 @@ def test_after_a_commit_the_cache_is_that_of_a_prefill(
     path = torch.tensor([[0, 2, 4]])
     with torch.no_grad():
         cache = TreeCache()
-        prefill(model, prompt, cache)
+        step(model, prompt, cache, 0)
         verify(model, Candidates(nodes, tree), cache, 11)
         result = StepResult(
             tree=tree,
@@ -136,7 +137,7 @@ def test_after_a_commit_the_cache_is_that_of_a_prefill(
         )
         commit(cache, 11, result)
         fresh = TreeCache()
-        prefill(model, torch.cat([prompt, nodes[:, path[0]]], dim=1), fresh)
+        step(model, torch.cat([prompt, nodes[:, path[0]]], dim=1), fresh, 0)
     for (keys, values), (true_keys, true_values) in zip(
         contents(cache), contents(fresh), strict=True
     ):

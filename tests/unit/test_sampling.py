@@ -92,8 +92,20 @@ def test_drawing_a_tree_is_drawing_its_nodes(temperature: float) -> None:
     sampler = Sampler(temperature, seed=2)
     logits = torch.randn(2, tree.num_nodes, 30)
     start = torch.tensor([5, 17])
-    drawn = sampler.draw_tree(logits, tree, start)
+    drawn = sampler.tree_scores(logits, tree, start).argmax(-1)
     assert drawn.equal(sampler(logits, start[:, None] + tree.depths + 1))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_near_ties_are_seen(temperature: float) -> None:
+    """Prevents near-ties judged without regard to the size of the logits or the temperature."""
+    sampler = Sampler(temperature)
+    for size in (1.0, 100.0):
+        logits = torch.tensor([[0.0, -1.0, 0.3, -0.5]]) * size
+        for gap, tied in ((1e-6, True), (1e-4, False)):
+            logits[0, 3] = logits[0, 2] * (1 - gap)
+            scores = logits / (temperature or 1.0)
+            assert sampler.near_ties(logits, scores).tolist() == [tied]
 
 
 def test_greedy_takes_the_best() -> None:
