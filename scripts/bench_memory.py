@@ -153,7 +153,7 @@ def in_subprocess(measure: str, case: Case) -> int:
         [sys.executable, __file__, "--measure", measure, "--case", json.dumps(asdict(case))],
         env={**os.environ, **returning},
         check=True,
-        stdout=subprocess.PIPE,
+        capture_output=True,
         text=True,
     )
     return int(done.stdout.splitlines()[-1])
@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=1024, help="per micro-batch")
-    parser.add_argument("--chunk-size", type=int, default=256, help="rows of logits at one time")
+    parser.add_argument("--chunk-size", type=int, default=0, help="rows of logits at one time")
     parser.add_argument("--heads", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--recipes", nargs="+", default=["medusa1", "medusa2"])
     parser.add_argument("--lm-heads", nargs="+", default=["shared", "own"])

@@ -40,13 +40,13 @@ class OutputLoss:
 
     Attributes:
         layer: scale, softcap and bias; the matrix is given at each call.
-        chunk_size: rows whose logits exist at one time.
+        chunk_size: rows whose logits exist at one time, 0 for the fastest.
         implementation: see ``losses.linear_cross_entropy``.
         count_hits: report top-1 and top-5.
     """
 
     layer: OutputLayer
-    chunk_size: int = 1024
+    chunk_size: int = 0
     implementation: str = "fused"
     count_hits: bool = True
 
@@ -77,7 +77,7 @@ class LMObjective(nn.Module):
 
     Args:
         base: the model, all of it trained.
-        chunk_size: tokens whose logits exist at one time.
+        chunk_size: rows whose logits exist at one time, 0 for the fastest.
         implementation: of the loss, see ``losses.linear_cross_entropy``.
         count_hits: report top-1 and top-5.
         output: the base's output layer; None finds it.
@@ -89,7 +89,7 @@ class LMObjective(nn.Module):
         self,
         base: PreTrainedModel,
         *,
-        chunk_size: int = 1024,
+        chunk_size: int = 0,
         implementation: str = "fused",
         count_hits: bool = True,
         output: OutputLayer | None = None,
@@ -126,7 +126,7 @@ class MedusaObjective(nn.Module):
         train_base: whether the base is trained too.
         decay: weight of each head's loss relative to the head before.
         lambda_0: weight of the heads' losses beside the base's; unused if the base is frozen.
-        chunk_size: tokens whose logits exist at one time.
+        chunk_size: rows whose logits exist at one time, 0 for the fastest.
         implementation: of the loss, see ``losses.linear_cross_entropy``.
         count_hits: report top-1 and top-5.
         output: the base's output layer; None finds it.
@@ -147,7 +147,7 @@ class MedusaObjective(nn.Module):
         train_base: bool,
         decay: float = 0.8,
         lambda_0: float = 0.2,
-        chunk_size: int = 1024,
+        chunk_size: int = 0,
         implementation: str = "fused",
         count_hits: bool = True,
         output: OutputLayer | None = None,

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from specheads.losses import IGNORE, count_valid
-from specheads.models.base import OutputLayer
+from specheads.losses import IGNORE, count_valid, shift_labels
+from specheads.models.base import OutputLayer, packed_hidden
 from specheads.models.heads import MedusaHeads
 from specheads.training.objectives import Batch, LMObjective, MedusaObjective
 
@@ -193,6 +193,33 @@ def test_unequal_micro_batches_add_up_to_the_mean(
     assert_same(gradients(objective, small, large), expected)
     first, second = objective(small)[1], objective(large)[1]
     torch.testing.assert_close({k: first[k] + second[k] for k in mean}, mean)
+
+
+def test_each_loss_is_the_mean_over_its_own_labels(
+    make_tiny_llama: Callable[..., LlamaForCausalLM],
+) -> None:
+    """Divided by another head's number of labels, the losses are wrong and look plausible."""
+    base, batch = make_tiny_llama(), random_batch(0)
+    heads = build(base, "own", train_base=False).heads
+    with torch.no_grad():
+        hidden = packed_hidden(base, batch["input_ids"], batch["position_ids"])
+        logits = heads.logits(hidden, OutputLayer(base.lm_head))
+    for train_base in (False, True):
+        metrics = build(base, "own", train_base)(batch)[1]
+        for i in range(3):
+            labels = shift_labels(batch["labels"], batch["segment_ids"], i + 2)
+            mean = nn.functional.cross_entropy(logits[i].flatten(0, 1), labels.flatten())
+            torch.testing.assert_close(metrics[f"head_{i}/loss"], mean)
+
+
+def test_blocks_run_only_where_something_is_learned(tiny_llama: LlamaForCausalLM) -> None:
+    """With the loss on answers alone, most positions are prompt: work on them is thrown away."""
+    objective, batch = build(tiny_llama, "own", train_base=False), random_batch(0, masked=0.9)
+    rows: list[int] = []
+    objective.heads.heads[0].register_forward_hook(lambda _, args, out: rows.append(len(args[0])))
+    objective(batch)
+    shifted = [shift_labels(batch["labels"], batch["segment_ids"], i + 2) for i in range(3)]
+    assert rows == [int((torch.stack(shifted) != IGNORE).any(0).sum())] and rows[0] < 30
 
 
 def test_loss_is_the_weighted_sum_of_the_papers(
