@@ -13,6 +13,7 @@ from specheads.decoding.identity import compare, measure_rounding
 from specheads.decoding.measure import (
     Method,
     Prompt,
+    Runs,
     clock,
     drafted_method,
     hf_generate_method,
@@ -70,6 +71,56 @@ def make_methods(
     return methods
 
 
+def measure_rows(
+    base: PreTrainedModel,
+    methods: Sequence[Method],
+    prompts: Sequence[Prompt],
+    temperature: float,
+    *,
+    repeats: int,
+    rounding: float,
+    seed: int = 0,
+    tick: Callable[[], object] = lambda: None,
+) -> tuple[list[dict[str, Any]], dict[str, Runs]]:
+    """Clock ``methods`` at one temperature and compare their tokens with plain decoding.
+
+    Args:
+        base: base model.
+        methods: from :func:`make_methods`.
+        prompts: disjoint from those the tree was chosen on.
+        temperature: of the sampling.
+        repeats: clocked rounds over all prompts.
+        rounding: of this base, see :func:`specheads.decoding.identity.measure_rounding`.
+        seed: prompt n is sampled with ``seed + n``.
+        tick: called after every decoded prompt.
+
+    Returns:
+        One row of bench.json per method, and the runs behind them.
+    """
+    ids = [prompt.input_ids for prompt in prompts]
+    runs = clock(methods, prompts, temperature, repeats=repeats, seed=seed, tick=tick)
+    plain = [decoded.tokens for decoded in runs["plain"].decoded]
+    samplers = [Sampler(temperature=temperature, seed=seed + n) for n in range(len(ids))]
+    rows = []
+    for method in methods:
+        same = None
+        if method.seeded or temperature == 0:
+            other = [decoded.tokens for decoded in runs[method.name].decoded]
+            same = compare(base, ids, plain, other, samplers, rounding=rounding)
+        rows.append(
+            report.make_row(
+                method,
+                runs,
+                prompts,
+                temperature,
+                same,
+                dtype=str(base.dtype).removeprefix("torch."),
+                device=base.device.type,
+            )
+        )
+    return rows, runs
+
+
 def benchmark(
     base: PreTrainedModel,
     methods: Sequence[Method],
@@ -83,39 +134,37 @@ def benchmark(
 ) -> dict[str, Any]:
     """Clock ``methods`` at every temperature and return the content of bench.json.
 
+    The arguments are those of :func:`measure_rows`, and:
+
     Args:
         base: base model.
-        methods: from :func:`make_methods`.
-        prompts: disjoint from those the tree was chosen on.
-        temperatures: of the sampling.
-        repeats: clocked rounds over all prompts.
+        methods: compared.
+        prompts: decoded.
+        temperatures: 0 and 0.7 must be among them, see :func:`specheads.decoding.report.headline`.
+        repeats: clocked rounds.
         seed: of the sampling.
         settings: more to record beside the figures.
         tick: called after every decoded prompt.
     """
-    device = prompts[0].input_ids.device
-    dtype = str(base.dtype).removeprefix("torch.")
-    ids = [prompt.input_ids for prompt in prompts]
     before = environment()
-    rounding = measure_rounding(base, ids[:4])
+    rounding = measure_rounding(base, [prompt.input_ids for prompt in prompts[:4]])
     rows: list[dict[str, Any]] = []
     all_runs = []
     for temperature in temperatures:
-        runs = clock(methods, prompts, temperature, repeats=repeats, seed=seed, tick=tick)
+        found, runs = measure_rows(
+            base,
+            methods,
+            prompts,
+            temperature,
+            repeats=repeats,
+            rounding=rounding,
+            seed=seed,
+            tick=tick,
+        )
+        rows += found
         all_runs.append(runs)
-        plain = [decoded.tokens for decoded in runs["plain"].decoded]
-        samplers = [Sampler(temperature=temperature, seed=seed + n) for n in range(len(ids))]
-        for method in methods:
-            same = None
-            if method.seeded or temperature == 0:
-                other = [decoded.tokens for decoded in runs[method.name].decoded]
-                same = compare(base, ids, plain, other, samplers, rounding=rounding)
-            row = report.make_row(
-                method, runs, prompts, temperature, same, dtype=dtype, device=device.type
-            )
-            rows.append(row)
     drift = report.baseline_drift(all_runs)
-    result = {
+    return {
         "environment": {
             **before,
             "baseline_drift": round(drift, 4),
@@ -130,7 +179,6 @@ def benchmark(
             "rounding": rounding,
             "near_tie_limit": 2 * rounding,
         },
+        "headline": report.headline(rows),
         "rows": rows,
     }
-    result["headline"] = report.headline(rows)
-    return result

@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_dir
 
 from specheads import config
 from specheads.assets import conf_dir
-from specheads.entry import name_models
+from specheads.entry import tidy_arguments
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -55,7 +55,7 @@ def test_commands_exist(words: list[str]) -> None:
     program = words[2].removeprefix("specheads.")
     config.register_schemas()
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        overrides = [word for word in name_models(words[3:]) if not word.startswith("prompt=")]
+        overrides = [word for word in tidy_arguments(words[3:]) if not word.startswith("prompt=")]
         extra = ["run_dir=unused"] if program == "train" else []
         composed = compose(program, overrides=[*overrides, *extra])
     config.to_config(composed, SCHEMAS[program])
