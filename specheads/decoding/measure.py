@@ -169,7 +169,6 @@ def hf_generate_method(
     base: PreTrainedModel, eos: tuple[int, ...], pad: int | None, max_new_tokens: int
 ) -> Method:
     """Return transformers' own ``generate``; it draws differently, so only T=0 compares tokens."""
-
     if base.device.type == "cpu":  # generate() loads deepspeed, which else announces its guess
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
