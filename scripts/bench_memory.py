@@ -6,7 +6,8 @@ A step is two micro-batches and an AdamW step, with every .grad already there. T
 left out (its hidden states are given): whatever it takes is the same for any number of heads and
 would only bring the ratios nearer to 1. Every case runs in processes of its own: one under torch's
 profiler for the peak of the allocator, one without for the peak of its resident memory. Times are
-taken in one further process, the cases taking turns.
+taken in one further process, the cases taking turns; on a machine that is not idle, trust the
+processor time (with --threads 1) rather than the clock.
 """
 
 from __future__ import annotations
@@ -99,6 +100,7 @@ class Setup:
         self.optimizer = torch.optim.AdamW(trained, lr=1e-4)
         ids = torch.randint(0, case.vocab, (1, case.tokens))
         ones = torch.ones_like(ids)
+        self.optimizer.step()  # Adam's state comes into being
         num_valid = [NUM_MICRO_BATCHES * (case.tokens - 1 - i) for i in range(case.num_heads + 1)]
         self.batch: dict[str, Tensor] = {
             "input_ids": ids,
@@ -121,7 +123,6 @@ def allocator_peak(case: Case) -> int:
     """Return the most bytes that tensors occupy at one time during a step, all of them counted."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         setup = Setup(case)
-        setup.step()  # Adam's state comes into being
         begin = time.time_ns()
         setup.step()
     events = profiler.profiler.kineto_results.events()
@@ -139,7 +140,6 @@ def resident_peak(case: Case) -> int:
     torch.mm(torch.ones(256, 256), torch.ones(256, 256))
     loaded = peak_memory(torch.device("cpu"), reset=True) and peak_memory(torch.device("cpu"))
     setup = Setup(case)
-    setup.step()
     peak_memory(torch.device("cpu"), reset=True)
     setup.step()
     return peak_memory(torch.device("cpu")) - loaded
@@ -159,18 +159,18 @@ def in_subprocess(measure: str, case: Case) -> int:
     return int(done.stdout.splitlines()[-1])
 
 
-def seconds_per_step(cases: list[Case], repeats: int) -> list[list[float]]:
+def take_times(cases: list[Case], rows: list[dict[str, Any]], repeats: int) -> None:
     """Time ``repeats`` steps of every case, the cases taking turns."""
     setups = [Setup(case) for case in cases]
-    for setup in setups:
+    for setup, row in zip(setups, rows, strict=True):
         setup.step()
-    seconds: list[list[float]] = [[] for _ in cases]
+        row |= {"seconds": [], "processor_seconds": []}
     for _ in range(repeats):
-        for setup, times in zip(setups, seconds, strict=True):
-            start = time.perf_counter()
+        for setup, row in zip(setups, rows, strict=True):
+            start = time.perf_counter(), time.process_time()
             setup.step()
-            times.append(time.perf_counter() - start)
-    return seconds
+            row["seconds"].append(time.perf_counter() - start[0])
+            row["processor_seconds"].append(time.process_time() - start[1])
 
 
 def compare(rows: list[dict[str, Any]]) -> None:
@@ -187,27 +187,33 @@ def compare(rows: list[dict[str, Any]]) -> None:
                 less = {id(r): r["owned_bytes"] * (r["lm_head"] == "own") for r in (row, one)}
                 rest = one[f"{kind}_peak"] - less[id(one)]
                 row[f"{kind}_ratio"] = (peak - less[id(row)]) / rest
-        if row.get("seconds") and naive:
-            medians = [statistics.median(r["seconds"]) for r in (row, naive)]
-            row["seconds_vs_naive"] = medians[0] / medians[1]
+        for kind in ("seconds", "processor_seconds"):
+            if kind in row and naive:
+                ours, theirs = statistics.median(row[kind]), statistics.median(naive[kind])
+                row[f"{kind}_vs_naive"] = ours / theirs
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Lay the rows out as text."""
     titles = (
         "recipe", "lm_head", "loss", "heads", "allocator MiB", "ratio", "resident MiB", "ratio",
-        "s/step", "vs naive",
+        "s/step", "vs naive", "processor s", "vs naive",
     )  # fmt: skip
     lines = [titles]
     for row in rows:
-        seconds = statistics.median(row["seconds"]) if row.get("seconds") else None
+        clock, used = (
+            statistics.median(row[kind]) if kind in row else None
+            for kind in ("seconds", "processor_seconds")
+        )
         cells: tuple[tuple[Any, str], ...] = (
             (row.get("allocator_peak", 0) / MIB or None, ".1f"),
             (row.get("allocator_ratio"), ".3f"),
             (row.get("resident_peak", 0) / MIB or None, ".1f"),
             (row.get("resident_ratio"), ".3f"),
-            (seconds, ".3f"),
+            (clock, ".3f"),
             (row.get("seconds_vs_naive"), ".3f"),
+            (used, ".3f"),
+            (row.get("processor_seconds_vs_naive"), ".3f"),
         )
         shown = ["" if value is None else format(value, spec) for value, spec in cells]
         names = (row["recipe"], row["lm_head"], row["implementation"], str(row["num_heads"]))
@@ -261,22 +267,19 @@ def main() -> None:
             row["resident_peak"] = in_subprocess("resident", case)
         print(file=sys.stderr)
     if args.repeats:
-        for row, seconds in zip(rows, seconds_per_step(cases, args.repeats), strict=True):
-            row["seconds"] = seconds
+        take_times(cases, rows, args.repeats)
     compare(rows)
+    settings = {k: v for k, v in vars(args).items() if k not in ("measure", "case", "out")}
+    report = {"environment": environment(), "settings": settings, "rows": rows}
+    text = json.dumps(report, indent=1)
+    if args.out:
+        args.out.write_text(text + "\n", encoding="utf-8")
     print(table(rows))
     print(
         "ratio: to the fewest heads; for own, less the heads' parameters, gradients, optimizer\n"
         "state and one V * d buffer per head (the naive loss holds no such buffer)."
     )
-    settings = {
-        name: value for name, value in vars(args).items() if name not in ("measure", "case", "out")
-    }
-    report = {"environment": environment(), "settings": settings, "rows": rows}
-    text = json.dumps(report, indent=1)
     print(text)
-    if args.out:
-        args.out.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

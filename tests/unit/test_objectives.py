@@ -255,6 +255,9 @@ def test_heads_and_batches_without_labels_add_zero(
     assert all(bool(grad.isfinite().all()) for grad in grads.values())
     assert not grads["heads.heads.1.blocks.0.weight"].any()
 
+    naive = build(make_tiny_llama(), lm_head, train_base, implementation="naive")
+    torch.testing.assert_close(naive(short)[0], loss)
+
     short["labels"].fill_(IGNORE)
     loss, metrics = objective(short)
     assert loss == 0 and all(value == 0 for value in metrics.values())
