@@ -1,4 +1,4 @@
-"""Find the folders that ship with specheads: inside the package in a wheel, beside it in a clone."""
+"""Find the folders that ship with specheads: in a wheel inside the package, in a clone beside."""
 
 from pathlib import Path
 

@@ -119,14 +119,14 @@ class LossConfig:
     decay: float = 0.8
     lambda_0: float = 0.2  # weight of the heads' loss beside L_LM (medusa2); medusa1 uses 1
     lambda_schedule: str = "constant"  # constant, or sine: lambda_0 * sin(pi/2 * step/steps)
-    chunk_size: int = 1024  # tokens whose logits exist at one time
+    chunk_size: int = 0  # tokens whose logits exist at one time; 0: by the vocabulary
     implementation: str = "fused"  # fused (ours), torch, liger, naive
 
     def __post_init__(self) -> None:
         _check(0 < self.decay <= 1, "loss.decay", self.decay, "in (0, 1]")
         _check(self.lambda_0 >= 0, "loss.lambda_0", self.lambda_0, "at least 0")
         _one_of("loss.lambda_schedule", self.lambda_schedule, "constant", "sine")
-        _check(self.chunk_size >= 1, "loss.chunk_size", self.chunk_size, "at least 1")
+        _check(self.chunk_size >= 0, "loss.chunk_size", self.chunk_size, "at least 0")
         _one_of("loss.implementation", self.implementation, "fused", "torch", "liger", "naive")
 
 
