@@ -29,6 +29,7 @@ from specheads.tree import Choice, Tree
 MISS = 1 << 30  # the rank of a token that does not exist, because the text ended before it
 SIZES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _MAX_RANK = 10  # guesses per head that a tree may use
+_TIE = 0.05  # relative speed below which two sizes are taken for equally fast
 _PRIOR = 16.0  # positions by which a rate measured over all paths outweighs that of one path
 
 
@@ -231,6 +232,20 @@ def measure_step_seconds(
     return [min(each) for each in seconds]
 
 
+def pick_size(lengths: Sequence[float], seconds: Sequence[float]) -> int:
+    """Return the index of the fastest size; of those that tie within the clock's noise the last.
+
+    The accept length of a tree is counted and holds on any machine; its time per step is clocked
+    on one text. Where the clock cannot tell two sizes apart, the count decides.
+
+    Args:
+        lengths: tokens per verify step, per size, sizes ascending.
+        seconds: seconds per verify step, likewise.
+    """
+    speeds = [length / second for length, second in zip(lengths, seconds, strict=True)]
+    return max(i for i, speed in enumerate(speeds) if speed >= (1 - _TIE) * max(speeds))
+
+
 def calibrate(
     base: PreTrainedModel,
     heads: MedusaHeads,
@@ -306,7 +321,7 @@ def calibrate(
     plain, *seconds = measure_step_seconds(
         [clock(None), *map(clock, trees)], max_new_tokens=max_new_tokens, repeats=repeats
     )
-    best = max(range(len(trees)), key=lambda i: lengths[i] / seconds[i])
+    best = pick_size(lengths, seconds)
     measured_on = {
         "num_prompts": len(prompts),
         "num_positions": len(ranks),

@@ -214,7 +214,10 @@ class DeepSpeedEngine:
     def __init__(self, objective: nn.Module, groups: Groups, cfg: TrainConfig) -> None:
         """Start the process group and wrap ``objective``."""
         if cfg.optim.name == "muon":
-            raise ConfigError("optim.name=muon needs deepspeed=none: ZeRO flattens the matrices")
+            raise ConfigError(
+                "optim.name=muon needs deepspeed=none, as ZeRO flattens the matrices; "
+                "add optim=adamw"
+            )
         if not torch.cuda.is_available():
             _need_compiler()
         dist.set_defaults()

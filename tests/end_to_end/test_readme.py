@@ -32,7 +32,7 @@ def blocks(language: str) -> list[str]:
 
 def commands() -> list[list[str]]:
     """Return the README's shell commands, split into words, comments left out."""
-    lines = "\n".join(blocks("sh")).splitlines()
+    lines = "\n".join(blocks("sh")).replace("\\\n", " ").splitlines()
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 

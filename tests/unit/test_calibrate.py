@@ -14,6 +14,7 @@ from specheads.decoding.calibrate import (
     grow_from_ranks,
     measure_hit_ranks,
     measure_step_seconds,
+    pick_size,
     replay,
 )
 from specheads.decoding.loop import decode
@@ -165,3 +166,10 @@ def test_step_seconds_leave_the_prefill_out(monkeypatch: pytest.MonkeyPatch) -> 
         return 5.0 + 10 * 0.25 * next(slow, 1.0), 10
 
     assert measure_step_seconds([run], max_new_tokens=12, repeats=3) == [0.25]
+
+
+def test_a_tie_of_the_clock_goes_to_the_larger_tree() -> None:
+    """Noise of the clock would choose a short tree on one day and a long one on the next."""
+    assert pick_size([1.5, 2.2, 2.6], [1.0, 1.29, 1.6]) == 2  # 1.71 against 1.63 per second
+    assert pick_size([1.5, 2.2, 2.6], [1.0, 1.29, 2.0]) == 1
+    assert pick_size([1.0], [1.0]) == 0
