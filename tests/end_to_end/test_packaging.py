@@ -92,8 +92,6 @@ def test_wheel_runs_from_an_empty_folder(site: Path, tmp_path: Path) -> None:
 
 def test_wheel_loads_the_embedded_model(site: Path, tmp_path: Path) -> None:
     """An installed package whose default model is missing fails in the first command."""
-    if not (ROOT / "data" / "tinycode" / "config.json").is_file():
-        pytest.skip("data/tinycode holds no model yet")
     code = (
         "from specheads.models.base import load_base_model, load_tokenizer;"
         "m = load_base_model('tinycode', dtype='float32'); t = load_tokenizer('tinycode');"
