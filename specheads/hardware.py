@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,7 +82,7 @@ def peak_memory(device: torch.device, *, reset: bool = False) -> int:
 
 
 def environment() -> dict[str, Any]:
-    """Return versions, processor, threads and load, as printed beside measured figures."""
+    """Return date, versions, processor, threads and load, as printed beside measured figures."""
     import torch
 
     packages: dict[str, str] = {}
@@ -94,6 +95,7 @@ def environment() -> dict[str, Any]:
             packages[name] = __version__
     cpu = _cpu_lines()
     return {
+        "date": datetime.now(UTC).date().isoformat(),
         "python": platform.python_version(),
         **packages,
         "system": f"{platform.system()} {platform.machine()}",
