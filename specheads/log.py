@@ -131,6 +131,27 @@ def format_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
     return "  ".join(parts)
 
 
+def _refuse_used(run_dir: Path, resume: str) -> None:
+    if is_used(run_dir) and not resume:
+        raise ConfigError(
+            f"run directory {run_dir} holds an earlier run; choose another name=, "
+            "continue it with resume=auto, or delete it"
+        )
+
+
+def check_run_dir(run_dir: Path, resume: str) -> None:
+    """Refuse a run directory that :class:`RunLog` would refuse, before anything is loaded.
+
+    Raises:
+        ConfigError: if the directory is in use, or used and ``resume`` is empty.
+    """
+    if not dist.is_main() or not run_dir.is_dir():
+        return
+    if (run_dir / "LOCK").exists():
+        _lock(run_dir / "LOCK").close()
+    _refuse_used(run_dir, resume)
+
+
 class RunLog:
     """The open run directory; rank 0 writes, the other ranks stay silent."""
 
@@ -150,11 +171,7 @@ class RunLog:
         self.dir.mkdir(parents=True, exist_ok=True)
         self._handle = _lock(self.dir / "LOCK")
         try:
-            if is_used(self.dir) and not cfg.resume:
-                raise ConfigError(
-                    f"run directory {self.dir} holds an earlier run; choose another name=, "
-                    "continue it with resume=auto, or delete it"
-                )
+            _refuse_used(self.dir, cfg.resume)
             if not cfg.dry_run:
                 self._describe()
         except BaseException:

@@ -21,6 +21,7 @@ from specheads import dist
 from specheads.assets import conf_dir, recipes_dir
 from specheads.config import ConfigError, TrainConfig
 from specheads.entry import hydra_main, raise_on_sigterm
+from specheads.log import check_run_dir
 
 Recipe = Callable[[TrainConfig], None]
 
@@ -76,6 +77,7 @@ def train(cfg: TrainConfig) -> None:
         names = sorted(path.stem for path in (conf_dir() / "recipe").glob("*.yaml"))
         raise ConfigError(f"choose a recipe: +recipe={'|'.join(names)}")
     run = load_recipe(cfg.recipe)
+    check_run_dir(Path(cfg.run_dir), cfg.resume)
     keep_freed_memory()
     if not sys.stderr.isatty():
         from transformers.utils import logging

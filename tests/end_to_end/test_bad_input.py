@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from specheads import train
 from specheads.training.state import checkpoints_of
 from tests.end_to_end.commands import SHORT, on_files, start
 
@@ -104,6 +105,21 @@ def test_tokenizer_of_another_model(run: Start, tmp_path: Path, tiny_model_dir: 
     code, error = run(f"model={other}")
     assert code == 2
     assert "301" in error and "272" in error
+
+
+def test_a_used_run_directory_is_refused_before_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A base of 70 GB loads for minutes; the directory was taken before the first of them."""
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+
+    def loads(name: str) -> object:
+        del name
+        return lambda cfg: pytest.fail("the recipe ran")
+
+    monkeypatch.setattr(train, "load_recipe", loads)
+    assert start(monkeypatch, "+recipe=medusa1", f"hydra.run.dir={tmp_path}") == 2
+    assert "holds an earlier run" in capsys.readouterr().err
 
 
 def test_a_run_directory_is_used_once(run: Start, tmp_path: Path) -> None:
