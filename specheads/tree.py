@@ -128,6 +128,60 @@ class Tree:
         return Tree.from_choices(choices)
 
 
+@dataclass(frozen=True)
+class RowTrees:
+    """A tree for every row of a batch, all of one size, as a drafter grows them anew at each step.
+
+    Nodes are sorted by depth within each row and node 0 is the root, as in :class:`Tree`, whose
+    attributes these are with a leading batch dimension.
+
+    Attributes:
+        parents: [B, N] long, -1 for the root.
+        depths: [B, N] long.
+        tree_mask: [B, N, N] bool.
+        ancestors: [B, N, D+1] long, padded with -1.
+        max_depth: D, an upper bound of the depths.
+    """
+
+    parents: Tensor
+    depths: Tensor
+    tree_mask: Tensor
+    ancestors: Tensor
+    max_depth: int
+
+    @staticmethod
+    def from_parents(parents: Tensor, max_depth: int) -> RowTrees:
+        """Build the trees from parents [B, N], on their device and without waiting for it.
+
+        Args:
+            parents: of nodes sorted by depth; -1 for the root.
+            max_depth: no node is deeper.
+        """
+        num_rows, num_nodes = parents.shape
+        above = parents.clamp(min=0)
+        nodes = torch.arange(num_nodes, device=parents.device).expand(num_rows, -1)
+        upwards = [nodes]  # each node's line to the root, which is its own parent here
+        for _ in range(max_depth):
+            upwards.append(above.gather(1, upwards[-1]))
+        lines = torch.stack(upwards, dim=-1)  # [B, N, D+1]
+        depths = (lines != 0).sum(-1)
+        mask = torch.zeros(num_rows, num_nodes, num_nodes, dtype=torch.bool, device=parents.device)
+        mask.scatter_(2, lines, True)
+        steps = depths[..., None] - torch.arange(max_depth + 1, device=parents.device)
+        ancestors = lines.gather(2, steps.clamp(min=0)).masked_fill(steps < 0, -1)
+        return RowTrees(parents, depths, mask, ancestors, max_depth)
+
+    @property
+    def num_nodes(self) -> int:
+        """N, the root included."""
+        return self.parents.shape[1]
+
+
+def batched(tree: Tree | RowTrees, tensor: Tensor) -> Tensor:
+    """Return one of ``tree``'s tensors with a batch dimension: B, or 1 where rows share a tree."""
+    return tensor[None] if isinstance(tree, Tree) else tensor
+
+
 @lru_cache(maxsize=256)
 def _chain(depth: int) -> Tree:
     if depth < 0:
