@@ -29,7 +29,7 @@ from specheads.decoding.loop import decode
 from specheads.decoding.result import DecodeResult
 from specheads.decoding.sampling import Sampler
 from specheads.drafters.contract import Drafter
-from specheads.tree_mask import check_tree_support
+from specheads.tree_support import check_tree_support
 
 
 def eos_ids(eos_token_id: int | Collection[int] | None) -> tuple[int, ...]:

@@ -32,7 +32,8 @@ from specheads.decoding.sampling import Sampler
 from specheads.drafters.contract import FINAL, Candidates, Drafter, StepResult
 from specheads.kv_cache import TreeCache
 from specheads.models.base import capture_hidden
-from specheads.tree_mask import check_tree_support, tree_attention
+from specheads.tree_mask import tree_attention
+from specheads.tree_support import check_tree_support
 
 EXACT_DTYPES = (torch.float32, torch.float64)
 

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "specheads"
 # Lowest first. A part imports its own layer and the layers before it.
 LAYERS = [
     {"__init__", "assets", "config", "dist", "log", "hardware", "files"},
-    {"tree", "acceptance", "losses", "fused_loss", "kv_cache", "tree_mask"},
+    {"tree", "acceptance", "losses", "fused_loss", "kv_cache", "tree_mask", "tree_support"},
     {"models", "data", "formats"},
     {"drafters"},
     {"training", "decoding"},
