@@ -1,59 +1,20 @@
-"""Drafters and models for the decoding tests."""
+"""Drafters, and a sample of models, for the decoding tests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from specheads.drafters.contract import FINAL, Candidates, StepResult
 from specheads.tree import Tree
+from tests.zoo import SMALL, VOCAB, build
 
-VOCAB = 64
+__all__ = ["MODELS", "SMALL", "VOCAB", "ScriptedDrafter", "build"]
 
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-    "tie_word_embeddings": False,  # tied ones repeat themselves
-}
-
-# name -> model type, changes to SMALL, attention
-MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "llama": ("llama", {}, "sdpa"),
-    "llama-eager": ("llama", {}, "eager"),
-    "mistral-window": ("mistral", {"sliding_window": 6}, "sdpa"),
-    "gemma2": ("gemma2", {"sliding_window": 6, "query_pre_attn_scalar": 8}, "eager"),
-    "gpt2": ("gpt2", {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 256}, "sdpa"),
-}
-
-
-def build(name: str, redraw: Callable[..., None], std: float = 0.3) -> PreTrainedModel:
-    """Build a small random model of MODELS whose logits depend on everything."""
-    model_type, changes, attention = MODELS[name]
-    known = CONFIG_MAPPING[model_type]()
-    settings = {key: value for key, value in SMALL.items() if hasattr(known, key)} | changes
-    config = CONFIG_MAPPING[model_type](**settings)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    redraw(model, std=std, seed=1)
-    assert isinstance(model, PreTrainedModel)
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if ".ln_" in parameter_name:  # GPT-2's norms
-                parameter.fill_(float(parameter_name.endswith("weight")))
-    return model.eval()
+# a sample for tests of other things; the whole of tests/zoo.py is tried in test_architectures.py
+MODELS = ("llama", "llama-eager", "mistral-window", "gemma2", "gpt2")
 
 
 class ScriptedDrafter:
