@@ -1,12 +1,16 @@
-"""A KV cache for tree decoding: preallocated, grown in blocks, compacted in place.
+"""A KV cache for tree decoding: preallocated, grown in blocks, compacted in place, ragged.
 
 transformers' DynamicCache copies every layer's whole cache at each step (torch.cat) and can only be
-cut at its end. Here a step writes its N nodes behind the live part, and the commit moves the few
-accepted rows to the front of them.
+cut at its end. Here a step writes its N nodes behind the live part of each row, and the commit
+moves the few accepted ones to the front of them. Rows have lengths of their own, and the token at
+position p of a row always lies in slot p: rows of a batch need no holes and no re-packing, and what
+lies behind a row's end is hidden by the mask (:mod:`specheads.tree_mask`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,15 +24,57 @@ def _round_up(num_slots: int) -> int:
     return -(-num_slots // BLOCK) * BLOCK
 
 
+class RowEnds:
+    """Where the rows of a cache end; one object, shared by all its layers.
+
+    Attributes:
+        lengths: per row the committed tokens; empty before the first forward pass.
+    """
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+        self._known: dict[tuple[object, ...], Tensor] = {}
+
+    def set(self, lengths: Sequence[int]) -> None:
+        """Set the lengths."""
+        self.lengths = list(lengths)
+        self._known.clear()
+
+    @property
+    def longest(self) -> int:
+        """The longest row's length, 0 where there are no rows."""
+        return max(self.lengths, default=0)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all rows have one length."""
+        return len(set(self.lengths)) <= 1
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return the lengths as [B] long on ``device``."""
+        key = (device,)
+        if key not in self._known:
+            self._known[key] = torch.tensor(self.lengths, device=device)
+        return self._known[key]
+
+    def slots(self, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return row numbers [B, 1] and the next ``num_tokens`` slots of each row [B, T]."""
+        key = (device, num_tokens)
+        if key not in self._known:
+            ahead = torch.arange(num_tokens, device=device)
+            self._known[key] = self.on(device)[:, None] + ahead
+        return torch.arange(len(self.lengths), device=device)[:, None], self._known[key]
+
+
 class TreeLayer(DynamicLayer):
-    """One layer: ``keys`` and ``values`` are views of the live part of larger buffers.
+    """One layer: ``keys`` and ``values`` are views of the front of larger buffers.
 
     Full length even for sliding-window layers, whose window the mask takes care of.
     """
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, rows: RowEnds, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.num_slots = 0
+        self.rows = rows
         self.key_buffer: Tensor | None = None
         self.value_buffer: Tensor | None = None
 
@@ -38,19 +84,13 @@ class TreeLayer(DynamicLayer):
         return 0 if self.key_buffer is None else self.key_buffer.shape[2]
 
     def use_buffers(self, keys: Tensor, values: Tensor) -> None:
-        """Move the live part into other buffers [B, H, capacity, d]."""
+        """Move what is there into other buffers [B, H, capacity, d]."""
         if self.key_buffer is not None and self.value_buffer is not None:
-            keys[:, :, : self.num_slots] = self.key_buffer[:, :, : self.num_slots]
-            values[:, :, : self.num_slots] = self.value_buffer[:, :, : self.num_slots]
+            end = self.rows.longest
+            keys[:, :, :end] = self.key_buffer[:, :, :end]
+            values[:, :, :end] = self.value_buffer[:, :, :end]
         self.key_buffer, self.value_buffer = keys, values
-        self.resize(self.num_slots)
-
-    def resize(self, num_slots: int) -> None:
-        """Set the number of live slots."""
-        assert self.key_buffer is not None and self.value_buffer is not None
-        self.num_slots = num_slots
-        self.keys = self.key_buffer[:, :, :num_slots]
-        self.values = self.value_buffer[:, :, :num_slots]
+        self.keys, self.values = keys, values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Note dtype and device; the buffers come with the first update."""
@@ -60,52 +100,60 @@ class TreeLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append [B, H, T, d] and return all keys and values."""
+        """Write [B, H, T, d] behind each row's end; return keys and values as far as any reaches.
+
+        Rows do not grow by it: :meth:`TreeCache.extend` or :meth:`TreeCache.commit` says by how
+        much.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start, end = self.num_slots, self.num_slots + key_states.shape[2]
-        if end > self.capacity:  # doubling: the copies stay linear in the tokens ever written
+        start, num_tokens = self.rows.longest, key_states.shape[2]
+        end = start + num_tokens
+        if end > self.capacity:
+            # doubling: the copies stay linear in the tokens ever written. Zeros: a slot that the
+            # mask hides still enters the weighted sum, and 0 * nan would be nan.
             num_slots = _round_up(max(end, 2 * self.capacity))
             self.use_buffers(
                 *(
-                    states.new_empty(*states.shape[:2], num_slots, states.shape[3])
+                    states.new_zeros(*states.shape[:2], num_slots, states.shape[3])
                     for states in (key_states, value_states)
                 )
             )
-        self.resize(end)
-        assert self.keys is not None and self.values is not None
-        self.keys[:, :, start:] = key_states
-        self.values[:, :, start:] = value_states
+        assert self.key_buffer is not None and self.value_buffer is not None
+        self.keys, self.values = self.key_buffer[:, :, :end], self.value_buffer[:, :, :end]
+        if self.rows.uniform:
+            self.keys[:, :, start:] = key_states
+            self.values[:, :, start:] = value_states
+        else:
+            row, slot = self.rows.slots(num_tokens, key_states.device)
+            self.keys[row, :, slot] = key_states.transpose(1, 2)
+            self.values[row, :, slot] = value_states.transpose(1, 2)
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
-        """Return the number of live slots."""
-        return self.num_slots
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last ``-tokens_to_remove`` slots (transformers' sign convention).
-
-        Raises:
-            ValueError: for a positive number.
-        """
-        if tokens_to_remove > 0:
-            raise ValueError(f"tokens_to_remove must be at most 0, got {tokens_to_remove}")
-        if self.is_initialized:
-            self.resize(self.num_slots + tokens_to_remove)
-
-    def reset(self) -> None:
-        """Forget everything; keep the buffers."""
-        if self.is_initialized:
-            self.resize(0)
+        """Return the longest row's length: transformers asks for one number."""
+        return self.rows.longest if self.is_initialized else 0
 
 
 class TreeCache(Cache):
-    """The cache of all layers, made by ``TreeCache()`` and given to the model as it is."""
+    """The cache of all layers, made by ``TreeCache()`` and given to the model as it is.
+
+    Attributes:
+        tokens: per row the token ids in its slots; whoever decodes keeps them, so that a later
+            turn of a conversation can see how much of it is already here.
+    """
 
     def __init__(self) -> None:
-        super().__init__(layer_class_to_replicate=TreeLayer)
+        self.rows = RowEnds()
+        super().__init__(layer_class_to_replicate=partial(TreeLayer, self.rows))  # type: ignore[arg-type]
+        self.tokens: list[list[int]] = []
         self._pool: Tensor | None = None  # [L, 2, B, H, capacity, d]: one copy commits all layers
         self._poolable = True
+
+    @property
+    def lengths(self) -> list[int]:
+        """Per row the number of committed tokens; empty before the first forward pass."""
+        return self.rows.lengths
 
     @property
     def capacity(self) -> int:
@@ -115,11 +163,19 @@ class TreeCache(Cache):
     def _live_layers(self) -> list[TreeLayer]:
         return [x for x in self.layers if isinstance(x, TreeLayer) and x.is_initialized]
 
-    def reserve(self, num_slots: int) -> None:
-        """Make room for ``num_slots`` in all; called before each forward pass but the first.
+    def reserve(self, batch_size: int, num_tokens: int) -> None:
+        """Make room for ``num_tokens`` more in every row; called before each forward pass.
 
-        Layers of equal shape move into one buffer, so that :meth:`compact` is one gather.
+        Layers of equal shape move into one buffer, so that :meth:`commit` is one gather.
+
+        Raises:
+            ValueError: if the cache has another number of rows.
         """
+        if not self.lengths:
+            self.rows.set([0] * batch_size)
+        if len(self.lengths) != batch_size:
+            raise ValueError(f"the cache has {len(self.lengths)} rows, the batch {batch_size}")
+        num_slots = self.rows.longest + num_tokens
         if not self._poolable or (self._pool is not None and num_slots <= self._pool.shape[4]):
             return
         layers = self._live_layers()
@@ -131,7 +187,6 @@ class TreeCache(Cache):
         if self._pool is not None:
             num_slots = max(num_slots, 2 * self._pool.shape[4])
         num_slots = _round_up(max(num_slots, max(layer.capacity for layer in layers)))
-        shape = (*first.shape[:2], num_slots, first.shape[3])
 
         def key(t: Tensor | None) -> tuple[object, ...]:
             assert t is not None
@@ -141,37 +196,121 @@ class TreeCache(Cache):
         self._poolable = all(key(t) == key(first) for t in buffers)
         if not self._poolable:
             return
-        pool = first.new_empty(len(layers), 2, *shape)
+        pool = first.new_zeros(len(layers), 2, *first.shape[:2], num_slots, first.shape[3])
         for layer, (keys, values) in zip(layers, pool, strict=True):
             layer.use_buffers(keys, values)
         self._pool = pool
 
-    def compact(self, start: int, index: Tensor) -> None:
-        """Keep, of the slots from ``start`` on, only those of the accepted path, in its order.
+    def extend(self, counts: Sequence[int]) -> None:
+        """Keep the first ``counts[b]`` of the tokens that were written behind row b."""
+        before = self.lengths or [0] * len(counts)
+        self.rows.set([n + count for n, count in zip(before, counts, strict=True)])
+
+    def commit(self, path: Tensor, counts: Sequence[int]) -> None:
+        """Keep, of the tree written behind each row, the accepted path, in its order.
 
         Args:
-            start: slots before the tree.
-            index: [B, a] long, nodes to keep, counted from ``start``; they move to ``start`` on
-                and everything behind them is forgotten.
+            path: [B, D+1] long, nodes from the root (node 0), padded with -1.
+            counts: per row the nodes to keep, from the front of its path; 0 forgets the tree.
         """
+        num_kept = max(counts)
+        if num_kept > 1:  # the root lies where it belongs
+            nodes = path[:, 1:num_kept].clamp(min=0)
+            for buffer in self._buffers():
+                self._move(buffer, nodes.to(buffer.device))
+        self.extend(counts)
+
+    def _buffers(self) -> list[Tensor]:
+        """Return the buffers [..., B, H, capacity, d] that together hold everything."""
         layers = self._live_layers()
-        end = start + index.shape[1]
         pool = self._pool
         if pool is not None and all(layer.capacity == pool.shape[4] for layer in layers):
-            stop = layers[0].num_slots
-            pool[..., start:end, :] = _gather(pool[..., start:stop, :], index)
+            return [pool]
+        buffers = [t for layer in layers for t in (layer.key_buffer, layer.value_buffer)]
+        return [t for t in buffers if t is not None]
+
+    def _move(self, buffer: Tensor, nodes: Tensor) -> None:
+        """Move ``nodes`` [B, a] of every row's tree to the slots behind its root."""
+        num_rows, num_moved = nodes.shape
+        if num_rows == 1:
+            start = self.lengths[0]
+            kept = buffer.index_select(-2, nodes[0] + start)
+            buffer[..., start + 1 : start + 1 + num_moved, :] = kept
+            return
+        row, slot = self.rows.slots(1 + num_moved, buffer.device)
+        source = slot[:, :1] + nodes
+        # index tensors apart by a slice: their dimensions come first, [B, a, ..., H, d]
+        if buffer.dim() == 4:
+            buffer[row, :, slot[:, 1:]] = buffer[row, :, source]
         else:
-            for layer in layers:
-                assert layer.keys is not None and layer.values is not None
-                for live in (layer.keys, layer.values):
-                    live[:, :, start:end] = _gather(live[:, :, start:], index.to(live.device))
-        for layer in layers:
-            layer.resize(end)
+            buffer[:, :, row, :, slot[:, 1:]] = buffer[:, :, row, :, source]
 
+    def shorten(self, lengths: Sequence[int]) -> None:
+        """Forget what lies behind ``lengths[b]`` tokens of row b.
 
-def _gather(slots: Tensor, index: Tensor) -> Tensor:
-    """Select [..., B, H, a, d] from [..., B, H, T, d] with index [B, a]."""
-    if index.shape[0] == 1:
-        return slots.index_select(-2, index[0])
-    index = index[:, None, :, None].expand(*slots.shape[:-2], index.shape[1], slots.shape[-1])
-    return torch.gather(slots, -2, index)
+        Raises:
+            ValueError: if a row is shorter than that.
+        """
+        for row, (length, wanted) in enumerate(zip(self.lengths, lengths, strict=True)):
+            if not 0 <= wanted <= length:
+                raise ValueError(f"row {row} has {length} tokens, cannot keep {wanted}")
+        self.rows.set(lengths)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``-tokens_to_remove`` tokens of every row (transformers' convention).
+
+        Raises:
+            ValueError: for a positive number.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove must be at most 0, got {tokens_to_remove}")
+        self.shorten([length + tokens_to_remove for length in self.lengths])
+
+    def align(self, texts: Sequence[Sequence[int]]) -> list[int]:
+        """Keep of every row what ``texts`` [B] begins with; return how many tokens that is.
+
+        At least one token of a text is left to be read, for its logits. An empty cache takes any
+        texts.
+
+        Raises:
+            ValueError: if there are rows, but not one for each text.
+        """
+        if not self.lengths:
+            self.rows.set([0] * len(texts))
+        if len(self.lengths) != len(texts):
+            raise ValueError(f"the cache has {len(self.lengths)} rows, but there are {len(texts)}")
+        held = self.tokens or [[]] * len(texts)
+        known = []
+        for text, tokens, length in zip(texts, held, self.lengths, strict=True):
+            same = 0
+            for ours, theirs in zip(tokens[:length], text[:-1], strict=False):
+                if ours != theirs:
+                    break
+                same += 1
+            known.append(same)
+        self.shorten(known)
+        return known
+
+    def select(self, rows: Tensor) -> None:
+        """Keep the rows ``rows`` [R] (long), in that order."""
+        kept = rows.tolist()
+        for layer in self._live_layers():
+            if self._pool is None:
+                assert layer.key_buffer is not None and layer.value_buffer is not None
+                layer.key_buffer, layer.value_buffer = (
+                    t.index_select(0, rows.to(t.device))
+                    for t in (layer.key_buffer, layer.value_buffer)
+                )
+        if self._pool is not None:
+            self._pool = self._pool.index_select(2, rows.to(self._pool.device))
+            for layer, (keys, values) in zip(self._live_layers(), self._pool, strict=True):
+                layer.key_buffer, layer.value_buffer = keys, values
+        self.rows.set([self.lengths[row] for row in kept])
+        if self.tokens:
+            self.tokens = [self.tokens[row] for row in kept]
+
+    def reset(self) -> None:
+        """Forget everything, the number of rows too."""
+        self.layers, self.tokens = [], []
+        self._pool, self._poolable = None, True
+        self.rows.set([])

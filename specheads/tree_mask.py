@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -24,22 +25,38 @@ from transformers.masking_utils import (
     causal_mask_function,
 )
 
-from specheads.tree import Tree
+from specheads.kv_cache import RowEnds, TreeCache
+from specheads.tree import RowTrees, Tree, batched
 
 SUPPORTED_ATTENTION = ("sdpa", "eager", "flex_attention")
 
-_active: ContextVar[Tree | None] = ContextVar("specheads_tree", default=None)
+
+@dataclass(frozen=True)
+class _Active:
+    """What the forward pass at hand runs over.
+
+    Attributes:
+        tree: its shape; None is a run of tokens, one after the other.
+        rows: where each row of the cache ends and the tokens begin.
+    """
+
+    tree: Tree | RowTrees | None
+    rows: RowEnds
+
+
+_active: ContextVar[_Active | None] = ContextVar("specheads_tree", default=None)
 
 
 @contextlib.contextmanager
-def tree_attention(tree: Tree) -> Iterator[None]:
-    """While open, a forward pass over ``tree.num_nodes`` tokens attends along the tree.
+def tree_attention(tree: Tree | RowTrees | None, cache: TreeCache) -> Iterator[None]:
+    """While open, a forward pass with ``cache`` attends along the tree behind each row's end.
 
-    The pass must be given ``position_ids = prefix + tree.depths``: transformers does not notice
-    when they are missing.
+    The pass must be given ``position_ids = length of the row + tree.depths``: transformers does not
+    notice when they are missing. Without a tree the tokens follow one another, which needs this
+    context where rows of the cache differ in length.
     """
     _install()
-    token = _active.set(tree)
+    token = _active.set(_Active(tree, cache.rows))
     try:
         yield
     finally:
@@ -55,43 +72,61 @@ def _install() -> None:
 
 def _tree_aware(make_mask: Callable[..., Any], name: str) -> Callable[..., Any]:
     def make_tree_mask(*args: Any, **kwargs: Any) -> Any:
-        tree = _active.get()
-        if tree is None:
+        active = _active.get()
+        if active is None:
             return make_mask(*args, **kwargs)
-        q_length, num_cached = kwargs["q_length"], kwargs["q_offset"]
-        if q_length != tree.num_nodes:
+        tree, num_tokens = active.tree, kwargs["q_length"]
+        if tree is not None and num_tokens != tree.num_nodes:
             raise ValueError(
-                f"the active tree has {tree.num_nodes} nodes, the forward pass {q_length} tokens"
+                f"the active tree has {tree.num_nodes} nodes, the forward pass {num_tokens} tokens"
             )
-        rule = kwargs["mask_function"]
+        rule, device = kwargs["mask_function"], torch.device(kwargs["device"])
+        longest = active.rows.longest
         if (
             name != "flex_attention"
             and rule is causal_mask_function
             and kwargs.get("attention_mask") is None
-            and kwargs["kv_length"] == num_cached + q_length
-            and kwargs["batch_size"] == 1
+            and kwargs["kv_length"] == longest + num_tokens
         ):
-            return causal_tree_mask(tree, num_cached, kwargs["dtype"], kwargs["device"])
-        kwargs["mask_function"] = _along_tree(rule, tree.to(kwargs["device"]), num_cached)
+            if isinstance(tree, Tree) and active.rows.uniform:
+                return causal_tree_mask(tree, longest, kwargs["dtype"], device)
+            return ragged_mask(tree, active.rows.on(device), kwargs)
+        start = longest if active.rows.uniform else active.rows.on(device)
+        kwargs["mask_function"] = _along_tree(rule, tree, start, num_tokens, kwargs)
         kwargs["allow_is_causal_skip"] = False
         return make_mask(*args, **kwargs)
 
     return make_tree_mask
 
 
-def _along_tree(rule: Callable[..., Tensor], tree: Tree, num_cached: int) -> Callable[..., Tensor]:
-    last = tree.num_nodes - 1
-    depths, tree_mask = tree.depths, tree.tree_mask
+def _along_tree(
+    rule: Callable[..., Tensor],
+    tree: Tree | RowTrees | None,
+    start: int | Tensor,
+    num_tokens: int,
+    sizes: dict[str, Any],
+) -> Callable[..., Tensor]:
+    """Wrap ``rule``, which knows positions, so that it can be asked about slots."""
+    last, q_offset, device = num_tokens - 1, sizes["q_offset"], sizes["device"]
+    if tree is None:
+        depths = torch.arange(num_tokens, device=device)[None]
+        tree_mask = None
+    else:
+        depths = batched(tree, tree.depths).to(device)
+        tree_mask = batched(tree, tree.tree_mask).to(device)
+    shared = depths.shape[0] == 1
 
     def rule_along_tree(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        q_node = (q - num_cached).clamp(0, last)  # every query is a node
-        k_node = (k - num_cached).clamp(0, last)
-        in_tree = k >= num_cached
-        q_position = num_cached + depths[q_node]
-        k_position = torch.where(in_tree, num_cached + depths[k_node], k)
-        live = k <= num_cached + last  # static caches have empty slots behind
-        seen = rule(b, h, q_position, k_position)
-        return seen & live & (~in_tree | tree_mask[q_node, k_node])
+        first = start if isinstance(start, int) else start[b]
+        row = b * 0 if shared else b
+        q_node = (q - q_offset).clamp(0, last)
+        k_node = (k - first).clamp(0, last)
+        behind = k >= first
+        q_position = first + depths[row, q_node]
+        k_position = torch.where(behind, first + depths[row, k_node], k)
+        above = k_node <= q_node if tree_mask is None else tree_mask[row, q_node, k_node]
+        live = k <= first + last  # other rows and static caches reach further
+        return rule(b, h, q_position, k_position) & live & (~behind | above)
 
     return rule_along_tree
 
@@ -116,3 +151,30 @@ def _mask_buffer(tree: Tree, width: int, dtype: torch.dtype, device: torch.devic
     mask = torch.zeros(1, 1, num_nodes, width + num_nodes, dtype=dtype)
     mask[..., width:].masked_fill_(~tree.tree_mask.cpu(), torch.finfo(dtype).min)
     return mask.to(device)
+
+
+def ragged_mask(tree: Tree | RowTrees | None, starts: Tensor, sizes: dict[str, Any]) -> Tensor:
+    """Return the additive mask [B, 1, T, S] under plain causal attention, rows ending apart.
+
+    Args:
+        tree: of the T tokens; None where they follow one another.
+        starts: [B], the slot of each row's first new token.
+        sizes: ``q_length`` T, ``kv_length`` S, and ``dtype``, as transformers gives them.
+    """
+    num_tokens, dtype = sizes["q_length"], sizes["dtype"]
+    slots = torch.arange(sizes["kv_length"], device=starts.device)
+    node = slots - starts[:, None]  # [B, S]; negative: cached
+    floor = torch.finfo(dtype).min
+    if tree is None:
+        seen = node[:, None] <= torch.arange(num_tokens, device=starts.device)[:, None]
+        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, floor)[
+            :, None
+        ]
+    # a column for what is cached before the tree's own, and one for what is nobody's after them
+    hidden = ~batched(tree, tree.tree_mask).to(starts.device)
+    table = torch.zeros(*hidden.shape[:2], num_tokens + 2, dtype=dtype, device=starts.device)
+    table[..., 1:-1].masked_fill_(hidden, floor)
+    table[..., -1] = floor
+    column = (node + 1).clamp_(0, num_tokens + 1)
+    shape = (len(starts), num_tokens, slots.shape[0])
+    return table.expand(shape[0], -1, -1).gather(2, column[:, None].expand(shape))[:, None]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from specheads.drafters.contract import FINAL, Candidates, StepResult
-from specheads.tree import Tree
+from specheads.drafters.contract import FINAL, Candidates, Prefill, StepResult
+from specheads.tree import RowTrees, Tree
 from tests.zoo import SMALL, VOCAB, build
 
 __all__ = ["MODELS", "SMALL", "VOCAB", "ScriptedDrafter", "build"]
@@ -18,42 +18,79 @@ MODELS = ("llama", "llama-eager", "mistral-window", "gemma2", "gpt2")
 
 
 class ScriptedDrafter:
-    """Knows the true continuation and puts it into a share of its guesses.
+    """Knows the true continuations and puts them into a share of its guesses.
 
     Args:
         tree: static.
-        truth: prompt and continuation.
+        truth: prompt and continuation, one row or several.
         hit_rate: how often a node of rank 0 is right; nodes of other ranks are right the rest of
             the time, and may then be equal siblings.
+        row_trees: give every row its own copy of the tree, as drafters of dynamic trees do.
     """
 
     taps = (FINAL,)
     deterministic = True
 
-    def __init__(self, tree: Tree, truth: list[int], hit_rate: float, vocab: int = VOCAB) -> None:
-        self.tree, self.truth, self.hit_rate, self.vocab = tree, truth, hit_rate, vocab
+    def __init__(
+        self,
+        tree: Tree,
+        truth: list[int] | list[list[int]],
+        hit_rate: float,
+        vocab: int = VOCAB,
+        *,
+        row_trees: bool = False,
+    ) -> None:
+        self.tree, self.hit_rate, self.vocab, self.row_trees = tree, hit_rate, vocab, row_trees
+        self.truth = truth if truth and isinstance(truth[0], list) else [truth]
         self.generator = torch.Generator().manual_seed(0)
 
-    def start(
-        self, prompt_ids: Tensor, hidden: Mapping[str, Tensor], root: Tensor
-    ) -> tuple[int, int]:
-        """Check the hidden states' shape; remember the root and its position."""
-        assert hidden[FINAL].shape[:2] == prompt_ids.shape
-        return prompt_ids.shape[1], int(root)
+    def start(self, prefill: Prefill) -> ScriptedState:
+        """Check the hidden states' shape; remember the roots and their positions."""
+        assert prefill.hidden[FINAL].shape[:2] == prefill.tokens.shape
+        assert len(prefill.last_hidden(FINAL)) == len(prefill.ids)
+        positions = [len(ids) for ids in prefill.ids]
+        return ScriptedState(list(range(len(positions))), positions, prefill.root)
 
-    def propose(self, state: tuple[int, int]) -> Candidates:
+    def propose(self, state: ScriptedState) -> Candidates:
         """Guess."""
-        position, root = state
-        tokens = [root]
+        rows = [self._guess(*each) for each in zip(state.rows, state.positions, strict=True)]
+        tokens = torch.cat([state.root[:, None], torch.tensor(rows)[:, 1:]], dim=1)
+        if not self.row_trees:
+            return Candidates(tokens, self.tree)
+        parents = self.tree.parents.expand(len(rows), -1)
+        return Candidates(tokens, RowTrees.from_parents(parents, self.tree.max_depth))
+
+    def _guess(self, row: int, position: int) -> list[int]:
+        tokens = [0]
+        truth = self.truth[row]
+        assert isinstance(truth, list)
         for depth, rank in zip(self.tree.depths[1:], self.tree.ranks[1:], strict=True):
             i = position + int(depth)
-            right = self.truth[i] if i < len(self.truth) else 0
+            right = truth[i] if i < len(truth) else 0
             hit = bool(torch.rand((), generator=self.generator) < self.hit_rate)
             good = hit if int(rank) == 0 else (not hit and 0 < self.hit_rate < 1)
             tokens.append(right if good else (right + 1 + int(rank)) % self.vocab)
-        return Candidates(torch.tensor([tokens]), self.tree)
+        return tokens
 
-    def observe(self, state: tuple[int, int], result: StepResult) -> tuple[int, int]:
+    def observe(self, state: ScriptedState, result: StepResult) -> ScriptedState:
         """Move on."""
         assert result.hidden[FINAL].shape[:2] == result.tokens.shape
-        return state[0] + len(result.new_tokens[0]), int(result.next_root)
+        gained = map(len, result.new_tokens)
+        positions = [n + new for n, new in zip(state.positions, gained, strict=True)]
+        return ScriptedState(state.rows, positions, result.next_root)
+
+    def select(self, state: ScriptedState, rows: Tensor) -> ScriptedState:
+        """Keep some rows."""
+        kept = rows.tolist()
+        return ScriptedState(
+            [state.rows[i] for i in kept], [state.positions[i] for i in kept], state.root[rows]
+        )
+
+
+@dataclass(frozen=True)
+class ScriptedState:
+    """Which rows these are, where their roots stand, and the roots [B]."""
+
+    rows: list[int]
+    positions: list[int]
+    root: Tensor

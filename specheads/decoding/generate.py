@@ -161,7 +161,7 @@ class SpecDecoder:
         streamer = self.streamer
         if streamer is not None:
             streamer.put(input_ids.cpu())
-            options["on_tokens"] = lambda tokens: streamer.put(torch.tensor(tokens))
+            options["on_tokens"] = lambda _row, tokens: streamer.put(torch.tensor(tokens))
         self.last_result = decode(self.base, self.drafter, input_ids, **options)
         if streamer is not None:
             streamer.end()

@@ -12,30 +12,24 @@ near-ties are common, and no replay is made: outputs are plausible, not identica
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from specheads.acceptance import walk
-from specheads.decoding.choosing import Chooser
-from specheads.decoding.plain import draw_next, replay, step
-from specheads.decoding.result import (
-    DecodeResult,
-    OnTokens,
-    Output,
-    Stopping,
-    check_request,
-)
+from specheads.decoding.choosing import Chooser, make_chooser
+from specheads.decoding.forward import BasePass
+from specheads.decoding.plain import prompt_tokens
+from specheads.decoding.result import DecodeResult, OnTokens, Output, Stopping, read_prompts
 from specheads.decoding.sampling import Sampler
-from specheads.drafters.contract import FINAL, Candidates, Drafter, StepResult
+from specheads.drafters.contract import FINAL, Candidates, Drafter, Prefill, StepResult
 from specheads.kv_cache import TreeCache
 from specheads.models.base import capture_hidden
-from specheads.tree_mask import tree_attention
+from specheads.tree import Tree, batched
 from specheads.tree_support import check_tree_support
-
-EXACT_DTYPES = (torch.float32, torch.float64)
 
 
 def decode(
@@ -44,60 +38,76 @@ def decode(
     input_ids: Tensor,
     *,
     max_new_tokens: int,
+    attention_mask: Tensor | None = None,
     sampler: Sampler | None = None,
     eos_token_ids: Collection[int] = (),
     logits_processor: LogitsProcessorList | None = None,
     stopping_criteria: Stopping | None = None,
     on_tokens: OnTokens | None = None,
+    cache: TreeCache | None = None,
+    pad_token_id: int = 0,
 ) -> DecodeResult:
     """Decode by verifying a tree of guesses in each forward pass.
 
     Takes what :func:`specheads.decoding.plain.plain_decode` takes and returns its tokens.
 
     Raises:
-        ValueError: for a batch, an empty prompt, more tokens than the model has positions, a
-            drafter whose candidates are sampled, or a model that cannot verify a tree.
+        ValueError: what plain decoding raises; for a drafter whose candidates are sampled, and a
+            model that cannot verify them.
     """
-    check_request(model, input_ids, max_new_tokens)
+    prompts = read_prompts(model, input_ids, attention_mask, max_new_tokens)
     if not drafter.deterministic:
         raise ValueError("drafter.deterministic must be True: no rule for sampled candidates yet")
     check_tree_support(model)
-    sampler = sampler or Sampler()
-    output = Output(input_ids, max_new_tokens, eos_token_ids, stopping_criteria, on_tokens)
+    output = Output(
+        prompts, input_ids.device, max_new_tokens, eos_token_ids, stopping_criteria, on_tokens
+    )
+    base = BasePass(model, TreeCache() if cache is None else cache)
+    chooser = make_chooser(model, output, sampler, logits_processor, exact=True)
     # saves a tenth of the calls' overhead beside no_grad, in the plain loop too
     with torch.inference_mode(), tapped(model, drafter.taps) as hidden:
-        _decode(model, drafter, output, sampler, logits_processor, hidden)
-    return output.result()
+        known = base.cache.align(prompts)
+        try:
+            _decode(base, drafter, output, chooser, hidden, known, drop=cache is None)
+        finally:
+            if cache is not None:
+                cache.tokens = [output.text(row)[:n] for row, n in enumerate(cache.lengths)]
+    return output.result(input_ids, pad_token_id, cache)
 
 
 def _decode(
-    model: PreTrainedModel,
+    base: BasePass,
     drafter: Drafter,
     output: Output,
-    sampler: Sampler,
-    logits_processor: LogitsProcessorList | None,
+    chooser: Chooser,
     hidden: Callable[[], dict[str, Tensor]],
+    known: list[int],
+    *,
+    drop: bool,
 ) -> None:
-    prompt = output.input_ids
-    cache = TreeCache()
-    logits = step(model, prompt, cache, 0)
-    root = draw_next(logits, sampler, output.ids, logits_processor)
-    output.emit(root.tolist())
-    state = drafter.start(prompt, hidden(), root)
-
-    def settle(ids: Tensor) -> Tensor:
-        output.num_replays += 1
-        return replay(model, ids, output.num_prompt_tokens)
-
-    chooser = Chooser(sampler, logits_processor, settle if logits.dtype in EXACT_DTYPES else None)
-    while not output.done:
-        candidates = propose(drafter, state, output.budget)
-        start = cache.get_seq_length()
-        logits = verify(model, candidates, cache, start)
-        result = accept(candidates, logits, hidden(), chooser, output.ids)
-        output.emit(result.new_tokens[0])
-        commit(cache, start, result)
-        state = drafter.observe(state, result)
+    tokens, counts = prompt_tokens(output, known)
+    rows = list(range(len(counts)))
+    logits = base.read(tokens, counts)
+    chosen = chooser.next_tokens(logits, rows)
+    root = torch.tensor(chosen, device=logits.device)
+    state = drafter.start(Prefill(output.prompts, tokens, counts, hidden(), root))
+    output.emit(rows, [[token] for token in chosen])
+    while True:
+        going = [i for i, row in enumerate(rows) if output.budget(row)]
+        if not going:
+            return
+        if drop and len(going) < len(rows):
+            kept = torch.tensor(going)
+            base.cache.select(kept)
+            state = drafter.select(state, kept.to(root.device))
+            rows = [rows[i] for i in going]
+        candidates = propose(drafter, state, [output.budget(row) for row in rows])
+        logits = base.verify(candidates)
+        result = accept(candidates, logits, hidden(), chooser, rows)
+        counts = output.emit(rows, result.new_tokens)
+        base.cache.commit(result.path, counts)
+        gained = [new[:n] for new, n in zip(result.new_tokens, counts, strict=True)]
+        state = drafter.observe(state, replace(result, new_tokens=gained))
 
 
 @contextlib.contextmanager
@@ -123,29 +133,28 @@ def tapped(
         yield latest
 
 
-def propose(drafter: Drafter, state: object, budget: int) -> Candidates:
-    """Ask for guesses; cut those that would run past the limit (a step gives one token more)."""
+def propose(drafter: Drafter, state: object, budgets: Sequence[int]) -> Candidates:
+    """Ask for guesses; forbid those that would run past a row's limit.
+
+    Args:
+        drafter: proposes.
+        state: its state.
+        budgets: per row the tokens it may still get, of which a step gives one beside the guesses.
+    """
     candidates = drafter.propose(state)
-    tree = candidates.tree.trim(budget - 1)
-    if tree is candidates.tree:
+    tree, tokens = candidates.tree, candidates.tokens
+    if isinstance(tree, Tree):
+        tree = tree.trim(max(max(budgets) - 1, 0))
+        tokens = tokens[:, : tree.num_nodes]
+    if min(budgets) - 1 < tree.max_depth:
+        limits = torch.tensor(budgets, device=tokens.device)[:, None] - 1
+        tokens = tokens.masked_fill(batched(tree, tree.depths) > limits.clamp(min=0), -1)
+    if tokens is candidates.tokens:
         return candidates
-    return Candidates(candidates.tokens[:, : tree.num_nodes], tree)
-
-
-def verify(model: PreTrainedModel, candidates: Candidates, cache: TreeCache, start: int) -> Tensor:
-    """Run the base model over all nodes at once; returns its logits [B, N, V]."""
-    tree = candidates.tree
-    cache.reserve(start + tree.num_nodes)
-    # a root alone is a plain step
-    attention = tree_attention(tree) if tree.num_nodes > 1 else contextlib.nullcontext()
-    with attention:
-        output = model(
-            input_ids=candidates.tokens,
-            position_ids=(tree.depths + start)[None],
-            past_key_values=cache,
-            use_cache=True,
-        )
-    return output.logits
+    probs = candidates.draft_probs
+    return Candidates(
+        tokens, tree, None if probs is None else probs[:, : tree.num_nodes], candidates.sampling
+    )
 
 
 def accept(
@@ -153,7 +162,7 @@ def accept(
     logits: Tensor,
     hidden: dict[str, Tensor],
     chooser: Chooser,
-    ids: Tensor,
+    rows: Sequence[int],
 ) -> StepResult:
     """Choose the base model's token at the nodes and walk down the tree along them.
 
@@ -162,22 +171,23 @@ def accept(
         logits: [B, N, V].
         hidden: tap -> [B, N, d].
         chooser: how tokens are chosen.
-        ids: [B, T], the sequence so far, the root included.
+        rows: [B], whose texts the trees continue.
     """
     tree, tokens = candidates.tree, candidates.tokens
-    scores = chooser.scores_at_nodes(candidates, logits, ids)
+    scores = chooser.scores_at_nodes(candidates, logits, rows)
     while True:
         base_tokens = scores.argmax(-1)
         path, num_accepted = walk(tokens, tree, base_tokens)
         emitted = base_tokens.gather(1, path.clamp(min=0)).masked_fill(path < 0, -1)
         ties = chooser.near_ties(logits, scores, path)
-        rows, tied = torch.stack([emitted, ties]).tolist()  # the step's only synchronisation
-        if 1 not in tied[0]:
+        gained, tied = torch.stack([emitted, ties]).tolist()  # the step's only synchronisation
+        unsettled = [i for i, row in enumerate(rows) if 1 in tied[i] and chooser.output.budget(row)]
+        if not unsettled:
             break
-        first = tied[0].index(1)
-        prefix = torch.cat([ids, emitted[:, :first]], dim=1)
         scores = scores.clone()
-        scores[:, path[0, first]] = chooser.settle(prefix)
+        for i in unsettled:
+            first = tied[i].index(1)
+            scores[i, path[i, first]] = chooser.settle(rows[i], gained[i][:first])[0].to(scores)
     return StepResult(
         tree=tree,
         tokens=tokens,
@@ -186,10 +196,5 @@ def accept(
         path=path,
         num_accepted=num_accepted,
         next_root=emitted.gather(1, num_accepted[:, None])[:, 0],
-        new_tokens=[[token for token in row if token >= 0] for row in rows],
+        new_tokens=[[token for token in row if token >= 0] for row in gained],
     )
-
-
-def commit(cache: TreeCache, start: int, result: StepResult) -> None:
-    """Keep the accepted path in the cache, where the tree was written from ``start`` on."""
-    cache.compact(start, result.path[:, : len(result.new_tokens[0])])

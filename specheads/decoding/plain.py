@@ -1,45 +1,23 @@
 """Plain decoding, one token per forward pass: the definition of correct, and the baseline.
 
-Everything the tree loop does must give these tokens. It uses the same cache and asks for the last
-row of logits only, so that a speed-up over it is a speed-up over a loop without wasted work.
+Everything the tree loop does must give these tokens, and a row of a batch must get those it would
+get alone. It uses the same cache and asks for the last row of logits only, so that a speed-up over
+it is a speed-up over a loop without wasted work.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import cast
 
 import torch
-from torch import FloatTensor, LongTensor, Tensor
+from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
-from specheads.decoding.result import (
-    DecodeResult,
-    OnTokens,
-    Output,
-    Stopping,
-    check_request,
-)
+from specheads.decoding.choosing import Chooser, make_chooser
+from specheads.decoding.forward import BasePass, pad_rows
+from specheads.decoding.result import DecodeResult, OnTokens, Output, Stopping, read_prompts
 from specheads.decoding.sampling import Sampler
 from specheads.kv_cache import TreeCache
-
-
-def process(logits_processor: LogitsProcessorList, ids: Tensor, logits: Tensor) -> Tensor:
-    """Apply processors to logits [R, V] after the tokens [R, T]."""
-    return logits_processor(cast(LongTensor, ids), cast(FloatTensor, logits.float()))
-
-
-def draw_next(
-    logits: Tensor,
-    sampler: Sampler,
-    ids: Tensor,
-    logits_processor: LogitsProcessorList | None,
-) -> Tensor:
-    """Draw the token after ``ids`` [B, T] from its logits [B, V]; returns [B]."""
-    if logits_processor:
-        logits = process(logits_processor, ids, logits)
-    position = torch.full((ids.shape[0],), ids.shape[1], device=ids.device)
-    return sampler(logits, position)
 
 
 def plain_decode(
@@ -47,68 +25,73 @@ def plain_decode(
     input_ids: Tensor,
     *,
     max_new_tokens: int,
+    attention_mask: Tensor | None = None,
     sampler: Sampler | None = None,
     eos_token_ids: Collection[int] = (),
     logits_processor: LogitsProcessorList | None = None,
     stopping_criteria: Stopping | None = None,
     on_tokens: OnTokens | None = None,
+    cache: TreeCache | None = None,
+    pad_token_id: int = 0,
 ) -> DecodeResult:
     """Decode one token at a time.
 
     Args:
         model: any causal language model of transformers.
-        input_ids: [1, P].
-        max_new_tokens: limit; the end-of-sequence token counts.
-        sampler: greedy if None.
-        eos_token_ids: tokens that end the sequence.
-        logits_processor: changes the logits, given the sequence so far.
-        stopping_criteria: asked after every token.
-        on_tokens: called with the new tokens of every step.
+        input_ids: [B, P], left-padded where prompts differ in length.
+        max_new_tokens: limit per row; the end-of-sequence token counts.
+        attention_mask: [B, P], 0 on padding.
+        sampler: greedy if None; row b is sampled with its seed + b.
+        eos_token_ids: tokens that end a row.
+        logits_processor: changes the logits, given the row's text so far without padding.
+        stopping_criteria: asked after every token, row by row.
+        on_tokens: called with a row's number and its new tokens, for every row and step.
+        cache: keeps keys and values for a later turn. If it holds the beginnings of the prompts,
+            only the rest is read.
+        pad_token_id: stands in ``sequences`` behind rows that ended early.
 
     Raises:
-        ValueError: for a batch, an empty prompt, or more tokens than the model has positions.
+        ValueError: for an empty prompt, a mask that is not left padding, a cache of another number
+            of rows, or more tokens than the model has positions.
     """
-    check_request(model, input_ids, max_new_tokens)
-    sampler = sampler or Sampler()
-    output = Output(input_ids, max_new_tokens, eos_token_ids, stopping_criteria, on_tokens)
+    prompts = read_prompts(model, input_ids, attention_mask, max_new_tokens)
+    output = Output(
+        prompts, input_ids.device, max_new_tokens, eos_token_ids, stopping_criteria, on_tokens
+    )
+    base = BasePass(model, TreeCache() if cache is None else cache)
     with torch.inference_mode():
-        _decode(model, output, sampler, logits_processor)
-    return output.result()
+        known = base.cache.align(prompts)
+        alone = len(prompts) == 1 and not any(known)  # this is what others are compared with
+        chooser = make_chooser(model, output, sampler, logits_processor, exact=not alone)
+        try:
+            _decode(base, output, chooser, known, drop=cache is None)
+        finally:
+            if cache is not None:
+                cache.tokens = [output.text(row)[:n] for row, n in enumerate(cache.lengths)]
+    return output.result(input_ids, pad_token_id, cache)
 
 
 def _decode(
-    model: PreTrainedModel,
-    output: Output,
-    sampler: Sampler,
-    logits_processor: LogitsProcessorList | None,
+    base: BasePass, output: Output, chooser: Chooser, known: list[int], *, drop: bool
 ) -> None:
-    cache = TreeCache()
-    tokens, start = output.input_ids, 0
-    while not output.done:
-        logits = step(model, tokens, cache, start)
-        start += tokens.shape[1]
-        token = draw_next(logits, sampler, output.ids, logits_processor)
-        output.emit(token.tolist())  # the step's only synchronisation
-        tokens = token[:, None]
+    tokens, counts = prompt_tokens(output, known)
+    rows = list(range(len(counts)))
+    while True:
+        logits = base.read(tokens, counts)
+        chosen = chooser.next_tokens(logits, rows)
+        counts = output.emit(rows, [[token] for token in chosen])
+        going = [bool(output.budget(row)) for row in rows]
+        if not any(going):
+            return
+        if drop and not all(going):
+            kept = [i for i, goes in enumerate(going) if goes]
+            base.cache.select(torch.tensor(kept))
+            rows, chosen = ([each[i] for i in kept] for each in (rows, chosen))
+            going = [True] * len(kept)
+        tokens, counts = pad_rows([[token] for token in chosen], base.device), list(map(int, going))
 
 
-def step(model: PreTrainedModel, tokens: Tensor, cache: TreeCache, start: int) -> Tensor:
-    """Read tokens [B, T] that stand from ``start`` on; returns the logits [B, V] after the last."""
-    cache.reserve(start + tokens.shape[1])
-    output = model(
-        input_ids=tokens,
-        position_ids=torch.arange(start, start + tokens.shape[1], device=tokens.device)[None],
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
-    return output.logits[:, -1]
-
-
-def replay(model: PreTrainedModel, ids: Tensor, num_prompt_tokens: int) -> Tensor:
-    """Return the logits [B, V] after ``ids`` [B, T] to the last bit as plain decoding sees them."""
-    cache = TreeCache()
-    logits = step(model, ids[:, :num_prompt_tokens], cache, 0)
-    for i in range(num_prompt_tokens, ids.shape[1]):
-        logits = step(model, ids[:, i : i + 1], cache, i)
-    return logits
+def prompt_tokens(output: Output, known: list[int]) -> tuple[Tensor, list[int]]:
+    """Return what is to be read of the prompts, [B, T] right-padded, and how much per row."""
+    unread = [prompt[n:] for prompt, n in zip(output.prompts, known, strict=True)]
+    return pad_rows(unread, output.device), [len(row) for row in unread]

@@ -2,151 +2,231 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specheads.kv_cache import TreeCache
 from specheads.models.base import context_length
 
-OnTokens = Callable[[list[int]], None]
+OnTokens = Callable[[int, list[int]], None]
 Stopping = Callable[..., Tensor]  # transformers: (input_ids [B, T], scores) -> [B] bool
+
+
+@dataclass
+class DecodedRow:
+    """What one row of a batch was continued with.
+
+    Attributes:
+        new_tokens: the end-of-sequence token included.
+        accept_lengths: per step the tokens it emitted; they sum to one less than ``new_tokens``, as
+            the prefill gives one.
+        step_ids: per new token the step that gave it; 0 is the prefill.
+        finished: ended by an end-of-sequence token or a stopping criterion, not by the limit.
+        num_replays: near-ties that were settled by replaying the text plainly.
+    """
+
+    new_tokens: list[int] = field(default_factory=list)
+    accept_lengths: list[int] = field(default_factory=list)
+    step_ids: list[int] = field(default_factory=list)
+    finished: bool = False
+    num_replays: int = 0
 
 
 @dataclass(frozen=True)
 class DecodeResult:
-    """One decoded sequence.
+    """The decoded rows.
+
+    The attributes of :class:`DecodedRow` are here too, for a batch of one.
 
     Attributes:
-        sequences: [B, P+L], prompt and new tokens, the end-of-sequence token included.
-        num_prompt_tokens: P.
-        num_steps: forward passes of the base model after the prefill.
-        accept_lengths: per step the tokens it emitted; they sum to L - 1, as the prefill gives one.
-        step_ids: per new token the step that gave it; 0 is the prefill, then 1..num_steps.
-        finished: ended by an end-of-sequence token or a stopping criterion, not by the limit.
-        num_replays: near-ties that were settled by replaying the text plainly.
+        sequences: [B, P+L]: the prompts as they were given, the new tokens, padding on the right.
+        num_prompt_tokens: P, padding included.
+        num_steps: forward passes of the base model after the prefill, for the whole batch.
+        rows: one per prompt.
+        cache: the KV cache that was handed in, with all tokens of a row in it but the last.
+        scores: with ``keep_scores``: per new token [B, V], what it was chosen from, without noise;
+            0 where a row has ended.
+        logits: likewise, as the base model gave them.
     """
 
     sequences: Tensor
     num_prompt_tokens: int
     num_steps: int
-    accept_lengths: list[int]
-    step_ids: list[int]
-    finished: bool
-    num_replays: int = 0
+    rows: tuple[DecodedRow, ...]
+    cache: TreeCache | None = None
+    scores: tuple[Tensor, ...] | None = None
+    logits: tuple[Tensor, ...] | None = None
+
+    @property
+    def _only_row(self) -> DecodedRow:
+        if len(self.rows) != 1:
+            raise ValueError(f"there are {len(self.rows)} rows: read result.rows[i]")
+        return self.rows[0]
 
     @property
     def new_tokens(self) -> list[int]:
-        """The L new tokens."""
-        return self.sequences[0, self.num_prompt_tokens :].tolist()
+        """The new tokens of the only row."""
+        return self._only_row.new_tokens
+
+    @property
+    def accept_lengths(self) -> list[int]:
+        """The tokens per step of the only row."""
+        return self._only_row.accept_lengths
+
+    @property
+    def step_ids(self) -> list[int]:
+        """The steps of the only row's tokens."""
+        return self._only_row.step_ids
+
+    @property
+    def finished(self) -> bool:
+        """Whether the only row ended by itself."""
+        return self._only_row.finished
+
+    @property
+    def num_replays(self) -> int:
+        """Near-ties that were settled by a replay, in all rows."""
+        return sum(row.num_replays for row in self.rows)
 
     @property
     def accept_length(self) -> float:
-        """Mean tokens per step; 1 for plain decoding."""
-        return sum(self.accept_lengths) / max(1, len(self.accept_lengths))
+        """Mean tokens per step and row; 1 for plain decoding."""
+        lengths = [length for row in self.rows for length in row.accept_lengths]
+        return sum(lengths) / max(1, len(lengths))
 
 
 @dataclass
 class Output:
-    """The tokens so far; says when to stop."""
+    """The texts so far; says when each of them ends.
 
-    input_ids: Tensor  # [1, P]
+    Attributes:
+        prompts: per row, without padding.
+        device: of the texts given to stopping criteria and processors.
+        max_new_tokens: per row.
+        rows: per row what has been emitted.
+    """
+
+    prompts: Sequence[list[int]]
+    device: torch.device
     max_new_tokens: int
     eos_token_ids: Collection[int] = ()
     stopping_criteria: Stopping | None = None
     on_tokens: OnTokens | None = None
-    step_ids: list[int] = field(default_factory=list)
-    accept_lengths: list[int] = field(default_factory=list)
-    finished: bool = False
-    num_replays: int = 0
+    rows: list[DecodedRow] = field(default_factory=list)
+    num_calls: int = 0
 
     def __post_init__(self) -> None:
-        self._ids = self.input_ids.new_empty(1, self.num_prompt_tokens + self.max_new_tokens)
-        self._ids[:, : self.num_prompt_tokens] = self.input_ids
-        self._num_steps = 0
+        self.rows = [DecodedRow() for _ in self.prompts]
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        """P."""
-        return self.input_ids.shape[1]
+    def text(self, row: int) -> list[int]:
+        """Return the row's prompt and new tokens."""
+        return self.prompts[row] + self.rows[row].new_tokens
 
-    @property
-    def num_tokens(self) -> int:
-        """P + L so far."""
-        return self.num_prompt_tokens + len(self.step_ids)
+    def length(self, row: int) -> int:
+        """Return how many tokens :meth:`text` has."""
+        return len(self.prompts[row]) + len(self.rows[row].new_tokens)
 
-    @property
-    def ids(self) -> Tensor:
-        """[1, P+L], a view of what is there so far."""
-        return self._ids[:, : self.num_tokens]
+    def ids(self, row: int, more: Sequence[int] = ()) -> Tensor:
+        """Return the row's text, and ``more``, as [1, T]."""
+        return torch.tensor([self.text(row) + list(more)], device=self.device)
 
-    @property
-    def budget(self) -> int:
-        """Tokens that may still be emitted."""
-        return self.max_new_tokens - len(self.step_ids)
+    def budget(self, row: int) -> int:
+        """Return how many tokens the row may still get; 0 where it has ended."""
+        decoded = self.rows[row]
+        return 0 if decoded.finished else self.max_new_tokens - len(decoded.new_tokens)
 
-    @property
-    def done(self) -> bool:
-        """Nothing more is to be emitted."""
-        return self.finished or self.budget == 0
-
-    def emit(self, tokens: list[int]) -> None:
-        """Append what one step gave, up to the token that ends the sequence.
+    def emit(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> list[int]:
+        """Append what one forward pass gave to each of ``rows``, up to the token that ends it.
 
         The first call is the prefill's; later calls each count as a step.
-        """
-        tokens, kept = tokens[: self.budget], 0
-        end = self.num_tokens + len(tokens)
-        self._ids[0, self.num_tokens : end] = torch.tensor(tokens)
-        for token in tokens:
-            self.step_ids.append(self._num_steps)
-            kept += 1
-            if token in self.eos_token_ids or self._criteria_met():
-                self.finished = True
-                break
-        if self._num_steps:
-            self.accept_lengths.append(kept)
-        self._num_steps += 1
-        if self.on_tokens is not None:
-            self.on_tokens(tokens[:kept])
 
-    def _criteria_met(self) -> bool:
+        Returns:
+            How many tokens each of them kept; 0 where it had ended before.
+        """
+        kept = [self._append(row, gained) for row, gained in zip(rows, tokens, strict=True)]
+        self.num_calls += 1
+        return kept
+
+    def _append(self, row: int, tokens: Sequence[int]) -> int:
+        decoded, kept = self.rows[row], 0
+        if not self.budget(row):
+            return 0
+        for token in tokens[: self.budget(row)]:
+            decoded.new_tokens.append(token)
+            decoded.step_ids.append(self.num_calls)
+            kept += 1
+            if token in self.eos_token_ids or self._criteria_met(row):
+                decoded.finished = True
+                break
+        if self.num_calls:
+            decoded.accept_lengths.append(kept)
+        if self.on_tokens is not None:
+            self.on_tokens(row, decoded.new_tokens[-kept:])
+        return kept
+
+    def _criteria_met(self, row: int) -> bool:
         if self.stopping_criteria is None:
             return False
-        return bool(self.stopping_criteria(self.ids, None).all())
+        return bool(self.stopping_criteria(self.ids(row), None).all())
 
-    def result(self) -> DecodeResult:
+    def result(self, input_ids: Tensor, pad_token_id: int, cache: TreeCache | None) -> DecodeResult:
         """Freeze."""
+        longest = max(len(row.new_tokens) for row in self.rows)
+        new = [
+            row.new_tokens + [pad_token_id] * (longest - len(row.new_tokens)) for row in self.rows
+        ]
         return DecodeResult(
-            sequences=self.ids.clone(),
-            num_prompt_tokens=self.num_prompt_tokens,
-            num_steps=len(self.accept_lengths),
-            accept_lengths=self.accept_lengths,
-            step_ids=self.step_ids,
-            finished=self.finished,
-            num_replays=self.num_replays,
+            sequences=torch.cat([input_ids, torch.tensor(new, device=input_ids.device)], dim=1),
+            num_prompt_tokens=input_ids.shape[1],
+            num_steps=self.num_calls - 1,
+            rows=tuple(self.rows),
+            cache=cache,
         )
 
 
-def check_request(model: PreTrainedModel, input_ids: Tensor, max_new_tokens: int) -> None:
-    """Refuse what decoding cannot do.
+def read_prompts(
+    model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None, max_new_tokens: int
+) -> list[list[int]]:
+    """Return the rows of ``input_ids`` [B, P] without their padding.
+
+    Args:
+        model: for its context length.
+        input_ids: left-padded where rows differ in length.
+        attention_mask: [B, P], 0 on padding; None is all ones.
+        max_new_tokens: that each row is to be continued with.
 
     Raises:
-        ValueError: for a batch, an empty prompt, or more tokens than the model has positions.
+        ValueError: for no rows or an empty one, a mask of another shape or one that is not left
+            padding, or more tokens than the model has positions.
     """
-    if input_ids.dim() != 2 or input_ids.shape[0] != 1:
-        shape = list(input_ids.shape)
-        raise ValueError(f"input_ids must be [1, P] (one sequence at a time), got {shape}")
-    if input_ids.shape[1] < 1:
-        raise ValueError("input_ids must hold at least 1 token, got 0")
+    if input_ids.dim() != 2 or input_ids.shape[0] < 1:
+        raise ValueError(
+            f"input_ids must be [B, P] with at least 1 row, got {list(input_ids.shape)}"
+        )
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    rows: list[list[int]] = input_ids.tolist()
+    if attention_mask is not None:
+        if attention_mask.shape != input_ids.shape:
+            raise ValueError(
+                f"attention_mask is {list(attention_mask.shape)}, input_ids {list(input_ids.shape)}"
+            )
+        masks: list[list[int]] = attention_mask.long().tolist()
+        for i, mask in enumerate(masks):
+            if mask != sorted(mask):
+                raise ValueError(f"attention_mask row {i} is not left padding: zeros, then ones")
+        rows = [row[mask.count(0) :] for row, mask in zip(rows, masks, strict=True)]
     context = context_length(model)
-    num_tokens = input_ids.shape[1] + max_new_tokens
-    if context is not None and num_tokens > context:
-        raise ValueError(
-            f"prompt of {input_ids.shape[1]} plus max_new_tokens {max_new_tokens} is {num_tokens} "
-            f"tokens, but the model's context is {context}"
-        )
+    for i, row in enumerate(rows):
+        if not row:
+            raise ValueError(f"input_ids row {i} must hold at least 1 token, got 0")
+        if context is not None and len(row) + max_new_tokens > context:
+            raise ValueError(
+                f"prompt of {len(row)} plus max_new_tokens {max_new_tokens} is "
+                f"{len(row) + max_new_tokens} tokens, but the model's context is {context}"
+            )
+    return rows

@@ -7,13 +7,14 @@ which meet the same positions in different steps and shapes, therefore draw the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from specheads.tree import Tree
+from specheads.tree import RowTrees, Tree
 
 # of float32 logits relative to the largest, between passes of different shapes; 1.5e-6 was seen on
 # a 5-layer model, and a choice compares two logits
@@ -43,7 +44,9 @@ def _lattice(vocab_size: int, device: torch.device) -> Tensor:
     return torch.arange(1, vocab_size + 1, device=device) * _TOKEN_STEP
 
 
-def gumbel_noise(seed: int, positions: Tensor, vocab_size: int) -> Tensor:
+def gumbel_noise(
+    seed: int, positions: Tensor, vocab_size: int, rows: Sequence[int] | None = None
+) -> Tensor:
     """Return standard Gumbel noise that depends on nothing but its arguments.
 
     Counter-based (the splitmix64 finaliser over a lattice), hence without state, equal on every
@@ -54,13 +57,15 @@ def gumbel_noise(seed: int, positions: Tensor, vocab_size: int) -> Tensor:
             draw alone with that seed.
         positions: [B, ...] long, absolute positions of the tokens to be drawn.
         vocab_size: V.
+        rows: [B], which rows these are; 0 to B - 1 if None.
 
     Returns:
         [B, ..., V] float32.
     """
     device = positions.device
-    rows = [_mix_seed(seed + row) for row in range(positions.shape[0])]
-    keys = torch.tensor(rows, device=device).view(-1, *[1] * (positions.dim() - 1))
+    numbers = range(positions.shape[0]) if rows is None else rows
+    seeds = [_mix_seed(seed + row) for row in numbers]
+    keys = torch.tensor(seeds, device=device).view(-1, *[1] * (positions.dim() - 1))
     x = (keys + positions * _POSITION_STEP)[..., None] + _lattice(vocab_size, device)
     x = (x ^ _shifted(x, 30)) * (0xBF58476D1CE4E5B9 - (1 << 64))
     x = (x ^ _shifted(x, 27)) * (0x94D049BB133111EB - (1 << 64))
@@ -106,25 +111,34 @@ class Sampler:
             scores = scores.masked_fill(drop.scatter(-1, index, drop), float("-inf"))
         return scores
 
-    def scores(self, logits: Tensor, positions: Tensor) -> Tensor:
+    def scores(
+        self, logits: Tensor, positions: Tensor, rows: Sequence[int] | None = None
+    ) -> Tensor:
         """Return what a draw is the argmax of.
 
         Args:
             logits: [B, ..., V].
             positions: [B, ...], the absolute position of each token that is drawn.
+            rows: [B], which rows of the batch these are, for their seeds.
 
         Returns:
             [B, ..., V]; the logits themselves when greedy.
         """
         if self.temperature == 0:
             return logits
-        return self.warp(logits) + gumbel_noise(self.seed, positions, logits.shape[-1])
+        return self.warp(logits) + gumbel_noise(self.seed, positions, logits.shape[-1], rows)
 
     def __call__(self, logits: Tensor, positions: Tensor) -> Tensor:
         """Draw one token per row of logits, [B, ..., V] to [B, ...]; see :meth:`scores`."""
         return self.scores(logits, positions).argmax(-1)
 
-    def tree_scores(self, logits: Tensor, tree: Tree, root_positions: Tensor) -> Tensor:
+    def tree_scores(
+        self,
+        logits: Tensor,
+        tree: Tree | RowTrees,
+        root_positions: Tensor,
+        rows: Sequence[int] | None = None,
+    ) -> Tensor:
         """Return the scores after every node of a tree: as node by node, but faster.
 
         Nodes of one depth stand at one position and share its noise.
@@ -133,6 +147,7 @@ class Sampler:
             logits: [B, N, V].
             tree: on the device of the logits.
             root_positions: [B], the absolute position of the root.
+            rows: [B], which rows of the batch these are, for their seeds.
 
         Returns:
             [B, N, V].
@@ -140,8 +155,12 @@ class Sampler:
         if self.temperature == 0:
             return logits
         levels = torch.arange(1, tree.max_depth + 2, device=logits.device)
-        noise = gumbel_noise(self.seed, root_positions[:, None] + levels, logits.shape[-1])
-        return self.warp(logits) + noise[:, tree.depths]
+        positions = root_positions[:, None] + levels
+        noise = gumbel_noise(self.seed, positions, logits.shape[-1], rows)
+        if isinstance(tree, Tree):
+            return self.warp(logits) + noise[:, tree.depths]
+        each = torch.arange(len(noise), device=logits.device)[:, None]
+        return self.warp(logits) + noise[each, tree.depths]
 
     def near_ties(self, logits: Tensor, scores: Tensor) -> Tensor:
         """Tell where rounding might change a draw: the two best scores are closer than it.

@@ -35,8 +35,9 @@ class StepPrinter:
         self._shown = ""
         self._num_steps = 0
 
-    def __call__(self, tokens: list[int]) -> None:
-        """Show one step's tokens."""
+    def __call__(self, row: int, tokens: list[int]) -> None:
+        """Show one step's tokens; there is only one row."""
+        assert row == 0
         self._tokens += tokens
         self._show(self._decode().rstrip("\ufffd"))
         self._num_steps += 1

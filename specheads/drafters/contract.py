@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from specheads.tree import Tree
+from specheads.tree import RowTrees, Tree
 
 FINAL = "final"  # tap: what the base model hands to its output layer, after the last norm
 
@@ -18,14 +19,46 @@ class Candidates:
     """The guesses of one step.
 
     Attributes:
-        tokens: [B, N], node 0 the root; equal siblings merged.
-        tree: their shape, with N nodes; it may differ from step to step.
-        draft_probs: what sampled candidates were drawn from; None for deterministic candidates.
+        tokens: [B, N], node 0 the root; equal siblings merged. Negative tokens are padding: never
+            accepted, whatever the base model says.
+        tree: their shape, shared or per row, with N nodes; it may differ from step to step.
+        draft_probs: what sampled candidates were drawn from, [B, N, V]: row i is the distribution
+            of the first child of node i. None for deterministic candidates.
+        sampling: how siblings were drawn from it, see :mod:`specheads.rejection`.
     """
 
     tokens: Tensor
-    tree: Tree
+    tree: Tree | RowTrees
     draft_probs: Tensor | None = None
+    sampling: str = "none"
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """What the base model read before the first step.
+
+    Attributes:
+        ids: per row the whole text so far, without padding and without the root.
+        tokens: [B, T], what was read now, right-padded: less than ``ids`` where a conversation goes
+            on behind a cache.
+        num_tokens: per row how many of the T are real, at least 1.
+        hidden: tap -> [B, T, d].
+        root: [B], the first new token.
+    """
+
+    ids: Sequence[Sequence[int]]
+    tokens: Tensor
+    num_tokens: Sequence[int]
+    hidden: Mapping[str, Tensor]
+    root: Tensor
+
+    def last_hidden(self, tap: str) -> Tensor:
+        """Return the hidden states [B, d] at each row's last real token."""
+        hidden = self.hidden[tap]
+        if set(self.num_tokens) == {hidden.shape[1]}:
+            return hidden[:, -1]
+        last = torch.tensor(self.num_tokens, device=hidden.device) - 1
+        return hidden[torch.arange(len(last), device=hidden.device), last]
 
 
 @dataclass(frozen=True)
@@ -43,7 +76,7 @@ class StepResult:
         new_tokens: per row the tokens gained: those accepted, then ``next_root``.
     """
 
-    tree: Tree
+    tree: Tree | RowTrees
     tokens: Tensor
     base_tokens: Tensor
     hidden: Mapping[str, Tensor]
@@ -61,6 +94,8 @@ class StepResult:
 class Drafter(Protocol):
     """Proposes trees; keeps whatever it needs in a state of its own, all of it [B, ...].
 
+    A row of a batch must be proposed what it would be proposed alone.
+
     Attributes:
         taps: which hidden states of the base model it needs, of those in this module.
         deterministic: its candidates are a function of the prefix (then sample-and-walk is exact).
@@ -74,17 +109,14 @@ class Drafter(Protocol):
     def deterministic(self) -> bool:
         """Whether the candidates are a function of the prefix."""
 
-    def start(self, prompt_ids: Tensor, hidden: Mapping[str, Tensor], root: Tensor) -> Any:
-        """Return the state after the prefill.
-
-        Args:
-            prompt_ids: [B, P].
-            hidden: tap -> [B, P, d].
-            root: [B], the first token after the prompt.
-        """
+    def start(self, prefill: Prefill) -> Any:
+        """Return the state after the prefill."""
 
     def propose(self, state: Any) -> Candidates:
         """Return the guesses for the tokens after the root."""
 
     def observe(self, state: Any, result: StepResult) -> Any:
         """Return the state after a verify step."""
+
+    def select(self, state: Any, rows: Tensor) -> Any:
+        """Return the state of the rows ``rows`` [R] (long); the others have ended."""

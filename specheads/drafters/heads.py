@@ -6,14 +6,14 @@ last committed hidden state and not on the guesses above them, so one top-k per 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from specheads.drafters.contract import FINAL, Candidates, StepResult
+from specheads.drafters.contract import FINAL, Candidates, Prefill, StepResult
 from specheads.tree import Tree
 
 if TYPE_CHECKING:
@@ -65,10 +65,12 @@ class HeadsDrafter:
         # node -> its place in the heads' top-k lists laid end to end, [N - 1]
         self._slots = ((self.tree.depths - 1) * self._num_ranks + self.tree.ranks)[1:]
 
-    def start(self, prompt_ids: Tensor, hidden: Mapping[str, Tensor], root: Tensor) -> HeadsState:
+    def start(self, prefill: Prefill) -> HeadsState:
         """Start from the prompt's last hidden state; the heads need no others."""
         # a snapshot for every text anew: the heads may have been trained on in between
-        return HeadsState(root, hidden[FINAL][:, -1], self.heads.snapshot(self.output))
+        return HeadsState(
+            prefill.root, prefill.last_hidden(FINAL), self.heads.snapshot(self.output)
+        )
 
     def propose(self, state: HeadsState) -> Candidates:
         """One pass of all heads, one top-k, one gather."""
@@ -85,3 +87,7 @@ class HeadsDrafter:
         hidden = result.hidden[FINAL]
         rows = torch.arange(hidden.shape[0], device=hidden.device)
         return HeadsState(result.next_root, hidden[rows, result.last_node], state.predict)
+
+    def select(self, state: HeadsState, rows: Tensor) -> HeadsState:
+        """Keep some rows."""
+        return HeadsState(state.root[rows], state.hidden[rows], state.predict)

@@ -6,29 +6,34 @@ heads have to beat wherever there is nothing to copy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from specheads.drafters.contract import Candidates, StepResult
+from specheads.drafters.contract import Candidates, Prefill, StepResult
 from specheads.tree import Tree
 
 
 @dataclass
-class NgramState:
+class NgramRow:
     """One row's tokens and where its n-grams ended last.
 
     Attributes:
         tokens: prompt and output, the root included.
         ends: n-gram -> index of the token after its latest occurrence that has one.
-        device: where candidates go.
     """
 
     tokens: list[int] = field(default_factory=list)
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)
-    device: torch.device | None = None
+
+
+@dataclass(frozen=True)
+class NgramState:
+    """The rows, and the device where candidates go."""
+
+    rows: list[NgramRow]
+    device: torch.device
 
 
 class NgramDrafter:
@@ -55,41 +60,48 @@ class NgramDrafter:
         self.min_ngram = min_ngram
         self.num_tokens = num_tokens
 
-    def start(self, prompt_ids: Tensor, hidden: Mapping[str, Tensor], root: Tensor) -> NgramState:
-        """Index the prompt.
-
-        Raises:
-            ValueError: for more than one row.
-        """
-        if prompt_ids.shape[0] != 1:
-            raise ValueError(f"prompt_ids must have 1 row, got {prompt_ids.shape[0]}")
-        state = NgramState(device=prompt_ids.device)
-        self._extend(state, prompt_ids[0].tolist() + root.tolist())
-        return state
+    def start(self, prefill: Prefill) -> NgramState:
+        """Index the prompts."""
+        rows = [NgramRow() for _ in prefill.ids]
+        for row, ids, root in zip(rows, prefill.ids, prefill.root.tolist(), strict=True):
+            self._extend(row, [*ids, root])
+        return NgramState(rows, prefill.root.device)
 
     def propose(self, state: NgramState) -> Candidates:
-        """Look up the longest suffix that occurred before."""
-        tokens = state.tokens
+        """Look up the longest suffix that occurred before; shorter chains are padded."""
+        guesses = [self._look_up(row.tokens, row.ends) for row in state.rows]
+        depth = max(map(len, guesses))
+        chains = [
+            [row.tokens[-1], *found, *[-1] * (depth - len(found))]
+            for row, found in zip(state.rows, guesses, strict=True)
+        ]
+        return Candidates(torch.tensor(chains, device=state.device), Tree.chain(depth))
+
+    def _look_up(self, tokens: list[int], ends: dict[tuple[int, ...], int]) -> list[int]:
         guesses: list[int] = []
         for n in range(min(self.max_ngram, len(tokens)), self.min_ngram - 1, -1):
-            end = state.ends.get(tuple(tokens[-n:]))
+            end = ends.get(tuple(tokens[-n:]))
             if end is not None:
                 for source in range(end, end + self.num_tokens):  # a repeat may copy its own copy
                     known = source - len(tokens)
                     guesses.append(tokens[source] if known < 0 else guesses[known])
                 break
-        chain = torch.tensor([[tokens[-1], *guesses]], device=state.device)
-        return Candidates(chain, Tree.chain(len(guesses)))
+        return guesses
 
     def observe(self, state: NgramState, result: StepResult) -> NgramState:
         """Index the new tokens."""
-        self._extend(state, result.new_tokens[0])
+        for row, new_tokens in zip(state.rows, result.new_tokens, strict=True):
+            self._extend(row, new_tokens)
         return state
 
-    def _extend(self, state: NgramState, new_tokens: list[int]) -> None:
+    def select(self, state: NgramState, rows: Tensor) -> NgramState:
+        """Keep some rows."""
+        return NgramState([state.rows[row] for row in rows.tolist()], state.device)
+
+    def _extend(self, row: NgramRow, new_tokens: list[int]) -> None:
         """Append tokens; an n-gram is entered once the token after it is known."""
         for token in new_tokens:
-            index = len(state.tokens)
+            index = len(row.tokens)
             for n in range(self.min_ngram, min(self.max_ngram, index) + 1):
-                state.ends[tuple(state.tokens[index - n :])] = index
-            state.tokens.append(token)
+                row.ends[tuple(row.tokens[index - n :])] = index
+            row.tokens.append(token)

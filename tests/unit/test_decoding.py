@@ -19,10 +19,12 @@ from transformers import (
     TopKLogitsWarper,
 )
 
-from specheads.decoding import loop, sampling
+from specheads.decoding import sampling
+from specheads.decoding.forward import BasePass
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
 from specheads.decoding.sampling import Sampler
+from specheads.drafters.contract import Candidates
 from specheads.drafters.heads import HeadsDrafter
 from specheads.drafters.ngram import NgramDrafter
 from specheads.models.base import output_layer
@@ -188,13 +190,13 @@ def test_near_ties_are_settled_as_plain_decoding_does(
     plain = plain_decode(llama, ids, **settings)
     drafter = ScriptedDrafter(TREES["grown"], plain.sequences[0].tolist(), 0.7)
     assert decode(llama, drafter, ids, **settings).num_replays < 3
-    verify = loop.verify
+    verify = BasePass.verify
 
-    def coarse(*args: Any) -> torch.Tensor:
-        logits = verify(*args)
+    def coarse(base: BasePass, candidates: Candidates) -> torch.Tensor:
+        logits = verify(base, candidates)
         return logits + logits.abs().amax() * 0.05 * torch.empty_like(logits).uniform_(-1, 1)
 
-    monkeypatch.setattr(loop, "verify", coarse)
+    monkeypatch.setattr(BasePass, "verify", coarse)
     careless = decode(llama, drafter, ids, **settings)
     assert not careless.sequences.equal(plain.sequences), "the test would prove nothing"
     monkeypatch.setattr(sampling, "ROUNDING", 0.1)
@@ -242,8 +244,13 @@ def test_tokens_are_handed_over_step_by_step(llama: PreTrainedModel) -> None:
     ids = prompt()
     truth = plain_decode(llama, ids, max_new_tokens=24)
     steps: list[list[int]] = []
+
+    def keep(row: int, tokens: list[int]) -> None:
+        assert row == 0
+        steps.append(tokens)
+
     drafter = ScriptedDrafter(Tree.chain(4), truth.sequences[0].tolist(), 0.8)
-    result = decode(llama, drafter, ids, max_new_tokens=24, on_tokens=steps.append)
+    result = decode(llama, drafter, ids, max_new_tokens=24, on_tokens=keep)
     assert [len(step) for step in steps] == [1, *result.accept_lengths]
     assert sum(steps, []) == truth.new_tokens
 
@@ -273,10 +280,10 @@ def test_results_are_ordinary_tensors(llama: PreTrainedModel) -> None:
 
 
 def test_bad_requests_are_refused(llama: PreTrainedModel) -> None:
-    """Prevents a batch decoded as if it were one row, and sampled candidates treated as sure."""
+    """Prevents prompts read as something else, and sampled candidates treated as sure."""
     drafter = NgramDrafter()
     for ids, message in (
-        (torch.zeros(2, 3, dtype=torch.long), r"\[1, P\].*got \[2, 3\]"),
+        (torch.zeros(3, dtype=torch.long), r"\[B, P\].*got \[3\]"),
         (torch.zeros(1, 0, dtype=torch.long), "at least 1 token, got 0"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -1,145 +1,202 @@
-"""The cache: compaction, growth, pooling."""
+"""The cache: rows of their own lengths, commit, growth, pooling, turns of a conversation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from specheads.decoding.loop import commit, verify
-from specheads.decoding.plain import step
-from specheads.drafters.contract import Candidates, StepResult
+from specheads.decoding.forward import BasePass, pad_rows
+from specheads.drafters.contract import Candidates
 from specheads.kv_cache import BLOCK, TreeCache
-from specheads.tree import Tree
+from specheads.tree import RowTrees, Tree
 from tests.scripted import build
 
+WIDTHS = {"pooled": (4, 4), "separate": (4, 6)}  # head sizes per layer
 
-def fill(cache: TreeCache, num_slots: int, widths: tuple[int, ...] = (4, 4), seed: int = 0) -> None:
-    """Append random slots to every layer; widths are the head sizes per layer."""
+
+def write(
+    cache: TreeCache,
+    num_tokens: int,
+    batch_size: int = 1,
+    widths: Sequence[int] = (4, 4),
+    seed: int = 0,
+) -> list[Tensor]:
+    """Write random tokens behind every row; return the keys per layer. Values are their negative."""
     generator = torch.Generator().manual_seed(seed)
+    written = []
     for layer, width in enumerate(widths):
-        keys = torch.randn(1, 2, num_slots, width, generator=generator)
+        keys = torch.randn(batch_size, 2, num_tokens, width, generator=generator)
         cache.update(keys, -keys, layer)
+        written.append(keys)
+    return written
 
 
-def contents(cache: TreeCache) -> list[tuple[Tensor, Tensor]]:
-    """Return copies of all keys and values."""
-    return [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+def rows_of(cache: TreeCache) -> list[list[Tensor]]:
+    """Return copies of the live keys, [layer][row], after checking that values go with them."""
+    found = []
+    for layer in cache.layers:
+        assert layer.value_buffer.equal(-layer.key_buffer)
+        found.append([layer.key_buffer[row, :, :n].clone() for row, n in enumerate(cache.lengths)])
+    return found
 
 
-@pytest.mark.parametrize("widths", [(4, 4), (4, 6)], ids=["pooled", "separate"])
+@pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS)
 @pytest.mark.parametrize("grown", [False, True])
-def test_compact_keeps_the_path_and_nothing_else(widths: tuple[int, ...], grown: bool) -> None:
-    """Prevents rows of refused guesses staying in the cache, in either storage layout."""
-    cache = TreeCache()
-    fill(cache, 10, widths)
-    cache.reserve(20)
-    if grown:  # the tree does not fit into what was reserved
-        fill(cache, BLOCK - 12, widths, seed=5)
-    start = cache.get_seq_length()
-    fill(cache, 7, widths, seed=1)
-    before = contents(cache)
-    path = [0, 2, 5]
-    cache.compact(start, torch.tensor([path]))
-    rows = list(range(start)) + [start + i for i in path]
-    for (keys, values), (old_keys, old_values) in zip(contents(cache), before, strict=True):
-        assert keys.equal(old_keys[:, :, rows])
-        assert values.equal(old_values[:, :, rows])
-    assert cache.get_seq_length() == start + 3
-
-
-def test_rows_are_compacted_each_by_its_own_path() -> None:
-    """Prevents the first row's path being used for all: the batch of the engine issue."""
-    for pooled in (True, False):
+def test_commit_keeps_each_rows_path_and_nothing_else(widths: Sequence[int], grown: bool) -> None:
+    """Prevents refused guesses staying in the cache, and one row's path being used for all."""
+    for counts, paths in (
+        ([3], [[0, 2, 5]]),
+        ([1], [[0, -1, -1]]),
+        ([3, 2, 0, 1], [[0, 2, 5], [0, 4, -1], [0, 1, 3], [0, 3, 6]]),
+    ):
+        batch_size = len(counts)
         cache = TreeCache()
-        for layer in range(2):
-            cache.update(torch.randn(2, 3, 9, 4), torch.randn(2, 3, 9, 4), layer)
-        if pooled:
-            cache.reserve(9)
-        before = contents(cache)
-        index = torch.tensor([[0, 2], [1, 4]])
-        cache.compact(4, index)
-        for new, old in zip(contents(cache), before, strict=True):
-            for row in range(2):
-                slots = [0, 1, 2, 3, *(4 + index[row]).tolist()]
-                assert new[0][row].equal(old[0][row][:, slots])
-                assert new[1][row].equal(old[1][row][:, slots])
+        cache.reserve(batch_size, 10)
+        prefill = write(cache, 10, batch_size, widths)
+        lengths = [10 - 3 * row for row in range(batch_size)]
+        cache.extend(lengths)
+        cache.reserve(batch_size, 7)
+        if grown:  # what is written does not fit into what was reserved
+            more = write(cache, BLOCK, batch_size, widths, seed=5)
+            cache.extend([BLOCK - 5] * batch_size)
+            prefill = [
+                torch.stack([
+                    torch.cat([old[row, :, :n], new[row, :, : BLOCK - 5],
+                               torch.zeros(2, 10 - n, width)], dim=1)
+                    for row, n in enumerate(lengths)
+                ])
+                for old, new, width in zip(prefill, more, widths, strict=True)
+            ]  # fmt: skip
+            lengths = [n + BLOCK - 5 for n in lengths]
+        tree = write(cache, 7, batch_size, widths, seed=1)
+        cache.commit(torch.tensor(paths), counts)
+        assert cache.lengths == [n + count for n, count in zip(lengths, counts, strict=True)]
+        for layer, rows in enumerate(rows_of(cache)):
+            for row, keys in enumerate(rows):
+                kept = paths[row][: counts[row]]
+                wanted = [prefill[layer][row, :, : lengths[row]], tree[layer][row][:, kept]]
+                assert keys.equal(torch.cat(wanted, dim=1))
 
 
 def test_growth_keeps_everything() -> None:
     """Prevents lost tokens when the buffers are moved, by reserve or by update itself."""
-    cache = TreeCache()
-    fill(cache, 3)
-    parts = [contents(cache)]
-    for part in range(1, 6):
-        cache.reserve(cache.get_seq_length() + 1)
-        start = cache.get_seq_length()
-        fill(cache, BLOCK // 2, seed=part)
-        parts.append([(k[:, :, start:], v[:, :, start:]) for k, v in contents(cache)])
-    for layer in range(2):
-        keys = torch.cat([new[layer][0] for new in parts], dim=2)
-        values = torch.cat([new[layer][1] for new in parts], dim=2)
-        assert cache.layers[layer].keys.equal(keys)
-        assert cache.layers[layer].values.equal(values)
-    assert cache.capacity % BLOCK == 0
+    for batch_size in (1, 3):
+        cache = TreeCache()
+        cache.reserve(batch_size, 3)
+        parts = [write(cache, 3, batch_size)]
+        cache.extend([3] * batch_size)
+        for part in range(1, 6):
+            cache.reserve(batch_size, 1)
+            parts.append(write(cache, BLOCK // 2, batch_size, seed=part))
+            cache.extend([BLOCK // 2] * batch_size)
+        for layer, rows in enumerate(rows_of(cache)):
+            assert torch.stack(rows).equal(torch.cat([part[layer] for part in parts], dim=2))
+        assert cache.capacity % BLOCK == 0
 
 
 def test_a_step_does_not_copy_the_cache() -> None:
     """Prevents the torch.cat of DynamicCache from coming back: quadratic cost in long texts."""
     cache = TreeCache()
-    fill(cache, 5)
-    cache.reserve(40)
-    places = [layer.keys.data_ptr() for layer in cache.layers]
+    cache.reserve(1, 5)
+    write(cache, 5)
+    cache.extend([5])
+    cache.reserve(1, 40)
+    places = [layer.key_buffer.data_ptr() for layer in cache.layers]
     for _ in range(4):
-        start = cache.get_seq_length()
-        fill(cache, 6)
-        cache.compact(start, torch.tensor([[0, 3]]))
-    assert places == [layer.keys.data_ptr() for layer in cache.layers]
+        write(cache, 6)
+        cache.commit(torch.tensor([[0, 3]]), [2])
+    assert places == [layer.key_buffer.data_ptr() for layer in cache.layers]
+
+
+@pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS)
+def test_rows_that_have_ended_can_be_dropped(widths: Sequence[int]) -> None:
+    """Prevents a row continuing on the keys of the neighbour that was dropped."""
+    cache = TreeCache()
+    cache.reserve(3, 6)
+    keys = write(cache, 6, 3, widths)
+    cache.extend([6, 4, 5])
+    cache.reserve(3, 1)
+    cache.tokens = [[1], [2], [3]]
+    cache.select(torch.tensor([2, 0]))
+    assert cache.lengths == [5, 6] and cache.tokens == [[3], [1]]
+    for layer, rows in enumerate(rows_of(cache)):
+        assert rows[0].equal(keys[layer][2, :, :5]) and rows[1].equal(keys[layer][0])
+    more = write(cache, 2, 2, widths, seed=1)
+    cache.commit(torch.tensor([[0, 1], [0, 1]]), [2, 1])
+    for layer, rows in enumerate(rows_of(cache)):
+        assert rows[0][:, 5:].equal(more[layer][0]) and rows[1][:, 6:].equal(more[layer][1][:, :1])
+
+
+def test_align_keeps_the_common_beginning() -> None:
+    """Prevents a turn that reads its prompt onto keys of another text."""
+    cache = TreeCache()
+    assert cache.align([[1, 2], [3]]) == [0, 0]
+    write(cache, 4, 2)
+    cache.extend([4, 3])
+    cache.tokens = [[1, 2, 3, 4], [5, 6, 7]]
+    assert cache.align([[1, 2, 9, 9], [5, 6, 7]]) == [2, 2]  # one token is left to be read
+    assert cache.lengths == [2, 2]
+    with pytest.raises(ValueError, match="cache has 2 rows, but there are 1"):
+        cache.align([[1]])
+    with pytest.raises(ValueError, match="cache has 2 rows, the batch 3"):
+        cache.reserve(3, 1)
 
 
 def test_crop_and_reset() -> None:
     """Prevents a disagreement with transformers' own sign convention."""
     cache = TreeCache()
-    fill(cache, 5)
-    kept = contents(cache)[0][0][:, :, :3]
+    kept = write(cache, 5)[0][:, :, :3]
+    cache.extend([5])
     cache.crop(-2)
-    assert cache.layers[0].keys.equal(kept)
+    assert rows_of(cache)[0][0].equal(kept[0])
     with pytest.raises(ValueError, match="at most 0, got 3"):
         cache.crop(3)
+    with pytest.raises(ValueError, match="row 0 has 3 tokens, cannot keep 4"):
+        cache.shorten([4])
     cache.reset()
-    assert cache.get_seq_length() == 0
+    assert cache.get_seq_length() == 0 and not cache.lengths
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gpt2"])
+@pytest.mark.parametrize("own_trees", [False, True])
+@torch.no_grad()
 def test_after_a_commit_the_cache_is_that_of_a_prefill(
-    name: str, redraw_weights: Callable[..., None]
+    name: str, own_trees: bool, redraw_weights: Callable[..., None]
 ) -> None:
-    """Prevents a cache that slowly fills with keys of wrong positions or refused guesses."""
+    """Prevents a cache that slowly fills with keys of wrong positions or refused guesses.
+
+    Several commits in a row, rows of different lengths, one of which stands still at times.
+    """
     model = build(name, redraw_weights)
-    prompt, nodes = torch.randint(64, (1, 11)), torch.randint(64, (1, 5))
-    tree = Tree.from_choices([(0,), (1,), (0, 0), (1, 0)])
-    path = torch.tensor([[0, 2, 4]])
-    with torch.no_grad():
-        cache = TreeCache()
-        step(model, prompt, cache, 0)
-        verify(model, Candidates(nodes, tree), cache, 11)
-        result = StepResult(
-            tree=tree,
-            tokens=nodes,
-            base_tokens=nodes,
-            hidden={},
-            path=path,
-            num_accepted=torch.tensor([2]),
-            next_root=torch.tensor([0]),
-            new_tokens=[[1, 2, 3]],
-        )
-        commit(cache, 11, result)
-        fresh = TreeCache()
-        step(model, torch.cat([prompt, nodes[:, path[0]]], dim=1), fresh, 0)
-    for (keys, values), (true_keys, true_values) in zip(
-        contents(cache), contents(fresh), strict=True
-    ):
-        torch.testing.assert_close(keys, true_keys, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(values, true_values, atol=1e-5, rtol=1e-5)
+    generator = torch.Generator().manual_seed(0)
+    shape = Tree.from_choices([(0,), (1,), (0, 0), (1, 0)])
+    paths = torch.tensor([[0, 2, 4], [0, 1, -1], [0, 1, 3]])
+    for num_rows in (1, 3):
+        texts = [
+            torch.randint(64, (n,), generator=generator).tolist() for n in (11, 4, 7)[:num_rows]
+        ]
+        base = BasePass(model, TreeCache())
+        base.read(pad_rows(texts, base.device), [len(text) for text in texts])
+        tree: Tree | RowTrees = shape
+        if own_trees:
+            tree = RowTrees.from_parents(shape.parents.expand(num_rows, -1), 2)
+        for counts in ([3, 2, 0], [2, 1, 3], [1, 2, 1]):
+            nodes = torch.randint(64, (num_rows, 5), generator=generator)
+            base.verify(Candidates(nodes, tree))
+            base.cache.commit(paths[:num_rows], counts[:num_rows])
+            for row, text in enumerate(texts):
+                text += nodes[row, paths[row, : counts[row]]].tolist()
+        for row, text in enumerate(texts):
+            fresh = BasePass(model, TreeCache())
+            fresh.read(torch.tensor([text]), [len(text)])
+            for ours, theirs in zip(base.cache.layers, fresh.cache.layers, strict=True):
+                for found, true in (
+                    (ours.key_buffer, theirs.keys),
+                    (ours.value_buffer, theirs.values),
+                ):
+                    torch.testing.assert_close(
+                        found[row, :, : len(text)], true[0], atol=1e-5, rtol=1e-5
+                    )

@@ -14,7 +14,7 @@ def show(
     pieces: list[str] = []
     printer = StepPrinter(tokenizer, pieces.append, color=color)
     for step in steps:
-        printer(step)
+        printer(0, step)
     printer.finish()
     return pieces, printer
 

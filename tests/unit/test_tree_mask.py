@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from specheads.decoding.forward import BasePass, pad_rows
 from specheads.kv_cache import TreeCache
-from specheads.tree import Tree, default_tree
+from specheads.tree import RowTrees, Tree, default_tree
 from specheads.tree_mask import causal_tree_mask, tree_attention
 from specheads.tree_support import check_tree_support
 from tests.scripted import MODELS, build
@@ -18,34 +19,40 @@ TREE = default_tree(3, 9)
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("num_cached", [3, 20])
+@pytest.mark.parametrize("lengths", [[3], [20], [20, 3, 11]], ids=str)
+@pytest.mark.parametrize("shape", ["shared", "own", "run"])
 @torch.no_grad()
 def test_every_node_sees_its_own_path(
-    name: str, num_cached: int, redraw_weights: Callable[..., None]
+    name: str, lengths: list[int], shape: str, redraw_weights: Callable[..., None]
 ) -> None:
-    """Prevents masks measured in tree slots: wrong beyond a sliding window, right before it."""
+    """Prevents masks measured in tree slots: wrong beyond a sliding window, right before it.
+
+    And, in a batch, rows that see what lies behind their own end, or another row's tree.
+    """
     model = build(name, redraw_weights)
-    prompt = torch.randint(64, (1, num_cached))
-    nodes = torch.randint(64, (1, TREE.num_nodes))
-    cache = TreeCache()
-    model(
-        input_ids=prompt,
-        position_ids=torch.arange(num_cached)[None],
-        past_key_values=cache,
-        use_cache=True,
-    )
-    with tree_attention(TREE):
+    tree = Tree.chain(8) if shape == "run" else TREE
+    texts = [torch.randint(64, (n,)).tolist() for n in lengths]
+    nodes = torch.randint(64, (len(lengths), tree.num_nodes))
+    base = BasePass(model, TreeCache())
+    base.read(pad_rows(texts, base.device), lengths)
+    active: Tree | RowTrees | None = None if shape == "run" else tree
+    if shape == "own":
+        active = RowTrees.from_parents(tree.parents.expand(len(lengths), -1), tree.max_depth)
+    base.cache.reserve(*nodes.shape)
+    with tree_attention(active, base.cache):
         in_tree = model(
             input_ids=nodes,
-            position_ids=num_cached + TREE.depths[None],
-            past_key_values=cache,
+            position_ids=torch.tensor(lengths)[:, None] + tree.depths,
+            past_key_values=base.cache,
             use_cache=True,
-        ).logits[0]
-    for node in range(TREE.num_nodes):
-        path = TREE.ancestors[node]
-        path = path[path >= 0]
-        linear = model(torch.cat([prompt, nodes[:, path]], 1), use_cache=False).logits[0, -1]
-        torch.testing.assert_close(in_tree[node], linear, atol=1e-4, rtol=1e-4)
+        ).logits
+    for row, text in enumerate(texts):
+        for node in range(tree.num_nodes):
+            path = tree.ancestors[node]
+            path = path[path >= 0]
+            alone = torch.tensor([text + nodes[row, path].tolist()])
+            linear = model(alone, use_cache=False).logits[0, -1]
+            torch.testing.assert_close(in_tree[row, node], linear, atol=1e-4, rtol=1e-4)
 
 
 def test_prepared_mask_is_the_ancestor_matrix() -> None:
@@ -61,7 +68,7 @@ def test_prepared_mask_is_the_ancestor_matrix() -> None:
 def test_a_pass_of_another_size_is_an_error(tiny_llama: LlamaForCausalLM) -> None:
     """Prevents the silent fall-back to a causal mask."""
     with (
-        tree_attention(Tree.chain(3)),
+        tree_attention(Tree.chain(3), TreeCache()),
         pytest.raises(ValueError, match="tree has 4 nodes, the forward pass 6 tokens"),
     ):
         tiny_llama(torch.randint(200, (1, 6)))
