@@ -24,7 +24,7 @@ def write(
     widths: Sequence[int] = (4, 4),
     seed: int = 0,
 ) -> list[Tensor]:
-    """Write random tokens behind every row; return the keys per layer. Values are their negative."""
+    """Write random keys behind every row, values their negative; return the keys per layer."""
     generator = torch.Generator().manual_seed(seed)
     written = []
     for layer, width in enumerate(widths):
