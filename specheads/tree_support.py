@@ -1,85 +1,265 @@
-"""Which models can verify a tree: known reasons against it, and a self-test on the actual model."""
+"""What a model can be decoded with: trees, chains only, or neither; found out on the model itself.
+
+Beside the reasons that are known, there is a self-test: one verify step over a small tree, a commit
+and one step more must give the logits of ordinary forward passes over each path. It catches ALiBi,
+recurrent layers, custom code, and whatever comes next.
+
+The test's prompt is short, so that a window of thousands of tokens stays untested. What guards
+those is that the model must be seen to ask the mask interface for a rule which hides what lies
+behind its window: :mod:`specheads.tree_mask` measures that rule in positions for any window.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from specheads.kv_cache import TreeCache
+from specheads.models.base import input_device
 from specheads.tree import Tree
 from specheads.tree_mask import SUPPORTED_ATTENTION, tree_attention
 
-# their attention builds on its own idea of where a key stands, where no mask function reaches, and
-# a short self-test would not show it (gpt_neo's local window is 256 tokens wide)
-_UNSUPPORTED_TYPES = ("gpt_neo",)
+NUM_PROMPT_TOKENS = 5
+# wide, so that slots and positions differ by much: in bfloat16 ALiBi's error over a few nodes looks
+# like rounding
+TREE = Tree.from_choices([*((i,) for i in range(24)), (0, 0), (23, 0), (23, 0, 0)])
+CHAIN = Tree.chain(3)
+
+# its local layers mask by slot, in a window of 256 tokens that a short self-test would not show
+_OWN_MASKS = ("gpt_neo",)
 
 
-def check_tree_support(model: PreTrainedModel) -> None:
-    """Refuse models that cannot verify a tree; remembers those that passed.
+@dataclass(frozen=True)
+class Support:
+    """What a model can be decoded with, and still give the tokens of plain decoding.
 
-    Beside known reasons, a self-test: the logits along both branches of a small tree must be those
-    of ordinary forward passes over each branch. It catches ALiBi, recurrent layers, custom code.
+    Attributes:
+        kind: ``tree``; or ``chain``, proposals without branches, one row at a time.
+        reason: why not trees; empty where they are possible.
+        error: difference between logits in the self-test and ordinary ones.
+        limit: what rounding stays below.
+    """
+
+    kind: str
+    reason: str
+    error: float
+    limit: float
+
+    def check_batch(self, batch_size: int) -> None:
+        """Refuse what only trees' masks can do.
+
+        Raises:
+            ValueError: for several rows where only a chain is exact.
+        """
+        if self.kind == "chain" and batch_size > 1:
+            raise ValueError(
+                f"{self.reason}; so it decodes chains of 1 row at a time, got {batch_size} rows"
+            )
+
+
+def tree_support(model: PreTrainedModel) -> Support:
+    """Find out what ``model`` can be decoded with; remembered per model and attention.
 
     Raises:
-        ValueError: with the reason.
+        ValueError: where not even a chain is exact, or in training mode; with the reason.
     """
-    attention = model.config.get_text_config()._attn_implementation
-    if _passed.get(model) == attention:
-        return
     name = type(model).__name__
     if model.training:
         raise ValueError(f"{name} is in training mode; call model.eval() before decoding")
-    if attention not in SUPPORTED_ATTENTION:
-        options = ", ".join(SUPPORTED_ATTENTION)
-        raise ValueError(f"{name} uses {attention} attention; tree attention needs {options}")
-    if getattr(model, "_is_stateful", False) or _has_linear_attention(model):
-        raise ValueError(f"{name} keeps a recurrent state, which cannot branch into a tree")
-    if model.config.get_text_config().model_type in _UNSUPPORTED_TYPES:
-        raise ValueError(f"{name} masks keys by slot in its own code; a tree would be wrong there")
-    error, spread = _self_test(model)
-    # rounding differs with the shapes; a wrong mask or position moves logits by their own spread
-    limit = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.2
-    if not error <= limit * spread:
+    attention = str(model.config.get_text_config()._attn_implementation)
+    known = _known.get(model)
+    if known is not None and known[0] == attention:
+        return known[1]
+    layers = _cache_layers(model)
+    if reason := _why_not_at_all(model, layers):
+        raise ValueError(f"{name} {reason}")
+    try:
+        support = _try_out(model, attention, layers)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a model's own code may raise
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"{name} fails the tree self-test: logits in a tree differ from linear ones by "
-            f"{error:.2g} (limit {limit * spread:.2g}); it ignores masks or positions"
+            f"{name} cannot be decoded step by step with {attention} attention: {first}"
+        ) from error
+    _known[model] = attention, support
+    return support
+
+
+def check_tree_support(model: PreTrainedModel) -> Support:
+    """Return :func:`tree_support`, called for its error before anything is decoded."""
+    return tree_support(model)
+
+
+_known: WeakKeyDictionary[PreTrainedModel, tuple[str, Support]] = WeakKeyDictionary()
+
+
+def _has_alibi(model: PreTrainedModel) -> bool:
+    config = model.config.get_text_config()
+    return (
+        config.model_type == "bloom"
+        or getattr(config, "alibi", False)
+        or getattr(getattr(config, "attn_config", None), "alibi", False)
+        or getattr(config, "position_embedding_type", None) == "alibi"
+    )
+
+
+def _cache_layers(model: PreTrainedModel) -> Sequence[object]:
+    """Return the layers of the cache that transformers would make; none where it cannot tell."""
+    try:
+        return DynamicCache(config=model.config).layers
+    except Exception:  # custom code's configs need not know layers; the self-test decides then
+        return []
+
+
+def _why_not_at_all(model: PreTrainedModel, layers: Sequence[object]) -> str:
+    """Return why neither trees nor chains can be verified, as far as that is known beforehand."""
+    if model.config.is_encoder_decoder:
+        return "is an encoder-decoder; specheads decodes decoder-only models"
+    kinds = {type(layer).__name__ for layer in layers}
+    kinds -= {DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__, "DummyLayer"}
+    if getattr(model, "_is_stateful", False) or any("LinearAttention" in kind for kind in kinds):
+        return (
+            "keeps a recurrent state, which can neither branch into a tree nor forget a rejected"
+            " guess"
         )
-    _passed[model] = attention
-
-
-_passed: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
-
-
-def _has_linear_attention(model: PreTrainedModel) -> bool:
-    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    return any("attention" not in kind or kind == "linear_attention" for kind in kinds)
+    if kinds:
+        return (
+            f"needs {', '.join(sorted(kinds))} in its cache, for which specheads' has no substitute"
+        )
+    return ""
 
 
 @torch.no_grad()
-def _self_test(model: PreTrainedModel) -> tuple[float, float]:
-    """Return the largest difference between tree and linear logits, and the logits' spread."""
-    tree = Tree.from_choices([(0,), (1,), (0, 0), (1, 0), (1, 0, 0)]).to(model.device)
+def _try_out(model: PreTrainedModel, attention: str, layers: Sequence[object]) -> Support:
+    name, reason = type(model).__name__, ""
+    if attention not in SUPPORTED_ATTENTION:
+        options = ", ".join(SUPPORTED_ATTENTION)
+        reason = f"{name} uses {attention} attention, which takes no tree's mask ({options} do)"
+    elif model.config.get_text_config().model_type in _OWN_MASKS:
+        reason = f"{name} masks keys by slot in its own code, which would be wrong in a tree"
+    elif _has_alibi(model):  # the self-test finds it too; in bfloat16 not if it is faint
+        reason = f"{name} has ALiBi, which takes slots for positions and would be wrong in a tree"
+    if not reason:
+        error, limit, rules = compare(model, TREE)
+        windows = [x.sliding_window for x in layers if isinstance(x, DynamicSlidingWindowLayer)]
+        if not error <= limit:
+            reason = (
+                f"{name} fails the tree self-test: logits in a tree differ from linear ones by"
+                f" {error:.2g} (limit {limit:.2g}); it ignores masks or positions"
+            )
+        elif windows and not _hides(rules, max(windows)):
+            reason = f"{name} has a window of {max(windows)} tokens, but asks for no mask that does"
+        else:
+            return Support("tree", "", error, limit)
+    error, limit, _ = compare(model, CHAIN)
+    if not error <= limit:
+        raise RuntimeError(
+            f"logits in a chain with a rejected guess differ from ordinary ones by {error:.2g}"
+            f" (limit {limit:.2g})"
+        )
+    return Support("chain", reason, error, limit)
+
+
+@torch.no_grad()
+def compare(
+    model: PreTrainedModel, tree: Tree, num_prompt_tokens: int = NUM_PROMPT_TOKENS
+) -> tuple[float, float, list[Callable[..., Tensor]]]:
+    """Compare decoding steps with ordinary forward passes on random tokens.
+
+    A prompt is read, ``tree`` is verified, half of its last path is committed, and two tokens more
+    are read: so in a chain a rejected guess has to be forgotten.
+
+    Args:
+        model: in eval mode.
+        tree: of any shape.
+        num_prompt_tokens: P.
+
+    Returns:
+        The largest difference of logits; in bfloat16 and float16, where rounding may send a token
+        to another expert, the root mean square of each node's, averaged. The limit, which rounding
+        stays below and a wrong mask or position does not. And the mask rules the model asked for.
+    """
+    device, start = input_device(model), num_prompt_tokens
     generator = torch.Generator().manual_seed(0)
     vocab_size = model.config.get_text_config().vocab_size
-    ids = torch.randint(vocab_size, (1, 5 + tree.num_nodes), generator=generator).to(model.device)
-    prompt, nodes = ids[:, :5], ids[:, 5:]
+    ids = torch.randint(vocab_size, (1, start + tree.num_nodes + 2), generator=generator).to(device)
+    prompt, nodes, more = ids[:, :start], ids[:, start:-2], ids[:, -2:]
+    paths = [path[path >= 0] for path in tree.paths]
+    kept = paths[-1][: (len(paths[-1]) + 1) // 2]
     cache = TreeCache()
-    positions = torch.arange(5, device=model.device)[None]
-    model(input_ids=prompt, position_ids=positions, past_key_values=cache, use_cache=True)
-    with tree_attention(tree):
-        in_tree = model(
-            input_ids=nodes,
-            position_ids=5 + tree.depths[None],
-            past_key_values=cache,
-            use_cache=True,
-        ).logits.float()
-    error = spread = 0.0
-    for path in tree.paths:
-        path = path[path >= 0]
-        linear = model(input_ids=torch.cat([prompt, nodes[:, path]], 1), use_cache=False)
-        logits = linear.logits[:, 5:].float()
-        error = max(error, float((in_tree[:, path] - logits).abs().max()))
-        spread = max(spread, float(logits.std(-1).max()))
-    return error, spread
+
+    def step(tokens: Tensor, depths: Tensor, shape: Tree | None) -> Tensor:
+        cache.reserve(1, tokens.shape[1])
+        with tree_attention(shape, cache):
+            output = model(
+                input_ids=tokens,
+                position_ids=(cache.lengths[0] + depths)[None].to(device),
+                past_key_values=cache,
+                use_cache=True,
+            )
+        return output.logits[0].float()
+
+    step(prompt, torch.arange(start), None)
+    cache.extend([start])
+    in_tree = step(nodes, tree.depths, tree)
+    cache.commit(kept[None], [len(kept)])
+    after = step(more, torch.arange(2), None)
+
+    rows = [nodes[0, path] for path in paths] + [torch.cat([nodes[0, kept], more[0]])]
+    width = max(len(row) for row in rows)
+    linear = ids.new_zeros(len(rows), start + width)  # what is padded comes after what is compared
+    linear[:, :start] = prompt
+    for row, tokens in zip(linear, rows, strict=True):
+        row[start : start + len(tokens)] = tokens
+    heard = _heard.set([])
+    try:
+        _listen()
+        logits = model(input_ids=linear, use_cache=False).logits[:, start:].float().to(device)
+        rules = _heard.get() or []
+    finally:
+        _heard.reset(heard)
+    pairs = [(in_tree[path], logits[i, : len(path)]) for i, path in enumerate(paths)]
+    pairs.append((after, logits[-1, len(kept) : len(kept) + 2]))
+    errors = torch.cat([ours.to(device) - theirs for ours, theirs in pairs])
+    spread = max(float(theirs.std(-1).max()) for _, theirs in pairs)
+    # a wrong mask or position moves logits by their own spread
+    if model.dtype in (torch.float32, torch.float64):
+        return float(errors.abs().max()), 1e-3 * spread, rules
+    return float(errors.square().mean(-1).sqrt().mean()), 0.1 * spread, rules
+
+
+_heard: ContextVar[list[Callable[..., Tensor]] | None] = ContextVar("specheads_rules", default=None)
+
+
+@lru_cache(maxsize=1)
+def _listen() -> None:
+    """Let :func:`compare` hear which mask rules are asked for; otherwise nothing changes."""
+    for name in SUPPORTED_ATTENTION:
+        AttentionMaskInterface.register(name, _hearing(ALL_MASK_ATTENTION_FUNCTIONS[name]))
+
+
+def _hearing(make_mask: Callable[..., Any]) -> Callable[..., Any]:
+    def make_heard_mask(*args: Any, **kwargs: Any) -> Any:
+        rules = _heard.get()
+        if rules is not None:
+            rules.append(kwargs["mask_function"])
+        return make_mask(*args, **kwargs)
+
+    return make_heard_mask
+
+
+def _hides(rules: list[Callable[..., Tensor]], window: int) -> bool:
+    """Tell whether one of ``rules`` hides the first token from one that is two windows behind."""
+    zero = torch.zeros((), dtype=torch.long)
+    return any(not bool(rule(zero, zero, zero + 2 * window + 1, zero)) for rule in rules)

@@ -169,6 +169,24 @@ def input_embedding(model: PreTrainedModel) -> Tensor:
     return weight
 
 
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Return where token ids go: the input embedding's device, also where accelerate moves it."""
+    return _device_of(model.get_input_embeddings())
+
+
+def output_device(model: PreTrainedModel) -> torch.device:
+    """Return where the last hidden states become logits, and heads belong: the output layer's."""
+    return _device_of(model.get_output_embeddings())
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    # weights that accelerate keeps elsewhere until they are needed lie on "meta"
+    runs_on = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight.device if runs_on is None else torch.device(runs_on)
+
+
 def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """Return the torch dtype called ``dtype``, e.g. ``bfloat16``."""
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype

@@ -13,8 +13,8 @@ PACKAGE = ROOT / "specheads"
 # Lowest first. A part imports its own layer and the layers before it.
 LAYERS = [
     {"__init__", "assets", "config", "dist", "log", "hardware", "files"},
-    {"tree", "acceptance", "losses", "fused_loss", "kv_cache", "tree_mask", "tree_support"},
-    {"models", "data", "formats"},
+    {"tree", "acceptance", "rejection", "lossy", "losses", "fused_loss", "kv_cache", "tree_mask"},
+    {"models", "data", "formats", "tree_support"},
     {"drafters"},
     {"training", "decoding"},
     {"recipes"},

@@ -1,62 +1,188 @@
-"""Models that must not be given a tree are recognised before decoding."""
+"""What a model can be decoded with is known before it is decoded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    BloomConfig,
-    BloomForCausalLM,
-    LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    PreTrainedModel,
+from torch import Tensor, nn
+from transformers import AttentionInterface, LlamaForCausalLM, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+from specheads import tree_mask, tree_support
+from specheads.tree import Tree
+from specheads.tree_support import Support, check_tree_support, compare
+from tests.zoo import CHAIN_MODELS, REFUSED_MODELS, TREE_MODELS, VOCAB, build
+
+# the softest limit decides whether a wrong model is seen, the sharpest whether a right one is lost
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", TREE_MODELS)
+def test_models_that_can_branch_pass(name: str) -> None:
+    """Prevents a self-test so strict that rounding fails it, in bfloat16 as well."""
+    for dtype in DTYPES:
+        support = check_tree_support(build(name).to(dtype))
+        assert support.kind == "tree"
+        assert support.error < support.limit / 3, "near its limit, the next model fails it"
+
+
+@pytest.mark.parametrize("name", CHAIN_MODELS)
+def test_models_that_cannot_branch_get_chains(name: str) -> None:
+    """Prevents wrong text without a word where attention counts slots; or no text at all."""
+    for dtype in DTYPES:
+        support = check_tree_support(build(name).to(dtype))
+        assert support.kind == "chain"
+        assert ("ALiBi" in support.reason) != (name == "gpt_neo")
+        support.check_batch(1)
+        with pytest.raises(ValueError, match="chains of 1 row at a time, got 2 rows"):
+            support.check_batch(2)
+
+
+@pytest.mark.parametrize("name", sorted({*CHAIN_MODELS} - {"gpt_neo"}))
+def test_the_self_test_finds_alibi_by_itself(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents a list of names as the only guard: the next model is on no list."""
+    monkeypatch.setattr(tree_support, "_has_alibi", lambda model: False)
+    support = check_tree_support(build(name))
+    assert support.kind == "chain"
+    assert "fails the tree self-test" in support.reason
+
+
+@pytest.mark.parametrize(
+    "name,reason",
+    [
+        ("mamba", "recurrent state"),
+        ("qwen3_next", "recurrent state"),
+        ("lfm2", "recurrent state"),
+        ("deepseek_v32", "DynamicIndexedLayer"),
+    ],
 )
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-from specheads.tree_support import check_tree_support
-from tests.scripted import MODELS, SMALL, build
-
-
-def small(model_type: str, **changes: object) -> PreTrainedModel:
-    """Build a small model of another type."""
-    known = CONFIG_MAPPING[model_type]()
-    settings = {key: value for key, value in SMALL.items() if hasattr(known, key)} | changes
-    return AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**settings)).eval()
+def test_models_that_cannot_forget_are_refused(name: str, reason: str) -> None:
+    """Prevents a rejected guess that stays in the state and changes all text after it."""
+    assert name in REFUSED_MODELS
+    with pytest.raises(ValueError, match=reason):
+        check_tree_support(build(name))
 
 
-def test_models_that_cannot_branch_are_refused(
-    tiny_llama: LlamaForCausalLM, redraw_weights: Callable[..., None]
-) -> None:
-    """Prevents wrong text without a word: ALiBi, recurrence, local attention, dropout, flash."""
-    alibi = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)).eval()
-    redraw_weights(alibi, std=0.15)
-    with pytest.raises(ValueError, match="BloomForCausalLM fails the tree self-test"):
-        check_tree_support(alibi)
-    mamba = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2)).eval()
-    with pytest.raises(ValueError, match="recurrent state"):
-        check_tree_support(mamba)
-    hybrid = small("qwen3_next", layer_types=["linear_attention", "full_attention"])
-    with pytest.raises(ValueError, match="recurrent state"):
-        check_tree_support(hybrid)
-    local = small("gpt_neo", attention_types=[[["global", "local"], 1]], num_layers=2, num_heads=4)
-    with pytest.raises(ValueError, match="masks keys by slot"):
-        check_tree_support(local)
+def test_dropout_is_refused_even_after_a_pass(tiny_llama: LlamaForCausalLM) -> None:
+    """Prevents a remembered answer for a model that has changed since."""
+    assert check_tree_support(tiny_llama) is check_tree_support(tiny_llama)
     tiny_llama.train()
     with pytest.raises(ValueError, match="training mode"):
         check_tree_support(tiny_llama)
-    tiny_llama.eval()
+
+
+@pytest.fixture
+def maskless() -> Iterator[str]:
+    """Return the name of an attention that is causal and takes no mask, as flash attention is."""
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
+        seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(
+            key.shape[2] - query.shape[2]
+        )
+        output = nn.functional.scaled_dot_product_attention(query, key, value, seen)
+        return output.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("maskless", attend)
+    AttentionMaskInterface.register("maskless", ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"])
+    yield "maskless"
+
+
+def test_attention_without_masks_gets_chains(maskless: str) -> None:
+    """Prevents a tree under flash attention, where all nodes would see each other."""
+    model = build("llama")
+    model.config._attn_implementation_internal = maskless
+    support = check_tree_support(model)
+    assert support.kind == "chain"
+    assert "uses maskless attention, which takes no tree's mask" in support.reason
+
+
+def test_attention_that_cannot_run_is_refused(tiny_llama: LlamaForCausalLM) -> None:
+    """Prevents a traceback in the first step of a decoding that was promised to work."""
     tiny_llama.config._attn_implementation_internal = "flash_attention_2"
-    with pytest.raises(ValueError, match="uses flash_attention_2 attention"):
+    with pytest.raises(ValueError, match="step by step with flash_attention_2 attention: "):
         check_tree_support(tiny_llama)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_models_that_can_are_not(name: str, redraw_weights: Callable[..., None]) -> None:
-    """Prevents a self-test so strict that rounding fails it, in bfloat16 as well."""
-    model = build(name, redraw_weights)
+def test_a_declared_window_must_be_masked() -> None:
+    """Prevents trust in a window that a short self-test cannot reach and no mask rule shows."""
+    model = build("mistral-window", sliding_window=4096)
+    assert check_tree_support(model).kind == "tree"
+    unmasked = build("llama")
+    unmasked.config.sliding_window = 4096
+    support = check_tree_support(unmasked)
+    assert support.kind == "chain"
+    assert "window of 4096 tokens" in support.reason
+
+
+def broken_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nodes see each other."""
+
+    def all_seen(tree: Tree, num_cached: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.zeros(1, 1, tree.num_nodes, num_cached + tree.num_nodes, dtype=dtype)
+
+    monkeypatch.setattr(tree_mask, "causal_tree_mask", all_seen)
+
+
+def broken_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ignore what positions are given."""
+    original = LlamaForCausalLM.forward
+
+    def with_slots(self: Any, *args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", with_slots)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_self_test_sees_what_it_is_for(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents a self-test that passes everything."""
+    with monkeypatch.context() as patch:
+        broken_positions(patch)
+        assert "fails the tree self-test" in check_tree_support(build("llama").to(dtype)).reason
+    broken_masks(monkeypatch)  # a chain's too
+    with pytest.raises(ValueError, match="logits in a chain with a rejected guess differ"):
+        check_tree_support(build("llama").to(dtype))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2", "llama4"])
+def test_comparison_holds_beyond_the_window_and_for_any_shape(name: str) -> None:
+    """Prevents a doctor who finds sound models ill."""
+    model = build(name)
+    for tree in (Tree.chain(1), Tree.chain(6), Tree.from_choices([(i,) for i in range(9)])):
+        for num_prompt_tokens in (1, 5, 40):
+            error, limit, _ = compare(model, tree, num_prompt_tokens)
+            assert error < limit
+
+
+@torch.no_grad()
+def test_nothing_changes_for_others(tiny_llama: LlamaForCausalLM) -> None:
+    """Prevents a wrapper that leaks into training or into other people's generate()."""
+    ids = torch.randint(VOCAB, (1, 6))
+    before = tiny_llama(ids).logits
+    check_tree_support(tiny_llama)
+    assert tiny_llama(ids).logits.equal(before)
+
+
+def test_the_self_test_takes_no_time() -> None:
+    """Prevents a start that users wait for: it runs before the first token of every new model."""
+    model: PreTrainedModel = build("llama")
+    check_tree_support(build("llama"))
+    start = time.process_time()
     check_tree_support(model)
-    check_tree_support(build(name, redraw_weights).to(torch.bfloat16))
+    assert time.process_time() - start < 0.25  # 6 ms here
+
+
+def test_support_says_what_it_means() -> None:
+    """Prevents a batch refused where trees are possible."""
+    Support("tree", "", 0.0, 1.0).check_batch(64)
+    assert tree_mask.SUPPORTED_ATTENTION == ("sdpa", "eager", "flex_attention")
