@@ -1,0 +1,281 @@
+"""transformers' logits processors for rows of different lengths and for the nodes of a tree.
+
+A processor maps the tokens so far and the logits after them to scores. In a batch, transformers
+calls it with left-padded rows; here it is called with each row's own text, so that a row of a batch
+is treated as it would be alone. What a processor was told about lengths when ``generate`` built it
+(:data:`LENGTHS`) counts the padding, and is corrected for each row.
+
+Processors of transformers without a state may be asked about all nodes of a tree, level by level,
+before it is known which of them will be accepted. Any other one, written by the user or with a
+state, is asked about a node only once its path is accepted: it sees the text before each new token
+once and in order, as in plain decoding. (Once more where two tokens tie to within rounding, see
+:mod:`specheads.decoding.choosing`, and on beyond a token that ends the text within a step.)
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import FloatTensor, LongTensor, Tensor, nn
+from transformers import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    PreTrainedTokenizerBase,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+from transformers.generation.logits_process import TopHLogitsWarper
+
+from specheads.drafters.contract import Candidates
+from specheads.tree import RowTrees, Tree, batched
+
+# they look at the logits alone: one call serves all nodes of all rows
+PREFIX_FREE = {
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopHLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+}
+# the attribute in which a processor keeps a length of the padded text
+LENGTHS: dict[type, str] = {
+    ExponentialDecayLengthPenalty: "regulation_start",
+    ForcedEOSTokenLogitsProcessor: "max_length",
+    MinLengthLogitsProcessor: "min_length",
+    MinNewTokensLengthLogitsProcessor: "prompt_length_to_skip",
+    SuppressTokensAtBeginLogitsProcessor: "begin_index",
+}
+# they know the prompts, each for its own row
+OF_ONE_ROW = {EncoderNoRepeatNGramLogitsProcessor, EncoderRepetitionPenaltyLogitsProcessor}
+# exact types: a subclass may do anything
+STATELESS = {
+    *PREFIX_FREE,
+    *LENGTHS,
+    *OF_ONE_ROW,
+    ForcedBOSTokenLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+}
+
+
+def process(processors: LogitsProcessorList, ids: Tensor, logits: Tensor) -> Tensor:
+    """Apply processors to logits [R, V] after the tokens [R, T]."""
+    return processors(cast(LongTensor, ids), cast(FloatTensor, logits.float()))
+
+
+@dataclass(frozen=True)
+class RowProcessors:
+    """The processors of every row of a batch; make it with :func:`bind`.
+
+    Attributes:
+        rows: per row those that look at the text, and all before them; rows that are treated alike
+            share one list.
+        rest: those after them, which look at the logits alone.
+    """
+
+    rows: tuple[LogitsProcessorList, ...]
+    rest: LogitsProcessorList
+
+    @property
+    def prefix_free(self) -> bool:
+        """Whether none of them looks at the text."""
+        return not self.rows[0]
+
+    @property
+    def stateless(self) -> bool:
+        """Whether they may be asked about texts that will never be."""
+        return all(type(processor) in STATELESS for processor in self.rows[0])
+
+    def after(self, logits: Tensor, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
+        """Return the scores [R, V] after texts.
+
+        Args:
+            logits: [R, V].
+            rows: [R], the row of the batch that each text belongs to.
+            texts: [R], without padding.
+        """
+        scores = logits.float()
+        if not self.prefix_free:
+            scores = scores.clone()
+            for members, ids in self._alike(rows, texts, scores.device):
+                block = process(self.rows[rows[members[0]]], ids, scores[members])
+                scores[members] = block.to(scores)
+        return self._finish(scores)
+
+    def at_nodes(
+        self,
+        candidates: Candidates,
+        logits: Tensor,
+        rows: Sequence[int],
+        texts: Sequence[Sequence[int]],
+    ) -> Tensor:
+        """Return the scores at all nodes [B, N, V], a call for each level of the trees.
+
+        Args:
+            candidates: the trees.
+            logits: [B, N, V].
+            rows: [B], the rows of the batch.
+            texts: [B], without padding, the root included.
+
+        Raises:
+            ValueError: if a processor has to be asked about accepted nodes only.
+        """
+        if not self.stateless:
+            raise ValueError("at_nodes needs stateless processors: ask along the accepted path")
+        if self.prefix_free:
+            return self._finish(logits.flatten(0, 1)).view_as(logits)
+        tree = candidates.tree
+        tokens = candidates.tokens.clamp(min=0).to(logits.device)
+        lines = batched(tree, tree.ancestors).to(logits.device).expand(len(rows), -1, -1)
+        scores = logits.float().clone()
+        levels = _levels(tree, len(rows))
+        for members, ids in self._alike(rows, texts, logits.device, levels):
+            for depth, start, end in levels[members[0]]:
+                path = lines[members, start:end, 1 : depth + 1]  # [r, n, depth]
+                guessed = tokens[members].gather(1, path.flatten(1)).view_as(path)
+                before = ids[:, None].expand(-1, end - start, -1)
+                prefix = torch.cat([before, guessed], dim=-1).flatten(0, 1)
+                block = scores[members, start:end]
+                head = self.rows[rows[members[0]]]
+                processed = process(head, prefix, block.flatten(0, 1))
+                scores[members, start:end] = processed.view_as(block).to(scores)
+        return self._finish(scores.flatten(0, 1)).view_as(scores)
+
+    def _finish(self, scores: Tensor) -> Tensor:
+        if not self.rest:
+            return scores
+        unused = torch.zeros(scores.shape[0], 1, dtype=torch.long, device=scores.device)
+        return process(self.rest, unused, scores)
+
+    def _alike(
+        self,
+        rows: Sequence[int],
+        texts: Sequence[Sequence[int]],
+        device: torch.device,
+        *also: Sequence[Hashable],
+    ) -> Iterator[tuple[list[int], Tensor]]:
+        """Group texts that can be processed in one call; give their indices and ids [r, T]."""
+        groups: dict[Hashable, list[int]] = {}
+        for index, (row, text) in enumerate(zip(rows, texts, strict=True)):
+            alike = (id(self.rows[row]), len(text), *(each[index] for each in also))
+            groups.setdefault(alike if self.stateless else index, []).append(index)
+        for members in groups.values():
+            yield members, torch.tensor([list(texts[i]) for i in members], device=device)
+
+
+def _levels(tree: Tree | RowTrees, num_rows: int) -> list[tuple[tuple[int, int, int], ...]]:
+    """Per row and level (depth, first node, node after the last); nodes are sorted by depth."""
+    if isinstance(tree, Tree):  # known without asking the device
+        return [_runs([0, *map(len, tree.choices)])] * num_rows
+    return [_runs(depths) for depths in tree.depths.tolist()]
+
+
+def _runs(depths: list[int]) -> tuple[tuple[int, int, int], ...]:
+    starts = [i for i, depth in enumerate(depths) if i == 0 or depth != depths[i - 1]]
+    ends = [*starts[1:], len(depths)]
+    return tuple((depths[i], i, end) for i, end in zip(starts, ends, strict=True))
+
+
+def bind(processors: LogitsProcessorList | None, padding: Sequence[int]) -> RowProcessors | None:
+    """Prepare processors for the rows of a batch; None where there are none.
+
+    Args:
+        processors: as ``generate`` builds them for the padded batch, or of your own. Those of
+            unknown type are copied for every row but the first, as they may keep a state.
+        padding: per row, the padding on its left.
+
+    Raises:
+        ValueError: for a processor that would have to be copied and cannot be.
+    """
+    if not processors:
+        return None
+    split = max((i + 1 for i, p in enumerate(processors) if type(p) not in PREFIX_FREE), default=0)
+    rest = LogitsProcessorList(processors[split:])
+    shared: dict[Hashable, LogitsProcessorList] = {}
+    rows = []
+    for row, pad in enumerate(padding):
+        own = [_for_row(p, row, pad, len(padding)) for p in processors[:split]]
+        alike = (pad, *(getattr(p, "prompt_ignore_length", None) for p in own))
+        alone = any(type(p) not in STATELESS or type(p) in OF_ONE_ROW for p in own)
+        rows.append(shared.setdefault((row,) if alone else alike, LogitsProcessorList(own)))
+    return RowProcessors(tuple(rows), rest)
+
+
+def _for_row(processor: Any, row: int, padding: int, num_rows: int) -> Any:
+    """Return the processor for one row's own text."""
+    kind = type(processor)
+    if kind in LENGTHS:
+        if not padding:
+            return processor
+        name = LENGTHS[kind]
+        return _changed(processor, **{name: getattr(processor, name) - padding})
+    if kind is RepetitionPenaltyLogitsProcessor:
+        ignored = processor.prompt_ignore_length
+        if ignored is None:
+            return processor
+        if isinstance(ignored, Tensor):
+            ignored = int(ignored[row])
+        return _changed(processor, prompt_ignore_length=max(0, ignored - padding))
+    if kind is EncoderRepetitionPenaltyLogitsProcessor:
+        prompts = processor.encoder_input_ids
+        # num_return_sequences repeats the rows, but not what this one was given
+        prompt = prompts[row * len(prompts) // num_rows, padding:]
+        return _changed(processor, encoder_input_ids=prompt[None])
+    if kind is EncoderNoRepeatNGramLogitsProcessor:
+        ngrams = processor.generated_ngrams
+        return _changed(
+            processor, generated_ngrams=[ngrams[row * len(ngrams) // num_rows]], batch_size=1
+        )
+    if kind is PrefixConstrainedLogitsProcessor:
+        allowed = processor._prefix_allowed_tokens_fn
+        return _changed(processor, _prefix_allowed_tokens_fn=lambda _row, ids: allowed(row, ids))
+    if kind in STATELESS or row == 0:
+        return processor
+    heavy = (nn.Module, PreTrainedTokenizerBase)  # shared, not copied
+    memo = {id(v): v for v in getattr(processor, "__dict__", {}).values() if isinstance(v, heavy)}
+    try:
+        return copy.deepcopy(processor, memo)
+    except Exception as error:
+        raise ValueError(
+            f"logits processor {kind.__name__} cannot be copied for row {row} ({error});"
+            " decode one prompt at a time"
+        ) from error
+
+
+def _changed(processor: Any, **attributes: object) -> Any:
+    changed = copy.copy(processor)
+    for name, value in attributes.items():
+        setattr(changed, name, value)
+    return changed
