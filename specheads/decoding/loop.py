@@ -58,11 +58,13 @@ def decode(
     prompts = read_prompts(model, input_ids, attention_mask, max_new_tokens)
     if not drafter.deterministic:
         raise ValueError("drafter.deterministic must be True: no rule for sampled candidates yet")
-    check_tree_support(model)
+    support = check_tree_support(model)
+    support.check_batch(len(prompts))
+    chain_only = support.kind == "chain"
     output = Output(
         prompts, input_ids.device, max_new_tokens, eos_token_ids, stopping_criteria, on_tokens
     )
-    base = BasePass(model, TreeCache() if cache is None else cache)
+    base = BasePass(model, TreeCache() if cache is None else cache, chain_only=chain_only)
     chooser = make_chooser(model, output, sampler, logits_processor, exact=True)
     # saves a tenth of the calls' overhead beside no_grad, in the plain loop too
     with torch.inference_mode(), tapped(model, drafter.taps) as hidden:
@@ -101,7 +103,8 @@ def _decode(
             base.cache.select(kept)
             state = drafter.select(state, kept.to(root.device))
             rows = [rows[i] for i in going]
-        candidates = propose(drafter, state, [output.budget(row) for row in rows])
+        budgets = [output.budget(row) for row in rows]
+        candidates = propose(drafter, state, budgets, chain_only=base.chain_only)
         logits = base.verify(candidates)
         result = accept(candidates, logits, hidden(), chooser, rows)
         counts = output.emit(rows, result.new_tokens)
@@ -133,15 +136,20 @@ def tapped(
         yield latest
 
 
-def propose(drafter: Drafter, state: object, budgets: Sequence[int]) -> Candidates:
+def propose(
+    drafter: Drafter, state: object, budgets: Sequence[int], *, chain_only: bool = False
+) -> Candidates:
     """Ask for guesses; forbid those that would run past a row's limit.
 
     Args:
         drafter: proposes.
         state: its state.
         budgets: per row the tokens it may still get, of which a step gives one beside the guesses.
+        chain_only: keep first children only.
     """
     candidates = drafter.propose(state)
+    if chain_only:
+        candidates = first_chain(candidates)
     tree, tokens = candidates.tree, candidates.tokens
     if isinstance(tree, Tree):
         tree = tree.trim(max(max(budgets) - 1, 0))
@@ -154,6 +162,21 @@ def propose(drafter: Drafter, state: object, budgets: Sequence[int]) -> Candidat
     probs = candidates.draft_probs
     return Candidates(
         tokens, tree, None if probs is None else probs[:, : tree.num_nodes], candidates.sampling
+    )
+
+
+def first_chain(candidates: Candidates) -> Candidates:
+    """Return the one row's chain of first children, which are drawn as a chain's nodes are."""
+    tree, path = candidates.tree, [0]
+    for node, parent in enumerate(batched(tree, tree.parents)[0].tolist()):
+        if parent == path[-1]:
+            path.append(node)
+    probs = candidates.draft_probs
+    return Candidates(
+        candidates.tokens[:, path],
+        Tree.chain(len(path) - 1),
+        None if probs is None else probs[:, path],
+        "none" if probs is None else "chain",
     )
 
 

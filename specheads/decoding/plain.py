@@ -18,6 +18,7 @@ from specheads.decoding.forward import BasePass, pad_rows
 from specheads.decoding.result import DecodeResult, OnTokens, Output, Stopping, read_prompts
 from specheads.decoding.sampling import Sampler
 from specheads.kv_cache import TreeCache
+from specheads.tree_support import check_tree_support
 
 
 def plain_decode(
@@ -52,9 +53,12 @@ def plain_decode(
 
     Raises:
         ValueError: for an empty prompt, a mask that is not left padding, a cache of another number
-            of rows, or more tokens than the model has positions.
+            of rows, more tokens than the model has positions, or a batch where the model's masks
+            or positions are out of reach.
     """
     prompts = read_prompts(model, input_ids, attention_mask, max_new_tokens)
+    if len(prompts) > 1:  # rows of a batch lie in one cache as branches of a tree do
+        check_tree_support(model).check_batch(len(prompts))
     output = Output(
         prompts, input_ids.device, max_new_tokens, eos_token_ids, stopping_criteria, on_tokens
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +14,12 @@ from transformers import AttentionInterface, LlamaForCausalLM, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from specheads import tree_mask, tree_support
-from specheads.tree import Tree
+from specheads.decoding.loop import decode, first_chain
+from specheads.decoding.plain import plain_decode
+from specheads.drafters.contract import Candidates
+from specheads.tree import RowTrees, Tree, default_tree
 from specheads.tree_support import Support, check_tree_support, compare
+from tests.scripted import ScriptedDrafter
 from tests.zoo import CHAIN_MODELS, REFUSED_MODELS, TREE_MODELS, VOCAB, build
 
 # the softest limit decides whether a wrong model is seen, the sharpest whether a right one is lost
@@ -182,6 +187,36 @@ def test_the_self_test_takes_no_time() -> None:
     start = time.process_time()
     check_tree_support(model)
     assert time.process_time() - start < 0.25  # 6 ms here
+
+
+def test_first_chain_keeps_what_belongs_together() -> None:
+    """Prevents guesses that hang under other guesses than those they were made for."""
+    tree = Tree.from_choices([(1,), (2,), (1, 3), (2, 0), (2, 1), (1, 3, 0), (2, 0, 0)])
+    tokens = torch.tensor([[9, 10, 20, 13, 21, 22, 30, 40]])
+    probs = torch.rand(1, 8, VOCAB)
+    rows = RowTrees.from_parents(tree.parents[None], tree.max_depth)
+    for shape in (tree, rows):
+        chain = first_chain(Candidates(tokens, shape, probs, "without_replacement"))
+        assert chain.tokens.tolist() == [[9, 10, 13, 30]]
+        assert chain.tree == Tree.chain(3)
+        assert chain.draft_probs is not None
+        assert chain.draft_probs.equal(probs[:, [0, 1, 3, 6]])
+        assert chain.sampling == "chain"
+
+
+@pytest.mark.parametrize("name", CHAIN_MODELS)
+def test_chain_models_decode_exactly_and_alone(name: str) -> None:
+    """Prevents trees, or rows of a batch, where masks do not reach."""
+    model = build(name)
+    ids = torch.randint(VOCAB, (1, 9))
+    plain = plain_decode(model, ids, max_new_tokens=20)
+    drafter = ScriptedDrafter(default_tree(4, 16), plain.sequences[0].tolist(), 0.7)
+    result = decode(model, drafter, ids, max_new_tokens=20)
+    assert result.sequences.equal(plain.sequences)
+    assert result.accept_length > 1.5
+    for run in (plain_decode, partial(decode, drafter=drafter)):
+        with pytest.raises(ValueError, match="1 row at a time, got 2 rows"):
+            run(model, input_ids=ids.repeat(2, 1), max_new_tokens=4)
 
 
 def test_support_says_what_it_means() -> None:
