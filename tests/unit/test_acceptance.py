@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
-
 import pytest
 import torch
 from torch import Tensor
 
-from specheads.acceptance import walk
-from specheads.tree import Tree, default_tree
-
-Prefix = tuple[int, ...]
+from specheads.acceptance import merge_siblings, walk
+from specheads.rejection import reject
+from specheads.tree import RowTrees, Tree, default_tree
+from tests.enumeration import (
+    Outcomes,
+    Rule,
+    ToyDrafter,
+    ToyModel,
+    decoded_joint,
+    distance,
+    expected_accepted,
+    verified,
+)
 
 
 def slow_walk(tokens: list[int], tree: Tree, base_tokens: list[int]) -> list[int]:
@@ -64,83 +70,193 @@ def test_equal_siblings_do_no_harm() -> None:
 
 # --- exactness by enumeration ---------------------------------------------------------------
 
-V, LENGTH = 3, 3
-TREE = Tree.from_choices([(0,), (1,), (0, 0), (1, 0)])
+MODEL = ToyModel(3, seed=1)
+TREE = Tree.from_choices([(0,), (1,), (0, 0), (0, 1), (1, 0)])
 
 
-def base_probs(prefix: Prefix) -> Tensor:
-    """Return a toy model's distribution after ``prefix``."""
-    seed = 7 + sum((token + 1) * 31**i for i, token in enumerate(prefix))
-    logits = torch.randn(V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return logits.softmax(-1)
+def sampled_walk(
+    tokens: Tensor, tree: Tree | RowTrees, base_probs: Tensor, draft_probs: Tensor, chance: Outcomes
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw one token per node and walk."""
+    base_tokens = torch.stack(
+        [chance.draw(base_probs[:, node], node) for node in range(tree.num_nodes)], dim=1
+    )
+    path, num_accepted = walk(tokens, tree, base_tokens)
+    rows = torch.arange(len(tokens))
+    return path, num_accepted, base_tokens[rows, path[rows, num_accepted]]
 
 
-def guesses(prefix: Prefix) -> list[int]:
-    """Return deterministic tokens for TREE: the toy's own favourites, second ones at depth 2."""
-    order = base_probs(prefix).argsort(descending=True).tolist()
-    return [prefix[-1], order[0], order[1], order[1], order[2]]
+def medusa_sampling(
+    tokens: Tensor, tree: Tree, base_probs: Tensor, draft_probs: Tensor, chance: Outcomes
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw anew for every path, also at the nodes paths share; keep the longest, as Medusa does."""
+    best: tuple[Tensor, Tensor, Tensor] | None = None
+    for number, line in enumerate(tree.paths.tolist()):
+        nodes = [node for node in line if node >= 0]
+        drawn = torch.stack(
+            [chance.draw(base_probs[:, node], 100 * number + node) for node in nodes], dim=1
+        )
+        path, num_accepted = walk(tokens[:, nodes], Tree.chain(len(nodes) - 1), drawn)
+        path = torch.where(path >= 0, torch.tensor(nodes)[path.clamp(min=0)], -1)
+        path = torch.nn.functional.pad(path, (0, len(line) - len(nodes)), value=-1)
+        token = drawn.gather(1, num_accepted[:, None])[:, 0]
+        if best is None:
+            best = path, num_accepted, token
+        longer = num_accepted > best[1]
+        best = (
+            torch.where(longer[:, None], path, best[0]),
+            torch.where(longer, num_accepted, best[1]),
+            torch.where(longer, token, best[2]),
+        )
+    assert best is not None
+    return best
 
 
-def node_prefix(prefix: Prefix, tokens: list[int], node: int) -> Prefix:
-    """Return the tokens a node's own prediction is given."""
-    line = [int(i) for i in TREE.ancestors[node] if i >= 0]
-    return prefix[:-1] + tuple(tokens[i] for i in line)
-
-
-def decode_exactly(draws_per_node: str) -> dict[Prefix, float]:
-    """Enumerate every outcome of tree decoding; returns the distribution of LENGTH tokens."""
-    done: dict[Prefix, float] = defaultdict(float)
-    open_: dict[Prefix, float] = defaultdict(float)
-    for token in range(V):
-        open_[(token,)] += float(base_probs(())[token])
-    while open_:
-        prefix, weight = open_.popitem()
-        if len(prefix) >= LENGTH:
-            done[prefix[:LENGTH]] += weight
-            continue
-        tokens = guesses(prefix)
-        probs = [base_probs(node_prefix(prefix, tokens, node)) for node in range(TREE.num_nodes)]
-        for base in itertools.product(range(V), repeat=TREE.num_nodes):
-            chance = weight
-            for node, token in enumerate(base):
-                chance *= float(probs[node][token])
-            if draws_per_node == "one":
-                drawn = torch.tensor([base])
-                path, num_accepted = walk(torch.tensor([tokens]), TREE, drawn)
-                nodes = path[0, : int(num_accepted) + 1].tolist()
-                open_[prefix + tuple(base[i] for i in nodes)] += chance
-                continue
-            # Medusa's rule: every row of candidates draws anew at the nodes rows share
-            for again in range(V):
-                other = (again, *base[1:])
-                rows = [
-                    slow_walk(tokens, TREE, list(base)),
-                    slow_walk(tokens, TREE, list(other)),
-                ]
-                best = max(rows, key=len)
-                source = base if best is rows[0] else other
-                new = prefix + tuple(source[i] for i in best)
-                open_[new] += chance * float(probs[0][again])
-    return done
-
-
-def error(draws_per_node: str) -> float:
-    """Return the total variation distance to the toy model's own joint distribution."""
-    got = decode_exactly(draws_per_node)
-    total = 0.0
-    for text in itertools.product(range(V), repeat=LENGTH):
-        truth = 1.0
-        for i, token in enumerate(text):
-            truth *= float(base_probs(text[:i])[token])
-        total += abs(got[text] - truth)
-    return total / 2
+def error(rule: Rule, tree: Tree, sampling: str, shared: bool = False) -> float:
+    """Return the total variation distance of three decoded tokens to the model's."""
+    draft = ToyDrafter(ToyModel(3, seed=2), tree, sampling, shared)
+    return distance(MODEL, verified(MODEL, tree, draft, rule))
 
 
 def test_sample_and_walk_keeps_the_distribution() -> None:
     """Prevents a rule that prefers drafted tokens; enumerated, so that no bias is too small."""
-    assert error("one") < 1e-12
+    assert error(sampled_walk, TREE, "none") < 1e-9
+    chain = Tree.from_choices([(0,), (1,), (0, 0)])  # sampled candidates too
+    assert error(sampled_walk, chain, "without_replacement", shared=True) < 1e-9
 
 
 def test_the_enumeration_can_tell() -> None:
     """Prevents a vacuous test above: several draws for one prefix must show as an error."""
-    assert error("several") > 1e-2
+    assert error(medusa_sampling, Tree.from_choices([(0,), (1,), (0, 0)]), "none") > 1e-2
+
+
+def test_greedy_walk_writes_the_greedy_text() -> None:
+    """Prevents a walk that leaves the base model's own best tokens."""
+
+    class Greedy(ToyModel):
+        def probs(self, contexts: Tensor) -> Tensor:
+            best = super().probs(contexts).argmax(-1)
+            return torch.nn.functional.one_hot(best, self.vocab_size).double()
+
+    model = Greedy(3, seed=1)
+    draft = ToyDrafter(ToyModel(3, seed=2), TREE, "without_replacement")
+    got = decoded_joint(model, verified(model, TREE, draft, sampled_walk))
+    assert got.max() > 1 - 1e-9
+    assert (got - model.joint(3)).abs().sum() < 1e-9
+
+
+# --- trees of rows, equal siblings ----------------------------------------------------------
+
+
+def random_rows(num_rows: int, num_nodes: int, max_depth: int) -> RowTrees:
+    """Return random trees whose nodes are sorted by depth."""
+    generator = torch.Generator().manual_seed(4)
+    parents = []
+    for _ in range(num_rows):
+        depths, row = [0], [-1]
+        for _ in range(1, num_nodes):
+            lowest = depths[-1] - 1  # parents of this depth or one deeper keep the order
+            allowed = [i for i, d in enumerate(depths) if lowest <= d < max_depth]
+            pick = int(torch.randint(len(allowed), (), generator=generator))
+            row.append(allowed[pick])
+            depths.append(depths[row[-1]] + 1)
+        parents.append(row)
+    return RowTrees.from_parents(torch.tensor(parents), max_depth)
+
+
+def one_tree(tree: RowTrees, row: int) -> RowTrees:
+    """Return one row's tree."""
+    return RowTrees.from_parents(tree.parents[row : row + 1], tree.max_depth)
+
+
+def test_walk_goes_down_every_rows_own_tree() -> None:
+    """Prevents a walk that follows the first row's tree in all rows."""
+    tree = random_rows(50, 9, 3)
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(-1, 2, (50, 9), generator=generator)
+    base = torch.randint(2, (50, 9), generator=generator)
+    path, num_accepted = walk(tokens, tree, base)
+    for row in range(50):
+        reached = {0}
+        for node in range(1, 9):
+            parent = int(tree.parents[row, node])
+            if parent in reached and tokens[row, node] == base[row, parent]:
+                reached.add(node)
+        assert num_accepted[row] == max(int(tree.depths[row, node]) for node in reached)
+        line = path[row, : int(num_accepted[row]) + 1].tolist()
+        assert set(line) <= reached
+        assert [int(tree.parents[row, node]) for node in line[1:]] == line[:-1]
+        assert (path[row, len(line) :] == -1).all()
+        alone = walk(tokens[row : row + 1], one_tree(tree, row), base[row : row + 1])
+        assert alone[0].equal(path[row : row + 1])
+    assert set(num_accepted.tolist()) == {0, 1, 2, 3}
+
+
+def texts(tokens: Tensor, tree: RowTrees, row: int) -> set[tuple[int, ...]]:
+    """Return the texts of a row's nodes that no padding stands in."""
+    found = set()
+    for line in tree.ancestors[row].tolist():
+        text = tuple(int(tokens[row, node]) for node in line[1:] if node >= 0)
+        if min(text, default=0) >= 0:
+            found.add(text)
+    return found
+
+
+def test_equal_siblings_are_merged() -> None:
+    """Prevents subtrees lost with the twin they hang under, and twins left among the moved."""
+    tree = random_rows(50, 12, 3)
+    tokens = torch.randint(-1, 3, (50, 12), generator=torch.Generator().manual_seed(2))
+    tokens[:, 0] = 0
+    merged, shape = merge_siblings(tokens, tree)
+    assert (merged == tokens)[merged >= 0].all()
+    assert shape.depths.equal(tree.depths)
+    num_merged = 0
+    for row in range(50):
+        assert texts(merged, shape, row) == texts(tokens, tree, row)
+        real = [i for i in range(1, 12) if merged[row, i] >= 0]
+        siblings = [(int(shape.parents[row, i]), int(merged[row, i])) for i in real]
+        assert len(set(siblings)) == len(siblings)
+        num_merged += int((tokens[row] >= 0).sum()) - len(real) - 1
+    assert num_merged > 50
+
+
+def test_siblings_that_differ_stay_as_they_are() -> None:
+    """Prevents padding merged with padding, and cousins taken for siblings."""
+    tree = Tree.from_choices([(0,), (1,), (0, 0), (1, 0), (1, 1)])
+    tokens = torch.tensor([[3, 5, 3, 1, 1, 2], [3, -1, -1, 1, 1, 2]])
+    merged, shape = merge_siblings(tokens, tree)
+    assert merged.equal(tokens)
+    assert shape.parents.equal(tree.parents.expand(2, -1))
+
+
+@pytest.mark.parametrize("rule", ["walk", "point masses"])
+def test_equal_siblings_with_draws_of_their_own_must_be_merged(rule: str) -> None:
+    """Prevents several chances for one prefix, or a refused token tried again, through twins."""
+    tree = Tree.from_choices([(0,), (1,), (0, 0), (1, 0)])
+
+    def draft(contexts: Tensor, chance: Outcomes) -> tuple[Tensor, Tensor]:
+        tokens, probs = ToyDrafter(MODEL, tree, "none")(contexts, chance)
+        tokens[:, 2] = tokens[:, 1]
+        tokens[:, 4] = 2 - tokens[:, 3].clamp(max=1)
+        return tokens, probs
+
+    def unmerged(
+        tokens: Tensor, tree: Tree | RowTrees, base: Tensor, draft: Tensor, chance: Outcomes
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if rule == "walk":
+            return sampled_walk(tokens, tree, base, draft, chance)
+        return reject(tokens, tree, base, None, chance, "none")
+
+    def merged(
+        tokens: Tensor, tree: Tree, base: Tensor, draft: Tensor, chance: Outcomes
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return unmerged(*merge_siblings(tokens, tree), base, draft, chance)
+
+    assert distance(MODEL, verified(MODEL, tree, draft, merged)) < 1e-9
+    means = [
+        expected_accepted(verified(MODEL, tree, draft, one), MODEL.nothing)
+        for one in (unmerged, merged)
+    ]
+    assert means[0] < means[1] - 0.05
+    if rule == "walk":
+        assert distance(MODEL, verified(MODEL, tree, draft, unmerged)) > 1e-3
