@@ -3,13 +3,16 @@
 A draw is ``argmax(logits / temperature + noise)`` with Gumbel noise, which samples the softmax. The
 noise is a pure function of (seed, row, absolute position, token): plain decoding and tree decoding,
 which meet the same positions in different steps and shapes, therefore draw the same tokens.
+
+Rules for sampled candidates make random choices of other kinds (``Chance``), and drafters that
+sample need noise of their own: streams of the same generator that have nothing in common.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -23,6 +26,8 @@ ROUNDING = 1e-5
 _MASK = (1 << 64) - 1
 _POSITION_STEP = 0xD1B54A32D192ED03 - (1 << 64)  # odd, far from multiples of the token step
 _TOKEN_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
+_SITE_STEP = 0xDA942042E4DD58B5 - (1 << 64)
+_ACCEPT, _DRAW, _DRAFT = 1, 2, 3  # streams beside that of plain decoding
 
 
 def _mix_seed(seed: int) -> int:
@@ -30,7 +35,12 @@ def _mix_seed(seed: int) -> int:
     x = (seed * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    x ^= x >> 31
+    return _signed(x ^ (x >> 31))
+
+
+def _signed(x: int) -> int:
+    """Wrap as 64-bit integers do."""
+    x &= _MASK
     return x - (1 << 64) if x >> 63 else x
 
 
@@ -62,16 +72,92 @@ def gumbel_noise(
     Returns:
         [B, ..., V] float32.
     """
-    device = positions.device
+    return _gumbel(_keys(seed, positions, rows), vocab_size)
+
+
+def draft_noise(
+    seed: int,
+    root_positions: Tensor,
+    num_levels: int,
+    vocab_size: int,
+    rows: Sequence[int] | None = None,
+) -> Tensor:
+    """Return Gumbel noise for a drafter that samples, unrelated to all other noise.
+
+    It belongs to the root's position and the level, not to the guessed token's position: a
+    position is guessed at in several steps, and whether it was reached may depend on the guess.
+
+    Args:
+        seed: as in :func:`gumbel_noise`.
+        root_positions: [B] long.
+        num_levels: of the tree, or whatever draws are to be independent.
+        vocab_size: V.
+        rows: [B], which rows these are; 0 to B - 1 if None.
+
+    Returns:
+        [B, num_levels, V] float32.
+    """
+    levels = torch.arange(num_levels, device=root_positions.device) * _SITE_STEP
+    keys = _keys(seed, root_positions, rows, _DRAFT)[:, None] + levels
+    return _gumbel(keys, vocab_size)
+
+
+def _keys(seed: int, positions: Tensor, rows: Sequence[int] | None, stream: int = 0) -> Tensor:
+    """Return what the noise at positions [B, ...] is made from, [B, ...]."""
     numbers = range(positions.shape[0]) if rows is None else rows
     seeds = [_mix_seed(seed + row) for row in numbers]
-    keys = torch.tensor(seeds, device=device).view(-1, *[1] * (positions.dim() - 1))
-    x = (keys + positions * _POSITION_STEP)[..., None] + _lattice(vocab_size, device)
+    if stream:
+        seeds = [_mix_seed(mixed + stream) for mixed in seeds]
+    first = torch.tensor(seeds, device=positions.device)
+    return first.view(-1, *[1] * (positions.dim() - 1)) + positions * _POSITION_STEP
+
+
+def _uniform(keys: Tensor, num: int) -> Tensor:
+    """Return ``num`` numbers strictly inside (0, 1) for each key, [...] to [..., num] float64."""
+    x = keys[..., None] + _lattice(num, keys.device)
     x = (x ^ _shifted(x, 30)) * (0xBF58476D1CE4E5B9 - (1 << 64))
     x = (x ^ _shifted(x, 27)) * (0x94D049BB133111EB - (1 << 64))
     x = x ^ _shifted(x, 31)
-    uniform = (_shifted(x, 11).double() + 0.5) * 2.0**-53  # strictly inside (0, 1)
-    return uniform.log_().neg_().log_().neg_().float()
+    return (_shifted(x, 11).double() + 0.5) * 2.0**-53
+
+
+def _gumbel(keys: Tensor, num: int) -> Tensor:
+    return _uniform(keys, num).log_().neg_().log_().neg_().float()
+
+
+@dataclass(frozen=True)
+class Chance:
+    """The random choices of one verify step, as rules for sampled candidates ask for them.
+
+    Each is a function of seed, row, root position and site alone. Root positions differ between
+    the steps of a row, so no choice is made twice.
+
+    Attributes:
+        seed: of the noise; row b uses ``seed + b``.
+        root_positions: [B] long, absolute.
+        rows: [B], which rows of the batch these are.
+        num_sites: how many sites there are to accept at: N, the nodes.
+    """
+
+    seed: int
+    root_positions: Tensor
+    rows: Sequence[int]
+    num_sites: int
+
+    @cached_property
+    def _accept_uniform(self) -> Tensor:
+        keys = _keys(self.seed, self.root_positions, self.rows, _ACCEPT)
+        return _uniform(keys, self.num_sites)
+
+    def accept(self, probability: Tensor, site: int) -> Tensor:
+        """Return [B] bool, true with ``probability`` [B]."""
+        return self._accept_uniform[:, site] < probability
+
+    def draw(self, probs: Tensor, site: int) -> Tensor:
+        """Draw one token per row from ``probs`` [B, V]; returns [B]."""
+        keys = _keys(self.seed, self.root_positions, self.rows, _DRAW)
+        keys = keys + _signed(site * _SITE_STEP)
+        return (probs.log() + _gumbel(keys, probs.shape[-1])).argmax(-1)
 
 
 @dataclass(frozen=True)
