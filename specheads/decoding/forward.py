@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.drafters.contract import Candidates
+from specheads.grouped_attention import grouped_attention
 from specheads.kv_cache import TreeCache
 from specheads.models.base import context_length, input_device
-from specheads.tree import batched
+from specheads.tree import RowTrees, Tree, batched
 from specheads.tree_mask import tree_attention
 
 
@@ -54,7 +55,7 @@ class BasePass:
         ahead = torch.arange(num_tokens, device=self.device)[None]
         # rows that end together see each other's padding in no way: it comes after all they have
         ragged = not cache.rows.uniform
-        with tree_attention(None, cache) if ragged else contextlib.nullcontext():
+        with masked(None, cache) if ragged else contextlib.nullcontext():
             logits = self.model(
                 input_ids=tokens.to(self.device),
                 position_ids=self._positions(ahead),
@@ -80,7 +81,7 @@ class BasePass:
         self.cache.reserve(*tokens.shape)
         # a root alone behind rows of one length is a plain step
         plain = self.chain_only or (tree.num_nodes == 1 and self.cache.rows.uniform)
-        with contextlib.nullcontext() if plain else tree_attention(tree, self.cache):
+        with contextlib.nullcontext() if plain else masked(tree, self.cache):
             logits: Tensor = self.model(
                 input_ids=tokens.clamp(min=0).to(self.device),
                 position_ids=self._positions(batched(tree, tree.depths).to(self.device)),
@@ -98,6 +99,13 @@ class BasePass:
         # padding, and guesses that the limit forbids: whatever is said of them is ignored, but a
         # learned embedding has no row for positions outside the context
         return positions.clamp(max=self._context - 1)
+
+
+@contextlib.contextmanager
+def masked(tree: Tree | RowTrees | None, cache: TreeCache) -> Iterator[None]:
+    """While open, a pass attends along ``tree``, and its mask does not make attention expensive."""
+    with tree_attention(tree, cache), grouped_attention():
+        yield
 
 
 def pad_rows(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:

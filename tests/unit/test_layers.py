@@ -13,7 +13,10 @@ PACKAGE = ROOT / "specheads"
 # Lowest first. A part imports its own layer and the layers before it.
 LAYERS = [
     {"__init__", "assets", "config", "dist", "log", "hardware", "files"},
-    {"tree", "acceptance", "rejection", "lossy", "losses", "fused_loss", "kv_cache", "tree_mask"},
+    {
+        "tree", "acceptance", "rejection", "lossy", "losses", "fused_loss", "kv_cache",
+        "tree_mask", "grouped_attention",
+    },
     {"models", "data", "formats", "tree_support"},
     {"drafters"},
     {"training", "decoding"},

@@ -1,0 +1,151 @@
+"""Attention without expanding the cache equals attention with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.integrations import sdpa_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from specheads import grouped_attention as module
+from specheads.grouped_attention import attend_folded, grouped_attention
+from specheads.kv_cache import TreeCache
+from specheads.tree import RowTrees, default_tree
+from specheads.tree_mask import tree_attention
+from tests.zoo import VOCAB, build
+
+TREE = default_tree(3, 9)
+GROUPED = ("llama", "qwen2-window", "qwen3", "mistral-window", "gemma3", "mixtral")
+
+
+def draw(
+    num_rows: int, heads: int, groups: int, num_tokens: int, num_slots: int, value_dim: int = 8
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return random query, key and value."""
+    generator = torch.Generator().manual_seed(num_rows + groups)
+    shapes = [
+        (num_rows, heads * groups, num_tokens, 8),
+        (num_rows, heads, num_slots, 8),
+        (num_rows, heads, num_slots, value_dim),
+    ]
+    query, key, value = (torch.randn(shape, generator=generator) for shape in shapes)
+    return query, key, value
+
+
+@pytest.mark.parametrize("num_rows,heads,groups", [(1, 2, 4), (3, 1, 8), (2, 4, 2)])
+@pytest.mark.parametrize("value_dim", [8, 12])
+@pytest.mark.parametrize("kind", ["bool", "additive", "per row", "per head"])
+def test_both_forms_equal_the_expanded_one(
+    num_rows: int, heads: int, groups: int, value_dim: int, kind: str
+) -> None:
+    """Prevents query heads that read another group's keys, or another token's mask."""
+    query, key, value = draw(num_rows, heads, groups, 5, 21, value_dim)
+    generator = torch.Generator().manual_seed(1)
+    mask_rows = num_rows if kind in ("per row", "per head") else 1
+    mask_heads = heads * groups if kind == "per head" else 1
+    seen = torch.rand(mask_rows, mask_heads, 5, 21, generator=generator) < 0.6
+    seen[..., 0] = True
+    additive = torch.zeros(seen.shape).masked_fill_(~seen, torch.finfo(torch.float32).min)
+    mask = seen if kind == "bool" else additive
+    expanded = nn.functional.scaled_dot_product_attention(
+        query,
+        key.repeat_interleave(groups, 1),
+        value.repeat_interleave(groups, 1),
+        mask,
+        scale=0.3,
+    )
+    folded = attend_folded(query, key, value, mask, 0.3, {})
+    torch.testing.assert_close(folded, expanded, atol=1e-6, rtol=1e-5)
+    layer = nn.Module()
+    with grouped_attention():
+        ours, weights = ALL_ATTENTION_FUNCTIONS["sdpa"](
+            layer, query, key, value, mask, scaling=0.3, dropout=0.0
+        )
+    assert weights is None
+    torch.testing.assert_close(ours, expanded.transpose(1, 2), atol=1e-6, rtol=1e-5)
+
+
+def verify(name: str, num_rows: int, *, row_trees: bool) -> Tensor:
+    """Return the logits of one verify step behind rows of different lengths."""
+    model = build(name)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(VOCAB, (num_rows, 12 + TREE.num_nodes), generator=generator)
+    cache = TreeCache()
+    cache.reserve(num_rows, 12)
+    model(input_ids=ids[:, :12], past_key_values=cache, use_cache=True)
+    lengths = [12 - 3 * row for row in range(num_rows)]
+    cache.extend(lengths)
+    tree = RowTrees.from_parents(TREE.parents.expand(num_rows, -1), 3) if row_trees else TREE
+    cache.reserve(num_rows, TREE.num_nodes)
+    with tree_attention(tree, cache):
+        logits: Tensor = model(
+            input_ids=ids[:, 12:],
+            position_ids=torch.tensor(lengths)[:, None] + TREE.depths,
+            past_key_values=cache,
+            use_cache=True,
+        ).logits
+    return logits
+
+
+@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("num_rows", [1, 3])
+@torch.no_grad()
+def test_models_give_the_same_logits(
+    name: str, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents a wrong scale, mask or layout that only a whole model shows; windows as well."""
+    calls: list[int] = []
+
+    def no_repeat(states: Tensor, groups: int) -> Tensor:
+        calls.append(groups)
+        return states.repeat_interleave(groups, 1)
+
+    monkeypatch.setattr(sdpa_attention, "repeat_kv", no_repeat)
+    stock = verify(name, num_rows, row_trees=num_rows > 1)
+    assert calls, "transformers expands no longer: this module can go"
+    calls.clear()
+    with grouped_attention():
+        on_cpu = verify(name, num_rows, row_trees=num_rows > 1)
+    torch.testing.assert_close(on_cpu, stock, atol=2e-5, rtol=1e-5)
+
+    def as_elsewhere(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **kwargs: Any) -> Tensor:
+        kwargs.pop("enable_gqa")
+        return attend_folded(q, k, v, mask, kwargs["scale"], {})
+
+    with monkeypatch.context() as patch, grouped_attention():
+        original = module.scaled_dot_product_attention
+        patch.setattr(
+            module,
+            "scaled_dot_product_attention",
+            lambda *a, **k: as_elsewhere(*a, **k) if "enable_gqa" in k else original(*a, **k),
+        )
+        folded = verify(name, num_rows, row_trees=num_rows > 1)
+    torch.testing.assert_close(folded, stock, atol=2e-5, rtol=1e-5)
+    assert not calls, "the cache was expanded"
+
+
+@torch.no_grad()
+def test_nothing_changes_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents a wrapper that leaks into training or into other people's generate()."""
+    before = verify("llama", 1, row_trees=False)
+    with grouped_attention():
+        pass
+    monkeypatch.setattr(module, "attend_folded", None)
+    assert verify("llama", 1, row_trees=False).equal(before)
+
+
+def test_a_mask_is_laid_out_once_per_pass() -> None:
+    """Prevents G copies of the mask in every layer, which would eat what is saved."""
+    query, key, value = draw(1, 2, 4, 5, 21)
+    mask = torch.zeros(1, 1, 5, 21)
+    folded: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    attend_folded(query, key, value, mask, None, folded)
+    (kept,) = folded.values()
+    attend_folded(query, key, value, mask, None, folded)
+    assert list(folded.values())[0][1] is kept[1]
+    assert all(stride % 8 == 0 for stride in kept[1].stride()[:-1])
+    attend_folded(query, key, value, torch.zeros(1, 1, 5, 21), None, folded)
+    assert len(folded) == 2
