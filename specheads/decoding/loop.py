@@ -46,6 +46,7 @@ def decode(
     on_tokens: OnTokens | None = None,
     cache: TreeCache | None = None,
     pad_token_id: int = 0,
+    keep_scores: bool = False,
 ) -> DecodeResult:
     """Decode by verifying a tree of guesses in each forward pass.
 
@@ -64,8 +65,11 @@ def decode(
     output = Output(
         prompts, input_ids.device, max_new_tokens, eos_token_ids, stopping_criteria, on_tokens
     )
+    output.keep_scores(keep_scores)
     base = BasePass(model, TreeCache() if cache is None else cache, chain_only=chain_only)
-    chooser = make_chooser(model, output, sampler, logits_processor, exact=True)
+    chooser = make_chooser(
+        model, output, sampler, logits_processor, num_prompt_tokens=input_ids.shape[1], exact=True
+    )
     # saves a tenth of the calls' overhead beside no_grad, in the plain loop too
     with torch.inference_mode(), tapped(model, drafter.taps) as hidden:
         known = base.cache.align(prompts)
@@ -197,7 +201,7 @@ def accept(
         rows: [B], whose texts the trees continue.
     """
     tree, tokens = candidates.tree, candidates.tokens
-    scores = chooser.scores_at_nodes(candidates, logits, rows)
+    processed, scores = chooser.scores_at_nodes(candidates, logits, rows)
     while True:
         base_tokens = scores.argmax(-1)
         path, num_accepted = walk(tokens, tree, base_tokens)
@@ -211,6 +215,7 @@ def accept(
         for i in unsettled:
             first = tied[i].index(1)
             scores[i, path[i, first]] = chooser.settle(rows[i], gained[i][:first])[0].to(scores)
+    chooser.keep(rows, path, logits, processed)
     return StepResult(
         tree=tree,
         tokens=tokens,

@@ -34,6 +34,7 @@ def plain_decode(
     on_tokens: OnTokens | None = None,
     cache: TreeCache | None = None,
     pad_token_id: int = 0,
+    keep_scores: bool = False,
 ) -> DecodeResult:
     """Decode one token at a time.
 
@@ -44,12 +45,14 @@ def plain_decode(
         attention_mask: [B, P], 0 on padding.
         sampler: greedy if None; row b is sampled with its seed + b.
         eos_token_ids: tokens that end a row.
-        logits_processor: changes the logits, given the row's text so far without padding.
+        logits_processor: changes the logits, given the row's text so far without padding, see
+            :mod:`specheads.decoding.processors`.
         stopping_criteria: asked after every token, row by row.
         on_tokens: called with a row's number and its new tokens, for every row and step.
         cache: keeps keys and values for a later turn. If it holds the beginnings of the prompts,
             only the rest is read.
         pad_token_id: stands in ``sequences`` behind rows that ended early.
+        keep_scores: keep what every token was chosen from; it costs 2 V numbers per token.
 
     Raises:
         ValueError: for an empty prompt, a mask that is not left padding, a cache of another number
@@ -62,11 +65,19 @@ def plain_decode(
     output = Output(
         prompts, input_ids.device, max_new_tokens, eos_token_ids, stopping_criteria, on_tokens
     )
+    output.keep_scores(keep_scores)
     base = BasePass(model, TreeCache() if cache is None else cache)
     with torch.inference_mode():
         known = base.cache.align(prompts)
         alone = len(prompts) == 1 and not any(known)  # this is what others are compared with
-        chooser = make_chooser(model, output, sampler, logits_processor, exact=not alone)
+        chooser = make_chooser(
+            model,
+            output,
+            sampler,
+            logits_processor,
+            num_prompt_tokens=input_ids.shape[1],
+            exact=not alone,
+        )
         try:
             _decode(base, output, chooser, known, drop=cache is None)
         finally:

@@ -15,6 +15,7 @@ once and in order, as in plain decoding. (Once more where two tokens tie to with
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -112,6 +113,12 @@ class RowProcessors:
     def prefix_free(self) -> bool:
         """Whether none of them looks at the text."""
         return not self.rows[0]
+
+    @property
+    def temperature(self) -> float:
+        """What the scores are divided by, 1 without a temperature among the processors."""
+        warpers = (p for p in (*self.rows[0], *self.rest) if type(p) is TemperatureLogitsWarper)
+        return math.prod(warper.temperature for warper in warpers)
 
     @property
     def stateless(self) -> bool:

@@ -108,6 +108,7 @@ class Output:
         device: of the texts given to stopping criteria and processors.
         max_new_tokens: per row.
         rows: per row what has been emitted.
+        kept: per row, and token, the logits [V] and scores [V] that it was chosen from.
     """
 
     prompts: Sequence[list[int]]
@@ -118,9 +119,14 @@ class Output:
     on_tokens: OnTokens | None = None
     rows: list[DecodedRow] = field(default_factory=list)
     num_calls: int = 0
+    kept: list[list[tuple[Tensor, Tensor]]] | None = None
 
     def __post_init__(self) -> None:
         self.rows = [DecodedRow() for _ in self.prompts]
+
+    def keep_scores(self, keep: bool) -> None:
+        """Say whether to keep what tokens are chosen from."""
+        self.kept = [[] for _ in self.prompts] if keep else None
 
     def text(self, row: int) -> list[int]:
         """Return the row's prompt and new tokens."""
@@ -185,6 +191,19 @@ class Output:
             num_steps=self.num_calls - 1,
             rows=tuple(self.rows),
             cache=cache,
+            logits=self._kept(0, longest),
+            scores=self._kept(1, longest),
+        )
+
+    def _kept(self, which: int, num_tokens: int) -> tuple[Tensor, ...] | None:
+        if self.kept is None:
+            return None
+        # a step may have accepted more than the row could take
+        kept = [k[: len(row.new_tokens)] for k, row in zip(self.kept, self.rows, strict=True)]
+        nothing = torch.zeros_like(kept[0][0][which])
+        return tuple(
+            torch.stack([row[i][which] if i < len(row) else nothing for row in kept])
+            for i in range(num_tokens)
         )
 
 
