@@ -70,13 +70,24 @@ class Chooser:
             processed: [B, N, V], the logits after processors.
             scores: [B, N, V], those with temperature, cuts and noise.
         """
-        if self.processors is not None:
-            if not self.processors.stateless:
-                return self._scores_on_paths(candidates, logits, rows)
-            texts = [self.output.text(row) for row in rows]
-            logits = self.processors.at_nodes(candidates, logits, rows, texts)
+        if self.processors is not None and not self.processors.stateless:
+            return self._scores_on_paths(candidates, logits, rows)
+        logits = self.processed_at_nodes(candidates, logits, rows)
         roots = torch.tensor([self.output.length(row) - 1 for row in rows], device=logits.device)
         return logits, self.sampler.tree_scores(logits, candidates.tree, roots, rows)
+
+    def processed_at_nodes(
+        self, candidates: Candidates, logits: Tensor, rows: Sequence[int]
+    ) -> Tensor:
+        """Return the logits [B, N, V] after processors, each given its node's own prefix.
+
+        Raises:
+            ValueError: if a processor keeps a state: it must not see texts that will never be.
+        """
+        if self.processors is None:
+            return logits
+        texts = [self.output.text(row) for row in rows]
+        return self.processors.at_nodes(candidates, logits, rows, texts)
 
     def _scores_on_paths(
         self, candidates: Candidates, logits: Tensor, rows: Sequence[int]

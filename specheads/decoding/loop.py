@@ -21,10 +21,11 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from specheads.acceptance import walk
 from specheads.decoding.choosing import Chooser, make_chooser
+from specheads.decoding.deciding import Acceptance
 from specheads.decoding.forward import BasePass
 from specheads.decoding.plain import prompt_tokens
 from specheads.decoding.result import DecodeResult, OnTokens, Output, Stopping, read_prompts
-from specheads.decoding.sampling import Sampler
+from specheads.decoding.sampling import Chance, Sampler
 from specheads.drafters.contract import FINAL, Candidates, Drafter, Prefill, StepResult
 from specheads.kv_cache import TreeCache
 from specheads.models.base import capture_hidden
@@ -44,21 +45,23 @@ def decode(
     logits_processor: LogitsProcessorList | None = None,
     stopping_criteria: Stopping | None = None,
     on_tokens: OnTokens | None = None,
+    acceptance: Acceptance | None = None,
     cache: TreeCache | None = None,
     pad_token_id: int = 0,
     keep_scores: bool = False,
 ) -> DecodeResult:
     """Decode by verifying a tree of guesses in each forward pass.
 
-    Takes what :func:`specheads.decoding.plain.plain_decode` takes and returns its tokens.
+    Takes what :func:`specheads.decoding.plain.plain_decode` takes and returns its tokens. Where
+    candidates are sampled at a temperature above 0, and rejection decides about them, it returns
+    other tokens of the same distribution; where ``acceptance`` is lossy, other tokens.
 
     Raises:
-        ValueError: what plain decoding raises; for a drafter whose candidates are sampled, and a
-            model that cannot verify them.
+        ValueError: what plain decoding raises; for a model that cannot verify the candidates, and
+            for a rule other than sample-and-walk with a logits processor that keeps a state.
     """
     prompts = read_prompts(model, input_ids, attention_mask, max_new_tokens)
-    if not drafter.deterministic:
-        raise ValueError("drafter.deterministic must be True: no rule for sampled candidates yet")
+    acceptance = acceptance or Acceptance()
     support = check_tree_support(model)
     support.check_batch(len(prompts))
     chain_only = support.kind == "chain"
@@ -74,7 +77,8 @@ def decode(
     with torch.inference_mode(), tapped(model, drafter.taps) as hidden:
         known = base.cache.align(prompts)
         try:
-            _decode(base, drafter, output, chooser, hidden, known, drop=cache is None)
+            drop = cache is None
+            _decode(base, drafter, output, chooser, acceptance, hidden, known, drop=drop)
         finally:
             if cache is not None:
                 cache.tokens = [output.text(row)[:n] for row, n in enumerate(cache.lengths)]
@@ -86,6 +90,7 @@ def _decode(
     drafter: Drafter,
     output: Output,
     chooser: Chooser,
+    acceptance: Acceptance,
     hidden: Callable[[], dict[str, Tensor]],
     known: list[int],
     *,
@@ -110,7 +115,7 @@ def _decode(
         budgets = [output.budget(row) for row in rows]
         candidates = propose(drafter, state, budgets, chain_only=base.chain_only)
         logits = base.verify(candidates)
-        result = accept(candidates, logits, hidden(), chooser, rows)
+        result = accept(candidates, logits, hidden(), chooser, rows, acceptance)
         counts = output.emit(rows, result.new_tokens)
         base.cache.commit(result.path, counts)
         gained = [new[:n] for new, n in zip(result.new_tokens, counts, strict=True)]
@@ -190,8 +195,9 @@ def accept(
     hidden: dict[str, Tensor],
     chooser: Chooser,
     rows: Sequence[int],
+    acceptance: Acceptance,
 ) -> StepResult:
-    """Choose the base model's token at the nodes and walk down the tree along them.
+    """Accept a path of the tree, and give the token after it.
 
     Args:
         candidates: what was verified.
@@ -199,7 +205,21 @@ def accept(
         hidden: tap -> [B, N, d].
         chooser: how tokens are chosen.
         rows: [B], whose texts the trees continue.
+        acceptance: the rule.
     """
+    if acceptance.walks(candidates, greedy=chooser.sampler.temperature == 0):
+        return accept_by_walk(candidates, logits, hidden, chooser, rows)
+    return accept_by_rule(candidates, logits, hidden, chooser, rows, acceptance)
+
+
+def accept_by_walk(
+    candidates: Candidates,
+    logits: Tensor,
+    hidden: dict[str, Tensor],
+    chooser: Chooser,
+    rows: Sequence[int],
+) -> StepResult:
+    """Choose the base model's token at the nodes and walk down the tree along them."""
     tree, tokens = candidates.tree, candidates.tokens
     processed, scores = chooser.scores_at_nodes(candidates, logits, rows)
     while True:
@@ -224,5 +244,42 @@ def accept(
         path=path,
         num_accepted=num_accepted,
         next_root=emitted.gather(1, num_accepted[:, None])[:, 0],
+        new_tokens=[[token for token in row if token >= 0] for row in gained],
+    )
+
+
+def accept_by_rule(
+    candidates: Candidates,
+    logits: Tensor,
+    hidden: dict[str, Tensor],
+    chooser: Chooser,
+    rows: Sequence[int],
+    acceptance: Acceptance,
+) -> StepResult:
+    """Let the rule decide from the base model's distributions at the nodes."""
+    tree, sampler = candidates.tree, chooser.sampler
+    tokens = candidates.tokens.to(logits.device)
+    processed = chooser.processed_at_nodes(candidates, logits, rows)
+    base_probs = sampler.probs(processed)
+    positions = [chooser.output.length(row) - 1 for row in rows]
+    chance = Chance(
+        sampler.seed, torch.tensor(positions, device=logits.device), rows, tree.num_nodes
+    )
+    path, num_accepted, next_token = acceptance.decide(
+        candidates, base_probs, chance, greedy=sampler.temperature == 0
+    )
+    guessed = tokens.gather(1, path.clamp(min=0)).masked_fill(path < 0, -1)
+    emitted = torch.cat([guessed[:, 1:], torch.full_like(guessed[:, :1], -1)], dim=1)
+    emitted = emitted.scatter(1, num_accepted[:, None], next_token[:, None])
+    gained = emitted.tolist()  # the step's only synchronisation
+    chooser.keep(rows, path, logits, processed)
+    return StepResult(
+        tree=tree,
+        tokens=candidates.tokens,
+        base_tokens=base_probs.argmax(-1),
+        hidden=hidden,
+        path=path,
+        num_accepted=num_accepted,
+        next_root=next_token,
         new_tokens=[[token for token in row if token >= 0] for row in gained],
     )
