@@ -39,6 +39,9 @@ class HeadsState:
 class HeadsDrafter:
     """Fills a static tree with the heads' best guesses.
 
+    The heads may lie on another device than the token ids: that of the output layer, where a base
+    model is spread over several.
+
     Args:
         heads: the heads.
         output: the base model's output layer, which shared heads go through.
@@ -60,17 +63,19 @@ class HeadsDrafter:
             raise ValueError(f"tree has rank {tree.max_rank}, the vocabulary {vocab_size} tokens")
         self.heads = heads
         self.output = output
-        self.tree = tree.to(output.weight.device)
+        self.tree = tree
+        self._device = next((p.device for p in heads.parameters()), output.weight.device)
         self._num_ranks = tree.max_rank + 1
         # node -> its place in the heads' top-k lists laid end to end, [N - 1]
-        self._slots = ((self.tree.depths - 1) * self._num_ranks + self.tree.ranks)[1:]
+        slots = (tree.depths - 1) * self._num_ranks + tree.ranks
+        self._slots = slots[1:].to(self._device)
 
     def start(self, prefill: Prefill) -> HeadsState:
         """Start from the prompt's last hidden state; the heads need no others."""
         # a snapshot for every text anew: the heads may have been trained on in between
-        return HeadsState(
-            prefill.root, prefill.last_hidden(FINAL), self.heads.snapshot(self.output)
-        )
+        predict = self.heads.snapshot(self.output)
+        self.tree = self.tree.to(prefill.root.device)
+        return HeadsState(prefill.root, prefill.last_hidden(FINAL).to(self._device), predict)
 
     def propose(self, state: HeadsState) -> Candidates:
         """One pass of all heads, one top-k, one gather."""
@@ -80,14 +85,17 @@ class HeadsDrafter:
         logits = state.predict(state.hidden)[: self.tree.max_depth]  # [D, B, V]
         best = logits.topk(self._num_ranks, dim=-1).indices
         best = best.transpose(0, 1).flatten(1)  # [B, D * ranks]
-        return Candidates(torch.cat([root, best[:, self._slots]], dim=1), self.tree)
+        guesses = best[:, self._slots].to(root.device)
+        return Candidates(torch.cat([root, guesses], dim=1), self.tree)
 
     def observe(self, state: HeadsState, result: StepResult) -> HeadsState:
         """Move to the last accepted node."""
         hidden = result.hidden[FINAL]
         rows = torch.arange(hidden.shape[0], device=hidden.device)
-        return HeadsState(result.next_root, hidden[rows, result.last_node], state.predict)
+        accepted = hidden[rows, result.last_node.to(hidden.device)]
+        return HeadsState(result.next_root, accepted.to(self._device), state.predict)
 
     def select(self, state: HeadsState, rows: Tensor) -> HeadsState:
         """Keep some rows."""
-        return HeadsState(state.root[rows], state.hidden[rows], state.predict)
+        hidden = state.hidden[rows.to(self._device)]
+        return HeadsState(state.root[rows], hidden, state.predict)

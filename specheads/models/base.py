@@ -49,16 +49,25 @@ def load_base_model(
     revision: str | None = None,
     dtype: str | torch.dtype = "float32",
     device: str | torch.device = "cpu",
+    device_map: str | dict[str, Any] | None = None,
+    offload_folder: str | Path | None = None,
     attn: str = "sdpa",
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load a causal language model, in eval mode.
+
+    With ``device_map`` accelerate spreads it, and decoding follows by itself: token ids go to the
+    embedding, every layer of the cache lies where its layer computes, heads belong to
+    :func:`output_device`. Tested with layers on CPU and on disk; several GPUs could not be tried.
 
     Args:
         name: ``tinycode``, a folder, or a name on the hub.
         revision: of a hub model: a branch, tag or commit.
         dtype: of the weights.
         device: where they go.
+        device_map: in place of ``device``: ``auto``, ``balanced``, ``sequential``, or a device for
+            each part, ``disk`` among them.
+        offload_folder: for the parts on disk.
         attn: transformers' attention implementation.
         trust_remote_code: run modelling code that comes with the model.
 
@@ -78,6 +87,8 @@ def load_base_model(
             dtype=torch_dtype(dtype),
             attn_implementation=attn,
             trust_remote_code=trust_remote_code,
+            device_map=device_map,
+            offload_folder=offload_folder,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # so that they are reported; they are refused below
         )
@@ -94,7 +105,7 @@ def load_base_model(
                 f"model.name={name}: {len(names)} weights are {problem} in its files,"
                 f" first {names[0]}"
             )
-    return model.eval().to(device)
+    return model.eval() if device_map else model.eval().to(device)
 
 
 def build_from_init(init: dict[str, Any], *, attn: str = "sdpa") -> PreTrainedModel:
@@ -302,14 +313,14 @@ def output_layer(model: PreTrainedModel) -> OutputLayer:
     model.eval()
     try:
         with capture_hidden(model) as captured:
-            logits = model(input_ids=ids.to(embedding.device), use_cache=False).logits.float()
+            logits = model(input_ids=ids.to(input_device(model)), use_cache=False).logits.float()
         assert captured.hidden is not None
         if captured.hidden.shape[-1] != module.weight.shape[-1]:
             raise ConfigError(
                 f"{type(model).__name__}: hidden states have {captured.hidden.shape[-1]} numbers,"
                 f" its output matrix takes {module.weight.shape[-1]}"
             )
-        products = module(captured.hidden).float()
+        products = module(captured.hidden).float().to(logits.device)
     finally:
         model.train(training)
     layers = [

@@ -18,7 +18,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.config import ConfigError
 from specheads.files import whole_folder
-from specheads.models.base import check_tokenizer, load_base_model, load_tokenizer, torch_dtype
+from specheads.models.base import (
+    check_tokenizer,
+    load_base_model,
+    load_tokenizer,
+    output_device,
+    torch_dtype,
+)
 from specheads.models.digest import base_digest as digest_of_base
 from specheads.models.digest import file_sha256
 from specheads.models.heads import MedusaHeads
@@ -133,6 +139,7 @@ def load_export(
     base: str | None = None,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device = "cpu",
+    device_map: str | dict[str, Any] | None = None,
     attn: str = "sdpa",
     trust_remote_code: bool = False,
 ) -> Export:
@@ -143,6 +150,8 @@ def load_export(
         base: where the original base model is now, if not under its recorded name.
         dtype: of base and heads; None takes the recorded one.
         device: where they go.
+        device_map: spreads the base instead, see :func:`load_base_model`; heads go where its output
+            layer is.
         attn: transformers' attention implementation.
         trust_remote_code: run modelling code that comes with the base.
 
@@ -159,7 +168,7 @@ def load_export(
     if info["tuned"] and base is not None:
         raise ConfigError(f"{path} brings its own tuned base model; base={base} cannot replace it")
     dtype = torch_dtype(dtype or info["dtype"])
-    heads = _load_heads(path, config).to(device=device, dtype=dtype)
+    heads = _load_heads(path, config)
     name = str(path / _BASE) if info["tuned"] else base or info["name"]
     revision = info["revision"] if base is None and not info["tuned"] else None
     try:
@@ -168,6 +177,7 @@ def load_export(
             revision=revision,
             dtype=dtype,
             device=device,
+            device_map=device_map,
             attn=attn,
             trust_remote_code=trust_remote_code,
         )
@@ -176,7 +186,10 @@ def load_export(
     _check_base(path, config, model, name, revision)
     tokenizer = load_tokenizer(str(path), trust_remote_code=trust_remote_code)
     check_tokenizer(tokenizer, model)
-    return Export(model, heads.eval(), tokenizer, tree, config)
+    if heads.lm_head == "shared" and model.get_output_embeddings().weight.is_meta:
+        raise ConfigError(f"{path}: its heads share the output layer; device_map offloads that one")
+    heads = heads.to(device=output_device(model), dtype=dtype).eval()
+    return Export(model, heads, tokenizer, tree, config)
 
 
 def set_tree(
