@@ -68,7 +68,7 @@ def load_base_model(
         device_map: in place of ``device``: ``auto``, ``balanced``, ``sequential``, or a device for
             each part, ``disk`` among them.
         offload_folder: for the parts on disk.
-        attn: transformers' attention implementation.
+        attn: transformers' attention implementation; ``auto`` is sdpa where the model has it.
         trust_remote_code: run modelling code that comes with the model.
 
     Raises:
@@ -85,7 +85,7 @@ def load_base_model(
             resolve_name(name),
             revision=revision or "main",
             dtype=torch_dtype(dtype),
-            attn_implementation=attn,
+            attn_implementation=None if attn == "auto" else attn,
             trust_remote_code=trust_remote_code,
             device_map=device_map,
             offload_folder=offload_folder,

@@ -140,7 +140,7 @@ def load_export(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device = "cpu",
     device_map: str | dict[str, Any] | None = None,
-    attn: str = "sdpa",
+    attn: str = "auto",
     trust_remote_code: bool = False,
 ) -> Export:
     """Load base model, heads, tokenizer and tree, and check that they belong together.
@@ -152,7 +152,7 @@ def load_export(
         device: where they go.
         device_map: spreads the base instead, see :func:`load_base_model`; heads go where its output
             layer is.
-        attn: transformers' attention implementation.
+        attn: transformers' attention implementation; ``auto`` is sdpa where the base has it.
         trust_remote_code: run modelling code that comes with the base.
 
     Raises:
