@@ -26,6 +26,7 @@ _ALIGNMENT = 8  # elements: GPU kernels copy a mask whose rows start elsewhere
 # of the forward pass at hand: a mask and the same laid out for groups, by the mask's id and groups
 _Folded = dict[tuple[int, int], tuple[Tensor, Tensor]]
 _active: ContextVar[_Folded | None] = ContextVar("specheads_grouped", default=None)
+_traced = False  # a plain global: what torch.compile traces cannot ask a ContextVar
 
 
 @contextlib.contextmanager
@@ -37,6 +38,24 @@ def grouped_attention() -> Iterator[None]:
         yield
     finally:
         _active.reset(token)
+
+
+@contextlib.contextmanager
+def grouped_attention_traced() -> Iterator[None]:
+    """While open, passes traced by torch.compile do not expand their cache either."""
+    global _traced
+    _install()
+    before, _traced = _traced, True
+    try:
+        yield
+    finally:
+        _traced = before
+
+
+def _folded_now() -> _Folded | None:
+    if torch.compiler.is_compiling():
+        return {} if _traced else None
+    return _active.get()
 
 
 @lru_cache(maxsize=1)
@@ -53,7 +72,7 @@ def _install() -> None:
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        folded = _active.get()
+        folded = _folded_now()
         if (
             folded is None
             or attention_mask is None
@@ -103,7 +122,8 @@ def attend_folded(
     num_rows, num_heads, num_tokens, _ = query.shape
     groups = num_heads // key.shape[1]
     by_group = query.unflatten(1, (-1, groups)).flatten(2, 3)  # [B, H, G * N, d]
-    known = (id(mask), groups)
+    # a traced pass lays the mask out in every layer: the compiler sees that it is one
+    known = (0 if torch.compiler.is_compiling() else id(mask), groups)
     if known not in folded:
         folded[known] = mask, _fold_mask(mask, groups)
     output = scaled_dot_product_attention(by_group, key, value, folded[known][1], scale=scale)

@@ -9,7 +9,8 @@ lies behind a row's end is hidden by the mask (:mod:`specheads.tree_mask`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,10 +30,12 @@ class RowEnds:
 
     Attributes:
         lengths: per row the committed tokens; empty before the first forward pass.
+        fixed_slots: [B, T], where the pass at hand writes, see :meth:`TreeCache.fix`; else None.
     """
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
+        self.fixed_slots: Tensor | None = None
         self._known: dict[tuple[object, ...], Tensor] = {}
 
     def set(self, lengths: Sequence[int]) -> None:
@@ -105,6 +108,8 @@ class TreeLayer(DynamicLayer):
         Rows do not grow by it: :meth:`TreeCache.extend` or :meth:`TreeCache.commit` says by how
         much.
         """
+        if self.rows.fixed_slots is not None:
+            return self._update_fixed(key_states, value_states, self.rows.fixed_slots)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start, num_tokens = self.rows.longest, key_states.shape[2]
@@ -130,9 +135,30 @@ class TreeLayer(DynamicLayer):
             self.values[row, :, slot] = value_states.transpose(1, 2)
         return self.keys, self.values
 
+    def _update_fixed(
+        self, key_states: Tensor, value_states: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Write where :meth:`TreeCache.fix` said: tensors alone decide, so that it compiles."""
+        assert self.keys is not None and self.values is not None
+        if slots.shape[0] == 1:
+            self.keys.index_copy_(2, slots[0], key_states)
+            self.values.index_copy_(2, slots[0], value_states)
+        else:
+            row = torch.arange(slots.shape[0], device=slots.device)[:, None]
+            self.keys[row, :, slots] = key_states.transpose(1, 2)
+            self.values[row, :, slots] = value_states.transpose(1, 2)
+        return self.keys, self.values
+
     def get_seq_length(self) -> int:
         """Return the longest row's length: transformers asks for one number."""
         return self.rows.longest if self.is_initialized else 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many keys a pass over ``query_length`` tokens will see, from slot 0 on."""
+        if self.rows.fixed_slots is not None:
+            assert self.keys is not None
+            return self.keys.shape[2], 0
+        return self.get_seq_length() + query_length, 0
 
 
 class TreeCache(Cache):
@@ -200,6 +226,28 @@ class TreeCache(Cache):
         for layer, (keys, values) in zip(layers, pool, strict=True):
             layer.use_buffers(keys, values)
         self._pool = pool
+
+    @contextlib.contextmanager
+    def fix(self, num_tokens: int, width: int) -> Iterator[None]:
+        """While open, a forward pass writes T tokens to given slots of views of a given width.
+
+        What changes from step to step is then in tensors only, and a compiled pass is compiled
+        once. There must have been a pass before, and room (:meth:`reserve`).
+
+        Args:
+            num_tokens: T.
+            width: slots that keys and values show.
+        """
+        layers = self._live_layers()
+        for layer in layers:
+            assert layer.key_buffer is not None and layer.value_buffer is not None
+            layer.keys = layer.key_buffer[:, :, :width]
+            layer.values = layer.value_buffer[:, :, :width]
+        self.rows.fixed_slots = self.rows.slots(num_tokens, layers[0].device)[1]
+        try:
+            yield
+        finally:
+            self.rows.fixed_slots = None
 
     def extend(self, counts: Sequence[int]) -> None:
         """Keep the first ``counts[b]`` of the tokens that were written behind row b."""

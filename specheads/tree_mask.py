@@ -86,9 +86,9 @@ def _tree_aware(make_mask: Callable[..., Any], name: str) -> Callable[..., Any]:
             name != "flex_attention"
             and rule is causal_mask_function
             and kwargs.get("attention_mask") is None
-            and kwargs["kv_length"] == longest + num_tokens
         ):
-            if isinstance(tree, Tree) and active.rows.uniform:
+            exact = kwargs["kv_length"] == longest + num_tokens
+            if exact and isinstance(tree, Tree) and active.rows.uniform:
                 return causal_tree_mask(tree, longest, kwargs["dtype"], device)
             return ragged_mask(tree, active.rows.on(device), kwargs)
         start = longest if active.rows.uniform else active.rows.on(device)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specheads.decoding.compiled import check_compilable, run_compiled
 from specheads.drafters.contract import Candidates
 from specheads.grouped_attention import grouped_attention
 from specheads.kv_cache import TreeCache
@@ -25,14 +26,26 @@ class BasePass:
         cache: empty, or holding the rows' texts so far.
         chain_only: the model masks by itself, so that no mask of ours may be asked for: one row,
             and a chain in place of a tree.
+        compiled: run all passes but the prefill compiled; the first of each shape takes a while.
+
+    Raises:
+        ValueError: for a model that cannot be compiled with masks of ours.
     """
 
     def __init__(
-        self, model: PreTrainedModel, cache: TreeCache, *, chain_only: bool = False
+        self,
+        model: PreTrainedModel,
+        cache: TreeCache,
+        *,
+        chain_only: bool = False,
+        compiled: bool = False,
     ) -> None:
+        if compiled:
+            check_compilable(model, chain_only=chain_only)
         self.model = model
         self.cache = cache
         self.chain_only = chain_only
+        self.compiled = compiled
         self.device = input_device(model)
         self._context = context_length(model)
 
@@ -49,6 +62,11 @@ class BasePass:
         num_rows, num_tokens = tokens.shape
         cache = self.cache
         cache.reserve(num_rows, num_tokens)
+        if self.compiled and num_tokens == 1 and cache.layers:
+            root = Candidates(tokens, Tree.chain(0))
+            logits = self._run_compiled(root)[:, -1]
+            cache.extend(counts)
+            return logits
         last = [max(count, 1) - 1 for count in counts]
         kept = sorted(set(last))
         whole = kept == [num_tokens - 1]
@@ -79,6 +97,8 @@ class BasePass:
         """
         tree, tokens = candidates.tree, candidates.tokens
         self.cache.reserve(*tokens.shape)
+        if self.compiled:
+            return self._run_compiled(candidates)
         # a root alone behind rows of one length is a plain step
         plain = self.chain_only or (tree.num_nodes == 1 and self.cache.rows.uniform)
         with contextlib.nullcontext() if plain else masked(tree, self.cache):
@@ -89,6 +109,12 @@ class BasePass:
                 use_cache=True,
             ).logits
         return logits
+
+    def _run_compiled(self, candidates: Candidates) -> Tensor:
+        tree = candidates.tree
+        depths = batched(tree, tree.depths).to(self.device)
+        tokens = candidates.tokens.clamp(min=0).to(self.device)
+        return run_compiled(self.model, self.cache, tokens, self._positions(depths), tree)
 
     def _positions(self, ahead: Tensor) -> Tensor:
         """Return the position ids of tokens that stand ``ahead`` [1 or B, T] of their row's end."""

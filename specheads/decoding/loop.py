@@ -21,6 +21,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from specheads.acceptance import walk
 from specheads.decoding.choosing import Chooser, make_chooser
+from specheads.decoding.compiled import capture_traced
 from specheads.decoding.deciding import Acceptance
 from specheads.decoding.forward import BasePass
 from specheads.decoding.plain import prompt_tokens
@@ -49,6 +50,7 @@ def decode(
     cache: TreeCache | None = None,
     pad_token_id: int = 0,
     keep_scores: bool = False,
+    compile: bool = False,
 ) -> DecodeResult:
     """Decode by verifying a tree of guesses in each forward pass.
 
@@ -69,15 +71,17 @@ def decode(
         prompts, input_ids.device, max_new_tokens, eos_token_ids, stopping_criteria, on_tokens
     )
     output.keep_scores(keep_scores)
-    base = BasePass(model, TreeCache() if cache is None else cache, chain_only=chain_only)
+    base = BasePass(
+        model, TreeCache() if cache is None else cache, chain_only=chain_only, compiled=compile
+    )
     chooser = make_chooser(
         model, output, sampler, logits_processor, num_prompt_tokens=input_ids.shape[1], exact=True
     )
     # saves a tenth of the calls' overhead beside no_grad, in the plain loop too
-    with torch.inference_mode(), tapped(model, drafter.taps) as hidden:
+    with torch.inference_mode(), tapped(base, drafter.taps) as hidden:
         known = base.cache.align(prompts)
         try:
-            drop = cache is None
+            drop = cache is None and not compile  # a batch of another size is compiled anew
             _decode(base, drafter, output, chooser, acceptance, hidden, known, drop=drop)
         finally:
             if cache is not None:
@@ -113,7 +117,9 @@ def _decode(
             state = drafter.select(state, kept.to(root.device))
             rows = [rows[i] for i in going]
         budgets = [output.budget(row) for row in rows]
-        candidates = propose(drafter, state, budgets, chain_only=base.chain_only)
+        candidates = propose(
+            drafter, state, budgets, chain_only=base.chain_only, trim=not base.compiled
+        )
         logits = base.verify(candidates)
         result = accept(candidates, logits, hidden(), chooser, rows, acceptance)
         counts = output.emit(rows, result.new_tokens)
@@ -123,9 +129,7 @@ def _decode(
 
 
 @contextlib.contextmanager
-def tapped(
-    model: PreTrainedModel, taps: Collection[str]
-) -> Iterator[Callable[[], dict[str, Tensor]]]:
+def tapped(base: BasePass, taps: Collection[str]) -> Iterator[Callable[[], dict[str, Tensor]]]:
     """Give a function that returns the latest forward pass's hidden states, tap -> [B, T, d].
 
     Raises:
@@ -136,7 +140,8 @@ def tapped(
     if not taps:
         yield dict
         return
-    with capture_hidden(model) as captured:
+    capture = capture_traced if base.compiled else capture_hidden
+    with capture(base.model) as captured:
 
         def latest() -> dict[str, Tensor]:
             assert captured.hidden is not None
@@ -146,7 +151,12 @@ def tapped(
 
 
 def propose(
-    drafter: Drafter, state: object, budgets: Sequence[int], *, chain_only: bool = False
+    drafter: Drafter,
+    state: object,
+    budgets: Sequence[int],
+    *,
+    chain_only: bool = False,
+    trim: bool = True,
 ) -> Candidates:
     """Ask for guesses; forbid those that would run past a row's limit.
 
@@ -155,12 +165,13 @@ def propose(
         state: its state.
         budgets: per row the tokens it may still get, of which a step gives one beside the guesses.
         chain_only: keep first children only.
+        trim: make the tree smaller where the limit allows; False keeps its shape.
     """
     candidates = drafter.propose(state)
     if chain_only:
         candidates = first_chain(candidates)
     tree, tokens = candidates.tree, candidates.tokens
-    if isinstance(tree, Tree):
+    if trim and isinstance(tree, Tree):
         tree = tree.trim(max(max(budgets) - 1, 0))
         tokens = tokens[:, : tree.num_nodes]
     if min(budgets) - 1 < tree.max_depth:

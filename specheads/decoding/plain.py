@@ -35,6 +35,7 @@ def plain_decode(
     cache: TreeCache | None = None,
     pad_token_id: int = 0,
     keep_scores: bool = False,
+    compile: bool = False,
 ) -> DecodeResult:
     """Decode one token at a time.
 
@@ -53,6 +54,7 @@ def plain_decode(
             only the rest is read.
         pad_token_id: stands in ``sequences`` behind rows that ended early.
         keep_scores: keep what every token was chosen from; it costs 2 V numbers per token.
+        compile: run all passes but the prefill compiled; the first of each shape takes a while.
 
     Raises:
         ValueError: for an empty prompt, a mask that is not left padding, a cache of another number
@@ -66,10 +68,11 @@ def plain_decode(
         prompts, input_ids.device, max_new_tokens, eos_token_ids, stopping_criteria, on_tokens
     )
     output.keep_scores(keep_scores)
-    base = BasePass(model, TreeCache() if cache is None else cache)
+    base = BasePass(model, TreeCache() if cache is None else cache, compiled=compile)
     with torch.inference_mode():
         known = base.cache.align(prompts)
-        alone = len(prompts) == 1 and not any(known)  # this is what others are compared with
+        # what others are compared with
+        alone = len(prompts) == 1 and not any(known) and not compile
         chooser = make_chooser(
             model,
             output,
@@ -79,7 +82,7 @@ def plain_decode(
             exact=not alone,
         )
         try:
-            _decode(base, output, chooser, known, drop=cache is None)
+            _decode(base, output, chooser, known, drop=cache is None and not compile)
         finally:
             if cache is not None:
                 cache.tokens = [output.text(row)[:n] for row, n in enumerate(cache.lengths)]
