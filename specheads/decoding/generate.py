@@ -5,38 +5,47 @@ Example::
     decoder = SpecDecoder(base, HeadsDrafter(heads, output_layer(base), tree))
     decoder.generate(input_ids, max_new_tokens=64).sequences
     base.generate(input_ids, custom_generate=decoder, do_sample=False, max_new_tokens=64)
+
+There is one way in: ours calls transformers' ``generate`` (half a millisecond a call), which reads
+the settings, builds logits processors and stopping criteria from them, and calls back. So every
+setting means here what it means there, and the same settings give the same tokens at both doors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import copy
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import LongTensor, Tensor
 from transformers import (
-    EosTokenCriteria,
     GenerationConfig,
     LogitsProcessorList,
-    MaxLengthCriteria,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     StoppingCriteriaList,
+    StopStringCriteria,
 )
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from specheads.decoding.deciding import Acceptance
 from specheads.decoding.loop import decode
-from specheads.decoding.result import DecodeResult
+from specheads.decoding.plain import plain_decode
+from specheads.decoding.result import DecodeResult, OnTokens
 from specheads.decoding.sampling import Sampler
+from specheads.decoding.settings import (
+    check_settings,
+    eos_tokens,
+    longest,
+    other_rules,
+    tree_cache,
+)
 from specheads.drafters.contract import Drafter
 from specheads.tree_support import check_tree_support
 
-
-def eos_ids(eos_token_id: int | Collection[int] | None) -> tuple[int, ...]:
-    """Normalise the forms in which configs give the end-of-sequence token."""
-    if eos_token_id is None:
-        return ()
-    return (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id)
+Decoded = Tensor | GenerateDecoderOnlyOutput
 
 
 class SpecDecoder:
@@ -44,11 +53,15 @@ class SpecDecoder:
 
     Args:
         base: the base model; its own output is what comes out.
-        drafter: proposes; changes the speed and nothing else.
-        streamer: fed once per step. Bound here as transformers 5 does not hand the ``streamer`` of
-            ``generate`` to a ``custom_generate`` callable.
-        seed: of the noise when called through ``base.generate(do_sample=True)``; None draws one
-            from torch's generator, so that ``torch.manual_seed`` rules as usual.
+        drafter: proposes; changes the speed and nothing else. None decodes plainly, one token at a
+            time, with the same settings.
+        streamer: fed once per step, for one prompt at a time.
+        seed: of the noise, for all calls; see :meth:`generate`.
+        tokenizer: reads ``stop_strings``.
+        acceptance: the rule by which candidates are accepted; exact if None.
+
+    ``streamer`` and ``tokenizer`` are bound here for ``base.generate(custom_generate=decoder)``, as
+    transformers 5 hands neither of its own to a ``custom_generate`` callable.
 
     Attributes:
         last_result: the DecodeResult of the latest call, for its accept lengths.
@@ -60,48 +73,96 @@ class SpecDecoder:
     def __init__(
         self,
         base: PreTrainedModel,
-        drafter: Drafter,
+        drafter: Drafter | None,
         streamer: BaseStreamer | None = None,
         seed: int | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        acceptance: Acceptance | None = None,
     ) -> None:
-        check_tree_support(base)
+        if drafter is not None:
+            check_tree_support(base)
         self.base = base
         self.drafter = drafter
         self.streamer = streamer
         self.seed = seed
+        self.tokenizer = tokenizer
+        self.acceptance = acceptance
         self.last_result: DecodeResult | None = None
 
     def generate(
         self,
         input_ids: Tensor,
-        max_new_tokens: int = 128,
+        max_new_tokens: int | None = None,
         *,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        eos_token_id: int | Collection[int] | None = None,
+        temperature: float | None = None,
+        seed: int | None = None,
+        stop_strings: str | list[str] | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        streamer: BaseStreamer | None = None,
+        on_tokens: OnTokens | None = None,
+        **settings: Any,
     ) -> DecodeResult:
-        """Decode one prompt.
+        """Decode, with the settings of transformers' ``generate``.
+
+        What is left out is what the base's generation config says, then transformers' defaults
+        (20 new tokens; ``top_k`` is 50 when sampling).
 
         Args:
-            input_ids: [1, P].
-            max_new_tokens: limit.
-            temperature: 0 is greedy.
-            top_k: sample among the k most likely tokens; 0 is all.
-            top_p: sample among the fewest tokens with this probability together.
-            seed: same seed, same tokens, as plain decoding with it.
-            eos_token_id: overrides the base's generation config.
+            input_ids: [B, P], left-padded where prompts differ in length.
+            max_new_tokens: limit per row; or give ``max_length``, which counts the prompt.
+            temperature: 0 is greedy, more is sampling.
+            seed: same seed, same tokens, as plain decoding with it; row b draws what it would draw
+                alone with ``seed + b``. None takes the decoder's seed; where that is None too, one
+                is drawn from torch's generator, so that ``torch.manual_seed`` rules as usual.
+            stop_strings: end a row once its text holds one of them; they need a tokenizer.
+            tokenizer: the base's, where none was bound.
+            streamer: fed once per step, for one prompt at a time; replaces the bound one.
+            on_tokens: called with a row's number and its new tokens, for every row and step.
+            **settings: ``attention_mask``, ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty``,
+                ``no_repeat_ngram_size``, ``bad_words_ids``, ``min_new_tokens``, ``eos_token_id``,
+                ``pad_token_id``, ``num_return_sequences``, ``logits_processor``,
+                ``stopping_criteria``, ``generation_config``, any other field of it, ...
+                ``past_key_values``: a TreeCache, empty or of an earlier turn of the conversation;
+                give all of its tokens as ``input_ids``, and only what is new is read.
+                ``output_scores``, ``output_logits``: keep them in the result, per new token [B, V].
+                ``return_dict_in_generate``: keep the cache in the result, for the next turn.
+
+        Raises:
+            ValueError: for what a tree of guesses does not go with (beams, other assistants,
+                attentions, hidden states), and what ``generate`` refuses.
         """
-        if eos_token_id is None:
-            config = self.base.generation_config
-            eos_token_id = config.eos_token_id if config is not None else None
-        return self._run(
-            input_ids,
-            max_new_tokens=max_new_tokens,
-            sampler=Sampler(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
-            eos_token_ids=eos_ids(eos_token_id),
+        if input_ids.dim() != 2:
+            raise ValueError(f"input_ids must be [B, P], got {list(input_ids.shape)}")
+        if settings.pop("assistant_model", None) is not None:
+            raise ValueError("assistant_model is not available: the drafter proposes")
+        if max_new_tokens is not None:
+            settings["max_new_tokens"] = max_new_tokens
+        if temperature is not None:
+            settings.setdefault("do_sample", temperature > 0)
+            if settings["do_sample"]:
+                settings["temperature"] = float(temperature)
+        if settings.get("output_scores") or settings.get("output_logits"):
+            settings["return_dict_in_generate"] = True
+        if getattr(self.base.generation_config, "stop_strings", None):
+            raise ValueError(
+                "base.generation_config.stop_strings would need a tokenizer that transformers does"
+                " not hand on: set it to None and give stop_strings here"
+            )
+        config = settings.get("generation_config")
+        if config is not None and config.stop_strings:  # taken out for the same reason
+            settings["generation_config"] = config = copy.deepcopy(config)
+            stop_strings, config.stop_strings = stop_strings or config.stop_strings, None
+        call = _Call(
+            self,
+            streamer=streamer or self.streamer,
+            on_tokens=on_tokens,
+            tokenizer=tokenizer or self.tokenizer,
         )
+        self.base.generate(  # type: ignore[operator]
+            input_ids, custom_generate=call, stop_strings=stop_strings, seed=seed, **settings
+        )
+        assert call.result is not None
+        return call.result
 
     def __call__(
         self,
@@ -110,59 +171,115 @@ class SpecDecoder:
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
+        stop_strings: str | list[str] | None = None,
+        seed: int | None = None,
         **model_kwargs: Any,
-    ) -> Tensor | GenerateDecoderOnlyOutput:
+    ) -> Decoded:
         """Serve ``model.generate(..., custom_generate=self)``.
 
-        The names in this signature matter: ``generate`` takes any other than its own away from
-        its preparations, so attention_mask and past_key_values stay in ``model_kwargs``. The rest
-        of those (position_ids, use_cache, logits_to_keep) describe a prefill; ours is the same.
+        The names in this signature matter: ``generate`` hands over those that are not its own
+        decoder's (``stop_strings``, ``seed``) instead of preparing or refusing them.
 
         Raises:
-            ValueError: for another model, beams, padding, a filled cache, or outputs per step.
+            ValueError: for another model than the base, and as :meth:`generate` does.
         """
-        if model is not self.base:
-            raise ValueError("model is not the base model that this SpecDecoder was made for")
-        attention_mask, cache = map(model_kwargs.get, ("attention_mask", "past_key_values"))
-        if attention_mask is not None and not bool(attention_mask.all()):
-            raise ValueError("attention_mask must be all ones: one unpadded prompt at a time")
-        if cache is not None and cache.get_seq_length() > 0:
-            raise ValueError(f"past_key_values must be empty, got {cache.get_seq_length()} tokens")
-        for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
-            if getattr(generation_config, name, None):
-                raise ValueError(f"{name} is not available with a tree of guesses")
-        if (generation_config.num_beams or 1) > 1:
-            raise ValueError(f"num_beams must be 1, got {generation_config.num_beams}")
-        # generate() has put temperature, top-k and top-p among the processors
-        sampler = Sampler()
-        if generation_config.do_sample:
-            seed = int(torch.randint(2**62, ())) if self.seed is None else self.seed
-            sampler = Sampler(temperature=1.0, seed=seed)
-        own_rules = (MaxLengthCriteria, EosTokenCriteria)
-        others = [rule for rule in stopping_criteria if not isinstance(rule, own_rules)]
-        result = self._run(
+        call = _Call(self, self.streamer, None, self.tokenizer)
+        return call(
+            model,
             input_ids,
-            max_new_tokens=generation_config.max_length - input_ids.shape[1],
-            sampler=sampler,
-            eos_token_ids=[
-                int(token)
-                for rule in stopping_criteria
-                if isinstance(rule, EosTokenCriteria)
-                for token in rule.eos_token_id
-            ],
-            logits_processor=logits_processor,
-            stopping_criteria=StoppingCriteriaList(others) if others else None,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            stop_strings,
+            seed,
+            **model_kwargs,
         )
-        if generation_config.return_dict_in_generate:
-            return GenerateDecoderOnlyOutput(sequences=cast(LongTensor, result.sequences))
-        return result.sequences
 
-    def _run(self, input_ids: Tensor, **options: Any) -> DecodeResult:
-        streamer = self.streamer
-        if streamer is not None:
-            streamer.put(input_ids.cpu())
-            options["on_tokens"] = lambda _row, tokens: streamer.put(torch.tensor(tokens))
-        self.last_result = decode(self.base, self.drafter, input_ids, **options)
-        if streamer is not None:
-            streamer.end()
-        return self.last_result
+
+@dataclass
+class _Call:
+    """What belongs to one call, so that threads may share a decoder."""
+
+    decoder: SpecDecoder
+    streamer: BaseStreamer | None
+    on_tokens: OnTokens | None
+    tokenizer: PreTrainedTokenizerBase | None
+    result: DecodeResult | None = None
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        stop_strings: str | list[str] | None = None,
+        seed: int | None = None,
+        **model_kwargs: Any,
+    ) -> Decoded:
+        """Be called back by ``generate`` once it has prepared everything."""
+        decoder, config = self.decoder, generation_config
+        if model is not decoder.base:
+            raise ValueError("model is not the base model that this SpecDecoder was made for")
+        check_settings(config, input_ids, model_kwargs)
+        if self.streamer is not None and input_ids.shape[0] > 1:
+            raise ValueError(f"streamer takes one prompt at a time, got {input_ids.shape[0]}")
+        as_dict = bool(config.return_dict_in_generate)
+        pad = config._pad_token_tensor
+        options: dict[str, Any] = {
+            "max_new_tokens": longest(config, stopping_criteria) - input_ids.shape[1],
+            "attention_mask": model_kwargs.get("attention_mask"),
+            "sampler": self._sampler(config, seed),
+            "eos_token_ids": eos_tokens(stopping_criteria),
+            "logits_processor": logits_processor,
+            "stopping_criteria": self._other_rules(stopping_criteria, stop_strings),
+            "on_tokens": self._hand_out if self.streamer or self.on_tokens else None,
+            "cache": tree_cache(model_kwargs.get("past_key_values"), as_dict),
+            "pad_token_id": 0 if pad is None else int(pad),
+            "keep_scores": as_dict and bool(config.output_scores or config.output_logits),
+        }
+        decoder.last_result = None  # a kept cache would stay in memory beside the new one
+        if self.streamer is not None:
+            self.streamer.put(input_ids.cpu())
+        if decoder.drafter is None:
+            result = plain_decode(model, input_ids, **options)
+        else:
+            options["acceptance"] = decoder.acceptance
+            result = decode(model, decoder.drafter, input_ids, **options)
+        if self.streamer is not None:
+            self.streamer.end()
+        self.result = decoder.last_result = result
+        if not as_dict:
+            return result.sequences
+        return GenerateDecoderOnlyOutput(
+            sequences=cast(LongTensor, result.sequences),
+            scores=cast(Any, result.scores if config.output_scores else None),
+            logits=cast(Any, result.logits if config.output_logits else None),
+            past_key_values=result.cache,
+        )
+
+    def _sampler(self, config: GenerationConfig, seed: int | None) -> Sampler:
+        # generate() has put temperature, top-k and top-p among the processors
+        if not config.do_sample:
+            return Sampler()
+        if seed is None:
+            seed = self.decoder.seed
+        if seed is None:
+            seed = int(torch.randint(2**62, ()))
+        return Sampler(temperature=1.0, seed=seed)
+
+    def _other_rules(
+        self, rules: StoppingCriteriaList, stop_strings: str | list[str] | None
+    ) -> StoppingCriteriaList | None:
+        others = other_rules(rules)
+        if stop_strings:
+            if self.tokenizer is None:
+                raise ValueError("stop_strings need a tokenizer: SpecDecoder(..., tokenizer=...)")
+            others.append(StopStringCriteria(self.tokenizer, stop_strings))
+        return others or None
+
+    def _hand_out(self, row: int, tokens: list[int]) -> None:
+        if self.streamer is not None:
+            self.streamer.put(torch.tensor(tokens))
+        if self.on_tokens is not None:
+            self.on_tokens(row, tokens)

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from specheads.decoding.generate import SpecDecoder
 from specheads.decoding.plain import plain_decode
 from specheads.decoding.sampling import Sampler
-from specheads.drafters.ngram import NgramDrafter
 from specheads.tree import default_tree
 from tests.scripted import VOCAB, ScriptedDrafter, build
 
@@ -131,26 +130,3 @@ def test_streamer_gets_prompt_steps_and_end(decoder: SpecDecoder) -> None:
     assert streamer.parts[0] == IDS[0].tolist()
     assert max(map(len, streamer.parts[1:])) > 1
     assert streamer.ended == 1
-
-
-def test_what_cannot_be_served_is_refused(decoder: SpecDecoder) -> None:
-    """Prevents beams, padding or a filled cache being ignored."""
-    model = decoder.base
-    options: dict[str, Any] = {"custom_generate": decoder, "max_new_tokens": 5}
-    padded = torch.ones_like(IDS)
-    padded[0, 0] = 0
-    cache = DynamicCache()
-    model(IDS[:, :4], past_key_values=cache, use_cache=True)
-    for changes, message in (
-        ({"num_beams": 2}, "num_beams must be 1, got 2"),
-        ({"attention_mask": padded}, "attention_mask must be all ones"),
-        ({"past_key_values": cache, **ONES}, "past_key_values must be empty, got 4 tokens"),
-        ({"output_scores": True, "return_dict_in_generate": True, **ONES}, "output_scores"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            model.generate(IDS, **options, **changes)
-    with pytest.raises(ValueError, match=r"got \[2, 9\]"):
-        model.generate(IDS.repeat(2, 1), **options)
-    other = SpecDecoder(type(model)(model.config).eval(), NgramDrafter())
-    with pytest.raises(ValueError, match="not the base model"):
-        model.generate(IDS, custom_generate=other, max_new_tokens=5)

@@ -1,0 +1,531 @@
+"""What users of transformers know: every setting of generate(), at both doors, in a tree."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    MaxLengthCriteria,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextStreamer,
+)
+
+from specheads.decoding.forward import BasePass
+from specheads.decoding.generate import SpecDecoder
+from specheads.decoding.result import DecodeResult
+from specheads.drafters.ngram import NgramDrafter
+from specheads.kv_cache import TreeCache
+from specheads.tree import Tree, default_tree
+from tests.scripted import VOCAB, ScriptedDrafter, build
+
+NUM_NEW = 18
+PAD = 63
+ROWS = [torch.randint(PAD, (1, n), generator=torch.Generator().manual_seed(n)) for n in (9, 3, 6)]
+
+
+def padded(rows: list[Tensor]) -> dict[str, Tensor]:
+    """Return left-padded rows as generate() takes them."""
+    longest = max(row.shape[1] for row in rows)
+    ids = torch.full((len(rows), longest), PAD)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        ids[i, longest - row.shape[1] :] = row[0]
+        mask[i, longest - row.shape[1] :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+class Alternate(LogitsProcessor):
+    """Forbids even tokens at even calls, odd ones at odd calls; checks that it is called in order.
+
+    It has a state: neither order nor number of its calls may depend on how guesses are verified.
+    """
+
+    def __init__(self) -> None:
+        self.texts: list[list[int]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Shut out half of the tokens."""
+        (text,) = input_ids.tolist()
+        if self.texts:
+            assert text[:-1] == self.texts[-1]
+        self.texts.append(text)
+        scores = scores.clone()
+        scores[:, len(self.texts) % 2 :: 2] = -float("inf")
+        return scores
+
+
+class After(StoppingCriteria):
+    """Stops behind a token."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """Look at the last token."""
+        return input_ids[:, -1] == self.token
+
+
+CONTROLS: dict[str, Callable[[], dict[str, Any]]] = {
+    "nothing": dict,
+    "penalties": lambda: {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+    "words": lambda: {
+        "bad_words_ids": [[27], [24, 43]],
+        "sequence_bias": {(5,): 3.0, (8, 9): -4.0},
+        "suppress_tokens": [11, 12],
+        "begin_suppress_tokens": [3],
+    },
+    "ends": lambda: {
+        "eos_token_id": list(range(0, 60, 5)),
+        "min_new_tokens": 7,
+        "exponential_decay_length_penalty": (9, 1.2),
+    },
+    "forced": lambda: {"forced_eos_token_id": 17, "eos_token_id": [17, 40]},
+    "encoder": lambda: {"encoder_repetition_penalty": 1.5, "encoder_no_repeat_ngram_size": 2},
+    "allowed": lambda: {
+        "prefix_allowed_tokens_fn": lambda _, ids: [(int(ids[-1]) + i) % 60 for i in (1, 2, 5, 9)]
+    },
+    "unknown": lambda: {"logits_processor": [Alternate()], "repetition_penalty": 1.2},
+    "criteria": lambda: {
+        "stopping_criteria": StoppingCriteriaList([After(t) for t in range(0, 60, 7)])
+    },
+    "normal": lambda: {"renormalize_logits": True, "remove_invalid_values": True},
+}
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "top_k": 0},
+    "warped": {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    "cold": {"do_sample": True, "temperature": 0.05, "typical_p": 0.95, "epsilon_cutoff": 1e-3},
+}
+
+
+@pytest.fixture
+def llama(redraw_weights: Callable[..., None]) -> PreTrainedModel:
+    """Return a small random Llama with VOCAB tokens."""
+    return build("llama", redraw_weights)
+
+
+def texts_of(result: DecodeResult, rows: list[Tensor]) -> list[list[int]]:
+    """Return prompts and new tokens without padding."""
+    return [row[0].tolist() + new.new_tokens for row, new in zip(rows, result.rows, strict=True)]
+
+
+def new_tokens(result: DecodeResult) -> list[list[int]]:
+    """Return what each row gained."""
+    return [row.new_tokens for row in result.rows]
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+@pytest.mark.parametrize("sampling", ["greedy", "warped"])
+def test_both_doors_both_loops_all_rows_alone(
+    llama: PreTrainedModel, name: str, sampling: str
+) -> None:
+    """Prevents a setting that is ignored, or means something else, in a tree, a batch or a door."""
+    plain = SpecDecoder(llama, None)
+    free, changed = [], False
+    for i, row in enumerate(ROWS):
+        settings = {"max_new_tokens": NUM_NEW, **SAMPLING[sampling], **CONTROLS[name]()}
+        alone = plain.generate(row, seed=3 + i, pad_token_id=PAD, **settings)
+        free.append(alone.new_tokens)
+        if sampling == "greedy":
+            settings = {"max_new_tokens": NUM_NEW, **SAMPLING[sampling], **CONTROLS[name]()}
+            theirs = llama.generate(  # type: ignore[operator]
+                row, pad_token_id=PAD, attention_mask=torch.ones_like(row), **settings
+            )
+            assert theirs.equal(alone.sequences)
+        bare = plain.generate(row, NUM_NEW, seed=3 + i, **SAMPLING[sampling])
+        changed |= bare.new_tokens != alone.new_tokens
+    assert changed or name in ("nothing", "normal"), "the setting did nothing"
+    for rows in (ROWS[:1], ROWS):
+        truth = free[: len(rows)]
+        texts = [row[0].tolist() + new for row, new in zip(rows, truth, strict=True)]
+        drafter = ScriptedDrafter(default_tree(4, 12), texts, 0.7, row_trees=len(rows) > 1)
+        decoder = SpecDecoder(llama, drafter)
+        for door in (decoder, plain):
+            settings = {"max_new_tokens": NUM_NEW, **SAMPLING[sampling], **CONTROLS[name]()}
+            settings |= {"pad_token_id": PAD, **padded(rows)}
+            ours = door.generate(seed=3, **settings)
+            assert new_tokens(ours) == truth
+            if name == "unknown":
+                (seen,) = settings["logits_processor"]
+                assert seen.texts[0] == rows[0][0].tolist()
+        assert decoder.last_result is not None
+        assert decoder.last_result.accept_length > 1.2 or max(map(len, truth)) < 3
+        settings |= CONTROLS[name]()
+        theirs = llama.generate(  # type: ignore[operator]
+            custom_generate=decoder, seed=3, **settings
+        )
+        assert theirs.equal(ours.sequences)
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_sampled_trees_are_plain_decoding(llama: PreTrainedModel, sampling: str) -> None:
+    """Prevents warpers applied twice, not at all, or in another order."""
+    settings = {"seed": 5, "max_new_tokens": NUM_NEW, **SAMPLING[sampling], **padded(ROWS)}
+    plain = SpecDecoder(llama, None).generate(**settings)
+    for tree in (Tree.chain(3), default_tree(4, 16)):
+        drafter = ScriptedDrafter(tree, texts_of(plain, ROWS), 0.7)
+        assert new_tokens(SpecDecoder(llama, drafter).generate(**settings)) == new_tokens(plain)
+
+
+def test_near_ties_are_as_wide_as_the_temperature_among_the_processors(
+    llama: PreTrainedModel,
+) -> None:
+    """Prevents a low temperature enlarging rounding beyond what is settled."""
+    from specheads.decoding.choosing import Chooser
+
+    seen: list[Tensor] = []
+    original = Chooser._near_ties
+
+    def watch(self: Chooser, logits: Tensor, scores: Tensor) -> Tensor:
+        best = scores.topk(2, dim=-1).values
+        gap = best[..., 0] - best[..., 1]
+        below = original(self, logits, scores)
+        assert self.processors is not None and self.processors.temperature == pytest.approx(0.01)
+        rounding = 1e-5 * logits.abs().amax(-1) / 0.01
+        assert below.equal(gap < rounding)
+        seen.append(below)
+        return below
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Chooser, "_near_ties", watch)
+        decoder = SpecDecoder(llama, NgramDrafter())
+        decoder.generate(ROWS[0], 8, temperature=0.01, top_k=0)
+    assert seen
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_scores_and_logits_are_those_of_transformers(llama: PreTrainedModel, num_rows: int) -> None:
+    """Prevents scores with noise, of another node, or of a finished row's neighbour."""
+    rows = ROWS[:num_rows]
+    settings: dict[str, Any] = {
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "repetition_penalty": 1.3,
+        "output_scores": True,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+        "pad_token_id": PAD,
+        **padded(rows),
+    }
+    eos = SpecDecoder(llama, None).generate(ROWS[0], 12, repetition_penalty=1.3).new_tokens[6]
+    theirs = llama.generate(eos_token_id=eos, **settings)  # type: ignore[operator]
+    plain = SpecDecoder(llama, None).generate(eos_token_id=eos, **settings)
+    drafter = ScriptedDrafter(default_tree(4, 12), texts_of(plain, rows), 0.7)
+    decoder = SpecDecoder(llama, drafter)
+    ours = decoder.generate(eos_token_id=eos, **settings)
+    custom = llama.generate(  # type: ignore[operator]
+        custom_generate=decoder, eos_token_id=eos, **settings
+    )
+    assert ours.sequences.equal(theirs.sequences) and custom.sequences.equal(theirs.sequences)
+    assert isinstance(custom.past_key_values, TreeCache)
+    for name in ("scores", "logits"):
+        expected = getattr(theirs, name)
+        for found in (getattr(ours, name), getattr(custom, name), getattr(plain, name)):
+            assert len(found) == len(expected)
+            for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+                assert a.dtype == b.dtype and not a.is_inference()
+                for row, new in enumerate(ours.rows):
+                    if i < len(new.new_tokens):
+                        torch.testing.assert_close(a[row], b[row], atol=1e-4, rtol=1e-4)
+                    else:
+                        assert not a[row].any()
+    assert decoder.generate(ROWS[0], 4).scores is None
+
+
+def test_scores_of_sampling_are_without_noise(llama: PreTrainedModel) -> None:
+    """Prevents scores that are no log probabilities of anything."""
+    settings: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.7, "top_k": 5, "seed": 2}
+    plain = SpecDecoder(llama, None).generate(ROWS[0], **settings)
+    drafter = ScriptedDrafter(default_tree(4, 12), texts_of(plain, ROWS[:1]), 0.7)
+    result = SpecDecoder(llama, drafter).generate(ROWS[0], output_scores=True, **settings)
+    assert result.scores is not None and result.logits is not None
+    assert result.new_tokens == plain.new_tokens
+    for scores, logits, token in zip(result.scores, result.logits, plain.new_tokens, strict=True):
+        assert int(scores.isfinite().sum()) == 5 and scores[0, token].isfinite()
+        kept = scores.isfinite()
+        torch.testing.assert_close(scores[kept], logits[kept] / 0.7)
+
+
+class Recorder(TextStreamer):
+    """Keeps what it is fed."""
+
+    def __init__(self) -> None:
+        self.parts: list[list[int]] = []
+        self.ended = 0
+
+    def put(self, value: Tensor) -> None:
+        """Keep."""
+        self.parts.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        """Count."""
+        self.ended += 1
+
+
+def test_streamers_are_fed_per_step_at_both_doors(llama: PreTrainedModel) -> None:
+    """Prevents a silent streamer, one fed twice, and rows of a batch mixed into one text."""
+    plain = SpecDecoder(llama, None).generate(ROWS[0], NUM_NEW)
+    drafter = ScriptedDrafter(Tree.chain(4), texts_of(plain, ROWS[:1]), 0.8)
+    bound, own = Recorder(), Recorder()
+    decoder = SpecDecoder(llama, drafter, streamer=bound)
+    llama.generate(  # type: ignore[operator]
+        ROWS[0], custom_generate=decoder, max_new_tokens=NUM_NEW, do_sample=False
+    )
+    tokens: list[tuple[int, list[int]]] = []
+    result = SpecDecoder(llama, drafter).generate(
+        ROWS[0], NUM_NEW, streamer=own, on_tokens=lambda row, new: tokens.append((row, new))
+    )
+    for streamer in (bound, own):
+        assert sum(streamer.parts, []) == plain.sequences[0].tolist()
+        assert streamer.parts[0] == ROWS[0][0].tolist()
+        assert streamer.ended == 1
+    assert list(map(len, own.parts[1:])) == [1, *result.accept_lengths]
+    assert tokens == [(0, part) for part in own.parts[1:]]
+    for streamer in (None, own):
+        with pytest.raises(ValueError, match="streamer takes one prompt at a time, got 3"):
+            decoder.generate(**padded(ROWS), max_new_tokens=4, streamer=streamer)
+
+
+def test_return_sequences_are_the_seeds_in_a_row(llama: PreTrainedModel) -> None:
+    """Prevents n times the same text, and texts that no single call can repeat."""
+    settings: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0, "top_k": 0}
+    decoder = SpecDecoder(llama, NgramDrafter())
+    many = decoder.generate(ROWS[0], num_return_sequences=3, seed=7, **settings)
+    alone = [decoder.generate(ROWS[0], seed=7 + i, **settings).new_tokens for i in range(3)]
+    assert new_tokens(many) == alone
+    assert len(set(map(tuple, alone))) == 3
+    bound = SpecDecoder(llama, NgramDrafter(), seed=8)
+    assert bound.generate(ROWS[0], **settings).new_tokens == alone[1]
+    assert bound.generate(ROWS[0], seed=9, **settings).new_tokens == alone[2]
+    torch.manual_seed(0)
+    first, second = (decoder.generate(ROWS[0], **settings).new_tokens for _ in range(2))
+    torch.manual_seed(0)
+    assert decoder.generate(ROWS[0], **settings).new_tokens == first != second
+
+
+def test_conversations_go_on_behind_the_cache(llama: PreTrainedModel) -> None:
+    """Prevents a second turn that reads everything anew, at either door."""
+    num_read: list[int] = []
+    read = BasePass.read
+
+    def watch(base: BasePass, tokens: Tensor, counts: Any) -> Tensor:
+        num_read.append(max(counts))
+        return read(base, tokens, counts)
+
+    decoder = SpecDecoder(llama, NgramDrafter())
+    settings: dict[str, Any] = {"max_new_tokens": 10, "return_dict_in_generate": True}
+    settings["repetition_penalty"] = 1.2
+    for door in (
+        lambda ids, **more: decoder.generate(ids, **settings, **more),
+        lambda ids, **more: llama.generate(  # type: ignore[operator]
+            ids, custom_generate=decoder, **settings, **more
+        ),
+    ):
+        first = door(ROWS[0])
+        cache = first.cache if isinstance(first, DecodeResult) else first.past_key_values
+        ids = torch.cat([first.sequences, ROWS[1]], dim=1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(BasePass, "read", watch)
+            num_read.clear()
+            second = door(ids, past_key_values=cache)
+        assert num_read == [1 + ROWS[1].shape[1]]
+        assert second.sequences.equal(door(ids).sequences)
+    assert decoder.generate(ROWS[0], 4).cache is None, "memory that nobody asked for"
+
+
+def test_lengths_end_inside_the_tree(llama: PreTrainedModel) -> None:
+    """Prevents max_length taken for max_new_tokens, and a shorter one of the user being ignored."""
+    truth = SpecDecoder(llama, None).generate(ROWS[0], 30)
+    drafter = ScriptedDrafter(Tree.chain(4), texts_of(truth, ROWS[:1]), 1.0)
+    decoder = SpecDecoder(llama, drafter)
+    for length in range(10, 18):
+        shorter = StoppingCriteriaList([MaxLengthCriteria(length)])
+        for settings in (
+            {"max_length": length},
+            {"max_new_tokens": length - 9},
+            {"generation_config": GenerationConfig(max_length=length)},
+            {"max_new_tokens": 20, "stopping_criteria": shorter},
+        ):
+            result = decoder.generate(ROWS[0], **settings)
+            assert result.sequences.equal(truth.sequences[:, :length])
+            assert not result.finished
+            assert sum(result.accept_lengths) == length - 10
+    assert decoder.generate(ROWS[0]).sequences.shape == (1, 29)  # transformers' default: 20 more
+
+
+def test_the_context_is_a_limit_at_every_depth(redraw_weights: Callable[..., None]) -> None:
+    """Prevents a lookup of learned positions that do not exist, wherever in the tree they start."""
+    model = build("gpt2", redraw_weights)
+    for length in range(248, 256):
+        ids = torch.randint(PAD, (1, length), generator=torch.Generator().manual_seed(length))
+        plain = SpecDecoder(model, None).generate(ids, max_length=256)
+        drafter = ScriptedDrafter(default_tree(4, 12), texts_of(plain, [ids]), 0.9)
+        result = SpecDecoder(model, drafter).generate(ids, max_length=256)
+        assert result.sequences.shape == (1, 256)
+        assert result.sequences.equal(plain.sequences)
+
+
+@pytest.fixture
+def speaking(make_tiny_llama: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+    """Return a model of bytes whose text does not repeat itself."""
+    return make_tiny_llama(seed=3, std=0.3)
+
+
+def test_stop_strings_end_the_text_across_steps(
+    speaking: PreTrainedModel, byte_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Prevents a stop that is missed where it begins in one step and ends in the next."""
+    ids = torch.tensor([byte_tokenizer("def f(x):").input_ids])
+    letters = list(range(256, 272)) + list(range(128, 256))
+    settings: dict[str, Any] = {"max_new_tokens": 24, "suppress_tokens": letters}
+    free = SpecDecoder(speaking, None).generate(ids, **settings)
+    drafter = ScriptedDrafter(Tree.chain(4), texts_of(free, [ids]), 1.0, vocab=272)
+    decoder = SpecDecoder(speaking, drafter, tokenizer=byte_tokenizer)
+    unbound = SpecDecoder(speaking, drafter)
+    ends = set()
+    for end in range(3, 18):
+        stop = bytes(free.new_tokens[end - 3 : end]).decode()
+        first = bytes(free.new_tokens).decode("latin-1").index(stop) + 3
+        expected = free.new_tokens[:first]
+        for result in (
+            decoder.generate(ids, stop_strings=stop, **settings),
+            unbound.generate(
+                ids, stop_strings=["never!", stop], tokenizer=byte_tokenizer, **settings
+            ),
+            decoder.generate(
+                ids, generation_config=GenerationConfig(stop_strings=stop, **settings)
+            ),
+        ):
+            assert result.new_tokens == expected and result.finished
+            assert sum(result.accept_lengths) == first - 1
+        custom = speaking.generate(  # type: ignore[operator]
+            ids, custom_generate=decoder, stop_strings=stop, **settings
+        )
+        assert custom[0, ids.shape[1] :].tolist() == expected
+        theirs = speaking.generate(  # type: ignore[operator]
+            ids, stop_strings=stop, tokenizer=byte_tokenizer, **settings
+        )
+        assert custom.equal(theirs)
+        ends.add(first % 5)
+    assert len(ends) == 5, "the end should have come at every place in a step"
+    with pytest.raises(ValueError, match="stop_strings need a tokenizer"):
+        unbound.generate(ids, stop_strings="a", **settings)
+
+
+def test_what_is_cut_off_is_in_no_cache(llama: PreTrainedModel) -> None:
+    """Prevents a next turn that continues from tokens which were never part of the text."""
+    free = SpecDecoder(llama, None).generate(ROWS[0], NUM_NEW).new_tokens
+    drafter = ScriptedDrafter(Tree.chain(4), ROWS[0][0].tolist() + free, 1.0)
+    end = next(i for i in range(7, NUM_NEW) if free[i - 1] not in free[: i - 1])
+    for settings in (
+        {"eos_token_id": free[end - 1]},
+        {"stopping_criteria": StoppingCriteriaList([After(free[end - 1])])},
+        {"max_new_tokens": end},
+    ):
+        cache = TreeCache()
+        result = SpecDecoder(llama, drafter).generate(
+            ROWS[0], past_key_values=cache, **{"max_new_tokens": NUM_NEW, **settings}
+        )
+        assert result.new_tokens == free[:end]
+        assert result.cache is cache
+        assert cache.tokens == [ROWS[0][0].tolist() + free[: end - 1]]
+        assert cache.lengths == [9 + end - 1]
+
+
+def test_settings_come_from_the_generation_config(llama: PreTrainedModel) -> None:
+    """Prevents defaults of our own where the model's makers chose others."""
+    decoder = SpecDecoder(llama, NgramDrafter(), seed=1)
+    bare = decoder.generate(ROWS[0], NUM_NEW)
+    config = llama.generation_config
+    assert config is not None
+    config.repetition_penalty = 1.5
+    punished = decoder.generate(ROWS[0], NUM_NEW)
+    assert punished.new_tokens == decoder.generate(ROWS[0], NUM_NEW, temperature=0).new_tokens
+    assert punished.new_tokens != bare.new_tokens
+    config.do_sample, config.temperature = True, 0.8
+    sampled = decoder.generate(ROWS[0], NUM_NEW)
+    assert sampled.new_tokens == decoder.generate(ROWS[0], NUM_NEW, temperature=0.8).new_tokens
+    assert sampled.new_tokens != punished.new_tokens
+    assert decoder.generate(ROWS[0], NUM_NEW, temperature=0).new_tokens == punished.new_tokens
+
+
+def test_threads_share_a_decoder(llama: PreTrainedModel) -> None:
+    """Prevents one request's stream, seed or result reaching another."""
+    decoder = SpecDecoder(llama, NgramDrafter())
+    seeds = range(4)
+    settings: dict[str, Any] = {"max_new_tokens": NUM_NEW, "temperature": 1.0}
+    expected = [decoder.generate(ROWS[0], seed=seed, **settings).new_tokens for seed in seeds]
+    found: dict[int, tuple[list[int], list[int]]] = {}
+
+    def work(seed: int) -> None:
+        streamer = Recorder()
+        result = decoder.generate(ROWS[0], seed=seed, streamer=streamer, **settings)
+        found[seed] = result.new_tokens, sum(streamer.parts[1:], [])
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in seeds]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[seed] for seed in seeds] == [(tokens, tokens) for tokens in expected]
+
+
+def test_what_does_not_go_with_a_tree_is_refused(llama: PreTrainedModel) -> None:
+    """Prevents a setting that is quietly ignored."""
+    decoder = SpecDecoder(llama, NgramDrafter())
+    cache = DynamicCache()
+    llama(ROWS[0][:, :4], past_key_values=cache, use_cache=True)
+    for settings, message in (
+        ({"num_beams": 2}, "num_beams must be 1, got 2"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive_search is not available"),
+        ({"dola_layers": "high"}, "dola_generation is not available"),
+        ({"prompt_lookup_num_tokens": 3}, "assisted_generation is not available"),
+        ({"output_attentions": True}, "output_attentions is not available"),
+        ({"output_hidden_states": True}, "output_hidden_states is not available"),
+        ({"guidance_scale": 1.5}, "guidance_scale is not available"),
+        (
+            {"cache_implementation": "static"},
+            "cache_implementation must be 'dynamic', got 'static'",
+        ),
+        ({"past_key_values": cache}, "must be a TreeCache, got DynamicCache of 4 tokens"),
+        ({"past_key_values": DynamicCache()}, "must be a TreeCache, got DynamicCache of 0 tokens"),
+        ({"position_ids": torch.arange(1, 10)[None]}, "position_ids must count"),
+        ({"attention_mask": torch.tensor([[1] * 8 + [0]])}, "not left padding"),
+        ({"max_new_tokns": 4}, "max_new_tokns"),
+    ):
+        with pytest.raises(ValueError, match=message) as ours:
+            decoder.generate(ROWS[0], 4, **settings)
+        assert "\n" not in str(ours.value) or "not used by the model" in str(ours.value)
+        with pytest.raises(ValueError, match=message):
+            llama.generate(  # type: ignore[operator]
+                ROWS[0], custom_generate=decoder, max_new_tokens=4, **settings
+            )
+    with pytest.raises(ValueError, match="assistant_model is not available: the drafter"):
+        decoder.generate(ROWS[0], 4, assistant_model=llama)
+    with pytest.raises(ValueError, match=r"input_ids must be \[B, P\], got \[9\]"):
+        decoder.generate(ROWS[0][0], 4)
+    embeds = llama.get_input_embeddings()(ROWS[0])
+    with pytest.raises(ValueError, match="inputs_embeds: only input_ids can be continued"):
+        llama.generate(  # type: ignore[operator]
+            inputs_embeds=embeds, custom_generate=decoder, max_new_tokens=4
+        )
+    assert llama.generation_config is not None
+    llama.generation_config.stop_strings = ["a"]
+    with pytest.raises(ValueError, match="generation_config.stop_strings would need a tokenizer"):
+        decoder.generate(ROWS[0], 4)
+    llama.generation_config.stop_strings = None
+    other = SpecDecoder(type(llama)(llama.config).eval(), NgramDrafter())
+    with pytest.raises(ValueError, match="not the base model"):
+        llama.generate(ROWS[0], custom_generate=other)  # type: ignore[operator]
+    assert VOCAB > PAD
