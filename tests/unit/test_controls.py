@@ -11,12 +11,8 @@ import torch
 from torch import Tensor
 from transformers import (
     DynamicCache,
-    GenerationConfig,
     LogitsProcessor,
-    MaxLengthCriteria,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
-    StoppingCriteria,
     StoppingCriteriaList,
     TextStreamer,
 )
@@ -27,22 +23,8 @@ from specheads.decoding.result import DecodeResult
 from specheads.drafters.ngram import NgramDrafter
 from specheads.kv_cache import TreeCache
 from specheads.tree import Tree, default_tree
+from tests.ragged import NUM_NEW, PAD, ROWS, After, new_tokens, padded, texts_of
 from tests.scripted import VOCAB, ScriptedDrafter, build
-
-NUM_NEW = 18
-PAD = 63
-ROWS = [torch.randint(PAD, (1, n), generator=torch.Generator().manual_seed(n)) for n in (9, 3, 6)]
-
-
-def padded(rows: list[Tensor]) -> dict[str, Tensor]:
-    """Return left-padded rows as generate() takes them."""
-    longest = max(row.shape[1] for row in rows)
-    ids = torch.full((len(rows), longest), PAD)
-    mask = torch.zeros_like(ids)
-    for i, row in enumerate(rows):
-        ids[i, longest - row.shape[1] :] = row[0]
-        mask[i, longest - row.shape[1] :] = 1
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 class Alternate(LogitsProcessor):
@@ -63,17 +45,6 @@ class Alternate(LogitsProcessor):
         scores = scores.clone()
         scores[:, len(self.texts) % 2 :: 2] = -float("inf")
         return scores
-
-
-class After(StoppingCriteria):
-    """Stops behind a token."""
-
-    def __init__(self, token: int) -> None:
-        self.token = token
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """Look at the last token."""
-        return input_ids[:, -1] == self.token
 
 
 CONTROLS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -115,16 +86,6 @@ def llama(redraw_weights: Callable[..., None]) -> PreTrainedModel:
     return build("llama", redraw_weights)
 
 
-def texts_of(result: DecodeResult, rows: list[Tensor]) -> list[list[int]]:
-    """Return prompts and new tokens without padding."""
-    return [row[0].tolist() + new.new_tokens for row, new in zip(rows, result.rows, strict=True)]
-
-
-def new_tokens(result: DecodeResult) -> list[list[int]]:
-    """Return what each row gained."""
-    return [row.new_tokens for row in result.rows]
-
-
 @pytest.mark.parametrize("name", CONTROLS)
 @pytest.mark.parametrize("sampling", ["greedy", "warped"])
 def test_both_doors_both_loops_all_rows_alone(
@@ -139,7 +100,7 @@ def test_both_doors_both_loops_all_rows_alone(
         free.append(alone.new_tokens)
         if sampling == "greedy":
             settings = {"max_new_tokens": NUM_NEW, **SAMPLING[sampling], **CONTROLS[name]()}
-            theirs = llama.generate(  # type: ignore[operator]
+            theirs = llama.generate(
                 row, pad_token_id=PAD, attention_mask=torch.ones_like(row), **settings
             )
             assert theirs.equal(alone.sequences)
@@ -162,9 +123,7 @@ def test_both_doors_both_loops_all_rows_alone(
         assert decoder.last_result is not None
         assert decoder.last_result.accept_length > 1.2 or max(map(len, truth)) < 3
         settings |= CONTROLS[name]()
-        theirs = llama.generate(  # type: ignore[operator]
-            custom_generate=decoder, seed=3, **settings
-        )
+        theirs = llama.generate(custom_generate=decoder, seed=3, **settings)
         assert theirs.equal(ours.sequences)
 
 
@@ -219,14 +178,12 @@ def test_scores_and_logits_are_those_of_transformers(llama: PreTrainedModel, num
         **padded(rows),
     }
     eos = SpecDecoder(llama, None).generate(ROWS[0], 12, repetition_penalty=1.3).new_tokens[6]
-    theirs = llama.generate(eos_token_id=eos, **settings)  # type: ignore[operator]
+    theirs = llama.generate(eos_token_id=eos, **settings)
     plain = SpecDecoder(llama, None).generate(eos_token_id=eos, **settings)
     drafter = ScriptedDrafter(default_tree(4, 12), texts_of(plain, rows), 0.7)
     decoder = SpecDecoder(llama, drafter)
     ours = decoder.generate(eos_token_id=eos, **settings)
-    custom = llama.generate(  # type: ignore[operator]
-        custom_generate=decoder, eos_token_id=eos, **settings
-    )
+    custom = llama.generate(custom_generate=decoder, eos_token_id=eos, **settings)
     assert ours.sequences.equal(theirs.sequences) and custom.sequences.equal(theirs.sequences)
     assert isinstance(custom.past_key_values, TreeCache)
     for name in ("scores", "logits"):
@@ -279,9 +236,7 @@ def test_streamers_are_fed_per_step_at_both_doors(llama: PreTrainedModel) -> Non
     drafter = ScriptedDrafter(Tree.chain(4), texts_of(plain, ROWS[:1]), 0.8)
     bound, own = Recorder(), Recorder()
     decoder = SpecDecoder(llama, drafter, streamer=bound)
-    llama.generate(  # type: ignore[operator]
-        ROWS[0], custom_generate=decoder, max_new_tokens=NUM_NEW, do_sample=False
-    )
+    llama.generate(ROWS[0], custom_generate=decoder, max_new_tokens=NUM_NEW, do_sample=False)
     tokens: list[tuple[int, list[int]]] = []
     result = SpecDecoder(llama, drafter).generate(
         ROWS[0], NUM_NEW, streamer=own, on_tokens=lambda row, new: tokens.append((row, new))
@@ -328,9 +283,7 @@ def test_conversations_go_on_behind_the_cache(llama: PreTrainedModel) -> None:
     settings["repetition_penalty"] = 1.2
     for door in (
         lambda ids, **more: decoder.generate(ids, **settings, **more),
-        lambda ids, **more: llama.generate(  # type: ignore[operator]
-            ids, custom_generate=decoder, **settings, **more
-        ),
+        lambda ids, **more: llama.generate(ids, custom_generate=decoder, **settings, **more),
     ):
         first = door(ROWS[0])
         cache = first.cache if isinstance(first, DecodeResult) else first.past_key_values
@@ -342,105 +295,6 @@ def test_conversations_go_on_behind_the_cache(llama: PreTrainedModel) -> None:
         assert num_read == [1 + ROWS[1].shape[1]]
         assert second.sequences.equal(door(ids).sequences)
     assert decoder.generate(ROWS[0], 4).cache is None, "memory that nobody asked for"
-
-
-def test_lengths_end_inside_the_tree(llama: PreTrainedModel) -> None:
-    """Prevents max_length taken for max_new_tokens, and a shorter one of the user being ignored."""
-    truth = SpecDecoder(llama, None).generate(ROWS[0], 30)
-    drafter = ScriptedDrafter(Tree.chain(4), texts_of(truth, ROWS[:1]), 1.0)
-    decoder = SpecDecoder(llama, drafter)
-    for length in range(10, 18):
-        shorter = StoppingCriteriaList([MaxLengthCriteria(length)])
-        for settings in (
-            {"max_length": length},
-            {"max_new_tokens": length - 9},
-            {"generation_config": GenerationConfig(max_length=length)},
-            {"max_new_tokens": 20, "stopping_criteria": shorter},
-        ):
-            result = decoder.generate(ROWS[0], **settings)
-            assert result.sequences.equal(truth.sequences[:, :length])
-            assert not result.finished
-            assert sum(result.accept_lengths) == length - 10
-    assert decoder.generate(ROWS[0]).sequences.shape == (1, 29)  # transformers' default: 20 more
-
-
-def test_the_context_is_a_limit_at_every_depth(redraw_weights: Callable[..., None]) -> None:
-    """Prevents a lookup of learned positions that do not exist, wherever in the tree they start."""
-    model = build("gpt2", redraw_weights)
-    for length in range(248, 256):
-        ids = torch.randint(PAD, (1, length), generator=torch.Generator().manual_seed(length))
-        plain = SpecDecoder(model, None).generate(ids, max_length=256)
-        drafter = ScriptedDrafter(default_tree(4, 12), texts_of(plain, [ids]), 0.9)
-        result = SpecDecoder(model, drafter).generate(ids, max_length=256)
-        assert result.sequences.shape == (1, 256)
-        assert result.sequences.equal(plain.sequences)
-
-
-@pytest.fixture
-def speaking(make_tiny_llama: Callable[..., PreTrainedModel]) -> PreTrainedModel:
-    """Return a model of bytes whose text does not repeat itself."""
-    return make_tiny_llama(seed=3, std=0.3)
-
-
-def test_stop_strings_end_the_text_across_steps(
-    speaking: PreTrainedModel, byte_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    """Prevents a stop that is missed where it begins in one step and ends in the next."""
-    ids = torch.tensor([byte_tokenizer("def f(x):").input_ids])
-    letters = list(range(256, 272)) + list(range(128, 256))
-    settings: dict[str, Any] = {"max_new_tokens": 24, "suppress_tokens": letters}
-    free = SpecDecoder(speaking, None).generate(ids, **settings)
-    drafter = ScriptedDrafter(Tree.chain(4), texts_of(free, [ids]), 1.0, vocab=272)
-    decoder = SpecDecoder(speaking, drafter, tokenizer=byte_tokenizer)
-    unbound = SpecDecoder(speaking, drafter)
-    ends = set()
-    for end in range(3, 18):
-        stop = bytes(free.new_tokens[end - 3 : end]).decode()
-        first = bytes(free.new_tokens).decode("latin-1").index(stop) + 3
-        expected = free.new_tokens[:first]
-        for result in (
-            decoder.generate(ids, stop_strings=stop, **settings),
-            unbound.generate(
-                ids, stop_strings=["never!", stop], tokenizer=byte_tokenizer, **settings
-            ),
-            decoder.generate(
-                ids, generation_config=GenerationConfig(stop_strings=stop, **settings)
-            ),
-        ):
-            assert result.new_tokens == expected and result.finished
-            assert sum(result.accept_lengths) == first - 1
-        custom = speaking.generate(  # type: ignore[operator]
-            ids, custom_generate=decoder, stop_strings=stop, **settings
-        )
-        assert custom[0, ids.shape[1] :].tolist() == expected
-        theirs = speaking.generate(  # type: ignore[operator]
-            ids, stop_strings=stop, tokenizer=byte_tokenizer, **settings
-        )
-        assert custom.equal(theirs)
-        ends.add(first % 5)
-    assert len(ends) == 5, "the end should have come at every place in a step"
-    with pytest.raises(ValueError, match="stop_strings need a tokenizer"):
-        unbound.generate(ids, stop_strings="a", **settings)
-
-
-def test_what_is_cut_off_is_in_no_cache(llama: PreTrainedModel) -> None:
-    """Prevents a next turn that continues from tokens which were never part of the text."""
-    free = SpecDecoder(llama, None).generate(ROWS[0], NUM_NEW).new_tokens
-    drafter = ScriptedDrafter(Tree.chain(4), ROWS[0][0].tolist() + free, 1.0)
-    end = next(i for i in range(7, NUM_NEW) if free[i - 1] not in free[: i - 1])
-    for settings in (
-        {"eos_token_id": free[end - 1]},
-        {"stopping_criteria": StoppingCriteriaList([After(free[end - 1])])},
-        {"max_new_tokens": end},
-    ):
-        cache = TreeCache()
-        result = SpecDecoder(llama, drafter).generate(
-            ROWS[0], past_key_values=cache, **{"max_new_tokens": NUM_NEW, **settings}
-        )
-        assert result.new_tokens == free[:end]
-        assert result.cache is cache
-        assert cache.tokens == [ROWS[0][0].tolist() + free[: end - 1]]
-        assert cache.lengths == [9 + end - 1]
 
 
 def test_settings_come_from_the_generation_config(llama: PreTrainedModel) -> None:
@@ -508,18 +362,14 @@ def test_what_does_not_go_with_a_tree_is_refused(llama: PreTrainedModel) -> None
             decoder.generate(ROWS[0], 4, **settings)
         assert "\n" not in str(ours.value) or "not used by the model" in str(ours.value)
         with pytest.raises(ValueError, match=message):
-            llama.generate(  # type: ignore[operator]
-                ROWS[0], custom_generate=decoder, max_new_tokens=4, **settings
-            )
+            llama.generate(ROWS[0], custom_generate=decoder, max_new_tokens=4, **settings)
     with pytest.raises(ValueError, match="assistant_model is not available: the drafter"):
         decoder.generate(ROWS[0], 4, assistant_model=llama)
     with pytest.raises(ValueError, match=r"input_ids must be \[B, P\], got \[9\]"):
         decoder.generate(ROWS[0][0], 4)
     embeds = llama.get_input_embeddings()(ROWS[0])
     with pytest.raises(ValueError, match="inputs_embeds: only input_ids can be continued"):
-        llama.generate(  # type: ignore[operator]
-            inputs_embeds=embeds, custom_generate=decoder, max_new_tokens=4
-        )
+        llama.generate(inputs_embeds=embeds, custom_generate=decoder, max_new_tokens=4)
     assert llama.generation_config is not None
     llama.generation_config.stop_strings = ["a"]
     with pytest.raises(ValueError, match="generation_config.stop_strings would need a tokenizer"):
@@ -527,5 +377,5 @@ def test_what_does_not_go_with_a_tree_is_refused(llama: PreTrainedModel) -> None
     llama.generation_config.stop_strings = None
     other = SpecDecoder(type(llama)(llama.config).eval(), NgramDrafter())
     with pytest.raises(ValueError, match="not the base model"):
-        llama.generate(ROWS[0], custom_generate=other)  # type: ignore[operator]
+        llama.generate(ROWS[0], custom_generate=other)
     assert VOCAB > PAD

@@ -75,9 +75,7 @@ def processors_of(model: PreTrainedModel, prompts: list[list[int]], **settings: 
     settings = {"max_new_tokens": 6, "pad_token_id": PAD, **settings}
     if "max_length" in settings:
         del settings["max_new_tokens"]
-    model.generate(  # type: ignore[operator]
-        ids, attention_mask=mask, custom_generate=catch, **settings
-    )
+    model.generate(ids, attention_mask=mask, custom_generate=catch, **settings)
     return found[0], padding
 
 

@@ -1,0 +1,47 @@
+"""Prompts of different lengths, and what their continuations are compared with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria
+
+from specheads.decoding.result import DecodeResult
+
+NUM_NEW = 18
+PAD = 63
+ROWS = [torch.randint(PAD, (1, n), generator=torch.Generator().manual_seed(n)) for n in (9, 3, 6)]
+
+
+def padded(rows: list[Tensor]) -> dict[str, Tensor]:
+    """Return left-padded rows as generate() takes them."""
+    longest = max(row.shape[1] for row in rows)
+    ids = torch.full((len(rows), longest), PAD)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        ids[i, longest - row.shape[1] :] = row[0]
+        mask[i, longest - row.shape[1] :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def texts_of(result: DecodeResult, rows: list[Tensor]) -> list[list[int]]:
+    """Return prompts and new tokens without padding."""
+    return [row[0].tolist() + new.new_tokens for row, new in zip(rows, result.rows, strict=True)]
+
+
+def new_tokens(result: DecodeResult) -> list[list[int]]:
+    """Return what each row gained."""
+    return [row.new_tokens for row in result.rows]
+
+
+class After(StoppingCriteria):
+    """Stops behind a token."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """Look at the last token."""
+        return input_ids[:, -1] == self.token

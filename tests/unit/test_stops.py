@@ -1,0 +1,123 @@
+"""Where a text ends: lengths, tokens, strings and criteria, wherever in a tree they are met."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    GenerationConfig,
+    MaxLengthCriteria,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    StoppingCriteriaList,
+)
+
+from specheads.decoding.generate import SpecDecoder
+from specheads.kv_cache import TreeCache
+from specheads.tree import Tree, default_tree
+from tests.ragged import NUM_NEW, PAD, ROWS, After, texts_of
+from tests.scripted import ScriptedDrafter, build
+
+
+@pytest.fixture
+def llama(redraw_weights: Callable[..., None]) -> PreTrainedModel:
+    """Return a small random Llama with VOCAB tokens."""
+    return build("llama", redraw_weights)
+
+
+def test_lengths_end_inside_the_tree(llama: PreTrainedModel) -> None:
+    """Prevents max_length taken for max_new_tokens, and a shorter one of the user being ignored."""
+    truth = SpecDecoder(llama, None).generate(ROWS[0], 30)
+    drafter = ScriptedDrafter(Tree.chain(4), texts_of(truth, ROWS[:1]), 1.0)
+    decoder = SpecDecoder(llama, drafter)
+    for length in range(10, 18):
+        shorter = StoppingCriteriaList([MaxLengthCriteria(length)])
+        for settings in (
+            {"max_length": length},
+            {"max_new_tokens": length - 9},
+            {"generation_config": GenerationConfig(max_length=length)},
+            {"max_new_tokens": 20, "stopping_criteria": shorter},
+        ):
+            result = decoder.generate(ROWS[0], **settings)
+            assert result.sequences.equal(truth.sequences[:, :length])
+            assert not result.finished
+            assert sum(result.accept_lengths) == length - 10
+    assert decoder.generate(ROWS[0]).sequences.shape == (1, 29)  # transformers' default: 20 more
+
+
+def test_the_context_is_a_limit_at_every_depth(redraw_weights: Callable[..., None]) -> None:
+    """Prevents a lookup of learned positions that do not exist, wherever in the tree they start."""
+    model = build("gpt2", redraw_weights)
+    for length in range(248, 256):
+        ids = torch.randint(PAD, (1, length), generator=torch.Generator().manual_seed(length))
+        plain = SpecDecoder(model, None).generate(ids, max_length=256)
+        drafter = ScriptedDrafter(default_tree(4, 12), texts_of(plain, [ids]), 0.9)
+        result = SpecDecoder(model, drafter).generate(ids, max_length=256)
+        assert result.sequences.shape == (1, 256)
+        assert result.sequences.equal(plain.sequences)
+
+
+@pytest.fixture
+def speaking(make_tiny_llama: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+    """Return a model of bytes whose text does not repeat itself."""
+    return make_tiny_llama(seed=3, std=0.3)
+
+
+def test_stop_strings_end_the_text_across_steps(
+    speaking: PreTrainedModel, byte_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Prevents a stop that is missed where it begins in one step and ends in the next."""
+    ids = torch.tensor([byte_tokenizer("def f(x):").input_ids])
+    letters = list(range(256, 272)) + list(range(128, 256))
+    settings: dict[str, Any] = {"max_new_tokens": 24, "suppress_tokens": letters}
+    free = SpecDecoder(speaking, None).generate(ids, **settings)
+    drafter = ScriptedDrafter(Tree.chain(4), texts_of(free, [ids]), 1.0, vocab=272)
+    decoder = SpecDecoder(speaking, drafter, tokenizer=byte_tokenizer)
+    unbound = SpecDecoder(speaking, drafter)
+    ends = set()
+    for end in range(3, 18):
+        stop = bytes(free.new_tokens[end - 3 : end]).decode()
+        first = bytes(free.new_tokens).decode("latin-1").index(stop) + 3
+        expected = free.new_tokens[:first]
+        for result in (
+            decoder.generate(ids, stop_strings=stop, **settings),
+            unbound.generate(
+                ids, stop_strings=["never!", stop], tokenizer=byte_tokenizer, **settings
+            ),
+            decoder.generate(
+                ids, generation_config=GenerationConfig(stop_strings=stop, **settings)
+            ),
+        ):
+            assert result.new_tokens == expected and result.finished
+            assert sum(result.accept_lengths) == first - 1
+        custom = speaking.generate(ids, custom_generate=decoder, stop_strings=stop, **settings)
+        assert custom[0, ids.shape[1] :].tolist() == expected
+        theirs = speaking.generate(ids, stop_strings=stop, tokenizer=byte_tokenizer, **settings)
+        assert custom.equal(theirs)
+        ends.add(first % 5)
+    assert len(ends) == 5, "the end should have come at every place in a step"
+    with pytest.raises(ValueError, match="stop_strings need a tokenizer"):
+        unbound.generate(ids, stop_strings="a", **settings)
+
+
+def test_what_is_cut_off_is_in_no_cache(llama: PreTrainedModel) -> None:
+    """Prevents a next turn that continues from tokens which were never part of the text."""
+    free = SpecDecoder(llama, None).generate(ROWS[0], NUM_NEW).new_tokens
+    drafter = ScriptedDrafter(Tree.chain(4), ROWS[0][0].tolist() + free, 1.0)
+    end = next(i for i in range(7, NUM_NEW) if free[i - 1] not in free[: i - 1])
+    for settings in (
+        {"eos_token_id": free[end - 1]},
+        {"stopping_criteria": StoppingCriteriaList([After(free[end - 1])])},
+        {"max_new_tokens": end},
+    ):
+        cache = TreeCache()
+        result = SpecDecoder(llama, drafter).generate(
+            ROWS[0], past_key_values=cache, **{"max_new_tokens": NUM_NEW, **settings}
+        )
+        assert result.new_tokens == free[:end]
+        assert result.cache is cache
+        assert cache.tokens == [ROWS[0][0].tolist() + free[: end - 1]]
+        assert cache.lengths == [9 + end - 1]
