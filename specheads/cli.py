@@ -12,6 +12,7 @@ COMMANDS = {
     "generate": ("specheads.generate", "decode a prompt with a trained checkpoint"),
     "bench": ("specheads.bench", "measure a checkpoint against plain decoding"),
     "tree": ("specheads.tree_search", "measure and store the fastest tree of a checkpoint"),
+    "doctor": ("specheads.doctor", "say what a base model can be decoded with"),
 }
 
 

@@ -273,11 +273,13 @@ class BenchConfig:
     """Everything ``python -m specheads.bench`` accepts."""
 
     checkpoint: str = MISSING
+    base: str = ""  # where the export's base model is now, if it was moved
     out: str = "bench.json"
     prompts: str = ""  # a .jsonl of prompts; empty: the export's or the embedded set
     num_prompts: int = 48
     max_new_tokens: int = 128
     temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7, 1.0])
+    batch_sizes: list[int] = field(default_factory=lambda: [1])  # 1 is always measured
     repeats: int = 3
     dtype: str = "auto"  # auto: bfloat16 where the processor has it
     threads: int = 0  # 0: all
@@ -290,6 +292,8 @@ class BenchConfig:
         _one_of("dtype", self.dtype, "auto", "float32", "bfloat16", "float16")
         for temperature in self.temperatures:
             _check(temperature >= 0, "temperatures", temperature, "at least 0")
+        for size in self.batch_sizes:
+            _check(size >= 1, "batch_sizes", size, "at least 1")
 
 
 @dataclass
@@ -309,6 +313,28 @@ class TreeSearchConfig:
     def __post_init__(self) -> None:
         _check(self.max_nodes >= 2, "max_nodes", self.max_nodes, "at least 2")
         _one_of("dtype", self.dtype, "auto", "float32", "bfloat16", "float16")
+
+
+@dataclass
+class DoctorConfig:
+    """Everything ``python -m specheads.doctor`` accepts."""
+
+    model: str = ""  # a folder, a name on the hub, or tinycode
+    revision: str | None = None
+    dtype: str = "auto"  # auto: bfloat16 where the processor has it; float32 finds the most
+    device: str = ""  # empty: a GPU if there is one
+    device_map: str = ""  # in place of device: auto, balanced, sequential
+    attn: str = "auto"  # auto: sdpa where the model has it
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, "auto", "float32", "bfloat16", "float16")
+        _check(
+            self.device_map in ("", "auto", "balanced", "balanced_low_0", "sequential"),
+            "device_map",
+            self.device_map,
+            "auto, balanced, balanced_low_0 or sequential",
+        )
 
 
 def explain(error: Exception) -> str:
@@ -364,3 +390,4 @@ def register_schemas() -> None:
     store.store(name="generate_schema", node=GenerateConfig)
     store.store(name="bench_schema", node=BenchConfig)
     store.store(name="tree_search_schema", node=TreeSearchConfig)
+    store.store(name="doctor_schema", node=DoctorConfig)
