@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria
+from transformers import LogitsProcessor, StoppingCriteria
 
 from specheads.decoding.result import DecodeResult
 
@@ -34,6 +34,26 @@ def texts_of(result: DecodeResult, rows: list[Tensor]) -> list[list[int]]:
 def new_tokens(result: DecodeResult) -> list[list[int]]:
     """Return what each row gained."""
     return [row.new_tokens for row in result.rows]
+
+
+class Alternate(LogitsProcessor):
+    """Forbids even tokens at even calls, odd ones at odd calls; checks that it is called in order.
+
+    It has a state: neither order nor number of its calls may depend on how guesses are verified.
+    """
+
+    def __init__(self) -> None:
+        self.texts: list[list[int]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Shut out half of the tokens."""
+        (text,) = input_ids.tolist()
+        if self.texts:
+            assert text[:-1] == self.texts[-1]
+        self.texts.append(text)
+        scores = scores.clone()
+        scores[:, len(self.texts) % 2 :: 2] = -float("inf")
+        return scores
 
 
 class After(StoppingCriteria):

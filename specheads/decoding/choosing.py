@@ -190,5 +190,5 @@ def make_chooser(
         exact: settle near-ties where the dtype is precise enough for it.
     """
     settle = partial(replay, model) if exact and model.dtype in EXACT_DTYPES else None
-    padding = [num_prompt_tokens - len(prompt) for prompt in output.prompts]
-    return Chooser(sampler or Sampler(), output, bind(logits_processor, padding), settle)
+    processors = bind(logits_processor, output.prompts, num_prompt_tokens)
+    return Chooser(sampler or Sampler(), output, processors, settle)

@@ -215,13 +215,16 @@ def _runs(depths: list[int]) -> tuple[tuple[int, int, int], ...]:
     return tuple((depths[i], i, end) for i, end in zip(starts, ends, strict=True))
 
 
-def bind(processors: LogitsProcessorList | None, padding: Sequence[int]) -> RowProcessors | None:
+def bind(
+    processors: LogitsProcessorList | None, prompts: Sequence[Sequence[int]], num_prompt_tokens: int
+) -> RowProcessors | None:
     """Prepare processors for the rows of a batch; None where there are none.
 
     Args:
         processors: as ``generate`` builds them for the padded batch, or of your own. Those of
             unknown type are copied for every row but the first, as they may keep a state.
-        padding: per row, the padding on its left.
+        prompts: per row, without padding.
+        num_prompt_tokens: P, to which they were padded.
 
     Raises:
         ValueError: for a processor that would have to be copied and cannot be.
@@ -232,17 +235,19 @@ def bind(processors: LogitsProcessorList | None, padding: Sequence[int]) -> RowP
     rest = LogitsProcessorList(processors[split:])
     shared: dict[Hashable, LogitsProcessorList] = {}
     rows = []
-    for row, pad in enumerate(padding):
-        own = [_for_row(p, row, pad, len(padding)) for p in processors[:split]]
-        alike = (pad, *(getattr(p, "prompt_ignore_length", None) for p in own))
+    for row in range(len(prompts)):
+        own = [_for_row(p, row, prompts, num_prompt_tokens) for p in processors[:split]]
+        alike = (len(prompts[row]), *(getattr(p, "prompt_ignore_length", None) for p in own))
         alone = any(type(p) not in STATELESS or type(p) in OF_ONE_ROW for p in own)
         rows.append(shared.setdefault((row,) if alone else alike, LogitsProcessorList(own)))
     return RowProcessors(tuple(rows), rest)
 
 
-def _for_row(processor: Any, row: int, padding: int, num_rows: int) -> Any:
+def _for_row(
+    processor: Any, row: int, prompts: Sequence[Sequence[int]], num_prompt_tokens: int
+) -> Any:
     """Return the processor for one row's own text."""
-    kind = type(processor)
+    kind, padding = type(processor), num_prompt_tokens - len(prompts[row])
     if kind in LENGTHS:
         if not padding:
             return processor
@@ -256,15 +261,16 @@ def _for_row(processor: Any, row: int, padding: int, num_rows: int) -> Any:
             ignored = int(ignored[row])
         return _changed(processor, prompt_ignore_length=max(0, ignored - padding))
     if kind is EncoderRepetitionPenaltyLogitsProcessor:
-        prompts = processor.encoder_input_ids
+        known = processor.encoder_input_ids
         # num_return_sequences repeats the rows, but not what this one was given
-        prompt = prompts[row * len(prompts) // num_rows, padding:]
+        prompt = known[row * len(known) // len(prompts), padding:]
         return _changed(processor, encoder_input_ids=prompt[None])
     if kind is EncoderNoRepeatNGramLogitsProcessor:
+        if padding:  # which it has taken for text
+            return kind(processor.ngram_size, torch.tensor([list(prompts[row])]))
         ngrams = processor.generated_ngrams
-        return _changed(
-            processor, generated_ngrams=[ngrams[row * len(ngrams) // num_rows]], batch_size=1
-        )
+        own = ngrams[row * len(ngrams) // len(prompts)]
+        return _changed(processor, generated_ngrams=[own], batch_size=1)
     if kind is PrefixConstrainedLogitsProcessor:
         allowed = processor._prefix_allowed_tokens_fn
         return _changed(processor, _prefix_allowed_tokens_fn=lambda _row, ids: allowed(row, ids))

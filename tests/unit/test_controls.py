@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import (
     DynamicCache,
-    LogitsProcessor,
     PreTrainedModel,
     StoppingCriteriaList,
     TextStreamer,
@@ -23,29 +22,8 @@ from specheads.decoding.result import DecodeResult
 from specheads.drafters.ngram import NgramDrafter
 from specheads.kv_cache import TreeCache
 from specheads.tree import Tree, default_tree
-from tests.ragged import NUM_NEW, PAD, ROWS, After, new_tokens, padded, texts_of
+from tests.ragged import NUM_NEW, PAD, ROWS, After, Alternate, new_tokens, padded, texts_of
 from tests.scripted import VOCAB, ScriptedDrafter, build
-
-
-class Alternate(LogitsProcessor):
-    """Forbids even tokens at even calls, odd ones at odd calls; checks that it is called in order.
-
-    It has a state: neither order nor number of its calls may depend on how guesses are verified.
-    """
-
-    def __init__(self) -> None:
-        self.texts: list[list[int]] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Shut out half of the tokens."""
-        (text,) = input_ids.tolist()
-        if self.texts:
-            assert text[:-1] == self.texts[-1]
-        self.texts.append(text)
-        scores = scores.clone()
-        scores[:, len(self.texts) % 2 :: 2] = -float("inf")
-        return scores
-
 
 CONTROLS: dict[str, Callable[[], dict[str, Any]]] = {
     "nothing": dict,

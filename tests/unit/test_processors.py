@@ -26,7 +26,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "forced_eos": {"forced_eos_token_id": 15, "max_length": 10},
     "decay": {"exponential_decay_length_penalty": (2, 1.5), "eos_token_id": 14},
     "suppress": {"suppress_tokens": [11, 12], "begin_suppress_tokens": [13, 40]},
-    "encoder": {"encoder_repetition_penalty": 1.4, "encoder_no_repeat_ngram_size": 2},
+    "encoder": {"encoder_repetition_penalty": 1.4, "encoder_no_repeat_ngram_size": 1},
     "allowed": {"prefix_allowed_tokens_fn": lambda row, ids: [11 + row, 12, 13, int(ids[-1])]},
     "warpers": {
         "do_sample": True,
@@ -54,7 +54,7 @@ WALKED = ("allowed",)  # not to be asked about nodes that may be rejected
 
 
 def processors_of(model: PreTrainedModel, prompts: list[list[int]], **settings: Any) -> Any:
-    """Return the processors that generate() builds for left-padded prompts, and the padding."""
+    """Return what generate() builds for left-padded prompts, as bind() takes it."""
     longest = max(map(len, prompts))
     padding = [longest - len(prompt) for prompt in prompts]
     ids = torch.tensor([[PAD] * n + p for n, p in zip(padding, prompts, strict=True)])
@@ -76,7 +76,7 @@ def processors_of(model: PreTrainedModel, prompts: list[list[int]], **settings: 
     if "max_length" in settings:
         del settings["max_new_tokens"]
     model.generate(ids, attention_mask=mask, custom_generate=catch, **settings)
-    return found[0], padding
+    return found[0], prompts, longest
 
 
 def random_trees(kind: str, num_rows: int) -> Tree | RowTrees:
@@ -93,8 +93,7 @@ def test_nodes_and_rows_are_as_if_alone(tiny_llama: LlamaForCausalLM, name: str,
     """Prevents a penalty from a neighbour's row or path, and lengths that count the padding."""
     rows = [list(prompt) for prompt in PROMPTS]
     settings = SETTINGS[name]
-    processors, padding = processors_of(tiny_llama, rows, **settings)
-    bound = bind(processors, padding)
+    bound = bind(*processors_of(tiny_llama, rows, **settings))
     assert bound is not None
     generator = torch.Generator().manual_seed(3)
     texts = [
@@ -110,12 +109,12 @@ def test_nodes_and_rows_are_as_if_alone(tiny_llama: LlamaForCausalLM, name: str,
     for i, text in enumerate(texts):
         kwargs = dict(settings)
         if "max_length" in settings:  # counts the padding
-            kwargs["max_length"] = settings["max_length"] - padding[i]
+            kwargs["max_length"] = settings["max_length"] - len(PROMPTS[0]) + len(rows[i])
         if name == "allowed":
             kwargs["prefix_allowed_tokens_fn"] = lambda _, ids, i=i: SETTINGS["allowed"][
                 "prefix_allowed_tokens_fn"
             ](i, ids)
-        alone, _ = processors_of(tiny_llama, [rows[i]], **kwargs)
+        alone, *_ = processors_of(tiny_llama, [rows[i]], **kwargs)
         lines = tree.ancestors if isinstance(tree, Tree) else tree.ancestors[i]
         for node, line in enumerate(lines.tolist()):
             prefix = text + [int(tokens[i, j]) for j in line[1:] if j >= 0]
@@ -160,7 +159,7 @@ class Counting(LogitsProcessor):
 def test_processors_of_unknown_type_have_a_state_per_row() -> None:
     """Prevents one row's state, say of a grammar, being moved on by another row's tokens."""
     processor = Counting(nn.Linear(2, 2))
-    bound = bind(LogitsProcessorList([processor]), [0, 0])
+    bound = bind(LogitsProcessorList([processor]), [[1], [7]], 1)
     assert bound is not None and not bound.stateless
     for step in range(3):
         texts = [[1, 2, 3][: step + 1], [7, 8, 9][: step + 1]]
@@ -185,9 +184,9 @@ def test_what_cannot_be_copied_is_refused_for_a_batch_only() -> None:
             return scores
 
     processors = LogitsProcessorList([Locked()])
-    assert bind(processors, [0]) is not None
+    assert bind(processors, [[1]], 1) is not None
     with pytest.raises(ValueError, match="Locked cannot be copied for row 1 .* one prompt at a"):
-        bind(processors, [0, 0])
+        bind(processors, [[1], [2]], 1)
 
 
 def test_rows_of_one_length_are_processed_together(
