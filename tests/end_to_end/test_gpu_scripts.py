@@ -1,0 +1,128 @@
+"""The programs for a GPU, on a CPU as far as that goes; with ``-m gpu`` their checks on a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.scripts import load_script
+
+gpu_check = load_script("gpu_check")
+bench_gpu = load_script("bench_gpu")
+
+
+def test_checks_pass_and_say_what_was_not_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The program meets a GPU for minutes, months after its last change: it must just run."""
+    names = ["identity/llama", "batch rows", "kv commit", "golden", "compile", "several devices"]
+    out = tmp_path / "new" / "check.json"
+    assert gpu_check.main(["--device", "cpu", "--out", str(out), "--only", *names]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1] == "4 ok, 0 failed, 2 not run"
+    checks = json.loads(out.read_text())["checks"]
+    assert [check["check"] for check in checks] == names
+    assert all(check["detail"] for check in checks)
+
+
+def test_failed_check_is_said_and_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A check that fails behind exit code 0 is taken for one that passed."""
+
+    def broken(device: torch.device) -> str:
+        raise RuntimeError(f"nothing works on {device}")
+
+    monkeypatch.setitem(gpu_check.CHECKS, "memory", broken)
+    assert gpu_check.main(["--device", "cpu", "--only", "memory", "kv commit"]) == 1
+    said = capsys.readouterr().out
+    assert "RuntimeError: nothing works on cpu" in said and "1 ok, 1 failed, 0 not run" in said
+
+
+def test_identity_check_notices_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check that cannot fail says ok on every machine."""
+    accept = gpu_check.decode.__globals__["walk"]
+
+    def too_generous(tokens: object, tree: object, base_tokens: torch.Tensor) -> object:
+        path, num_accepted = accept(tokens, tree, base_tokens)
+        if not int(num_accepted[0]) and path.shape[1] > 1:
+            path[0, 1], num_accepted[0] = 1, 1  # takes the first guess, right or wrong
+        return path, num_accepted
+
+    monkeypatch.setitem(gpu_check.decode.__globals__, "walk", too_generous)
+    row = gpu_check.run_check("identity/llama", torch.device("cpu"))
+    assert row["status"] == "failed", row
+
+
+def test_bench_measures_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As for the checks: a typo found on the lent machine costs its minutes."""
+    out = tmp_path / "bench.json"
+    arguments = ["--shape", "tiny", "--device", "cpu", "--modes", "eager", "graphs"]
+    arguments += ["--nodes", "1", "16", "--context", "20", "--repeats", "2", "--warmup", "1"]
+    assert bench_gpu.main([*arguments, "--out", str(out)]) == 0
+    report = json.loads(out.read_text())
+    rows = {(row["mode"], row["nodes"]): row for row in report["rows"] if row["part"] == "base"}
+    assert rows["eager", 16]["vs_plain"] > 0 and rows["eager", 16]["vs_floor"] > 0
+    assert set(rows["eager", 16]["with_heads_vs_plain"]) == {"shared", "own"}
+    assert rows["graphs", 16]["status"] == "not run"
+    assert {row["lm_head"] for row in report["rows"] if row["part"] == "heads"} == {"shared", "own"}
+    assert "eager, 16 nodes" in capsys.readouterr().out
+
+
+def test_replayed_inputs_say_where_to_write_and_what_to_see() -> None:
+    """A graph with slots or mask baked in is right once, and silently wrong a step later."""
+    with torch.inference_mode():
+        check_replay()
+
+
+def check_replay() -> None:
+    """Run the pass on inputs that are refilled, and on those of an earlier step."""
+    step = bench_gpu.Step(
+        bench_gpu.build("tiny", torch.float32, torch.device("cpu")),
+        bench_gpu.default_tree(4, 16),
+        context=20,
+    )
+    with step.fixed():
+        static = {name: tensor.clone() for name, tensor in step.inputs().items()}
+
+    def run() -> torch.Tensor:
+        with step.fixed():
+            for name, tensor in step.inputs().items():
+                static[name].copy_(tensor)
+            return step.forward(static)
+
+    assert step.check(run) < 1e-5
+    stale = {name: tensor.clone() for name, tensor in static.items()}
+
+    def run_stale() -> torch.Tensor:
+        with step.fixed():
+            return step.forward(stale)
+
+    assert step.check(run_stale) > 1e-3
+
+
+@pytest.mark.parametrize("shape", ["1b", "8b"])
+def test_bytes_of_the_floor(shape: str) -> None:
+    """An embedding counted as read makes the floor too high and the figures too good."""
+    with torch.device("meta"):
+        model = bench_gpu.build(shape, torch.bfloat16, torch.device("meta"))
+    config = model.config
+    d, width = config.hidden_size, config.num_key_value_heads * config.head_dim
+    layer = 2 * d * d + 2 * d * width + 3 * d * config.intermediate_size + 2 * d
+    expected = config.num_hidden_layers * layer + d + config.vocab_size * d
+    assert bench_gpu.weight_bytes(model) == 2 * expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", list(gpu_check.CHECKS))
+def test_on_a_gpu(name: str) -> None:
+    """What holds on a CPU need not hold for a GPU's kernels."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    row = gpu_check.run_check(name, torch.device("cuda"))
+    if row["status"] == "not run":
+        pytest.skip(row["detail"])
+    assert row["status"] == "ok", row["detail"]
