@@ -36,7 +36,7 @@ def format_table(bench: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in bench["rows"]:
-        if row["method"] not in NAMES:
+        if row["method"] not in NAMES or row["batch"] > 1:
             continue
         low, high = row["speedup_vs_plain_ci95"]
         same = "" if row["identical"] is None else f"{row['identical']}/{row['compared']}"
@@ -77,7 +77,8 @@ def draw(bench: dict[str, Any], path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "specheads"  # same figures, same file
     from matplotlib import pyplot as plt
 
-    rows = {(row["method"], row["temperature"]): row for row in bench["rows"]}
+    alone = [row for row in bench["rows"] if row["batch"] == 1]
+    rows = {(row["method"], row["temperature"]): row for row in alone}
     temperatures = bench["settings"]["temperatures"]
     width = 0.8 / len(NAMES)
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")

@@ -21,7 +21,6 @@ from specheads import dist, hardware, tree_search
 from specheads.bench import max_prompt_length, prompt_file
 from specheads.config import TreeSearchConfig
 from specheads.decoding.benchmark import make_methods, measure_rows
-from specheads.decoding.identity import measure_rounding
 from specheads.decoding.loop import decode
 from specheads.decoding.measure import Prompt, end_tokens, read_prompts
 from specheads.decoding.plain import plain_decode
@@ -92,7 +91,6 @@ def measure(export: Export, prompts: list[Prompt]) -> list[dict[str, Any]]:
         pad=export.tokenizer.pad_token_id,
         max_new_tokens=MAX_NEW_TOKENS,
     )
-    rounding = measure_rounding(export.base, [prompt.input_ids for prompt in prompts[:2]])
     rows: list[dict[str, Any]] = []
     for temperature in (0.0, 1.0, LOOPING_HEADLINE):
         if temperature == LOOPING_HEADLINE and rows[0]["rep8"] <= REP8_LIMIT:
@@ -100,16 +98,9 @@ def measure(export: Export, prompts: list[Prompt]) -> list[dict[str, Any]]:
         with tqdm(
             total=len(methods) * len(prompts), desc=f"decoding, T={temperature:g}", unit="text"
         ) as bar:
-            found, _ = measure_rows(
-                export.base,
-                methods,
-                prompts,
-                temperature,
-                repeats=1,
-                rounding=rounding,
-                tick=bar.update,
+            rows += measure_rows(
+                export.base, methods, prompts, temperature, repeats=1, tick=bar.update
             )
-        rows += found
     return rows
 
 

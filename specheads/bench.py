@@ -1,7 +1,8 @@
 """Measure an export beside its baselines: ``python -m specheads.bench checkpoint=<export>``.
 
 Writes bench.json and prints its rows. The baselines are our own loop of one token at a time,
-transformers' generate, and prompt lookup.
+transformers' generate, and prompt lookup. Fails (exit code 1, after writing) where outputs differ
+from plain decoding's by more than rounding explains.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specheads.config import BenchConfig, ConfigError
+from specheads.config import BenchConfig, ConfigError, RunError
 from specheads.entry import hydra_main
 
 if TYPE_CHECKING:
@@ -48,7 +49,13 @@ def max_prompt_length(export: Export, max_new_tokens: int) -> int:
 
 
 def run(config: BenchConfig) -> None:
-    """Load, measure, print, write."""
+    """Load, measure, print, write.
+
+    Raises:
+        ConfigError: for wrong settings or files.
+        RunError: at the end, if a decoding's tokens differ from plain decoding's and rounding is no
+            explanation.
+    """
     import json
 
     from tqdm import tqdm
@@ -56,7 +63,13 @@ def run(config: BenchConfig) -> None:
     from specheads import dist, hardware
     from specheads.decoding.benchmark import benchmark, make_methods
     from specheads.decoding.measure import end_tokens, read_prompts
-    from specheads.decoding.report import format_kinds, format_table
+    from specheads.decoding.report import failures
+    from specheads.decoding.tables import (
+        format_batches,
+        format_divergences,
+        format_kinds,
+        format_table,
+    )
     from specheads.models.base import output_layer
     from specheads.models.checkpoint import load_export
 
@@ -67,7 +80,7 @@ def run(config: BenchConfig) -> None:
     threads = hardware.pin_threads(config.threads)
     dtype = hardware.pick_dtype(config.dtype, device)
     hardware.quiet_loading()
-    export = load_export(config.checkpoint, dtype=dtype, device=device)
+    export = load_export(config.checkpoint, base=config.base or None, dtype=dtype, device=device)
     prompts, digest = read_prompts(
         prompt_file(config.prompts, config.checkpoint, "prompts.jsonl"),
         export.tokenizer,
@@ -87,7 +100,9 @@ def run(config: BenchConfig) -> None:
         max_new_tokens=config.max_new_tokens,
     )
     temperatures = sorted({*config.temperatures, *ALWAYS})
-    total = len(methods) * len(prompts) * len(temperatures) * config.repeats
+    batch_sizes = sorted({1, *config.batch_sizes})
+    rounds = len(temperatures) * len(batch_sizes) * config.repeats
+    total = len(methods) * len(prompts) * rounds
     with tqdm(total=total, unit="text", disable=None) as bar:
         result = benchmark(
             export.base,
@@ -95,6 +110,7 @@ def run(config: BenchConfig) -> None:
             prompts,
             temperatures=temperatures,
             repeats=config.repeats,
+            batch_sizes=batch_sizes,
             seed=config.seed,
             settings={
                 "checkpoint": config.checkpoint,
@@ -109,6 +125,11 @@ def run(config: BenchConfig) -> None:
     print(format_table(result["rows"]))
     print("\nAccept length (speed-up) per kind of prompt")
     print(format_kinds(result["rows"]))
+    if len(batch_sizes) > 1:
+        print("\nTokens/s (speed-up over plain decoding in batches of that size)")
+        print(format_batches(result["rows"]))
+    if divergences := format_divergences(result):
+        print(f"\n{divergences}")
     first = result["headline"]
     print(
         f"\nHeadline at T={first['temperature']:g} (plain greedy rep8 "
@@ -123,6 +144,9 @@ def run(config: BenchConfig) -> None:
             f"{result['environment']['baseline_drift']:.2f}x between repeats; measure again."
         )
     print(f"wrote {out}")
+    if failed := failures(result):
+        more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+        raise RunError(f"rounding does not explain that {failed[0]}{more}")
 
 
 def _other_trees(export: Export, config: BenchConfig, eos: tuple[int, ...]) -> list[Tree]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from specheads.decoding import report
-from specheads.decoding.identity import compare, measure_rounding
+from specheads.decoding.identity import Rounding, compare
 from specheads.decoding.measure import (
     Method,
     Prompt,
@@ -30,6 +31,8 @@ from specheads.tree import Tree
 # Prompt lookup at its best on the embedded model's calibration answers: longer matches first, any
 # match rather than none, ten tokens at once.
 LOOKUP_NGRAM, LOOKUP_TOKENS = 8, 10
+
+Clocked = Mapping[tuple[float, int], dict[str, Runs]]  # (temperature, batch size) -> method -> runs
 
 
 def make_methods(
@@ -78,11 +81,10 @@ def measure_rows(
     temperature: float,
     *,
     repeats: int,
-    rounding: float,
     seed: int = 0,
     tick: Callable[[], object] = lambda: None,
-) -> tuple[list[dict[str, Any]], dict[str, Runs]]:
-    """Clock ``methods`` at one temperature and compare their tokens with plain decoding.
+) -> list[dict[str, Any]]:
+    """Clock ``methods`` at one temperature, batch 1; return a row of bench.json for each of them.
 
     Args:
         base: base model.
@@ -90,35 +92,13 @@ def measure_rows(
         prompts: disjoint from those the tree was chosen on.
         temperature: of the sampling.
         repeats: clocked rounds over all prompts.
-        rounding: of this base, see :func:`specheads.decoding.identity.measure_rounding`.
         seed: prompt n is sampled with ``seed + n``.
         tick: called after every decoded prompt.
-
-    Returns:
-        One row of bench.json per method, and the runs behind them.
     """
-    ids = [prompt.input_ids for prompt in prompts]
     runs = clock(methods, prompts, temperature, repeats=repeats, seed=seed, tick=tick)
-    plain = [decoded.tokens for decoded in runs["plain"].decoded]
-    samplers = [Sampler(temperature=temperature, seed=seed + n) for n in range(len(ids))]
-    rows = []
-    for method in methods:
-        same = None
-        if method.seeded or temperature == 0:
-            other = [decoded.tokens for decoded in runs[method.name].decoded]
-            same = compare(base, ids, plain, other, samplers, rounding=rounding)
-        rows.append(
-            report.make_row(
-                method,
-                runs,
-                prompts,
-                temperature,
-                same,
-                dtype=str(base.dtype).removeprefix("torch."),
-                device=base.device.type,
-            )
-        )
-    return rows, runs
+    clocked = {(temperature, 1): runs}
+    rounding = rounding_of(base, methods, prompts, clocked)
+    return make_rows(base, methods, prompts, clocked, rounding, seed=seed)
 
 
 def benchmark(
@@ -128,6 +108,7 @@ def benchmark(
     *,
     temperatures: Sequence[float],
     repeats: int,
+    batch_sizes: Sequence[int] = (1,),
     seed: int = 0,
     settings: dict[str, Any] | None = None,
     tick: Callable[[], object] = lambda: None,
@@ -142,28 +123,29 @@ def benchmark(
         prompts: decoded.
         temperatures: 0 and 0.7 must be among them, see :func:`specheads.decoding.report.headline`.
         repeats: clocked rounds.
+        batch_sizes: prompts decoded together; 1 must be among them.
         seed: of the sampling.
         settings: more to record beside the figures.
         tick: called after every decoded prompt.
     """
     before = environment()
-    rounding = measure_rounding(base, [prompt.input_ids for prompt in prompts[:4]])
-    rows: list[dict[str, Any]] = []
-    all_runs = []
-    for temperature in temperatures:
-        found, runs = measure_rows(
-            base,
+    clocked = {
+        (temperature, size): clock(
             methods,
             prompts,
             temperature,
             repeats=repeats,
-            rounding=rounding,
+            batch_size=size,
             seed=seed,
             tick=tick,
         )
-        rows += found
-        all_runs.append(runs)
-    drift = report.baseline_drift(all_runs)
+        for temperature in temperatures
+        for size in batch_sizes
+    }
+    # only now: the float32 copy that a divergence asks for would count as memory of the methods
+    rounding = rounding_of(base, methods, prompts, clocked)
+    rows = make_rows(base, methods, prompts, clocked, rounding, seed=seed)
+    drift = report.baseline_drift(list(clocked.values()))
     return {
         "environment": {
             **before,
@@ -173,12 +155,70 @@ def benchmark(
         "settings": {
             **(settings or {}),
             "temperatures": list(temperatures),
+            "batch_sizes": list(batch_sizes),
             "repeats": repeats,
             "seed": seed,
             "threads": torch.get_num_threads(),
-            "rounding": rounding,
-            "near_tie_limit": 2 * rounding,
+            "noise": asdict(rounding.noise) if any(row["divergences"] for row in rows) else None,
         },
         "headline": report.headline(rows),
+        "crossover": report.crossovers(rows),
         "rows": rows,
     }
+
+
+def rounding_of(
+    base: PreTrainedModel, methods: Sequence[Method], prompts: Sequence[Prompt], clocked: Clocked
+) -> Rounding:
+    """Return what will measure, if asked, how rounding moves logits along the plain texts."""
+    texts = [
+        (prompt.input_ids, decoded.tokens)
+        for (_, size), runs in clocked.items()
+        if size == 1
+        for prompt, decoded in zip(prompts, runs["plain"].decoded, strict=True)
+    ]
+    widths = {method.tree_nodes * size for method in methods for _, size in clocked}
+    return Rounding(base, texts, sorted(widths))
+
+
+def make_rows(
+    base: PreTrainedModel,
+    methods: Sequence[Method],
+    prompts: Sequence[Prompt],
+    clocked: Clocked,
+    rounding: Rounding,
+    *,
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """Compare all tokens with those of plain decoding alone, and return the rows of bench.json.
+
+    A batch, too, is held to plain decoding of each prompt by itself; its speed to plain decoding in
+    batches of the same size.
+    """
+    rows = []
+    for (temperature, _), runs in clocked.items():
+        plain = [decoded.tokens for decoded in clocked[temperature, 1]["plain"].decoded]
+        samplers = [Sampler(temperature=temperature, seed=seed + n) for n in range(len(prompts))]
+        for method in methods:
+            same = None
+            if method.seeded or temperature == 0:
+                same = compare(
+                    [prompt.id for prompt in prompts],
+                    [prompt.input_ids for prompt in prompts],
+                    plain,
+                    [decoded.tokens for decoded in runs[method.name].decoded],
+                    samplers,
+                    rounding=rounding,
+                )
+            rows.append(
+                report.make_row(
+                    method,
+                    runs,
+                    prompts,
+                    temperature,
+                    same,
+                    dtype=str(base.dtype).removeprefix("torch."),
+                    device=base.device.type,
+                )
+            )
+    return rows

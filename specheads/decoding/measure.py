@@ -23,6 +23,7 @@ from specheads.data.chat import Encoder
 from specheads.data.records import read_jsonl
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
+from specheads.decoding.result import DecodeResult
 from specheads.decoding.sampling import Sampler
 from specheads.drafters.contract import Drafter
 from specheads.hardware import peak_memory
@@ -53,11 +54,29 @@ class Decoded:
 
 
 @dataclass(frozen=True)
+class Batch:
+    """Prompts decoded together.
+
+    Attributes:
+        input_ids: [B, P], left-padded.
+        attention_mask: [B, P], 0 on padding.
+        first: number of the first prompt; the others follow it.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    first: int = 0
+
+
+@dataclass(frozen=True)
 class Method:
-    """One way to continue a prompt: ``decode(input_ids [1, P], temperature, seed)``."""
+    """One way to continue prompts: ``decode(batch, temperature, seed)``, one result per row.
+
+    Row b draws with ``seed + b``, so that a prompt is continued alike in batches of any size.
+    """
 
     name: str
-    decode: Callable[[Tensor, float, int], Decoded]
+    decode: Callable[[Batch, float, int], list[Decoded]]
     drafter: str | None = None
     tree_nodes: int = 1
     extra_parameters: int = 0
@@ -66,11 +85,38 @@ class Method:
 
 @dataclass
 class Runs:
-    """What one method did with all prompts at one temperature."""
+    """What one method did with all prompts at one temperature and batch size."""
 
-    seconds: list[list[float]] = field(default_factory=list)  # [repeats][prompts]
+    seconds: list[list[float]] = field(default_factory=list)  # [repeats][batches]
     decoded: list[Decoded] = field(default_factory=list)  # [prompts], of the first repeat
     peak_memory: int = 0
+    batch_size: int = 1
+
+    @property
+    def batches(self) -> list[range]:
+        """Which prompts were decoded together."""
+        size, total = self.batch_size, len(self.decoded)
+        return [range(i, min(i + size, total)) for i in range(0, total, size)]
+
+
+def make_batches(prompts: Sequence[Prompt], size: int) -> list[Batch]:
+    """Group prompts in their order, ``size`` by ``size``; the last batch may be smaller."""
+    batches = []
+    for first in range(0, len(prompts), size):
+        rows = [prompt.input_ids[0] for prompt in prompts[first : first + size]]
+        longest = max(map(len, rows))
+        ids = rows[0].new_zeros(len(rows), longest)
+        mask = torch.zeros_like(ids)
+        for i, row in enumerate(rows):
+            ids[i, longest - len(row) :] = row
+            mask[i, longest - len(row) :] = 1
+        batches.append(Batch(ids, mask, first))
+    return batches
+
+
+def as_decoded(result: DecodeResult) -> list[Decoded]:
+    """Return what a comparison needs of every row."""
+    return [Decoded(row.new_tokens, row.accept_lengths, row.finished) for row in result.rows]
 
 
 def read_prompts(
@@ -125,15 +171,16 @@ def end_tokens(base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tup
 def plain_method(base: PreTrainedModel, eos: tuple[int, ...], max_new_tokens: int) -> Method:
     """Return our own loop of one token at a time, the baseline of every figure."""
 
-    def run(input_ids: Tensor, temperature: float, seed: int) -> Decoded:
+    def run(batch: Batch, temperature: float, seed: int) -> list[Decoded]:
         result = plain_decode(
             base,
-            input_ids,
+            batch.input_ids,
+            attention_mask=batch.attention_mask,
             max_new_tokens=max_new_tokens,
             sampler=Sampler(temperature=temperature, seed=seed),
             eos_token_ids=eos,
         )
-        return Decoded(result.new_tokens, result.accept_lengths, result.finished)
+        return as_decoded(result)
 
     return Method("plain", run)
 
@@ -150,16 +197,17 @@ def drafted_method(
 ) -> Method:
     """Return the decoding loop with ``drafter``."""
 
-    def run(input_ids: Tensor, temperature: float, seed: int) -> Decoded:
+    def run(batch: Batch, temperature: float, seed: int) -> list[Decoded]:
         result = decode(
             base,
             drafter,
-            input_ids,
+            batch.input_ids,
+            attention_mask=batch.attention_mask,
             max_new_tokens=max_new_tokens,
             sampler=Sampler(temperature=temperature, seed=seed),
             eos_token_ids=eos,
         )
-        return Decoded(result.new_tokens, result.accept_lengths, result.finished)
+        return as_decoded(result)
 
     kind = type(drafter).__name__.removesuffix("Drafter").lower()
     return Method(name, run, kind, tree_nodes, extra_parameters)
@@ -172,22 +220,28 @@ def hf_generate_method(
     if base.device.type == "cpu":  # generate() loads deepspeed, which else announces its guess
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-    def run(input_ids: Tensor, temperature: float, seed: int) -> Decoded:
+    def run(batch: Batch, temperature: float, seed: int) -> list[Decoded]:
         torch.manual_seed(seed)
         chosen = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
         sequences = base.generate(  # type: ignore[operator]
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
+            batch.input_ids,
+            attention_mask=batch.attention_mask,
             max_new_tokens=max_new_tokens,
             do_sample=temperature > 0,
             eos_token_id=list(eos) or None,
             pad_token_id=pad if pad is not None else (eos[0] if eos else 0),
             **chosen,
         )
-        tokens = sequences[0, input_ids.shape[1] :].tolist()
-        return Decoded(tokens, [1] * (len(tokens) - 1), tokens[-1] in eos)
+        texts = sequences[:, batch.input_ids.shape[1] :].tolist()
+        return [_until_end(tokens, eos) for tokens in texts]
 
     return Method("hf_generate", run, seeded=False)
+
+
+def _until_end(tokens: list[int], eos: tuple[int, ...]) -> Decoded:
+    """Count what a row got before generate() padded it to the length of the longest."""
+    end = next((i + 1 for i, token in enumerate(tokens) if token in eos), len(tokens))
+    return Decoded(tokens[:end], [1] * (end - 1), tokens[end - 1] in eos)
 
 
 @torch.inference_mode()
@@ -197,12 +251,13 @@ def clock(
     temperature: float,
     *,
     repeats: int,
+    batch_size: int = 1,
     seed: int = 0,
     tick: Callable[[], object] = lambda: None,
 ) -> dict[str, Runs]:
-    """Decode every prompt with every method, ``repeats`` times, the methods in turn per prompt.
+    """Decode every prompt with every method, ``repeats`` times, the methods in turn per batch.
 
-    Interleaving makes a slow minute of the machine hit all methods alike. Each starts a prompt in
+    Interleaving makes a slow minute of the machine hit all methods alike. Each starts a batch in
     another place of the turn, so that none always runs on a warmer cache than the others.
 
     Args:
@@ -210,6 +265,7 @@ def clock(
         prompts: what to continue.
         temperature: of the sampling; 0 is greedy.
         repeats: clocked rounds over all prompts.
+        batch_size: prompts decoded together, neighbours in ``prompts``.
         seed: prompt n is sampled with ``seed + n``.
         tick: called after every decoded prompt.
 
@@ -217,22 +273,24 @@ def clock(
         Runs by the method's name.
     """
     device = prompts[0].input_ids.device
-    runs = {method.name: Runs() for method in methods}
-    for method in methods:  # warm up, and look at the memory of one prompt of this method alone
-        method.decode(prompts[0].input_ids, temperature, seed)
+    batches = make_batches(prompts, batch_size)
+    runs = {method.name: Runs(batch_size=batch_size) for method in methods}
+    for method in methods:  # warm up, and look at the memory of one batch of this method alone
+        method.decode(batches[-1], temperature, seed)
         peak_memory(device, reset=True)
-        method.decode(prompts[-1].input_ids, temperature, seed)
+        method.decode(batches[0], temperature, seed)
         runs[method.name].peak_memory = peak_memory(device)
     for repeat in range(repeats):
         for method in methods:
-            runs[method.name].seconds.append([0.0] * len(prompts))
-        for index, prompt in enumerate(prompts):
+            runs[method.name].seconds.append([0.0] * len(batches))
+        for index, batch in enumerate(batches):
             first = (index + repeat) % len(methods)
             for method in (*methods[first:], *methods[:first]):
                 start = time.perf_counter()
-                decoded = method.decode(prompt.input_ids, temperature, seed + index)
+                decoded = method.decode(batch, temperature, seed + batch.first)
                 runs[method.name].seconds[repeat][index] = time.perf_counter() - start
                 if repeat == 0:
-                    runs[method.name].decoded.append(decoded)
-                tick()
+                    runs[method.name].decoded += decoded
+                for _ in decoded:
+                    tick()
     return runs

@@ -1,21 +1,22 @@
-"""Turn clocked runs into the rows of bench.json, and rows into a table of plain text."""
+"""Turn clocked runs into the rows of bench.json, and say what follows from the rows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from specheads.decoding.identity import Identity
 from specheads.decoding.measure import Method, Prompt, Runs
-from specheads.decoding.stats import mean_accept_length, median, ratio_ci95, rep8
+from specheads.decoding.stats import crossover, mean_accept_length, median, ratio_ci95, rep8
 
 REP8_LIMIT = 0.25  # above it greedy text is mostly loops, and its speed says little
 LOOPING_HEADLINE = 0.7  # the temperature of the headline then
 DRIFT_LIMIT = 1.15  # slowest over fastest repeat of the baseline
 
 
-def per_prompt_seconds(runs: Runs) -> list[float]:
-    """Return the median over repeats of each prompt's seconds."""
+def per_batch_seconds(runs: Runs) -> list[float]:
+    """Return the median over repeats of each batch's seconds."""
     return [median(column) for column in zip(*runs.seconds, strict=True)]
 
 
@@ -31,9 +32,11 @@ def make_row(
 ) -> dict[str, Any]:
     """Return one row of bench.json: ``method`` at ``temperature``, beside plain decoding.
 
+    In a batch a kind of prompt has no seconds of its own, hence no speed.
+
     Args:
         method: which.
-        runs: of all methods at this temperature.
+        runs: of all methods at this temperature and batch size.
         prompts: those decoded.
         temperature: of the sampling.
         identity: comparison with plain decoding; None where the draws differ by design.
@@ -44,13 +47,15 @@ def make_row(
     plain, hf = _Totals(runs["plain"]), _Totals(runs["hf_generate"])
     kinds = sorted({prompt.kind for prompt in prompts})
     chosen = {k: [i for i, prompt in enumerate(prompts) if prompt.kind == k] for k in kinds}
+    batch_size = runs[method.name].batch_size
+    alone = batch_size == 1
     return {
         "method": method.name,
         "drafter": method.drafter,
         "tree_nodes": method.tree_nodes,
         "dtype": dtype,
         "device": device,
-        "batch": 1,
+        "batch": batch_size,
         "temperature": temperature,
         "num_prompts": len(prompts),
         "new_tokens": int(sum(of.tokens)),
@@ -70,13 +75,13 @@ def make_row(
         "identical": identity.identical if identity else None,
         "compared": identity.compared if identity else 0,
         "near_ties": identity.near_ties if identity else None,
-        "gaps": [round(gap, 5) for gap in identity.gaps] if identity else [],
+        "divergences": [asdict(each) for each in identity.divergences] if identity else [],
         "ended": sum(each.ended for each in runs[method.name].decoded),
         "per_kind": {
             kind: {
                 "num_prompts": len(rows),
-                "tokens_per_second": round(of.speed(rows), 3),
-                "speedup_vs_plain": round(of.speed(rows) / plain.speed(rows), 4),
+                "tokens_per_second": round(of.speed(rows), 3) if alone else None,
+                "speedup_vs_plain": round(of.speed(rows) / plain.speed(rows), 4) if alone else None,
                 "accept_length": round(of.accept_length(rows), 4),
                 "rep8": round(of.rep8(rows), 4),
             }
@@ -86,26 +91,27 @@ def make_row(
 
 
 class _Totals:
-    """Per-prompt figures of one method, and their ratios over all prompts or some."""
+    """Figures of one method per prompt or batch, and their ratios over all of them or some."""
 
     def __init__(self, runs: Runs) -> None:
         self.texts = [each.tokens for each in runs.decoded]
-        self.tokens = [float(len(text)) for text in self.texts]
-        self.seconds = per_prompt_seconds(runs)
+        # per batch, of which each prompt is one where they are decoded alone
+        self.tokens = [float(sum(len(self.texts[i]) for i in rows)) for rows in runs.batches]
+        self.seconds = per_batch_seconds(runs)
         self.lengths = [each.accept_lengths for each in runs.decoded]
         self.gained = [float(sum(each)) for each in self.lengths]
         self.steps = [float(len(each)) for each in self.lengths]
 
-    def speed(self, rows: Sequence[int] | None = None) -> float:
-        rows = range(len(self.tokens)) if rows is None else rows
-        return sum(self.tokens[i] for i in rows) / sum(self.seconds[i] for i in rows)
+    def speed(self, batches: Sequence[int] | None = None) -> float:
+        batches = range(len(self.tokens)) if batches is None else batches
+        return sum(self.tokens[i] for i in batches) / sum(self.seconds[i] for i in batches)
 
     def accept_length(self, rows: Sequence[int] | None = None) -> float:
-        rows = range(len(self.tokens)) if rows is None else rows
+        rows = range(len(self.texts)) if rows is None else rows
         return mean_accept_length([self.lengths[i] for i in rows])
 
     def rep8(self, rows: Sequence[int] | None = None) -> float:
-        rows = range(len(self.tokens)) if rows is None else rows
+        rows = range(len(self.texts)) if rows is None else rows
         return sum(rep8(self.texts[i]) for i in rows) / len(rows)
 
 
@@ -113,19 +119,19 @@ def baseline_drift(runs: Sequence[dict[str, Runs]]) -> float:
     """Return slowest over fastest repeat of plain decoding; well above 1, something interfered.
 
     Args:
-        runs: per temperature, all methods.
+        runs: per temperature and batch size, all methods.
     """
     totals = [[sum(repeat) for repeat in each["plain"].seconds] for each in runs]
     return max(max(each) / min(each) for each in totals)
 
 
 def headline(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the figure to quote: greedy, or T=0.7 where greedy text repeats itself.
+    """Return the figure to quote, at batch 1: greedy, or T=0.7 where greedy text repeats itself.
 
     Raises:
         ValueError: if the rows lack the temperature that the rule asks for.
     """
-    by_key = {(row["method"], row["temperature"]): row for row in rows}
+    by_key = {(row["method"], row["temperature"]): row for row in rows if row["batch"] == 1}
     repeated = by_key["plain", 0.0]["rep8"]
     temperature = LOOPING_HEADLINE if repeated > REP8_LIMIT else 0.0
     if ("tree", temperature) not in by_key:
@@ -140,57 +146,57 @@ def headline(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-_COLUMNS = (
-    ("T", 4),
-    ("method", 14),
-    ("nodes", 5),
-    ("tokens/s", 8),
-    ("speed-up", 8),
-    ("95%", 11),
-    ("vs HF", 5),
-    ("accept", 6),
-    ("rep8", 5),
-    ("identical", 9),
-    ("ties", 4),
-)
-
-
-def format_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the rows as a table of plain text; ``rep8`` is of each method's own output."""
-    lines = ["  ".join(name.rjust(width) for name, width in _COLUMNS)]
-    for row in rows:
-        low, high = row["speedup_vs_plain_ci95"]
-        same = "-" if row["identical"] is None else f"{row['identical']}/{row['compared']}"
-        cells = (
-            f"{row['temperature']:g}",
-            row["method"],
-            str(row["tree_nodes"]),
-            f"{row['tokens_per_second']:.1f}",
-            f"{row['speedup_vs_plain']:.2f}x",
-            f"{low:.2f}-{high:.2f}",
-            f"{row['speedup_vs_hf_generate']:.2f}",
-            f"{row['accept_length']:.2f}",
-            f"{row['rep8']:.2f}",
-            same,
-            "-" if row["near_ties"] is None else str(row["near_ties"]),
+def crossovers(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return per drafted method and temperature the batch at which plain decoding catches up."""
+    found = []
+    for method, temperature in in_order(rows, "method", "temperature"):
+        series = series_of(rows, method, temperature)
+        if not series[0]["drafter"]:
+            continue
+        sizes = [row["batch"] for row in series]
+        size, between = crossover(sizes, [row["speedup_vs_plain"] for row in series])
+        found.append(
+            {
+                "method": method,
+                "temperature": temperature,
+                "batch": size,
+                "interpolated": None if between is None else round(between, 2),
+                "largest_measured": sizes[-1],
+            }
         )
-        lines.append("  ".join(c.rjust(w) for c, (_, w) in zip(cells, _COLUMNS, strict=True)))
-    return "\n".join(lines)
+    return found
 
 
-def format_kinds(rows: Sequence[dict[str, Any]]) -> str:
-    """Return accept length and speed-up per kind of prompt, drafted methods only."""
-    drafted = [row for row in rows if row["drafter"]]
-    kinds = sorted({kind for row in drafted for kind in row["per_kind"]})
-    head = "   T  method          " + "".join(f"{kind:>18.18}" for kind in kinds)
-    lines = [head]
-    for row in drafted:
-        cells = (
-            f"{row['per_kind'][kind]['accept_length']:.2f} "
-            f"({row['per_kind'][kind]['speedup_vs_plain']:.2f}x)"
-            for kind in kinds
-        )
-        lines.append(
-            f"{row['temperature']:>4g}  {row['method']:<16}" + "".join(f"{c:>18}" for c in cells)
-        )
-    return "\n".join(lines)
+def in_order(rows: Sequence[dict[str, Any]], *keys: str) -> list[tuple[Any, ...]]:
+    """Return the distinct values of ``keys``, in the order in which rows bring them."""
+    return list(dict.fromkeys(tuple(row[key] for key in keys) for row in rows))
+
+
+def series_of(
+    rows: Sequence[dict[str, Any]], method: str, temperature: float
+) -> list[dict[str, Any]]:
+    """Return a method's rows at one temperature by ascending batch size."""
+    chosen = [r for r in rows if (r["method"], r["temperature"]) == (method, temperature)]
+    return sorted(chosen, key=lambda row: row["batch"])
+
+
+def failures(result: dict[str, Any]) -> list[str]:
+    """Return a line for every difference from plain decoding that rounding does not explain."""
+    noise, lines = result["settings"]["noise"], []
+    for row in result["rows"]:
+        for each in row["divergences"]:
+            if each["near_tie"]:
+                continue
+            where = (
+                f"{row['method']} at T={row['temperature']:g}, batch {row['batch']}: prompt "
+                f"{each['prompt']} differs from plain decoding at new token {each['index']}"
+            )
+            if each["margin_fp32"] is None:
+                lines.append(f"{where}, where one of the texts had ended")
+                continue
+            lines.append(
+                f"{where} (token {each['other_token']} for {each['plain_token']}), margin "
+                f"{each['margin_dtype']:.5f} in {row['dtype']} (limit {noise['shape']:.5f}), "
+                f"{each['margin_fp32']:.5f} in float32 (limit {noise['dtype']:.5f})"
+            )
+    return lines

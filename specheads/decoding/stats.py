@@ -68,6 +68,31 @@ def ratio_ci95(
     return low, high
 
 
+def crossover(
+    batch_sizes: Sequence[int], speedups: Sequence[float]
+) -> tuple[int | None, float | None]:
+    """Return the smallest batch at which a method is no faster than plain decoding.
+
+    Args:
+        batch_sizes: measured, ascending.
+        speedups: over plain decoding at the same batch size.
+
+    Returns:
+        The first measured size whose speed-up is at most 1, None if there is none; and where the
+        line from the size before it (over the logarithm of the size) meets 1, None if no size is
+        before it.
+    """
+    before: tuple[int, float] | None = None
+    for size, speedup in zip(batch_sizes, speedups, strict=True):
+        if speedup <= 1:
+            if before is None:
+                return size, None
+            share = (before[1] - 1) / (before[1] - speedup)
+            return size, before[0] * (size / before[0]) ** share
+        before = size, speedup
+    return None, None
+
+
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
     """Return the first index where the two differ (one of them may have ended), else None."""
     for index, (a, b) in enumerate(zip(left, right, strict=False)):

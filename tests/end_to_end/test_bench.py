@@ -1,18 +1,23 @@
 """``python -m specheads.bench`` and ``tree_search`` on a tiny model."""
 
 import json
+import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from specheads.bench import run as bench
-from specheads.config import BenchConfig, ConfigError, TreeSearchConfig
-from specheads.decoding.measure import read_prompts
+from specheads.config import BenchConfig, ConfigError, RunError, TreeSearchConfig
+from specheads.decoding import benchmark
+from specheads.decoding.measure import Batch, Decoded, Method, read_prompts
 from specheads.models.base import load_tokenizer
-from specheads.models.checkpoint import load_export
+from specheads.models.checkpoint import load_export, read_config
+from specheads.models.manifest import write_manifest
 from specheads.tree_search import run as tree_search
 
 Program = Callable[..., subprocess.CompletedProcess[str]]
@@ -20,7 +25,7 @@ KEYS = {
     "method", "drafter", "tree_nodes", "dtype", "device", "batch", "temperature", "num_prompts",
     "new_tokens", "seconds", "tokens_per_second", "speedup_vs_plain", "speedup_vs_plain_ci95",
     "speedup_vs_hf_generate", "accept_length", "accept_length_ci95", "rep8", "peak_memory",
-    "extra_parameters", "identical", "compared", "near_ties",
+    "extra_parameters", "identical", "compared", "near_ties", "divergences",
 }  # fmt: skip
 
 
@@ -39,11 +44,19 @@ def test_bench_writes_every_row(tiny_export: Path, prompt_file: Path, program: P
         "dtype=float32",
         "threads=1",
         "tree_nodes=[3]",
+        "batch_sizes=[2]",
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
     assert set(result) >= {"environment", "settings", "rows", "headline"}
-    rows = {(row["method"], row["temperature"]): row for row in result["rows"]}
+    batched = [row for row in result["rows"] if row["batch"] == 2]
+    assert len(batched) * 2 == len(result["rows"]), "batch 1 is always there"
+    assert all(row["identical"] in (4, None) for row in batched)
+    assert {row["method"] for row in result["crossover"]} == {"prompt_lookup", "tree", "tree_3"}
+    assert result["settings"]["noise"] is None, "nothing differs, nothing is measured"
+    assert "plain decoding" in done.stdout and "batch 2" in done.stdout
+    alone = [row for row in result["rows"] if row["batch"] == 1]
+    rows = {(row["method"], row["temperature"]): row for row in alone}
     methods = {"plain", "hf_generate", "prompt_lookup", "tree", "tree_3"}
     assert rows.keys() == {(method, t) for method in methods for t in (0.0, 0.7, 1.0)}
     for (method, temperature), row in rows.items():
@@ -59,6 +72,63 @@ def test_bench_writes_every_row(tiny_export: Path, prompt_file: Path, program: P
     assert rows["tree", 0.0]["extra_parameters"] > 0 == rows["plain", 0.0]["extra_parameters"]
     assert len(result["settings"]["prompts_sha256"]) == 64
     assert "prompt_lookup" in done.stdout and "Headline" in done.stdout
+
+
+def test_a_wrong_decoder_fails_the_bench(
+    tiny_export: Path,
+    prompt_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A table of speed-ups of other outputs than plain decoding's must not leave with 0."""
+    make = benchmark.make_methods
+
+    def make_wrong(*args: Any, **kwargs: Any) -> list[Method]:
+        def decode(batch: Batch, temperature: float, seed: int) -> list[Decoded]:
+            decoded = tree.decode(batch, temperature, seed)
+            decoded[-1].tokens[5] = (decoded[-1].tokens[5] + 11) % 256
+            return decoded
+
+        *others, tree = make(*args, **kwargs)
+        return [*others, replace(tree, decode=decode)]
+
+    monkeypatch.setattr(benchmark, "make_methods", make_wrong)
+    out = prompt_file.with_name("bench.json")
+    with pytest.raises(RunError, match="tree at T=0, batch 1: prompt body-0 .* token 5 .*limit"):
+        bench(
+            BenchConfig(
+                checkpoint=str(tiny_export),
+                out=str(out),
+                prompts=str(prompt_file),
+                num_prompts=2,
+                max_new_tokens=8,
+                repeats=1,
+                dtype="bfloat16",
+                threads=1,
+            )
+        )
+    row = next(row for row in json.loads(out.read_text())["rows"] if row["method"] == "tree")
+    assert row["identical"] == row["near_ties"] == 0
+    assert row["divergences"][0]["index"] == 5 and row["divergences"][0]["margin_fp32"] > 0
+    assert "NOT ROUNDING" in capsys.readouterr().out
+
+
+def test_a_moved_base_is_found(tiny_export: Path, prompt_file: Path, tiny_model_dir: Path) -> None:
+    """An export whose base was moved could be trained on and decoded with, but not measured."""
+    moved = tiny_export.with_name("moved")
+    shutil.copytree(tiny_model_dir, moved)
+    path = tiny_export / "config.json"
+    config = read_config(tiny_export)
+    config["base"]["name"] = "/nowhere"
+    path.write_text(json.dumps(config))
+    write_manifest(tiny_export)
+    settings = {"checkpoint": str(tiny_export), "prompts": str(prompt_file), "threads": 1}
+    short = {"num_prompts": 1, "max_new_tokens": 4, "repeats": 1, "dtype": "float32"}
+    out = tiny_export.with_name("bench.json")
+    with pytest.raises(ConfigError, match="nowhere"):
+        bench(BenchConfig(**settings, **short, out=str(out)))  # type: ignore[arg-type]
+    bench(BenchConfig(**settings, **short, out=str(out), base=str(moved)))  # type: ignore[arg-type]
+    assert out.is_file()
 
 
 def test_tree_search_stores_what_it_measured(

@@ -131,6 +131,7 @@ def test_figure_and_table_are_drawn(tmp_path: Path) -> None:
     plot = script("plot_readme")
     row = {
         "tree_nodes": 8,
+        "batch": 1,
         "dtype": "float32",
         "num_prompts": 4,
         "tokens_per_second": 10.0,

@@ -1,27 +1,40 @@
-"""Interleaving, rows and the rule of the headline."""
+"""Interleaving, batches, rows, the rule of the headline, and what fails a run."""
 
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from transformers import LlamaForCausalLM
 
-from specheads.decoding.measure import Decoded, Method, Prompt, Runs, clock
-from specheads.decoding.report import (
-    baseline_drift,
+from specheads.decoding.benchmark import benchmark
+from specheads.decoding.identity import Divergence, Identity
+from specheads.decoding.measure import (
+    Batch,
+    Decoded,
+    Method,
+    Prompt,
+    Runs,
+    clock,
+    hf_generate_method,
+    make_batches,
+    plain_method,
+)
+from specheads.decoding.report import baseline_drift, crossovers, failures, headline, make_row
+from specheads.decoding.tables import (
+    format_batches,
+    format_divergences,
     format_kinds,
     format_table,
-    headline,
-    make_row,
 )
 
 
 def method(name: str, log: list[str], length: int = 1) -> Method:
     """Return a method that notes when it was called and gains ``length`` tokens per step."""
 
-    def run(input_ids: Tensor, temperature: float, seed: int) -> Decoded:
-        log.append(f"{name}{int(input_ids[0, 0])}@{seed}")
-        return Decoded(list(range(13)), [length] * (12 // length), ended=False)
+    def run(batch: Batch, temperature: float, seed: int) -> list[Decoded]:
+        log.append(f"{name}{int(batch.input_ids[0, -1])}@{seed}")
+        text = Decoded(list(range(13)), [length] * (12 // length), ended=False)
+        return [text] * len(batch.input_ids)
 
     return Method(name, run, drafter="heads" if length > 1 else None)
 
@@ -41,6 +54,49 @@ def test_methods_take_turns_per_prompt() -> None:
     assert len(clocked) == 12
     assert [len(each) for each in runs["x"].seconds] == [3, 3]
     assert len(runs["y"].decoded) == 3
+
+
+def test_batches_keep_order_and_seeds() -> None:
+    """With the seeds of other prompts, no row of a batch is what the prompt gives alone."""
+    log: list[str] = []
+    ticks: list[int] = []
+    runs = clock(
+        [method("x", log)],
+        prompts(),
+        1.0,
+        repeats=1,
+        batch_size=2,
+        seed=5,
+        tick=lambda: ticks.append(1),
+    )["x"]
+    assert log[2:] == ["x0@5", "x2@7"]
+    assert [len(each) for each in runs.seconds] == [2] and len(runs.decoded) == 3
+    assert runs.batches == [range(2), range(2, 3)] and len(ticks) == 3
+
+
+def test_batches_are_padded_on_the_left() -> None:
+    """Padding behind a prompt would become part of the text that is continued."""
+    uneven = [Prompt(str(n), "a", torch.arange(1, n + 1)[None]) for n in (3, 1, 2)]
+    first, second = make_batches(uneven, 2)
+    assert first.input_ids.tolist() == [[1, 2, 3], [0, 0, 1]]
+    assert first.attention_mask.tolist() == [[1, 1, 1], [0, 0, 1]]
+    assert second.input_ids.tolist() == [[1, 2]] and second.first == 2
+
+
+def test_every_method_continues_a_batch_as_its_prompts(tiny_llama: LlamaForCausalLM) -> None:
+    """Tokens of padding, or behind a row's end, would be counted as speed."""
+    uneven = [Prompt(str(n), "a", torch.randint(0, 256, (1, n))) for n in (7, 3, 5)]
+    (batch,) = make_batches(uneven, 3)
+    alone = [make_batches([prompt], 1)[0] for prompt in uneven]
+    plain = plain_method(tiny_llama, (), 12)
+    eos = (plain.decode(alone[1], 0.0, 0)[0].tokens[4],)  # ends one row before the others
+    for each in (plain_method(tiny_llama, eos, 12), hf_generate_method(tiny_llama, eos, 256, 12)):
+        together = each.decode(batch, 0.0, 0)
+        assert together == [each.decode(one, 0.0, 0)[0] for one in alone], each.name
+        assert together[1].ended and len(together[1].tokens) <= 5
+        assert any(not row.ended for row in together), "rows must end apart"
+    plain_drawn = plain.decode(batch, 1.0, 9)
+    assert plain_drawn == [plain.decode(one, 1.0, 9 + i)[0] for i, one in enumerate(alone)]
 
 
 def rows(runs: dict[str, Runs], log: list[str]) -> list[dict[str, Any]]:
@@ -74,6 +130,106 @@ def test_rows_hold_ratios_of_medians() -> None:
     assert "3.00x" in format_table(found) and "4.00 (3.00x)" in format_kinds(found)
 
 
+def test_rows_of_batches_count_their_prompts() -> None:
+    """Seconds of a batch divided among its prompts would make up a speed per kind."""
+    text = Decoded(list(range(13)), [1] * 12, ended=False)
+    short = Decoded([1], [], ended=True)
+    runs = {
+        name: Runs([[2.0, 1.0]], [text, short, text], batch_size=2)
+        for name in ("plain", "hf_generate", "tree")
+    }
+    row = rows(runs, [])[0]
+    assert row["batch"] == 2 and row["new_tokens"] == 27
+    assert row["tokens_per_second"] == pytest.approx(9)
+    assert row["per_kind"]["b"] == {
+        "num_prompts": 1,
+        "tokens_per_second": None,
+        "speedup_vs_plain": None,
+        "accept_length": 0,
+        "rep8": 0,
+    }
+    assert row["accept_length"] == 1
+
+
+def test_crossover_is_found_per_method_and_temperature() -> None:
+    """Naming the wrong batch sends users to the slower decoder."""
+    speedups = {("tree", 0.0): [1.8, 1.2, 0.8], ("tree", 1.0): [1.5, 1.4, 1.1]}
+    bench = [
+        {
+            "method": name,
+            "drafter": "heads",
+            "temperature": temperature,
+            "batch": batch,
+            "speedup_vs_plain": speedup,
+            "tokens_per_second": 100 * speedup,
+        }
+        for (name, temperature), series in speedups.items()
+        for batch, speedup in zip((1, 2, 4), series, strict=True)
+    ]
+    plain = [{**row, "method": "plain", "drafter": None, "speedup_vs_plain": 1.0} for row in bench]
+    first, second = crossovers([*plain, *bench])
+    assert (first["temperature"], first["batch"]) == (0.0, 4)
+    assert first["interpolated"] == pytest.approx(2**1.5, abs=0.01)
+    assert (second["batch"], second["interpolated"], second["largest_measured"]) == (None, None, 4)
+    table = format_batches(bench)
+    assert "tree at T=0: no faster than plain decoding from batch 4 (between sizes: 2.83)" in table
+    assert "tree at T=1: faster than plain decoding up to batch 4" in table
+
+
+def test_failures_name_prompt_position_margin_and_limit() -> None:
+    """A run that fails without saying where has to be run again."""
+    same = Identity(
+        4,
+        (
+            Divergence("body-1", 7, 3, 5, 0.01, 0.02, near_tie=True),
+            Divergence("body-2", 9, 3, 6, 0.75, 0.5, near_tie=False),
+            Divergence("edit-1", 2, None, 6, None, None, near_tie=False),
+        ),
+    )
+    text = Decoded(list(range(13)), [1] * 12, ended=False)
+    runs = {name: Runs([[1.0] * 3], [text] * 3) for name in ("plain", "hf_generate")}
+    row = make_row(method("plain", []), runs, prompts(), 0.7, same, dtype="bfloat16", device="cpu")
+    assert (row["identical"], row["compared"], row["near_ties"]) == (1, 4, 1)
+    noise = {"shape": 0.25, "dtype": 0.375, "typical_shape": 0.0625, "num_positions": 99}
+    result = {"settings": {"noise": noise}, "rows": [row]}
+    first, second = failures(result)
+    for part in ("T=0.7", "batch 1", "body-2", "token 9", "0.50000", "0.25000", "0.75000"):
+        assert part in first
+    assert "edit-1" in second and "ended" in second
+    table = format_divergences(result).splitlines()
+    assert table[-3].split()[-4:] == ["0.02000", "0.01000", "near-tie", "body-1"]
+    assert "NOT ROUNDING" in table[-2] and "text ended" in table[-1]
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_wrong_decoder_is_found_in_any_batch(tiny_llama: LlamaForCausalLM, wrong: bool) -> None:
+    """Rows compared with those of another prompt, or not at all, let a broken batch pass."""
+    plain = plain_method(tiny_llama.bfloat16(), (), 6)
+
+    def decode(batch: Batch, temperature: float, seed: int) -> list[Decoded]:
+        decoded = plain.decode(batch, temperature, seed)
+        if wrong and len(decoded) == 2:
+            decoded[1].tokens[3] = (decoded[1].tokens[3] + 11) % 256
+        return decoded
+
+    methods = [
+        plain,
+        hf_generate_method(tiny_llama, (), 256, 6),
+        Method("tree", decode, "scripted", tree_nodes=4),
+    ]
+    asked = [Prompt(f"p{n}", "a", torch.randint(0, 256, (1, n))) for n in (4, 6, 5)]
+    result = benchmark(
+        tiny_llama, methods, asked, temperatures=(0.0, 0.7), repeats=1, batch_sizes=(1, 2)
+    )
+    assert [row["batch"] for row in result["rows"]] == [1] * 3 + [2] * 3 + [1] * 3 + [2] * 3
+    found = failures(result)
+    assert len(found) == (2 if wrong else 0)
+    if wrong:
+        assert found[0].startswith("tree at T=0, batch 2: prompt p6 differs from plain decoding")
+        assert "at new token 3 " in found[0] and "p6" in format_divergences(result)
+        assert result["settings"]["noise"]["widths"] == (2, 4, 6)
+
+
 @pytest.mark.parametrize("rep8,temperature", [(0.24, 0.0), (0.26, 0.7)])
 def test_headline_leaves_greedy_where_it_loops(rep8: float, temperature: float) -> None:
     """Loops are easy to draft: a headline at T=0 would then measure the base's weakness."""
@@ -90,7 +246,8 @@ def test_headline_leaves_greedy_where_it_loops(rep8: float, temperature: float) 
         )
     )
     both = [
-        {"method": name, "temperature": t, "rep8": rep8, **row}
+        {"method": name, "temperature": t, "batch": batch, "rep8": rep8 if batch == 1 else 0, **row}
+        for batch in (1, 2)
         for name in ("plain", "tree")
         for t in (0.0, 0.7)
     ]
@@ -99,6 +256,6 @@ def test_headline_leaves_greedy_where_it_loops(rep8: float, temperature: float) 
 
 def test_headline_needs_its_rows() -> None:
     """Falling back to the temperature that was measured would quote the wrong figure."""
-    rows = [{"method": "plain", "temperature": 0.0, "rep8": 0.5}]
+    rows = [{"method": "plain", "temperature": 0.0, "batch": 1, "rep8": 0.5}]
     with pytest.raises(ValueError, match="0.7"):
         headline(rows)

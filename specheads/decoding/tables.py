@@ -1,0 +1,118 @@
+"""The rows of bench.json as tables of plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from specheads.decoding.report import crossovers, in_order, series_of
+
+_COLUMNS = (
+    ("T", 4),
+    ("method", 14),
+    ("nodes", 5),
+    ("tokens/s", 8),
+    ("speed-up", 8),
+    ("95%", 11),
+    ("vs HF", 5),
+    ("accept", 6),
+    ("rep8", 5),
+    ("identical", 9),
+    ("ties", 4),
+)
+
+
+def format_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the rows of batch 1 as a table; ``rep8`` is of each method's own output."""
+    lines = ["  ".join(name.rjust(width) for name, width in _COLUMNS)]
+    for row in (each for each in rows if each["batch"] == 1):
+        low, high = row["speedup_vs_plain_ci95"]
+        same = "-" if row["identical"] is None else f"{row['identical']}/{row['compared']}"
+        cells = (
+            f"{row['temperature']:g}",
+            row["method"],
+            str(row["tree_nodes"]),
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['speedup_vs_plain']:.2f}x",
+            f"{low:.2f}-{high:.2f}",
+            f"{row['speedup_vs_hf_generate']:.2f}",
+            f"{row['accept_length']:.2f}",
+            f"{row['rep8']:.2f}",
+            same,
+            "-" if row["near_ties"] is None else str(row["near_ties"]),
+        )
+        lines.append("  ".join(c.rjust(w) for c, (_, w) in zip(cells, _COLUMNS, strict=True)))
+    return "\n".join(lines)
+
+
+def format_kinds(rows: Sequence[dict[str, Any]]) -> str:
+    """Return accept length and speed-up per kind of prompt, drafted methods at batch 1 only."""
+    drafted = [row for row in rows if row["drafter"] and row["batch"] == 1]
+    kinds = sorted({kind for row in drafted for kind in row["per_kind"]})
+    head = "   T  method          " + "".join(f"{kind:>18.18}" for kind in kinds)
+    lines = [head]
+    for row in drafted:
+        cells = (
+            f"{row['per_kind'][kind]['accept_length']:.2f} "
+            f"({row['per_kind'][kind]['speedup_vs_plain']:.2f}x)"
+            for kind in kinds
+        )
+        lines.append(
+            f"{row['temperature']:>4g}  {row['method']:<16}" + "".join(f"{c:>18}" for c in cells)
+        )
+    return "\n".join(lines)
+
+
+def format_batches(rows: Sequence[dict[str, Any]]) -> str:
+    """Return tokens per second and speed-up over plain decoding per batch size, and crossovers."""
+    sizes = sorted({row["batch"] for row in rows})
+    lines = ["   T  method          " + "".join(f"{f'batch {size}':>16}" for size in sizes)]
+    for temperature, method in in_order(rows, "temperature", "method"):
+        cells = (
+            f"{row['tokens_per_second']:.0f} ({row['speedup_vs_plain']:.2f}x)"
+            for row in series_of(rows, method, temperature)
+        )
+        lines.append(f"{temperature:>4g}  {method:<16}" + "".join(f"{c:>16}" for c in cells))
+    for each in crossovers(rows):
+        where = f"{each['method']} at T={each['temperature']:g}"
+        if each["batch"] is None:
+            lines.append(
+                f"{where}: faster than plain decoding up to batch {each['largest_measured']}"
+            )
+        else:
+            between = f" (between sizes: {each['interpolated']})" if each["interpolated"] else ""
+            lines.append(
+                f"{where}: no faster than plain decoding from batch {each['batch']}{between}"
+            )
+    return "\n".join(lines)
+
+
+def format_divergences(result: dict[str, Any]) -> str:
+    """Return every first difference from plain decoding with its margins, as lines of text.
+
+    Args:
+        result: the content of bench.json.
+    """
+    noise = result["settings"]["noise"]
+    if noise is None:
+        return ""
+    dtype = result["rows"][0]["dtype"]
+    lines = [
+        f"Where outputs first differ from plain decoding; margins in logits. Noise measured at "
+        f"{noise['num_positions']} positions: {noise['shape']:.4f} between shapes in {dtype} "
+        f"(median {noise['typical_shape']:.4f}), {noise['dtype']:.4f} between {dtype} and float32",
+        f"   T  batch  method          token{f'in {dtype}':>14}{'in float32':>14}"
+        f"  {'verdict':<12}  prompt",
+    ]
+    for row in result["rows"]:
+        for each in row["divergences"]:
+            margins = "".join(
+                "text ended".rjust(14) if margin is None else f"{margin:14.5f}"
+                for margin in (each["margin_dtype"], each["margin_fp32"])
+            )
+            verdict = "near-tie" if each["near_tie"] else "NOT ROUNDING"
+            lines.append(
+                f"{row['temperature']:>4g}  {row['batch']:>5}  {row['method']:<14}  "
+                f"{each['index']:>5}{margins}  {verdict:<12}  {each['prompt']}"
+            )
+    return "\n".join(lines)
