@@ -62,7 +62,11 @@ def train(overrides: Sequence[str]) -> Path:
 def search_tree(checkpoint: Path) -> None:
     """Choose the tree in the dtype of use; training clocked its own in that of the weights."""
     settings = TreeSearchConfig(
-        checkpoint=str(checkpoint), num_prompts=18, max_new_tokens=64, max_nodes=32
+        checkpoint=str(checkpoint),
+        num_prompts=24,
+        num_measured=24,
+        max_new_tokens=64,
+        max_nodes=32,
     )
     tree_search.run(settings)
 

@@ -153,9 +153,8 @@ def _other_trees(export: Export, config: BenchConfig, eos: tuple[int, ...]) -> l
     """Grow the sizes asked for beside the export's tree, on the calibration prompts."""
     if not config.tree_nodes:
         return []
-    import torch
-
-    from specheads.decoding.calibrate import collect_ranks, grow_from_ranks
+    from specheads.decoding.grow import grow_static
+    from specheads.decoding.hits import collect_hits
     from specheads.decoding.measure import read_prompts
     from specheads.models.base import output_layer
 
@@ -166,15 +165,14 @@ def _other_trees(export: Export, config: BenchConfig, eos: tuple[int, ...]) -> l
         max_length=max_prompt_length(export, config.max_new_tokens),
         device=export.base.device,
     )
-    texts = collect_ranks(
+    hits = collect_hits(
         export.base,
         export.heads,
         output_layer(export.base),
         [prompt.input_ids for prompt in prompts],
         eos_token_ids=eos,
     )
-    ranks = torch.cat([each for each, _ in texts])
-    return [grow_from_ranks(ranks, size) for size in config.tree_nodes]
+    return [grow_static(hits, size) for size in config.tree_nodes]
 
 
 def main() -> None:

@@ -301,17 +301,31 @@ class TreeSearchConfig:
     """Everything ``python -m specheads.tree_search`` accepts."""
 
     checkpoint: str = MISSING
-    prompts: str = ""
-    num_prompts: int = 48
+    prompts: str = ""  # to calibrate on; empty: the export's calibration.jsonl, or the embedded one
+    num_prompts: int = 60
+    measured_prompts: str = ""  # to check the expectation on; empty: the rest of prompts, or the
+    num_measured: int = 120  # export's prompts.jsonl, or the embedded one. 0: no check
     max_new_tokens: int = 96
+    num_nodes: int = 0  # root included; 0: the fastest size
     max_nodes: int = 48
-    temperature: float = 0.0
+    temperature: float = 0.0  # T=1 is always looked at as well
+    batch_size: int = 1  # rows of the clocked steps
+    repeats: int = 5  # of the clocking
     dtype: str = "auto"
     threads: int = 0
     seed: int = 0
+    out: str = ""  # the tree's picture; empty: tree.svg in the export
 
     def __post_init__(self) -> None:
+        _check(self.num_prompts >= 1, "num_prompts", self.num_prompts, "at least 1")
+        _check(self.num_measured >= 0, "num_measured", self.num_measured, "at least 0")
+        _check(
+            self.num_nodes >= 0 and self.num_nodes != 1, "num_nodes", self.num_nodes, "0 or above 1"
+        )
         _check(self.max_nodes >= 2, "max_nodes", self.max_nodes, "at least 2")
+        _check(self.temperature >= 0, "temperature", self.temperature, "at least 0")
+        _check(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
+        _check(self.repeats >= 1, "repeats", self.repeats, "at least 1")
         _one_of("dtype", self.dtype, "auto", "float32", "bfloat16", "float16")
 
 

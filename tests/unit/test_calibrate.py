@@ -1,5 +1,8 @@
-"""Choosing a tree from ranks and clocked steps."""
+"""Choosing a tree from counted hits and clocked steps."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -8,32 +11,20 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from specheads.decoding import calibrate as module
-from specheads.decoding.calibrate import (
-    MISS,
-    calibrate,
-    grow_from_ranks,
-    measure_hit_ranks,
-    measure_step_seconds,
-    pick_size,
-    replay,
-)
-from specheads.decoding.loop import decode
-from specheads.decoding.plain import plain_decode
-from specheads.decoding.sampling import Sampler
-from specheads.drafters.heads import HeadsDrafter
+from specheads.decoding.calibrate import Calibration, Kind, calibrate, fastest
+from specheads.decoding.cost import CostCurve
+from specheads.decoding.gains import Gains, static_gains
+from specheads.decoding.hits import Hits
+from specheads.drafters.dynamic import DynamicHeadsDrafter
 from specheads.models.base import OutputLayer, output_layer
 from specheads.models.heads import MedusaHeads
 from specheads.tree import Tree
 
-TREES = [
-    Tree.from_choices([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 2)]),
-    Tree.from_choices([(rank,) for rank in range(8)]),
-    Tree.chain(3),
-]
+Medusa = tuple[LlamaForCausalLM, MedusaHeads, OutputLayer]
 
 
 @pytest.fixture
-def medusa(tiny_llama: LlamaForCausalLM) -> tuple[LlamaForCausalLM, MedusaHeads, OutputLayer]:
+def medusa(tiny_llama: LlamaForCausalLM) -> Medusa:
     """Return a base with three heads that differ from one another and hit now and then."""
     output = output_layer(tiny_llama)
     heads = MedusaHeads(3, 1, 32, 272)
@@ -49,127 +40,134 @@ def prompts() -> list[Tensor]:
     return [torch.randint(0, 256, (1, size)) for size in (5, 17, 3)]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.3])
-@pytest.mark.parametrize("ends", [False, True])
-def test_replay_is_what_decoding_does(
-    medusa: tuple[LlamaForCausalLM, MedusaHeads, OutputLayer], temperature: float, ends: bool
-) -> None:
-    """Ranks read one position off, or tokens counted past the end, choose a wrong tree."""
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], float]], list[int]]:
+    """Return a function that fixes the cost of a tree by its nodes; returns the sizes clocked."""
+
+    def install(cost: Callable[[int], float]) -> list[int]:
+        clocked: list[int] = []
+
+        def fake_runner(base: Any, drafter: Any, input_ids: Tensor, **_: Any) -> tuple[int, int]:
+            if drafter is None:
+                return 0, len(input_ids)
+            dynamic = isinstance(drafter, DynamicHeadsDrafter)
+            return drafter.num_nodes if dynamic else drafter.tree.num_nodes, len(input_ids)
+
+        def fake_clock(runs: Sequence[tuple[int, int]], *, repeats: int) -> list[list[float]]:
+            clocked.extend(nodes for nodes, _ in runs[1:])
+            return [
+                [0.002 * rows * (cost(nodes) if nodes else 1.0)] * repeats for nodes, rows in runs
+            ]
+
+        monkeypatch.setattr(module, "runner", fake_runner)
+        monkeypatch.setattr(module, "clock_steps", fake_clock)
+        return clocked
+
+    return install
+
+
+def find(medusa: Medusa, **settings: Any) -> Calibration:
+    """Calibrate on the prompts."""
     base, heads, output = medusa
-    hits = 0
-    for index, prompt in enumerate(prompts()):
-        sampler = Sampler(temperature=temperature, seed=index)
-        eos: tuple[int, ...] = ()
-        if ends:  # a token of the text itself, so that it ends inside a tree
-            text = plain_decode(base, prompt, max_new_tokens=30, sampler=sampler)
-            eos = (text.new_tokens[20],)
-        plain = plain_decode(base, prompt, max_new_tokens=40, sampler=sampler, eos_token_ids=eos)
-        assert plain.finished is ends
-        ranks = measure_hit_ranks(
-            base, heads, output, plain.sequences, prompt.shape[1], ended=plain.finished
-        )
-        for tree in TREES:
-            replayed = list(replay(tree, ranks, ended=plain.finished))
-            decoded = decode(
-                base,
-                HeadsDrafter(heads, output, tree),
-                prompt,
-                max_new_tokens=40,
-                sampler=sampler,
-                eos_token_ids=eos,
-            )
-            assert decoded.new_tokens == plain.new_tokens
-            hits += sum(decoded.accept_lengths) - len(decoded.accept_lengths)
-            if ends:
-                assert replayed == decoded.accept_lengths
-            else:  # near the limit the ranks are unknown
-                assert replayed == decoded.accept_lengths[: len(replayed)]
-                assert sum(replayed) >= 40 - 1 - 3
-    assert hits > 10, "the heads never hit, so nothing was compared"
+    values = {"eos_token_ids": (), "max_new_tokens": 40, "max_nodes": 20, "repeats": 2, **settings}
+    return calibrate(base, heads, output, prompts(), **values)
 
 
-def test_growth_uses_the_path_above() -> None:
-    """Products of marginal rates would buy (0, 0) and (1, 5), which never happen."""
-    ranks = torch.tensor([[0, 5], [1, 0]] * 500)
-    assert set(grow_from_ranks(ranks, 5).choices) == {(0,), (1,), (0, 5), (1, 0)}
-
-
-def test_growth_borrows_where_a_path_is_rare() -> None:
-    """One lucky position must not buy a deep node that is seldom right."""
-    ranks = torch.tensor([[0, 0]] * 60 + [[0, 1]] * 30 + [[1, 9]])
-    assert set(grow_from_ranks(ranks, 4).choices) == {(0,), (0, 0), (0, 1)}
-
-
-def test_growth_leaves_out_what_never_hits() -> None:
-    """Nodes without hits cost time in every step and gain nothing."""
-    ranks = torch.tensor([[0, MISS], [0, MISS]])
-    assert grow_from_ranks(ranks, 48).choices == ((0,),)
-
-
-@pytest.mark.parametrize("cost,expected", [(0.0, 16), (1.0, 2)])
-def test_calibrate_weighs_gain_against_time(
-    medusa: tuple[LlamaForCausalLM, MedusaHeads, OutputLayer],
-    monkeypatch: pytest.MonkeyPatch,
-    cost: float,
-    expected: int,
+@pytest.mark.parametrize(("slope", "expected"), [(0.0, 20), (1.0, 2)])
+def test_gain_is_weighed_against_time(
+    medusa: Medusa, clock: Callable[..., list[int]], slope: float, expected: int
 ) -> None:
     """The longest accept length alone always buys the largest tree, however slow."""
-    base, heads, output = medusa
-    sizes = [1, *(size for size in module.SIZES if size <= 16)]
-
-    def fake(run: list[Any], **_: Any) -> list[float]:
-        assert len(run) == len(sizes)
-        return [1 + cost * size for size in sizes]
-
-    monkeypatch.setattr(module, "measure_step_seconds", fake)
-    found = calibrate(
-        base, heads, output, prompts(), eos_token_ids=(), max_new_tokens=40, max_nodes=16
-    )
-    assert found.tree.num_nodes == expected
-    assert [size["num_nodes"] for size in found.measured_on["sizes"]] == sizes[1:]
+    clocked = clock(lambda nodes: 1 + slope * nodes)
+    found = find(medusa)
     lengths = [size["accept_length"] for size in found.measured_on["sizes"]]
-    assert lengths[-1] > lengths[0] >= 1
+    assert lengths == sorted(lengths) and lengths[-1] > lengths[0] >= 1
+    if slope:
+        assert found.tree.num_nodes == expected
+    else:  # the smallest of those that gain most
+        assert found.expected_accept_length == max(lengths)
+    assert set(clocked) >= {2, 4, 6, 8, 12, 16, 20}
+    assert found.measured_on["plain_step_ms"] == 2
 
 
-def test_calibrate_gives_the_size_asked_for(
-    medusa: tuple[LlamaForCausalLM, MedusaHeads, OutputLayer],
+@pytest.mark.parametrize("knee", [5, 10, 19])
+def test_sizes_between_the_clocked_ones_are_found_and_clocked(
+    medusa: Medusa,
+    clock: Callable[..., list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    knee: int,
 ) -> None:
-    """A pinned tree size must not be replaced by the fastest one."""
-    base, heads, output = medusa
-    found = calibrate(
-        base, heads, output, prompts(), eos_token_ids=(), max_new_tokens=24, num_nodes=7, repeats=1
-    )
-    assert found.tree.num_nodes == 7
-    assert found.expected_accept_length == pytest.approx(
-        found.measured_on["sizes"][0]["accept_length"], abs=1e-4
-    )
+    """The best size would be missed, or bought at a price that was never measured."""
+    gains = Gains(torch.arange(2, 21)[None] + 10, torch.full((1, 19), 10))  # + 0.1 per node
+    monkeypatch.setattr(module, "static_gains", lambda hits, most: gains)
+    clocked = clock(lambda nodes: 1.0 + 0.5 * max(nodes - knee, 0))
+    found = find(medusa)
+    assert found.tree.num_nodes == knee and knee in clocked
+    assert found.expected_accept_length == pytest.approx(1 + knee / 10)
 
 
-def test_calibrate_refuses_nothing_to_measure(
-    medusa: tuple[LlamaForCausalLM, MedusaHeads, OutputLayer],
+def test_slow_trees_are_advised_against(medusa: Medusa, clock: Callable[..., list[int]]) -> None:
+    """Users would decode more slowly than without heads, and believe the opposite."""
+    clock(lambda nodes: 9.0)
+    found = find(medusa)
+    assert found.measured_on["speedup"] < 1
+    assert not found.speculate and found.measured_on["speculate"] is False
+    clock(lambda nodes: 1.0)
+    assert find(medusa).speculate
+    assert Calibration(Tree.chain(2), 0.0, {}).speculate, "a tree that was given is not judged"
+
+
+def test_heads_that_never_hit_give_no_tree(medusa: Medusa, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A division by no steps, or a tree of noise."""
+    monkeypatch.setattr(module, "grow_nodes", lambda hits, most: [])
+    found = find(medusa)
+    assert found.tree == Tree.chain(0) and not found.speculate
+    assert found.expected_accept_length == 1
+
+
+def test_the_size_asked_for_is_given(medusa: Medusa) -> None:
+    """A pinned tree size must not be replaced by the fastest one. Clocks really."""
+    found = find(medusa, num_nodes=7, max_new_tokens=24, dynamic=True)
+    assert found.tree.num_nodes == 7 == found.measured_on["dynamic"]["num_nodes"]
+    assert [size["num_nodes"] for size in found.measured_on["sizes"]] == [7]
+    assert found.expected_accept_length == found.measured_on["sizes"][0]["accept_length"]
+    assert len(found.measured_on["acceptance"]) == 6
+    assert found.measured_on["plain_step_ms"] > 0
+    low, high = found.measured_on["accept_length_ci95"]
+    assert low <= found.expected_accept_length <= high
+
+
+def test_batches_and_dynamic_trees_are_clocked(
+    medusa: Medusa, clock: Callable[..., list[int]]
 ) -> None:
-    """Without positions every rate is zero, and the tree would silently be the root alone."""
-    base, heads, output = medusa
-    with pytest.raises(ValueError, match="at least 1 prompt"):
-        calibrate(base, heads, output, [], eos_token_ids=())
-    with pytest.raises(ValueError, match="max_new_tokens 3 leaves no position"):
-        calibrate(base, heads, output, prompts(), eos_token_ids=(), max_new_tokens=3)
+    """A tree chosen for one row is too large for many, where every node counts B times."""
+    clocked = clock(lambda nodes: 1 + 0.05 * nodes)
+    found = find(medusa, batch_size=4, dynamic=True)
+    assert found.measured_on["plain_step_ms"] == 8 and found.measured_on["batch_size"] == 4
+    assert clocked.count(8) == 2, "static and dynamic"
+    dynamic = found.measured_on["dynamic"]
+    assert len(dynamic["temperatures"]) == 3
+    assert {"num_nodes", "accept_length", "speedup", "speculate", "sizes"} <= dynamic.keys()
 
 
-def test_step_seconds_leave_the_prefill_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long prompt's prefill, spread over few steps, would favour trees with many steps."""
-    slow = iter([9.0, 1.0, 1.0])  # one disturbed repeat
-
-    def run(limit: int) -> tuple[float, int]:
-        if limit < 12:
-            return 5.0, limit - 1
-        return 5.0 + 10 * 0.25 * next(slow, 1.0), 10
-
-    assert measure_step_seconds([run], max_new_tokens=12, repeats=3) == [0.25]
+def test_the_fastest_of_all_sizes() -> None:
+    """An index off by one names the neighbour of the fastest."""
+    curve = CostCurve.through({2: [1.0], 4: [1.0], 6: [2.0]})
+    assert fastest([1.5, 1.6, 1.7, 1.8, 1.9], curve) == 4
+    assert fastest([1.5, 1.5, 1.5], curve) == 2, "of equals the smallest"
+    gains = Gains(torch.tensor([[15, 16, 17, 40]]), torch.tensor([[10, 10, 10, 10]]))
+    kind = Kind(gains, lambda size: None, {2: [1.0], 4: [1.0], 6: [2.0]})  # type: ignore[arg-type,return-value]
+    assert kind.fastest()[0] == 5 and kind.worth_clocking() == [4, 5]
 
 
-def test_a_tie_of_the_clock_goes_to_the_larger_tree() -> None:
-    """Noise of the clock would choose a short tree on one day and a long one on the next."""
-    assert pick_size([1.5, 2.2, 2.6], [1.0, 1.29, 1.6]) == 2  # 1.71 against 1.63 per second
-    assert pick_size([1.5, 2.2, 2.6], [1.0, 1.29, 2.0]) == 1
-    assert pick_size([1.0], [1.0]) == 0
+def test_expectations_come_from_prompts_that_were_not_grown_from() -> None:
+    """A tree fits the chance of the texts it was grown from; the larger, the better it looks."""
+    generator = torch.Generator().manual_seed(0)
+    nothing = torch.zeros(0)
+    hits = [
+        [Hits(torch.randint(0, 10, (6, 1), generator=generator), nothing, nothing, nothing, True)]
+        for _ in range(10)
+    ]
+    lengths = static_gains(hits, 11).lengths()
+    alone = static_gains([[each[0] for each in hits]], 11).lengths()  # one prompt: its own texts
+    assert lengths[2] < 0.95 * alone[2]

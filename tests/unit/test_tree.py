@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -109,17 +110,29 @@ def brute_force(rates: list[list[float]], num_nodes: int) -> float:
     return best
 
 
-@given(
-    st.lists(st.lists(st.floats(0.05, 1), min_size=2, max_size=2), min_size=1, max_size=3),
-    st.integers(1, 6),
-)
-@settings(max_examples=25, deadline=None)
+@st.composite
+def hit_rates(draw: st.DrawFn) -> list[list[float]]:
+    """Draw rates for few enough paths to try all trees; some equal, some certain."""
+    sizes = draw(
+        st.sampled_from([(8,), (2, 2), (3, 3), (2, 5), (2, 2, 2), (3, 1, 2), (1, 1, 1, 1)])
+    )
+    rate = st.sampled_from([0.25, 0.5, 1.0]) | st.floats(0.05, 1)
+    return [draw(st.lists(rate, min_size=size, max_size=size)) for size in sizes]
+
+
+@given(hit_rates(), st.integers(1, 8))
+@settings(max_examples=60, deadline=None)
 def test_grown_tree_is_the_best_of_all(rates: list[list[float]], num_nodes: int) -> None:
     """Prevents a growth that is right only where rates fall with the rank; measured ones jump."""
-    num_nodes = min(num_nodes, 1 + sum(2 ** (d + 1) for d in range(len(rates))))
+    sizes = itertools.accumulate((len(each) for each in rates), lambda a, b: a * b)
+    num_nodes = min(num_nodes, 1 + sum(sizes))
     tree, expected = grow_tree(rates, num_nodes)
     assert tree.num_nodes == num_nodes
     assert expected == pytest.approx(brute_force(rates, num_nodes))
+    value = {
+        choice: math.prod(rates[d][r] for d, r in enumerate(choice)) for choice in tree.choices
+    }
+    assert expected == pytest.approx(1 + sum(value.values()))
 
 
 def test_hopeless_nodes_are_left_out() -> None:

@@ -1,0 +1,159 @@
+"""Medusa heads that grow a tree of their own at every step, out of their own probabilities.
+
+A static tree spends its nodes on the ranks that hit on average; here they go where the heads are
+unsure now. The heads guess in parallel, so a node's value is the product of the heads'
+probabilities along its path, and the tree that gains most in expectation holds the most valuable
+prefixes: what :func:`specheads.tree.grow_tree` does with rates that were measured beforehand
+(DDTree does it with a heap on the host).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from specheads.drafters.contract import FINAL, Candidates, Prefill, StepResult
+from specheads.drafters.heads import HeadsDrafter, HeadsState
+from specheads.tree import RowTrees, Tree
+
+if TYPE_CHECKING:
+    from specheads.models.base import OutputLayer
+    from specheads.models.heads import MedusaHeads
+
+NUM_RANKS = 10  # guesses per head that a tree may use, as measured for static trees
+
+
+def best_trees(log_probs: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
+    """Grow for every row the tree of ``num_nodes`` nodes with the most probable prefixes.
+
+    Level by level: no level can hold more than the nodes that are left once there is one on each
+    level above it, and its best come from extending the best of the level above. Of all levels
+    together the best are kept, the shallower first where values tie, so that no node stands there
+    without its parent. Shapes depend on the arguments' shapes only; nothing waits for the device.
+
+    Args:
+        log_probs: [D, B, R], no positive numbers: the R best guesses for each depth, in any order.
+        num_nodes: root included; smaller if there are not so many prefixes.
+
+    Returns:
+        parents [B, N], -1 for the root, nodes sorted by depth; and slots [B, N - 1]: where each
+        node below the root stands in a row's guesses laid end to end, ``d * R + r`` for guess r at
+        depth d + 1.
+
+    Raises:
+        ValueError: if ``num_nodes`` < 1.
+    """
+    if num_nodes < 1:
+        raise ValueError(f"num_nodes must be at least 1, got {num_nodes}")
+    depth, num_rows, num_ranks = log_probs.shape
+    values = log_probs.new_zeros(num_rows, 1)  # of the root
+    of_levels, below = [values], [torch.zeros_like(values, dtype=torch.long)]
+    for d in range(min(depth, num_nodes - 1)):
+        extended = (values[:, :, None] + log_probs[d][:, None]).flatten(1)
+        values, flat = extended.topk(min(num_nodes - 1 - d, extended.shape[1]), dim=1)
+        of_levels.append(values)
+        below.append(flat)  # (place of the parent in its level) * R + rank
+    above, first = _offsets(tuple(level.shape[1] for level in below), num_ranks, log_probs.device)
+    # a stable sort, and levels in order: a node never precedes its equally probable parent
+    best = torch.cat(of_levels, 1).sort(dim=1, descending=True, stable=True).indices
+    kept = best[:, :num_nodes].sort(dim=1).values  # places in the levels laid end to end
+    flat = torch.cat(below, 1).gather(1, kept)
+    parents = torch.searchsorted(kept, above[kept] + flat // num_ranks)
+    parents[:, 0] = -1
+    return parents, (first[kept] + flat % num_ranks)[:, 1:]
+
+
+@lru_cache(maxsize=64)
+def _offsets(sizes: tuple[int, ...], num_ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Per place in the levels laid end to end: where the level above and its own guesses start."""
+    starts = [sum(sizes[:level]) for level in range(len(sizes))]
+    above = [0] + [starts[d] for d, size in enumerate(sizes[1:]) for _ in range(size)]
+    first = [0] + [d * num_ranks for d, size in enumerate(sizes[1:]) for _ in range(size)]
+    return torch.tensor(above, device=device), torch.tensor(first, device=device)
+
+
+class DynamicHeadsDrafter:
+    """Fills the tree that the heads themselves find most probable, per row and step.
+
+    The guesses are a function of the prefix, so sample-and-walk stays exact.
+
+    Args:
+        heads: the heads.
+        output: the base model's output layer, which shared heads go through.
+        num_nodes: N of every tree, root included.
+        max_depth: deepest node; None is the number of heads.
+        num_ranks: guesses per head to choose from.
+        temperatures: one per head: its logits are divided by it, where it was measured to be too
+            sure of itself (above 1) or not sure enough; None leaves them.
+
+    Raises:
+        ValueError: if a number is out of range, or the number of temperatures is not that of heads.
+    """
+
+    taps = (FINAL,)
+    deterministic = True
+
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        output: OutputLayer,
+        num_nodes: int,
+        *,
+        max_depth: int | None = None,
+        num_ranks: int = NUM_RANKS,
+        temperatures: Sequence[float] | None = None,
+    ) -> None:
+        max_depth = heads.num_heads if max_depth is None else max_depth
+        if not 1 <= max_depth <= heads.num_heads:
+            raise ValueError(
+                f"max_depth must be in 1..{heads.num_heads}, the number of heads, got {max_depth}"
+            )
+        if num_nodes < 2 or num_ranks < 1:
+            raise ValueError(
+                f"num_nodes must be at least 2 and num_ranks at least 1, got {num_nodes} and "
+                f"{num_ranks}"
+            )
+        if temperatures is not None:
+            if len(temperatures) != heads.num_heads:
+                raise ValueError(
+                    f"{len(temperatures)} temperatures for {heads.num_heads} heads: one per head"
+                )
+            if min(temperatures) <= 0:
+                raise ValueError(f"temperatures must be positive, got {list(temperatures)}")
+        self._like_static = HeadsDrafter(heads, output, Tree.chain(0))  # for the state they share
+        self.num_nodes = num_nodes
+        self.max_depth = min(max_depth, num_nodes - 1)
+        # more ranks than nodes can never be used
+        self.num_ranks = min(num_ranks, num_nodes - 1, output.weight.shape[0])
+        self._scales: Tensor | None = None
+        if temperatures is not None and any(each != 1 for each in temperatures):
+            scales = torch.tensor(temperatures[: self.max_depth], device=output.weight.device)
+            self._scales = scales.reciprocal()[:, None, None]
+
+    def start(self, prefill: Prefill) -> HeadsState:
+        """Start as :class:`HeadsDrafter`."""
+        return self._like_static.start(prefill)
+
+    def propose(self, state: HeadsState) -> Candidates:
+        """One pass of all heads, one top-k, and a tree from what it found."""
+        logits = state.predict(state.hidden)[: self.max_depth].float()  # [D, B, V]
+        if self._scales is not None:
+            logits = logits * self._scales
+        best = logits.topk(self.num_ranks, dim=-1)
+        log_probs = best.values - logits.logsumexp(-1, keepdim=True)
+        parents, slots = best_trees(log_probs, self.num_nodes)
+        guesses = best.indices.transpose(0, 1).flatten(1).gather(1, slots)
+        tree = RowTrees.from_parents(parents, self.max_depth)
+        return Candidates(torch.cat([state.root[:, None], guesses], dim=1), tree)
+
+    def observe(self, state: HeadsState, result: StepResult) -> HeadsState:
+        """Move to the last accepted node."""
+        return self._like_static.observe(state, result)
+
+    def select(self, state: HeadsState, rows: Tensor) -> HeadsState:
+        """Keep some rows."""
+        return self._like_static.select(state, rows)

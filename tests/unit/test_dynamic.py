@@ -1,0 +1,221 @@
+"""Trees grown at every step: the best ones, well formed, and exact to decode with."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import LlamaForCausalLM
+
+from specheads.decoding.hits import pad_left
+from specheads.decoding.loop import decode
+from specheads.decoding.plain import plain_decode
+from specheads.decoding.sampling import Sampler
+from specheads.drafters import dynamic
+from specheads.drafters.contract import FINAL, Prefill
+from specheads.drafters.dynamic import DynamicHeadsDrafter, best_trees
+from specheads.models.base import OutputLayer, output_layer
+from specheads.models.heads import MedusaHeads
+from specheads.tree import RowTrees, grow_tree
+
+Paths = dict[tuple[int, ...], float]
+
+
+def all_paths(log_probs: list[list[float]]) -> Paths:
+    """Return every path of ranks with its probability."""
+    found: Paths = {}
+    for depth in range(1, len(log_probs) + 1):
+        for path in itertools.product(*(range(len(each)) for each in log_probs[:depth])):
+            found[path] = math.exp(sum(log_probs[d][rank] for d, rank in enumerate(path)))
+    return found
+
+
+def brute_force(paths: Paths, num_nodes: int) -> float:
+    """Return the most that any tree of num_nodes gains: every set of paths that is a tree."""
+    return max(
+        sum(paths[path] for path in chosen)
+        for chosen in itertools.combinations(paths, num_nodes - 1)
+        if all(len(path) == 1 or path[:-1] in chosen for path in chosen)
+    )
+
+
+def paths_of(parents: Tensor, slots: Tensor, num_ranks: int) -> list[tuple[int, ...]]:
+    """Return each node's path of ranks, for one row; checks that the nodes are a sorted tree."""
+    assert parents[0] == -1 and len(parents) == len(slots) + 1
+    found: list[tuple[int, ...]] = [()]
+    for node, (parent, slot) in enumerate(zip(parents[1:].tolist(), slots.tolist(), strict=True)):
+        assert 0 <= parent <= node
+        depth, rank = divmod(slot, num_ranks)
+        assert depth == len(found[parent]), "a node of another head than its depth's"
+        found.append((*found[parent], rank))
+    assert [len(path) for path in found] == sorted(len(path) for path in found)
+    assert len(set(found)) == len(found)
+    return found
+
+
+# few distinct numbers, so that values tie, and certain and impossible guesses among them
+LOGS = st.sampled_from([0.0, -0.25, -0.5, -1.0, -3.0, -math.inf]) | st.floats(-5, 0)
+SHAPES = st.sampled_from([(1, 6), (2, 2), (2, 3), (3, 2)])
+
+
+@st.composite
+def guesses(draw: st.DrawFn) -> list[list[float]]:
+    """Draw log-probabilities of heads, in any order."""
+    depth, ranks = draw(SHAPES)
+    return [draw(st.lists(LOGS, min_size=ranks, max_size=ranks)) for _ in range(depth)]
+
+
+@given(guesses(), st.integers(2, 8))
+@settings(max_examples=80, deadline=None)
+def test_the_tree_is_the_best_of_all(log_probs: list[list[float]], num_nodes: int) -> None:
+    """A level cut too short, or a child kept without its parent where values tie."""
+    paths = all_paths(log_probs)
+    num_nodes = min(num_nodes, len(paths) + 1)
+    parents, slots = best_trees(torch.tensor(log_probs)[:, None], num_nodes)
+    nodes = paths_of(parents[0], slots[0], len(log_probs[0]))
+    assert len(nodes) == num_nodes
+    gain = sum(paths[node] for node in nodes[1:])
+    assert gain == pytest.approx(brute_force(paths, num_nodes), rel=1e-5)
+    rates = [[math.exp(each) for each in of_head] for of_head in log_probs]
+    assert 1 + gain == pytest.approx(grow_tree(rates, num_nodes)[1], rel=1e-5)
+
+
+def test_rows_grow_their_own_trees() -> None:
+    """Rows mixed up, or one row's tree for all; sizes as decoding uses them, against the heap."""
+    log_probs = torch.randn(4, 5, 12).mul(2).log_softmax(-1).topk(8).values
+    for num_nodes in (2, 16, 33):
+        parents, slots = best_trees(log_probs, num_nodes)
+        assert parents.shape == (5, num_nodes)
+        trees = []
+        for row in range(5):
+            nodes = paths_of(parents[row], slots[row], 8)
+            heap, _ = grow_tree(log_probs[:, row].exp().tolist(), num_nodes)
+            assert sorted(nodes[1:]) == sorted(heap.choices)
+            trees.append(tuple(sorted(nodes)))
+        assert len(set(trees)) > 1 or num_nodes == 2
+        depths = RowTrees.from_parents(parents, 4).depths
+        assert depths.tolist() == [sorted(row) for row in depths.tolist()]
+
+
+def test_small_and_certain_trees() -> None:
+    """More nodes asked for than there are prefixes; heads that are certain, so that all tie."""
+    parents, slots = best_trees(torch.zeros(2, 1, 2), 50)
+    assert len(paths_of(parents[0], slots[0], 2)) == 7
+    parents, slots = best_trees(torch.zeros(3, 1, 4), 9)
+    paths_of(parents[0], slots[0], 4)
+    parents, slots = best_trees(torch.zeros(3, 2, 4), 1)
+    assert parents.tolist() == [[-1], [-1]] and slots.shape == (2, 0)
+    with pytest.raises(ValueError, match="num_nodes must be at least 1, got 0"):
+        best_trees(torch.zeros(3, 1, 4), 0)
+
+
+def test_nothing_waits_for_the_device() -> None:
+    """A synchronisation in every step costs a GPU more than the tree gains."""
+    dynamic._offsets.cache_clear()
+    try:
+        with FakeTensorMode():  # has no values: reading one raises
+            parents, slots = best_trees(torch.zeros(4, 3, 8), 16)
+            tree = RowTrees.from_parents(parents, 4)
+        assert tuple(parents.shape) == (3, 16) and tuple(slots.shape) == (3, 15)
+        assert tuple(tree.tree_mask.shape) == (3, 16, 16)
+    finally:
+        dynamic._offsets.cache_clear()
+
+
+@pytest.fixture
+def medusa(tiny_llama: LlamaForCausalLM) -> tuple[LlamaForCausalLM, MedusaHeads, OutputLayer]:
+    """Return a base with three heads that differ from one another and hit now and then."""
+    output = output_layer(tiny_llama)
+    heads = MedusaHeads(3, 1, 32, 272)
+    with torch.no_grad():
+        heads.init_from_output(output.weight)
+        for i, parameter in enumerate(heads.parameters()):
+            parameter += 0.02 * (1 + i % 3) * torch.randn_like(parameter)
+    return tiny_llama, heads.eval(), output
+
+
+@torch.no_grad()
+def test_nodes_hold_the_most_probable_continuations(
+    medusa: tuple[LlamaForCausalLM, MedusaHeads, OutputLayer],
+) -> None:
+    """A node filled by the wrong head or rank, or temperatures of the wrong head."""
+    _, heads, output = medusa
+    temperatures = [0.5, 2.0, 1.0]
+    drafter = DynamicHeadsDrafter(heads, output, 12, num_ranks=11, temperatures=temperatures)
+    hidden, root = torch.randn(2, 5, 32), torch.tensor([7, 8])
+    prefill = Prefill(
+        [[0] * 5] * 2, torch.zeros(2, 5, dtype=torch.long), [5, 3], {FINAL: hidden}, root
+    )
+    candidates = drafter.propose(drafter.start(prefill))
+    assert isinstance(candidates.tree, RowTrees) and candidates.tree.num_nodes == 12
+    last = torch.stack([hidden[0, 4], hidden[1, 2]])
+    scaled = heads.logits(last, output) / torch.tensor(temperatures)[:, None, None]
+    probs = scaled.softmax(-1)  # [K, B, V]
+    for row in range(2):
+        best = probs[:, row].topk(11)
+        rates = best.values.tolist()
+        tree, _ = grow_tree(rates, 12)
+        wanted = {
+            tuple(int(best.indices[d, rank]) for d, rank in enumerate(choice))
+            for choice in tree.choices
+        }
+        tokens = candidates.tokens[row]
+        assert tokens[0] == root[row]
+        lines = candidates.tree.ancestors[row]
+        assert {tuple(tokens[line[line > 0]].tolist()) for line in lines[1:]} == wanted
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.4])
+@pytest.mark.parametrize("num_nodes,max_depth", [(2, None), (12, None), (12, 2), (40, 3)])
+def test_decoding_is_plain_decoding(
+    medusa: tuple[LlamaForCausalLM, MedusaHeads, OutputLayer],
+    temperature: float,
+    num_nodes: int,
+    max_depth: int | None,
+) -> None:
+    """A tree per row and step that is verified with another row's mask writes other tokens."""
+    base, heads, output = medusa
+    drafter = DynamicHeadsDrafter(heads, output, num_nodes, max_depth=max_depth)
+    prompts = [torch.randint(0, 256, (1, size)) for size in (5, 17, 3)]
+    input_ids, attention_mask = pad_left(prompts)
+    sampler = Sampler(temperature=temperature, seed=3)
+    batch = decode(
+        base,
+        drafter,
+        input_ids,
+        attention_mask=attention_mask,
+        max_new_tokens=30,
+        sampler=sampler,
+    )
+    lengths = []
+    for index, prompt in enumerate(prompts):
+        plain = plain_decode(
+            base,
+            prompt,
+            max_new_tokens=30,
+            sampler=Sampler(temperature=temperature, seed=3 + index),
+        )
+        assert batch.rows[index].new_tokens == plain.new_tokens
+        lengths += batch.rows[index].accept_lengths
+    assert min(lengths) == 1 < max(lengths)
+
+
+def test_settings_are_checked(
+    medusa: tuple[LlamaForCausalLM, MedusaHeads, OutputLayer],
+) -> None:
+    """A tree deeper than the heads, or a list of temperatures read for the wrong heads."""
+    _, heads, output = medusa
+    with pytest.raises(ValueError, match=r"max_depth must be in 1..3, the number of heads, got 4"):
+        DynamicHeadsDrafter(heads, output, 8, max_depth=4)
+    with pytest.raises(ValueError, match="num_nodes must be at least 2"):
+        DynamicHeadsDrafter(heads, output, 1)
+    with pytest.raises(ValueError, match="2 temperatures for 3 heads"):
+        DynamicHeadsDrafter(heads, output, 8, temperatures=[1.0, 1.0])
+    with pytest.raises(ValueError, match="positive"):
+        DynamicHeadsDrafter(heads, output, 8, temperatures=[1.0, 0.0, 1.0])

@@ -1,0 +1,171 @@
+"""Measuring what the heads guessed, and counting what trees gain from it, against decoding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from specheads.decoding.gains import decoded_gains, dynamic_sizes, gained, replay
+from specheads.decoding.grow import static_sizes
+from specheads.decoding.hits import (
+    MISS,
+    TEMPERATURES,
+    Hits,
+    collect_hits,
+    fit_temperatures,
+    measure_hits,
+)
+from specheads.decoding.loop import decode
+from specheads.decoding.plain import plain_decode
+from specheads.decoding.sampling import Sampler
+from specheads.drafters.dynamic import DynamicHeadsDrafter
+from specheads.drafters.heads import HeadsDrafter
+from specheads.models.base import OutputLayer, output_layer
+from specheads.models.heads import MedusaHeads
+from specheads.tree import Tree
+
+Medusa = tuple[LlamaForCausalLM, MedusaHeads, OutputLayer]
+TREES = [
+    Tree.from_choices([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 2)]),
+    Tree.from_choices([(rank,) for rank in range(8)]),
+    Tree.chain(3),
+]
+
+
+@pytest.fixture
+def medusa(tiny_llama: LlamaForCausalLM) -> Medusa:
+    """Return a base with three heads that differ from one another and hit now and then."""
+    output = output_layer(tiny_llama)
+    heads = MedusaHeads(3, 1, 32, 272)
+    with torch.no_grad():
+        heads.init_from_output(output.weight)
+        for i, parameter in enumerate(heads.parameters()):
+            parameter += 0.02 * (1 + i % 3) * torch.randn_like(parameter)
+    return tiny_llama, heads.eval(), output
+
+
+def prompts() -> list[Tensor]:
+    """Return prompts of several lengths."""
+    return [torch.randint(0, 256, (1, size)) for size in (5, 17, 3)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3])
+@pytest.mark.parametrize("ends", [False, True])
+def test_replay_is_what_decoding_does(medusa: Medusa, temperature: float, ends: bool) -> None:
+    """Ranks read one position off, or tokens counted past the end, choose a wrong tree."""
+    base, heads, output = medusa
+    scales = [0.7, 1.0, 1.5]
+    hits = 0
+    for index, prompt in enumerate(prompts()):
+        sampler = Sampler(temperature=temperature, seed=index)
+        eos: tuple[int, ...] = ()
+        if ends:  # a token of the text itself, so that it ends inside a tree
+            text = plain_decode(base, prompt, max_new_tokens=30, sampler=sampler)
+            eos = (text.new_tokens[20],)
+        plain = plain_decode(base, prompt, max_new_tokens=40, sampler=sampler, eos_token_ids=eos)
+        assert plain.finished is ends
+        found = measure_hits(
+            base, heads, output, plain.sequences, prompt.shape[1], ended=plain.finished
+        )
+        dynamic = dynamic_sizes(found, 20, scales)
+        ways = [
+            (HeadsDrafter(heads, output, tree), list(replay(tree, found.ranks, ended=ends)))
+            for tree in TREES
+        ]
+        for nodes in (2, 7, 20):  # the replay of a tree whose choice (d,) holds what is needed
+            accepted = (dynamic <= nodes).sum(1)
+            lengths, root = [], 0
+            while root < len(accepted):
+                length = int(accepted[root]) + 1
+                lengths.append(min(length, len(accepted) - root) if ends else length)
+                root += length
+            drafter = DynamicHeadsDrafter(heads, output, nodes, temperatures=scales)
+            ways.append((drafter, lengths))
+        for drafter, replayed in ways:
+            decoded = decode(
+                base, drafter, prompt, max_new_tokens=40, sampler=sampler, eos_token_ids=eos
+            )
+            assert decoded.new_tokens == plain.new_tokens
+            hits += sum(decoded.accept_lengths) - len(decoded.accept_lengths)
+            if ends:
+                assert replayed == decoded.accept_lengths
+            else:  # near the limit the ranks are unknown
+                assert replayed == decoded.accept_lengths[: len(replayed)]
+                assert sum(replayed) >= 40 - 1 - 3
+    assert hits > 10, "the heads never hit, so nothing was compared"
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_all_sizes_at_once_are_each_size_alone(ended: bool) -> None:
+    """The table of sizes would rank trees that nobody decodes with."""
+    generator = torch.Generator().manual_seed(1)
+    order = [(0,), (0, 0), (1,), (0, 1), (0, 0, 0), (2,), (1, 0), (0, 0, 1)]
+    sizes = torch.arange(1, 12)
+    for length in (0, 1, 2, 30):
+        ranks = torch.randint(0, 3, (length, 3), generator=generator)
+        ranks[ranks == 2] = MISS
+        tokens, steps = gained(static_sizes(order, ranks), sizes, ended=ended)
+        for size, token, step in zip(sizes.tolist(), tokens.tolist(), steps.tolist(), strict=True):
+            tree = Tree.from_choices(order[: size - 1])
+            alone = list(replay(tree, ranks, ended=ended))
+            assert (token, step) == (sum(alone), len(alone))
+
+
+@pytest.mark.parametrize("num_nodes", [8, 2])
+def test_what_is_expected_is_what_comes(medusa: Medusa, num_nodes: int) -> None:
+    """On the very same prompts nothing may differ: neither batches, seeds, nor the cut-off end."""
+    base, heads, output = medusa
+    settings = {
+        "eos_token_ids": (17, 40, 99),
+        "max_new_tokens": 30,
+        "temperatures": (0.0, 0.5),
+        "seed": 5,
+    }
+    many = [torch.randint(0, 256, (1, 3 + 2 * i)) for i in range(10)]  # more than one batch
+    hits = collect_hits(base, heads, output, many, **settings)  # type: ignore[arg-type]
+    assert len(hits) == 10 and {len(texts) for texts in hits} == {2}
+    assert {text.ended for texts in hits for text in texts} == {True, False}
+    tree = Tree.from_choices(
+        [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 2)][: num_nodes - 1]
+    )
+    gains = decoded_gains(
+        base,
+        HeadsDrafter(heads, output, tree),
+        many,
+        num_heads=3,
+        **settings,  # type: ignore[arg-type]
+    )
+    for prompt, texts in enumerate(hits):
+        steps = [step for text in texts for step in replay(tree, text.ranks, ended=text.ended)]
+        assert gains.tokens[prompt].item() == sum(steps)
+        assert gains.steps[prompt].item() == len(steps)
+
+
+def test_temperatures_are_found_again() -> None:
+    """A head that is twice too sure must be halved, each by its own; unseen positions not count."""
+    generator = torch.Generator().manual_seed(0)
+    true = torch.randn(4000, 2, 40, generator=generator) * 2
+    tokens = torch.distributions.Categorical(logits=true).sample()
+    logits = true * torch.tensor([2.0, 0.5])[:, None]  # what the heads say
+    order = logits.argsort(-1, descending=True)
+    ranks = (order == tokens[..., None]).int().argmax(-1)
+    ranks[ranks >= 10] = MISS
+    came = logits.gather(-1, tokens[..., None])[..., 0]
+    came[-500:, 1] = torch.nan  # beyond the end of a text
+    ranks[-500:, 1] = MISS
+    norms = torch.stack([(logits / each).logsumexp(-1) for each in TEMPERATURES], dim=-1)
+    hits = Hits(ranks, logits.topk(10).values, came, norms, True)
+    assert fit_temperatures([[hits]]) == [2.0, 0.5]
+    nothing = Hits(ranks[:0], logits[:0, :, :10], came[:0], norms[:0], True)
+    assert fit_temperatures([[nothing]]) == [1.0, 1.0]
+
+
+def test_nothing_to_measure_is_refused(medusa: Medusa) -> None:
+    """Without positions every rate is zero, and the tree would silently be the root alone."""
+    base, heads, output = medusa
+    with pytest.raises(ValueError, match="at least 1 prompt"):
+        collect_hits(base, heads, output, [], eos_token_ids=())
+    with pytest.raises(ValueError, match="max_new_tokens 3 leaves no position"):
+        collect_hits(base, heads, output, prompts(), eos_token_ids=(), max_new_tokens=3)
