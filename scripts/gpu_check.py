@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
-from specheads.decoding.identity import compare, measure_rounding
+from specheads.decoding.identity import Divergence, Rounding, compare
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
 from specheads.decoding.result import DecodeResult
@@ -206,30 +206,31 @@ def flash_attention(device: torch.device) -> str:
 def near_ties(model: PreTrainedModel, tree: Tree = TREE, prompts: list[list[int]] = PROMPTS) -> str:
     """Where tree and plain decoding differ, the two tokens were closer than rounding."""
     inputs = [torch.tensor([prompt], device=model.device) for prompt in prompts]
-    rounding = measure_rounding(model, inputs)
-    ties = different = compared = 0
+    found: list[Divergence] = []
+    compared = 0
     lengths = []
     for sampler in MODES.values():
         pairs = [run_both(model, [prompt], sampler, tree) for prompt in prompts]
-        lengths += [found.accept_length for _, found in pairs]
+        lengths += [decoded.accept_length for _, decoded in pairs]
+        texts = [plain.new_tokens for plain, _ in pairs]
         counted = compare(
-            model,
+            [f"prompt {i}" for i in range(len(prompts))],
             inputs,
-            [plain.new_tokens for plain, _ in pairs],
-            [found.new_tokens for _, found in pairs],
+            texts,
+            [decoded.new_tokens for _, decoded in pairs],
             [sampler] * len(pairs),
-            rounding=rounding,
+            rounding=Rounding(model, list(zip(inputs, texts, strict=True)), [tree.num_nodes]),
         )
         compared += counted.compared
-        ties += counted.near_ties
-        different += counted.compared - counted.identical - counted.near_ties
-    if different:
-        raise AssertionError(f"{different} of {compared} differ by more than rounding {rounding}")
+        found += counted.divergences
+        if counted.failures:
+            raise AssertionError(f"rounding does not explain {counted.failures[0]}")
     if min(lengths) < 1.1:
         raise AssertionError(f"the right guesses were not accepted: accept length {min(lengths)}")
+    widest = max((each.margin_fp32 or 0.0 for each in found), default=0.0)
     return (
-        f"{compared - ties} of {compared} identical, {ties} near ties; rounding {rounding:.2g},"
-        f" accept length {min(lengths):.2f} or more"
+        f"{compared - len(found)} of {compared} identical, {len(found)} near ties, margins up to"
+        f" {widest:.2g} in float32; accept length {min(lengths):.2f} or more"
     )
 
 
