@@ -1,7 +1,8 @@
 """Every setting of specheads, typed, with its default and its range; Hydra composes, this checks.
 
 Only entry points see a ``DictConfig``. Everything below them takes these dataclasses. Importing
-this module must stay cheap: no torch, no transformers (``--help`` answers at once).
+this module must stay cheap: no torch, no transformers (``--help`` answers at once), and no Hydra:
+the library imports it for its errors, and runs where Hydra is not installed.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import difflib
 import re
 from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 T = TypeVar("T")
+MISSING: Any = "???"  # OmegaConf's word for a value that has to be given
 
 
 class ConfigError(ValueError):
@@ -248,13 +249,20 @@ class GenerateConfig:
     """Everything ``python -m specheads.generate`` accepts."""
 
     checkpoint: str = MISSING
+    base: str | None = None  # where the original base model is now, if it was moved
     prompt: str = ""  # empty: read standard input
+    prompts: str = ""  # a .jsonl of texts or chats instead, decoded in batches; writes JSON lines
+    batch_size: int = 8
     raw: bool = False  # continue the prompt as text instead of applying the chat template
     max_new_tokens: int = 128
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
-    seed: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    stop: list[str] = field(default_factory=list)  # stop="..." as often as there are strings
+    seed: int = 0  # of the first prompt; the next has the next
     dtype: str = "float32"
     color: str = "auto"  # auto, always, never: one colour per verify step
     plain: bool = False  # one token at a time, for comparison
@@ -264,6 +272,13 @@ class GenerateConfig:
         _check(self.temperature >= 0, "temperature", self.temperature, "at least 0")
         _check(self.top_k >= 0, "top_k", self.top_k, "at least 0")
         _check(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
+        _check(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
+        penalty, ngram = self.repetition_penalty, self.no_repeat_ngram_size
+        _check(penalty > 0, "repetition_penalty", penalty, "more than 0")
+        _check(ngram >= 0, "no_repeat_ngram_size", ngram, "at least 0")
+        _check(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
+        _check(not (self.prompt and self.prompts), "prompts", self.prompts, "left out with prompt")
+        _check(all(self.stop), "stop", self.stop, "strings that are not empty")
         _one_of("dtype", self.dtype, "float32", "bfloat16", "float16")
         _one_of("color", self.color, "auto", "always", "never")
 
@@ -353,6 +368,8 @@ class DoctorConfig:
 
 def explain(error: Exception) -> str:
     """Return one line that says what is wrong, for an error of Hydra or OmegaConf."""
+    from omegaconf.errors import OmegaConfBaseException
+
     text = str(error)
     if isinstance(error.__cause__, OmegaConfBaseException):
         text += "\n" + str(error.__cause__)
@@ -386,6 +403,9 @@ def to_config(cfg: DictConfig, schema: type[T]) -> T:
     Raises:
         ConfigError: if a value is missing, mistyped, out of range, or unknown.
     """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     if missing := sorted(OmegaConf.missing_keys(cfg)):
         raise ConfigError(f"no value given for {', '.join(missing)}")
     try:  # merging again refuses keys that `+typo=1` slipped past Hydra
@@ -399,6 +419,8 @@ def to_config(cfg: DictConfig, schema: type[T]) -> T:
 
 def register_schemas() -> None:
     """Make the dataclasses known to Hydra under the names that conf/*.yaml list first."""
+    from hydra.core.config_store import ConfigStore
+
     store = ConfigStore.instance()
     store.store(name="train_schema", node=TrainConfig)
     store.store(name="generate_schema", node=GenerateConfig)

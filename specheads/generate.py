@@ -1,48 +1,59 @@
-r"""Continue a prompt: ``python -m specheads.generate checkpoint=<export> prompt="def add(a, b):"``.
+r"""Continue prompts: ``python -m specheads.generate checkpoint=<export> prompt="def add(a, b):"``.
 
-The prompt is taken as it stands, whatever characters it holds; without one, standard input is read.
-The text goes to standard output, tokens and time to standard error.
+The prompt is taken as it stands, whatever characters it holds, and so is every ``stop="..."``;
+without a prompt, standard input is read. The text goes to standard output, tokens and time to
+standard error. ``prompts=<file>.jsonl`` decodes many in batches and writes a JSON line for each.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from specheads.config import ConfigError, GenerateConfig
 from specheads.entry import hydra_main
 
+if TYPE_CHECKING:
+    from specheads.data.records import Record
+    from specheads.decoding.generate import SpecDecoder
+    from specheads.decoding.result import DecodeResult
+
 
 def take_literal(argv: list[str], key: str) -> tuple[list[str], str | None]:
-    """Take ``key=value`` out of a command line before Hydra sees it.
+    """Take ``key=value`` out of a command line before Hydra sees it; the last one counts.
+
+    Returns:
+        The other arguments, and the value, or None.
+    """
+    others, values = take_literals(argv, key)
+    return others, values[-1] if values else None
+
+
+def take_literals(argv: list[str], key: str) -> tuple[list[str], list[str]]:
+    """Take every ``key=value`` out of a command line before Hydra sees it.
 
     Hydra gives meaning to quotes, commas, brackets, ``$`` and line breaks in values; prompts are
     full of them.
 
     Returns:
-        The other arguments, and the last value given for ``key``, or None.
+        The other arguments, and the values given for ``key``.
     """
     values = [arg.partition("=")[2] for arg in argv if arg.startswith(f"{key}=")]
     others = [arg for arg in argv if not arg.startswith(f"{key}=")]
-    if not values:
-        return others, None
     # An argument that is not UTF-8 arrives with surrogates, which no tokenizer takes.
-    return others, values[-1].encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    return others, [v.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for v in values]
 
 
 def run(config: GenerateConfig) -> None:
     """Load, decode, print."""
-    import torch
-
     from specheads import dist, hardware
     from specheads.data.chat import Encoder
-    from specheads.data.records import Record
-    from specheads.decoding.loop import decode
-    from specheads.decoding.measure import end_tokens
-    from specheads.decoding.plain import plain_decode
-    from specheads.decoding.sampling import Sampler
-    from specheads.decoding.show import StepPrinter
+    from specheads.decoding.generate import SpecDecoder
     from specheads.drafters.heads import HeadsDrafter
     from specheads.models.base import context_length, output_layer
     from specheads.models.checkpoint import load_export
@@ -50,47 +61,38 @@ def run(config: GenerateConfig) -> None:
     device = dist.device()
     dtype = hardware.pick_dtype(config.dtype, device)
     hardware.quiet_loading()
-    export = load_export(config.checkpoint, dtype=dtype, device=device)
+    export = load_export(config.checkpoint, base=config.base, dtype=dtype, device=device)
     base, tokenizer = export.base, export.tokenizer
-    prompt = config.prompt or _read_prompt()
-    record: Record = {"id": "prompt", "kind": "prompt"}
-    if config.raw or tokenizer.chat_template is None:
-        record["text"] = prompt
+    records = _records(config, has_template=tokenizer.chat_template is not None)
+    encode = Encoder(tokenizer).prompt
+    prompts = [encode(record) for record in records]
+    context = context_length(base) or 1 << 30
+    for record, prompt in zip(records, prompts, strict=True):
+        if len(prompt) >= context:
+            name = f" {record['id']}" if config.prompts else ""
+            raise ConfigError(
+                f"the prompt{name} is {len(prompt)} tokens, but the base model's context is"
+                f" {context}"
+            )
+    drafter = HeadsDrafter(export.heads, output_layer(base), export.tree)
+    decoder = SpecDecoder(base, None if config.plain else drafter, tokenizer=tokenizer)
+    if config.prompts:
+        _run_batches(config, decoder, records, prompts, context)
     else:
-        record["messages"] = [{"role": "user", "content": prompt}]
-    ids = Encoder(tokenizer).prompt(record)
-    room = (context_length(base) or 1 << 30) - len(ids)
-    if room < 1:
-        raise ConfigError(
-            f"the prompt is {len(ids)} tokens, but the base model's context is {room + len(ids)}"
-        )
+        _run_one(config, decoder, prompts[0], context)
+
+
+def _run_one(
+    config: GenerateConfig, decoder: SpecDecoder, prompt: Sequence[int], context: int
+) -> None:
+    from specheads.decoding.show import StepPrinter
+
+    assert decoder.tokenizer is not None
     color = config.color == "always" or (config.color == "auto" and sys.stdout.isatty())
-    printer = StepPrinter(tokenizer, _write, color=color)
-    sampler = Sampler(
-        temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, seed=config.seed
-    )
-    input_ids = torch.tensor([ids], device=device)
-    limit, eos = min(config.max_new_tokens, room), end_tokens(base, tokenizer)
+    printer = StepPrinter(decoder.tokenizer, _write, color=color)
+    limit = min(config.max_new_tokens, context - len(prompt))
     start = time.perf_counter()
-    if config.plain:
-        result = plain_decode(
-            base,
-            input_ids,
-            max_new_tokens=limit,
-            sampler=sampler,
-            eos_token_ids=eos,
-            on_tokens=printer,
-        )
-    else:
-        result = decode(
-            base,
-            HeadsDrafter(export.heads, output_layer(base), export.tree),
-            input_ids,
-            max_new_tokens=limit,
-            sampler=sampler,
-            eos_token_ids=eos,
-            on_tokens=printer,
-        )
+    result = _decode(config, decoder, [prompt], limit, config.seed, on_tokens=printer)
     printer.finish()
     seconds = time.perf_counter() - start
     _write("\n")
@@ -101,6 +103,103 @@ def run(config: GenerateConfig) -> None:
         + ("" if result.finished or limit == config.max_new_tokens else "; the context is full"),
         file=sys.stderr,
     )
+
+
+def _run_batches(
+    config: GenerateConfig,
+    decoder: SpecDecoder,
+    records: Sequence[Record],
+    prompts: Sequence[Sequence[int]],
+    context: int,
+) -> None:
+    tokenizer = decoder.tokenizer
+    assert tokenizer is not None
+    start = time.perf_counter()
+    lengths: list[int] = []
+    num_new = 0
+    for batch, limit in _batches(config, prompts, context):
+        rows = [prompts[i] for i in batch]
+        result = _decode(config, decoder, rows, limit, config.seed + batch[0])
+        for i, row in zip(batch, result.rows, strict=True):
+            lengths += row.accept_lengths
+            num_new += len(row.new_tokens)
+            line = {
+                "id": records[i]["id"],
+                "text": tokenizer.decode(row.new_tokens, skip_special_tokens=True),
+                "num_tokens": len(row.new_tokens),
+                "num_steps": len(row.accept_lengths),
+                "finished": row.finished,
+            }
+            _write(json.dumps(line, ensure_ascii=False) + "\n")
+    seconds = time.perf_counter() - start
+    print(
+        f"{num_new} tokens for {len(prompts)} prompts in batches of {config.batch_size}: "
+        f"{sum(lengths) / max(1, len(lengths)):.2f} tokens per step and prompt, "
+        f"{num_new / seconds:.0f} tokens/s",
+        file=sys.stderr,
+    )
+
+
+def _batches(
+    config: GenerateConfig, prompts: Sequence[Sequence[int]], context: int
+) -> Iterator[tuple[list[int], int]]:
+    """Neighbours, as their seeds follow each other, that may get the same number of tokens."""
+    limits = [min(config.max_new_tokens, context - len(prompt)) for prompt in prompts]
+    for limit, group in itertools.groupby(range(len(prompts)), limits.__getitem__):
+        members = list(group)
+        for i in range(0, len(members), config.batch_size):
+            yield members[i : i + config.batch_size], limit
+
+
+def _decode(
+    config: GenerateConfig,
+    decoder: SpecDecoder,
+    prompts: Sequence[Sequence[int]],
+    limit: int,
+    seed: int,
+    **more: Any,
+) -> DecodeResult:
+    import torch
+
+    from specheads.decoding.measure import end_tokens
+
+    base, tokenizer = decoder.base, decoder.tokenizer
+    assert tokenizer is not None
+    eos = end_tokens(base, tokenizer)
+    pad = tokenizer.pad_token_id
+    longest = max(map(len, prompts))
+    padding = [longest - len(prompt) for prompt in prompts]
+    rows = [[0] * n + [*prompt] for n, prompt in zip(padding, prompts, strict=True)]
+    mask = [[0] * n + [1] * (longest - n) for n in padding]
+    if config.temperature > 0:
+        more |= {"top_k": config.top_k, "top_p": config.top_p, "min_p": config.min_p or None}
+    return decoder.generate(
+        torch.tensor(rows, device=base.device),
+        limit,
+        attention_mask=torch.tensor(mask, device=base.device),
+        temperature=config.temperature,
+        repetition_penalty=config.repetition_penalty,
+        no_repeat_ngram_size=config.no_repeat_ngram_size,
+        stop_strings=config.stop or None,
+        eos_token_id=list(eos) or None,
+        pad_token_id=pad if isinstance(pad, int) else 0,
+        seed=seed,
+        **more,
+    )
+
+
+def _records(config: GenerateConfig, *, has_template: bool) -> list[Record]:
+    from specheads.data.records import read_jsonl
+
+    if config.prompts:
+        return read_jsonl(config.prompts)
+    prompt = config.prompt or _read_prompt()
+    record: Record = {"id": "prompt", "kind": "prompt"}
+    if config.raw or not has_template:
+        record["text"] = prompt
+    else:
+        record["messages"] = [{"role": "user", "content": prompt}]
+    return [record]
 
 
 def _read_prompt() -> str:
@@ -122,9 +221,12 @@ def _write(piece: str) -> None:
 def main() -> None:
     """Entry point."""
     sys.argv[1:], prompt = take_literal(sys.argv[1:], "prompt")
+    sys.argv[1:], stops = take_literals(sys.argv[1:], "stop")
 
     def task(config: GenerateConfig) -> None:
-        run(config if prompt is None else replace(config, prompt=prompt))
+        if prompt is not None:
+            config = replace(config, prompt=prompt)
+        run(replace(config, stop=stops) if stops else config)
 
     hydra_main("generate", GenerateConfig, task)
 

@@ -1,7 +1,9 @@
 """``python -m specheads.generate`` on a tiny model."""
 
 import io
+import json
 import re
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from specheads.config import ConfigError, GenerateConfig
-from specheads.generate import run, take_literal
+from specheads.generate import run, take_literal, take_literals
 
 Program = Callable[..., subprocess.CompletedProcess[str]]
 AWKWARD = "def f(a, \"b\", [c], ${d}, k=1):\n    x = 'é' \\"
@@ -42,6 +44,8 @@ def test_literal_argument() -> None:
     assert take_literal(argv, "prompt") == (["seed=1", "-x"], "c,d")
     assert take_literal(["seed=1"], "prompt") == (["seed=1"], None)
     assert take_literal(["prompt=\udcff"], "prompt") == ([], "\ufffd")
+    argv = ["stop=\n\n", "seed=1", "stop=[a,b]"]
+    assert take_literals(argv, "stop") == (["seed=1"], ["\n\n", "[a,b]"])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -87,3 +91,94 @@ def test_bad_usage_is_one_line(tiny_export: Path, program: Program) -> None:
     done = program("generate", f"checkpoint={tiny_export}", "prompt=x", "max_new_tokns=3")
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1 and "max_new_tokns" in done.stderr
+
+
+SETTINGS: list[dict[str, object]] = [
+    {"repetition_penalty": 1.5},
+    {"no_repeat_ngram_size": 1},
+    {"temperature": 0.9, "top_k": 3},
+    {"temperature": 0.9, "top_p": 0.3},
+    {"temperature": 0.9, "min_p": 0.3},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_settings_reach_the_text(
+    tiny_export: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, object]
+) -> None:
+    """A setting that is read and then forgotten looks like one that has little effect."""
+    given = {"checkpoint": str(tiny_export), "prompt": "def f(x):", "seed": 3}
+    without = text_of(capsys, **given, temperature=settings.get("temperature", 0.0))
+    tree = text_of(capsys, **given, **settings)
+    assert tree == text_of(capsys, **given, **settings, plain=True)
+    assert tree != without
+
+
+def test_text_stops_behind_a_string(
+    tiny_export: Path, program: Program, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stop strings are full of what Hydra reads: line breaks, quotes, brackets."""
+    given = {"checkpoint": str(tiny_export), "prompt": "def f(x):", "temperature": 1.0, "seed": 5}
+    whole = text_of(capsys, **given).removesuffix("\n")
+    stop = next(c for c in whole[4:] if c not in whole[:4] and c != "\ufffd")
+    expected = whole[: whole.index(stop) + 1] + "\n"
+    assert text_of(capsys, **given, stop=["no such", stop]) == expected
+    assert text_of(capsys, **given, stop=[stop], plain=True) == expected
+    words = [f"{key}={value}" for key, value in given.items()]
+    done = program("generate", *words, "max_new_tokens=24", "stop=[${", f"stop={stop}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == expected
+
+
+def test_prompts_are_decoded_in_batches(
+    tiny_export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A prompt's text must not depend on its neighbours, on padding or on the batch size."""
+    texts = ["def f(x):", "x", "for i in range(10):\n", "y" * 495, "import os"]
+    path = tmp_path / "many.jsonl"
+    path.write_text("".join(json.dumps({"id": t[:5], "text": t}) + "\n" for t in texts))
+    for more in ({}, {"temperature": 0.9, "repetition_penalty": 1.2, "stop": ["e"]}):
+        alone = [
+            text_of(capsys, checkpoint=str(tiny_export), prompt=t, raw=True, seed=7 + i, **more)
+            for i, t in enumerate(texts)
+        ]
+        for batch_size in (1, 2, 8):
+            capsys.readouterr()
+            settings = {"prompts": str(path), "batch_size": batch_size, "seed": 7, **more}
+            run(GenerateConfig(str(tiny_export), max_new_tokens=24, **settings))  # type: ignore
+            out, err = capsys.readouterr()
+            lines = [json.loads(line) for line in out.splitlines()]
+            assert [line["id"] for line in lines] == [t[:5] for t in texts]
+            assert [line["text"] + "\n" for line in lines] == alone
+            assert f"for 5 prompts in batches of {batch_size}" in err
+            assert lines[3]["num_tokens"] <= 512 - 495 and not lines[3]["finished"]
+
+
+def test_base_model_that_was_moved(
+    tiny_export: Path, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An export on another machine finds its base model only where it is told to look."""
+    given = {"checkpoint": str(tiny_export), "prompt": "def f(x):"}
+    before = text_of(capsys, **given)
+    moved = tmp_path / "moved"
+    shutil.move(tiny_model_dir, moved)
+    with pytest.raises(ConfigError, match="needs its base model"):
+        text_of(capsys, **given)
+    assert text_of(capsys, **given, base=str(moved)) == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"min_p": 2.0}, r"min_p must be in \[0, 1\], got 2.0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be more than 0"),
+        ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size must be at least 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"prompt": "a", "prompts": "b"}, "prompts must be left out with prompt"),
+        ({"stop": [""]}, "stop must be strings that are not empty"),
+    ],
+)
+def test_settings_are_checked(settings: dict[str, object], message: str) -> None:
+    """Transformers would say it in words of its own, after loading."""
+    with pytest.raises(ConfigError, match=message):
+        GenerateConfig("x", **settings)  # type: ignore[arg-type]
