@@ -217,24 +217,32 @@ class Captured:
 def capture_hidden(model: PreTrainedModel) -> Iterator[Captured]:
     """Record what the model hands to its output layer, at every forward while the context is open.
 
-    A hook on ``base_model`` sees all positions even where logits are asked for one row only, and
+    A hook on the decoder sees all positions even where logits are asked for one row only, and
     holds for every architecture; ``output_hidden_states`` would keep all layers alive.
 
     Raises:
         ValueError: if the model has no part below its output layer.
     """
-    if model.base_model is model:
-        raise ValueError(f"model {type(model).__name__} has no base_model below its output layer")
     captured = Captured()
 
     def keep(_module: nn.Module, _args: Any, output: Any) -> None:
         captured.hidden = output[0] if isinstance(output, tuple) else output.last_hidden_state
 
-    handle = model.base_model.register_forward_hook(keep)
+    handle = _decoder(model).register_forward_hook(keep)
     try:
         yield captured
     finally:
         handle.remove()
+
+
+def _decoder(model: PreTrainedModel) -> nn.Module:
+    """Return the part whose output the output layer takes."""
+    # OPT's forward calls past its base_model; Llama 4 calls itself by the name of one it has not
+    parts = (model.get_decoder(), model.base_model, *model.children())
+    for part in parts:
+        if isinstance(part, PreTrainedModel) and part is not model:
+            return part
+    raise ValueError(f"model {type(model).__name__} has no decoder below its output layer")
 
 
 def packed_hidden(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor) -> Tensor:

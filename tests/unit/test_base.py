@@ -178,7 +178,7 @@ def test_capture_ends_with_its_context(tiny_llama: PreTrainedModel) -> None:
         assert captured.hidden is hidden
     tiny_llama.base_model(IDS[:, :3])
     assert captured.hidden is hidden
-    with pytest.raises(ValueError, match="no base_model"), capture_hidden(tiny_llama.base_model):
+    with pytest.raises(ValueError, match="no decoder"), capture_hidden(tiny_llama.base_model):
         pass
 
 
