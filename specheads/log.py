@@ -21,7 +21,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from omegaconf import OmegaConf
 from tqdm import tqdm
 
 from specheads import __version__, dist
@@ -179,6 +178,8 @@ class RunLog:
             raise
 
     def _describe(self) -> None:
+        from omegaconf import OmegaConf
+
         settings = OmegaConf.create(dataclasses.asdict(self.cfg))  # type: ignore[call-overload]
         if not (self.dir / "config.yaml").exists():
             (self.dir / "config.yaml").write_text(OmegaConf.to_yaml(settings))
