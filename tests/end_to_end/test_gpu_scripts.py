@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from tests.scripts import load_script
 
+ROOT = Path(__file__).parents[2]
 gpu_check = load_script("gpu_check")
 bench_gpu = load_script("bench_gpu")
 
@@ -26,6 +29,22 @@ def test_checks_pass_and_say_what_was_not_run(
     checks = json.loads(out.read_text())["checks"]
     assert [check["check"] for check in checks] == names
     assert all(check["detail"] for check in checks)
+
+
+def test_checks_need_torch_and_transformers_only() -> None:
+    """A lent machine has no Hydra, and nothing can be installed there."""
+    code = (
+        "import runpy, sys\n"
+        "for name in ('hydra', 'omegaconf', 'datasets', 'deepspeed', 'bitsandbytes', 'wandb'):\n"
+        "    sys.modules[name] = None\n"
+        "sys.argv[1:] = ['--device', 'cpu', '--only', 'golden', '4 bit']\n"
+        "runpy.run_path('scripts/gpu_check.py', run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "bitsandbytes is missing" in done.stdout and "1 ok, 0 failed" in done.stdout
 
 
 def test_failed_check_is_said_and_counted(

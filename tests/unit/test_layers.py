@@ -29,7 +29,7 @@ LAYERS = [
 # Siblings that must not know each other though they share a layer.
 STRANGERS = {("training", "decoding"), ("decoding", "training")}
 # Imported only by the run that needs them: --help answers at once, and a missing one hurts nobody.
-LAZY = {"hydra", "datasets", "deepspeed", "bitsandbytes", "wandb"}
+LAZY = {"hydra", "omegaconf", "datasets", "deepspeed", "bitsandbytes", "wandb"}
 
 
 @cache
@@ -126,7 +126,6 @@ def test_recipes_do_not_import_each_other() -> None:
 def test_heavy_packages_are_imported_late(part: str, path: Path) -> None:
     """DeepSpeed or wandb at load time would slow every command and demand a compiler of all."""
     loaded = {name.split(".")[0] for name in imports(path, at_load=True)}
-    allowed = {"hydra"} if (layer_of(part) or 0) == len(LAYERS) - 1 else set()
-    if path == PACKAGE / "config.py":
-        allowed = {"hydra"}  # the dataclasses enter Hydra's store here
+    is_entry_point = (layer_of(part) or 0) == len(LAYERS) - 1
+    allowed = {"hydra", "omegaconf"} if is_entry_point else set()
     assert not (loaded & LAZY) - allowed, f"{path.name} loads {sorted(loaded & LAZY)}"
