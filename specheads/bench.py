@@ -7,6 +7,7 @@ from plain decoding's by more than rounding explains.
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from specheads.config import BenchConfig, ConfigError, RunError
 from specheads.entry import hydra_main
 
 if TYPE_CHECKING:
+    from specheads.drafters.dynamic import DynamicHeadsDrafter
     from specheads.models.checkpoint import Export
     from specheads.tree import Tree
 
@@ -62,6 +64,7 @@ def run(config: BenchConfig) -> None:
 
     from specheads import dist, hardware
     from specheads.decoding.benchmark import benchmark, make_methods
+    from specheads.decoding.exported import acceptance_rule
     from specheads.decoding.measure import end_tokens, read_prompts
     from specheads.decoding.report import failures
     from specheads.decoding.tables import (
@@ -90,6 +93,7 @@ def run(config: BenchConfig) -> None:
     )
     eos = end_tokens(export.base, export.tokenizer)
     trees = [export.tree, *_other_trees(export, config, eos)]
+    rule = acceptance_rule(config.decode)
     methods = make_methods(
         export.base,
         export.heads,
@@ -98,6 +102,9 @@ def run(config: BenchConfig) -> None:
         eos=eos,
         pad=export.tokenizer.pad_token_id,
         max_new_tokens=config.max_new_tokens,
+        dynamic=_dynamic(export, config),
+        lossy=None if rule.lossless else rule,
+        compile=config.decode.compile,
     )
     temperatures = sorted({*config.temperatures, *ALWAYS})
     batch_sizes = sorted({1, *config.batch_sizes})
@@ -118,6 +125,7 @@ def run(config: BenchConfig) -> None:
                 "num_prompts": len(prompts),
                 "prompts_sha256": digest,
                 "max_new_tokens": config.max_new_tokens,
+                "decode": asdict(config.decode),
             },
             tick=bar.update,
         )
@@ -147,6 +155,19 @@ def run(config: BenchConfig) -> None:
     if failed := failures(result):
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
         raise RunError(f"rounding does not explain that {failed[0]}{more}")
+
+
+def _dynamic(export: Export, config: BenchConfig) -> DynamicHeadsDrafter | None:
+    """Return the drafter of trees grown at each step, where its size is given or was measured."""
+    from specheads.decoding.exported import dynamic_settings, exported_drafter
+    from specheads.drafters.dynamic import DynamicHeadsDrafter
+
+    asked = config.decode.tree == "dynamic" or config.decode.num_nodes
+    if not asked and not dynamic_settings(export):
+        return None
+    drafter = exported_drafter(export, replace(config.decode, tree="dynamic"))
+    assert isinstance(drafter, DynamicHeadsDrafter)
+    return drafter
 
 
 def _other_trees(export: Export, config: BenchConfig, eos: tuple[int, ...]) -> list[Tree]:

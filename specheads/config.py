@@ -245,6 +245,32 @@ class TrainConfig:
 
 
 @dataclass
+class DecodeConfig:
+    """How the heads of an export are decoded with."""
+
+    tree: str = "static"  # static: the export's; dynamic: grown at each step
+    num_nodes: int = 0  # of a dynamic tree, root included; 0: what tree_search found
+    compile: bool = False  # torch.compile the base's passes, CUDA graphs on a GPU; slow to start
+    acceptance: str = "exact"  # exact; lossy_typical, lossy_lenient: NOT the base's distribution
+    epsilon: float = 0.09  # of lossy_typical, larger is stricter
+    delta: float = 0.3  # of lossy_typical, larger is stricter
+    lenience: float = 0.5  # of lossy_lenient, 1 is exact
+
+    def __post_init__(self) -> None:
+        _one_of("decode.tree", self.tree, "static", "dynamic")
+        _check(
+            self.num_nodes == 0 or self.num_nodes >= 2,
+            "decode.num_nodes",
+            self.num_nodes,
+            "0 or above 1",
+        )
+        _one_of("decode.acceptance", self.acceptance, "exact", "lossy_typical", "lossy_lenient")
+        _check(self.epsilon >= 0, "decode.epsilon", self.epsilon, "at least 0")
+        _check(self.delta >= 0, "decode.delta", self.delta, "at least 0")
+        _check(0 < self.lenience <= 1, "decode.lenience", self.lenience, "in (0, 1]")
+
+
+@dataclass
 class GenerateConfig:
     """Everything ``python -m specheads.generate`` accepts."""
 
@@ -266,6 +292,7 @@ class GenerateConfig:
     dtype: str = "float32"
     color: str = "auto"  # auto, always, never: one colour per verify step
     plain: bool = False  # one token at a time, for comparison
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
 
     def __post_init__(self) -> None:
         _check(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1")
@@ -300,6 +327,7 @@ class BenchConfig:
     threads: int = 0  # 0: all
     seed: int = 0
     tree_nodes: list[int] = field(default_factory=list)  # other sizes beside the export's tree
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
 
     def __post_init__(self) -> None:
         _check(self.num_prompts >= 1, "num_prompts", self.num_prompts, "at least 1")

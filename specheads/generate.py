@@ -53,9 +53,9 @@ def run(config: GenerateConfig) -> None:
     """Load, decode, print."""
     from specheads import dist, hardware
     from specheads.data.chat import Encoder
+    from specheads.decoding.exported import acceptance_rule, exported_drafter
     from specheads.decoding.generate import SpecDecoder
-    from specheads.drafters.heads import HeadsDrafter
-    from specheads.models.base import context_length, output_layer
+    from specheads.models.base import context_length
     from specheads.models.checkpoint import load_export
 
     device = dist.device()
@@ -74,8 +74,13 @@ def run(config: GenerateConfig) -> None:
                 f"the prompt{name} is {len(prompt)} tokens, but the base model's context is"
                 f" {context}"
             )
-    drafter = HeadsDrafter(export.heads, output_layer(base), export.tree)
-    decoder = SpecDecoder(base, None if config.plain else drafter, tokenizer=tokenizer)
+    decoder = SpecDecoder(
+        base,
+        None if config.plain else exported_drafter(export, config.decode),
+        tokenizer=tokenizer,
+        acceptance=acceptance_rule(config.decode),
+        compile=config.decode.compile,
+    )
     if config.prompts:
         _run_batches(config, decoder, records, prompts, context)
     else:

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specheads.decoding import report
+from specheads.decoding.deciding import Acceptance
 from specheads.decoding.identity import Rounding, compare
 from specheads.decoding.measure import (
     Method,
@@ -21,6 +22,7 @@ from specheads.decoding.measure import (
     plain_method,
 )
 from specheads.decoding.sampling import Sampler
+from specheads.drafters.dynamic import DynamicHeadsDrafter
 from specheads.drafters.heads import HeadsDrafter
 from specheads.drafters.ngram import NgramDrafter
 from specheads.hardware import environment
@@ -44,11 +46,27 @@ def make_methods(
     eos: tuple[int, ...],
     pad: int | None,
     max_new_tokens: int,
+    dynamic: DynamicHeadsDrafter | None = None,
+    lossy: Acceptance | None = None,
+    compile: bool = False,
 ) -> list[Method]:
-    """Return the compared methods; the first of ``trees`` is called ``tree``."""
+    """Return the compared methods; the first of ``trees`` is called ``tree``.
+
+    Args:
+        base: base model.
+        heads: heads on it.
+        output: its output layer.
+        trees: static ones.
+        eos: tokens that end a text.
+        pad: padding of transformers' generate.
+        max_new_tokens: limit per prompt.
+        dynamic: a drafter of trees grown at each step, to be compared too.
+        lossy: a rule that the first tree is decoded by once more, named in the row.
+        compile: compile the base's passes in our own loops, the plain one included.
+    """
     extra = sum(parameter.numel() for parameter in heads.parameters())
     methods = [
-        plain_method(base, eos, max_new_tokens),
+        plain_method(base, eos, max_new_tokens, compile=compile),
         hf_generate_method(base, eos, pad, max_new_tokens),
         drafted_method(
             "prompt_lookup",
@@ -57,18 +75,35 @@ def make_methods(
             eos,
             max_new_tokens,
             tree_nodes=LOOKUP_TOKENS + 1,
+            compile=compile,
         ),
     ]
-    for index, tree in enumerate(trees):
+    drafted: list[tuple[str, HeadsDrafter | DynamicHeadsDrafter, int, Acceptance | None]] = [
+        (
+            f"tree_{tree.num_nodes}" if index else "tree",
+            HeadsDrafter(heads, output, tree),
+            tree.num_nodes,
+            None,
+        )
+        for index, tree in enumerate(trees)
+    ]
+    if dynamic is not None:
+        drafted.append(("tree_dynamic", dynamic, dynamic.num_nodes, None))
+    if lossy is not None:
+        _, first, num_nodes, _ = drafted[0]
+        drafted.append((f"tree_{lossy.rule}", first, num_nodes, lossy))
+    for name, drafter, num_nodes, acceptance in drafted:
         methods.append(
             drafted_method(
-                f"tree_{tree.num_nodes}" if index else "tree",
+                name,
                 base,
-                HeadsDrafter(heads, output, tree),
+                drafter,
                 eos,
                 max_new_tokens,
-                tree_nodes=tree.num_nodes,
+                tree_nodes=num_nodes,
                 extra_parameters=extra,
+                acceptance=acceptance,
+                compile=compile,
             )
         )
     return methods
@@ -201,7 +236,7 @@ def make_rows(
         samplers = [Sampler(temperature=temperature, seed=seed + n) for n in range(len(prompts))]
         for method in methods:
             same = None
-            if method.seeded or temperature == 0:
+            if method.seeded or (temperature == 0 and method.lossless):
                 same = compare(
                     [prompt.id for prompt in prompts],
                     [prompt.input_ids for prompt in prompts],

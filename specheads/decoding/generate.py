@@ -59,6 +59,7 @@ class SpecDecoder:
         seed: of the noise, for all calls; see :meth:`generate`.
         tokenizer: reads ``stop_strings``.
         acceptance: the rule by which candidates are accepted; exact if None.
+        compile: compile the base's passes; the first of each shape takes a while.
 
     ``streamer`` and ``tokenizer`` are bound here for ``base.generate(custom_generate=decoder)``, as
     transformers 5 hands neither of its own to a ``custom_generate`` callable.
@@ -78,6 +79,8 @@ class SpecDecoder:
         seed: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         acceptance: Acceptance | None = None,
+        *,
+        compile: bool = False,
     ) -> None:
         if drafter is not None:
             check_tree_support(base)
@@ -87,6 +90,7 @@ class SpecDecoder:
         self.seed = seed
         self.tokenizer = tokenizer
         self.acceptance = acceptance
+        self.compile = compile
         self.last_result: DecodeResult | None = None
 
     def generate(
@@ -236,6 +240,7 @@ class _Call:
             "on_tokens": self._hand_out if self.streamer or self.on_tokens else None,
             "cache": tree_cache(model_kwargs.get("past_key_values"), as_dict),
             "pad_token_id": 0 if pad is None else int(pad),
+            "compile": decoder.compile,
             "keep_scores": as_dict and bool(config.output_scores or config.output_logits),
         }
         decoder.last_result = None  # a kept cache would stay in memory beside the new one

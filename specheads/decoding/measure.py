@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specheads.config import ConfigError
 from specheads.data.chat import Encoder
 from specheads.data.records import read_jsonl
+from specheads.decoding.deciding import Acceptance
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
 from specheads.decoding.result import DecodeResult
@@ -81,6 +82,7 @@ class Method:
     tree_nodes: int = 1
     extra_parameters: int = 0
     seeded: bool = True  # draws what plain decoding draws with the same seed
+    lossless: bool = True  # greedy, its tokens are plain decoding's
 
 
 @dataclass
@@ -168,7 +170,9 @@ def end_tokens(base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tup
     return tuple(found) if isinstance(found, Iterable) else (int(found),)
 
 
-def plain_method(base: PreTrainedModel, eos: tuple[int, ...], max_new_tokens: int) -> Method:
+def plain_method(
+    base: PreTrainedModel, eos: tuple[int, ...], max_new_tokens: int, *, compile: bool = False
+) -> Method:
     """Return our own loop of one token at a time, the baseline of every figure."""
 
     def run(batch: Batch, temperature: float, seed: int) -> list[Decoded]:
@@ -179,6 +183,7 @@ def plain_method(base: PreTrainedModel, eos: tuple[int, ...], max_new_tokens: in
             max_new_tokens=max_new_tokens,
             sampler=Sampler(temperature=temperature, seed=seed),
             eos_token_ids=eos,
+            compile=compile,
         )
         return as_decoded(result)
 
@@ -194,8 +199,10 @@ def drafted_method(
     *,
     tree_nodes: int,
     extra_parameters: int = 0,
+    acceptance: Acceptance | None = None,
+    compile: bool = False,
 ) -> Method:
-    """Return the decoding loop with ``drafter``."""
+    """Return the decoding loop with ``drafter``; a lossy rule's tokens are not compared."""
 
     def run(batch: Batch, temperature: float, seed: int) -> list[Decoded]:
         result = decode(
@@ -206,11 +213,14 @@ def drafted_method(
             max_new_tokens=max_new_tokens,
             sampler=Sampler(temperature=temperature, seed=seed),
             eos_token_ids=eos,
+            acceptance=acceptance,
+            compile=compile,
         )
         return as_decoded(result)
 
     kind = type(drafter).__name__.removesuffix("Drafter").lower()
-    return Method(name, run, kind, tree_nodes, extra_parameters)
+    lossless = acceptance is None or acceptance.lossless
+    return Method(name, run, kind, tree_nodes, extra_parameters, lossless, lossless)
 
 
 def hf_generate_method(

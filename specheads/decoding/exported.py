@@ -1,0 +1,49 @@
+"""Decode with an export as the settings say: which trees, which rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specheads.config import ConfigError, DecodeConfig
+from specheads.decoding.deciding import Acceptance
+from specheads.drafters.dynamic import DynamicHeadsDrafter
+from specheads.drafters.heads import HeadsDrafter
+from specheads.models.base import output_layer
+from specheads.models.checkpoint import Export
+
+
+def exported_drafter(export: Export, decode: DecodeConfig) -> HeadsDrafter | DynamicHeadsDrafter:
+    """Return the drafter of an export's heads that ``decode`` asks for.
+
+    Raises:
+        ConfigError: if a dynamic tree is asked for, and neither the settings nor the export say how
+            large it is to be.
+    """
+    output = output_layer(export.base)
+    if decode.tree == "static":
+        return HeadsDrafter(export.heads, output, export.tree)
+    measured = dynamic_settings(export)
+    num_nodes = decode.num_nodes or measured.get("num_nodes", 0)
+    if not num_nodes:
+        raise ConfigError(
+            "decode.tree=dynamic needs decode.num_nodes: the export was not searched for it"
+            " (python -m specheads.tree_search)"
+        )
+    return DynamicHeadsDrafter(
+        export.heads, output, num_nodes, temperatures=measured.get("temperatures")
+    )
+
+
+def dynamic_settings(export: Export) -> dict[str, Any]:
+    """Return what tree_search found about dynamic trees; empty where it was not run."""
+    measured_on = export.config.get("tree", {}).get("measured_on") or {}
+    found = measured_on.get("dynamic") or {}
+    assert isinstance(found, dict)
+    return found
+
+
+def acceptance_rule(decode: DecodeConfig) -> Acceptance:
+    """Return the rule that ``decode`` asks for."""
+    return Acceptance(
+        decode.acceptance, epsilon=decode.epsilon, delta=decode.delta, lenience=decode.lenience
+    )
