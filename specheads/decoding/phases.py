@@ -1,0 +1,97 @@
+"""Clock the phases of the decoding loop from outside, so that the loop itself holds no clocks."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specheads.decoding import loop
+from specheads.decoding.forward import BasePass
+from specheads.decoding.result import Output
+from specheads.drafters.heads import HeadsDrafter
+from specheads.kv_cache import TreeCache
+from specheads.models.base import OutputLayer
+
+FORWARD, HEADS = "base forward", "heads"
+PHASES = (FORWARD, HEADS, "propose", "verify", "accept", "emit", "commit", "observe", "replay")
+
+
+def now(device: torch.device) -> float:
+    """Return the time, after whatever the device still does."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+class Phases:
+    """Clocks nested calls, each without what it calls that is clocked too, step by step.
+
+    Attributes:
+        steps: per step the seconds of every phase, and of the whole as ``step``.
+
+    Args:
+        device: waited for before every look at the clock.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.steps: list[dict[str, float]] = []
+        self._step: dict[str, float] | None = None  # the one that is going on
+        self._begin = 0.0
+        self._open: list[list[Any]] = []  # [name, seconds of clocked calls inside]
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function``, clocked as ``name``; a call of propose begins a step."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = now(self.device)
+            if name == "propose":
+                if self._step is not None:
+                    self.steps.append({**self._step, "step": start - self._begin})
+                self._step, self._begin = dict.fromkeys(PHASES, 0.0), start
+            outer = [each[0] for each in self._open]
+            self._open.append([name, 0.0])
+            try:
+                return function(*args, **kwargs)
+            finally:
+                total = now(self.device) - start
+                _, inside = self._open.pop()
+                if self._open:
+                    self._open[-1][1] += total
+                if self._step is not None:  # before the first step there is the prefill
+                    label = "replay" if name == FORWARD and "accept" in outer else name
+                    self._step[label] += total - inside
+
+        return run
+
+    @contextlib.contextmanager
+    def watching(self, base: PreTrainedModel, drafter: HeadsDrafter) -> Iterator[None]:
+        """Clock the phases of one text decoded while open; its last step is left out."""
+        snapshot = drafter.heads.snapshot
+
+        def clocked_snapshot(output: OutputLayer) -> Callable[[Tensor], Tensor]:
+            return self.timed(HEADS, snapshot(output))
+
+        places: list[tuple[Any, str, str]] = [
+            (loop, "propose", "propose"),
+            (loop, "accept", "accept"),
+            (BasePass, "verify", "verify"),
+            (Output, "emit", "emit"),
+            (TreeCache, "commit", "commit"),
+            (drafter, "observe", "observe"),
+            (base, "forward", FORWARD),
+        ]
+        with contextlib.ExitStack() as stack:
+            for owner, attribute, name in places:
+                clocked = self.timed(name, getattr(owner, attribute))
+                stack.enter_context(patch.object(owner, attribute, clocked))
+            stack.enter_context(patch.object(drafter.heads, "snapshot", clocked_snapshot))
+            yield
+        self._step = None  # nothing tells where it ended

@@ -1,0 +1,73 @@
+"""``scripts/bench_step.py`` on a tiny model."""
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    """Import the script."""
+    spec = importlib.util.spec_from_file_location("bench_step", ROOT / "scripts" / "bench_step.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_part_is_measured(
+    script: ModuleType, tiny_export: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It runs once per publication, long after the parts that it clocks were last renamed."""
+    out = tiny_export.with_name("step.json")
+    script.main(
+        [
+            f"--checkpoint={tiny_export}",
+            "--dtype=float32",
+            "--threads=1",
+            "--repeats=1",
+            "--num-prompts=1",
+            "--max-new-tokens=12",
+            "--context=32",
+            "--calls=3",
+            "--growth-tokens=40",
+            f"--out={out}",
+            "--nodes",
+            "2",
+            "8",
+        ]
+    )
+    report = json.loads(out.read_text())
+    assert report.keys() == {"environment", "settings", "budget", "verify", "growth"}
+    assert [row["temperature"] for row in report["budget"]] == [0, 1]
+    for row in report["budget"]:
+        assert row["phases_ms"]["base forward"]["median"] > 0 < row["phases_ms"]["heads"]["median"]
+        assert 0 < row["overhead_ms"]["median"] < row["clocked_step_ms"]["median"]
+        assert 0 < row["overhead_share"]["median"] < 1 and row["num_steps"] > 0
+    assert [row["num_nodes"] for row in report["verify"]] == [2, 8]
+    for row in report["verify"]:
+        assert row["ratio"]["q25"] <= row["ratio"]["median"] <= row["ratio"]["q75"]
+        assert 0 < row["ratio_ci95"][0] <= row["ratio"]["median"] <= row["ratio_ci95"][1]
+    for row in report["growth"]:
+        assert row["plain"]["tokens_per_step"][0]["median"] == 1
+        assert row["tree"]["tokens_per_step"][1]["median"] >= 1
+        assert row["beyond_plain_per_token"]["median"] > 0
+    said = capsys.readouterr().out
+    assert "overhead" in said and "ratio" in said and "second half" in said
+
+
+def test_halves_divide_the_step_in_the_middle(script: ModuleType) -> None:
+    """A whole step on one side makes the other half look faster, the more so in short texts."""
+    # the prefill's token at 0, then 4 tokens in 1 s, 4 in 1 s, 1 in 3 s; the middle is at 5
+    found = script.halves([0.0, 1.0, 2.0, 5.0], [1, 4, 4, 1])
+    assert found["tokens_per_step"] == pytest.approx((4.0, 5 / 2))
+    assert found["ms_per_step"] == pytest.approx((1000, 2000))
+    # now at 6: a quarter of the second step is in the first half
+    found = script.halves([0.0, 1.0, 2.0, 5.0], [1, 4, 4, 3])
+    assert found["ms_per_step"] == pytest.approx((1000, 3750 / 1.75))
+    assert found["ms_per_token"] == pytest.approx((250, 3750 / 6))

@@ -1,0 +1,50 @@
+"""Clocks around the phases of the loop."""
+
+import time
+from statistics import median
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from specheads.decoding import loop
+from specheads.decoding.forward import BasePass
+from specheads.decoding.phases import FORWARD, HEADS, PHASES, Phases
+from specheads.drafters.heads import HeadsDrafter
+from specheads.models.base import OutputLayer
+from specheads.models.heads import MedusaHeads
+from specheads.tree import default_tree
+
+
+def test_phases_add_up_to_their_step(
+    tiny_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A phase counted twice, or in another step, is an overhead that nobody can find."""
+    output = OutputLayer(tiny_llama.lm_head)
+    heads = MedusaHeads(3, 1, 32, 272)
+    heads.init_from_output(output.weight)
+    drafter = HeadsDrafter(heads.eval(), output, default_tree(3, 6))
+    forward = tiny_llama.forward
+
+    def slow_forward(*args: object, **kwargs: object) -> object:
+        time.sleep(0.003)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(tiny_llama, "forward", slow_forward)
+    verify, propose = BasePass.verify, loop.propose
+    ids = torch.randint(0, 256, (1, 6))
+    wanted = loop.decode(tiny_llama, drafter, ids, max_new_tokens=24)
+    phases = Phases(torch.device("cpu"))
+    for _ in range(2):
+        with phases.watching(tiny_llama, drafter):
+            found = loop.decode(tiny_llama, drafter, ids, max_new_tokens=24)
+        assert found.new_tokens == wanted.new_tokens
+    assert (BasePass.verify, loop.propose) == (verify, propose), "the clocks are gone again"
+    assert len(phases.steps) == 2 * (wanted.num_steps - 1), "the last of each text has no end"
+    for step in phases.steps:
+        assert step.keys() == {*PHASES, "step"}
+        assert 0.003 <= step[FORWARD] and step[HEADS] > 0
+        assert sum(step[name] for name in PHASES) <= step["step"]
+    # of most steps: the machine may be busy with something else during one
+    assert median(step["verify"] for step in phases.steps) < 0.003
+    assert median(sum(s[n] for n in PHASES) / s["step"] for s in phases.steps) > 0.5
