@@ -43,7 +43,7 @@ def test_phases_add_up_to_their_step(
     assert len(phases.steps) == 2 * (wanted.num_steps - 1), "the last of each text has no end"
     for step in phases.steps:
         assert step.keys() == {*PHASES, "step"}
-        assert 0.003 <= step[FORWARD] and step[HEADS] > 0
+        assert step[FORWARD] >= 0.003 and step[HEADS] > 0
         assert sum(step[name] for name in PHASES) <= step["step"]
     # of most steps: the machine may be busy with something else during one
     assert median(step["verify"] for step in phases.steps) < 0.003
