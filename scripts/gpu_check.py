@@ -32,12 +32,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
+from specheads.decoding.generate import SpecDecoder
 from specheads.decoding.identity import Divergence, Rounding, compare
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
 from specheads.decoding.result import DecodeResult
 from specheads.decoding.sampling import Sampler
 from specheads.drafters.contract import Candidates, Prefill, StepResult
+from specheads.drafters.dynamic import DynamicHeadsDrafter
 from specheads.drafters.heads import HeadsDrafter
 from specheads.drafters.ngram import NgramDrafter
 from specheads.hardware import environment
@@ -323,6 +325,49 @@ def golden(device: torch.device) -> str:
     return ", ".join(said)
 
 
+def dynamic_trees(device: torch.device) -> str:
+    """Trees that the heads grow anew for every row and step give the pinned tokens too."""
+    export = load_export(GOLDEN / "export", dtype="float32", device=device)
+    drafter = DynamicHeadsDrafter(export.heads, output_layer(export.base), 16)
+    said = []
+    for case in json.loads((GOLDEN / "expected.json").read_text(encoding="utf-8"))["cases"]:
+        result = decode(
+            export.base,
+            drafter,
+            **padded(case["prompts"], device),
+            max_new_tokens=case["max_new_tokens"],
+            sampler=Sampler(temperature=case["temperature"], seed=case["seed"]),
+            eos_token_ids=[export.tokenizer.eos_token_id],
+        )
+        if [row.new_tokens for row in result.rows] != case["new_tokens"]:
+            raise AssertionError(f"{case['name']}: other tokens")
+        said.append(f"{case['name']} {result.accept_length:.2f}")
+    return ", ".join(said)
+
+
+def doors(device: torch.device) -> str:
+    """Our ``generate`` and that of transformers give the same tokens; a cache outlives a turn."""
+    export = load_export(GOLDEN / "export", dtype="float32", device=device)
+    drafter = HeadsDrafter(export.heads, output_layer(export.base), export.tree)
+    decoder = SpecDecoder(export.base, drafter, seed=5)
+    inputs = padded(PROMPTS, device)
+    settings: dict[str, Any] = {"max_new_tokens": 24, "repetition_penalty": 1.1}
+    for temperature in (0.0, 0.7):
+        ours = decoder.generate(**inputs, temperature=temperature, **settings)
+        sampling = {"do_sample": False}
+        if temperature:
+            sampling = {"do_sample": True, "temperature": temperature}
+        theirs = export.base.generate(**inputs, custom_generate=decoder, **sampling, **settings)
+        if not torch.equal(ours.sequences, theirs):
+            raise AssertionError(f"temperature {temperature}: the doors give other tokens")
+    first = decoder.generate(inputs["input_ids"][-1:], 12, return_dict_in_generate=True)
+    turn = torch.cat([first.sequences, inputs["input_ids"][-1:]], dim=1)
+    again = decoder.generate(turn, 12, past_key_values=first.cache)
+    if not torch.equal(again.sequences, decoder.generate(turn, 12).sequences):
+        raise AssertionError("a second turn behind the cache differs from a fresh one")
+    return f"{len(PROMPTS)} rows; a second turn of {turn.shape[1]} tokens"
+
+
 def synchronisations(device: torch.device) -> str:
     """A step waits for the device once."""
     if device.type != "cuda":
@@ -387,6 +432,8 @@ CHECKS: dict[str, Check] = {
     **{f"identity/{name}": partial(identity, name) for name in TREE_MODELS},
     "batch rows": batch_rows,
     "golden": golden,
+    "dynamic trees": dynamic_trees,
+    "doors": doors,
     "kv commit": kv_commit,
     **{
         f"attention/{name}": partial(attention, name)
