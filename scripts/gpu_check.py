@@ -182,10 +182,12 @@ def batch_rows(device: torch.device) -> str:
 
 def attention(name: str, device: torch.device) -> str:
     """Float32 identity under one attention implementation."""
-    if name == "flex_attention" and device.type == "cpu":
-        raise NotRun("flex_attention is compiled for minutes on a CPU")
     model = build("llama", head_dim=16).to(device)  # flex_attention takes no head narrower
     model.set_attn_implementation(name)
+    if name == "flex_attention" and device.type == "cpu":
+        # compiling took 5 minutes here and then failed in the C++ compiler (torch 2.13)
+        with torch.compiler.set_stance("force_eager"):
+            return f"{require_identity(model)}; not compiled"
     return require_identity(model)
 
 
@@ -435,10 +437,7 @@ CHECKS: dict[str, Check] = {
     "dynamic trees": dynamic_trees,
     "doors": doors,
     "kv commit": kv_commit,
-    **{
-        f"attention/{name}": partial(attention, name)
-        for name in ("sdpa", "eager", "flex_attention")
-    },
+    **{f"attention/{name}": partial(attention, name) for name in ("sdpa", "eager")},
     "attention/flash_attention_2": flash_attention,
     "bfloat16": partial(low_precision, torch.bfloat16),
     "float16": partial(low_precision, torch.float16),
@@ -447,6 +446,7 @@ CHECKS: dict[str, Check] = {
     "synchronisations": synchronisations,
     "memory": memory,
     "several devices": several_devices,
+    "attention/flex_attention": partial(attention, "flex_attention"),  # compiles: the slowest
 }
 
 
