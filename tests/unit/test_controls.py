@@ -11,14 +11,20 @@ import torch
 from torch import Tensor
 from transformers import (
     DynamicCache,
+    LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteriaList,
+    TemperatureLogitsWarper,
     TextStreamer,
 )
 
+from specheads.decoding.choosing import Chooser
 from specheads.decoding.forward import BasePass
 from specheads.decoding.generate import SpecDecoder
-from specheads.decoding.result import DecodeResult
+from specheads.decoding.loop import decode
+from specheads.decoding.processors import bind
+from specheads.decoding.result import DecodeResult, Output
+from specheads.decoding.sampling import Sampler
 from specheads.drafters.ngram import NgramDrafter
 from specheads.kv_cache import TreeCache
 from specheads.tree import Tree, default_tree
@@ -115,30 +121,16 @@ def test_sampled_trees_are_plain_decoding(llama: PreTrainedModel, sampling: str)
         assert new_tokens(SpecDecoder(llama, drafter).generate(**settings)) == new_tokens(plain)
 
 
-def test_near_ties_are_as_wide_as_the_temperature_among_the_processors(
-    llama: PreTrainedModel,
-) -> None:
+def test_near_ties_are_as_wide_as_the_temperature_among_the_processors() -> None:
     """Prevents a low temperature enlarging rounding beyond what is settled."""
-    from specheads.decoding.choosing import Chooser
-
-    seen: list[Tensor] = []
-    original = Chooser._near_ties
-
-    def watch(self: Chooser, logits: Tensor, scores: Tensor) -> Tensor:
-        best = scores.topk(2, dim=-1).values
-        gap = best[..., 0] - best[..., 1]
-        below = original(self, logits, scores)
-        assert self.processors is not None and self.processors.temperature == pytest.approx(0.01)
-        rounding = 1e-5 * logits.abs().amax(-1) / 0.01
-        assert below.equal(gap < rounding)
-        seen.append(below)
-        return below
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Chooser, "_near_ties", watch)
-        decoder = SpecDecoder(llama, NgramDrafter())
-        decoder.generate(ROWS[0], 8, temperature=0.01, top_k=0)
-    assert seen
+    output = Output([[1]], torch.device("cpu"), 3)
+    logits = torch.tensor([[10.0, 9.0, 0.0]])
+    scores = torch.tensor([[1000.0, 999.995, 0.0]])
+    for temperature, tied in ((0.01, True), (1.0, False)):
+        processors = bind(LogitsProcessorList([TemperatureLogitsWarper(temperature)]), [[1]], 1)
+        chooser = Chooser(Sampler(1.0), output, processors, lambda ids, n: logits)
+        path = torch.tensor([[0]])
+        assert chooser.near_ties(logits[None], scores[None], path).tolist() == [[tied]]
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
@@ -178,6 +170,19 @@ def test_scores_and_logits_are_those_of_transformers(llama: PreTrainedModel, num
     assert decoder.generate(ROWS[0], 4).scores is None
 
 
+def test_scores_of_processors_with_a_state(llama: PreTrainedModel) -> None:
+    """Prevents bare logits in place of scores where nodes are asked about one by one."""
+    settings: dict[str, Any] = {"max_new_tokens": 12, "output_scores": True, "do_sample": False}
+    settings["return_dict_in_generate"] = True
+    theirs = llama.generate(ROWS[0], logits_processor=[Alternate()], **settings)
+    drafter = ScriptedDrafter(default_tree(4, 12), theirs.sequences.tolist(), 0.7)
+    ours = SpecDecoder(llama, drafter).generate(ROWS[0], logits_processor=[Alternate()], **settings)
+    assert ours.sequences.equal(theirs.sequences) and ours.accept_length > 1.2
+    assert ours.scores is not None
+    for a, b in zip(ours.scores, theirs.scores, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
 def test_scores_of_sampling_are_without_noise(llama: PreTrainedModel) -> None:
     """Prevents scores that are no log probabilities of anything."""
     settings: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.7, "top_k": 5, "seed": 2}
@@ -190,6 +195,11 @@ def test_scores_of_sampling_are_without_noise(llama: PreTrainedModel) -> None:
         assert int(scores.isfinite().sum()) == 5 and scores[0, token].isfinite()
         kept = scores.isfinite()
         torch.testing.assert_close(scores[kept], logits[kept] / 0.7)
+    sampler = Sampler(temperature=0.7, top_k=5, seed=2)
+    direct = decode(llama, drafter, ROWS[0], max_new_tokens=12, sampler=sampler, keep_scores=True)
+    assert direct.new_tokens == plain.new_tokens and direct.scores is not None
+    for a, b in zip(direct.scores, result.scores, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 class Recorder(TextStreamer):

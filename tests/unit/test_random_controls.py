@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -74,6 +75,7 @@ def fresh(chosen: dict[str, Any]) -> dict[str, Any]:
     return {**chosen, "logits_processor": [chosen["logits_processor"]()]}
 
 
+@pytest.mark.filterwarnings("ignore:Unfeasible length")
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=4),
