@@ -1,4 +1,4 @@
-"""What the README says can be done, can be done."""
+"""What the README and the guide to decoding say can be done, can be done."""
 
 import importlib.util
 import json
@@ -17,22 +17,25 @@ from specheads.entry import tidy_arguments
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+GUIDE = (ROOT / "docs" / "decoding.md").read_text()
 SCHEMAS = {
     "train": config.TrainConfig,
     "generate": config.GenerateConfig,
     "bench": config.BenchConfig,
     "tree_search": config.TreeSearchConfig,
+    "doctor": config.DoctorConfig,
 }
 
 
-def blocks(language: str) -> list[str]:
-    """Return the README's code blocks in ``language``."""
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+def blocks(language: str, page: str = README) -> list[str]:
+    """Return a page's code blocks in ``language``."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
 
 
 def commands() -> list[list[str]]:
-    """Return the README's shell commands, split into words, comments left out."""
-    lines = "\n".join(blocks("sh")).replace("\\\n", " ").splitlines()
+    """Return the pages' shell commands, split into words, comments left out."""
+    code = "\n".join([*blocks("sh"), *blocks("sh", GUIDE)])
+    lines = code.replace("\\\n", " ").splitlines()
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
@@ -51,11 +54,17 @@ def test_commands_exist(words: list[str]) -> None:
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         return
+    if words[1].startswith("scripts/"):
+        code = (ROOT / words[1]).read_text()
+        assert all(f'"{word}"' in code for word in words if word.startswith("--"))
+        return
     assert words[:2] == ["python", "-m"], words
     program = words[2].removeprefix("specheads.")
     config.register_schemas()
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        overrides = [word for word in tidy_arguments(words[3:]) if not word.startswith("prompt=")]
+        literal = "model=" if program == "doctor" else "prompt="  # taken before Hydra sees them
+        given = [word for word in words[3:] if not word.startswith(literal)]
+        overrides = tidy_arguments(given)
         extra = ["run_dir=unused"] if program == "train" else []
         composed = compose(program, overrides=[*overrides, *extra])
     config.to_config(composed, SCHEMAS[program])
@@ -94,9 +103,25 @@ def test_python_example_runs(tiny_export: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.strip()
 
 
+def test_guide_to_decoding_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """A page of examples goes stale line by line, and its claims of identity with it."""
+    code = "\n".join(blocks("python", GUIDE))
+    assert "runs/medusa2/export" in code and code.count("assert ") > 5
+    golden = ROOT / "tests" / "golden" / "export"
+    exec(code.replace("runs/medusa2/export", str(golden)), {})
+    assert capsys.readouterr().out.strip()
+
+
 @pytest.mark.parametrize(
     "page",
-    ["README.md", "BENCHMARKS.md", "CONTRIBUTING.md", "docs/index.md", "benchmarks/README.md"],
+    [
+        "README.md",
+        "BENCHMARKS.md",
+        "CONTRIBUTING.md",
+        "docs/index.md",
+        "docs/decoding.md",
+        "benchmarks/README.md",
+    ],
 )
 def test_links_lead_somewhere(page: str) -> None:
     """A page that was moved leaves links that nobody clicks before publishing."""
