@@ -90,7 +90,7 @@ class Rounding:
         """Decode the texts again, their tokens given, in passes of several widths."""
         changes: list[Tensor] = []
         misses: list[Tensor] = []
-        largest = 0.0
+        largest, num_positions = 0.0, 0
         for prompt, tokens in self.texts:
             new = torch.tensor([tokens], dtype=prompt.dtype, device=prompt.device)
             ids, start = torch.cat([prompt, new], dim=1)[:, :-1], prompt.shape[1]
@@ -98,6 +98,7 @@ class Rounding:
             exact = given_logits(self.reference, ids, start, 0)
             contenders = one.topk(min(CONTENDERS, one.shape[-1])).indices
             largest = max(largest, float(one.abs().max()))
+            num_positions += len(one)
             misses.append(_spread(one - exact, contenders))
             for width in (*self.widths, 0):
                 other = given_logits(self.base, ids, start, width)
@@ -109,7 +110,7 @@ class Rounding:
             shape=shape,
             dtype=max(float(torch.cat(misses).max()), shape),
             typical_shape=float(all_changes.median()),
-            num_positions=sum(len(tokens) for _, tokens in self.texts),
+            num_positions=num_positions,
             widths=self.widths,
         )
 
