@@ -68,6 +68,31 @@ PREFIX_FREE = {
     TopPLogitsWarper,
     TypicalLogitsWarper,
 }
+
+
+class PromptPenalty(EncoderRepetitionPenaltyLogitsProcessor):
+    """A penalty on one row's prompt, for any number of that row's nodes.
+
+    In transformers 5.17 the original would change the first node's scores only.
+
+    Args:
+        processor: the original.
+        prompt: [P], without padding.
+    """
+
+    def __init__(self, processor: EncoderRepetitionPenaltyLogitsProcessor, prompt: Tensor) -> None:
+        self.__dict__.update(vars(processor))
+        self.encoder_input_ids = cast(LongTensor, prompt[None])
+
+    def __call__(self, input_ids: LongTensor, scores: FloatTensor) -> FloatTensor:
+        """Return the scores [R, V] of R nodes."""
+        every = copy.copy(self)
+        every.encoder_input_ids = cast(
+            LongTensor, self.encoder_input_ids.expand(scores.shape[0], -1)
+        )
+        return super(PromptPenalty, every).__call__(input_ids, scores)
+
+
 # the attribute in which a processor keeps a length of the padded text
 LENGTHS: dict[type, str] = {
     ExponentialDecayLengthPenalty: "regulation_start",
@@ -77,7 +102,11 @@ LENGTHS: dict[type, str] = {
     SuppressTokensAtBeginLogitsProcessor: "begin_index",
 }
 # they know the prompts, each for its own row
-OF_ONE_ROW = {EncoderNoRepeatNGramLogitsProcessor, EncoderRepetitionPenaltyLogitsProcessor}
+OF_ONE_ROW = {
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    PromptPenalty,
+}
 # exact types: a subclass may do anything
 STATELESS = {
     *PREFIX_FREE,
@@ -263,8 +292,7 @@ def _for_row(
     if kind is EncoderRepetitionPenaltyLogitsProcessor:
         known = processor.encoder_input_ids
         # num_return_sequences repeats the rows, but not what this one was given
-        prompt = known[row * len(known) // len(prompts), padding:]
-        return _changed(processor, encoder_input_ids=prompt[None])
+        return PromptPenalty(processor, known[row * len(known) // len(prompts), padding:])
     if kind is EncoderNoRepeatNGramLogitsProcessor:
         if padding:  # which it has taken for text
             return kind(processor.ngram_size, torch.tensor([list(prompts[row])]))
