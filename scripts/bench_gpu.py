@@ -339,6 +339,7 @@ def time_heads(
 def time_step(model: PreTrainedModel, mode: str, nodes: int, args: Any) -> dict[str, Any]:
     """Time one mode at one tree size."""
     row: dict[str, Any] = {"part": "base", "mode": mode, "nodes": nodes}
+    torch._dynamo.reset()  # else a second size is compiled for any size, which is slower
     step = Step(model, default_tree(NUM_HEADS, nodes) if nodes > 1 else Tree.chain(0), args.context)
     start = time.perf_counter()
     run = step.mode(mode)
@@ -401,7 +402,8 @@ def table(report: dict[str, Any]) -> str:
             f"  {lm_head} {value:.3f}"
             for lm_head, value in row.get("with_heads_vs_plain", {}).items()
         ]
-        lines.append(f"{name:24}{shown}{ratio}{''.join(with_heads)}")
+        skipped = f"  {row['graphs_skipped']} without graphs" if row.get("graphs_skipped") else ""
+        lines.append(f"{name:24}{shown}{ratio}{''.join(with_heads)}{skipped}")
     return "\n".join(lines)
 
 
