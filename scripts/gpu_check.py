@@ -276,7 +276,15 @@ def compiled(device: torch.device) -> str:
         raise NotRun("needs a GPU; tests/unit tries it on a CPU")
     from torch._dynamo.utils import counters
 
-    said = require_identity(build("llama").to(device), compile=True)
+    model = build("llama").to(device)
+    said = require_identity(model, compile=True)
+    inputs = padded(PROMPTS, device)
+    plain, as_fast = (
+        plain_decode(model, **inputs, max_new_tokens=NEW_TOKENS, compile=compile)
+        for compile in (False, True)
+    )
+    if not torch.equal(plain.sequences, as_fast.sequences):
+        raise AssertionError("plain decoding gives other tokens when compiled")
     if skipped := counters["inductor"]["cudagraph_skips"]:
         raise AssertionError(f"same tokens, but {skipped} passes went without CUDA graphs; {said}")
     return said
