@@ -101,8 +101,9 @@ def tree_svg(tree: Tree, acceptance: Sequence[float], *, title: str) -> str:
             f'viewBox="0 0 {width:.0f} {height:.0f}">',
             "<style>text { font: 12px system-ui, sans-serif; fill: #1f2933 } "
             ".title { font-size: 15px; font-weight: 600 } .quiet { fill: #66727f } "
-            ".rank { font-weight: 600 } .edge { fill: #2f7ebc; fill-opacity: .38 } "
-            ".node { fill: #17527f }</style>",
+            ".rank { font-weight: 600 } .label { paint-order: stroke; stroke: #fff; "
+            "stroke-width: 3px; stroke-opacity: .6; stroke-linejoin: round } "
+            ".edge { fill: #2f7ebc; fill-opacity: .38 } .node { fill: #17527f }</style>",
             '<rect width="100%" height="100%" fill="#fff"/>',
             f'<text class="title" x="{_LEFT:.0f}" y="28">{escape(title)}</text>',
             f'<text class="quiet" x="{_LEFT:.0f}" y="47">Width: probability that the guess is '
@@ -155,6 +156,7 @@ def _draw(node: _Node, shapes: list[str]) -> None:
     if node.choice:
         middle = node.top + max(thick / 2, 4) + 4
         shapes.append(
-            f'<text x="{x + 8:.1f}" y="{middle:.1f}"><tspan class="rank">{node.choice[-1]}</tspan>'
+            f'<text class="label" x="{x + 8:.1f}" y="{middle:.1f}">'
+            f'<tspan class="rank">{node.choice[-1]}</tspan>'
             f'<tspan dx="5">{node.chance:.2f}</tspan></text>'
         )

@@ -24,7 +24,9 @@ from specheads.models.heads import MedusaHeads
 MISS = 1 << 30  # the rank of a token that no tree may hold: too unlikely, or beyond the end
 NUM_RANKS = 10  # guesses per head that a tree may use
 ROWS = 8  # prompts that are decoded at once
-TEMPERATURES = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5)
+TEMPERATURES = (
+    0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ def test_nodes_hold_the_most_probable_continuations(
     _, heads, output = medusa
     temperatures = [0.5, 2.0, 1.0]
     drafter = DynamicHeadsDrafter(heads, output, 12, num_ranks=11, temperatures=temperatures)
-    hidden, root = torch.randn(2, 5, 32), torch.tensor([7, 8])
+    hidden, root = 4 * torch.randn(2, 5, 32), torch.tensor([7, 8])
     prefill = Prefill(
         [[0] * 5] * 2, torch.zeros(2, 5, dtype=torch.long), [5, 3], {FINAL: hidden}, root
     )

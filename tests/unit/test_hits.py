@@ -20,7 +20,7 @@ from specheads.decoding.hits import (
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
 from specheads.decoding.sampling import Sampler
-from specheads.drafters.dynamic import DynamicHeadsDrafter
+from specheads.drafters.dynamic import DynamicHeadsDrafter, best_trees
 from specheads.drafters.heads import HeadsDrafter
 from specheads.models.base import OutputLayer, output_layer
 from specheads.models.heads import MedusaHeads
@@ -143,6 +143,31 @@ def test_what_is_expected_is_what_comes(medusa: Medusa, num_nodes: int) -> None:
         assert gains.steps[prompt].item() == len(steps)
 
 
+def test_one_growth_tells_every_size() -> None:
+    """Sizes read off the largest tree must be those of the trees that are decoded with."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(200, 4, 6, generator=generator).mul(2).sort(-1, descending=True).values
+    ranks = torch.randint(0, 4, (200, 4), generator=generator).clamp(max=2)
+    ranks[::7, 2] = MISS
+    norms = torch.stack([(logits / each).logsumexp(-1) for each in TEMPERATURES], dim=-1)
+    temperatures = [0.5, 1.0, 2.0, 4.0]
+    hits = Hits(ranks, logits, logits[..., 0], norms, True)
+    needed = dynamic_sizes(hits, 40, temperatures)
+    log_probs = (logits / torch.tensor(temperatures)[:, None]).log_softmax(-1).transpose(0, 1)
+    accepted = []
+    for size in (2, 3, 5, 9, 17, 40):
+        parents, slots = best_trees(log_probs, size)
+        for position in range(200):
+            paths: list[tuple[int, ...]] = [()]
+            for parent, slot in zip(parents[position, 1:], slots[position], strict=True):
+                paths.append((*paths[parent], int(slot) % 6))
+            for depth in range(4):
+                held = tuple(ranks[position, : depth + 1].tolist()) in paths
+                assert held == bool(needed[position, depth] <= size)
+                accepted.append((depth, held))
+    assert {(depth, held) for depth in range(4) for held in (True, False)} == set(accepted)
+
+
 def test_temperatures_are_found_again() -> None:
     """A head that is twice too sure must be halved, each by its own; unseen positions not count."""
     generator = torch.Generator().manual_seed(0)
@@ -158,6 +183,12 @@ def test_temperatures_are_found_again() -> None:
     norms = torch.stack([(logits / each).logsumexp(-1) for each in TEMPERATURES], dim=-1)
     hits = Hits(ranks, logits.topk(10).values, came, norms, True)
     assert fit_temperatures([[hits]]) == [2.0, 0.5]
+    alive = ranks[:, 0] != MISS  # where the first head missed, the second is another
+    norms[~alive, 1] = torch.stack(
+        [(logits[~alive, 1] * 9 / t).logsumexp(-1) for t in TEMPERATURES], -1
+    )
+    came[~alive, 1] *= 9
+    assert fit_temperatures([[Hits(ranks, hits.logits, came, norms, True)]]) == [2.0, 0.5]
     nothing = Hits(ranks[:0], logits[:0, :, :10], came[:0], norms[:0], True)
     assert fit_temperatures([[nothing]]) == [1.0, 1.0]
 
