@@ -105,4 +105,4 @@ def run(cfg: TrainConfig) -> None:
         )
         log.say(f"tree of {chosen.tree.num_nodes} nodes; exported to {export}")
         if not chosen.speculate:
-            log.say("this tree is slower than plain decoding on this machine: do not speculate here")
+            log.say("slower than plain decoding on this machine: do not speculate here")
