@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from specheads.drafters.contract import FINAL, StepResult
+from specheads.drafters.contract import FINAL, Prefill, StepResult
 from specheads.drafters.heads import HeadsDrafter
 from specheads.drafters.ngram import NgramDrafter
 from specheads.models.base import OutputLayer, output_layer
@@ -33,6 +33,12 @@ def result_of(tokens: list[int], tree: Tree | None = None, **changes: object) ->
     return StepResult(**(values | changes))  # type: ignore[arg-type]
 
 
+def prefill(tokens: Tensor, root: Tensor, hidden: Tensor | None = None) -> Prefill:
+    """Return what was read of whole prompts [B, T]."""
+    taps = {} if hidden is None else {FINAL: hidden}
+    return Prefill(tokens.tolist(), tokens, [tokens.shape[1]] * len(tokens), taps, root)
+
+
 def random_heads(lm_head: str, num_layers: int, vocab: int = 40) -> MedusaHeads:
     """Return heads that differ from each other."""
     heads = MedusaHeads(4, num_layers, 16, vocab, lm_head=lm_head)
@@ -53,7 +59,7 @@ def test_each_node_holds_its_heads_guess(lm_head: str, num_layers: int) -> None:
     tree = default_tree(3, 12)
     drafter = HeadsDrafter(heads, output, tree)
     hidden, root = torch.randn(2, 5, 16), torch.tensor([7, 8])
-    state = drafter.start(torch.zeros(2, 5, dtype=torch.long), {FINAL: hidden}, root)
+    state = drafter.start(prefill(torch.zeros(2, 5, dtype=torch.long), root, hidden))
     candidates = drafter.propose(state)
     order = heads.logits(hidden[:, -1], output).argsort(-1, descending=True)  # [K, B, V]
     assert candidates.tree == tree
@@ -68,12 +74,11 @@ def test_heads_trained_in_between_are_noticed() -> None:
     """Prevents drafting with a stale copy during evaluations in training."""
     heads, output = random_heads("own", 1), OutputLayer(nn.Linear(16, 40))
     drafter = HeadsDrafter(heads, output, Tree.chain(3))
-    hidden, root = {FINAL: torch.randn(1, 5, 16)}, torch.tensor([7])
-    ids = torch.zeros(1, 5, dtype=torch.long)
-    before = drafter.propose(drafter.start(ids, hidden, root)).tokens
+    read = prefill(torch.zeros(1, 5, dtype=torch.long), torch.tensor([7]), torch.randn(1, 5, 16))
+    before = drafter.propose(drafter.start(read)).tokens
     for parameter in heads.parameters():
         parameter.data = torch.randn_like(parameter)  # as engines do, unseen by autograd
-    assert not drafter.propose(drafter.start(ids, hidden, root)).tokens.equal(before)
+    assert not drafter.propose(drafter.start(read)).tokens.equal(before)
 
 
 @torch.no_grad()
@@ -81,7 +86,7 @@ def test_heads_continue_from_the_last_accepted_node() -> None:
     """Prevents drafting from the root's or the deepest node's hidden state."""
     drafter = HeadsDrafter(random_heads("own", 1), OutputLayer(nn.Linear(16, 40)), Tree.chain(3))
     ids = torch.zeros(2, 5, dtype=torch.long)
-    state = drafter.start(ids, {FINAL: torch.randn(2, 5, 16)}, torch.tensor([1, 2]))
+    state = drafter.start(prefill(ids, torch.tensor([1, 2]), torch.randn(2, 5, 16)))
     hidden = torch.randn(2, 4, 16)
     result = result_of(
         [1, 2, 3, 4],
@@ -122,7 +127,7 @@ def test_ngrams_are_looked_up_right(longest: int, shortest: int) -> None:
     """Prevents an index that finds the suffix itself, or misses matches across the prompt's end."""
     drafter = NgramDrafter(max_ngram=longest, num_tokens=5, min_ngram=shortest)
     tokens = torch.randint(4, (1, 9))
-    state = drafter.start(tokens, {}, torch.tensor([2]))
+    state = drafter.start(prefill(tokens, torch.tensor([2])))
     text, lengths = [*tokens[0].tolist(), 2], set()
     for step in range(60):
         candidates = drafter.propose(state)
@@ -142,5 +147,13 @@ def test_ngram_settings_are_checked() -> None:
         NgramDrafter(min_ngram=0)
     with pytest.raises(ValueError, match="num_tokens must be at least 1, got 0"):
         NgramDrafter(num_tokens=0)
-    with pytest.raises(ValueError, match="1 row, got 2"):
-        NgramDrafter().start(torch.zeros(2, 3, dtype=torch.long), {}, torch.zeros(2))
+
+
+def test_rows_with_less_to_copy_are_padded() -> None:
+    """Prevents a row's guesses from leaking into its neighbour, and padding that counts."""
+    tokens = torch.tensor([[1, 2, 3, 4, 1, 2], [5, 6, 7, 8, 9, 5]])
+    drafter = NgramDrafter(num_tokens=3)
+    state = drafter.start(prefill(tokens, torch.tensor([3, 30])))
+    assert drafter.propose(state).tokens.tolist() == [[3, 4, 1, 2], [30, -1, -1, -1]]
+    state = drafter.select(state, torch.tensor([1]))
+    assert drafter.propose(state).tokens.tolist() == [[30]]
