@@ -1,0 +1,53 @@
+"""Every setting of specheads, typed, with its default and its range; Hydra composes, this checks.
+
+Only entry points see a ``DictConfig``. Everything below them takes these dataclasses. Importing
+this package must stay cheap: no torch, no transformers (``--help`` answers at once), and no Hydra:
+the library imports it for its errors, and runs where Hydra is not installed.
+"""
+
+from specheads.config.commands import (
+    BenchConfig,
+    DecodeConfig,
+    DoctorConfig,
+    GenerateConfig,
+    TreeSearchConfig,
+)
+from specheads.config.compose import explain, register_schemas, to_config
+from specheads.config.errors import MISSING, ConfigError, InterruptedRunError, RunError
+from specheads.config.training import (
+    CheckpointConfig,
+    DataConfig,
+    EvaluateConfig,
+    HeadsConfig,
+    LogConfig,
+    LossConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+    TreeConfig,
+)
+
+__all__ = [
+    "BenchConfig",
+    "CheckpointConfig",
+    "ConfigError",
+    "DataConfig",
+    "DecodeConfig",
+    "DoctorConfig",
+    "EvaluateConfig",
+    "GenerateConfig",
+    "HeadsConfig",
+    "InterruptedRunError",
+    "LogConfig",
+    "LossConfig",
+    "MISSING",
+    "ModelConfig",
+    "OptimConfig",
+    "RunError",
+    "TrainConfig",
+    "TreeConfig",
+    "TreeSearchConfig",
+    "explain",
+    "register_schemas",
+    "to_config",
+]

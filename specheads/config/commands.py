@@ -1,0 +1,157 @@
+"""The settings of the commands that load an export or a base model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from specheads.config.errors import MISSING, check, one_of
+
+
+@dataclass
+class DecodeConfig:
+    """How the heads of an export are decoded with."""
+
+    tree: str = "static"  # static: the export's; dynamic: grown at each step
+    num_nodes: int = 0  # of a dynamic tree, root included; 0: what tree_search found
+    compile: bool = False  # torch.compile the base's passes, CUDA graphs on a GPU; slow to start
+    acceptance: str = "exact"  # exact; lossy_typical, lossy_lenient: NOT the base's distribution
+    epsilon: float = 0.09  # of lossy_typical, larger is stricter
+    delta: float = 0.3  # of lossy_typical, larger is stricter
+    lenience: float = 0.5  # of lossy_lenient, 1 is exact
+
+    def __post_init__(self) -> None:
+        one_of("decode.tree", self.tree, "static", "dynamic")
+        check(
+            self.num_nodes == 0 or self.num_nodes >= 2,
+            "decode.num_nodes",
+            self.num_nodes,
+            "0 or above 1",
+        )
+        one_of("decode.acceptance", self.acceptance, "exact", "lossy_typical", "lossy_lenient")
+        check(self.epsilon >= 0, "decode.epsilon", self.epsilon, "at least 0")
+        check(self.delta >= 0, "decode.delta", self.delta, "at least 0")
+        check(0 < self.lenience <= 1, "decode.lenience", self.lenience, "in (0, 1]")
+
+
+@dataclass
+class GenerateConfig:
+    """Everything ``python -m specheads.generate`` accepts."""
+
+    checkpoint: str = MISSING
+    base: str | None = None  # where the original base model is now, if it was moved
+    prompt: str = ""  # empty: read standard input
+    prompts: str = ""  # a .jsonl of texts or chats instead, decoded in batches; writes JSON lines
+    batch_size: int = 8
+    raw: bool = False  # continue the prompt as text instead of applying the chat template
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    stop: list[str] = field(default_factory=list)  # stop="..." as often as there are strings
+    seed: int = 0  # of the first prompt; the next has the next
+    dtype: str = "float32"
+    color: str = "auto"  # auto, always, never: one colour per verify step
+    plain: bool = False  # one token at a time, for comparison
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+
+    def __post_init__(self) -> None:
+        check(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1")
+        check(self.temperature >= 0, "temperature", self.temperature, "at least 0")
+        check(self.top_k >= 0, "top_k", self.top_k, "at least 0")
+        check(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
+        check(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
+        penalty, ngram = self.repetition_penalty, self.no_repeat_ngram_size
+        check(penalty > 0, "repetition_penalty", penalty, "more than 0")
+        check(ngram >= 0, "no_repeat_ngram_size", ngram, "at least 0")
+        check(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
+        check(not (self.prompt and self.prompts), "prompts", self.prompts, "left out with prompt")
+        check(all(self.stop), "stop", self.stop, "strings that are not empty")
+        one_of("dtype", self.dtype, "float32", "bfloat16", "float16")
+        one_of("color", self.color, "auto", "always", "never")
+
+
+@dataclass
+class BenchConfig:
+    """Everything ``python -m specheads.bench`` accepts."""
+
+    checkpoint: str = MISSING
+    base: str = ""  # where the export's base model is now, if it was moved
+    out: str = "bench.json"
+    prompts: str = ""  # a .jsonl of prompts; empty: the export's or the embedded set
+    num_prompts: int = 48
+    max_new_tokens: int = 128
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7, 1.0])
+    batch_sizes: list[int] = field(default_factory=lambda: [1])  # 1 is always measured
+    repeats: int = 3
+    dtype: str = "auto"  # auto: bfloat16 where the processor has it
+    threads: int = 0  # 0: all
+    seed: int = 0
+    tree_nodes: list[int] = field(default_factory=list)  # other sizes beside the export's tree
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+
+    def __post_init__(self) -> None:
+        check(self.num_prompts >= 1, "num_prompts", self.num_prompts, "at least 1")
+        check(self.repeats >= 1, "repeats", self.repeats, "at least 1")
+        one_of("dtype", self.dtype, "auto", "float32", "bfloat16", "float16")
+        for temperature in self.temperatures:
+            check(temperature >= 0, "temperatures", temperature, "at least 0")
+        for size in self.batch_sizes:
+            check(size >= 1, "batch_sizes", size, "at least 1")
+
+
+@dataclass
+class TreeSearchConfig:
+    """Everything ``python -m specheads.tree_search`` accepts."""
+
+    checkpoint: str = MISSING
+    prompts: str = ""  # to calibrate on; empty: the export's calibration.jsonl, or the embedded one
+    num_prompts: int = 60
+    measured_prompts: str = ""  # to check the expectation on; empty: the rest of prompts, or the
+    num_measured: int = 120  # export's prompts.jsonl, or the embedded one. 0: no check
+    max_new_tokens: int = 96
+    num_nodes: int = 0  # root included; 0: the fastest size
+    max_nodes: int = 48
+    temperature: float = 0.0  # T=1 is always looked at as well
+    batch_size: int = 1  # rows of the clocked steps
+    repeats: int = 5  # of the clocking
+    dtype: str = "auto"
+    threads: int = 0
+    seed: int = 0
+    out: str = ""  # the tree's picture; empty: tree.svg in the export
+
+    def __post_init__(self) -> None:
+        check(self.num_prompts >= 1, "num_prompts", self.num_prompts, "at least 1")
+        check(self.num_measured >= 0, "num_measured", self.num_measured, "at least 0")
+        check(
+            self.num_nodes >= 0 and self.num_nodes != 1, "num_nodes", self.num_nodes, "0 or above 1"
+        )
+        check(self.max_nodes >= 2, "max_nodes", self.max_nodes, "at least 2")
+        check(self.temperature >= 0, "temperature", self.temperature, "at least 0")
+        check(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
+        check(self.repeats >= 1, "repeats", self.repeats, "at least 1")
+        one_of("dtype", self.dtype, "auto", "float32", "bfloat16", "float16")
+
+
+@dataclass
+class DoctorConfig:
+    """Everything ``python -m specheads.doctor`` accepts."""
+
+    model: str = ""  # a folder, a name on the hub, or tinycode
+    revision: str | None = None
+    dtype: str = "auto"  # auto: bfloat16 where the processor has it; float32 finds the most
+    device: str = ""  # empty: a GPU if there is one
+    device_map: str = ""  # in place of device: auto, balanced, sequential
+    attn: str = "auto"  # auto: sdpa where the model has it
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        one_of("dtype", self.dtype, "auto", "float32", "bfloat16", "float16")
+        check(
+            self.device_map in ("", "auto", "balanced", "balanced_low_0", "sequential"),
+            "device_map",
+            self.device_map,
+            "auto, balanced, balanced_low_0 or sequential",
+        )

@@ -1,0 +1,79 @@
+"""From what Hydra composed to a checked dataclass, and from its errors to one line."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from specheads.config import commands, training
+from specheads.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+T = TypeVar("T")
+
+
+def explain(error: Exception) -> str:
+    """Return one line that says what is wrong, for an error of Hydra or OmegaConf."""
+    from omegaconf.errors import OmegaConfBaseException
+
+    text = str(error)
+    if isinstance(error.__cause__, OmegaConfBaseException):
+        text += "\n" + str(error.__cause__)
+    full_key = re.search(r"full_key: (\S+)", text)
+    unknown = re.search(r"Key '(\w+)' (?:is )?not in '(\w+)'", text)
+    if unknown:  # Hydra's own advice is "+key=value", which to_config refuses
+        key, owner = unknown.groups()
+        schema = getattr(training, owner, None) or getattr(commands, owner, None)
+        names = [f.name for f in fields(schema)] if is_dataclass(schema) else []
+        path = full_key.group(1) if full_key else key
+        close = difflib.get_close_matches(key, names, n=1)
+        prefix = path.removesuffix(key)
+        return f"unknown key {path}" + (f"; did you mean {prefix}{close[0]}?" if close else "")
+    lines = [line.strip() for line in text.splitlines()]
+    if "Config search path:" in lines:
+        lines = lines[: lines.index("Config search path:")]
+    lines = [line for line in lines if line and not line.startswith(("full_key", "object_type"))]
+    listing = [i for i, line in enumerate(lines) if line.startswith("Available options")]
+    if listing:  # one option per line after it
+        start = listing[0]
+        lines = [*lines[:start], lines[start] + " " + ", ".join(lines[start + 1 :])]
+    shown = list(dict.fromkeys(lines[:3]))
+    if full_key and full_key.group(1) not in " ".join(shown):
+        shown.insert(0, full_key.group(1))
+    return ": ".join(line.rstrip(":.") for line in shown)
+
+
+def to_config(cfg: DictConfig, schema: type[T]) -> T:
+    """Turn Hydra's composed ``cfg`` into a checked instance of the dataclass ``schema``.
+
+    Raises:
+        ConfigError: if a value is missing, mistyped, out of range, or unknown.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    if missing := sorted(OmegaConf.missing_keys(cfg)):
+        raise ConfigError(f"no value given for {', '.join(missing)}")
+    try:  # merging again refuses keys that `+typo=1` slipped past Hydra
+        values = OmegaConf.to_container(cfg, resolve=True)
+        checked = OmegaConf.to_object(OmegaConf.merge(schema, values))
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain(error)) from None
+    assert isinstance(checked, schema)
+    return checked
+
+
+def register_schemas() -> None:
+    """Make the dataclasses known to Hydra under the names that conf/*.yaml list first."""
+    from hydra.core.config_store import ConfigStore
+
+    store = ConfigStore.instance()
+    store.store(name="train_schema", node=training.TrainConfig)
+    store.store(name="generate_schema", node=commands.GenerateConfig)
+    store.store(name="bench_schema", node=commands.BenchConfig)
+    store.store(name="tree_search_schema", node=commands.TreeSearchConfig)
+    store.store(name="doctor_schema", node=commands.DoctorConfig)

@@ -1,0 +1,30 @@
+"""What goes wrong in the user's settings and runs, and the checks of single settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MISSING: Any = "???"  # OmegaConf's word for a value that has to be given
+
+
+class ConfigError(ValueError):
+    """A mistake in the user's settings or files; entry points print it as one line, exit code 2."""
+
+
+class RunError(RuntimeError):
+    """A run that cannot go on (NaN loss, full disk); one line at the entry point, exit code 1."""
+
+
+class InterruptedRunError(RuntimeError):
+    """A run that was asked to stop and saved its state; one line, exit code 75."""
+
+
+def check(ok: bool, key: str, value: object, expected: str) -> None:
+    """Raise ConfigError unless ``ok``."""
+    if not ok:
+        raise ConfigError(f"{key} must be {expected}, got {value!r}")
+
+
+def one_of(key: str, value: str, *options: str) -> None:
+    """Raise ConfigError unless ``value`` is among ``options``."""
+    check(value in options, key, value, "one of " + ", ".join(options))
