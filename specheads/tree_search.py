@@ -238,11 +238,16 @@ def format_result(measured_on: dict[str, Any], depth: int) -> str:
             )
     if not checked:
         lines.append("not measured on other prompts: none were given")
-    if not measured_on["speculate"]:
+    static, dynamic = measured_on["speedup"], measured_on.get("dynamic", {}).get("speedup", 0.0)
+    if max(static, dynamic) <= 1:
         lines.append(
-            f"do not speculate here: with the best static tree decoding is expected at "
-            f"{measured_on['speedup']:.2f}x plain decoding"
+            f"do not speculate here: the fastest tree is expected at {max(static, dynamic):.2f}x "
+            "plain decoding"
         )
+    elif static <= 1:
+        lines.append("do not speculate here with the static tree, but with decode.tree=dynamic")
+    elif dynamic > static:
+        lines.append(f"decode.tree=dynamic is expected to be {dynamic / static:.2f}x as fast here")
     return "\n".join(lines)
 
 

@@ -65,6 +65,11 @@ class Kind:
     make: Callable[[int], Drafter]
     clocked: dict[int, list[float]] = field(default_factory=dict)
 
+    @property
+    def largest(self) -> int:
+        """The largest number of nodes."""
+        return self.gains.tokens.shape[1] + 1
+
     def fastest(self) -> tuple[int, CostCurve]:
         """Return the number of nodes with the most tokens per second, and the cost curve."""
         curve = CostCurve.through(self.clocked)
@@ -163,7 +168,6 @@ def calibrate(
     if most < 2:  # no guess was ever right
         measured_on |= {"accept_length": 1.0, "speedup": 1.0, "speculate": False}
         return Calibration(Tree.chain(0), 1.0, measured_on)
-    most_dynamic = num_nodes or max_nodes
     scales = fit_temperatures(hits)
     kinds = {
         "static": Kind(
@@ -173,7 +177,7 @@ def calibrate(
     }
     if dynamic:
         kinds["dynamic"] = Kind(
-            dynamic_gains(hits, most_dynamic, scales),
+            dynamic_gains(hits, num_nodes or max_nodes, scales),
             lambda size: DynamicHeadsDrafter(heads, output, size, temperatures=scales),
         )
     longest = max(prompts, key=lambda prompt: prompt.shape[1]).expand(batch_size, -1)
@@ -181,33 +185,35 @@ def calibrate(
     def clock(wanted: dict[str, list[int]]) -> list[float]:
         names = [(name, size) for name, sizes in wanted.items() for size in sizes]
         drafters = [None, *(kinds[name].make(size) for name, size in names)]
-        seconds = clock_steps(
-            [
-                runner(
-                    base,
-                    drafter,
-                    longest,
-                    max_new_tokens=max_new_tokens,
-                    temperature=temperatures[0],
-                )
-                for drafter in drafters
-            ],
-            repeats=repeats,
-        )
+        runs = [
+            runner(
+                base,
+                drafter,
+                longest,
+                max_new_tokens=max_new_tokens,
+                temperature=temperatures[0],
+            )
+            for drafter in drafters
+        ]
+        seconds = clock_steps(runs, repeats=repeats)
         for (name, size), costs in zip(names, ratios(seconds)[1:], strict=True):
             kinds[name].clocked.setdefault(size, []).extend(costs)
         return seconds[0]
 
-    largest = {"static": most, "dynamic": most_dynamic}
-    plain = clock({name: _grid(largest[name], fixed=num_nodes > 0) for name in kinds})
+    smaller = [] if num_nodes else list(SIZES)
+    plain = clock(
+        {
+            name: [size for size in smaller if size < kind.largest] + [kind.largest]
+            for name, kind in kinds.items()
+        }
+    )
     for _ in range(0 if num_nodes else _REFINEMENTS):
         wanted = {name: sizes for name, kind in kinds.items() if (sizes := kind.worth_clocking())}
         if not wanted:
             break
         plain += clock(wanted)
     found = {
-        name: _summary(kind, median(plain), num_nodes and largest[name])
-        for name, kind in kinds.items()
+        name: _summary(kind, median(plain), fixed=num_nodes > 0) for name, kind in kinds.items()
     }
     measured_on |= found["static"]
     tree = Tree.from_choices(nodes[: measured_on["num_nodes"] - 1])
@@ -217,15 +223,11 @@ def calibrate(
     return Calibration(tree, measured_on["accept_length"], measured_on)
 
 
-def _grid(most: int, *, fixed: bool) -> list[int]:
-    return [most] if fixed else sorted({size for size in SIZES if size < most} | {most})
-
-
-def _summary(kind: Kind, plain: float, fixed: int) -> dict[str, Any]:
+def _summary(kind: Kind, plain: float, *, fixed: bool) -> dict[str, Any]:
     """Return JSON about the fastest size (or the one asked for) and the clocked ones."""
     lengths = kind.gains.lengths()
     best, curve = kind.fastest()
-    best = fixed or best
+    best = kind.largest if fixed else best
 
     def of_size(size: int) -> dict[str, Any]:
         length, cost = lengths[size - 2], curve.at(size)

@@ -121,10 +121,10 @@ def test_the_command_saves_prints_and_draws(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A figure that is printed and not saved, or saved for prompts that were calibrated on."""
-    costs = {"static": 0.5, "dynamic": 0.5}
+    cost = 0.5
 
     def fake_clock(runs: list[Any], *, repeats: int) -> list[list[float]]:
-        return [[0.001] * repeats, *[[0.001 * costs["static"]] * repeats for _ in runs[1:]]]
+        return [[0.001] * repeats, *[[0.001 * cost] * repeats for _ in runs[1:]]]
 
     monkeypatch.setattr(calibrate, "clock_steps", fake_clock)
     out = prompt_file.with_name("picture.svg")
@@ -146,7 +146,7 @@ def test_the_command_saves_prints_and_draws(
     assert ElementTree.parse(out).getroot().tag.endswith("svg")
     assert "└─" in printed and "tree grown at each step" in printed
 
-    costs["static"] = 4.0
+    cost = 4.0
     search(tiny_export, prompts=str(prompt_file))  # six prompts: none is left to measure
     printed = capsys.readouterr().out
     section = load_export(tiny_export).config["tree"]["measured_on"]
@@ -193,3 +193,22 @@ def test_a_missing_folder_is_named_before_measuring(tiny_export: Path) -> None:
     """Minutes of measuring, and then no file."""
     with pytest.raises(ConfigError, match="no folder nowhere"):
         search(tiny_export, out="nowhere/tree.svg")
+
+
+@pytest.mark.parametrize(
+    ("static", "dynamic", "advice"),
+    [
+        (1.5, 1.4, None),
+        (1.2, 1.5, "decode.tree=dynamic is expected to be 1.25x as fast here"),
+        (0.9, 1.1, "do not speculate here with the static tree, but with decode.tree=dynamic"),
+        (0.9, 0.95, "do not speculate here: the fastest tree is expected at 0.95x plain decoding"),
+    ],
+)
+def test_the_advice_is_for_the_faster_of_both(
+    static: float, dynamic: float, advice: str | None
+) -> None:
+    """Users told not to speculate where one kind of tree pays, or to where none does."""
+    kind = {"num_nodes": 4, "accept_length": 1.5, "accept_length_ci95": [1.4, 1.6], "sizes": []}
+    found = {**kind, "speedup": static, "dynamic": {**kind, "speedup": dynamic}}
+    last = tree_search.format_result(found, 3).split("\n")[-1]
+    assert last == (advice or "not measured on other prompts: none were given")
