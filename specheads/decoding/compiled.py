@@ -63,7 +63,7 @@ def capture_traced(model: PreTrainedModel) -> Iterator[Captured]:
     its context would leave passes that record into nowhere.
     """
     if model not in _captured:
-        forever = capture_hidden(model)
+        forever = capture_hidden(model, every_thread=True)
         _captured[model] = (forever.__enter__(), forever)
     yield _captured[model][0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -214,21 +215,30 @@ class Captured:
 
 
 @contextlib.contextmanager
-def capture_hidden(model: PreTrainedModel) -> Iterator[Captured]:
+def capture_hidden(model: PreTrainedModel, *, every_thread: bool = False) -> Iterator[Captured]:
     """Record what the model hands to its output layer, at every forward while the context is open.
 
     A hook on the decoder sees all positions even where logits are asked for one row only, and
     holds for every architecture; ``output_hidden_states`` would keep all layers alive.
 
+    Args:
+        model: the base model.
+        every_thread: record the forwards of other threads, too, which may run the model at the
+            same time. Only such a hook can be compiled.
+
     Raises:
         ValueError: if the model has no part below its output layer.
     """
-    captured = Captured()
+    captured, thread = Captured(), threading.get_ident()
 
     def keep(_module: nn.Module, _args: Any, output: Any) -> None:
         captured.hidden = output[0] if isinstance(output, tuple) else output.last_hidden_state
 
-    handle = _decoder(model).register_forward_hook(keep)
+    def keep_own(module: nn.Module, args: Any, output: Any) -> None:
+        if threading.get_ident() == thread:
+            keep(module, args, output)
+
+    handle = _decoder(model).register_forward_hook(keep if every_thread else keep_own)
     try:
         yield captured
     finally:

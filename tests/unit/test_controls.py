@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -25,8 +26,10 @@ from specheads.decoding.loop import decode
 from specheads.decoding.processors import bind
 from specheads.decoding.result import DecodeResult, Output
 from specheads.decoding.sampling import Sampler
+from specheads.drafters.contract import FINAL, StepResult
 from specheads.drafters.ngram import NgramDrafter
 from specheads.kv_cache import TreeCache
+from specheads.models.base import output_layer
 from specheads.tree import Tree, default_tree
 from tests.ragged import NUM_NEW, PAD, ROWS, After, Alternate, new_tokens, padded, texts_of
 from tests.scripted import VOCAB, ScriptedDrafter, build
@@ -303,25 +306,45 @@ def test_settings_come_from_the_generation_config(llama: PreTrainedModel) -> Non
     assert decoder.generate(ROWS[0], NUM_NEW, temperature=0).new_tokens == punished.new_tokens
 
 
+class Checking(NgramDrafter):
+    """Checks that the hidden states it is given are those of its own text."""
+
+    taps = (FINAL,)
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.layer = output_layer(model)
+
+    def observe(self, state: Any, result: StepResult) -> Any:
+        """Compare with what the base model said."""
+        logits = self.layer(result.hidden[FINAL])
+        assert logits.argmax(-1).equal(result.base_tokens)
+        return super().observe(state, result)
+
+
 def test_threads_share_a_decoder(llama: PreTrainedModel) -> None:
-    """Prevents one request's stream, seed or result reaching another."""
-    decoder = SpecDecoder(llama, NgramDrafter())
-    seeds = range(4)
-    settings: dict[str, Any] = {"max_new_tokens": NUM_NEW, "temperature": 1.0}
-    expected = [decoder.generate(ROWS[0], seed=seed, **settings).new_tokens for seed in seeds]
+    """Prevents one request's stream, hidden states or result reaching another."""
+    plain = SpecDecoder(llama, None)
+    expected = [plain.generate(row, 60).new_tokens for row in ROWS]
+    decoder = SpecDecoder(llama, Checking(llama))
     found: dict[int, tuple[list[int], list[int]]] = {}
 
-    def work(seed: int) -> None:
+    def work(i: int) -> None:
         streamer = Recorder()
-        result = decoder.generate(ROWS[0], seed=seed, streamer=streamer, **settings)
-        found[seed] = result.new_tokens, sum(streamer.parts[1:], [])
+        result = decoder.generate(ROWS[i], 60, streamer=streamer)
+        found[i] = result.new_tokens, sum(streamer.parts[1:], [])
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in seeds]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [found[seed] for seed in seeds] == [(tokens, tokens) for tokens in expected]
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(ROWS))]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert found == {i: (tokens, tokens) for i, tokens in enumerate(expected)}
 
 
 def test_what_does_not_go_with_a_tree_is_refused(llama: PreTrainedModel) -> None:
