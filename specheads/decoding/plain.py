@@ -58,17 +58,22 @@ def plain_decode(
 
     Raises:
         ValueError: for an empty prompt, a mask that is not left padding, a cache of another number
-            of rows, more tokens than the model has positions, or a batch where the model's masks
-            or positions are out of reach.
+            of rows, more tokens than the model has positions, or a batch or compiled passes where
+            the model's masks or positions are out of reach.
     """
     prompts = read_prompts(model, input_ids, attention_mask, max_new_tokens)
-    if len(prompts) > 1:  # rows of a batch lie in one cache as branches of a tree do
-        check_tree_support(model).check_batch(len(prompts))
+    chain_only = False
+    if len(prompts) > 1 or compile:  # these need what trees need: masks that are not the model's
+        support = check_tree_support(model)
+        support.check_batch(len(prompts))
+        chain_only = support.kind == "chain"
     output = Output(
         prompts, input_ids.device, max_new_tokens, eos_token_ids, stopping_criteria, on_tokens
     )
     output.keep_scores(keep_scores)
-    base = BasePass(model, TreeCache() if cache is None else cache, compiled=compile)
+    base = BasePass(
+        model, TreeCache() if cache is None else cache, chain_only=chain_only, compiled=compile
+    )
     with torch.inference_mode():
         known = base.cache.align(prompts)
         # what others are compared with

@@ -217,6 +217,8 @@ def test_chain_models_decode_exactly_and_alone(name: str) -> None:
     for run in (plain_decode, partial(decode, drafter=drafter)):
         with pytest.raises(ValueError, match="1 row at a time, got 2 rows"):
             run(model, input_ids=ids.repeat(2, 1), max_new_tokens=4)
+        with pytest.raises(ValueError, match="compile=True needs a model that verifies trees"):
+            run(model, input_ids=ids, max_new_tokens=4, compile=True)
 
 
 def test_support_says_what_it_means() -> None:
