@@ -213,7 +213,8 @@ def rounding_of(
         for prompt, decoded in zip(prompts, runs["plain"].decoded, strict=True)
     ]
     widths = {method.tree_nodes * size for method in methods for _, size in clocked}
-    return Rounding(base, texts, sorted(widths))
+    compiled = any(method.compiled for method in methods)
+    return Rounding(base, texts, sorted(widths), compiled=compiled)
 
 
 def make_rows(

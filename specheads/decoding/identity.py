@@ -42,6 +42,8 @@ class Noise:
     Attributes:
         shape: between passes of one token and passes of several; at least two units in the last
             place of the largest logit, as the least change can round each logit to its neighbour.
+            Compiled passes round in other places than those that are measured here; their bound is
+            twice ``dtype``, for the distance of each of the two from float32.
         dtype: between passes in the model's dtype and float32; at least ``shape``.
         typical_shape: the median over positions of what was measured for ``shape``.
         num_positions: where it was measured.
@@ -63,6 +65,7 @@ class Rounding:
         texts: pairs of a prompt [1, P] and the tokens that plain decoding put behind it: those that
             are compared, so that the rarest case among them counts.
         widths: tokens per forward pass of the decodings in question.
+        compiled: those decodings ran compiled passes.
     """
 
     def __init__(
@@ -70,8 +73,10 @@ class Rounding:
         base: PreTrainedModel,
         texts: Sequence[tuple[Tensor, Sequence[int]]],
         widths: Sequence[int],
+        *,
+        compiled: bool = False,
     ) -> None:
-        self.base = base
+        self.base, self.compiled = base, compiled
         self.texts = [(prompt, list(tokens)) for prompt, tokens in texts]
         longest = max((len(tokens) for _, tokens in self.texts), default=0)
         self.widths = tuple(sorted({min(width, longest) for width in widths} - {0, 1}))
@@ -106,9 +111,10 @@ class Rounding:
                 misses.append(_spread(other - exact, contenders))
         all_changes = torch.cat(changes)
         shape = max(float(all_changes.max()), 2 * unit_in_last_place(largest, self.base.dtype))
+        dtype = max(float(torch.cat(misses).max()), shape)
         return Noise(
-            shape=shape,
-            dtype=max(float(torch.cat(misses).max()), shape),
+            shape=2 * dtype if self.compiled else shape,
+            dtype=dtype,
             typical_shape=float(all_changes.median()),
             num_positions=num_positions,
             widths=self.widths,

@@ -83,6 +83,7 @@ class Method:
     extra_parameters: int = 0
     seeded: bool = True  # draws what plain decoding draws with the same seed
     lossless: bool = True  # greedy, its tokens are plain decoding's
+    compiled: bool = False
 
 
 @dataclass
@@ -187,7 +188,7 @@ def plain_method(
         )
         return as_decoded(result)
 
-    return Method("plain", run)
+    return Method("plain", run, compiled=compile)
 
 
 def drafted_method(
@@ -220,7 +221,7 @@ def drafted_method(
 
     kind = type(drafter).__name__.removesuffix("Drafter").lower()
     lossless = acceptance is None or acceptance.lossless
-    return Method(name, run, kind, tree_nodes, extra_parameters, lossless, lossless)
+    return Method(name, run, kind, tree_nodes, extra_parameters, lossless, lossless, compile)
 
 
 def hf_generate_method(

@@ -135,6 +135,8 @@ def test_noise_is_rounding_and_no_more(tiny_llama: LlamaForCausalLM) -> None:
     assert 1e-3 < coarse.dtype < 0.1
     assert coarse.num_positions == 48 and coarse.widths == (4, 12)
     assert rounded.reference.dtype == torch.float32 and rounded.base.dtype == torch.bfloat16
+    compiled = Rounding(tiny_llama, texts, [1, 4, 50], compiled=True).noise
+    assert compiled.shape == 2 * coarse.dtype and compiled.dtype == coarse.dtype
     few = Rounding(tiny_llama, [(texts[0][0], texts[0][1][:2])], [2]).noise
     assert few.shape >= 2 * 2**-9, "logits of 1 and more are 2**-7 and more apart"
 
