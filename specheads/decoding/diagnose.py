@@ -6,8 +6,9 @@ rows of a batch against the same rows alone, decoded tokens against plain decodi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from specheads.models.base import (
     output_layer,
 )
 from specheads.tree import Tree, default_tree
-from specheads.tree_support import Support, compare, tree_support
+from specheads.tree_support import compare, tree_support
 
 TREES = {
     "chain": Tree.chain(6),
@@ -71,14 +72,41 @@ def examine(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -
         return
     yield _cache(model)
     yield Finding("self-test", f"{support.kind}, {_error(support.error, support.limit)}")
-    yield from _trees(model, support)
+    lengths, window = _prompt_lengths(model)
+    checks = {
+        name: partial(_tree, model, name, lengths, chain_only=support.kind == "chain")
+        for name in (TREES if support.kind == "tree" else ("chain",))
+    }
     if support.kind == "tree":
-        yield _rows(model)
-    yield _tokens(model)
-    if support.kind == "tree":
+        checks["batch"] = partial(_rows, model)
+    checks["tokens"] = partial(_tokens, model)
+    wrong = []
+    for name, check in checks.items():
+        ok, text = _run(check)
+        wrong += [] if ok else [name]
+        yield Finding(name, text, ok)
+    if window is not None:
+        how = (
+            "measured beyond it" if window < lengths[-1] else "not reached; its mask rule was seen"
+        )
+        yield Finding("window", f"{window:,} tokens, {how}")
+    if wrong:
+        text = f"{support.kind} by the self-test, but {', '.join(wrong)} above contradict it"
+        yield Finding("verdict", text, ok=False)
+    elif support.kind == "tree":
         yield Finding("verdict", "tree: decodes trees and batches with the base's own output")
     else:
         yield Finding("verdict", f"chain only, 1 row at a time: {support.reason}")
+
+
+def _run(check: Callable[[], tuple[bool, str]]) -> tuple[bool, str]:
+    try:
+        return check()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a model or its kernels may raise
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return False, f"cannot be run: {lines[0]}"
 
 
 def _what(model: PreTrainedModel) -> Finding:
@@ -147,27 +175,25 @@ def _cache(model: PreTrainedModel) -> Finding:
     return Finding("cache", text)
 
 
-def _trees(model: PreTrainedModel, support: Support) -> Iterator[Finding]:
-    chain_only = support.kind == "chain"
+def _prompt_lengths(model: PreTrainedModel) -> tuple[list[int], int | None]:
+    """Return lengths of prompts to try, beyond the window where that is feasible; the window."""
     longest = (context_length(model) or 1 << 30) - max(t.num_nodes for t in TREES.values()) - 2
-    lengths = [length for length in PROMPT_LENGTHS if length <= longest]
-    window = _window(model)
-    reachable = window is not None and window <= min(LONGEST_WINDOW, longest - 8)
-    if window is not None and reachable:
-        lengths.append(window + 8)
-    for name, tree in TREES.items():
-        if chain_only and name != "chain":
-            continue
-        errors = [compare(model, tree, length, chain_only=chain_only)[:2] for length in lengths]
-        parts = [
-            f"{_error(*error)} behind {length} tokens"
-            for length, error in zip(lengths, errors, strict=True)
-        ]
-        ok = all(error <= limit for error, limit in errors)
-        yield Finding(name, f"{tree.num_nodes} nodes: {'; '.join(parts)}", ok)
-    if window is not None:
-        how = "measured beyond it" if reachable else "not reached; its mask rule was seen"
-        yield Finding("window", f"{window:,} tokens, {how}")
+    lengths, window = [length for length in PROMPT_LENGTHS if length <= longest], _window(model)
+    if window is not None and window <= min(LONGEST_WINDOW, longest - 8):
+        lengths = sorted({*lengths, window + 8})
+    return lengths, window
+
+
+def _tree(
+    model: PreTrainedModel, name: str, lengths: list[int], *, chain_only: bool
+) -> tuple[bool, str]:
+    """Compare a verify step over one of TREES with a forward pass over each path."""
+    tree, ok, parts = TREES[name], True, []
+    for length in lengths:
+        error, limit, _ = compare(model, tree, length, chain_only=chain_only)
+        parts.append(f"{_error(error, limit)} behind {length} tokens")
+        ok = ok and error <= limit
+    return ok, f"{tree.num_nodes} nodes: {'; '.join(parts)}"
 
 
 def _window(model: PreTrainedModel) -> int | None:
@@ -180,7 +206,7 @@ def _window(model: PreTrainedModel) -> int | None:
 
 
 @torch.no_grad()
-def _rows(model: PreTrainedModel) -> Finding:
+def _rows(model: PreTrainedModel) -> tuple[bool, str]:
     """Compare a verify step over rows of different lengths with each row's own."""
     tree, lengths = TREES["bushy"], [3, 17, 9]
     prompts = _random_ids(model, len(lengths), max(lengths))
@@ -201,10 +227,10 @@ def _rows(model: PreTrainedModel) -> Finding:
     else:
         error = float(errors.square().mean(-1).sqrt().mean())
     text = f"{len(lengths)} rows of different lengths against each alone: {_error(error, limit)}"
-    return Finding("batch", text, error <= limit)
+    return error <= limit, text
 
 
-def _tokens(model: PreTrainedModel) -> Finding:
+def _tokens(model: PreTrainedModel) -> tuple[bool, str]:
     """Compare decoded tokens with plain decoding's."""
     room = context_length(model) or 1 << 30
     half = _random_ids(model, 1, max(1, min(16, room // 4)))
@@ -214,8 +240,8 @@ def _tokens(model: PreTrainedModel) -> Finding:
     same = next((i for i in range(limit) if plain[i] != ours[i]), limit)
     text = f"{same} of {limit} tokens as plain decoding's, guessed by prompt lookup"
     if same < limit and model.dtype not in EXACT_DTYPES:
-        return Finding("tokens", f"{text}; two equally good ones differ by rounding in this dtype")
-    return Finding("tokens", text, same == limit)
+        return True, f"{text}; two equally good ones differ by rounding in this dtype"
+    return same == limit, text
 
 
 def _random_ids(model: PreTrainedModel, num_rows: int, num_tokens: int, seed: int = 0) -> Tensor:

@@ -123,7 +123,8 @@ def test_what_is_wrong_is_found(
 
     monkeypatch.setattr(tree_mask, "causal_tree_mask", wide_ones_see_all)
     found = findings(tiny_llama)
-    assert [name for name, finding in found.items() if not finding.ok] == ["wide"]
+    assert [name for name, finding in found.items() if not finding.ok] == ["wide", "verdict"]
+    assert "wide above contradict it" in found["verdict"].text
 
 
 def test_rows_and_tokens_are_compared(
@@ -136,3 +137,9 @@ def test_rows_and_tokens_are_compared(
     found = findings(tiny_llama)
     assert not found["batch"].ok
     assert found["tokens"].ok
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("kernel of 24 rows\nof a long story")
+
+    monkeypatch.setattr(tree_mask, "ragged_mask", broken)
+    assert findings(tiny_llama)["batch"].text == "cannot be run: kernel of 24 rows"
