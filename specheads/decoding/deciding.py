@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from specheads.acceptance import merge_siblings
 from specheads.drafters.contract import Candidates
 from specheads.lossy import check_lenience, lenient, lenient_greedy, typical
 from specheads.rejection import Randomness, block, reject
@@ -80,6 +81,8 @@ class Acceptance:
             return typical(tokens, tree, base_probs, epsilon=self.epsilon, delta=self.delta)
         if self.rule == "lossy_lenient" and greedy:
             return lenient_greedy(tokens, tree, base_probs, lenience=self.lenience)
+        if sampling == "none":
+            tokens, tree = merge_siblings(tokens, tree)
         if self.rule == "lossy_lenient":
             return lenient(
                 tokens,

@@ -17,10 +17,11 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from specheads import rejection
+from specheads.decoding import loop
 from specheads.decoding.deciding import Acceptance
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
-from specheads.decoding.sampling import Sampler
+from specheads.decoding.sampling import Chance, Sampler
 from specheads.kv_cache import TreeCache
 from specheads.tree import Tree
 from tests.sampled import SampledDrafter
@@ -127,6 +128,15 @@ def keep_in_place(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TreeCache, "commit", lazy)
 
 
+def repeat_choices(patch: pytest.MonkeyPatch) -> None:
+    """Break the noise: a row makes the same choices in every step."""
+    patch.setattr(
+        loop,
+        "Chance",
+        lambda seed, positions, rows, num: Chance(seed, torch.zeros_like(positions), rows, num),
+    )
+
+
 BREAKS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "residual": (
         "siblings of parallel heads",
@@ -144,6 +154,7 @@ BREAKS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
         "block",
         lambda patch: patch.setattr(rejection, "normalise", lambda weights, otherwise: otherwise),
     ),
+    "noise of its own for every step": ("block", repeat_choices),
     "cache commit": ("siblings of parallel heads", keep_in_place),
     "cache commit for a walk": ("walk", keep_in_place),
 }

@@ -372,6 +372,21 @@ def test_padding_is_never_tested() -> None:
         assert one.equal(other)
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_the_best_are_point_masses_where_nothing_could_be_drawn(every: int) -> None:
+    """Prevents the first of the best taken for the draw of a drafter that was sure: accepted."""
+    model, sampled = ToyModel(3, seed=1), ToyDrafter(ToyModel(3, seed=2), FLAT, "top_and_one")
+
+    def draft(contexts: Tensor, chance: Outcomes) -> tuple[Tensor, Tensor]:
+        tokens, probs = sampled(contexts, chance)
+        sure = contexts % every == 0  # in all rows, or in some
+        tokens[sure, 1] = -1
+        probs[sure] = 0
+        return tokens, probs
+
+    assert distance(model, verified(model, FLAT, draft, by("top_and_one"))) < EXACT
+
+
 def test_a_chain_may_end_earlier_in_some_rows() -> None:
     """Prevents block verification of tokens that stand behind the end of a row's chain."""
     tokens, base, draft = random_case(60, Tree.chain(3), "chain")
