@@ -57,12 +57,25 @@ def run(config: GenerateConfig) -> None:
     from specheads.decoding.generate import SpecDecoder
     from specheads.models.base import context_length
     from specheads.models.checkpoint import load_export
+    from specheads.tree_support import tree_support
 
     device = dist.device()
     dtype = hardware.pick_dtype(config.dtype, device)
     hardware.quiet_loading()
-    export = load_export(config.checkpoint, base=config.base, dtype=dtype, device=device)
+    export = load_export(
+        config.checkpoint,
+        base=config.base,
+        dtype=dtype,
+        device=device,
+        device_map=config.device_map or None,
+    )
     base, tokenizer = export.base, export.tokenizer
+    try:
+        support = tree_support(base)
+    except ValueError as error:
+        raise ConfigError(f"{config.checkpoint}: {error}") from None
+    if support.kind == "chain":
+        config = replace(config, batch_size=1)  # its rows can only be decoded alone
     records = _records(config, has_template=tokenizer.chat_template is not None)
     encode = Encoder(tokenizer).prompt
     prompts = [encode(record) for record in records]

@@ -7,6 +7,12 @@ from dataclasses import dataclass, field
 from specheads.config.errors import MISSING, check, one_of
 
 
+def _check_device_map(device_map: str) -> None:
+    options = ("auto", "balanced", "balanced_low_0", "sequential")
+    expected = "empty or one of " + ", ".join(options)
+    check(device_map in ("", *options), "device_map", device_map, expected)
+
+
 @dataclass
 class DecodeConfig:
     """How the heads of an export are decoded with."""
@@ -53,6 +59,7 @@ class GenerateConfig:
     stop: list[str] = field(default_factory=list)  # stop="..." as often as there are strings
     seed: int = 0  # of the first prompt; the next has the next
     dtype: str = "float32"
+    device_map: str = ""  # spread the base model by itself: auto, balanced, sequential
     color: str = "auto"  # auto, always, never: one colour per verify step
     plain: bool = False  # one token at a time, for comparison
     decode: DecodeConfig = field(default_factory=DecodeConfig)
@@ -70,6 +77,7 @@ class GenerateConfig:
         check(not (self.prompt and self.prompts), "prompts", self.prompts, "left out with prompt")
         check(all(self.stop), "stop", self.stop, "strings that are not empty")
         one_of("dtype", self.dtype, "float32", "bfloat16", "float16")
+        _check_device_map(self.device_map)
         one_of("color", self.color, "auto", "always", "never")
 
 
@@ -149,9 +157,4 @@ class DoctorConfig:
 
     def __post_init__(self) -> None:
         one_of("dtype", self.dtype, "auto", "float32", "bfloat16", "float16")
-        check(
-            self.device_map in ("", "auto", "balanced", "balanced_low_0", "sequential"),
-            "device_map",
-            self.device_map,
-            "auto, balanced, balanced_low_0 or sequential",
-        )
+        _check_device_map(self.device_map)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from specheads import tree_support
 from specheads.config import ConfigError, GenerateConfig
 from specheads.generate import run, take_literal, take_literals
 
@@ -162,9 +163,12 @@ def test_base_model_that_was_moved(
     before = text_of(capsys, **given)
     moved = tmp_path / "moved"
     shutil.move(tiny_model_dir, moved)
-    with pytest.raises(ConfigError, match="needs its base model"):
-        text_of(capsys, **given)
-    assert text_of(capsys, **given, base=str(moved)) == before
+    try:
+        with pytest.raises(ConfigError, match="needs its base model"):
+            text_of(capsys, **given)
+        assert text_of(capsys, **given, base=str(moved)) == before
+    finally:
+        shutil.move(moved, tiny_model_dir)  # other tests need it
 
 
 @pytest.mark.parametrize(
@@ -182,3 +186,26 @@ def test_settings_are_checked(settings: dict[str, object], message: str) -> None
     """Transformers would say it in words of its own, after loading."""
     with pytest.raises(ConfigError, match=message):
         GenerateConfig("x", **settings)  # type: ignore[arg-type]
+
+
+def test_a_spread_base_writes_the_same(
+    tiny_export: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prevents a setting that moves the base model away from its heads and its input."""
+    settings = {"checkpoint": str(tiny_export), "prompt": "def f(x):"}
+    assert text_of(capsys, **settings, device_map="auto") == text_of(capsys, **settings)
+    with pytest.raises(ConfigError, match="device_map must be empty or one of auto"):
+        GenerateConfig(checkpoint="x", device_map="gpu")
+
+
+def test_a_base_that_cannot_be_verified_is_one_line(
+    tiny_export: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents a traceback where an export's base keeps a recurrent state."""
+
+    def refuse(_: object) -> None:
+        raise ValueError("MambaForCausalLM keeps a recurrent state")
+
+    monkeypatch.setattr(tree_support, "tree_support", refuse)
+    with pytest.raises(ConfigError, match="export: MambaForCausalLM keeps a recurrent state"):
+        run(GenerateConfig(checkpoint=str(tiny_export), prompt="def"))
