@@ -124,9 +124,7 @@ REFUSED_MODELS = {
 MODELS = TREE_MODELS | CHAIN_MODELS | REFUSED_MODELS
 
 
-def build(
-    name: str, _redraw: object = None, *, seed: int = 1, std: float = 0.3, **changes: Any
-) -> PreTrainedModel:
+def build(name: str, *, seed: int = 1, std: float = 0.3, **changes: Any) -> PreTrainedModel:
     """Build one of MODELS in float32 and eval mode; ``changes`` are settings of its config."""
     model_type, own, attention = MODELS[name]
     known = CONFIG_MAPPING[model_type]()

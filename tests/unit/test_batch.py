@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -60,18 +59,16 @@ def alone(model: PreTrainedModel, rows: list[Tensor], **settings: Any) -> list[l
 
 
 @pytest.fixture
-def llama(redraw_weights: Callable[..., None]) -> PreTrainedModel:
+def llama() -> PreTrainedModel:
     """Return a small random Llama with VOCAB tokens."""
-    return build("llama", redraw_weights)
+    return build("llama")
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("sampler", [Sampler(), Sampler(1.0, seed=3)], ids=["greedy", "sampled"])
-def test_every_row_is_the_row_decoded_alone(
-    name: str, sampler: Sampler, redraw_weights: Callable[..., None]
-) -> None:
+def test_every_row_is_the_row_decoded_alone(name: str, sampler: Sampler) -> None:
     """Prevents rows that see padding, a neighbour, or another row's noise."""
-    model = build(name, redraw_weights)
+    model = build(name)
     rows = prompts()
     ids, mask = left_padded(rows)
     settings: dict[str, Any] = {"max_new_tokens": NUM_NEW, "sampler": sampler}
@@ -186,11 +183,9 @@ def test_processors_see_rows_without_padding(llama: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gpt2"])
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_a_conversation_goes_on_without_a_new_prefill(
-    name: str, num_rows: int, redraw_weights: Callable[..., None]
-) -> None:
+def test_a_conversation_goes_on_without_a_new_prefill(name: str, num_rows: int) -> None:
     """Prevents a second turn that reads everything again, or answers to another text."""
-    model = build(name, redraw_weights)
+    model = build(name)
     generator = torch.Generator().manual_seed(1)
     texts = [row[0].tolist() for row in prompts()[:num_rows]]
     caches = TreeCache(), TreeCache()
@@ -232,9 +227,9 @@ def test_a_conversation_goes_on_without_a_new_prefill(
         texts = whole
 
 
-def test_rows_may_fill_the_context_each_by_itself(redraw_weights: Callable[..., None]) -> None:
+def test_rows_may_fill_the_context_each_by_itself() -> None:
     """Prevents a lookup beyond learned positions where one row is near the end and others not."""
-    model = build("gpt2", redraw_weights)
+    model = build("gpt2")
     rows = prompts((220, 250, 3))
     ids, mask = left_padded(rows)
     truth = alone(model, rows, max_new_tokens=6)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -39,11 +38,9 @@ def _traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param("gpt2", marks=pytest.mark.slow),
     ],
 )
-def test_compiled_passes_give_the_same_tokens(
-    name: str, redraw_weights: Callable[..., None]
-) -> None:
+def test_compiled_passes_give_the_same_tokens(name: str) -> None:
     """Prevents a mask, a slot or a position frozen into the compiled pass."""
-    model = build(name, redraw_weights)
+    model = build(name)
     rows = prompts((9, 4, 14))
     ids, mask = left_padded(rows)
     for sampler in (Sampler(), Sampler(1.0, seed=5)):
@@ -61,9 +58,9 @@ def test_compiled_passes_give_the_same_tokens(
     assert counters["graph_break"] == {}, dict(counters["graph_break"])
 
 
-def test_a_long_text_is_not_compiled_at_every_step(redraw_weights: Callable[..., None]) -> None:
+def test_a_long_text_is_not_compiled_at_every_step() -> None:
     """Prevents a pass compiled for every length of the text: slower than none by far."""
-    model = build("llama", redraw_weights)
+    model = build("llama")
     (row,) = prompts((9,))
     truth = plain_decode(model, row, max_new_tokens=120)
     drafter = ScriptedDrafter(Tree.chain(3), truth.sequences[0].tolist(), 0.5)
@@ -72,9 +69,9 @@ def test_a_long_text_is_not_compiled_at_every_step(redraw_weights: Callable[...,
     assert counters["stats"]["unique_graphs"] <= 3
 
 
-def test_hidden_states_are_those_of_the_pass_at_hand(redraw_weights: Callable[..., None]) -> None:
+def test_hidden_states_are_those_of_the_pass_at_hand() -> None:
     """Prevents heads fed with the hidden states of an earlier text, in the mix of both loops."""
-    model = build("llama", redraw_weights)
+    model = build("llama")
     (row,) = prompts((9,))
     truth = plain_decode(model, row, max_new_tokens=30).sequences
     for compiled in (True, False, True):
@@ -105,9 +102,9 @@ class Watching(ScriptedDrafter):
         return super().observe(state, result)
 
 
-def test_what_cannot_be_compiled_is_refused(redraw_weights: Callable[..., None]) -> None:
+def test_what_cannot_be_compiled_is_refused() -> None:
     """Prevents masks that the compiled pass would ignore."""
-    model = build("llama", redraw_weights)
+    model = build("llama")
     model.set_attn_implementation("flex_attention")
     with pytest.raises(ValueError, match="compile=True needs sdpa or eager attention"):
         plain_decode(model, prompts((3,))[0], max_new_tokens=2, compile=True)

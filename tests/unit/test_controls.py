@@ -68,9 +68,9 @@ SAMPLING: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def llama(redraw_weights: Callable[..., None]) -> PreTrainedModel:
+def llama() -> PreTrainedModel:
     """Return a small random Llama with VOCAB tokens."""
-    return build("llama", redraw_weights)
+    return build("llama")
 
 
 @pytest.mark.parametrize("name", CONTROLS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,9 +21,9 @@ ONES = {"attention_mask": torch.ones_like(IDS)}
 
 
 @pytest.fixture
-def llama(redraw_weights: Callable[..., None]) -> PreTrainedModel:
+def llama() -> PreTrainedModel:
     """Return a small random Llama."""
-    return build("llama", redraw_weights)
+    return build("llama")
 
 
 @pytest.fixture

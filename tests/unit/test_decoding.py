@@ -51,9 +51,9 @@ def prompt(length: int = 9) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_tree_equals_plain_equals_generate(name: str, redraw_weights: Callable[..., None]) -> None:
+def test_tree_equals_plain_equals_generate(name: str) -> None:
     """Prevents any error in masks, positions, acceptance or commit: all show as other tokens."""
-    model = build(name, redraw_weights)
+    model = build(name)
     ids = prompt()
     for sampler in SAMPLERS.values():
         plain = plain_decode(model, ids, max_new_tokens=40, sampler=sampler)
@@ -88,9 +88,9 @@ def test_untrained_heads_and_ngrams_change_nothing(
 
 
 @pytest.fixture
-def llama(redraw_weights: Callable[..., None]) -> PreTrainedModel:
+def llama() -> PreTrainedModel:
     """Return a small random Llama with VOCAB tokens."""
-    return build("llama", redraw_weights)
+    return build("llama")
 
 
 def test_accept_lengths_are_what_was_scripted(llama: PreTrainedModel) -> None:
@@ -122,9 +122,9 @@ def test_the_limit_is_met_exactly(llama: PreTrainedModel, max_new_tokens: int) -
         assert len(result.step_ids) == max_new_tokens == sum(result.accept_lengths) + 1
 
 
-def test_the_context_may_be_filled_to_the_brim(redraw_weights: Callable[..., None]) -> None:
+def test_the_context_may_be_filled_to_the_brim() -> None:
     """Prevents an index error in the last step of models with learned positions."""
-    model = build("gpt2", redraw_weights)
+    model = build("gpt2")
     ids = prompt(200)
     plain = plain_decode(model, ids, max_new_tokens=56)
     drafter = ScriptedDrafter(TREES["grown"], plain.sequences[0].tolist(), 0.9)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -163,14 +163,12 @@ def test_crop_and_reset() -> None:
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gpt2"])
 @pytest.mark.parametrize("own_trees", [False, True])
 @torch.no_grad()
-def test_after_a_commit_the_cache_is_that_of_a_prefill(
-    name: str, own_trees: bool, redraw_weights: Callable[..., None]
-) -> None:
+def test_after_a_commit_the_cache_is_that_of_a_prefill(name: str, own_trees: bool) -> None:
     """Prevents a cache that slowly fills with keys of wrong positions or refused guesses.
 
     Several commits in a row, rows of different lengths, one of which stands still at times.
     """
-    model = build(name, redraw_weights)
+    model = build(name)
     generator = torch.Generator().manual_seed(0)
     shape = Tree.from_choices([(0,), (1,), (0, 0), (1, 0)])
     paths = torch.tensor([[0, 2, 4], [0, 1, -1], [0, 1, 3]])

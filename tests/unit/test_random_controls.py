@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from specheads.decoding.generate import SpecDecoder
 from specheads.tree import Tree
-from tests.conftest import redraw
 from tests.ragged import PAD, Alternate, new_tokens, padded
 from tests.scripted import ScriptedDrafter, build
 
@@ -65,7 +64,7 @@ def some(strategies: dict[str, st.SearchStrategy[Any]], most: int) -> st.SearchS
 @cache
 def model() -> PreTrainedModel:
     """Return one small model for all examples."""
-    return build("llama", redraw)
+    return build("llama")
 
 
 def fresh(chosen: dict[str, Any]) -> dict[str, Any]:

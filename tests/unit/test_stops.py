@@ -23,9 +23,9 @@ from tests.scripted import ScriptedDrafter, build
 
 
 @pytest.fixture
-def llama(redraw_weights: Callable[..., None]) -> PreTrainedModel:
+def llama() -> PreTrainedModel:
     """Return a small random Llama with VOCAB tokens."""
-    return build("llama", redraw_weights)
+    return build("llama")
 
 
 def test_lengths_end_inside_the_tree(llama: PreTrainedModel) -> None:
@@ -48,9 +48,9 @@ def test_lengths_end_inside_the_tree(llama: PreTrainedModel) -> None:
     assert decoder.generate(ROWS[0]).sequences.shape == (1, 29)  # transformers' default: 20 more
 
 
-def test_the_context_is_a_limit_at_every_depth(redraw_weights: Callable[..., None]) -> None:
+def test_the_context_is_a_limit_at_every_depth() -> None:
     """Prevents a lookup of learned positions that do not exist, wherever in the tree they start."""
-    model = build("gpt2", redraw_weights)
+    model = build("gpt2")
     for length in range(248, 256):
         ids = torch.randint(PAD, (1, length), generator=torch.Generator().manual_seed(length))
         plain = SpecDecoder(model, None).generate(ids, max_length=256)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from transformers import LlamaForCausalLM
@@ -22,14 +20,12 @@ TREE = default_tree(3, 9)
 @pytest.mark.parametrize("lengths", [[3], [20], [20, 3, 11]], ids=str)
 @pytest.mark.parametrize("shape", ["shared", "own", "run"])
 @torch.no_grad()
-def test_every_node_sees_its_own_path(
-    name: str, lengths: list[int], shape: str, redraw_weights: Callable[..., None]
-) -> None:
+def test_every_node_sees_its_own_path(name: str, lengths: list[int], shape: str) -> None:
     """Prevents masks measured in tree slots: wrong beyond a sliding window, right before it.
 
     And, in a batch, rows that see what lies behind their own end, or another row's tree.
     """
-    model = build(name, redraw_weights)
+    model = build(name)
     tree = Tree.chain(8) if shape == "run" else TREE
     texts = [torch.randint(64, (n,)).tolist() for n in lengths]
     nodes = torch.randint(64, (len(lengths), tree.num_nodes))
