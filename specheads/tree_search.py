@@ -215,6 +215,8 @@ def format_sizes(measured_on: dict[str, Any]) -> str:
 
 def format_result(measured_on: dict[str, Any], depth: int) -> str:
     """Return what was chosen, what is expected of it and what came of it."""
+    from specheads.decoding.report import DRIFT_LIMIT
+
     if "sizes" not in measured_on:
         return "do not speculate here: no guess of any head was right"
     lines = []
@@ -248,6 +250,10 @@ def format_result(measured_on: dict[str, Any], depth: int) -> str:
         lines.append("do not speculate here with the static tree, but with decode.tree=dynamic")
     elif dynamic > static:
         lines.append(f"decode.tree=dynamic is expected to be {dynamic / static:.2f}x as fast here")
+    if (drift := measured_on.get("plain_step_drift", 1.0)) > DRIFT_LIMIT:
+        lines.append(
+            f"The machine was busy: plain steps varied {drift:.2f}x between rounds; search again."
+        )
     return "\n".join(lines)
 
 

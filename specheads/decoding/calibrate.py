@@ -121,7 +121,8 @@ def calibrate(
     ``measured_on`` of the result holds: ``speculate`` and ``speedup`` over plain decoding,
     ``acceptance`` (per choice of the tree the probability that it is accepted), ``sizes`` (per
     clocked number of nodes the accept length, milliseconds per step and speed-up), with ``dynamic``
-    the same for trees grown at each step, and on what all that was measured.
+    the same for trees grown at each step, ``plain_step_drift`` (slowest over fastest round of plain
+    steps: well above 1, something interfered), and on what all that was measured.
 
     Args:
         base: base model, in the dtype and on the device of use.
@@ -215,7 +216,7 @@ def calibrate(
     found = {
         name: _summary(kind, median(plain), fixed=num_nodes > 0) for name, kind in kinds.items()
     }
-    measured_on |= found["static"]
+    measured_on |= {**found["static"], "plain_step_drift": round(max(plain) / min(plain), 4)}
     tree = Tree.from_choices(nodes[: measured_on["num_nodes"] - 1])
     measured_on["acceptance"] = [round(share, 4) for share in acceptance(tree, hits)]
     if dynamic:

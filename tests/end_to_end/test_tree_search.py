@@ -212,3 +212,5 @@ def test_the_advice_is_for_the_faster_of_both(
     found = {**kind, "speedup": static, "dynamic": {**kind, "speedup": dynamic}}
     last = tree_search.format_result(found, 3).split("\n")[-1]
     assert last == (advice or "not measured on other prompts: none were given")
+    found["plain_step_drift"] = 1.4
+    assert "The machine was busy" in tree_search.format_result(found, 3)

@@ -76,6 +76,8 @@ def test_steps_leave_out_prefill_and_spikes(clock: list[float]) -> None:
     """A long prompt's prefill, spread over few steps, would favour trees with many steps."""
     run = run_of(clock, 5.0, lambda _: [0.25, 0.25, 7.0, 0.25])
     assert clock_steps([run], repeats=3) == [[0.25] * 3]
+    busy = run_of(clock, 5.0, lambda _: [7.0, 0.25, 7.0, 7.0, 0.25, 7.0])
+    assert clock_steps([busy], repeats=1) == [[0.25]]
     one_step = run_of(clock, 5.0, lambda _: [0.25])
     assert clock_steps([one_step], repeats=1) == [[0.25]]
     only_prefill = run_of(clock, 5.0, lambda _: [])
