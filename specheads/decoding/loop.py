@@ -166,8 +166,15 @@ def propose(
         budgets: per row the tokens it may still get, of which a step gives one beside the guesses.
         chain_only: keep first children only.
         trim: make the tree smaller where the limit allows; False keeps its shape.
+
+    Raises:
+        ValueError: for sampled candidates of a drafter that says it is deterministic.
     """
     candidates = drafter.propose(state)
+    if drafter.deterministic and candidates.sampling != "none":
+        raise ValueError(
+            f"the drafter is deterministic, but its candidates are sampled: {candidates.sampling}"
+        )
     if chain_only:
         candidates = first_chain(candidates)
     tree, tokens = candidates.tree, candidates.tokens

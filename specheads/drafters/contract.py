@@ -98,7 +98,8 @@ class Drafter(Protocol):
 
     Attributes:
         taps: which hidden states of the base model it needs, of those in this module.
-        deterministic: its candidates are a function of the prefix (then sample-and-walk is exact).
+        deterministic: its candidates are a function of the prefix: by the default rule, tokens are
+            then those of plain decoding with the seed, and not of its distribution only.
     """
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -295,3 +296,14 @@ def test_bad_requests_are_refused(llama: PreTrainedModel) -> None:
     drafter.taps = ("trunk",)
     with pytest.raises(ValueError, match="taps must be among"):
         decode(llama, drafter, prompt(), max_new_tokens=3)
+
+
+def test_a_drafter_means_what_it_says_of_itself(llama: PreTrainedModel) -> None:
+    """Prevents tokens announced as plain decoding's, but decided by rejection."""
+
+    class Sampled(ScriptedDrafter):
+        def propose(self, state: Any) -> Candidates:
+            return replace(super().propose(state), sampling="chain")
+
+    with pytest.raises(ValueError, match="deterministic, but its candidates are sampled: chain"):
+        decode(llama, Sampled(Tree.chain(2), [1, 2, 3], 1.0), prompt(), max_new_tokens=3)
