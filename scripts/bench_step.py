@@ -93,11 +93,12 @@ def measure_budget(
                 "max_new_tokens": args.max_new_tokens,
                 "sampler": Sampler(temperature=temperature, seed=args.seed + index),
                 "eos_token_ids": end_tokens(base, export.tokenizer),
+                "compile": args.compile,
             }
             ids = prompt.input_ids
             plain, _ = clock_steps(plain_decode, base, ids, **request)
             tree, counts = clock_steps(loop.decode, base, drafter, ids, **request)
-            with phases.watching(base, drafter):
+            with phases.watching(base, drafter, compile=args.compile):
                 loop.decode(base, drafter, ids, **request)
             if repeat == 0:  # to warm up
                 phases.steps.clear()
@@ -210,6 +211,7 @@ def measure_growth(
         request: dict[str, Any] = {
             "max_new_tokens": args.growth_tokens if repeat >= 0 else 16,  # to warm up
             "sampler": Sampler(temperature=temperature, seed=args.seed),
+            "compile": args.compile,
         }
         order = ("plain", "tree") if repeat % 2 else ("tree", "plain")
         for name in order:
@@ -311,6 +313,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=256, help="verify: cached tokens")
     parser.add_argument("--calls", type=int, default=200, help="verify: pairs per number of nodes")
     parser.add_argument("--growth-tokens", type=int, default=2000)
+    parser.add_argument(
+        "--compile", action="store_true", help="budget, growth: compiled passes, plain ones too"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", "--json", type=Path, help="write the JSON there")
     args = parser.parse_args(argv)

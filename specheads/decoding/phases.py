@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.decoding import loop
+from specheads.decoding import compiled, loop
 from specheads.decoding.forward import BasePass
 from specheads.decoding.result import Output
 from specheads.drafters.heads import HeadsDrafter
@@ -72,9 +72,20 @@ class Phases:
         return run
 
     @contextlib.contextmanager
-    def watching(self, base: PreTrainedModel, drafter: HeadsDrafter) -> Iterator[None]:
-        """Clock the phases of one text decoded while open; its last step is left out."""
-        snapshot = drafter.heads.snapshot
+    def watching(
+        self, base: PreTrainedModel, drafter: HeadsDrafter, *, compile: bool = False
+    ) -> Iterator[None]:
+        """Clock the phases of one text decoded while open; its last step is left out.
+
+        Args:
+            base: base model.
+            drafter: that decodes.
+            compile: the passes are compiled ones.
+        """
+        snapshot, compiled_forward = drafter.heads.snapshot, compiled._compiled_forward
+
+        def clocked_forward(mode: str | None) -> Callable[..., Tensor]:
+            return self.timed(FORWARD, compiled_forward(mode))
 
         def clocked_snapshot(output: OutputLayer) -> Callable[[Tensor], Tensor]:
             return self.timed(HEADS, snapshot(output))
@@ -86,12 +97,14 @@ class Phases:
             (Output, "emit", "emit"),
             (TreeCache, "commit", "commit"),
             (drafter, "observe", "observe"),
-            (base, "forward", FORWARD),
         ]
+        if not compile:  # a forward in place of the model's own would be compiled with it
+            places.append((base, "forward", FORWARD))
         with contextlib.ExitStack() as stack:
             for owner, attribute, name in places:
                 clocked = self.timed(name, getattr(owner, attribute))
                 stack.enter_context(patch.object(owner, attribute, clocked))
             stack.enter_context(patch.object(drafter.heads, "snapshot", clocked_snapshot))
+            stack.enter_context(patch.object(compiled, "_compiled_forward", clocked_forward))
             yield
         self._step = None  # nothing tells where it ended
