@@ -243,6 +243,10 @@ class TreeCache(Cache):
             assert layer.key_buffer is not None and layer.value_buffer is not None
             layer.keys = layer.key_buffer[:, :, :width]
             layer.values = layer.value_buffer[:, :, :width]
+            if layer.keys.is_cuda:
+                # else CUDA graphs would be skipped: they copy inputs, but these are written to
+                torch._dynamo.mark_static_address(layer.keys, guard=False)
+                torch._dynamo.mark_static_address(layer.values, guard=False)
         self.rows.fixed_slots = self.rows.slots(num_tokens, layers[0].device)[1]
         try:
             yield
