@@ -70,11 +70,7 @@ def run(config: GenerateConfig) -> None:
         device_map=config.device_map or None,
     )
     base, tokenizer = export.base, export.tokenizer
-    try:
-        support = tree_support(base)
-    except ValueError as error:
-        raise ConfigError(f"{config.checkpoint}: {error}") from None
-    if support.kind == "chain":
+    if tree_support(base).kind == "chain":
         config = replace(config, batch_size=1)  # its rows can only be decoded alone
     records = _records(config, has_template=tokenizer.chat_template is not None)
     encode = Encoder(tokenizer).prompt

@@ -25,6 +25,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
+from specheads.config import ConfigError
 from specheads.kv_cache import TreeCache
 from specheads.models.base import input_device
 from specheads.tree import Tree
@@ -61,10 +62,10 @@ class Support:
         """Refuse what only trees' masks can do.
 
         Raises:
-            ValueError: for several rows where only a chain is exact.
+            ConfigError: for several rows where only a chain is exact.
         """
         if self.kind == "chain" and batch_size > 1:
-            raise ValueError(
+            raise ConfigError(
                 f"{self.reason}; so it decodes chains of 1 row at a time, got {batch_size} rows"
             )
 
@@ -73,7 +74,8 @@ def tree_support(model: PreTrainedModel) -> Support:
     """Find out what ``model`` can be decoded with; remembered per model and attention.
 
     Raises:
-        ValueError: where not even a chain is exact, or in training mode; with the reason.
+        ConfigError: where not even a chain is exact; with the reason.
+        ValueError: in training mode.
     """
     name = type(model).__name__
     if model.training:
@@ -84,14 +86,14 @@ def tree_support(model: PreTrainedModel) -> Support:
         return known[1]
     layers = _cache_layers(model)
     if reason := _why_not_at_all(model, layers):
-        raise ValueError(f"{name} {reason}")
+        raise ConfigError(f"{name} {reason}")
     try:
         support = _try_out(model, attention, layers)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a model's own code may raise
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(
+        raise ConfigError(
             f"{name} cannot be decoded step by step with {attention} attention: {first}"
         ) from error
     _known[model] = attention, support

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from specheads import tree_support
 from specheads.config import ConfigError, GenerateConfig
 from specheads.generate import run, take_literal, take_literals
 
@@ -196,16 +195,3 @@ def test_a_spread_base_writes_the_same(
     assert text_of(capsys, **settings, device_map="auto") == text_of(capsys, **settings)
     with pytest.raises(ConfigError, match="device_map must be empty or one of auto"):
         GenerateConfig(checkpoint="x", device_map="gpu")
-
-
-def test_a_base_that_cannot_be_verified_is_one_line(
-    tiny_export: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Prevents a traceback where an export's base keeps a recurrent state."""
-
-    def refuse(_: object) -> None:
-        raise ValueError("MambaForCausalLM keeps a recurrent state")
-
-    monkeypatch.setattr(tree_support, "tree_support", refuse)
-    with pytest.raises(ConfigError, match="export: MambaForCausalLM keeps a recurrent state"):
-        run(GenerateConfig(checkpoint=str(tiny_export), prompt="def"))
