@@ -48,7 +48,8 @@ def run(config: DoctorConfig) -> None:
     )
     wrong = []
     for finding in examine(model, _tokenizer(config)):
-        print(f"{finding.name:<10} {'' if finding.ok else 'WRONG: '}{finding.text}", flush=True)
+        mark = "" if finding.ok or finding.name == "verdict" else "WRONG: "
+        print(f"{finding.name:<10} {mark}{finding.text}", flush=True)
         wrong += [] if finding.ok else [finding.name]
     if wrong:
         raise RunError(f"{config.model}: see {', '.join(wrong)} above")

@@ -83,7 +83,7 @@ def test_other_models_are_told_apart(
         with pytest.raises(RunError, match="see verdict above"):
             run(config)
         out = capsys.readouterr().out
-        assert "verdict    WRONG: refused: MambaForCausalLM keeps a recurrent state" in out
+        assert "verdict    refused: MambaForCausalLM keeps a recurrent state" in out
         assert "batch" not in out
     assert "tokenizer  none comes with the model" in out
 
