@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
-from specheads.acceptance import walk
+from specheads.decoding.accepting import accept
 from specheads.decoding.choosing import Chooser, make_chooser
 from specheads.decoding.compiled import capture_traced
 from specheads.decoding.deciding import Acceptance
 from specheads.decoding.forward import BasePass
 from specheads.decoding.plain import prompt_tokens
 from specheads.decoding.result import DecodeResult, OnTokens, Output, Stopping, read_prompts
-from specheads.decoding.sampling import Chance, Sampler
-from specheads.drafters.contract import FINAL, Candidates, Drafter, Prefill, StepResult
+from specheads.decoding.sampling import Sampler
+from specheads.drafters.contract import FINAL, Candidates, Drafter, Prefill
 from specheads.kv_cache import TreeCache
 from specheads.models.base import capture_hidden
 from specheads.tree import Tree, batched
@@ -204,100 +204,4 @@ def first_chain(candidates: Candidates) -> Candidates:
         Tree.chain(len(path) - 1),
         None if probs is None else probs[:, path],
         "none" if probs is None else "chain",
-    )
-
-
-def accept(
-    candidates: Candidates,
-    logits: Tensor,
-    hidden: dict[str, Tensor],
-    chooser: Chooser,
-    rows: Sequence[int],
-    acceptance: Acceptance,
-) -> StepResult:
-    """Accept a path of the tree, and give the token after it.
-
-    Args:
-        candidates: what was verified.
-        logits: [B, N, V].
-        hidden: tap -> [B, N, d].
-        chooser: how tokens are chosen.
-        rows: [B], whose texts the trees continue.
-        acceptance: the rule.
-    """
-    if acceptance.walks(candidates, greedy=chooser.sampler.temperature == 0):
-        return accept_by_walk(candidates, logits, hidden, chooser, rows)
-    return accept_by_rule(candidates, logits, hidden, chooser, rows, acceptance)
-
-
-def accept_by_walk(
-    candidates: Candidates,
-    logits: Tensor,
-    hidden: dict[str, Tensor],
-    chooser: Chooser,
-    rows: Sequence[int],
-) -> StepResult:
-    """Choose the base model's token at the nodes and walk down the tree along them."""
-    tree, tokens = candidates.tree, candidates.tokens
-    processed, scores = chooser.scores_at_nodes(candidates, logits, rows)
-    while True:
-        base_tokens = scores.argmax(-1)
-        path, num_accepted = walk(tokens, tree, base_tokens)
-        emitted = base_tokens.gather(1, path.clamp(min=0)).masked_fill(path < 0, -1)
-        ties = chooser.near_ties(logits, scores, path)
-        gained, tied = torch.stack([emitted, ties]).tolist()  # the step's only synchronisation
-        unsettled = [i for i, row in enumerate(rows) if 1 in tied[i] and chooser.output.budget(row)]
-        if not unsettled:
-            break
-        scores = scores.clone()
-        for i in unsettled:
-            first = tied[i].index(1)
-            scores[i, path[i, first]] = chooser.settle(rows[i], gained[i][:first])[0].to(scores)
-    chooser.keep(rows, path, logits, processed)
-    return StepResult(
-        tree=tree,
-        tokens=tokens,
-        base_tokens=base_tokens,
-        hidden=hidden,
-        path=path,
-        num_accepted=num_accepted,
-        next_root=emitted.gather(1, num_accepted[:, None])[:, 0],
-        new_tokens=[[token for token in row if token >= 0] for row in gained],
-    )
-
-
-def accept_by_rule(
-    candidates: Candidates,
-    logits: Tensor,
-    hidden: dict[str, Tensor],
-    chooser: Chooser,
-    rows: Sequence[int],
-    acceptance: Acceptance,
-) -> StepResult:
-    """Let the rule decide from the base model's distributions at the nodes."""
-    tree, sampler = candidates.tree, chooser.sampler
-    tokens = candidates.tokens.to(logits.device)
-    processed = chooser.processed_at_nodes(candidates, logits, rows)
-    base_probs = sampler.probs(processed)
-    positions = [chooser.output.length(row) - 1 for row in rows]
-    chance = Chance(
-        sampler.seed, torch.tensor(positions, device=logits.device), rows, tree.num_nodes
-    )
-    path, num_accepted, next_token = acceptance.decide(
-        candidates, base_probs, chance, greedy=sampler.temperature == 0
-    )
-    guessed = tokens.gather(1, path.clamp(min=0)).masked_fill(path < 0, -1)
-    emitted = torch.cat([guessed[:, 1:], torch.full_like(guessed[:, :1], -1)], dim=1)
-    emitted = emitted.scatter(1, num_accepted[:, None], next_token[:, None])
-    gained = emitted.tolist()  # the step's only synchronisation
-    chooser.keep(rows, path, logits, processed)
-    return StepResult(
-        tree=tree,
-        tokens=candidates.tokens,
-        base_tokens=base_probs.argmax(-1),
-        hidden=hidden,
-        path=path,
-        num_accepted=num_accepted,
-        next_root=next_token,
-        new_tokens=[[token for token in row if token >= 0] for row in gained],
     )

@@ -1,0 +1,110 @@
+"""The accept phase: from the base model's logits at the nodes to the path that is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specheads.acceptance import walk
+from specheads.decoding.choosing import Chooser
+from specheads.decoding.deciding import Acceptance
+from specheads.decoding.sampling import Chance
+from specheads.drafters.contract import Candidates, StepResult
+
+
+def accept(
+    candidates: Candidates,
+    logits: Tensor,
+    hidden: dict[str, Tensor],
+    chooser: Chooser,
+    rows: Sequence[int],
+    acceptance: Acceptance,
+) -> StepResult:
+    """Accept a path of the tree, and give the token after it.
+
+    Args:
+        candidates: what was verified.
+        logits: [B, N, V].
+        hidden: tap -> [B, N, d].
+        chooser: how tokens are chosen.
+        rows: [B], whose texts the trees continue.
+        acceptance: the rule.
+    """
+    if acceptance.walks(candidates, greedy=chooser.sampler.temperature == 0):
+        return accept_by_walk(candidates, logits, hidden, chooser, rows)
+    return accept_by_rule(candidates, logits, hidden, chooser, rows, acceptance)
+
+
+def accept_by_walk(
+    candidates: Candidates,
+    logits: Tensor,
+    hidden: dict[str, Tensor],
+    chooser: Chooser,
+    rows: Sequence[int],
+) -> StepResult:
+    """Choose the base model's token at the nodes and walk down the tree along them."""
+    tree, tokens = candidates.tree, candidates.tokens
+    processed, scores = chooser.scores_at_nodes(candidates, logits, rows)
+    while True:
+        base_tokens = scores.argmax(-1)
+        path, num_accepted = walk(tokens, tree, base_tokens)
+        emitted = base_tokens.gather(1, path.clamp(min=0)).masked_fill(path < 0, -1)
+        ties = chooser.near_ties(logits, scores, path)
+        gained, tied = torch.stack([emitted, ties]).tolist()  # the step's only synchronisation
+        unsettled = [i for i, row in enumerate(rows) if 1 in tied[i] and chooser.output.budget(row)]
+        if not unsettled:
+            break
+        scores = scores.clone()
+        for i in unsettled:
+            first = tied[i].index(1)
+            scores[i, path[i, first]] = chooser.settle(rows[i], gained[i][:first])[0].to(scores)
+    chooser.keep(rows, path, logits, processed)
+    return StepResult(
+        tree=tree,
+        tokens=tokens,
+        base_tokens=base_tokens,
+        hidden=hidden,
+        path=path,
+        num_accepted=num_accepted,
+        next_root=emitted.gather(1, num_accepted[:, None])[:, 0],
+        new_tokens=[[token for token in row if token >= 0] for row in gained],
+    )
+
+
+def accept_by_rule(
+    candidates: Candidates,
+    logits: Tensor,
+    hidden: dict[str, Tensor],
+    chooser: Chooser,
+    rows: Sequence[int],
+    acceptance: Acceptance,
+) -> StepResult:
+    """Let the rule decide from the base model's distributions at the nodes."""
+    tree, sampler = candidates.tree, chooser.sampler
+    tokens = candidates.tokens.to(logits.device)
+    processed = chooser.processed_at_nodes(candidates, logits, rows)
+    base_probs = sampler.probs(processed)
+    positions = [chooser.output.length(row) - 1 for row in rows]
+    chance = Chance(
+        sampler.seed, torch.tensor(positions, device=logits.device), rows, tree.num_nodes
+    )
+    path, num_accepted, next_token = acceptance.decide(
+        candidates, base_probs, chance, greedy=sampler.temperature == 0
+    )
+    guessed = tokens.gather(1, path.clamp(min=0)).masked_fill(path < 0, -1)
+    emitted = torch.cat([guessed[:, 1:], torch.full_like(guessed[:, :1], -1)], dim=1)
+    emitted = emitted.scatter(1, num_accepted[:, None], next_token[:, None])
+    gained = emitted.tolist()  # the step's only synchronisation
+    chooser.keep(rows, path, logits, processed)
+    return StepResult(
+        tree=tree,
+        tokens=candidates.tokens,
+        base_tokens=base_probs.argmax(-1),
+        hidden=hidden,
+        path=path,
+        num_accepted=num_accepted,
+        next_root=next_token,
+        new_tokens=[[token for token in row if token >= 0] for row in gained],
+    )
