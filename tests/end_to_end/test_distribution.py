@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from specheads import rejection
-from specheads.decoding import loop
+from specheads.decoding import accepting
 from specheads.decoding.deciding import Acceptance
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
@@ -131,7 +131,7 @@ def keep_in_place(patch: pytest.MonkeyPatch) -> None:
 def repeat_choices(patch: pytest.MonkeyPatch) -> None:
     """Break the noise: a row makes the same choices in every step."""
     patch.setattr(
-        loop,
+        accepting,
         "Chance",
         lambda seed, positions, rows, num: Chance(seed, torch.zeros_like(positions), rows, num),
     )
