@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from specheads.decoding import accepting
 from tests.scripts import load_script
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +65,7 @@ def test_failed_check_is_said_and_counted(
 
 def test_identity_check_notices_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """A check that cannot fail says ok on every machine."""
-    accept = gpu_check.decode.__globals__["walk"]
+    accept = accepting.walk
 
     def too_generous(tokens: object, tree: object, base_tokens: torch.Tensor) -> object:
         path, num_accepted = accept(tokens, tree, base_tokens)
@@ -72,7 +73,7 @@ def test_identity_check_notices_wrong_tokens(monkeypatch: pytest.MonkeyPatch) ->
             path[0, 1], num_accepted[0] = 1, 1  # takes the first guess, right or wrong
         return path, num_accepted
 
-    monkeypatch.setitem(gpu_check.decode.__globals__, "walk", too_generous)
+    monkeypatch.setattr(accepting, "walk", too_generous)
     row = gpu_check.run_check("identity/llama", torch.device("cpu"))
     assert row["status"] == "failed", row
 
