@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specheads.acceptance import walk
+from specheads.acceptance import walk, walk_on_host
 from specheads.decoding.choosing import Chooser
 from specheads.decoding.deciding import Acceptance
 from specheads.decoding.sampling import Chance
 from specheads.drafters.contract import Candidates, StepResult
+from specheads.tree import Tree
 
 
 def accept(
@@ -45,14 +46,13 @@ def accept_by_walk(
     rows: Sequence[int],
 ) -> StepResult:
     """Choose the base model's token at the nodes and walk down the tree along them."""
-    tree, tokens = candidates.tree, candidates.tokens
     processed, scores = chooser.scores_at_nodes(candidates, logits, rows)
+    follow = follow_on_host if logits.device.type == "cpu" else follow_on_device
     while True:
         base_tokens = scores.argmax(-1)
-        path, num_accepted = walk(tokens, tree, base_tokens)
-        emitted = base_tokens.gather(1, path.clamp(min=0)).masked_fill(path < 0, -1)
-        ties = chooser.near_ties(logits, scores, path)
-        gained, tied = torch.stack([emitted, ties]).tolist()  # the step's only synchronisation
+        path, num_accepted, next_root, gained, tied = follow(
+            candidates, base_tokens, chooser, logits, scores
+        )
         unsettled = [i for i, row in enumerate(rows) if 1 in tied[i] and chooser.output.budget(row)]
         if not unsettled:
             break
@@ -62,15 +62,51 @@ def accept_by_walk(
             scores[i, path[i, first]] = chooser.settle(rows[i], gained[i][:first])[0].to(scores)
     chooser.keep(rows, path, logits, processed)
     return StepResult(
-        tree=tree,
-        tokens=tokens,
+        tree=candidates.tree,
+        tokens=candidates.tokens,
         base_tokens=base_tokens,
         hidden=hidden,
         path=path,
         num_accepted=num_accepted,
-        next_root=emitted.gather(1, num_accepted[:, None])[:, 0],
-        new_tokens=[[token for token in row if token >= 0] for row in gained],
+        next_root=next_root,
+        new_tokens=gained,
     )
+
+
+# path [B, D+1], num_accepted [B], next_root [B], tokens gained, and per row and place on the path
+# whether the choice there is a near-tie
+Followed = tuple[Tensor, Tensor, Tensor, list[list[int]], list[list[int]]]
+
+
+def follow_on_host(
+    candidates: Candidates, base_tokens: Tensor, chooser: Chooser, logits: Tensor, scores: Tensor
+) -> Followed:
+    """Walk in Python: on a CPU nothing waits for a device, and small ops cost more."""
+    tree = candidates.tree
+    drawn: list[list[int]] = base_tokens.tolist()
+    parents = tree.parents.tolist()
+    above = [parents] * len(drawn) if isinstance(tree, Tree) else parents
+    paths = walk_on_host(candidates.tokens.tolist(), above, drawn)
+    width = tree.max_depth + 1
+    path = torch.tensor([nodes + [-1] * (width - len(nodes)) for nodes in paths])
+    gained = [[row[node] for node in nodes] for row, nodes in zip(drawn, paths, strict=True)]
+    tied: list[list[int]] = [[]] * len(paths)
+    if chooser.replay is not None:
+        tied = chooser.near_ties(logits, scores, path).long().tolist()
+    num_accepted = torch.tensor([len(nodes) - 1 for nodes in paths])
+    return path, num_accepted, torch.tensor([tokens[-1] for tokens in gained]), gained, tied
+
+
+def follow_on_device(
+    candidates: Candidates, base_tokens: Tensor, chooser: Chooser, logits: Tensor, scores: Tensor
+) -> Followed:
+    """Walk in tensors, and fetch everything at once: the step's only synchronisation."""
+    path, num_accepted = walk(candidates.tokens, candidates.tree, base_tokens)
+    emitted = base_tokens.gather(1, path.clamp(min=0)).masked_fill(path < 0, -1)
+    next_root = emitted.gather(1, num_accepted[:, None])[:, 0]
+    ties = chooser.near_ties(logits, scores, path)
+    rows, tied = torch.stack([emitted, ties]).tolist()
+    return path, num_accepted, next_root, [[t for t in row if t >= 0] for row in rows], tied
 
 
 def accept_by_rule(

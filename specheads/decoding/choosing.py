@@ -19,6 +19,7 @@ from specheads.decoding.processors import RowProcessors, bind
 from specheads.decoding.result import Output
 from specheads.decoding.sampling import Sampler
 from specheads.drafters.contract import Candidates
+from specheads.tree import Tree
 
 EXACT_DTYPES = (torch.float32, torch.float64)
 
@@ -73,7 +74,7 @@ class Chooser:
         if self.processors is not None and not self.processors.stateless:
             return self._scores_on_paths(candidates, logits, rows)
         logits = self.processed_at_nodes(candidates, logits, rows)
-        roots = torch.tensor([self.output.length(row) - 1 for row in rows], device=logits.device)
+        roots = [self.output.length(row) - 1 for row in rows]
         return logits, self.sampler.tree_scores(logits, candidates.tree, roots, rows)
 
     def processed_at_nodes(
@@ -120,9 +121,11 @@ class Chooser:
         if self.processors is not None:
             texts = [[*self.output.text(row), *more] for row in rows]
             logits = self.processors.after(logits, rows, texts)
-        lengths = [self.output.length(row) + len(more) for row in rows]
-        positions = torch.tensor(lengths, device=logits.device)
-        return logits, self.sampler.scores(logits, positions, rows)
+        roots = [self.output.length(row) + len(more) - 1 for row in rows]
+        scores = self.sampler.tree_scores(
+            logits[:, None], Tree.chain(0).to(logits.device), roots, rows
+        )
+        return logits, scores[:, 0]
 
     def near_ties(self, logits: Tensor, scores: Tensor, path: Tensor) -> Tensor:
         """Tell which nodes of ``path`` [B, D+1] are to be settled; [B, D+1] bool."""

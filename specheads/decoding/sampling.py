@@ -125,6 +125,55 @@ def _gumbel(keys: Tensor, num: int) -> Tensor:
     return _uniform(keys, num).log_().neg_().log_().neg_().float()
 
 
+def noise_ahead(
+    seed: int,
+    starts: Sequence[int],
+    num: int,
+    vocab_size: int,
+    device: torch.device,
+    rows: Sequence[int] | None = None,
+) -> Tensor:
+    """Return the noise of :func:`gumbel_noise` at ``num`` positions from each row's start on.
+
+    With small vocabularies it is made for many positions at once and kept: two dozen operations on
+    a few hundred numbers cost as much as on some thousands.
+
+    Args:
+        seed: row b uses ``seed + b``.
+        starts: [B], the first position of each row.
+        num: positions per row.
+        vocab_size: V.
+        device: of the noise.
+        rows: [B], which rows these are.
+
+    Returns:
+        [B, num, V] float32.
+    """
+    numbers = range(len(starts)) if rows is None else rows
+    size = min(64, _KEPT_NOISE // vocab_size)
+    if size < 2 * num:
+        positions = torch.tensor(starts, device=device)[:, None] + torch.arange(num, device=device)
+        return gumbel_noise(seed, positions, vocab_size, numbers)
+    pieces = []
+    for row, start in zip(numbers, starts, strict=True):
+        block, first = divmod(start, size)
+        noise = _noise_block(seed + row, block, size, vocab_size, device)[first : first + num]
+        if len(noise) < num:
+            following = _noise_block(seed + row, block + 1, size, vocab_size, device)
+            noise = torch.cat([noise, following[: num - len(noise)]])
+        pieces.append(noise)
+    return torch.stack(pieces) if len(pieces) > 1 else pieces[0][None]
+
+
+_KEPT_NOISE = 1 << 14  # numbers per block
+
+
+@lru_cache(maxsize=64)
+def _noise_block(seed: int, block: int, size: int, vocab_size: int, device: torch.device) -> Tensor:
+    positions = torch.arange(block * size, (block + 1) * size, device=device)
+    return gumbel_noise(seed, positions[None], vocab_size)[0]
+
+
 @dataclass(frozen=True)
 class Chance:
     """The random choices of one verify step, as rules for sampled candidates ask for them.
@@ -186,7 +235,9 @@ class Sampler:
 
     def warp(self, logits: Tensor) -> Tensor:
         """Apply temperature, then top-k, then top-p, as transformers does; [..., V] to float32."""
-        scores = logits.float() / self.temperature
+        scores = logits.float()
+        if self.temperature != 1:
+            scores = scores / self.temperature
         if 0 < self.top_k < scores.shape[-1]:
             kth = scores.topk(self.top_k, dim=-1).values[..., -1:]
             scores = scores.masked_fill(scores < kth, float("-inf"))
@@ -226,7 +277,7 @@ class Sampler:
         self,
         logits: Tensor,
         tree: Tree | RowTrees,
-        root_positions: Tensor,
+        root_positions: Sequence[int],
         rows: Sequence[int] | None = None,
     ) -> Tensor:
         """Return the scores after every node of a tree: as node by node, but faster.
@@ -244,9 +295,9 @@ class Sampler:
         """
         if self.temperature == 0:
             return logits
-        levels = torch.arange(1, tree.max_depth + 2, device=logits.device)
-        positions = root_positions[:, None] + levels
-        noise = gumbel_noise(self.seed, positions, logits.shape[-1], rows)
+        starts = [root + 1 for root in root_positions]
+        num, vocab_size = tree.max_depth + 1, logits.shape[-1]
+        noise = noise_ahead(self.seed, starts, num, vocab_size, logits.device, rows)
         if isinstance(tree, Tree):
             return self.warp(logits) + noise[:, tree.depths]
         each = torch.arange(len(noise), device=logits.device)[:, None]

@@ -85,7 +85,7 @@ class HeadsDrafter:
         logits = state.predict(state.hidden)[: self.tree.max_depth]  # [D, B, V]
         best = logits.topk(self._num_ranks, dim=-1).indices
         best = best.transpose(0, 1).flatten(1)  # [B, D * ranks]
-        guesses = best[:, self._slots].to(root.device)
+        guesses = best.index_select(1, self._slots).to(root.device)
         return Candidates(torch.cat([root, guesses], dim=1), self.tree)
 
     def observe(self, state: HeadsState, result: StepResult) -> HeadsState:

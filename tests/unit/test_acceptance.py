@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specheads.acceptance import merge_siblings, walk
+from specheads.acceptance import merge_siblings, walk, walk_on_host
 from specheads.rejection import reject
 from specheads.tree import RowTrees, Tree, default_tree
 from tests.enumeration import (
@@ -31,6 +31,31 @@ def slow_walk(tokens: list[int], tree: Tree, base_tokens: list[int]) -> list[int
             return path
         node = hit[0]
         path.append(node)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_walk_on_the_host_is_the_walk_in_tensors(seed: int) -> None:
+    """Prevents a CPU that accepts other paths than a GPU; trees, twins and padding at random."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(high: int, *shape: int) -> Tensor:
+        return torch.randint(high, shape, generator=generator)
+
+    num_nodes = 1 + int(random(12, 1))
+    parents = torch.full((3, num_nodes), -1)
+    for row in range(3):
+        places: list[int] = []  # of parents: nodes stay sorted by depth if these never fall
+        for node in range(1, num_nodes):
+            lowest = places[-1] if places else 0
+            places.append(lowest + int(random(node - lowest, 1)))
+        parents[row, 1:] = torch.tensor(places, dtype=torch.long)
+    tree = RowTrees.from_parents(parents, num_nodes - 1)
+    tokens, base = random(3, 3, num_nodes) - 1, random(3, 3, num_nodes)
+    path, num_accepted = walk(tokens, tree, base)
+    found = walk_on_host(tokens.tolist(), parents.tolist(), base.tolist())
+    assert [len(nodes) - 1 for nodes in found] == num_accepted.tolist()
+    for row, nodes in enumerate(found):
+        assert path[row, : len(nodes)].tolist() == nodes
 
 
 @pytest.mark.parametrize("tree", [Tree.chain(0), Tree.chain(3), default_tree(4, 20)], ids=str)

@@ -15,6 +15,7 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
+from specheads.decoding import accepting, sampling
 from specheads.decoding.forward import BasePass
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
@@ -117,6 +118,25 @@ def test_rows_end_each_by_itself(llama: PreTrainedModel, keep: bool) -> None:
                 held = [row[0].tolist() + new[:-1] for row, new in zip(rows, truth, strict=True)]
                 assert cache.tokens == held
                 assert cache.lengths == [len(text) for text in held]
+
+
+def test_a_device_walks_as_the_host_does(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents an error in what only a GPU would run, near-ties included."""
+    monkeypatch.setattr(accepting, "follow_on_host", accepting.follow_on_device)
+    monkeypatch.setattr(sampling, "ROUNDING", 1e-3)  # more near-ties than there are
+    rows = prompts()
+    ids, mask = left_padded(rows)
+    for sampler in (Sampler(), Sampler(1.0, seed=3)):
+        truth = alone(llama, rows, max_new_tokens=NUM_NEW, sampler=sampler)
+        texts = [row[0].tolist() + new for row, new in zip(rows, truth, strict=True)]
+        drafter = ScriptedDrafter(default_tree(4, 12), texts, 0.7)
+        result = decode(
+            llama, drafter, ids, attention_mask=mask, max_new_tokens=NUM_NEW, sampler=sampler
+        )
+        assert [row.new_tokens for row in result.rows] == truth
+        assert result.accept_length > 1.5
 
 
 def test_ended_rows_cost_nothing_more(llama: PreTrainedModel) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from specheads.decoding.sampling import Sampler, gumbel_noise
+from specheads.decoding.sampling import Sampler, gumbel_noise, noise_ahead
 from specheads.tree import default_tree
 
 
@@ -91,9 +91,21 @@ def test_drawing_a_tree_is_drawing_its_nodes(temperature: float) -> None:
     tree = default_tree(4, 12)
     sampler = Sampler(temperature, seed=2)
     logits = torch.randn(2, tree.num_nodes, 30)
-    start = torch.tensor([5, 17])
+    start = [5, 17]
     drawn = sampler.tree_scores(logits, tree, start).argmax(-1)
-    assert drawn.equal(sampler(logits, start[:, None] + tree.depths + 1))
+    assert drawn.equal(sampler(logits, torch.tensor(start)[:, None] + tree.depths + 1))
+
+
+@pytest.mark.parametrize("vocab_size", [5, 300, 9000])
+def test_noise_made_ahead_is_the_positions_own(vocab_size: int) -> None:
+    """Prevents another text where a block of kept noise ends, or for another row of a batch."""
+    for num in (1, 5):
+        for start in (0, 7, 50, 59, 61, 62, 63, 64, 127, 1000):
+            starts, rows = [start, start + 3], [4, 0]
+            positions = torch.tensor(starts)[:, None] + torch.arange(num)
+            for _ in range(2):  # made, then kept
+                found = noise_ahead(7, starts, num, vocab_size, torch.device("cpu"), rows)
+                assert found.equal(gumbel_noise(7, positions, vocab_size, rows))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
