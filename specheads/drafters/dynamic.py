@@ -9,6 +9,7 @@ prefixes: what :func:`specheads.tree.grow_tree` does with rates that were measur
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from specheads.models.heads import MedusaHeads
 
 NUM_RANKS = 10  # guesses per head that a tree may use, as measured for static trees
+HOSTS = ("cpu",)  # devices where Python need not wait for anything, and small ops cost more
 
 
 def best_trees(log_probs: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
@@ -74,6 +76,42 @@ def _offsets(sizes: tuple[int, ...], num_ranks: int, device: torch.device) -> tu
     above = [0] + [starts[d] for d, size in enumerate(sizes[1:]) for _ in range(size)]
     first = [0] + [d * num_ranks for d, size in enumerate(sizes[1:]) for _ in range(size)]
     return torch.tensor(above, device=device), torch.tensor(first, device=device)
+
+
+def best_tree_on_host(
+    log_probs: Sequence[Sequence[float]], num_nodes: int
+) -> tuple[list[int], list[int]]:
+    """Do for one row what :func:`best_trees` does, with a heap: on a CPU at a third of the time.
+
+    Args:
+        log_probs: [D][R], each depth's best first.
+        num_nodes: root included.
+
+    Returns:
+        parents [N] and slots [N - 1], as :func:`best_trees` gives them.
+    """
+    num_ranks = len(log_probs[0])
+    # (minus the value, order of arrival, depth, rank, what the parent is worth, its number)
+    frontier: list[tuple[float, int, int, int, float, int]] = []
+    if num_nodes > 1:
+        frontier.append((-log_probs[0][0], 0, 0, 0, 0.0, 0))
+    found: list[tuple[int, int, int, int]] = []  # depth, number, rank, the parent's number
+    arrived = 1
+    while frontier and len(found) + 1 < num_nodes:
+        negative, _, depth, rank, above, parent = heapq.heappop(frontier)
+        found.append((depth, len(found) + 1, rank, parent))
+        if rank + 1 < num_ranks:
+            value = above + log_probs[depth][rank + 1]
+            heapq.heappush(frontier, (-value, arrived, depth, rank + 1, above, parent))
+        if depth + 1 < len(log_probs):
+            value = log_probs[depth + 1][0] - negative
+            heapq.heappush(frontier, (-value, arrived + 1, depth + 1, 0, -negative, len(found)))
+        arrived += 2
+    found.sort()
+    place = {number: i for i, (_, number, _, _) in enumerate(found, start=1)}
+    place[0] = 0
+    parents = [-1, *(place[parent] for _, _, _, parent in found)]
+    return parents, [depth * num_ranks + rank for depth, _, rank, _ in found]
 
 
 class DynamicHeadsDrafter:
@@ -144,10 +182,19 @@ class DynamicHeadsDrafter:
         if self._scales is not None:
             logits = logits * self._scales
         best = logits.topk(self.num_ranks, dim=-1)
-        log_probs = best.values - logits.logsumexp(-1, keepdim=True)
-        parents, slots = best_trees(log_probs, self.num_nodes)
-        guesses = best.indices.transpose(0, 1).flatten(1).gather(1, slots)
-        tree = RowTrees.from_parents(parents, self.max_depth)
+        # a softmax at the best guesses only; torch's own logsumexp takes thrice the small ops
+        shifted = best.values - best.values[..., :1]
+        log_probs = shifted - (logits - best.values[..., :1]).exp_().sum(-1, keepdim=True).log_()
+        guesses = best.indices.transpose(0, 1).flatten(1)
+        if logits.device.type in HOSTS:
+            rows = log_probs.transpose(0, 1).tolist()
+            grown = [best_tree_on_host(row, self.num_nodes) for row in rows]
+            tree = RowTrees.from_lists([parents for parents, _ in grown], self.max_depth)
+            guesses = guesses.gather(1, torch.tensor([slots for _, slots in grown]))
+        else:
+            parents, slots = best_trees(log_probs, self.num_nodes)
+            tree = RowTrees.from_parents(parents, self.max_depth)
+            guesses = guesses.gather(1, slots)
         return Candidates(torch.cat([state.root[:, None], guesses], dim=1), tree)
 
     def observe(self, state: HeadsState, result: StepResult) -> HeadsState:

@@ -19,7 +19,8 @@ from specheads.decoding.plain import plain_decode
 from specheads.decoding.sampling import Sampler
 from specheads.drafters import dynamic
 from specheads.drafters.contract import FINAL, Prefill
-from specheads.drafters.dynamic import DynamicHeadsDrafter, best_trees
+from specheads.drafters.dynamic import DynamicHeadsDrafter, best_tree_on_host, best_trees
+from specheads.drafters.heads import HeadsState
 from specheads.models.base import OutputLayer, output_layer
 from specheads.models.heads import MedusaHeads
 from specheads.tree import RowTrees, grow_tree
@@ -84,6 +85,10 @@ def test_the_tree_is_the_best_of_all(log_probs: list[list[float]], num_nodes: in
     assert gain == pytest.approx(brute_force(paths, num_nodes), rel=1e-5)
     rates = [[math.exp(each) for each in of_head] for of_head in log_probs]
     assert 1 + gain == pytest.approx(grow_tree(rates, num_nodes)[1], rel=1e-5)
+    ordered = [sorted(of_head, reverse=True) for of_head in log_probs]
+    on_host, host_slots = best_tree_on_host(ordered, num_nodes)
+    nodes = paths_of(torch.tensor(on_host), torch.tensor(host_slots), len(log_probs[0]))
+    assert sum(all_paths(ordered)[node] for node in nodes[1:]) == pytest.approx(gain, rel=1e-5)
 
 
 def test_rows_grow_their_own_trees() -> None:
@@ -99,7 +104,14 @@ def test_rows_grow_their_own_trees() -> None:
             assert sorted(nodes[1:]) == sorted(heap.choices)
             trees.append(tuple(sorted(nodes)))
         assert len(set(trees)) > 1 or num_nodes == 2
-        depths = RowTrees.from_parents(parents, 4).depths
+        grown = [best_tree_on_host(log_probs[:, row].tolist(), num_nodes) for row in range(5)]
+        assert [each[0] for each in grown] == parents.tolist()
+        assert [each[1] for each in grown] == slots.tolist()
+        tree = RowTrees.from_parents(parents, 4)
+        listed = RowTrees.from_lists(parents.tolist(), 4)
+        for name in ("parents", "depths", "tree_mask", "ancestors"):
+            assert getattr(listed, name).equal(getattr(tree, name))
+        depths = tree.depths
         assert depths.tolist() == [sorted(row) for row in depths.tolist()]
 
 
@@ -219,3 +231,19 @@ def test_settings_are_checked(
         DynamicHeadsDrafter(heads, output, 8, temperatures=[1.0, 1.0])
     with pytest.raises(ValueError, match="positive"):
         DynamicHeadsDrafter(heads, output, 8, temperatures=[1.0, 0.0, 1.0])
+
+
+def test_a_device_grows_what_the_host_grows(
+    monkeypatch: pytest.MonkeyPatch, tiny_llama: LlamaForCausalLM
+) -> None:
+    """Prevents other trees on a GPU, whose branch no test on a CPU would go through."""
+    heads = MedusaHeads(4, 1, 32, 272)
+    drafter = DynamicHeadsDrafter(heads, output_layer(tiny_llama), 12)
+    predict = heads.snapshot(output_layer(tiny_llama))
+    state = HeadsState(torch.arange(3), torch.randn(3, 32), predict)
+    on_host = drafter.propose(state)
+    monkeypatch.setattr(dynamic, "HOSTS", ())
+    on_device = drafter.propose(state)
+    assert on_host.tokens.equal(on_device.tokens)
+    for name in ("parents", "depths", "tree_mask", "ancestors"):
+        assert getattr(on_host.tree, name).equal(getattr(on_device.tree, name))
