@@ -19,13 +19,15 @@ NAMES = {
     "plain": "plain",
     "hf_generate": "transformers generate",
     "prompt_lookup": "prompt lookup",
-    "tree": "Medusa heads, tree",
+    "tree": "Medusa heads, static tree",
+    "tree_dynamic": "Medusa heads, tree of each step",
 }
 COLORS = {
     "plain": "#9aa5b1",
     "hf_generate": "#c9ced6",
     "prompt_lookup": "#e0b15e",
-    "tree": "#2f6f9f",
+    "tree": "#7fb0d3",
+    "tree_dynamic": "#2f6f9f",
 }
 
 
@@ -49,15 +51,20 @@ def format_table(bench: dict[str, Any]) -> str:
             f"| {row['rep8']:.2f} | {same} |"
         )
     place, settings, head = bench["environment"], bench["settings"], bench["headline"]
+    nodes = {row["method"]: row["tree_nodes"] for row in bench["rows"]}
+    trees = f"static tree of {nodes['tree']} nodes"
+    if "tree_dynamic" in nodes:
+        trees += f", trees of each step of {nodes['tree_dynamic']}"
     tree = next(row for row in bench["rows"] if row["method"] == "tree")
     lines += [
         "",
         "Same: outputs identical to plain decoding, token by token. "
         f"{tree['num_prompts']} held-out prompts of up to {settings['max_new_tokens']} new tokens, "
         f"{tree['dtype']}, batch 1, {place['processor']}, {settings['threads']} threads, "
-        f"torch {place['torch']}; tree of {tree['tree_nodes']} nodes. "
+        f"torch {place['torch']}; {trees}. "
         f"Plain greedy output repeats {head['rep8_plain_greedy']:.0%} of its 8-grams, so the "
-        f"headline is T={head['temperature']:g}: {head['speedup_vs_plain']:.2f}x plain decoding.",
+        f"headline is T={head['temperature']:g}, {NAMES[head.get('method', 'tree')]}: "
+        f"{head['speedup_vs_plain']:.2f}x plain decoding.",
     ]
     return "\n".join(lines)
 
@@ -80,13 +87,15 @@ def draw(bench: dict[str, Any], path: Path) -> None:
     alone = [row for row in bench["rows"] if row["batch"] == 1]
     rows = {(row["method"], row["temperature"]): row for row in alone}
     temperatures = bench["settings"]["temperatures"]
-    width = 0.8 / len(NAMES)
+    names = {name: NAMES[name] for name in NAMES if (name, temperatures[0]) in rows}
+    best = bench["headline"].get("method", "tree")
+    width = 0.8 / len(names)
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    for index, (method, name) in enumerate(NAMES.items()):
-        places = [n + (index - (len(NAMES) - 1) / 2) * width for n in range(len(temperatures))]
+    for index, (method, name) in enumerate(names.items()):
+        places = [n + (index - (len(names) - 1) / 2) * width for n in range(len(temperatures))]
         speeds = [rows[method, t]["tokens_per_second"] for t in temperatures]
         bars = left.bar(places, speeds, width, color=COLORS[method], label=name)
-        if method == "tree":
+        if method == best:
             times = [f"{rows[method, t]['speedup_vs_plain']:.2f}x" for t in temperatures]
             left.bar_label(bars, labels=times, fontsize=9)
     left.set_xticks(range(len(temperatures)), [f"T={t:g}" for t in temperatures])
@@ -94,8 +103,8 @@ def draw(bench: dict[str, Any], path: Path) -> None:
     left.margins(y=0.15)
     left.legend(frameon=False, fontsize=8)
     headline = bench["headline"]["temperature"]
-    kinds = sorted(rows["tree", headline]["per_kind"])
-    for index, method in enumerate(("prompt_lookup", "tree")):
+    kinds = sorted(rows[best, headline]["per_kind"])
+    for index, method in enumerate(("prompt_lookup", best)):
         places = [n + (index - 0.5) * 0.38 for n in range(len(kinds))]
         lengths = [rows[method, headline]["per_kind"][kind]["accept_length"] for kind in kinds]
         right.bar(places, lengths, 0.38, color=COLORS[method], label=NAMES[method])

@@ -19,15 +19,16 @@ from tqdm import tqdm
 
 from specheads import dist, hardware, tree_search
 from specheads.bench import max_prompt_length, prompt_file
-from specheads.config import TreeSearchConfig
+from specheads.config import DecodeConfig, TreeSearchConfig
 from specheads.decoding.benchmark import make_methods, measure_rows
+from specheads.decoding.exported import exported_drafter, tree_kind
 from specheads.decoding.loop import decode
 from specheads.decoding.measure import Prompt, end_tokens, read_prompts
 from specheads.decoding.plain import plain_decode
 from specheads.decoding.report import LOOPING_HEADLINE, REP8_LIMIT
 from specheads.decoding.sampling import Sampler
 from specheads.decoding.show import StepPrinter
-from specheads.drafters.heads import HeadsDrafter
+from specheads.drafters.dynamic import DynamicHeadsDrafter
 from specheads.models.base import output_layer
 from specheads.models.checkpoint import Export, load_export
 
@@ -86,6 +87,7 @@ def load(checkpoint: Path, dtype: torch.dtype, num_prompts: int) -> tuple[Export
 
 def measure(export: Export, prompts: list[Prompt]) -> list[dict[str, Any]]:
     """Clock plain, generate, prompt lookup and the tree; return the rows of a bench."""
+    drafter = exported_drafter(export)
     methods = make_methods(
         export.base,
         export.heads,
@@ -94,6 +96,7 @@ def measure(export: Export, prompts: list[Prompt]) -> list[dict[str, Any]]:
         eos=end_tokens(export.base, export.tokenizer),
         pad=export.tokenizer.pad_token_id,
         max_new_tokens=MAX_NEW_TOKENS,
+        dynamic=drafter if isinstance(drafter, DynamicHeadsDrafter) else None,
     )
     rows: list[dict[str, Any]] = []
     for temperature in (0.0, 1.0, LOOPING_HEADLINE):
@@ -111,7 +114,7 @@ def measure(export: Export, prompts: list[Prompt]) -> list[dict[str, Any]]:
 def count_identical(export: Export, prompts: list[Prompt], temperature: float) -> int:
     """Count prompts whose tree decoding gives the very tokens of plain decoding."""
     eos = end_tokens(export.base, export.tokenizer)
-    drafter = HeadsDrafter(export.heads, output_layer(export.base), export.tree)
+    drafter = exported_drafter(export)
     same = 0
     for seed, prompt in enumerate(tqdm(prompts, desc=f"comparing tokens, T={temperature:g}")):
         sampler = Sampler(temperature=temperature, seed=seed)
@@ -141,7 +144,7 @@ def show_sample(export: Export, prompt: Prompt) -> None:
     printer = StepPrinter(export.tokenizer, pieces.append, color=color)
     result = decode(
         export.base,
-        HeadsDrafter(export.heads, output_layer(export.base), export.tree),
+        exported_drafter(export),
         prompt.input_ids,
         max_new_tokens=MAX_NEW_TOKENS,
         eos_token_ids=end_tokens(export.base, export.tokenizer),
@@ -159,7 +162,12 @@ def show_sample(export: Export, prompt: Prompt) -> None:
     )
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
+def chosen_method(export: Export) -> str:
+    """Return the row of the trees that tree_search found fastest."""
+    return "tree_dynamic" if tree_kind(export, DecodeConfig()) == "dynamic" else "tree"
+
+
+def print_table(rows: list[dict[str, Any]], method: str) -> None:
     """Print one line per temperature."""
     found = {(row["method"], row["temperature"]): row for row in rows}
     print(
@@ -168,7 +176,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     )
     for temperature in sorted({row["temperature"] for row in rows}):
         plain, tree, lookup, generate = (
-            found[name, temperature] for name in ("plain", "tree", "prompt_lookup", "hf_generate")
+            found[name, temperature] for name in ("plain", method, "prompt_lookup", "hf_generate")
         )
         print(
             f"{temperature:>3g}  {plain['tokens_per_second']:>11.0f}  "
@@ -213,16 +221,18 @@ def main() -> None:
     fast, prompts = load(checkpoint, dtype, NUM_PROMPTS)
     rows = measure(fast, prompts)
     name = str(dtype).removeprefix("torch.")
+    method = chosen_method(fast)
+    tree = next(row for row in rows if row["method"] == method and row["temperature"] == 0)
+    how = "a tree grown at each step" if method == "tree_dynamic" else "a static tree"
     print(
         f"\n{len(prompts)} held-out prompts, up to {MAX_NEW_TOKENS} new tokens, {name}, "
-        f"{threads} threads, tree of {fast.tree.num_nodes} nodes:"
+        f"{threads} threads, {how} of {tree['tree_nodes']} nodes:"
     )
-    print_table(rows)
+    print_table(rows, method)
     print(
         f"\nToken-identical to plain decoding of the same base in float32: {same[0.0]} of "
         f"{len(compared)} greedy, {same[1.0]} of {len(compared)} sampled at T=1 with a seed."
     )
-    tree = next(row for row in rows if row["method"] == "tree" and row["temperature"] == 0)
     if dtype != torch.float32:
         print(
             f"In {name}, where rounding can decide a near tie: {tree['identical']} of "

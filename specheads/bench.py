@@ -64,7 +64,7 @@ def run(config: BenchConfig) -> None:
 
     from specheads import dist, hardware
     from specheads.decoding.benchmark import benchmark, make_methods
-    from specheads.decoding.exported import acceptance_rule
+    from specheads.decoding.exported import acceptance_rule, tree_kind
     from specheads.decoding.measure import end_tokens, read_prompts
     from specheads.decoding.report import failures
     from specheads.decoding.tables import (
@@ -127,6 +127,7 @@ def run(config: BenchConfig) -> None:
                 "max_new_tokens": config.max_new_tokens,
                 "decode": asdict(config.decode),
             },
+            headline="tree_dynamic" if tree_kind(export, config.decode) == "dynamic" else "tree",
             tick=bar.update,
         )
     out.write_text(json.dumps(result, indent=1) + "\n")
@@ -140,7 +141,7 @@ def run(config: BenchConfig) -> None:
         print(f"\n{divergences}")
     first = result["headline"]
     print(
-        f"\nHeadline at T={first['temperature']:g} (plain greedy rep8 "
+        f"\nHeadline, {first['method']} at T={first['temperature']:g} (plain greedy rep8 "
         f"{first['rep8_plain_greedy']:.2f}): {first['speedup_vs_plain']:.2f}x plain decoding, "
         f"{first['speedup_vs_hf_generate']:.2f}x generate, accept length "
         f"{first['accept_length']:.2f}; {len(prompts)} prompts, "

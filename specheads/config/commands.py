@@ -17,7 +17,8 @@ def _check_device_map(device_map: str) -> None:
 class DecodeConfig:
     """How the heads of an export are decoded with."""
 
-    tree: str = "static"  # static: the export's; dynamic: grown at each step
+    # static: the export's; dynamic: grown at each step; auto: what tree_search found faster
+    tree: str = "auto"
     num_nodes: int = 0  # of a dynamic tree, root included; 0: what tree_search found
     compile: bool = False  # torch.compile the base's passes, CUDA graphs on a GPU; slow to start
     acceptance: str = "exact"  # exact; lossy_typical, lossy_lenient: NOT the base's distribution
@@ -26,7 +27,7 @@ class DecodeConfig:
     lenience: float = 0.5  # of lossy_lenient, 1 is exact
 
     def __post_init__(self) -> None:
-        one_of("decode.tree", self.tree, "static", "dynamic")
+        one_of("decode.tree", self.tree, "auto", "static", "dynamic")
         check(
             self.num_nodes == 0 or self.num_nodes >= 2,
             "decode.num_nodes",

@@ -146,6 +146,7 @@ def benchmark(
     batch_sizes: Sequence[int] = (1,),
     seed: int = 0,
     settings: dict[str, Any] | None = None,
+    headline: str = "tree",
     tick: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
     """Clock ``methods`` at every temperature and return the content of bench.json.
@@ -161,6 +162,7 @@ def benchmark(
         batch_sizes: prompts decoded together; 1 must be among them.
         seed: of the sampling.
         settings: more to record beside the figures.
+        headline: the method whose figures are to be quoted.
         tick: called after every decoded prompt.
     """
     before = environment()
@@ -196,7 +198,7 @@ def benchmark(
             "threads": torch.get_num_threads(),
             "noise": asdict(rounding.noise) if any(row["divergences"] for row in rows) else None,
         },
-        "headline": report.headline(rows),
+        "headline": report.headline(rows, headline),
         "crossover": report.crossovers(rows),
         "rows": rows,
     }

@@ -60,12 +60,17 @@ def capture_traced(model: PreTrainedModel) -> Iterator[Captured]:
     """As ``capture_hidden``, but for good: a hook is part of what is compiled.
 
     torch.compile does not look whether hooks have come or gone since, so that one that goes with
-    its context would leave passes that record into nowhere.
+    its context would leave passes that record into nowhere. And a pass that was compiled before the
+    hook came would go on without it: so it comes with the first compiled pass, needed or not.
     """
+    yield _capture_for_good(model)
+
+
+def _capture_for_good(model: PreTrainedModel) -> Captured:
     if model not in _captured:
         forever = capture_hidden(model, every_thread=True)
         _captured[model] = (forever.__enter__(), forever)
-    yield _captured[model][0]
+    return _captured[model][0]
 
 
 def run_compiled(
@@ -84,6 +89,7 @@ def run_compiled(
         positions: [1 or B, N].
         tree: a root alone is a plain step.
     """
+    _capture_for_good(model)
     num_rows, num_tokens = tokens.shape
     width = cache.rows.longest + num_tokens
     on_gpu = tokens.device.type == "cuda"

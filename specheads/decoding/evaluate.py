@@ -84,4 +84,5 @@ def choose_tree(
             max_new_tokens=evaluate.max_new_tokens,
             num_nodes=tree.num_nodes,
             seed=seed,
+            dynamic=True,
         )

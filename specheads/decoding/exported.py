@@ -12,15 +12,18 @@ from specheads.models.base import output_layer
 from specheads.models.checkpoint import Export
 
 
-def exported_drafter(export: Export, decode: DecodeConfig) -> HeadsDrafter | DynamicHeadsDrafter:
-    """Return the drafter of an export's heads that ``decode`` asks for.
+def exported_drafter(
+    export: Export, decode: DecodeConfig | None = None
+) -> HeadsDrafter | DynamicHeadsDrafter:
+    """Return the drafter of an export's heads that ``decode`` asks for; by default the fastest.
 
     Raises:
         ConfigError: if a dynamic tree is asked for, and neither the settings nor the export say how
             large it is to be.
     """
+    decode = decode or DecodeConfig()
     output = output_layer(export.base)
-    if decode.tree == "static":
+    if tree_kind(export, decode) == "static":
         return HeadsDrafter(export.heads, output, export.tree)
     measured = dynamic_settings(export)
     num_nodes = decode.num_nodes or measured.get("num_nodes", 0)
@@ -32,6 +35,17 @@ def exported_drafter(export: Export, decode: DecodeConfig) -> HeadsDrafter | Dyn
     return DynamicHeadsDrafter(
         export.heads, output, num_nodes, temperatures=measured.get("temperatures")
     )
+
+
+def tree_kind(export: Export, decode: DecodeConfig) -> str:
+    """Return ``static`` or ``dynamic``; ``auto`` is what was faster when tree_search was run."""
+    if decode.tree != "auto":
+        return decode.tree
+    if decode.num_nodes:
+        return "dynamic"
+    static = export.config.get("tree", {}).get("measured_on") or {}
+    dynamic = dynamic_settings(export)
+    return "dynamic" if dynamic.get("speedup", 0) > static.get("speedup", 0) else "static"
 
 
 def dynamic_settings(export: Export) -> dict[str, Any]:

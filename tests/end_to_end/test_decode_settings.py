@@ -10,7 +10,7 @@ import torch
 from specheads.bench import run as bench
 from specheads.config import BenchConfig, ConfigError, DecodeConfig, GenerateConfig
 from specheads.decoding import compiled, exported
-from specheads.decoding.exported import exported_drafter
+from specheads.decoding.exported import exported_drafter, tree_kind
 from specheads.drafters.dynamic import DynamicHeadsDrafter
 from specheads.generate import run as generate
 from specheads.models.checkpoint import load_export, set_tree
@@ -67,6 +67,20 @@ def test_a_dynamic_tree_is_the_one_that_was_searched_for(tiny_export: Path) -> N
     assert isinstance(drafter, DynamicHeadsDrafter) and drafter.num_nodes == 5
     drafter = exported_drafter(export, DecodeConfig(tree="dynamic", num_nodes=7))
     assert isinstance(drafter, DynamicHeadsDrafter) and drafter.num_nodes == 7
+
+
+def test_auto_takes_what_was_found_faster(tiny_export: Path) -> None:
+    """Prevents a default that is slower than what the search of this machine says."""
+    export = load_export(tiny_export, dtype=torch.float32, device="cpu")
+    assert tree_kind(export, DecodeConfig()) == "static", "nothing was searched"
+    for speedup, kind in ((1.9, "static"), (2.1, "dynamic")):
+        measured_on = {"speedup": 2.0, "dynamic": {**DYNAMIC, "speedup": speedup}}
+        set_tree(tiny_export, export.tree, 1.0, measured_on)
+        export = load_export(tiny_export, dtype=torch.float32, device="cpu")
+        assert tree_kind(export, DecodeConfig()) == kind
+        assert isinstance(exported_drafter(export), DynamicHeadsDrafter) == (kind == "dynamic")
+        assert tree_kind(export, DecodeConfig(tree="static")) == "static"
+    assert tree_kind(export, DecodeConfig(num_nodes=4)) == "dynamic"
 
 
 def test_bench_shows_dynamic_trees_and_names_lossy_rules(

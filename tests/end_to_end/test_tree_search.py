@@ -199,8 +199,8 @@ def test_a_missing_folder_is_named_before_measuring(tiny_export: Path) -> None:
     ("static", "dynamic", "advice"),
     [
         (1.5, 1.4, None),
-        (1.2, 1.5, "decode.tree=dynamic is expected to be 1.25x as fast here"),
-        (0.9, 1.1, "do not speculate here with the static tree, but with decode.tree=dynamic"),
+        (1.2, 1.5, "each step are expected to be 1.25x as fast here: decode.tree=auto"),
+        (0.9, 1.1, "do not speculate here with the static tree, but with trees of each step"),
         (0.9, 0.95, "do not speculate here: the fastest tree is expected at 0.95x plain decoding"),
     ],
 )

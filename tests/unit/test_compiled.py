@@ -11,6 +11,8 @@ from torch._dynamo.utils import counters
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
 from specheads.decoding.sampling import Sampler
+from specheads.drafters.contract import Candidates
+from specheads.drafters.ngram import NgramDrafter
 from specheads.models.base import capture_hidden
 from specheads.tree import Tree, default_tree
 from tests.scripted import ScriptedDrafter, build
@@ -74,6 +76,8 @@ def test_hidden_states_are_those_of_the_pass_at_hand() -> None:
     model = build("llama")
     (row,) = prompts((9,))
     truth = plain_decode(model, row, max_new_tokens=30).sequences
+    # passes of the same size for a drafter that wants no hidden states, compiled before
+    decode(model, Blind(truth[0].tolist()), row, max_new_tokens=30, compile=True)
     for compiled in (True, False, True):
         plain_decode(model, row, max_new_tokens=5, compile=compiled)
         with capture_hidden(model) as captured:
@@ -81,6 +85,20 @@ def test_hidden_states_are_those_of_the_pass_at_hand() -> None:
         assert captured.hidden is not None
         drafter = Watching(truth[0].tolist(), captured.hidden[0])
         decode(model, drafter, row, max_new_tokens=30, compile=compiled)
+
+
+class Blind(NgramDrafter):
+    """Proposes chains as long as those of ``Watching``, from the text alone."""
+
+    def __init__(self, truth: list[int]) -> None:
+        super().__init__(num_tokens=3)
+        self.truth = truth
+
+    def propose(self, state: Any) -> Candidates:
+        """Propose what comes."""
+        at = len(state.rows[0].tokens) - 1
+        chain = [*self.truth[at : at + 4], 0, 0, 0, 0][:4]
+        return Candidates(torch.tensor([chain]), Tree.chain(3))
 
 
 class Watching(ScriptedDrafter):
