@@ -91,8 +91,11 @@ class HeadsDrafter:
     def observe(self, state: HeadsState, result: StepResult) -> HeadsState:
         """Move to the last accepted node."""
         hidden = result.hidden[FINAL]
-        rows = torch.arange(hidden.shape[0], device=hidden.device)
-        accepted = hidden[rows, result.last_node.to(hidden.device)]
+        if len(hidden) == 1 and result.path.device.type == "cpu":  # nothing to wait for
+            accepted = hidden[:, result.path[0].tolist()[int(result.num_accepted)]]
+        else:
+            rows = torch.arange(len(hidden), device=hidden.device)
+            accepted = hidden[rows, result.last_node.to(hidden.device)]
         return HeadsState(result.next_root, accepted.to(self._device), state.predict)
 
     def select(self, state: HeadsState, rows: Tensor) -> HeadsState:
