@@ -248,7 +248,7 @@ def format_result(measured_on: dict[str, Any], depth: int) -> str:
         )
     elif static <= 1:
         lines.append("do not speculate here with the static tree, but with trees of each step")
-    if dynamic > max(static, 1):
+    elif dynamic > static:
         lines.append(
             f"trees grown at each step are expected to be {dynamic / static:.2f}x as fast here: "
             "decode.tree=auto, the default, takes them"

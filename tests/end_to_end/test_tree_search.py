@@ -199,7 +199,12 @@ def test_a_missing_folder_is_named_before_measuring(tiny_export: Path) -> None:
     ("static", "dynamic", "advice"),
     [
         (1.5, 1.4, None),
-        (1.2, 1.5, "each step are expected to be 1.25x as fast here: decode.tree=auto"),
+        (
+            1.2,
+            1.5,
+            "trees grown at each step are expected to be 1.25x as fast here: "
+            "decode.tree=auto, the default, takes them",
+        ),
         (0.9, 1.1, "do not speculate here with the static tree, but with trees of each step"),
         (0.9, 0.95, "do not speculate here: the fastest tree is expected at 0.95x plain decoding"),
     ],
