@@ -12,13 +12,16 @@ COMMANDS = {
     "generate": ("specheads.generate", "decode a prompt with a trained checkpoint"),
     "bench": ("specheads.bench", "measure a checkpoint against plain decoding"),
     "tree": ("specheads.tree_search", "measure and store the fastest tree of a checkpoint"),
+    "regenerate": ("specheads.regenerate", "let the base model answer the prompts itself"),
+    "preview": ("specheads.preview", "show records with their loss masks"),
+    "export": ("specheads.export", "make smaller heads, or merge an adapter, of a checkpoint"),
     "doctor": ("specheads.doctor", "say what a base model can be decoded with"),
 }
 
 
 def usage() -> str:
     """Return the list of commands."""
-    lines = [f"  {name:<10}{text}" for name, (_, text) in COMMANDS.items()]
+    lines = [f"  {name:<12}{text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(
         [
             f"specheads {__version__}",

@@ -9,14 +9,16 @@ from specheads.config.commands import (
     BenchConfig,
     DecodeConfig,
     DoctorConfig,
+    ExportConfig,
     GenerateConfig,
     TreeSearchConfig,
 )
 from specheads.config.compose import explain, register_schemas, to_config
+from specheads.config.data import DataConfig, FeaturesConfig, PreviewConfig, RegenerateConfig
 from specheads.config.errors import MISSING, ConfigError, InterruptedRunError, RunError
 from specheads.config.training import (
+    AdapterConfig,
     CheckpointConfig,
-    DataConfig,
     EvaluateConfig,
     HeadsConfig,
     LogConfig,
@@ -28,6 +30,7 @@ from specheads.config.training import (
 )
 
 __all__ = [
+    "AdapterConfig",
     "BenchConfig",
     "CheckpointConfig",
     "ConfigError",
@@ -35,6 +38,8 @@ __all__ = [
     "DecodeConfig",
     "DoctorConfig",
     "EvaluateConfig",
+    "ExportConfig",
+    "FeaturesConfig",
     "GenerateConfig",
     "HeadsConfig",
     "InterruptedRunError",
@@ -43,6 +48,8 @@ __all__ = [
     "MISSING",
     "ModelConfig",
     "OptimConfig",
+    "PreviewConfig",
+    "RegenerateConfig",
     "RunError",
     "TrainConfig",
     "TreeConfig",

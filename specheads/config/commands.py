@@ -159,3 +159,26 @@ class DoctorConfig:
     def __post_init__(self) -> None:
         one_of("dtype", self.dtype, "auto", "float32", "bfloat16", "float16")
         _check_device_map(self.device_map)
+
+
+@dataclass
+class ExportConfig:
+    """Everything ``python -m specheads.export`` accepts."""
+
+    checkpoint: str = MISSING
+    output: str = MISSING  # a new folder
+    format: str = "native"
+    lm_head: str = "keep"  # keep; low_rank: by SVD of the trained heads; pruned: fewer tokens
+    rank: int = 64  # low_rank
+    num_kept: int = 32_000  # pruned: tokens that stay, the most frequent in counted
+    counted: str = ""  # pruned: a .jsonl of records whose answers' tokens are counted
+    merge: bool = False  # merge a separate adapter into the base model
+    dtype: str | None = None  # of the written tensors; None keeps them
+
+    def __post_init__(self) -> None:
+        one_of("format", self.format, "native")
+        one_of("lm_head", self.lm_head, "keep", "low_rank", "pruned")
+        check(self.rank >= 1, "rank", self.rank, "at least 1")
+        check(self.num_kept >= 1, "num_kept", self.num_kept, "at least 1")
+        if self.dtype is not None:
+            one_of("dtype", self.dtype, "float32", "bfloat16", "float16")

@@ -7,7 +7,7 @@ import re
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from specheads.config import commands, training
+from specheads.config import commands, data, training
 from specheads.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ def explain(error: Exception) -> str:
     unknown = re.search(r"Key '(\w+)' (?:is )?not in '(\w+)'", text)
     if unknown:  # Hydra's own advice is "+key=value", which to_config refuses
         key, owner = unknown.groups()
-        schema = getattr(training, owner, None) or getattr(commands, owner, None)
+        modules = (training, commands, data)
+        schema = next((s for m in modules if (s := getattr(m, owner, None))), None)
         names = [f.name for f in fields(schema)] if is_dataclass(schema) else []
         path = full_key.group(1) if full_key else key
         close = difflib.get_close_matches(key, names, n=1)
@@ -77,3 +78,6 @@ def register_schemas() -> None:
     store.store(name="bench_schema", node=commands.BenchConfig)
     store.store(name="tree_search_schema", node=commands.TreeSearchConfig)
     store.store(name="doctor_schema", node=commands.DoctorConfig)
+    store.store(name="export_schema", node=commands.ExportConfig)
+    store.store(name="preview_schema", node=data.PreviewConfig)
+    store.store(name="regenerate_schema", node=data.RegenerateConfig)

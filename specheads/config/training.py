@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
+from specheads.config.data import DataConfig, FeaturesConfig
 from specheads.config.errors import MISSING, check, one_of
 
 
@@ -17,6 +17,9 @@ class ModelConfig:
     revision: str | None = None
     dtype: str = "float32"  # of the weights while training: float32, bfloat16, float16
     attn: str = "sdpa"  # sdpa, eager, flex_attention; flash_attention_2 for training only
+    # none, nf4 or int8 (bitsandbytes, CPU or GPU); GPTQ and AWQ bases say it themselves
+    quantization: str = "none"
+    gradient_checkpointing: bool = False  # recompute the base's layers in backward
     trust_remote_code: bool = False
     # pretrain only: a transformers config to build from scratch (model_type and sizes)
     init: dict[str, Any] = field(default_factory=dict)
@@ -24,57 +27,35 @@ class ModelConfig:
     def __post_init__(self) -> None:
         one_of("model.dtype", self.dtype, "float32", "bfloat16", "float16")
         one_of("model.attn", self.attn, "sdpa", "eager", "flex_attention", "flash_attention_2")
-
-
-@dataclass
-class DataConfig:
-    """Which records, and how they become fixed-length rows."""
-
-    source: str = "pycode"  # pycode (from the Python source on this machine) or jsonl
-    path: str | None = None  # jsonl: the training file
-    eval_path: str | None = None  # jsonl: held-out file; None holds out eval_fraction of path
-    eval_fraction: float = 0.05
-    kinds: list[str] = field(default_factory=list)  # pycode: kinds of pairs; empty means all
-    documents: float = 0.0  # pycode: share of tokens that come from whole documents
-    packages: list[str] = field(default_factory=list)  # pycode: empty means the default list
-    max_records: int = 0  # 0: all
-    seq_len: int = 512  # tokens per packed row
-    # pretrain: shorter rows first, e.g. [[512, 0.7], [1024, 0.9]]: 512 for 70% of the steps
-    growth: list[Any] = field(default_factory=list)
-    rows: int = 16  # rows per micro-batch and rank
-
-    def __post_init__(self) -> None:
-        one_of("data.source", self.source, "pycode", "jsonl")
-        check(0 < self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "in (0, 1)")
-        check(0 <= self.documents <= 1, "data.documents", self.documents, "in [0, 1]")
-        check(self.seq_len >= 2, "data.seq_len", self.seq_len, "at least 2")
-        check(self.rows >= 1, "data.rows", self.rows, "at least 1")
-        stages = [*self.growth, [self.seq_len, 1.0]]
-        check(
-            all(len(stage) == 2 for stage in stages)
-            and all(a[0] < b[0] and 0 < a[1] < b[1] for a, b in pairwise(stages))
-            and all(self.seq_len % stage[0] == 0 for stage in stages),
-            "data.growth",
-            self.growth,
-            f"[divisor of seq_len={self.seq_len}, share of the steps until then], both rising",
-        )
-        check(self.source != "jsonl" or bool(self.path), "data.path", self.path, "a .jsonl file")
+        one_of("model.quantization", self.quantization, "none", "nf4", "int8")
 
 
 @dataclass
 class HeadsConfig:
-    """Medusa heads (arXiv:2401.10774, section 2.1): K stacks of residual blocks."""
+    """Medusa heads (arXiv:2401.10774, section 2.1), and Hydra heads (arXiv:2402.05109)."""
 
     num_heads: int = 4
     num_layers: int = 1  # residual blocks per head; 0 leaves only the output matrix
-    lm_head: str = "own"  # own (copy of the base's output matrix) or shared
+    # own (copy of the base's output matrix), shared (the base's), low_rank, or pruned (own, for
+    # the num_kept tokens that are most frequent in the training data)
+    lm_head: str = "own"
+    rank: int = 64  # low_rank: inner size of up @ down
+    num_kept: int = 32_000  # pruned: tokens that a head can guess
+    condition: bool = False  # Hydra: each head reads the tokens drafted before its own
+    prefix_layer: bool = False  # Hydra++: one attention layer between base and heads
+    correction: str = "none"  # none, or markov: a low-rank bias from the token drafted before
+    markov_rank: int = 64
+    start: str = ""  # an export whose heads to start from, of the same shape
 
     def __post_init__(self) -> None:
         check(self.num_heads >= 1, "heads.num_heads", self.num_heads, "at least 1")
         check(self.num_layers >= 0, "heads.num_layers", self.num_layers, "at least 0")
-        one_of("heads.lm_head", self.lm_head, "own", "shared")
+        one_of("heads.lm_head", self.lm_head, "own", "shared", "low_rank", "pruned")
+        one_of("heads.correction", self.correction, "none", "markov")
+        for key in ("rank", "num_kept", "markov_rank"):
+            check(getattr(self, key) >= 1, f"heads.{key}", getattr(self, key), "at least 1")
         check(
-            self.num_layers > 0 or self.lm_head == "own",
+            self.num_layers > 0 or self.lm_head != "shared" or self.condition,
             "heads.num_layers",
             self.num_layers,
             "at least 1 with heads.lm_head=shared (nothing would be trained)",
@@ -85,25 +66,62 @@ class HeadsConfig:
 class LossConfig:
     """L = L_LM + lambda_0 * sum_i decay^(i+1) * L_i; each L_i a mean over its own labels."""
 
+    # of the heads: hard (the data's tokens), soft (the base's distribution), or, aimed at
+    # acceptance: tv, lk_alpha, lk_lambda (arXiv:2602.23881)
+    heads: str = "hard"
+    top_k: int = 0  # not hard: keep the base's k most likely tokens only; 0: all
+    temperature: float = 1.0  # not hard: of the base's distribution
+    lk_eta: float = 3.0  # lk_lambda: lambda = exp(-eta * acceptance)
+    # of the base (medusa2): labels (the data's tokens), or distill (KL to the original model,
+    # which is the same weights with their adapter off: needs adapter=lora)
+    base: str = "labels"
     decay: float = 0.8
     lambda_0: float = 0.2  # weight of the heads' loss beside L_LM (medusa2); medusa1 uses 1
-    lambda_schedule: str = "constant"  # constant, or sine: lambda_0 * sin(pi/2 * step/steps)
+    lambda_schedule: str = "constant"  # constant, linear, or sine: sin(pi/2 * progress)
+    lambda_ramp: float = 1.0  # linear, sine: share of the stage after which lambda_0 is reached
     chunk_size: int = 0  # tokens whose logits exist at one time; 0: by the vocabulary
     implementation: str = "fused"  # fused (ours), torch, liger, naive
 
     def __post_init__(self) -> None:
+        one_of("loss.heads", self.heads, "hard", "soft", "tv", "lk_alpha", "lk_lambda")
+        check(self.top_k >= 0, "loss.top_k", self.top_k, "at least 0")
+        check(self.temperature > 0, "loss.temperature", self.temperature, "positive")
+        check(self.lk_eta > 0, "loss.lk_eta", self.lk_eta, "positive")
+        one_of("loss.base", self.base, "labels", "distill")
         check(0 < self.decay <= 1, "loss.decay", self.decay, "in (0, 1]")
         check(self.lambda_0 >= 0, "loss.lambda_0", self.lambda_0, "at least 0")
-        one_of("loss.lambda_schedule", self.lambda_schedule, "constant", "sine")
+        one_of("loss.lambda_schedule", self.lambda_schedule, "constant", "linear", "sine")
+        check(0 < self.lambda_ramp <= 1, "loss.lambda_ramp", self.lambda_ramp, "in (0, 1]")
         check(self.chunk_size >= 0, "loss.chunk_size", self.chunk_size, "at least 0")
         one_of("loss.implementation", self.implementation, "fused", "torch", "liger", "naive")
+
+
+@dataclass
+class AdapterConfig:
+    """LoRA on the base model (arXiv:2106.09685); on a quantised base that is QLoRA."""
+
+    kind: str = "none"  # none (the base itself is tuned), or lora
+    rank: int = 32
+    alpha: float = 16.0
+    dropout: float = 0.05
+    targets: list[str] = field(default_factory=list)  # module names; empty: every linear layer
+    merge: str = "auto"  # in the export: true, false (adapter/), auto: true unless quantised
+
+    def __post_init__(self) -> None:
+        one_of("adapter.kind", self.kind, "none", "lora")
+        check(self.rank >= 1, "adapter.rank", self.rank, "at least 1")
+        check(self.alpha > 0, "adapter.alpha", self.alpha, "positive")
+        check(0 <= self.dropout < 1, "adapter.dropout", self.dropout, "in [0, 1)")
+        self.merge = str(self.merge).lower()
+        one_of("adapter.merge", self.merge, "auto", "true", "false")
 
 
 @dataclass
 class OptimConfig:
     """Optimizer and learning-rate schedule; one learning rate for heads, one for the base."""
 
-    name: str = "adamw"  # adamw, or muon (hidden matrices by Muon, the rest by AdamW)
+    # adamw, adamw8bit (bitsandbytes), or muon (hidden matrices by Muon, the rest by AdamW)
+    name: str = "adamw"
     lr: float = 1e-3  # heads, weights and biases alike
     base_lr: float = 2.5e-4  # base model, where it is trained
     muon_ratio: float = 6.7  # Muon's learning rate relative to AdamW's
@@ -117,7 +135,7 @@ class OptimConfig:
     accumulation: int = 1  # micro-batches per optimizer step
 
     def __post_init__(self) -> None:
-        one_of("optim.name", self.name, "adamw", "muon")
+        one_of("optim.name", self.name, "adamw", "adamw8bit", "muon")
         check(self.lr > 0, "optim.lr", self.lr, "positive")
         check(self.base_lr > 0, "optim.base_lr", self.base_lr, "positive")
         check(self.muon_ratio > 0, "optim.muon_ratio", self.muon_ratio, "positive")
@@ -148,11 +166,23 @@ class EvaluateConfig:
     every: int = 0  # optimizer steps; 0: only at the end
     num_prompts: int = 16
     max_new_tokens: int = 96
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    num_nodes: int = 16  # of the tree that is decoded with while training
     loss_rows: int = 32  # packed held-out rows for the loss and the KL
+    keep_best: bool = True  # export the heads of the evaluation with the best accept length
+    patience: int = 0  # stop after so many evaluations without a better one; 0: never
 
     def __post_init__(self) -> None:
         check(self.every >= 0, "evaluate.every", self.every, "at least 0")
         check(self.num_prompts >= 1, "evaluate.num_prompts", self.num_prompts, "at least 1")
+        check(self.num_nodes >= 2, "evaluate.num_nodes", self.num_nodes, "at least 2")
+        check(self.patience >= 0, "evaluate.patience", self.patience, "at least 0")
+        check(
+            len(self.temperatures) > 0 and all(each >= 0 for each in self.temperatures),
+            "evaluate.temperatures",
+            self.temperatures,
+            "at least one, none negative",
+        )
 
 
 @dataclass
@@ -195,7 +225,9 @@ class TrainConfig:
     resume: str = ""  # "auto": newest checkpoint of this run; or the path of one
     dry_run: bool = False  # check everything, print the plan, train nothing
     model: ModelConfig = field(default_factory=ModelConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    features: FeaturesConfig = field(default_factory=FeaturesConfig)
     heads: HeadsConfig = field(default_factory=HeadsConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -210,3 +242,9 @@ class TrainConfig:
         check(self.max_steps >= 0, "max_steps", self.max_steps, "at least 0")
         check(0 <= self.warmup_heads < 1, "warmup_heads", self.warmup_heads, "in [0, 1)")
         one_of("autocast", self.autocast, "none", "bfloat16")
+        check(
+            self.loss.base == "labels" or self.adapter.kind == "lora",
+            "loss.base",
+            self.loss.base,
+            "adapter=lora beside it: the original is the same weights with the adapter off",
+        )
