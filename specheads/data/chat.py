@@ -2,7 +2,8 @@
 
 Chat records go through the tokenizer's own template. Which tokens are the assistant's comes from
 the template's ``{% generation %}`` markers where it has them; otherwise the conversation is
-rendered message by message, and every step is checked to continue the one before.
+rendered message by message, and every step is checked to continue the one before. Records that
+bring ids of this very tokenizer along (:mod:`specheads.data.stored`) are not tokenized at all.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specheads.config import ConfigError
 from specheads.data.records import Progress, Record
+from specheads.data.stored import tokenizer_digest
 from specheads.losses import IGNORE
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -43,8 +46,9 @@ class EncodedRecords:
     """The documents of a data set, and what happened to the records.
 
     ``counts`` has ``records``, ``documents``, ``tokens``, ``learned`` (tokens with a label),
-    ``too_long`` (answers longer than a row, dropped), ``split`` (texts cut into several documents)
-    and ``unlabelled`` (records without anything to learn, dropped).
+    ``too_long`` (answers longer than a row, dropped), ``split`` (texts cut into several documents),
+    ``unlabelled`` (records without anything to learn, dropped) and ``retokenized`` (records whose
+    stored ids are of another tokenizer or template, so that their text was encoded anew).
     """
 
     documents: list[Encoded]
@@ -58,6 +62,7 @@ class EncodedRecords:
             "too_long": "dropped: longer than data.seq_len",
             "unlabelled": "dropped: nothing to learn",
             "split": "texts cut into pieces",
+            "retokenized": "encoded anew: their stored ids are of another tokenizer",
         }
         return line + "".join(f"; {c[key]:,} {note}" for key, note in notes.items() if c[key])
 
@@ -82,7 +87,11 @@ class Encoder:
 
     def __call__(self, record: Record) -> Encoded:
         """Encode one record."""
-        if "messages" in record:
+        if self.is_stored(record):
+            ids, learned = self._stored_ids(record), [False] * len(record["tokens"]["ids"])
+            for start, stop in record["tokens"]["answers"]:
+                learned[start:stop] = [True] * (stop - start)
+        elif "messages" in record:
             ids, learned = self._encode_chat(record)
         elif "completion" in record:
             prompt, answer = self._encode_pair(record["prompt"], record["completion"])
@@ -97,12 +106,31 @@ class Encoder:
 
     def prompt(self, record: Record) -> list[int]:
         """Return the ids up to where the (last) answer starts; see :func:`encode_prompt`."""
+        if self.is_stored(record):
+            return self._stored_ids(record)[: record["tokens"]["answers"][-1][0]]
         if "messages" in record:
             messages = record["messages"]
             answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
             return self._render(messages[: answers[-1]] if answers else messages, record, True)
         text = record["prompt"] if "completion" in record else record["text"]
         return [*self._prefix, *self._plain(text)]
+
+    def is_stored(self, record: Record) -> bool:
+        """Whether ``record`` brings ids along that are this tokenizer's own."""
+        return "tokens" in record and record["tokens"]["tokenizer"] == self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        return tokenizer_digest(self.tokenizer)
+
+    def _stored_ids(self, record: Record) -> list[int]:
+        ids: list[int] = record["tokens"]["ids"]
+        if max(ids) >= len(self.tokenizer):
+            raise ConfigError(
+                f"record {record['id']} holds the token id {max(ids)},"
+                f" {self.name} has {len(self.tokenizer)} tokens"
+            )
+        return list(ids)
 
     def _plain(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
@@ -210,11 +238,12 @@ def encode(record: Record, tokenizer: PreTrainedTokenizerBase) -> Encoded:
 
     Learned are: in ``messages`` the tokens of every assistant answer and the token that closes it;
     in ``prompt``/``completion`` the completion and eos; in ``text`` everything and eos. A bos goes
-    before prompts and texts where the tokenizer itself puts one.
+    before prompts and texts where the tokenizer itself puts one. Where ``tokens`` are stored for
+    this tokenizer, they are taken as they are and exactly their answers are learned.
 
     Raises:
-        ConfigError: if there is no eos token, no chat template for messages, or the template
-            refuses the record or rewrites its history.
+        ConfigError: if there is no eos token, no chat template for messages, the template
+            refuses the record or rewrites its history, or a stored id is not in the vocabulary.
     """
     return Encoder(tokenizer)(record)
 
@@ -259,11 +288,14 @@ def encode_records(
         raise ConfigError("the data set is empty")
     encoder = Encoder(tokenizer)
     documents: list[Encoded] = []
-    counts: Counter[str] = Counter(records=len(records), too_long=0, unlabelled=0, split=0)
+    counts: Counter[str] = Counter(
+        records=len(records), too_long=0, unlabelled=0, split=0, retokenized=0
+    )
     for number, record in enumerate(records):
         if progress and number % 1000 == 0:
             progress("tokenize", number, len(records))
         encoded = encoder(record)
+        counts["retokenized"] += "tokens" in record and not encoder.is_stored(record)
         if not _has_labels(encoded):
             counts["unlabelled"] += 1
         elif len(encoded.input_ids) <= seq_len:

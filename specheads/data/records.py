@@ -2,7 +2,8 @@
 
 A record is a dict with ``id``, ``kind`` and one of three contents: ``messages`` (roles; only the
 assistant's answers are learned), ``prompt`` and ``completion`` (only the completion is learned),
-or ``text`` (everything is learned).
+or ``text`` (everything is learned). It may bring its token ids along, see
+:mod:`specheads.data.stored`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from specheads.config import ConfigError, DataConfig
+from specheads.data.stored import check_tokens
 
 Record = dict[str, Any]
 Progress = Callable[[str, int, int], None]
@@ -104,6 +106,8 @@ def _parse(line: str, where: str) -> Record:
     record.setdefault("kind", next(kind for key, kind in default.items() if key in found[0]))
     if not isinstance(record["kind"], str):
         raise ConfigError(f"{where}: kind must be a string, got {record['kind']!r:.60}")
+    if "tokens" in record:
+        check_tokens(record["tokens"], where)
     return record
 
 

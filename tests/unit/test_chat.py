@@ -192,7 +192,7 @@ def test_long_records_are_counted_not_cut(byte_tokenizer: PreTrainedTokenizerFas
     assert [len(d.input_ids) for d in encoded.documents] == [32, 32, 32, 7]
     assert encoded.documents[-1].input_ids[-1] == EOS
     assert encoded.counts == {
-        "records": 4, "too_long": 1, "unlabelled": 1, "split": 1,
+        "records": 4, "too_long": 1, "unlabelled": 1, "split": 1, "retokenized": 0,
         "documents": 4, "tokens": 103, "learned": 22 + 71,
     }  # fmt: skip
     assert "1 dropped: longer than data.seq_len" in encoded.summary()
