@@ -1,11 +1,13 @@
-"""Cross entropy fused with the output matrix: gradients formed chunk by chunk, in forward.
+"""Losses fused with the output matrix: gradients formed chunk by chunk, in forward.
 
-Shapes: N rows, n rows of one chunk, d hidden size, V vocabulary. ``losses.py`` is the way in.
+Shapes: N rows, n rows of one chunk, d hidden size, V vocabulary. ``losses.py`` and
+``soft_loss.py`` are the ways in.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +34,66 @@ class LossInputs(NamedTuple):
     count_hits: bool
 
 
+class Finishing(Protocol):
+    """What turns products with an output matrix into logits."""
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[V] or None."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of the logits."""
+
+    @property
+    def softcap(self) -> float | None:
+        """Bound of the logits."""
+
+
+# (numbers of the rows [n], their logits [n, V], labels [n, 1], factors [n, 1], slope) -> losses
+# [n, 1] and hits [n, 2]. With slope, the logits are replaced by factor * d loss / d logits.
+RowLoss = Callable[[Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
+
+
+def checked_inputs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    row_weight: Tensor,
+    groups: Tensor | None,
+    num_groups: int,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    chunk_size: int,
+    count_hits: bool,
+) -> LossInputs:
+    """Check what ``losses.linear_cross_entropy`` describes, and choose the size of a chunk.
+
+    Raises:
+        ValueError: for shapes that do not fit.
+    """
+    count, vocab = hidden.shape[0], weight.shape[0]
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} must be [N, d], [V, d]"
+        )
+    for name, tensor in (("labels", labels), ("row_weight", row_weight), ("groups", groups)):
+        if tensor is not None and tensor.shape != (count,):
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, hidden has {count} rows")
+    if bias is not None and bias.shape != (vocab,):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}, weight has {vocab} rows")
+    if groups is None and num_groups != 1:
+        raise ValueError(f"num_groups is {num_groups}, but groups is None")
+    if chunk_size < 0:
+        raise ValueError(f"chunk_size must be at least 0, got {chunk_size}")
+    chunk_size = chunk_size or max(256 if weight.device.type == "cpu" else 1024, 2**23 // vocab)
+    return LossInputs(
+        hidden, weight, bias, labels, row_weight.detach(), groups, num_groups, scale, softcap,
+        chunk_size, count_hits,
+    )  # fmt: skip
+
+
 def compute_dtype(weight: Tensor) -> torch.dtype:
     """Return the dtype in which products with ``weight`` are to be made here and now."""
     device = weight.device.type
@@ -42,14 +104,29 @@ def compute_dtype(weight: Tensor) -> torch.dtype:
 
 def fused_cross_entropy(inputs: LossInputs) -> tuple[Tensor, Tensor]:
     """Return loss and statistics; see ``losses.linear_cross_entropy``."""
+
+    def row_loss(
+        rows: Tensor, z: Tensor, label: Tensor, factor: Tensor, slope: bool
+    ) -> tuple[Tensor, Tensor]:
+        ce, mass, hits = _softmax_numerator(z, label, inputs.count_hits)
+        if slope:
+            z.mul_(factor / mass)
+            z.scatter_(1, label, z.gather(1, label) - factor)
+        return ce, hits
+
+    return fused_loss(inputs, row_loss)
+
+
+def fused_loss(inputs: LossInputs, row_loss: RowLoss) -> tuple[Tensor, Tensor]:
+    """Return the weighted sum of ``row_loss`` over the valid rows, and the statistics."""
     # Inside Function.forward gradients are always off, so the caller's mode is read here.
     on = torch.is_grad_enabled()
     needs = [on and x is not None and x.requires_grad for x in inputs[:3]]
-    loss, stats = _FusedCrossEntropy.apply(*inputs[:3], inputs[3:], needs)
+    loss, stats = _FusedLoss.apply(*inputs[:3], inputs[3:], needs, row_loss)
     return loss, stats
 
 
-class _FusedCrossEntropy(torch.autograd.Function):
+class _FusedLoss(torch.autograd.Function):
     """Loss and gradients in forward; backward hands the gradients out, scaled."""
 
     @staticmethod
@@ -60,9 +137,11 @@ class _FusedCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         others: tuple[Any, ...],
         needs: list[bool],
+        row_loss: RowLoss,
     ) -> tuple[Tensor, Tensor]:
         inputs = LossInputs(hidden, weight, bias, *others)
-        loss, stats, unit, (grad_hidden, grad_weight, grad_bias) = _loss_and_grads(inputs, needs)
+        loss, stats, unit, grads = _loss_and_grads(inputs, needs, row_loss)
+        grad_hidden, grad_weight, grad_bias = grads
         if grad_weight is not None and weight.dtype == torch.bfloat16:
             grad_weight = grad_weight.to(weight.dtype)  # float32's range: no loss scale to await
         # Not saved tensors: backward scales them in place and lets .grad take them over.
@@ -77,23 +156,23 @@ class _FusedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph=True: second derivatives would be silent zeros
             raise RuntimeError(
-                "the fused loss has no second derivative: take implementation='naive' with "
-                "create_graph=True"
+                "the fused loss has no second derivative (create_graph=True); that of "
+                "linear_cross_entropy has one with implementation='naive'"
             )
         if grad_loss is None:
-            return (None,) * 5
+            return (None,) * 6
         if ctx.grads is None:
             raise RuntimeError(
                 "the fused loss hands out its gradients once: add the losses up and call "
-                "backward once, or take implementation='naive'"
+                "backward once"
             )
         grads, ctx.grads = ctx.grads, None
         factor = grad_loss.to(ctx.unit.dtype) * ctx.unit
-        return (*map(_scale, grads, [factor] * 3, ctx.dtypes), None, None)
+        return (*map(_scale, grads, [factor] * 3, ctx.dtypes), None, None, None)
 
 
 def _loss_and_grads(
-    inputs: LossInputs, needs: list[bool]
+    inputs: LossInputs, needs: list[bool], row_loss: RowLoss
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
     """Go over the valid rows once.
 
@@ -140,10 +219,10 @@ def _loss_and_grads(
         z, low = block[:n], None if narrow is None else narrow[:n]
         square = None if squares is None else squares[:n]
 
-        _logits(inputs, x, matrix, z, low, square)
-        ce, mass, hits = _softmax_numerator(z, label, inputs.count_hits)
-        loss += (ce * factor).sum()
-        counted = torch.cat([ce.float(), hits], 1)
+        write_logits(inputs, x, matrix, z, low, square)
+        losses, hits = row_loss(picked, z, label, factor, any(needs))
+        loss += (losses * factor).sum()
+        counted = torch.cat([losses.float(), hits], 1)
         if inputs.groups is None:
             stats[0] += counted.sum(0)
         else:
@@ -151,8 +230,6 @@ def _loss_and_grads(
         if not any(needs):
             continue
 
-        z.mul_(factor / mass)
-        z.scatter_(1, label, z.gather(1, label) - factor)
         if square is not None:  # d tanh = 1 - tanh^2
             z.addcmul_(z, square, value=-1.0)
         if grad_bias is not None:
@@ -170,28 +247,31 @@ def _loss_and_grads(
     return loss, stats, unit, [grad_hidden, grad_weight, grad_bias]
 
 
-def _logits(
-    inputs: LossInputs,
+def write_logits(
+    output: Finishing,
     x: Tensor,
     matrix: Tensor,
     z: Tensor,
     low: Tensor | None,
-    square: Tensor | None,
+    square: Tensor | None = None,
 ) -> None:
-    """Write the logits of the rows ``x`` [n, d] into ``z`` [n, V], and tanh^2 into ``square``."""
+    """Write the logits of the rows ``x`` [n, d] into ``z`` [n, V], and tanh^2 into ``square``.
+
+    ``low`` [n, V] has the dtype of ``x`` and ``matrix`` [V, d]; None where ``z`` has it too.
+    """
     if low is None:
         torch.mm(x, matrix.t(), out=z)
     else:
         z.copy_(torch.mm(x, matrix.t(), out=low))
-    if inputs.bias is not None:
-        z.add_(inputs.bias)
-    if inputs.scale != 1.0:
-        z.mul_(inputs.scale)
-    if inputs.softcap is not None:
-        z.div_(inputs.softcap).tanh_()
+    if output.bias is not None:
+        z.add_(output.bias)
+    if output.scale != 1.0:
+        z.mul_(output.scale)
+    if output.softcap is not None:
+        z.div_(output.softcap).tanh_()
         if square is not None:
             torch.mul(z, z, out=square)
-        z.mul_(inputs.softcap)
+        z.mul_(output.softcap)
 
 
 def _softmax_numerator(z: Tensor, label: Tensor, count_hits: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -204,7 +284,7 @@ def _softmax_numerator(z: Tensor, label: Tensor, count_hits: bool) -> tuple[Tens
     target = z.gather(1, label)
     if count_hits:
         top, best = z.max(1, keepdim=True)
-        hits = torch.cat([best == label, _rank(z, target) < 5], 1).float()
+        hits = torch.cat([best == label, rank_of(z, target) < 5], 1).float()
     else:
         top = z.amax(1, keepdim=True)
         hits = z.new_full((z.shape[0], 2), torch.nan, dtype=torch.float32)
@@ -212,7 +292,7 @@ def _softmax_numerator(z: Tensor, label: Tensor, count_hits: bool) -> tuple[Tens
     return mass.log() + (top - target), mass, hits
 
 
-def _rank(logits: Tensor, target: Tensor) -> Tensor:
+def rank_of(logits: Tensor, target: Tensor) -> Tensor:
     """Count the logits [n, V] above the target's [n, 1], in parts that stay in the cache."""
     step = max(1, _COMPARED // logits.shape[1])
     parts = zip(logits.split(step), target.split(step), strict=True)

@@ -11,7 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specheads.fused_loss import IGNORE, LossInputs, compute_dtype, fused_cross_entropy
+from specheads.fused_loss import (
+    IGNORE,
+    LossInputs,
+    checked_inputs,
+    compute_dtype,
+    fused_cross_entropy,
+)
 
 IMPLEMENTATIONS = ("fused", "naive", "torch", "liger")
 
@@ -102,26 +108,11 @@ def linear_cross_entropy(
     Raises:
         ValueError: for shapes that do not fit, or an implementation that cannot serve.
     """
-    count, vocab = hidden.shape[0], weight.shape[0]
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} must be [N, d], [V, d]"
-        )
-    for name, tensor in (("labels", labels), ("row_weight", row_weight), ("groups", groups)):
-        if tensor is not None and tensor.shape != (count,):
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, hidden has {count} rows")
-    if bias is not None and bias.shape != (vocab,):
-        raise ValueError(f"bias has shape {tuple(bias.shape)}, weight has {vocab} rows")
-    if groups is None and num_groups != 1:
-        raise ValueError(f"num_groups is {num_groups}, but groups is None")
-    if chunk_size < 0:
-        raise ValueError(f"chunk_size must be at least 0, got {chunk_size}")
-    check_implementation(implementation, softcap)
-    chunk_size = chunk_size or max(256 if weight.device.type == "cpu" else 1024, 2**23 // vocab)
-    inputs = LossInputs(
-        hidden, weight, bias, labels, row_weight.detach(), groups, num_groups, scale, softcap,
-        chunk_size, count_hits,
+    inputs = checked_inputs(
+        hidden, weight, labels, row_weight, groups, num_groups, bias, scale, softcap, chunk_size,
+        count_hits,
     )  # fmt: skip
+    check_implementation(implementation, softcap)
     if implementation == "naive":
         return _naive(inputs)
     if implementation == "fused":
