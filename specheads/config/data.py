@@ -106,7 +106,9 @@ class PreviewConfig:
 class RegenerateConfig:
     """Everything ``python -m specheads.regenerate`` accepts."""
 
-    model: str = "tinycode"  # the base model that answers, with our own engine
+    # the base model that answers; empty: the checkpoint's, or tinycode. With an endpoint: whose
+    # tokenizer the stored token ids are of; empty stores none
+    model: str = ""
     revision: str | None = None
     checkpoint: str = ""  # an export on that base: its heads make the answers come faster
     endpoint: str = ""  # an OpenAI-compatible server instead, e.g. http://localhost:8000/v1
