@@ -214,13 +214,19 @@ def load_data(
     )
 
 
-def calibration_prompts(
-    cfg: TrainConfig, data: Data, tokenizer: PreTrainedTokenizerBase, device: torch.device
-) -> list[Tensor]:
-    """Return ``evaluate.num_prompts`` prompts [1, P] to calibrate the tree on.
+def prompt_records(
+    cfg: TrainConfig, data: Data, tokenizer: PreTrainedTokenizerBase, context: int | None = None
+) -> list[Record]:
+    """Return ``evaluate.num_prompts`` records to decode and to calibrate on, the kinds in turn.
 
     They are never those of the measured set: the embedded model has a file of its own, otherwise
     they come from the held-out records.
+
+    Args:
+        cfg: the run's settings.
+        data: the run's data.
+        tokenizer: of the base model.
+        context: the base model's, of which ``evaluate.max_new_tokens`` are left free.
     """
     records = data.heldout_records
     own = tinycode_dir() / "calibration.jsonl"
@@ -228,13 +234,13 @@ def calibration_prompts(
         records = read_jsonl(own)
     encoder = Encoder(tokenizer)
     longest = cfg.data.seq_len
-    by_kind: dict[str, list[Tensor]] = {}
+    if context is not None:
+        longest = min(longest, context - cfg.evaluate.max_new_tokens)
+    by_kind: dict[str, list[Record]] = {}
     for record in records:
-        ids = encoder.prompt(record)
-        if 0 < len(ids) <= longest:
-            kind = by_kind.setdefault(record["kind"], [])
-            if len(kind) < cfg.evaluate.num_prompts:
-                kind.append(torch.tensor([ids], device=device))
+        kind = by_kind.setdefault(record["kind"], [])
+        if len(kind) < cfg.evaluate.num_prompts and 0 < len(encoder.prompt(record)) <= longest:
+            kind.append(record)
     turns = [
         kind[i]
         for i in range(cfg.evaluate.num_prompts)
@@ -242,6 +248,19 @@ def calibration_prompts(
         if i < len(kind)
     ]
     return turns[: cfg.evaluate.num_prompts]
+
+
+def calibration_prompts(
+    cfg: TrainConfig,
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+    context: int | None = None,
+) -> list[Tensor]:
+    """Return the prompts [1, P] of :func:`prompt_records`."""
+    encoder = Encoder(tokenizer)
+    records = prompt_records(cfg, data, tokenizer, context)
+    return [torch.tensor([encoder.prompt(record)], device=device) for record in records]
 
 
 def count_parameters(module: nn.Module) -> int:
