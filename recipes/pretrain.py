@@ -19,7 +19,7 @@ from specheads.models.base import (
 from specheads.models.checkpoint import save_plain_model
 from specheads.training.heldout import heldout_loss
 from specheads.training.loop import fit
-from specheads.training.objectives import LMObjective
+from specheads.training.output_loss import LMObjective
 from specheads.training.prepare import check_loss, describe_plan, load_data
 from specheads.training.schedule import param_groups
 

@@ -109,14 +109,7 @@ def save_export(
             save_hf(folder / _BASE, tuned_base, tokenizer, target)
         config = {
             "format_version": FORMAT_VERSION,
-            "kind": "medusa",
-            "num_heads": heads.num_heads,
-            "num_layers": heads.num_layers,
-            "lm_head": heads.lm_head,
-            "correction": "none",
-            "prefix_layer": False,
-            "hidden_size": heads.hidden_size,
-            "vocab_size": heads.vocab_size,
+            **_heads_section(heads),
             "base": {
                 "name": _findable(base_name),
                 "tuned": tuned_base is not None,
@@ -247,8 +240,8 @@ def read_config(path: str | Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path} has format version {version}, this specheads reads {FORMAT_VERSION}"
         )
-    if kind != "medusa":
-        raise ConfigError(f"{path} holds kind {kind!r}, this specheads reads 'medusa'")
+    if kind not in ("medusa", "hydra"):
+        raise ConfigError(f"{path} holds kind {kind!r}, this specheads reads 'medusa' and 'hydra'")
     for section, keys in _SECTIONS.items():
         values = config.get(section) if section else config
         for key in keys:
@@ -276,10 +269,42 @@ def _check_depth(tree: Tree, num_heads: int, error: type[ValueError], where: str
         raise error(f"{where}the tree is {tree.max_depth} deep, but there are {num_heads} heads")
 
 
-def _load_heads(path: Path, config: dict[str, Any]) -> MedusaHeads:
+def _heads_section(heads: MedusaHeads) -> dict[str, Any]:
+    """Return what ``_build_heads`` builds the same heads from."""
+    return {
+        "kind": heads.kind,
+        "num_heads": heads.num_heads,
+        "num_layers": heads.num_layers,
+        "lm_head": heads.lm_head,
+        "rank": heads.rank,
+        "num_kept": 0 if heads.token_map is None else heads.num_outputs,
+        "correction": "markov" if heads.markov_rank else "none",
+        "markov_rank": heads.markov_rank,
+        "prefix_layer": heads.prefix is not None,
+        "prefix": None if heads.prefix is None else heads.prefix.sizes,
+        "hidden_size": heads.hidden_size,
+        "vocab_size": heads.vocab_size,
+    }
+
+
+def _build_heads(config: dict[str, Any]) -> MedusaHeads:
     keys = ("num_heads", "num_layers", "hidden_size", "vocab_size", "lm_head")
-    with torch.device("meta"):  # drawing weights that are replaced at once costs seconds
-        heads = MedusaHeads(**{key: config[key] for key in keys})
+    optional = ("rank", "num_kept", "markov_rank", "prefix")  # exports of 0.1 have none
+    return MedusaHeads(
+        **{key: config[key] for key in keys},
+        **{key: config[key] for key in optional if key in config},
+        condition=config["kind"] == "hydra",
+    )
+
+
+def _load_heads(path: Path, config: dict[str, Any]) -> MedusaHeads:
+    # drawing weights that are replaced at once costs seconds; a prefix layer computes a table that
+    # no file holds
+    with torch.device("cpu" if config.get("prefix") else "meta"):
+        try:
+            heads = _build_heads(config)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{path / _CONFIG}: {error}") from None
     file = path / _TENSORS
     wanted = {name: list(tensor.shape) for name, tensor in heads.state_dict().items()}
     try:

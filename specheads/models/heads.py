@@ -1,74 +1,57 @@
-"""Medusa heads: K small stacks of residual blocks on the base model's last hidden state.
+"""Heads on the base model's last hidden state: Medusa heads, and what makes Hydra heads of them.
 
-Head i (counted from 0) predicts the token i + 2 positions ahead (arXiv:2401.10774, section 2.1).
-Shapes: K heads, d hidden size, V vocabulary.
+Head i (counted from 0) predicts the token i + 2 positions ahead (Medusa, arXiv:2401.10774, section
+2.1). Parallel heads guess from the hidden state alone. Sequential ones also read the tokens drafted
+before their own: all of them (``condition``, Hydra, arXiv:2402.05109), or the last one through a
+low-rank bias on the logits (``markov_rank``). Shapes: K heads, d hidden size, V vocabulary, V' the
+tokens that the heads can guess (V unless pruned).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specheads.losses import IGNORE
+from specheads.models.blocks import MedusaHead
+from specheads.models.prefix import PrefixLayer
+
 if TYPE_CHECKING:
     from specheads.models.base import OutputLayer
 
+LM_HEADS = ("own", "shared", "low_rank", "pruned")
 _MAX_STACKED = 1 << 22  # parameters that a snapshot may copy
 
 
-class ResBlock(nn.Linear):
-    """``x + SiLU(W x + b)``, starting as the identity: W and b are zero."""
-
-    def __init__(self, hidden_size: int, dtype: torch.dtype | None = None) -> None:
-        super().__init__(hidden_size, hidden_size, dtype=dtype)
-
-    def reset_parameters(self) -> None:
-        """Set weight and bias to zero."""
-        nn.init.zeros_(self.weight)
-        nn.init.zeros_(self.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [..., d] to [..., d]."""
-        x = x.to(self.weight.dtype)  # the base may run in a narrower one
-        return x + F.silu(super().forward(x))
-
-
-class MedusaHead(nn.Module):
-    """One head: its blocks, and its own output matrix if it has one."""
-
-    def __init__(
-        self, num_layers: int, hidden_size: int, vocab_size: int | None, dtype: torch.dtype | None
-    ) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(ResBlock(hidden_size, dtype) for _ in range(num_layers))
-        self.lm_head: nn.Linear | None = None
-        if vocab_size is not None:
-            self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False, dtype=dtype)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Map the base's hidden states [..., d] to those the output matrix reads, [..., d]."""
-        for block in self.blocks:
-            hidden = block(hidden)
-        return hidden
-
-
 class MedusaHeads(nn.Module):
-    """K Medusa heads with output matrices of their own, or sharing the base's.
+    """K heads.
 
     Args:
         num_heads: K.
         num_layers: residual blocks per head; 0 leaves only the output matrix.
         hidden_size: d of the base model.
         vocab_size: V of the base model.
-        lm_head: ``own``, one matrix per head (fill it with ``init_from_output``), or ``shared``.
+        lm_head: ``own``, one matrix per head (fill it with ``init_from_output``); ``shared``, the
+            base's; ``low_rank``, one ``up @ down`` per head; ``pruned``, own ones for some tokens.
         dtype: of the parameters; None means torch's default.
+        rank: low_rank: the inner size.
+        num_kept: pruned: V', the number of tokens (choose them with ``init_from_output``).
+        markov_rank: inner size of the bias from the token drafted before; 0 for none.
+        condition: read the tokens drafted before (Hydra).
+        prefix: sizes of one attention layer in front of all heads, see :class:`PrefixLayer`.
+
+    Attributes:
+        token_map: [V'] token ids that the heads can guess; None for all.
 
     Raises:
         ValueError: for an unknown ``lm_head`` or numbers out of range.
     """
+
+    token_map: Tensor | None
 
     def __init__(
         self,
@@ -78,68 +61,215 @@ class MedusaHeads(nn.Module):
         vocab_size: int,
         lm_head: str = "own",
         dtype: torch.dtype | None = None,
+        *,
+        rank: int = 0,
+        num_kept: int = 0,
+        markov_rank: int = 0,
+        condition: bool = False,
+        prefix: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        if lm_head not in ("own", "shared"):
-            raise ValueError(f"lm_head must be own or shared, got {lm_head!r}")
+        if lm_head not in LM_HEADS:
+            raise ValueError(f"lm_head must be one of {', '.join(LM_HEADS)}, got {lm_head!r}")
         if num_heads < 1 or num_layers < 0:
             raise ValueError(
                 f"num_heads must be at least 1 and num_layers at least 0, got {num_heads} and "
                 f"{num_layers}"
             )
+        if markov_rank < 0:
+            raise ValueError(f"markov_rank must be at least 0, got {markov_rank}")
+        if lm_head == "low_rank" and not 1 <= rank <= min(hidden_size, vocab_size):
+            most = min(hidden_size, vocab_size)
+            raise ValueError(f"rank must be in 1..{most}, the sizes of the matrix, got {rank}")
+        if lm_head == "pruned" and not 1 <= num_kept <= vocab_size:
+            raise ValueError(f"num_kept must be in 1..{vocab_size}, the vocabulary, got {num_kept}")
         self.num_heads, self.num_layers = num_heads, num_layers
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
-        self.lm_head = lm_head
-        own = vocab_size if lm_head == "own" else None
+        self.lm_head, self.condition, self.markov_rank = lm_head, condition, markov_rank
+        self.rank = rank if lm_head == "low_rank" else 0
+        self.num_outputs = num_kept if lm_head == "pruned" else vocab_size
+        kept = torch.arange(self.num_outputs) if lm_head == "pruned" else None
+        self.register_buffer("token_map", kept)
         self.heads = nn.ModuleList(
-            MedusaHead(num_layers, hidden_size, own, dtype) for _ in range(num_heads)
+            MedusaHead(
+                num_layers,
+                hidden_size,
+                vocab_size,
+                None if lm_head == "shared" else self.num_outputs,
+                rank=self.rank,
+                markov_rank=markov_rank,
+                markov_outputs=self.num_outputs,
+                num_conditions=i + 1 if condition else 0,
+                dtype=dtype,
+            )
+            for i in range(num_heads)
         )
+        self.prefix = PrefixLayer(prefix, dtype) if prefix else None
+
+    @property
+    def kind(self) -> str:
+        """What an export calls them: ``medusa`` or ``hydra``."""
+        return "hydra" if self.condition else "medusa"
+
+    @property
+    def sequential(self) -> bool:
+        """Whether a head reads tokens drafted before its own."""
+        return self.condition or self.markov_rank > 0
+
+    def head(self, i: int) -> MedusaHead:
+        """Return head ``i``."""
+        head = self.heads[i]
+        assert isinstance(head, MedusaHead)
+        return head
 
     @torch.no_grad()
-    def init_from_output(self, weight: Tensor) -> None:
-        """Copy the base's output matrix [V, d] into every head's own one; nothing if shared.
+    def init_from_output(self, weight: Tensor, kept: Tensor | None = None) -> None:
+        """Make every head's output matrix the base's [V, d], or as near to it as its form allows.
+
+        Low rank takes the nearest matrix of that rank (truncated SVD); nothing happens if shared.
+
+        Args:
+            weight: the base's output matrix.
+            kept: pruned: the [V'] token ids to keep; None keeps the first ones.
 
         Raises:
-            ValueError: if the shapes differ.
+            ValueError: if shapes differ, or ``kept`` is not a set of V' tokens.
         """
         if weight.shape != (self.vocab_size, self.hidden_size):
             raise ValueError(
                 f"the output matrix is {tuple(weight.shape)}, the heads were built for "
                 f"{(self.vocab_size, self.hidden_size)}"
             )
-        if self.lm_head == "own":
-            for i in range(self.num_heads):
-                self.output_weight(i, weight).copy_(weight)
+        if self.token_map is not None and kept is not None:
+            tokens = kept.unique()
+            if len(tokens) != self.num_outputs or not 0 <= tokens[0] <= tokens[-1] < len(weight):
+                raise ValueError(
+                    f"{len(tokens)} distinct tokens are to be kept, expected {self.num_outputs}, "
+                    f"all below {len(weight)}"
+                )
+            self.token_map.copy_(tokens)
+        if self.lm_head == "low_rank":
+            left, values, right = torch.linalg.svd(weight.float(), full_matrices=False)
+            root = values[: self.rank].sqrt()
+            up, down = left[:, : self.rank] * root, root[:, None] * right[: self.rank]
+        for head in map(self.head, range(self.num_heads)):
+            if self.lm_head == "low_rank":
+                head.get_parameter("lm_head.up.weight").copy_(up)
+                head.get_parameter("lm_head.down.weight").copy_(down)
+            elif self.lm_head != "shared":
+                own = weight if self.token_map is None else weight[self.token_map.to(weight.device)]
+                head.get_parameter("lm_head.weight").copy_(own)
 
-    def features(self, hidden: Tensor) -> list[Tensor]:
-        """Return, for each head, what its output matrix reads: K tensors [..., d]."""
-        return [head(hidden) for head in self.heads]
-
-    def output_weight(self, i: int, base_weight: Tensor) -> Tensor:
-        """Return the output matrix of head ``i`` [V, d]: its own, or the base's."""
-        head = self.heads[i]
-        assert isinstance(head, MedusaHead)
-        return base_weight if head.lm_head is None else head.lm_head.weight
-
-    def forward(self, hidden: Tensor, output: OutputLayer) -> Tensor:
-        """Return the logits of all heads; see ``logits``."""
-        return self.logits(hidden, output)
-
-    def logits(self, hidden: Tensor, output: OutputLayer) -> Tensor:
-        """Return the logits [K, ..., V] of all heads, computed as the base computes its own.
+    def contextual(self, hidden: Tensor, position_ids: Tensor) -> Tensor:
+        """Return what the heads read: ``hidden`` [B, T, d] behind the prefix layer, if any.
 
         Args:
-            hidden: [..., d] last hidden states of the base.
-            output: the base's output layer; its matrix is used where the heads share it.
+            hidden: last hidden states of whole documents, several in a row if packed.
+            position_ids: [B, T], restarting at 0 with every document.
         """
-        features = self.features(hidden)
-        matrices = [self.output_weight(i, output.weight) for i in range(self.num_heads)]
-        if self.lm_head == "shared":  # one product reads the matrix once for all heads
-            products = F.linear(torch.stack(features).to(matrices[0].dtype), matrices[0])
-        else:
-            pairs = zip(features, matrices, strict=True)
-            products = torch.stack([F.linear(x.to(matrix.dtype), matrix) for x, matrix in pairs])
-        return _finish(products, output)
+        return hidden if self.prefix is None else self.prefix(hidden, position_ids)
+
+    def features(
+        self,
+        i: int,
+        hidden: Tensor,
+        tokens: Tensor | None = None,
+        embed: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Return what the output matrix of head ``i`` reads, [..., d_i].
+
+        Args:
+            i: the head.
+            hidden: [..., d], behind the prefix layer if there is one.
+            tokens: [..., >= i + 1], the tokens after the hidden state's own, the root first; for
+                sequential heads.
+            embed: the base's input embedding; for ``condition``.
+        """
+        head = self.head(i)
+        if not self.sequential:
+            return head(hidden)
+        if tokens is None:
+            raise ValueError("these heads read the tokens drafted before, but tokens is None")
+        conditions = None
+        if self.condition:
+            if embed is None:
+                raise ValueError("these heads read tokens through embed, which is None")
+            with torch.no_grad():  # the base's own; Hydra leaves it as it is
+                conditions = normalised(embed(tokens[..., : i + 1])).flatten(-2)
+        return head(hidden, conditions, tokens[..., i] if self.markov_rank else None)
+
+    def output_weight(self, i: int, base_weight: Tensor) -> Tensor:
+        """Return the matrix [V', d_i] that head ``i`` multiplies its features with.
+
+        With a Markov correction this joins two matrices into a new one.
+        """
+        return self.head(i).output_weight(base_weight)
+
+    def output_bias(self, bias: Tensor | None) -> Tensor | None:
+        """Return the entries [V'] of the base's output bias [V] that the heads use."""
+        if bias is None or self.token_map is None:
+            return bias
+        return bias[self.token_map.to(bias.device)]
+
+    def token_ids(self, places: Tensor) -> Tensor:
+        """Return the token ids of ``places`` among the V' tokens, of any shape."""
+        return places if self.token_map is None else self.token_map[places]
+
+    def map_labels(self, labels: Tensor) -> Tensor:
+        """Return places among the V' tokens; IGNORE for tokens that the heads cannot guess."""
+        if self.token_map is None:
+            return labels
+        places = torch.full((self.vocab_size,), IGNORE, device=labels.device)
+        places[self.token_map] = torch.arange(self.num_outputs, device=labels.device)
+        return torch.where(labels == IGNORE, IGNORE, places[labels.clamp_min(0)])
+
+    def full_logits(self, logits: Tensor) -> Tensor:
+        """Spread logits [..., V'] over the vocabulary, [..., V]; -inf for tokens not guessed."""
+        if self.token_map is None:
+            return logits
+        full = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
+        full[..., self.token_map] = logits
+        return full
+
+    def forward(self, hidden: Tensor, output: OutputLayer, **sequential: Any) -> Tensor:
+        """Return the logits of all heads; see ``logits``."""
+        return self.logits(hidden, output, **sequential)
+
+    def head_logits(
+        self,
+        i: int,
+        hidden: Tensor,
+        output: OutputLayer,
+        tokens: Tensor | None = None,
+        embed: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Return the logits [..., V'] of head ``i``; the arguments are those of ``features``."""
+        matrix = self.output_weight(i, output.weight)
+        features = self.features(i, hidden, tokens, embed)
+        return self._finish(F.linear(features.to(matrix.dtype), matrix), output)
+
+    def logits(
+        self,
+        hidden: Tensor,
+        output: OutputLayer,
+        tokens: Tensor | None = None,
+        embed: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Return the logits [K, ..., V'] of all heads, computed as the base computes its own.
+
+        Args:
+            hidden: [..., d], behind the prefix layer if there is one.
+            output: the base's output layer; its matrix is used where the heads share it.
+            tokens: [..., >= K] of sequential heads, see ``features``.
+            embed: the base's input embedding, see ``features``.
+        """
+        if self.lm_head != "shared" or self.markov_rank:
+            heads = range(self.num_heads)
+            return torch.stack([self.head_logits(i, hidden, output, tokens, embed) for i in heads])
+        # one product reads the matrix once for all heads
+        features = [self.features(i, hidden, tokens, embed) for i in range(self.num_heads)]
+        products = F.linear(torch.stack(features).to(output.weight.dtype), output.weight)
+        return self._finish(products, output)
 
     @torch.no_grad()
     def snapshot(self, output: OutputLayer) -> Callable[[Tensor], Tensor]:
@@ -148,20 +278,27 @@ class MedusaHeads(nn.Module):
         One batched product per layer replaces one per head, which is most of the time of small
         heads (146 to 55 us for six of width 256). Large heads are not copied: reading them costs
         what it costs, and the function is ``logits`` itself.
+
+        Raises:
+            ValueError: if the heads are sequential.
         """
+        if self.sequential:
+            raise ValueError("sequential heads cannot guess all at once")
         if sum(parameter.numel() for parameter in self.parameters()) > _MAX_STACKED:
             return lambda hidden: self.logits(hidden, output)
 
         def stacked(name: str) -> Tensor:
-            return torch.stack(
-                [self.get_parameter(f"heads.{i}.{name}") for i in range(self.num_heads)]
-            )
+            heads = range(self.num_heads)
+            return torch.stack([self.get_parameter(f"heads.{i}.{name}") for i in heads])
 
         blocks = [
             (stacked(f"blocks.{i}.weight").transpose(1, 2), stacked(f"blocks.{i}.bias")[:, None])
             for i in range(self.num_layers)
         ]
-        own = stacked("lm_head.weight").transpose(1, 2) if self.lm_head == "own" else None
+        names = {"shared": [], "low_rank": ["lm_head.down.weight", "lm_head.up.weight"]}
+        matrices = [
+            stacked(name).transpose(1, 2) for name in names.get(self.lm_head, ["lm_head.weight"])
+        ]
 
         @torch.no_grad()
         def logits(hidden: Tensor) -> Tensor:
@@ -169,15 +306,20 @@ class MedusaHeads(nn.Module):
             for weight, bias in blocks:
                 x = x.to(weight.dtype)
                 x = x + F.silu(torch.baddbmm(bias, x, weight))
-            if own is None:
-                products = F.linear(x.to(output.weight.dtype), output.weight)
-            else:
-                products = torch.bmm(x.to(own.dtype), own)
-            products = products.view(self.num_heads, *hidden.shape[:-1], self.vocab_size)
-            return _finish(products, output)
+            for matrix in matrices:
+                x = torch.bmm(x.to(matrix.dtype), matrix)
+            if not matrices:
+                x = F.linear(x.to(output.weight.dtype), output.weight)
+            products = x.view(self.num_heads, *hidden.shape[:-1], self.num_outputs)
+            return self._finish(products, output)
 
         return logits
 
+    def _finish(self, products: Tensor, output: OutputLayer) -> Tensor:
+        bias = self.output_bias(output.bias)
+        return output.finish(products if bias is None else products + bias)
 
-def _finish(products: Tensor, output: OutputLayer) -> Tensor:
-    return output.finish(products if output.bias is None else products + output.bias)
+
+def normalised(embedding: Tensor) -> Tensor:
+    """Return embeddings [..., d] at unit root mean square: their scale differs between models."""
+    return F.rms_norm(embedding, embedding.shape[-1:], eps=1e-6)

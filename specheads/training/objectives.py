@@ -1,17 +1,13 @@
-"""What is trained: modules whose forward returns one loss and its metrics.
+"""What is trained: heads, with or without their base model, as a module that returns one loss.
 
 The loss lives in forward, whole, so that any engine trains it with one backward; a backward per
-head is silently wrong under ZeRO. Every mean is over the valid labels of the whole optimizer step,
-which the batch carries as ``num_valid``: a micro-batch returns its share, and shares add up.
-
-A batch has ``input_ids``, ``labels`` (unshifted), ``position_ids`` and ``segment_ids`` [B, T], and
-``num_valid`` [K + 1] (language model, then heads); without it the batch counts for itself.
-Shapes: B T batch, M positions in use, K heads, G groups of labels, d hidden size, V vocabulary.
+head is silently wrong under ZeRO. ``output_loss.py`` says what a batch holds and what a mean is.
+Shapes: B T batch, N = B * T, M positions in use, K heads, G groups of labels, d hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,155 +16,128 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from specheads.losses import (
-    IGNORE,
-    check_implementation,
-    count_valid,
-    linear_cross_entropy,
-    shift_labels,
-)
-from specheads.models.base import OutputLayer, output_layer, packed_hidden
+from specheads.losses import IGNORE, shift_labels
+from specheads.models.base import OutputLayer, output_layer
 from specheads.models.heads import MedusaHeads
-
-Batch = dict[str, Any]
-Metrics = dict[str, Tensor]
+from specheads.training.output_loss import (
+    Batch,
+    Metrics,
+    OutputLoss,
+    hidden_states,
+    metrics_of,
+    num_valid_of,
+    per_label,
+    require_grad,
+)
 
 
 @dataclass(frozen=True)
-class OutputLoss:
-    """Cross entropy as the base model's output layer would have it.
+class HeadsLoss:
+    """What the heads learn from.
 
     Attributes:
-        layer: scale, softcap and bias; the matrix is given at each call.
-        chunk_size: rows whose logits exist at one time, 0 for the fastest.
-        implementation: see ``losses.linear_cross_entropy``.
-        count_hits: report top-1 and top-5.
+        kind: ``hard``, the labels; or the base's own distribution at that place: ``soft`` (KL),
+            ``tv``, ``lk_alpha``, ``lk_lambda``, see :mod:`specheads.soft_loss`.
+        top_k: keep the base's most likely tokens only; 0 keeps all.
+        temperature: of the base's distribution.
+        eta: of ``lk_lambda``.
     """
 
-    layer: OutputLayer
-    chunk_size: int = 0
-    implementation: str = "fused"
-    count_hits: bool = True
+    kind: str = "hard"
+    top_k: int = 0
+    temperature: float = 1.0
+    eta: float = 3.0
 
-    def __post_init__(self) -> None:
-        check_implementation(self.implementation, self.layer.softcap)
-
-    def __call__(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor, row_weight: Tensor, **groups: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Return ``losses.linear_cross_entropy`` of ``hidden`` [N, d] under ``weight`` [V, d]."""
-        return linear_cross_entropy(
-            hidden,
-            weight,
-            labels,
-            row_weight,
-            bias=self.layer.bias,
-            scale=self.layer.scale,
-            softcap=self.layer.softcap,
-            chunk_size=self.chunk_size,
-            count_hits=self.count_hits,
-            implementation=self.implementation,
-            **groups,
-        )
-
-
-class LMObjective(nn.Module):
-    """Next-token loss of the base model alone; for pretraining.
-
-    Args:
-        base: the model, all of it trained.
-        chunk_size: rows whose logits exist at one time, 0 for the fastest.
-        implementation: of the loss, see ``losses.linear_cross_entropy``.
-        count_hits: report top-1 and top-5.
-        output: the base's output layer; None finds it.
-    """
-
-    num_heads = 0
-
-    def __init__(
-        self,
-        base: PreTrainedModel,
-        *,
-        chunk_size: int = 0,
-        implementation: str = "fused",
-        count_hits: bool = True,
-        output: OutputLayer | None = None,
-    ) -> None:
-        super().__init__()
-        self.base = base
-        self.output = output or output_layer(base)
-        self.loss = OutputLoss(self.output, chunk_size, implementation, count_hits)
-        self.engine_scale = 1.0  # what the engine will divide by: world size times accumulation
-        _require_grad(base, True)
-
-    def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """Return this micro-batch's share of the mean loss, and of ``lm/loss|top1|top5``."""
-        num_valid = _num_valid(batch, 0)
-        labels = shift_labels(batch["labels"], batch["segment_ids"], 1).flatten()
-        hidden = _hidden_states(self.base, batch)
-        row_weight = _per_label([1.0], num_valid).expand_as(labels)
-        loss, stats = self.loss(hidden, self.output.weight, labels, row_weight)
-        metrics = _metrics(["lm"], loss, stats, num_valid, self.loss.count_hits)
-        return loss * self.engine_scale, metrics
+    @property
+    def options(self) -> dict[str, Any]:
+        """What ``OutputLoss.soft`` takes."""
+        return {
+            "kind": self.kind,
+            "top_k": self.top_k,
+            "temperature": self.temperature,
+            "eta": self.eta,
+        }
 
 
 class MedusaObjective(nn.Module):
-    """Loss of Medusa heads, with or without the base model (arXiv:2401.10774, sections 2.2).
+    """Loss of heads, with or without the base model (arXiv:2401.10774, sections 2.2).
 
     ``train_base=False`` (Medusa-1): sum_i decay^(i+1) L_i; the base, output matrix included, is
     frozen and runs in eval mode without gradients. ``train_base=True`` (Medusa-2):
-    L_LM + lambda_0 * lambda_scale * sum_i decay^(i+1) L_i. L_i is the mean cross entropy of
-    head i over its own valid labels; a head that has none adds 0.
+    L_LM + lambda_0 * lambda_scale * sum_i decay^(i+1) L_i. L_i is the mean loss of head i over its
+    own valid labels; a head that has none adds 0. With ``distill_base`` L_LM is
+    KL(original || base), the original being the base with its adapter off.
+
+    A batch may carry ``hidden`` [B, T, d], the frozen base's hidden states: it is then not run.
 
     Args:
-        base: the base model.
+        base: the base model; None if every batch carries ``hidden``.
         heads: its heads.
-        train_base: whether the base is trained too.
+        train_base: whether the base is trained too; one with an adapter trains that alone.
         decay: weight of each head's loss relative to the head before.
         lambda_0: weight of the heads' losses beside the base's; unused if the base is frozen.
+        heads_loss: what the heads learn from.
+        distill_base: hold the base to its original instead of to the labels.
         chunk_size: rows whose logits exist at one time, 0 for the fastest.
-        implementation: of the loss, see ``losses.linear_cross_entropy``.
+        implementation: of the loss of labels, see ``losses.linear_cross_entropy``.
         count_hits: report top-1 and top-5.
         output: the base's output layer; None finds it.
+        embed: the base's input embedding; None finds it.
 
     Attributes:
         lambda_scale: further factor of lambda_0, for a schedule; the loop sets it.
         engine_scale: what the engine divides the loss by; the engine sets it.
 
     Raises:
-        ValueError: if the heads were built for another hidden size or vocabulary.
+        ValueError: if the heads were built for another hidden size or vocabulary, or something is
+            asked for that needs the base, and there is none.
     """
 
     def __init__(
         self,
-        base: PreTrainedModel,
+        base: PreTrainedModel | None,
         heads: MedusaHeads,
         *,
         train_base: bool,
         decay: float = 0.8,
         lambda_0: float = 0.2,
+        heads_loss: HeadsLoss | None = None,
+        distill_base: bool = False,
         chunk_size: int = 0,
         implementation: str = "fused",
         count_hits: bool = True,
         output: OutputLayer | None = None,
+        embed: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__()
+        if base is None and (train_base or output is None):
+            raise ValueError("without a base model there must be output, and train_base be False")
+        if distill_base and not train_base:
+            raise ValueError("distill_base holds a trained base to its original: train_base=True")
         self.base, self.heads = base, heads
-        self.output = output or output_layer(base)
+        self.output = output or output_layer(base)  # type: ignore[arg-type]
+        if embed is None and heads.condition:
+            if base is None:
+                raise ValueError("without a base model, heads that read tokens need embed")
+            embed = base.get_input_embeddings()
+        self._embed = (embed,)  # in a tuple, it is no module of this one: it is the base's
         expected, found = tuple(self.output.weight.shape), (heads.vocab_size, heads.hidden_size)
         if expected != found:
             raise ValueError(f"the heads are for an output matrix {found}, the base has {expected}")
         self.loss = OutputLoss(self.output, chunk_size, implementation, count_hits)
+        self.heads_loss = heads_loss or HeadsLoss()
         self.num_heads, self.train_base = heads.num_heads, train_base
+        self.distill_base = distill_base
         self.decay, self.lambda_0 = decay, lambda_0
         self.lambda_scale = self.engine_scale = 1.0
-        _require_grad(base, train_base)
+        if base is not None:
+            require_grad(base, train_base)
         self.train(self.training)
 
     def train(self, mode: bool = True) -> MedusaObjective:
         """Set the mode of heads and base; a frozen base stays in eval mode."""
         super().train(mode)
-        if not self.train_base:
+        if self.base is not None and not self.train_base:
             self.base.eval()
         return self
 
@@ -181,102 +150,148 @@ class MedusaObjective(nn.Module):
         if self.train_base:
             factors = [1.0, *(self.lambda_0 * self.lambda_scale * factor for factor in factors)]
         num_groups = len(factors)  # the heads, behind the language model where it is trained
-        num_valid = _num_valid(batch, self.num_heads)[-num_groups:]
-        per_label = _per_label(factors, num_valid)
+        num_valid = num_valid_of(batch, self.num_heads)[-num_groups:]
+        weights = per_label(factors, num_valid)
         offsets = range(self.num_heads + 2 - num_groups, self.num_heads + 2)
         labels = torch.stack(
             [shift_labels(batch["labels"], batch["segment_ids"], o).flatten() for o in offsets]
         )
-
-        with torch.set_grad_enabled(self.train_base and torch.is_grad_enabled()):
-            hidden = _hidden_states(self.base, batch)
-        used = (labels != IGNORE).any(0).nonzero().squeeze(1)
-        if used.numel() < hidden.shape[0]:  # blocks need not run where nothing is learned
-            hidden, labels = hidden.index_select(0, used), labels.index_select(1, used)
-
-        together = self.heads.lm_head == "shared" and self.train_base
-        loss, stats = (self._one_matrix if together else self._one_by_one)(
-            hidden, labels, per_label
-        )
+        loss, stats = self._loss(self._rows(batch, labels), weights)
         names = [f"head_{i}" for i in range(self.num_heads)]
         names = ["lm", *names] if self.train_base else names
-        metrics = _metrics(names, loss, stats, num_valid, self.loss.count_hits)
+        metrics = metrics_of(names, loss, stats, num_valid, self.loss.count_hits)
         return loss * self.engine_scale, metrics
 
-    def _one_matrix(
-        self, hidden: Tensor, labels: Tensor, per_label: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _rows(self, batch: Batch, labels: Tensor) -> _Rows:
+        """Run the base, and keep the positions where something is learned."""
+        train_base = self.train_base and torch.is_grad_enabled()
+        if "hidden" in batch:
+            hidden = batch["hidden"]
+        else:
+            assert self.base is not None
+            with torch.set_grad_enabled(train_base):
+                hidden = hidden_states(self.base, batch)
+        source = self.heads.contextual(hidden, batch["position_ids"]).flatten(0, 1)
+        teacher = self._teacher(batch, hidden)
+        hidden = hidden.flatten(0, 1)
+        used = (labels != IGNORE).any(0).nonzero().squeeze(1)
+        num_rows = hidden.shape[0]
+        places = None
+        if used.numel() < num_rows:  # blocks need not run where nothing is learned
+            same = source is hidden or self.heads.prefix is None
+            hidden, labels = hidden.index_select(0, used), labels.index_select(1, used)
+            source = hidden if same else source.index_select(0, used)
+            places = used
+        tokens = None
+        if self.heads.sequential:
+            # where head i has a label, the tokens up to it are of the same document
+            ahead = torch.arange(1, self.num_heads + 1, device=used.device)
+            at = used if places is not None else torch.arange(num_rows, device=used.device)
+            tokens = batch["input_ids"].flatten()[(at[:, None] + ahead).clamp_max(num_rows - 1)]
+        return _Rows(hidden, source, labels, tokens, teacher, places)
+
+    def _teacher(self, batch: Batch, hidden: Tensor) -> Tensor | None:
+        """Return hidden states [N, d] whose logits are the distribution to be learned."""
+        if self.distill_base:
+            from specheads.models.adapters import original
+
+            assert self.base is not None
+            with torch.no_grad(), original(self.base):
+                return hidden_states(self.base, batch).flatten(0, 1)
+        return None if self.heads_loss.kind == "hard" else hidden.detach().flatten(0, 1)
+
+    def _loss(self, rows: _Rows, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weighted sum of all groups' losses, and their statistics [G, 3]."""
+        together = self.heads.lm_head == "shared" and self.train_base
+        plain = self.heads_loss.kind == "hard" and not self.distill_base
+        if together and plain and not self.heads.markov_rank:
+            return self._one_matrix(rows, weights)
+        return self._one_by_one(rows, weights)
+
+    def _one_matrix(self, rows: _Rows, weights: Tensor) -> tuple[Tensor, Tensor]:
         """All groups in one call, so that one gradient buffer of the shared matrix exists."""
-        num_groups, num_rows = labels.shape
-        rows = torch.cat([hidden, *(self._features(i, hidden) for i in range(self.num_heads))])
-        groups = torch.arange(num_groups, device=hidden.device).repeat_interleave(num_rows)
+        num_groups, num_rows = rows.labels.shape
+        features = [self._features(i, rows) for i in range(self.num_heads)]
+        groups = torch.arange(num_groups, device=weights.device).repeat_interleave(num_rows)
         return self.loss(
-            rows,
+            torch.cat([rows.hidden, *features]),
             self.output.weight,
-            labels.flatten(),
-            per_label.repeat_interleave(num_rows),
+            rows.labels.flatten(),
+            weights.repeat_interleave(num_rows),
             groups=groups,
             num_groups=num_groups,
         )
 
-    def _one_by_one(
-        self, hidden: Tensor, labels: Tensor, per_label: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _one_by_one(self, rows: _Rows, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Each group by itself: its matrix is its own, or frozen and has no gradient to share."""
-        shared = self.output.weight
+        shared, heads = self.output.weight, self.heads
         parts: list[tuple[Tensor, Tensor]] = []
         for i in range(-1 if self.train_base else 0, self.num_heads):
-            group = len(parts)
-            features = hidden if i < 0 else self._features(i, hidden)
-            weight = shared if i < 0 else self.heads.output_weight(i, shared)
-            row_weight = per_label[group].expand_as(labels[group])
-            parts.append(self.loss(features, weight, labels[group], row_weight))
-            del features  # not held while the next head's logits exist
+            labels = rows.labels[len(parts)]
+            weight = weights[len(parts)].expand_as(labels)
+            if i < 0 and self.distill_base:
+                before = rows.teacher_at(0)
+                part = self.loss.soft(rows.hidden, shared, labels, weight, before)
+            elif i < 0:
+                part = self.loss(rows.hidden, shared, labels, weight)
+            else:
+                features = self._features(i, rows)
+                matrix = heads.output_weight(i, shared)
+                if self.heads_loss.kind == "hard":
+                    part = self.loss(features, matrix, labels, weight, heads=heads)
+                else:
+                    part = self.loss.soft(
+                        features,
+                        matrix,
+                        labels,
+                        weight,
+                        rows.teacher_at(i + 1),
+                        heads=heads,
+                        **self.heads_loss.options,
+                    )
+                del features  # not held while the next head's logits exist
+            parts.append(part)
         losses, stats = zip(*parts, strict=True)
         return torch.stack(losses).sum(), torch.cat(stats)
 
-    def _features(self, i: int, hidden: Tensor) -> Tensor:
-        """Head i's blocks on ``hidden`` [M, d]; what they keep for backward is made again there."""
-        head = self.heads.heads[i]
+    def _features(self, i: int, rows: _Rows) -> Tensor:
+        """What head i's matrix reads, [M, d_i]; its inner activations are made again in backward.
+
+        The joined matrix of a Markov correction is formed outside, where gradients reach it.
+        """
+
+        def features(source: Tensor) -> Tensor:
+            return self.heads.features(i, source, rows.tokens, self._embed[0])
+
         if not torch.is_grad_enabled() or self.heads.num_layers == 0:
-            return head(hidden)
-        return checkpoint(head, hidden, use_reentrant=False, preserve_rng_state=False)
+            return features(rows.source)
+        return checkpoint(features, rows.source, use_reentrant=False, preserve_rng_state=False)
 
 
-def _require_grad(base: nn.Module, value: bool) -> None:
-    for parameter in base.parameters():  # the output matrix is among them
-        if parameter.is_floating_point():  # quantised weights cannot be asked for a gradient
-            parameter.requires_grad_(value)
+@dataclass(frozen=True)
+class _Rows:
+    """The M positions of a batch where something is learned.
 
+    ``hidden`` [M, d] of the base and ``source`` [M, d], what the heads read of it; ``labels``
+    [G, M]; ``tokens`` [M, K], those that follow; ``teacher`` [N, d], hidden states of all
+    positions, and ``places`` [M], where among them the rows stand (None: everywhere).
+    """
 
-def _hidden_states(base: PreTrainedModel, batch: Batch) -> Tensor:
-    return packed_hidden(base, batch["input_ids"], batch["position_ids"]).flatten(0, 1)
+    hidden: Tensor
+    source: Tensor
+    labels: Tensor
+    tokens: Tensor | None
+    teacher: Tensor | None
+    places: Tensor | None
 
+    def teacher_at(self, ahead: int) -> Tensor:
+        """Return the teacher's hidden states [M, d] ``ahead`` positions after the rows' own.
 
-def _num_valid(batch: Batch, num_heads: int) -> Tensor:
-    num_valid = batch.get("num_valid")
-    if num_valid is None:
-        num_valid = count_valid(batch["labels"], batch["segment_ids"], num_heads)
-    if num_valid.shape != (num_heads + 1,):
-        raise ValueError(
-            f"num_valid has shape {tuple(num_valid.shape)}, {num_heads} heads need "
-            f"({num_heads + 1},)"
-        )
-    return num_valid.to(torch.float32)
-
-
-def _per_label(factors: Sequence[float], num_valid: Tensor) -> Tensor:
-    """Divide each group's factor by its number of labels; 0 for a group without any."""
-    share = num_valid.new_tensor(factors) / num_valid.clamp_min(1.0)
-    return torch.where(num_valid > 0, share, 0.0)
-
-
-def _metrics(
-    names: Sequence[str], loss: Tensor, stats: Tensor, num_valid: Tensor, count_hits: bool
-) -> Metrics:
-    shares = stats.detach() / num_valid.clamp_min(1.0)[:, None]
-    kinds = ("loss", "top1", "top5") if count_hits else ("loss",)
-    metrics = {"loss": loss.detach()}
-    for name, row in zip(names, shares.unbind(), strict=True):
-        metrics |= {f"{name}/{kind}": value for kind, value in zip(kinds, row, strict=False)}
-    return metrics
+        Rows whose label lies outside their document get some other row's, and are not looked at.
+        """
+        assert self.teacher is not None
+        last = len(self.teacher) - 1
+        places = self.places
+        if places is None:
+            places = torch.arange(last + 1, device=self.teacher.device)
+        return self.teacher.index_select(0, (places + ahead).clamp_max(last))

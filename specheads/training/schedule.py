@@ -46,7 +46,8 @@ def _no_hidden_matrix(module: nn.Module) -> set[int]:
     """Ids of parameters that Muon must not touch: embeddings, output matrices, not 2-D."""
     skipped = {id(p) for p in module.parameters() if p.ndim != 2}
     for name, child in module.named_modules():
-        if isinstance(child, nn.Embedding) or name.rsplit(".", 1)[-1] == "lm_head":
+        # an output matrix in two parts is one still, and so is a Markov correction
+        if isinstance(child, nn.Embedding) or name.rsplit(".", 1)[-1] in ("lm_head", "markov"):
             skipped |= {id(p) for p in child.parameters()}
     return skipped
 

@@ -21,7 +21,7 @@ from transformers import (
 
 from specheads.config import ConfigError, RunError
 from specheads.models import checkpoint
-from specheads.models.base import load_base_model
+from specheads.models.base import OutputLayer, load_base_model
 from specheads.models.checkpoint import (
     load_export,
     read_config,
@@ -112,8 +112,9 @@ def test_the_schema_is_whole(export: Path) -> None:
     """Other tools read these keys; a missing one breaks them, not us."""
     config = read_config(export)
     assert list(config) == [
-        "format_version", "kind", "num_heads", "num_layers", "lm_head", "correction",
-        "prefix_layer", "hidden_size", "vocab_size", "base", "tokenizer", "tree", "training",
+        "format_version", "kind", "num_heads", "num_layers", "lm_head", "rank", "num_kept",
+        "correction", "markov_rank", "prefix_layer", "prefix", "hidden_size", "vocab_size", "base",
+        "tokenizer", "tree", "training",
     ]  # fmt: skip
     assert list(config["base"]) == [
         "name", "tuned", "revision", "digest", "dtype", "quantization",
@@ -211,7 +212,7 @@ def test_a_tokenizer_beyond_the_base_is_refused(
     [
         ({"format_version": 9}, "format version 9, this specheads reads 1"),
         ({"format_version": None}, "is not an export"),
-        ({"kind": "hydra"}, "kind 'hydra', this specheads reads 'medusa'"),
+        ({"kind": "mtp"}, "kind 'mtp', this specheads reads 'medusa' and 'hydra'"),
         ({"tree__choices": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}, "4 deep, but .* 3 heads"),
         ({"tree__choices": [[0, 0]]}, "tree: .*parent"),
         ({"tree__choices": [[272]]}, "rank 272, the vocabulary has 272"),
@@ -341,3 +342,39 @@ def test_plain_model(
     model = load_base_model(str(tmp_path / "m"))
     torch.testing.assert_close(model(IDS).logits, tiny_llama(IDS).logits, atol=0.1, rtol=0.1)
     assert load_file(tmp_path / "m" / "model.safetensors").popitem()[1].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lm_head": "low_rank", "rank": 5},
+        {"lm_head": "pruned", "num_kept": 30},
+        {"condition": True, "prefix": {"hidden_size": 32, "num_attention_heads": 4}},
+        {"markov_rank": 6, "condition": True},
+    ],
+)
+def test_every_kind_of_heads_comes_back(
+    options: dict[str, Any], tmp_path: Path, tiny_model_dir: Path,
+    byte_tokenizer: PreTrainedTokenizerFast,
+) -> None:  # fmt: skip
+    """A part that is rebuilt instead of read back is random, and drafts like it."""
+    torch.manual_seed(0)
+    heads = MedusaHeads(3, 1, 32, 272, **options)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.normal_(std=0.2)
+        if heads.token_map is not None:
+            heads.token_map.copy_(torch.arange(100, 130))
+    _save(tmp_path / "e", tiny_model_dir, byte_tokenizer, heads=heads)
+    loaded = load_export(tmp_path / "e").heads
+    assert loaded.kind == heads.kind and loaded.state_dict().keys() == heads.state_dict().keys()
+    assert all(torch.equal(v, heads.state_dict()[k]) for k, v in loaded.state_dict().items())
+    hidden, tokens = torch.randn(2, 4, 32), torch.randint(0, 272, (2, 4, 3))
+    embed, output = torch.nn.Embedding(272, 32), OutputLayer(torch.nn.Linear(32, 272))
+    positions = torch.arange(4).expand(2, 4)
+    with torch.no_grad():
+        expected, found = (
+            each.logits(each.contextual(hidden, positions), output, tokens, embed)
+            for each in (heads, loaded)
+        )
+    assert torch.equal(found, expected)

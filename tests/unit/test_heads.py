@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
+from specheads.losses import IGNORE
 from specheads.models.base import OutputLayer, capture_hidden, output_layer
 from specheads.models.heads import MedusaHeads
 
@@ -136,7 +138,157 @@ def test_misuse_names_both_numbers() -> None:
     heads, _ = build("own")
     with pytest.raises(ValueError, match=r"\(21, 8\), the heads were built for \(20, 8\)"):
         heads.init_from_output(torch.zeros(21, 8))
-    with pytest.raises(ValueError, match="own or shared, got 'tied'"):
+    with pytest.raises(ValueError, match="own, shared, low_rank, pruned, got 'tied'"):
         MedusaHeads(3, 1, 8, 20, "tied")
     with pytest.raises(ValueError, match="got 0 and 1"):
         MedusaHeads(0, 1, 8, 20)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "low_rank": {"lm_head": "low_rank", "rank": 4},
+    "pruned": {"lm_head": "pruned", "num_kept": 7},
+    "markov": {"markov_rank": 3},
+    "hydra": {"condition": True},
+    "hydra_shared": {"condition": True, "lm_head": "shared"},
+    "everything": {"condition": True, "markov_rank": 3, "lm_head": "pruned", "num_kept": 7},
+    "low_rank_markov": {"markov_rank": 3, "lm_head": "low_rank", "rank": 4},
+}
+KEPT = torch.tensor([19, 3, 0, 11, 7, 5, 2])
+
+
+def build_kind(kind: str, seed: int | None = 0) -> tuple[MedusaHeads, OutputLayer, nn.Embedding]:
+    """Return three heads of a kind, an output layer, and an input embedding."""
+    torch.manual_seed(0)
+    matrix, embed = nn.Linear(8, 20), nn.Embedding(20, 8)
+    heads = MedusaHeads(3, 1, 8, 20, **KINDS[kind])
+    heads.init_from_output(matrix.weight, KEPT if heads.token_map is not None else None)
+    if seed is not None:
+        with torch.no_grad():
+            for parameter in heads.parameters():
+                parameter.normal_(std=0.3)
+    return heads, OutputLayer(matrix, scale=0.5, softcap=2.0), embed
+
+
+def by_definition(
+    heads: MedusaHeads, output: OutputLayer, embed: nn.Embedding, hidden: Tensor, tokens: list[int]
+) -> list[Tensor]:
+    """Return the heads' logits [V'] at one hidden state [d], from the formulas alone."""
+    names, found = dict(heads.state_dict()), []
+    kept = heads.token_map if heads.token_map is not None else torch.arange(20)
+    for i in range(heads.num_heads):
+        x = hidden
+        if heads.condition:
+            parts = [embed.weight[t] / embed.weight[t].square().mean().sqrt() for t in tokens]
+            weight = names[f"heads.{i}.condition.weight"]
+            x = x + weight @ torch.cat(parts[: i + 1]) + names[f"heads.{i}.condition.bias"]
+        x = x + F.silu(names[f"heads.{i}.blocks.0.weight"] @ x + names[f"heads.{i}.blocks.0.bias"])
+        if heads.lm_head == "shared":
+            logits = output.weight @ x
+        elif heads.lm_head == "low_rank":
+            up = names[f"heads.{i}.lm_head.up.weight"]
+            logits = up @ (names[f"heads.{i}.lm_head.down.weight"] @ x)
+        else:
+            logits = names[f"heads.{i}.lm_head.weight"] @ x
+        if heads.markov_rank:
+            down = names[f"heads.{i}.markov.down.weight"][tokens[i]]
+            logits = logits + names[f"heads.{i}.markov.up.weight"] @ down
+        assert output.bias is not None
+        found.append(2.0 * torch.tanh(0.5 * (logits + output.bias[kept]) / 2.0))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_by_the_definition(kind: str) -> None:
+    """A head that reads the wrong one of the drafted tokens still trains, and drafts worse."""
+    heads, output, embed = build_kind(kind)
+    hidden, tokens = torch.randn(2, 5, 8), torch.randint(0, 20, (2, 5, 4))
+    with torch.no_grad():
+        logits = heads.logits(hidden, output, tokens, embed)
+        for b in range(2):
+            for t in range(5):
+                expected = by_definition(heads, output, embed, hidden[b, t], tokens[b, t].tolist())
+                torch.testing.assert_close(logits[:, b, t], torch.stack(expected))
+        for i in range(3):
+            alone = heads.head_logits(i, hidden, output, tokens[..., : i + 1], embed)
+            torch.testing.assert_close(alone, logits[i])
+        if not heads.sequential:
+            torch.testing.assert_close(heads.snapshot(output)(hidden), logits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_starts_as_the_base_or_near(kind: str) -> None:
+    """What reads drafted tokens must add nothing at first, or training starts from noise."""
+    heads, output, embed = build_kind(kind, seed=None)
+    hidden, tokens = torch.randn(5, 8), torch.randint(0, 20, (5, 3))
+    base = output(hidden)
+    with torch.no_grad():
+        found = heads.full_logits(heads.logits(hidden, output, tokens, embed))
+    kept = heads.token_map if heads.token_map is not None else torch.arange(20)
+    assert torch.isinf(found).sum() == 3 * 5 * (20 - len(kept))
+    if heads.lm_head == "low_rank":
+        left, values, right = torch.linalg.svd(output.weight)
+        nearest = left[:, :4] * values[:4] @ right[:4]
+        base = output.finish(hidden @ nearest.T + output.bias)
+    for logits in found:
+        torch.testing.assert_close(logits[:, kept], base[:, kept])
+
+
+def test_a_pruned_head_speaks_of_tokens_it_knows() -> None:
+    """Places among the kept tokens taken for token ids draft nonsense that is never accepted."""
+    heads, output, _ = build_kind("pruned")
+    assert heads.token_map is not None and heads.token_map.tolist() == sorted(KEPT.tolist())
+    places = heads.logits(torch.randn(4, 8), output).argmax(-1)
+    assert set(heads.token_ids(places).flatten().tolist()) <= set(KEPT.tolist())
+    labels = torch.tensor([3, 19, 4, IGNORE, 0])
+    assert heads.map_labels(labels).tolist() == [2, 6, IGNORE, IGNORE, 0]
+    with pytest.raises(ValueError, match="2 distinct tokens are to be kept, expected 7"):
+        heads.init_from_output(output.weight, torch.tensor([1, 1, 2]))
+
+
+def test_the_prefix_layer_sees_its_own_document_only() -> None:
+    """Packed rows would leak the neighbour's text into the heads, in training only."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2}
+    heads = MedusaHeads(2, 1, 8, 20, prefix=sizes)
+    hidden = torch.randn(1, 9, 8)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    torch.testing.assert_close(heads.contextual(hidden, positions), hidden)  # it starts as nothing
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.normal_(std=0.5)
+        packed = heads.contextual(hidden, positions)
+        for part in (slice(0, 4), slice(4, 9)):
+            alone = heads.contextual(hidden[:, part], positions[:, part])
+            torch.testing.assert_close(packed[:, part], alone)
+        changed = hidden.clone()
+        changed[0, 8] += 1  # the last token may tell the others nothing
+        later = heads.contextual(changed, positions)
+    torch.testing.assert_close(later[:, :8], packed[:, :8])
+    assert not torch.allclose(later[:, 8], packed[:, 8])
+
+
+def test_sequential_heads_do_not_guess_without_tokens() -> None:
+    """Zeros for the tokens drafted before would look like a weak head."""
+    heads, output, embed = build_kind("hydra")
+    hidden = torch.randn(2, 8)
+    with pytest.raises(ValueError, match="tokens is None"):
+        heads.logits(hidden, output)
+    with pytest.raises(ValueError, match="embed, which is None"):
+        heads.logits(hidden, output, torch.zeros(2, 3, dtype=torch.long))
+    with pytest.raises(ValueError, match="sequential heads cannot guess all at once"):
+        heads.snapshot(output)
+    assert embed.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lm_head": "low_rank"}, r"rank must be in 1\.\.8"),
+        ({"lm_head": "pruned", "num_kept": 21}, r"num_kept must be in 1\.\.20"),
+        ({"markov_rank": -1}, "markov_rank must be at least 0, got -1"),
+    ],
+)
+def test_sizes_out_of_range(options: dict[str, Any], message: str) -> None:
+    """A rank of 0 would build heads that always guess token 0."""
+    with pytest.raises(ValueError, match=message):
+        MedusaHeads(3, 1, 8, 20, **options)

@@ -17,7 +17,8 @@ from transformers import LlamaForCausalLM
 from specheads.losses import IGNORE, count_valid, shift_labels
 from specheads.models.base import OutputLayer, packed_hidden
 from specheads.models.heads import MedusaHeads
-from specheads.training.objectives import Batch, LMObjective, MedusaObjective
+from specheads.training.objectives import MedusaObjective
+from specheads.training.output_loss import Batch, LMObjective
 
 RECIPES = [(kind, train) for kind in ("own", "shared") for train in (False, True)]
 
