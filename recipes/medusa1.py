@@ -14,9 +14,8 @@ from specheads.decoding.measure import end_tokens
 from specheads.log import RunLog
 from specheads.models.checkpoint import save_export
 from specheads.models.digest import base_digest
-from specheads.models.heads import MedusaHeads
 from specheads.training.loop import fit
-from specheads.training.objectives import MedusaObjective
+from specheads.training.parts import build_heads, heads_accuracy, medusa_objective
 from specheads.training.prepare import calibration_prompts, describe_plan, load_base, load_data
 from specheads.training.schedule import param_groups
 
@@ -26,20 +25,8 @@ def run(cfg: TrainConfig) -> None:
     torch.manual_seed(cfg.seed)
     base, output, tokenizer = load_base(cfg)
     data = load_data(cfg, base, tokenizer, train_base=False)
-    vocab_size, hidden_size = output.weight.shape
-    heads = MedusaHeads(
-        cfg.heads.num_heads, cfg.heads.num_layers, hidden_size, vocab_size, cfg.heads.lm_head
-    ).to(base.device)
-    heads.init_from_output(output.weight)
-    objective = MedusaObjective(
-        base,
-        heads,
-        train_base=False,
-        decay=cfg.loss.decay,
-        chunk_size=cfg.loss.chunk_size,
-        implementation=cfg.loss.implementation,
-        output=output,
-    )
+    heads = build_heads(cfg, base, output, data)
+    objective = medusa_objective(cfg, base, heads, output)
     prompts = calibration_prompts(cfg, data, tokenizer, base.device)
     eos = end_tokens(base, tokenizer)
 
@@ -57,6 +44,8 @@ def run(cfg: TrainConfig) -> None:
         )
         if not dist.is_main():
             return
+        accuracy = heads_accuracy(objective, data.heldout, base.device)
+        log.record(steps, {f"heldout/{key}": value for key, value in accuracy.items()})
         log.say("measuring trees ...")
         chosen = choose_tree(
             base, heads, output, prompts, cfg.tree, cfg.evaluate, eos, seed=cfg.seed
@@ -73,7 +62,12 @@ def run(cfg: TrainConfig) -> None:
             tree=chosen.tree,
             expected_accept_length=chosen.expected_accept_length or None,
             measured_on=chosen.measured_on,
-            training={"recipe": cfg.recipe, "steps": steps, "data": data.summary},
+            training={
+                "recipe": cfg.recipe,
+                "steps": steps,
+                "data": data.summary,
+                "heldout": accuracy,
+            },
         )
         log.say(f"tree of {chosen.tree.num_nodes} nodes; exported to {export}")
         if not chosen.speculate:

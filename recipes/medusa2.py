@@ -15,10 +15,9 @@ from specheads.decoding.measure import end_tokens
 from specheads.log import RunLog
 from specheads.models.checkpoint import save_export
 from specheads.models.digest import base_digest
-from specheads.models.heads import MedusaHeads
 from specheads.training.heldout import heldout_loss, remember_original
 from specheads.training.loop import fit
-from specheads.training.objectives import MedusaObjective
+from specheads.training.parts import build_heads, heads_accuracy, medusa_objective
 from specheads.training.prepare import calibration_prompts, describe_plan, load_base, load_data
 from specheads.training.schedule import param_groups
 
@@ -28,11 +27,7 @@ def run(cfg: TrainConfig) -> None:
     torch.manual_seed(cfg.seed)
     base, output, tokenizer = load_base(cfg)
     data = load_data(cfg, base, tokenizer, train_base=True)
-    vocab_size, hidden_size = output.weight.shape
-    heads = MedusaHeads(
-        cfg.heads.num_heads, cfg.heads.num_layers, hidden_size, vocab_size, cfg.heads.lm_head
-    ).to(base.device)
-    heads.init_from_output(output.weight)
+    heads = build_heads(cfg, base, output, data)
     prompts = calibration_prompts(cfg, data, tokenizer, base.device)
     eos = end_tokens(base, tokenizer)
 
@@ -45,16 +40,7 @@ def run(cfg: TrainConfig) -> None:
         steps = 0
         for stage, first, last in (("heads", 0, warmup), ("joint", warmup, cfg.steps)):
             joint = stage == "joint"
-            objective = MedusaObjective(
-                base,
-                heads,
-                train_base=joint,
-                decay=cfg.loss.decay,
-                lambda_0=cfg.loss.lambda_0,
-                chunk_size=cfg.loss.chunk_size,
-                implementation=cfg.loss.implementation,
-                output=output,
-            )
+            objective = medusa_objective(cfg, base, heads, output, train_base=joint)
             parts: dict[str, tuple[nn.Module, float]] = {"heads": (heads, cfg.optim.lr)}
             if joint:
                 parts["base"] = (base, cfg.optim.base_lr)
@@ -74,6 +60,7 @@ def run(cfg: TrainConfig) -> None:
         if not dist.is_main():
             return
         moved = heldout_loss(base, output, data.heldout, original)
+        moved |= heads_accuracy(objective, data.heldout, base.device)
         log.record(steps, {f"heldout/{key}": value for key, value in moved.items()})
         log.say(
             f"held-out loss {moved['loss']:.4f} tuned, {moved['original_loss']:.4f} original, "

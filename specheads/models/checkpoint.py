@@ -185,6 +185,18 @@ def load_export(
     return Export(model, heads, tokenizer, tree, config)
 
 
+def load_heads(path: str | Path) -> MedusaHeads:
+    """Load the heads of an export without its base model, to go on training them.
+
+    Raises:
+        ConfigError: if ``path`` is no whole export.
+    """
+    path = Path(path)
+    config = read_config(path)
+    check_manifest(path)
+    return _load_heads(path, config)
+
+
 def set_tree(
     path: str | Path,
     tree: Tree,

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specheads import dist
 from specheads.assets import tinycode_dir
 from specheads.config import ConfigError, TrainConfig
-from specheads.data.chat import EncodedRecords, Encoder, encode_records
+from specheads.data.chat import Encoded, EncodedRecords, Encoder, encode_records
 from specheads.data.pack import PackedBatches, check_isolation, one_pass
 from specheads.data.records import Record, load_records, read_jsonl
 from specheads.losses import check_implementation
@@ -45,6 +45,11 @@ class GrowingBatches:
         """The batches of the stage that the next micro-batch belongs to."""
         later = (batches for end, batches in self.stages if self.taken < end)
         return next(later, self.stages[-1][1])
+
+    @property
+    def documents(self) -> Sequence[Encoded]:
+        """The documents of the longest rows."""
+        return self.stages[-1][1].documents
 
     def __next__(self) -> dict[str, Any]:
         batches = self.current

@@ -1,0 +1,140 @@
+"""The heads and the objective that the settings ask for: what the Medusa recipes share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specheads import dist
+from specheads.config import ConfigError, HeadsConfig, TrainConfig
+from specheads.data.chat import Encoded
+from specheads.losses import IGNORE, count_valid
+from specheads.models.base import OutputLayer
+from specheads.models.checkpoint import load_heads
+from specheads.models.heads import MedusaHeads
+from specheads.models.prefix import prefix_sizes
+from specheads.training.objectives import HeadsLoss, MedusaObjective
+from specheads.training.prepare import Data
+
+
+def build_heads(
+    cfg: TrainConfig, base: PreTrainedModel, output: OutputLayer, data: Data
+) -> MedusaHeads:
+    """Return the heads of ``cfg.heads`` where the base's last hidden states are.
+
+    They start as the base, or as those of the export ``heads.start``.
+
+    Raises:
+        ConfigError: if they cannot be built for this base, or those of the export are others.
+    """
+    vocab_size, hidden_size = output.weight.shape
+    wanted = cfg.heads
+    try:
+        heads = MedusaHeads(
+            wanted.num_heads,
+            wanted.num_layers,
+            hidden_size,
+            vocab_size,
+            wanted.lm_head,
+            rank=wanted.rank,
+            num_kept=wanted.num_kept,
+            markov_rank=wanted.markov_rank if wanted.correction == "markov" else 0,
+            condition=wanted.condition,
+            prefix=prefix_sizes(base.config) if wanted.prefix_layer else None,
+        )
+    except ValueError as error:
+        raise ConfigError(f"heads.{error}") from None
+    if wanted.start:
+        _start_from(wanted, heads)
+    else:
+        kept = None
+        if wanted.lm_head == "pruned":
+            kept = most_frequent(data.train.documents, vocab_size, wanted.num_kept)
+        heads.init_from_output(output.weight, kept)
+    return heads.to(output.weight.device if output.weight.device.type != "meta" else dist.device())
+
+
+def _start_from(wanted: HeadsConfig, heads: MedusaHeads) -> None:
+    found = load_heads(wanted.start)
+    ours, theirs = heads.state_dict(), found.state_dict()
+    odd = sorted(
+        name
+        for name in ours.keys() | theirs.keys()
+        if name not in ours or name not in theirs or ours[name].shape != theirs[name].shape
+    )
+    if odd:
+        sizes = [tuple(s[odd[0]].shape) if odd[0] in s else "none" for s in (theirs, ours)]
+        raise ConfigError(
+            f"heads.start={wanted.start} holds other heads than heads.* describes:"
+            f" {odd[0]} is {sizes[0]} there, {sizes[1]} here"
+        )
+    heads.load_state_dict(theirs)
+
+
+def most_frequent(documents: Sequence[Encoded], vocab_size: int, num_kept: int) -> Tensor:
+    """Return the ``num_kept`` ids that are learned most often, ties by id; [num_kept] long."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for document in documents:
+        learned = document.labels[document.labels != IGNORE]
+        counts += np.bincount(learned, minlength=vocab_size)
+    order = torch.from_numpy(counts).sort(descending=True, stable=True).indices
+    return order[:num_kept]
+
+
+def medusa_objective(
+    cfg: TrainConfig,
+    base: PreTrainedModel | None,
+    heads: MedusaHeads,
+    output: OutputLayer,
+    *,
+    train_base: bool = False,
+    embed: Any = None,
+) -> MedusaObjective:
+    """Return the objective of ``cfg.loss``."""
+    loss = cfg.loss
+    return MedusaObjective(
+        base,
+        heads,
+        train_base=train_base,
+        decay=loss.decay,
+        lambda_0=loss.lambda_0,
+        heads_loss=HeadsLoss(loss.heads, loss.top_k, loss.temperature, loss.lk_eta),
+        distill_base=train_base and loss.base == "distill",
+        chunk_size=loss.chunk_size,
+        implementation=loss.implementation,
+        output=output,
+        embed=embed,
+    )
+
+
+@torch.no_grad()
+def heads_accuracy(
+    objective: MedusaObjective, batches: Sequence[dict[str, Any]], device: torch.device
+) -> dict[str, float]:
+    """Return ``head_{i}/loss|top1|top5`` over held-out rows, each a mean over its own labels.
+
+    Args:
+        objective: as it was trained.
+        batches: packed held-out rows (``data/pack.py``).
+        device: of the heads.
+    """
+    training = objective.training
+    objective.eval()
+    num_heads = objective.num_heads
+    num_valid = torch.stack(
+        [count_valid(b["labels"], b["segment_ids"], num_heads) for b in batches]
+    ).sum(0)
+    total: dict[str, float] = {}
+    for batch in batches:
+        placed = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+        _, metrics = objective({**placed, "num_valid": num_valid.to(device)})
+        for key, value in metrics.items():
+            if key.startswith("head_"):
+                total[key] = total.get(key, 0.0) + float(value)
+    objective.train(training)
+    return total
