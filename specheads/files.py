@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all: written aside, flushed to disk, then renamed."""
+"""Folders and files that appear whole or not at all: written aside, flushed, then renamed."""
 
 from __future__ import annotations
 
@@ -89,3 +89,26 @@ def whole_folder(path: Path) -> Iterator[Path]:
         fresh.mkdir(parents=True)
         yield fresh
         publish(path)
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Write a file so that it appears whole or not at all, replacing an earlier one.
+
+    Yields:
+        The file to write.
+
+    Raises:
+        RunError: if the disk is full; an earlier file at ``path`` is untouched.
+    """
+    fresh = aside(path)
+    try:
+        yield fresh
+        flush_file(fresh)
+        fresh.replace(path)
+        flush_file(path.parent)
+    except BaseException as error:
+        fresh.unlink(missing_ok=True)
+        if _no_room(error):
+            raise RunError(f"no room to write {path} (disk full?)") from error
+        raise

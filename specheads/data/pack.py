@@ -141,9 +141,17 @@ class PackedBatches:
         return self
 
     def __next__(self) -> Batch:
+        return self.lay_out(self.take())
+
+    def take(self) -> list[list[int]]:
+        """Go on by one batch; return, for each of its rows, the numbers of its documents."""
         first = self._rows_taken + self.rank * self.rows
         self._rows_taken += self.rows * self.world
-        rows = [self._row(number) for number in range(first, first + self.rows)]
+        return [self._row(number) for number in range(first, first + self.rows)]
+
+    def lay_out(self, places: Sequence[Sequence[int]]) -> Batch:
+        """Return the batch of the documents whose numbers ``take`` gave."""
+        rows = [[self.documents[i] for i in row] for row in places]
         return collate(rows, self.seq_len, self.pad_token_id)
 
     @property
@@ -174,10 +182,10 @@ class PackedBatches:
                 )
         self._rows_taken = int(state["rows_taken"])
 
-    def _row(self, number: int) -> list[Encoded]:
+    def _row(self, number: int) -> list[int]:
         epoch, row = divmod(number, self.rows_per_epoch)
         self._load_epoch(epoch)
-        return [self.documents[i] for i in self._order[row]]
+        return self._order[row]
 
     def _load_epoch(self, epoch: int) -> None:
         if epoch == self._epoch:
@@ -216,10 +224,7 @@ def one_pass(
     stream = PackedBatches(documents, seq_len=seq_len, rows=1, seed=seed, pad_token_id=pad_token_id)
     total = min(max_rows or stream.rows_per_epoch, stream.rows_per_epoch)
     packed = [stream._row(number) for number in range(total)]
-    return [
-        collate(packed[first : first + rows], seq_len, pad_token_id)
-        for first in range(0, total, rows)
-    ]
+    return [stream.lay_out(packed[first : first + rows]) for first in range(0, total, rows)]
 
 
 @torch.no_grad()
