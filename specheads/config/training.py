@@ -248,3 +248,10 @@ class TrainConfig:
             self.loss.base,
             "adapter=lora beside it: the original is the same weights with the adapter off",
         )
+        zero = self.deepspeed.get("zero_optimization") or {}
+        check(
+            not self.evaluate.every or zero.get("stage") != 3,
+            "evaluate.every",
+            self.evaluate.every,
+            "0 with deepspeed=zero3, where no rank has whole weights to decode with (zero2 has)",
+        )
