@@ -125,7 +125,7 @@ def format_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
             parts.append(f"{value:7.0f} tok/s")
         elif name == "peak_memory":
             parts.append(f"{value / 2**30:5.2f} GiB")
-        elif key.startswith("eval/"):
+        elif key.startswith("eval/") and key.count("/") == 1:  # the others: metrics.jsonl
             parts.append(f"{key} {value:.4g}")
     return "  ".join(parts)
 

@@ -24,6 +24,7 @@ from specheads import dist
 from specheads.config import InterruptedRunError, RunError, TrainConfig
 from specheads.log import RunLog
 from specheads.losses import count_valid
+from specheads.training import best
 from specheads.training.engine import Batch, Engine, Objective, learning_rates, open_engine
 from specheads.training.schedule import lambda_scale, lr_factor
 from specheads.training.state import (
@@ -33,6 +34,7 @@ from specheads.training.state import (
     load_rank,
     new_checkpoint,
     prune,
+    same_random_state,
     save_rank,
 )
 
@@ -209,7 +211,9 @@ def fit(
     """Train ``objective`` from ``first_step`` to ``last_step``, or go on from a checkpoint.
 
     A recipe with several stages calls this once per stage; a stage that the resumed checkpoint
-    has already left behind returns at once.
+    has already left behind returns at once. The last stage ends with the weights of its best
+    evaluation, where ``evaluate.keep_best`` says so; those of an earlier stage do not compare with
+    its own, and what follows an earlier stage starts from that one's last weights.
 
     Args:
         objective: ``forward(batch) -> (loss, metrics)``, see ``training/objectives.py``.
@@ -220,7 +224,8 @@ def fit(
         stage: name of the stage, in checkpoints.
         first_step: optimizer steps that earlier stages took.
         last_step: end of the stage; None is the end of the run.
-        evaluate: called every ``evaluate.every`` steps, on every rank; its metrics are logged.
+        evaluate: called every ``evaluate.every`` steps, on every rank; its metrics are logged. By
+            ``eval/accept_length`` evaluations are compared, at the end of the stage too.
 
     Returns:
         The number of optimizer steps taken so far by the whole run.
@@ -253,7 +258,7 @@ def fit(
     meter = _Meter(progress)
     objective.train()
     with StopSignal() as signals, contextlib.closing(engine):
-        while progress.step < end:
+        while progress.step < end and not progress.stopped:
             step = progress.step
             trained.lambda_scale = lambda_scale(
                 step, first_step, last_step, cfg.loss.lambda_schedule
@@ -265,7 +270,14 @@ def fit(
             progress.step += 1
             meter.add(metrics, tokens)
             run.advance()
+            if evaluate and best.due(cfg, progress, last_step):
+                with meter.paused(), same_random_state():
+                    found = evaluate(progress.step)
+                    found = best.judge(found, objective, groups, cfg, progress, run)
+                    run.metrics(progress.step, found)
+                objective.train()
             due = progress.step % cfg.log.every == 0 or progress.step == last_step
+            due = due or progress.stopped
             if due or stopping or progress.step == end:
                 # a row at an early stop leaves the window as it is, for the row after the resume
                 row = meter.read(keep=not due)
@@ -273,18 +285,17 @@ def fit(
                 row["train/peak_memory"] = _peak_memory(device)
                 left = meter.seconds_per_step * (cfg.steps - progress.step)
                 run.metrics(progress.step, row, seconds_left=left)
-            if evaluate and cfg.evaluate.every and progress.step % cfg.evaluate.every == 0:
-                with meter.paused():
-                    run.metrics(progress.step, evaluate(progress.step))
-                objective.train()
             save = cfg.checkpoint.every and progress.step % cfg.checkpoint.every == 0
-            if save or stopping or (progress.step == end and end in (cfg.max_steps, cfg.steps)):
+            over = progress.step == end or progress.stopped
+            if save or stopping or (over and end in (cfg.max_steps, cfg.steps)):
                 with meter.paused():
                     _save(engine, batches, cfg, run, progress)
             if stopping:
                 raise InterruptedRunError(
                     f"stopped after step {progress.step} of {cfg.steps}; go on with resume=auto"
                 )
+    if last_step == cfg.steps:
+        best.finish(objective, groups, cfg, progress, run)
     return progress.step
 
 

@@ -38,6 +38,11 @@ class Progress:
     # sums since the last line of metrics.jsonl, so that the line after a resume is the same
     window: dict[str, float] = dataclasses.field(default_factory=dict)
     window_steps: int = 0
+    # the evaluation of this stage with the longest accept length; step 0: none yet
+    best_step: int = 0
+    best: float = 0.0
+    since_best: int = 0  # evaluations after it
+    stopped: bool = False  # the stage ended early, by evaluate.patience
 
 
 def flatten_settings(cfg: TrainConfig) -> dict[str, Any]:
@@ -121,6 +126,16 @@ def set_random_state(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = values["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+
+
+@contextlib.contextmanager
+def same_random_state() -> Iterator[None]:
+    """Put all random generators back to where they were before."""
+    tensors, values = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(tensors, values)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,182 @@
+"""The weights of the evaluation with the longest accept length, and when to stop waiting for one.
+
+They lie in ``best/step-*/`` beside the checkpoints, which a resumed run must be able to go back
+to: a folder is removed only when neither the run nor a checkpoint counts on it any more.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specheads import dist
+from specheads.config import ConfigError, TrainConfig
+from specheads.files import aside, whole_folder
+from specheads.log import RunLog
+from specheads.training.state import (
+    Progress,
+    checkpoints_of,
+    load_progress,
+    load_tensors,
+    save_tensors,
+)
+
+KEY = "eval/accept_length"
+_TENSORS, _FIGURES, _CHOSEN = "model.safetensors", "best.json", "chosen.json"
+
+Groups = list[dict[str, Any]]
+
+
+def due(cfg: TrainConfig, progress: Progress, last_step: int) -> bool:
+    """Whether to evaluate now: every so often, and once more to compare the last with the best."""
+    if not cfg.evaluate.every:
+        return False
+    at_end = progress.step == last_step and progress.best_step > 0
+    return at_end or progress.step % cfg.evaluate.every == 0
+
+
+def judge(
+    found: Mapping[str, float],
+    objective: nn.Module,
+    groups: Groups,
+    cfg: TrainConfig,
+    progress: Progress,
+    run: RunLog,
+) -> dict[str, float]:
+    """Compare an evaluation with the best of its stage, keep the weights of a better one.
+
+    Sets ``progress.stopped`` after ``evaluate.patience`` evaluations without a better one.
+
+    Args:
+        found: the evaluation's metrics; every rank brings its own, their mean counts.
+        objective: what is trained.
+        groups: its trained parameters.
+        cfg: the run's settings.
+        progress: is brought up to date.
+        run: the open run directory.
+
+    Returns:
+        ``found``, with what became of it where there is an accept length to compare.
+
+    Raises:
+        ConfigError: if ``evaluate.patience`` is set and there is no accept length.
+    """
+    if KEY not in found:
+        if cfg.evaluate.patience:
+            raise ConfigError(
+                f"evaluate.patience={cfg.evaluate.patience} needs accept lengths, which recipe "
+                f"{cfg.recipe} does not measure while training"
+            )
+        return dict(found)
+    value = torch.tensor([found[KEY]], dtype=torch.float64)
+    # one verdict for all ranks, or some would stop and the others wait for them
+    value = dist.sum_over_ranks(value.to(dist.device())).cpu() / dist.world_size()
+    length = float(value)
+    progress.since_best = 0 if length > progress.best else progress.since_best + 1
+    if length >= progress.best:  # of equals the one that has trained longer
+        progress.best, progress.best_step = length, progress.step
+        if cfg.evaluate.keep_best and dist.is_main():
+            save(run.dir, trained(objective, groups), progress, found)
+            prune(run.dir, progress)
+    patience = cfg.evaluate.patience
+    progress.stopped = bool(patience) and progress.since_best >= patience
+    if progress.stopped:
+        run.say(
+            f"stage {progress.stage} stops at step {progress.step}: none of the last {patience} "
+            f"evaluations beat accept length {progress.best:.3f} of step {progress.best_step}"
+        )
+    return {
+        **found,
+        "eval/best/accept_length": progress.best,
+        "eval/best/step": float(progress.best_step),
+        "eval/best/stopped": float(progress.stopped),
+    }
+
+
+def trained(objective: nn.Module, groups: Groups) -> dict[str, nn.Parameter]:
+    """Return the trained parameters by their names in ``objective``."""
+    chosen = {id(parameter) for group in groups for parameter in group["params"]}
+    return {name: p for name, p in objective.named_parameters() if id(p) in chosen}
+
+
+def folder_of(run_dir: Path, step: int) -> Path:
+    """Return where the best weights lie if they are those of ``step``."""
+    return run_dir / "best" / f"step-{step:07d}"
+
+
+def save(
+    run_dir: Path, tensors: Mapping[str, Tensor], progress: Progress, found: Mapping[str, float]
+) -> None:
+    """Write the weights and figures of this step's evaluation, whole or not at all."""
+    with whole_folder(folder_of(run_dir, progress.step)) as folder:
+        save_tensors(folder / _TENSORS, tensors)
+        figures = {"step": progress.step, "stage": progress.stage, "metrics": dict(found)}
+        (folder / _FIGURES).write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def prune(run_dir: Path, progress: Progress) -> None:
+    """Remove weights that neither ``progress`` nor a checkpoint calls the best."""
+    wanted = {load_progress(path).best_step for path in checkpoints_of(run_dir)}
+    kept = {folder_of(run_dir, step) for step in wanted | {progress.best_step}}
+    for path in (run_dir / "best").glob("step-*"):
+        if path not in kept:
+            path.rename(aside(path))  # a half-removed folder must not look like a whole one
+    for path in (run_dir / "best").glob(".step-*.tmp"):
+        shutil.rmtree(path)
+
+
+def finish(
+    objective: nn.Module, groups: Groups, cfg: TrainConfig, progress: Progress, run: RunLog
+) -> None:
+    """Put the best weights of the last stage back into ``objective``, to be exported.
+
+    On rank 0 alone: it is the one that exports. Without a best evaluation nothing is changed.
+
+    Raises:
+        ConfigError: if the best weights are gone, or of another model.
+    """
+    if not dist.is_main():
+        return
+    place = run.dir / "best" / _CHOSEN
+    if not (cfg.evaluate.keep_best and progress.best_step):
+        place.unlink(missing_ok=True)
+        return
+    folder = folder_of(run.dir, progress.best_step)
+    if not (folder / _FIGURES).is_file():
+        raise ConfigError(
+            f"{folder} is gone, and with it the best weights of this run; "
+            "evaluate.keep_best=false exports the last ones"
+        )
+    weights, parameters = load_tensors(folder / _TENSORS), trained(objective, groups)
+    if odd := sorted(weights.keys() ^ parameters.keys()):
+        raise ConfigError(f"{folder} is of another model: {odd[0]} is in one only")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+    fresh = place.with_suffix(".tmp")
+    fresh.write_text((folder / _FIGURES).read_text())
+    fresh.replace(place)
+    prune(run.dir, progress)
+    if progress.best_step < progress.step:
+        run.say(
+            f"going back to the weights of step {progress.best_step}: their accept length "
+            f"{progress.best:.3f} is the best that was measured"
+        )
+
+
+def chosen(run_dir: Path) -> dict[str, Any] | None:
+    """Return step, stage and metrics of the weights that :func:`finish` took; None: the last ones.
+
+    For an export's ``training`` section.
+    """
+    place = run_dir / "best" / _CHOSEN
+    if not place.is_file():
+        return None
+    figures: dict[str, Any] = json.loads(place.read_text())
+    return figures
