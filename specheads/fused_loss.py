@@ -87,11 +87,16 @@ def checked_inputs(
         raise ValueError(f"num_groups is {num_groups}, but groups is None")
     if chunk_size < 0:
         raise ValueError(f"chunk_size must be at least 0, got {chunk_size}")
-    chunk_size = chunk_size or max(256 if weight.device.type == "cpu" else 1024, 2**23 // vocab)
+    chunk_size = chunk_size or rows_at_once(weight)
     return LossInputs(
         hidden, weight, bias, labels, row_weight.detach(), groups, num_groups, scale, softcap,
         chunk_size, count_hits,
     )  # fmt: skip
+
+
+def rows_at_once(weight: Tensor) -> int:
+    """Return how many rows of logits of ``weight`` [V, d] to hold where nobody says."""
+    return max(256 if weight.device.type == "cpu" else 1024, 2**23 // weight.shape[0])
 
 
 def compute_dtype(weight: Tensor) -> torch.dtype:
@@ -244,7 +249,7 @@ def _loss_and_grads(
 
     if grad_weight is not None and count == 0:
         grad_weight.zero_()
-    return loss, stats, unit, [grad_hidden, grad_weight, grad_bias]
+    return loss * unit, stats, unit, [grad_hidden, grad_weight, grad_bias]
 
 
 def write_logits(

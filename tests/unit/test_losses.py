@@ -244,6 +244,7 @@ def test_float16_gradients_survive_until_the_loss_scale(matrix_dtype: torch.dtyp
     p["row_weight"] = p["row_weight"] * 1e-6
     expected = run(wide(p), outer=2.0**16, implementation="naive")
     found = run(p, outer=2.0**16, chunk_size=16)
+    assert distance(found["loss"], expected["loss"]) < 1e-2
     for name in ("weight", "hidden"):
         assert found[name].dtype == p[name].dtype
         assert distance(found[name], expected[name]) < 1e-2, name
