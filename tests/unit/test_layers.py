@@ -14,7 +14,7 @@ PACKAGE = ROOT / "specheads"
 LAYERS = [
     {"__init__", "assets", "config", "dist", "log", "hardware", "files"},
     {
-        "tree", "acceptance", "rejection", "lossy", "losses", "fused_loss", "kv_cache",
+        "tree", "acceptance", "rejection", "lossy", "losses", "fused_loss", "soft_loss", "kv_cache",
         "tree_mask", "grouped_attention",
     },
     {"models", "data", "formats", "tree_support"},
