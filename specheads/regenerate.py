@@ -1,0 +1,289 @@
+r"""Let the base model answer the prompts itself: ``python -m specheads.regenerate output=<file>``.
+
+Heads learn to guess what their base model would say, so they learn best from its own words. Answers
+in the input are dropped and given anew, turn by turn. The output is appended to as answers come;
+the same command continues it, and ``train data=jsonl data.path=<output>`` reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specheads import __version__
+from specheads.config import ConfigError, InterruptedRunError, RegenerateConfig
+from specheads.entry import hydra_main, raise_on_sigterm
+from specheads.generate import take_literal
+
+if TYPE_CHECKING:
+    from specheads.data.answers import AnswerFile
+    from specheads.data.records import Record
+    from specheads.decoding.regenerate import Engine, Outcome
+
+_LINE_EVERY = 60.0  # seconds, where no bar can be shown
+
+
+@dataclass(frozen=True)
+class Answering:
+    """Whose answers these are.
+
+    Attributes:
+        model: a folder or a name.
+        digest: of its weights.
+        tuned: whether it is the tuned base of an export, and not an original.
+    """
+
+    model: str
+    digest: str
+    tuned: bool = False
+
+
+def run(config: RegenerateConfig) -> None:
+    """Check, load, answer, and say what came of it."""
+    from specheads import hardware
+    from specheads.data.answers import AnswerFile
+
+    hardware.quiet_loading()
+    if config.prompts and Path(config.prompts).resolve() == Path(config.output).resolve():
+        raise ConfigError(f"output={config.output} is the input itself")
+    records = read_input(config)
+    who = who_answers(config)
+    with AnswerFile(config.output, settings_of(config, who)) as answers:
+        left = answers.left(records)
+        num_before = len(answers.done)
+        cut = f", {answers.num_cut} bytes of an unfinished line cut off" if answers.num_cut else ""
+        _say(
+            f"{config.output}: {num_before:,} done before, {answers.reasons()}{cut},"
+            f" {len(left):,} left of {len(records):,}"
+        )
+        if left:
+            if who.tuned:
+                _say(f"the answers are those of the tuned base {who.model}, not of its original")
+            try:
+                _answer_all(config, who, left, answers)
+            except KeyboardInterrupt:
+                raise InterruptedRunError(
+                    f"interrupted: {config.output} holds {len(answers.done):,} records;"
+                    " the same command goes on"
+                ) from None
+        num_left = len(answers.left(records))
+        _say(
+            f"{config.output}: {len(answers.done) - num_before:,} done now,"
+            f" {len(answers.done):,} in all, {answers.reasons()}, {num_left:,} left"
+        )
+
+
+def read_input(config: RegenerateConfig) -> list[Record]:
+    """Return the records to answer, in an order of which every beginning is a fair sample.
+
+    Raises:
+        ConfigError: if the input is wrong, or one of its records holds a text.
+    """
+    from specheads.data.dialogue import check_answerable
+    from specheads.data.records import load_records, read_jsonl
+
+    given = config.prompts
+    records = read_jsonl(given) if given else load_records(config.data, "train")
+    check_answerable(records)
+
+    def rank(record: Record) -> bytes:
+        return hashlib.sha256(record["id"].encode("utf-8", "surrogatepass")).digest()
+
+    records = sorted(records, key=rank)
+    return records[: config.limit] if config.limit else records
+
+
+def who_answers(config: RegenerateConfig) -> Answering:
+    """Return whose answers the settings ask for, without loading a model.
+
+    Raises:
+        ConfigError: if model and checkpoint contradict each other, or the checkpoint's base was
+            tuned and ``model`` does not ask for that tuned base by name.
+    """
+    from specheads.models.checkpoint import read_config
+    from specheads.models.digest import base_digest
+
+    if not config.checkpoint:
+        model = config.model or "tinycode"
+        return Answering(model, base_digest(model, revision=config.revision))
+    info = read_config(config.checkpoint)["base"]
+    if not info["tuned"]:
+        found = info["digest"]
+        if config.model:
+            found = base_digest(config.model, revision=config.revision)
+        if found != info["digest"]:
+            raise ConfigError(
+                f"{config.checkpoint} was trained on {info['name']}, digest"
+                f" {info['digest'][:12]}; model={config.model} has {found[:12]}"
+            )
+        return Answering(config.model or info["name"], found)
+    tuned = Path(config.checkpoint) / "base"
+    if not config.model or Path(config.model).resolve() != tuned.resolve():
+        raise ConfigError(
+            f"{config.checkpoint} brings a tuned base, so the answers would not be those of"
+            f" {config.model or info['name']}; leave checkpoint out, or ask for the tuned base's"
+            f" answers with model={tuned}"
+        )
+    return Answering(str(tuned), base_digest(str(tuned)), tuned=True)
+
+
+def settings_of(config: RegenerateConfig, who: Answering) -> dict[str, Any]:
+    """Return all that decides which answers there are; a file is continued with the same only."""
+    from specheads import dist, hardware
+
+    # greedy answers do not depend on how they would be drawn
+    drawn = {"top_k": config.top_k, "top_p": config.top_p, "seed": config.seed}
+    return {
+        "model": who.model if config.endpoint else Path(who.model).name,
+        "digest": who.digest,
+        "tuned": who.tuned,
+        "dtype": str(hardware.pick_dtype(config.dtype, dist.device())).removeprefix("torch."),
+        "temperature": config.temperature,
+        **(drawn if config.temperature else {}),
+        "max_new_tokens": config.max_new_tokens,
+        "keep_truncated": config.keep_truncated,
+    }
+
+
+def _answer_all(
+    config: RegenerateConfig, who: Answering, records: Sequence[Record], answers: AnswerFile
+) -> None:
+    from specheads.data.stored import tokenizer_digest
+
+    engine = load_engine(config, who)
+    generation = {
+        "model": who.model,
+        "digest": who.digest,
+        "tuned": who.tuned,
+        "dtype": str(engine.base.dtype).removeprefix("torch."),
+        "temperature": config.temperature,
+        "top_k": config.top_k,
+        "top_p": config.top_p,
+        "seed": config.seed,
+        "max_new_tokens": config.max_new_tokens,
+        "specheads": __version__,
+    }
+    digest = tokenizer_digest(engine.turns.tokenizer)
+    with Progress(len(records)) as progress:
+        outcomes = engine.answer(records, generation, digest, progress=progress.tokens)
+        _write_all(outcomes, answers, progress)
+
+
+def _write_all(outcomes: Iterator[Outcome], answers: AnswerFile, progress: Progress) -> None:
+    for outcome in outcomes:
+        answers.append(outcome.answered, outcome.quarantined)
+        progress.records(len(outcome.answered) + len(outcome.quarantined))
+
+
+def load_engine(config: RegenerateConfig, who: Answering) -> Engine:
+    """Load the base model, and the heads of ``checkpoint`` where there is one."""
+    from specheads import dist, hardware
+    from specheads.data.dialogue import TurnEncoder
+    from specheads.decoding.exported import exported_drafter
+    from specheads.decoding.measure import end_tokens
+    from specheads.decoding.regenerate import Engine, Sampling
+    from specheads.models.base import check_tokenizer, load_base_model, load_tokenizer
+    from specheads.models.checkpoint import load_export
+
+    device = dist.device()
+    dtype = hardware.pick_dtype(config.dtype, device)
+    hardware.pin_threads(config.threads)
+    trust = config.trust_remote_code
+    drafter = None
+    if config.checkpoint:
+        export = load_export(
+            config.checkpoint,
+            base=None if who.tuned or not config.model else config.model,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust,
+        )
+        base, tokenizer, drafter = export.base, export.tokenizer, exported_drafter(export)
+    else:
+        tokenizer = load_tokenizer(who.model, revision=config.revision, trust_remote_code=trust)
+        base = load_base_model(
+            who.model,
+            revision=config.revision,
+            dtype=dtype,
+            device=device,
+            attn="auto",
+            trust_remote_code=trust,
+        )
+        check_tokenizer(tokenizer, base)
+    sampling = Sampling(
+        config.temperature,
+        config.top_k,
+        config.top_p,
+        config.seed,
+        config.max_new_tokens,
+        config.keep_truncated,
+    )
+    turns = TurnEncoder(tokenizer, end_tokens(base, tokenizer))
+    return Engine(base, turns, sampling, drafter=drafter, batch_size=config.batch_size)
+
+
+class Progress:
+    """A bar with tokens per second on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, total: int) -> None:
+        from tqdm import tqdm
+
+        self.total = total
+        self.num_records = self.num_tokens = 0
+        self.bar = tqdm(total=total, unit="record", disable=None, dynamic_ncols=True)
+        self.start = self.said = time.monotonic()
+
+    def tokens(self, num_tokens: int) -> None:
+        """Count new tokens."""
+        self.num_tokens += num_tokens
+        self.bar.set_postfix_str(f"{self._rate():,.0f} tokens/s", refresh=False)
+
+    def records(self, num_records: int) -> None:
+        """Count records that are settled."""
+        self.num_records += num_records
+        self.bar.update(num_records)
+        now = time.monotonic()
+        if self.bar.disable and now - self.said > _LINE_EVERY:
+            self.said = now
+            seconds = (self.total - self.num_records) * (now - self.start) / self.num_records
+            minutes = round(seconds / 60)
+            _say(
+                f"{self.num_records:,} of {self.total:,} records, {self._rate():,.0f} tokens/s,"
+                f" left {minutes // 60}:{minutes % 60:02d} h"
+            )
+
+    def _rate(self) -> float:
+        return self.num_tokens / max(time.monotonic() - self.start, 1e-9)
+
+    def __enter__(self) -> Progress:
+        """Return self."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close the bar."""
+        self.bar.close()
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Entry point."""
+    sys.argv[1:], model = take_literal(sys.argv[1:], "model")
+
+    def task(config: RegenerateConfig) -> None:
+        signal.signal(signal.SIGTERM, raise_on_sigterm)
+        run(config if model is None else replace(config, model=model))
+
+    hydra_main("regenerate", RegenerateConfig, task)
+
+
+if __name__ == "__main__":
+    main()
