@@ -1,0 +1,175 @@
+"""Real acceptance while training: the figures, and that measuring them changes nothing."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from specheads.config import EvaluateConfig
+from specheads.decoding.evaluate import (
+    conditional_acceptance,
+    decode_heldout,
+    undisturbed,
+    write_prompts,
+)
+from specheads.decoding.loop import decode
+from specheads.decoding.measure import Decoded, read_prompts
+from specheads.decoding.plain import plain_decode
+from specheads.decoding.sampling import Sampler
+from specheads.decoding.stats import rep8
+from specheads.drafters.contract import StepResult
+from specheads.drafters.heads import HeadsDrafter
+from specheads.models.base import OutputLayer, output_layer
+from specheads.models.heads import MedusaHeads
+from specheads.tree import Tree, default_tree
+
+Medusa = tuple[LlamaForCausalLM, MedusaHeads, OutputLayer]
+EVALUATE = EvaluateConfig(max_new_tokens=24, temperatures=[0.0, 0.3], num_nodes=6)
+
+
+@pytest.fixture
+def medusa(tiny_llama: LlamaForCausalLM) -> Medusa:
+    """Return a base with three heads that differ from one another and hit now and then."""
+    output = output_layer(tiny_llama)
+    heads = MedusaHeads(3, 1, 32, 272)
+    with torch.no_grad():
+        heads.init_from_output(output.weight)
+        for i, parameter in enumerate(heads.parameters()):
+            parameter += 0.02 * (1 + i % 3) * torch.randn_like(parameter)
+    return tiny_llama, heads, output
+
+
+def prompts() -> list[Tensor]:
+    """Return prompts of several lengths."""
+    return [torch.randint(0, 256, (1, size)) for size in (5, 17, 3)]
+
+
+class Watched(HeadsDrafter):
+    """Remembers how deep each verified tree was and how much of it was accepted."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.seen: list[tuple[int, int]] = []
+
+    def observe(self, state: Any, result: StepResult) -> Any:
+        """Take notes."""
+        self.seen.append((result.tree.max_depth, int(result.num_accepted)))
+        return super().observe(state, result)
+
+
+@pytest.mark.parametrize("shape", ["tree", "chain"])
+@pytest.mark.parametrize("temperature", [0.0, 0.3])
+def test_figures_are_those_of_decoding(medusa: Medusa, shape: str, temperature: float) -> None:
+    """A curve of accept lengths that decoding does not have chooses the wrong checkpoint."""
+    base, heads, output = medusa
+    texts = prompts()
+    row = decode_heldout(base, heads, output, texts, EVALUATE, ())
+    tree = default_tree(3, 6) if shape == "tree" else Tree.chain(3)
+    tried: Counter[int] = Counter()
+    accepted: Counter[int] = Counter()
+    gained = steps = 0
+    repeated = []
+    for n, prompt in enumerate(texts):
+        drafter, sampler = Watched(heads, output, tree), Sampler(temperature=temperature, seed=n)
+        result = decode(base, drafter, prompt, max_new_tokens=24, sampler=sampler)
+        gained, steps = gained + len(result.new_tokens) - 1, steps + result.num_steps
+        for depth, num_accepted in drafter.seen:
+            for i in range(min(depth, num_accepted + 1)):
+                tried[i] += 1
+                accepted[i] += num_accepted > i
+        plain = plain_decode(base, prompt, max_new_tokens=24, sampler=sampler)
+        repeated.append(rep8(plain.new_tokens))
+    at = f"eval/{shape}/t{temperature:g}"
+    assert row[f"{at}/accept_length"] == gained / steps > 1
+    low, high = row[f"{at}/accept_length_low"], row[f"{at}/accept_length_high"]
+    assert low <= gained / steps <= high and low < high
+    heads_seen = {key: v for key, v in row.items() if key.startswith(f"{at}/head_")}
+    assert heads_seen == {f"{at}/head_{i}/acceptance": accepted[i] / tried[i] for i in tried}
+    assert row[f"{at}/identical"] == row[f"{at}/compared"] == 3
+    assert row[f"eval/t{temperature:g}/rep8"] == pytest.approx(sum(repeated) / 3)
+
+
+def test_the_number_to_choose_by_is_the_mean_of_the_tree(medusa: Medusa) -> None:
+    """Greedy accept length alone prefers heads that know the loops of greedy text."""
+    base, heads, output = medusa
+    row = decode_heldout(base, heads, output, prompts(), EVALUATE, ())
+    of_tree = [row[f"eval/tree/t{t}/accept_length"] for t in (0, 0.3)]
+    assert row["eval/accept_length"] == sum(of_tree) / 2
+    assert of_tree[0] != of_tree[1]
+    assert row["eval/identical"] == 1 and row["eval/speedup"] > 0
+    with pytest.raises(ValueError, match="at least 1 prompt, got 0"):
+        decode_heldout(base, heads, output, [], EVALUATE, ())
+
+
+def test_what_an_end_hides_is_not_counted() -> None:
+    """Counting guesses beyond the limit, or the end of a text, as misses slanders the heads."""
+    cut = Decoded([0] * 6, [3, 2], ended=False)  # 5 after the prefill's: then 2 were left
+    # step 1: heads 0 and 1 right, head 2 wrong; step 2: room for one guess, which was right
+    assert conditional_acceptance([cut], 6, 3) == {0: 1.0, 1: 1.0, 2: 0.0}
+    assert conditional_acceptance([cut], 6, 2) == {0: 1.0, 1: 1.0}  # a tree without head 2
+    ended = Decoded([0] * 6, [3, 2], ended=True)  # the end came by a guess of head 1, or after it
+    assert conditional_acceptance([ended], 90, 3) == {0: 1.0, 1: 1.0, 2: 0.0}
+    alone = Decoded([0] * 2, [1], ended=True)
+    assert conditional_acceptance([alone], 90, 3) == {}
+
+
+def test_the_model_is_left_as_it_was(medusa: Medusa) -> None:
+    """A module that stays in eval mode trains without its dropout from the first evaluation on."""
+    base, heads, output = medusa
+    base.train()
+    base.model.layers[1].eval()  # as a frozen part would be
+    heads.train()
+    modes = [part.training for part in [*base.modules(), *heads.modules()]]
+    weights = {k: v.clone() for k, v in [*base.state_dict().items(), *heads.state_dict().items()]}
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    with undisturbed(base, heads):
+        assert not any(part.training for part in [*base.modules(), *heads.modules()])
+        torch.rand(7)
+    decode_heldout(base, heads, output, [torch.randint(0, 9, (1, 4))] * 2, EVALUATE, ())
+    torch.manual_seed(5)
+    decode_heldout(base, heads, output, [torch.full((1, 4), 7)], EVALUATE, ())
+    assert torch.equal(torch.rand(3), expected)
+    assert [part.training for part in [*base.modules(), *heads.modules()]] == modes
+    after = dict([*base.state_dict().items(), *heads.state_dict().items()])
+    assert all(torch.equal(after[name], tensor) for name, tensor in weights.items())
+
+
+def test_written_prompts_are_read_back_as_they_were(
+    tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """A bench on other prompts, or in another order, prints another accept length."""
+    from specheads.data.chat import Encoder
+    from specheads.data.stored import tokenizer_digest
+
+    chat = {"messages": [{"role": "user", "content": "hé"}, {"role": "assistant", "content": "b"}]}
+    stored = {"ids": [9, 8, 7, 258], "answers": [[2, 4]]}
+    records: list[dict[str, Any]] = [
+        {"id": "a", "kind": "chat", **chat},
+        {"id": "a", "kind": "completion", "prompt": "x\n", "completion": "y", "source": object()},
+        {"id": "c", "kind": "text", "text": "z" * 30},
+        {
+            "id": "d",
+            "kind": "chat",
+            **chat,
+            "tokens": {**stored, "tokenizer": tokenizer_digest(byte_tokenizer)},
+        },
+    ]
+    path = tmp_path / "heldout.jsonl"
+    write_prompts(path, records)
+    found, _ = read_prompts(path, byte_tokenizer, 4, max_length=99, device=torch.device("cpu"))
+    encoder = Encoder(byte_tokenizer)
+    assert [prompt.input_ids[0].tolist() for prompt in found] == [
+        encoder.prompt(record) for record in records
+    ]
+    assert found[3].input_ids.tolist() == [[9, 8]]
+    assert len({json.loads(line)["id"] for line in path.read_text().splitlines()}) == 4
+    assert [each.name for each in tmp_path.iterdir()] == ["heldout.jsonl"]
