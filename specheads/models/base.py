@@ -24,8 +24,9 @@ from transformers.utils import is_flash_attn_2_available
 
 from specheads.assets import tinycode_dir
 from specheads.config import ConfigError
+from specheads.models.quantize import bnb_config, check_own_quantization, prepare_quantized
 
-_LOAD_ERRORS = (OSError, ValueError, TypeError, ImportError, StrictDataclassError)
+_LOAD_ERRORS = (OSError, ValueError, TypeError, ImportError, RuntimeError, StrictDataclassError)
 
 
 def resolve_name(name: str) -> str:
@@ -54,6 +55,7 @@ def load_base_model(
     offload_folder: str | Path | None = None,
     attn: str = "sdpa",
     trust_remote_code: bool = False,
+    quantization: str = "none",
 ) -> PreTrainedModel:
     """Load a causal language model, in eval mode.
 
@@ -71,17 +73,29 @@ def load_base_model(
         offload_folder: for the parts on disk.
         attn: transformers' attention implementation; ``auto`` is sdpa where the model has it.
         trust_remote_code: run modelling code that comes with the model.
+        quantization: ``nf4`` or ``int8`` quantise the linear layers while loading, all but the
+            output matrix; ``dtype`` is then that of the products and of the rest. Such a model is
+            on its device for good. Models that are quantised already say so themselves.
 
     Raises:
-        ConfigError: if the model cannot be found or loaded, lacks weights, or does not support
-            ``attn``.
+        ConfigError: if the model cannot be found or loaded, lacks weights, does not support
+            ``attn``, or is quantised and the library for it is missing.
     """
     if attn == "flash_attention_2" and not is_flash_attn_2_available():
         raise ConfigError(
             "model.attn=flash_attention_2 needs the flash-attn package and a CUDA device;"
             " model.attn=sdpa works everywhere"
         )
+    bnb = bnb_config(quantization, torch_dtype(dtype))
     try:
+        config = AutoConfig.from_pretrained(
+            resolve_name(name), revision=revision or "main", trust_remote_code=trust_remote_code
+        )
+        own = getattr(config, "quantization_config", None)
+        check_own_quantization(name, own, quantization)
+        quantized = bnb is not None or own is not None
+        if quantized and device_map is None:  # it cannot be moved once it is made
+            device_map = {"": str(device)}
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             resolve_name(name),
             revision=revision or "main",
@@ -89,6 +103,7 @@ def load_base_model(
             attn_implementation=None if attn == "auto" else attn,
             trust_remote_code=trust_remote_code,
             device_map=device_map,
+            **({"quantization_config": bnb} if bnb else {}),
             offload_folder=offload_folder,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # so that they are reported; they are refused below
@@ -106,7 +121,25 @@ def load_base_model(
                 f"model.name={name}: {len(names)} weights are {problem} in its files,"
                 f" first {names[0]}"
             )
+    if quantized:
+        prepare_quantized(model)
     return model.eval() if device_map else model.eval().to(device)
+
+
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Let the decoder's layers be computed again in backward instead of keeping what they made.
+
+    Only in training mode and only where gradients are formed; they are the same. Non-reentrant,
+    so that it works where the layers' inputs need no gradient (frozen embeddings under an adapter).
+
+    Raises:
+        ConfigError: if transformers has no support for it in this model.
+    """
+    if not model.supports_gradient_checkpointing:
+        raise ConfigError(
+            f"model.gradient_checkpointing=true: {type(model).__name__} does not support it"
+        )
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def build_from_init(init: dict[str, Any], *, attn: str = "sdpa") -> PreTrainedModel:

@@ -1,0 +1,333 @@
+"""LoRA on the base model, in place: arXiv:2106.09685; on a quantised base QLoRA, arXiv:2305.14314.
+
+The base stays the PreTrainedModel that it was: its linear layers are wrapped, nothing else changes,
+so that hooks, caches, tree decoding and ``generate`` go on working. Adapter weights are float32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from specheads.config import AdapterConfig, ConfigError
+from specheads.models.quantize import (
+    is_quantized_linear,
+    plain_weight,
+    quantization_of,
+    quiet_bitsandbytes,
+)
+
+_NAME = "default"  # peft's name of the only adapter
+_TENSORS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."  # of tensors in peft's files, so that PeftModel and vLLM read them
+
+
+def check_tunable(quantization: str, adapter: AdapterConfig) -> None:
+    """Check that a base quantised like this can be tuned; before it is loaded.
+
+    Raises:
+        ConfigError: if quantised weights themselves were to be trained.
+    """
+    if quantization != "none" and adapter.kind == "none":
+        raise ConfigError(
+            f"model.quantization={quantization}: quantised weights cannot be trained themselves;"
+            " choose adapter=lora (QLoRA)"
+        )
+
+
+def add_adapter(base: PreTrainedModel, adapter: AdapterConfig, *, seed: int = 0) -> None:
+    """Wrap the decoder's linear layers with LoRA, in place; only its weights require gradients.
+
+    The logits are bit for bit those of before until the first step: B starts at zero. The output
+    matrix is never wrapped, because heads and losses read the matrix itself. Experts that
+    are kept as one stacked tensor are no linear layers and stay as they are.
+
+    Args:
+        base: the base model, quantised or not.
+        adapter: rank, alpha, dropout and targets; names of modules or their last parts.
+        seed: of the initial A; torch's own generator is left alone, so that a resumed run draws
+            what an uninterrupted one does.
+
+    Raises:
+        ConfigError: if a target is the output matrix, or there is no such linear layer.
+        ValueError: if ``base`` has an adapter already.
+    """
+    if has_adapter(base):
+        raise ValueError("the base model has an adapter already")
+    _inject(
+        base,
+        {
+            "r": adapter.rank,
+            "lora_alpha": adapter.alpha,
+            "lora_dropout": adapter.dropout,
+            "target_modules": _targets(base, adapter.targets),
+        },
+    )
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for layer in _layers(base).values():
+            first = layer.lora_A[_NAME].weight
+            drawn = torch.empty(first.shape)
+            nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
+            first.copy_(drawn)
+            layer.lora_B[_NAME].weight.zero_()
+
+
+def has_adapter(base: nn.Module) -> bool:
+    """Return whether ``base`` carries an adapter."""
+    return getattr(base, "peft_config", None) is not None
+
+
+def adapter_parameters(base: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the adapter's parameters by their names in ``base``; empty where there is none."""
+    if not has_adapter(base):
+        return {}
+    return {name: p for name, p in base.named_parameters() if ".lora_" in name}
+
+
+def require_grad(base: PreTrainedModel, value: bool) -> None:
+    """Let the base be trained, or freeze it: all of it, or its adapter alone where it has one.
+
+    Raises:
+        ConfigError: if a quantised base without adapter was to be trained.
+    """
+    adapter = adapter_parameters(base)
+    quantization = quantization_of(base)
+    if value and quantization and not adapter:
+        check_tunable(quantization["method"], AdapterConfig())
+    for name, parameter in base.named_parameters():
+        if parameter.is_floating_point():  # quantised weights cannot be asked for a gradient
+            parameter.requires_grad_(value and (not adapter or name in adapter))
+
+
+@contextlib.contextmanager
+def original(base: PreTrainedModel) -> Iterator[None]:
+    """Turn the adapter off while the context is open: the same weights are the original model.
+
+    Raises:
+        ValueError: if there is no adapter; the base would then be the tuned one itself.
+    """
+    layers = list(_layers(base).values())
+    if not layers:
+        raise ValueError("the original is the base with its adapter off, and it has none")
+    # peft freezes what it turns off, and unfreezes what it turns on
+    wanted = [(parameter, parameter.requires_grad) for parameter in base.parameters()]
+    before = [layer.disable_adapters for layer in layers]
+    try:
+        for layer in layers:
+            layer.enable_adapters(False)
+        yield
+    finally:
+        for layer, disabled in zip(layers, before, strict=True):
+            layer.enable_adapters(not disabled)
+        for parameter, value in wanted:
+            if parameter.requires_grad != value:
+                parameter.requires_grad_(value)
+
+
+@torch.no_grad()
+def merge_adapter(base: PreTrainedModel) -> None:
+    """Add the adapter to the weights, in place, and remove it.
+
+    A quantised base is dequantised to its dtype as a whole; its outputs then differ from
+    those that were trained by the rounding of the sums to that dtype.
+
+    Raises:
+        ValueError: if there is no adapter.
+        ConfigError: if the base is quantised in a way that cannot be undone.
+    """
+    if not has_adapter(base):
+        raise ValueError("there is no adapter to merge")
+    for name, weight in _merged_weights(base, base.dtype).items():
+        module: Any = base.get_submodule(name)
+        layer = getattr(module, "base_layer", module)
+        if is_quantized_linear(layer):
+            with torch.device("meta"):
+                plain = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None)
+            plain.bias = layer.bias
+            layer = plain.train(module.training)
+        layer.weight = nn.Parameter(weight)
+        base.set_submodule(name, layer)
+    del base.peft_config
+    quantizer: Any = getattr(base, "hf_quantizer", None)
+    if quantizer is not None:
+        quantizer.remove_quantization_config(base)
+
+
+@torch.no_grad()
+def merged_state(base: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the state_dict that ``base`` would have with its adapter merged, dequantised.
+
+    Args:
+        base: with or without adapter; it stays as it is.
+        dtype: of the matrices that are merged or dequantised.
+
+    Raises:
+        ConfigError: if the base is quantised in a way that cannot be undone.
+    """
+    weights = _merged_weights(base, dtype)
+    state: dict[str, Tensor] = {}
+    for key, tensor in base.state_dict().items():
+        owner = _owner(key, weights)
+        if owner is None:
+            state[key] = tensor
+        elif key.removeprefix(owner) in (".bias", ".base_layer.bias"):
+            state[f"{owner}.bias"] = tensor
+    return state | {f"{name}.weight": weight for name, weight in weights.items()}
+
+
+def save_adapter(folder: Path, base: PreTrainedModel, name: str, revision: str | None) -> None:
+    """Write the adapter as peft does: adapter_config.json and safetensors.
+
+    Args:
+        folder: made here.
+        base: carries the adapter.
+        name: of the original base.
+        revision: of a hub model.
+    """
+    folder.mkdir()
+    config: Any = copy.deepcopy(base.peft_config[_NAME])
+    config.base_model_name_or_path, config.revision = name, revision
+    config.inference_mode = True
+    config.target_modules = sorted(config.target_modules)  # a set has another order every time
+    config.save_pretrained(str(folder))
+    tensors = {
+        _PREFIX + name.replace(f".{_NAME}.", "."): parameter.detach().cpu().contiguous()
+        for name, parameter in adapter_parameters(base).items()
+    }
+    save_file(tensors, folder / _TENSORS, metadata={"format": "pt"})
+
+
+def load_adapter(base: PreTrainedModel, folder: Path) -> None:
+    """Put the adapter that ``save_adapter`` wrote onto ``base``, frozen.
+
+    Raises:
+        ConfigError: if files are damaged, or tensors are missing, unexpected or of another shape.
+    """
+    from peft import LoraConfig
+
+    try:
+        stored = LoraConfig.from_pretrained(str(folder))
+        tensors = load_file(folder / _TENSORS)
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+        raise ConfigError(f"{folder} is damaged: {str(error).splitlines()[0]}") from None
+    keys = ("r", "lora_alpha", "lora_dropout", "target_modules")
+    try:
+        _inject(base, {key: getattr(stored, key) for key in keys})
+    except ValueError as error:
+        raise ConfigError(f"{folder}: {str(error).splitlines()[0]}") from None
+    wanted = {
+        _PREFIX + name.replace(f".{_NAME}.", "."): parameter
+        for name, parameter in adapter_parameters(base).items()
+    }
+    if odd := sorted(wanted.keys() ^ tensors.keys()):
+        raise ConfigError(
+            f"{folder / _TENSORS} has {len(tensors)} tensors where {len(wanted)} are expected;"
+            f" in one only: {odd[0]}"
+        )
+    with torch.no_grad():
+        for name, parameter in wanted.items():
+            if (found := tuple(tensors[name].shape)) != tuple(parameter.shape):
+                raise ConfigError(
+                    f"{folder / _TENSORS}: {name} has shape {found}, expected"
+                    f" {tuple(parameter.shape)}"
+                )
+            parameter.copy_(tensors[name])
+    require_grad(base, False)
+    base.eval()
+
+
+def _inject(base: PreTrainedModel, settings: dict[str, Any]) -> None:
+    quiet_bitsandbytes()  # peft imports it where it is installed
+    from peft import LoraConfig, inject_adapter_in_model
+
+    device = base.device
+    rng = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with rng, warnings.catch_warnings(action="ignore"):
+        inject_adapter_in_model(LoraConfig(task_type="CAUSAL_LM", **settings), base)
+    for parameter in adapter_parameters(base).values():
+        parameter.data = parameter.data.float()
+    require_grad(base, True)
+    base.train(base.training)  # the new modules too
+
+
+def _layers(base: nn.Module) -> dict[str, Any]:
+    """Return the wrapped layers by name."""
+    if not has_adapter(base):
+        return {}
+    from peft.tuners.lora import LoraLayer
+
+    return {name: m for name, m in base.named_modules() if isinstance(m, LoraLayer)}
+
+
+def _is_linear(module: nn.Module) -> bool:
+    if not isinstance(module, nn.Linear):
+        return isinstance(module, Conv1D) or hasattr(module, "in_features")  # GPTQ, AWQ
+    if type(module).forward is nn.Linear.forward or is_quantized_linear(module):
+        return True
+    # Falcon's are linear layers all the same, Llama 4's router returns something else
+    with torch.no_grad():
+        return isinstance(module(module.weight.new_zeros(1, module.in_features)), Tensor)
+
+
+def _targets(base: PreTrainedModel, wanted: list[str]) -> list[str]:
+    """Return the full names of the layers to wrap."""
+    output = base.get_output_embeddings()
+    linear = {name: module for name, module in base.named_modules() if _is_linear(module)}
+    allowed = [name for name, module in linear.items() if module is not output]
+
+    def matches(name: str, target: str) -> bool:
+        return name == target or name.endswith(f".{target}")
+
+    for target in wanted:
+        if any(module is output and matches(name, target) for name, module in linear.items()):
+            raise ConfigError(
+                f"adapter.targets: {target} is the output matrix, which heads and losses read"
+                " themselves; it cannot have an adapter"
+            )
+        if not any(matches(name, target) for name in allowed):
+            there = sorted({name.rsplit(".", 1)[-1] for name in allowed})
+            raise ConfigError(
+                f"adapter.targets: the base has no linear layer {target}; it has {', '.join(there)}"
+            )
+    chosen = [n for n in allowed if not wanted or any(matches(n, target) for target in wanted)]
+    if not chosen:
+        raise ConfigError(f"adapter.kind=lora: {type(base).__name__} has no linear layer to adapt")
+    return chosen
+
+
+def _merged_weights(base: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the matrices that merging or dequantising makes, by the names of their layers.
+
+    Sums are formed in float32 at least, and rounded once.
+    """
+    layers = _layers(base)
+    weights = {}
+    for name, module in base.named_modules():
+        if name in layers:
+            weight = plain_weight(module.base_layer)
+            keep = dtype if is_quantized_linear(module.base_layer) else weight.dtype
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            delta = module.get_delta_weight(_NAME)
+            weights[name] = (weight.to(wide) + delta.to(wide)).to(keep)
+        elif is_quantized_linear(module) and not name.endswith(".base_layer"):
+            weights[name] = plain_weight(module).to(dtype)
+    return weights
+
+
+def _owner(key: str, names: dict[str, Tensor]) -> str | None:
+    """Return which of the layers ``names`` a key of a state_dict belongs to."""
+    parts = key.split(".")
+    return next((n for i in range(len(parts), 0, -1) if (n := ".".join(parts[:i])) in names), None)

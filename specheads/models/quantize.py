@@ -1,0 +1,172 @@
+"""Quantised bases: 4-bit NF4 and 8-bit by bitsandbytes, others as their own config.json says.
+
+NF4 with double quantisation: arXiv:2305.14314, section 3; LLM.int8(): arXiv:2208.07339. Output
+matrix and embeddings stay in the model's dtype, because heads and losses read the matrix itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import BitsAndBytesConfig, PreTrainedModel
+
+from specheads.config import ConfigError
+
+# what a quant_method in a base's own config.json needs: (module to import, package to install)
+_LIBRARIES: dict[str, tuple[tuple[str, str], ...]] = {
+    "bitsandbytes": (("bitsandbytes", "bitsandbytes"),),
+    "gptq": (("gptqmodel", "gptqmodel"), ("optimum", "optimum")),
+    "awq": (("gptqmodel", "gptqmodel"),),
+    "compressed-tensors": (("compressed_tensors", "compressed-tensors"),),
+    "torchao": (("torchao", "torchao"),),
+    "hqq": (("hqq", "hqq"),),
+}
+
+
+def bnb_config(quantization: str, dtype: torch.dtype) -> BitsAndBytesConfig | None:
+    """Return what transformers is given for ``nf4`` or ``int8``, None for ``none``.
+
+    Args:
+        quantization: ``model.quantization``.
+        dtype: of the matrix products, and of what is not quantised.
+
+    Raises:
+        ConfigError: if bitsandbytes is not installed.
+    """
+    if quantization == "none":
+        return None
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(f"model.quantization={quantization} needs: pip install bitsandbytes")
+    quiet_bitsandbytes()
+    if quantization == "nf4":
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
+    return BitsAndBytesConfig(load_in_8bit=True)
+
+
+def quiet_bitsandbytes() -> None:
+    """Keep back a warning at import and one for every int8 product; both name what is normal."""
+    for name in ("bitsandbytes.autograd._functions", "bitsandbytes.backends.cpu.ops"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def check_own_quantization(name: str, own: dict[str, Any] | None, quantization: str) -> None:
+    """Check, before any weight is read, that a base that is quantised already can be loaded.
+
+    Args:
+        name: of the base, for the message.
+        own: ``quantization_config`` of its config.json, None where there is none.
+        quantization: ``model.quantization``.
+
+    Raises:
+        ConfigError: if its library is missing, or it is to be quantised again.
+    """
+    if own is None:
+        return
+    method = str(own.get("quant_method", "bitsandbytes"))
+    if quantization != "none":
+        raise ConfigError(
+            f"model.quantization={quantization}: {name} is quantised already ({method});"
+            " leave model.quantization=none"
+        )
+    needed = _LIBRARIES.get(method, ())
+    missing = [package for module, package in needed if importlib.util.find_spec(module) is None]
+    if missing:
+        raise ConfigError(
+            f"model.name={name} is quantised with {method}, which needs: pip install"
+            f" {' '.join(missing)}"
+        )
+
+
+def prepare_quantized(model: PreTrainedModel) -> None:
+    """Make a freshly loaded quantised base exact and quiet.
+
+    On a CPU with AVX512-BF16, bitsandbytes repacks 4-bit weights at their first forward in eval
+    mode: products are in bfloat16 from then on whatever the dtype, no gradient passes them, and
+    ``state_dict`` gives other numbers than were loaded. Exactness comes before that speed.
+
+    Raises:
+        ConfigError: if the output matrix itself is quantised.
+    """
+    for module in model.modules():
+        if is_quantized_linear(module):
+            setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010 - not nn.Module's
+    output = model.get_output_embeddings()
+    weight = getattr(output, "weight", None)
+    if output is not None and not (isinstance(weight, Tensor) and weight.is_floating_point()):
+        raise ConfigError(
+            f"{model.name_or_path}: its output matrix is quantised; heads need it as numbers"
+        )
+
+
+def quantization_of(model: PreTrainedModel) -> dict[str, Any] | None:
+    """Return how ``model`` is quantised, as an export records it; None where it is not.
+
+    ``{"method": "nf4"}`` and ``{"method": "int8"}`` were asked for with ``model.quantization``; any
+    other method comes with the base's own files.
+    """
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is None:
+        return None
+    config = quantizer.quantization_config
+    method = getattr(config.quant_method, "value", config.quant_method)
+    if quantizer.pre_quantized or method != "bitsandbytes":
+        return {"method": str(method), "own": True}
+    if config.load_in_8bit:
+        return {"method": "int8"}
+    return {"method": "nf4", "double_quant": bool(config.bnb_4bit_use_double_quant)}
+
+
+def is_quantized_linear(module: nn.Module) -> bool:
+    """Return whether ``module`` is a linear layer of bitsandbytes."""
+    return type(module).__module__.startswith("bitsandbytes.nn")
+
+
+def plain_weight(module: nn.Module) -> Tensor:
+    """Return the matrix of a linear layer as numbers, those of bitsandbytes dequantised.
+
+    Raises:
+        ConfigError: if it is quantised in a way that cannot be undone here.
+    """
+    weight: Any = getattr(module, "weight", None)
+    if is_quantized_linear(module):
+        import bitsandbytes.functional as bnb
+
+        # peft's own helper leaves an int8 layer on the CPU without its scales
+        if (state := getattr(weight, "quant_state", None)) is not None:
+            numbers: Tensor = bnb.dequantize_4bit(weight.data, state)
+        else:
+            scales = weight.SCB if weight.SCB is not None else module.state.SCB  # type: ignore[union-attr]
+            numbers = bnb.int8_vectorwise_dequant(weight.data, scales)
+        return numbers
+    if not (isinstance(weight, Tensor) and weight.is_floating_point()):
+        raise ConfigError(
+            f"a {type(module).__name__} cannot be dequantised: leave adapter.merge=false"
+        )
+    return weight.detach()
+
+
+@contextlib.contextmanager
+def as_if_plain(model: PreTrainedModel) -> Iterator[None]:
+    """Hide from transformers that ``model`` is quantised, while other weights of it are written."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is None:
+        yield
+        return
+    own = model.config.quantization_config
+    del model.hf_quantizer, model.config.quantization_config
+    try:
+        yield
+    finally:
+        vars(model)["hf_quantizer"] = quantizer
+        model.config.quantization_config = own
