@@ -260,9 +260,7 @@ def fit(
     with StopSignal() as signals, contextlib.closing(engine):
         while progress.step < end and not progress.stopped:
             step = progress.step
-            trained.lambda_scale = lambda_scale(
-                step, first_step, last_step, cfg.loss.lambda_schedule
-            )
+            trained.lambda_scale = lambda_scale(step, first_step, last_step, cfg.loss)
             micro, tokens = gather(batches, cfg.optim.accumulation, trained.num_heads, device)
             metrics, stopping = run_micro_batches(engine, micro, step, lambda: bool(signals.name))
             factor = lr_factor(step, first_step, last_step, cfg.optim, cfg.steps)

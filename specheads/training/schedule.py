@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from specheads.config import OptimConfig
+from specheads.config import LossConfig, OptimConfig
 
 
 def lr_factor(step: int, first_step: int, last_step: int, optim: OptimConfig, steps: int) -> float:
@@ -35,11 +35,17 @@ def lr_factor(step: int, first_step: int, last_step: int, optim: OptimConfig, st
     return warmup
 
 
-def lambda_scale(step: int, first_step: int, last_step: int, schedule: str) -> float:
-    """Return the factor of lambda_0: 1, or ``sin(pi/2 * progress)`` of this stage."""
-    if schedule == "sine":
-        return math.sin(math.pi / 2 * (step - first_step + 1) / (last_step - first_step))
-    return 1.0
+def lambda_scale(step: int, first_step: int, last_step: int, loss: LossConfig) -> float:
+    """Return the factor of lambda_0 in optimizer step ``step``: it rises with the stage's progress.
+
+    1, the progress, or ``sin(pi/2 * progress)``, where the progress is complete after the share
+    ``loss.lambda_ramp`` of the stage. arXiv:2401.10774, section 2.2.2, lets the weight rise.
+    """
+    if loss.lambda_schedule == "constant":
+        return 1.0
+    done = (step - first_step + 1) / ((last_step - first_step) * loss.lambda_ramp)
+    progress = min(1.0, done)
+    return progress if loss.lambda_schedule == "linear" else math.sin(math.pi / 2 * progress)
 
 
 def _no_hidden_matrix(module: nn.Module) -> set[int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specheads.config import ConfigError, OptimConfig, RunError
+from specheads.config import ConfigError, LossConfig, OptimConfig, RunError
 from specheads.training.engine import TorchEngine, open_engine
 from specheads.training.schedule import lambda_scale, lr_factor, param_groups
 from tests.toys import ToyBatches, ToyObjective, toy_config
@@ -124,6 +124,17 @@ def test_schedules() -> None:
     assert lr_factor(74, 0, 100, wsd, 100) == 1.0
     assert lr_factor(90, 0, 100, wsd, 100) == pytest.approx(0.4)
     assert lr_factor(0, 0, 1, OptimConfig(warmup_steps=20), 1) == 1.0  # a run shorter than that
-    assert lambda_scale(3, 0, 10, "constant") == 1.0
-    assert lambda_scale(9, 0, 10, "sine") == pytest.approx(1.0)
-    assert lambda_scale(14, 10, 20, "sine") == pytest.approx(2**-0.5)
+
+
+def test_lambda_rises_within_its_stage() -> None:
+    """A ramp that counts the steps of the whole run starts the second stage in its middle."""
+    assert lambda_scale(3, 0, 10, LossConfig()) == 1.0
+    sine = LossConfig(lambda_schedule="sine")
+    assert lambda_scale(9, 0, 10, sine) == pytest.approx(1.0)
+    assert lambda_scale(14, 10, 20, sine) == pytest.approx(2**-0.5)
+    linear = LossConfig(lambda_schedule="linear", lambda_ramp=0.4)
+    found = [lambda_scale(step, 10, 20, linear) for step in range(10, 20)]
+    assert found == pytest.approx([0.25, 0.5, 0.75, *[1.0] * 7])
+    assert lambda_scale(
+        11, 10, 20, LossConfig(lambda_schedule="sine", lambda_ramp=0.4)
+    ) == pytest.approx(2**-0.5)
