@@ -31,7 +31,8 @@ from specheads.decoding.plain import plain_decode
 from specheads.decoding.result import DecodeResult
 from specheads.decoding.sampling import Sampler
 from specheads.drafters.contract import Candidates, Prefill, StepResult
-from specheads.drafters.heads import HeadsDrafter, HeadsState
+from specheads.drafters.following import HeadsState
+from specheads.drafters.heads import HeadsDrafter
 from specheads.drafters.ngram import NgramDrafter
 from specheads.models.base import load_tokenizer, output_layer
 from specheads.models.checkpoint import Export, load_export, save_export

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,8 @@ import torch
 from torch import Tensor
 
 from specheads.drafters.contract import FINAL, Candidates, Prefill, StepResult
-from specheads.drafters.heads import HeadsDrafter, HeadsState
-from specheads.tree import RowTrees, Tree
+from specheads.drafters.following import Follower, HeadsState
+from specheads.tree import RowTrees
 
 if TYPE_CHECKING:
     from specheads.models.base import OutputLayer
@@ -114,13 +115,70 @@ def best_tree_on_host(
     return parents, [depth * num_ranks + rank for depth, _, rank, _ in found]
 
 
+def best_guesses(logits: Tensor, num_ranks: int) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities and indices [..., R] of the best of logits [..., V']."""
+    best = logits.topk(num_ranks, dim=-1)
+    # a softmax at the best guesses only; torch's own logsumexp takes thrice the small ops
+    shifted = best.values - best.values[..., :1]
+    log_probs = shifted - (logits - best.values[..., :1]).exp_().sum(-1, keepdim=True).log_()
+    return log_probs, best.indices
+
+
+@dataclass(frozen=True)
+class GrownShape:
+    """What bounds a tree grown at every step.
+
+    Attributes:
+        max_depth: deepest node.
+        num_ranks: guesses per node to choose from.
+        scales: per depth what logits are multiplied with; None where that changes nothing.
+    """
+
+    max_depth: int
+    num_ranks: int
+    scales: list[float] | None
+
+    @staticmethod
+    def of(
+        heads: MedusaHeads,
+        num_nodes: int,
+        max_depth: int | None,
+        num_ranks: int,
+        temperatures: Sequence[float] | None,
+    ) -> GrownShape:
+        """Check the settings of a drafter, see :class:`DynamicHeadsDrafter`."""
+        max_depth = heads.num_heads if max_depth is None else max_depth
+        if not 1 <= max_depth <= heads.num_heads:
+            raise ValueError(
+                f"max_depth must be in 1..{heads.num_heads}, the number of heads, got {max_depth}"
+            )
+        if num_nodes < 2 or num_ranks < 1:
+            raise ValueError(
+                f"num_nodes must be at least 2 and num_ranks at least 1, got {num_nodes} and "
+                f"{num_ranks}"
+            )
+        if temperatures is not None:
+            if len(temperatures) != heads.num_heads:
+                raise ValueError(
+                    f"{len(temperatures)} temperatures for {heads.num_heads} heads: one per head"
+                )
+            if min(temperatures) <= 0:
+                raise ValueError(f"temperatures must be positive, got {list(temperatures)}")
+        max_depth = min(max_depth, num_nodes - 1)
+        scales = None
+        if temperatures is not None and any(each != 1 for each in temperatures):
+            scales = [1 / each for each in temperatures[:max_depth]]
+        # more ranks than nodes can never be used
+        return GrownShape(max_depth, min(num_ranks, num_nodes - 1, heads.num_outputs), scales)
+
+
 class DynamicHeadsDrafter:
     """Fills the tree that the heads themselves find most probable, per row and step.
 
     The guesses are a function of the prefix, so sample-and-walk stays exact.
 
     Args:
-        heads: the heads.
+        heads: parallel ones.
         output: the base model's output layer, which shared heads go through.
         num_nodes: N of every tree, root included.
         max_depth: deepest node; None is the number of heads.
@@ -145,47 +203,27 @@ class DynamicHeadsDrafter:
         num_ranks: int = NUM_RANKS,
         temperatures: Sequence[float] | None = None,
     ) -> None:
-        max_depth = heads.num_heads if max_depth is None else max_depth
-        if not 1 <= max_depth <= heads.num_heads:
-            raise ValueError(
-                f"max_depth must be in 1..{heads.num_heads}, the number of heads, got {max_depth}"
-            )
-        if num_nodes < 2 or num_ranks < 1:
-            raise ValueError(
-                f"num_nodes must be at least 2 and num_ranks at least 1, got {num_nodes} and "
-                f"{num_ranks}"
-            )
-        if temperatures is not None:
-            if len(temperatures) != heads.num_heads:
-                raise ValueError(
-                    f"{len(temperatures)} temperatures for {heads.num_heads} heads: one per head"
-                )
-            if min(temperatures) <= 0:
-                raise ValueError(f"temperatures must be positive, got {list(temperatures)}")
-        self._like_static = HeadsDrafter(heads, output, Tree.chain(0))  # for the state they share
-        self.num_nodes = num_nodes
-        self.max_depth = min(max_depth, num_nodes - 1)
-        # more ranks than nodes can never be used
-        self.num_ranks = min(num_ranks, num_nodes - 1, output.weight.shape[0])
+        shape = GrownShape.of(heads, num_nodes, max_depth, num_ranks, temperatures)
+        self.heads, self.output = heads, output
+        self.num_nodes, self.max_depth = num_nodes, shape.max_depth
+        self.num_ranks = shape.num_ranks
+        self._follower = Follower(heads, output)
         self._scales: Tensor | None = None
-        if temperatures is not None and any(each != 1 for each in temperatures):
-            scales = torch.tensor(temperatures[: self.max_depth], device=output.weight.device)
-            self._scales = scales.reciprocal()[:, None, None]
+        if shape.scales is not None:
+            scales = torch.tensor(shape.scales, device=self._follower.device)
+            self._scales = scales[:, None, None]
 
     def start(self, prefill: Prefill) -> HeadsState:
-        """Start as :class:`HeadsDrafter`."""
-        return self._like_static.start(prefill)
+        """Start from the prompt's last hidden state."""
+        return self._follower.start(prefill, self.heads.snapshot(self.output))
 
     def propose(self, state: HeadsState) -> Candidates:
         """One pass of all heads, one top-k, and a tree from what it found."""
-        logits = state.predict(state.hidden)[: self.max_depth].float()  # [D, B, V]
+        logits = state.predict(state.hidden)[: self.max_depth].float()  # [D, B, V']
         if self._scales is not None:
             logits = logits * self._scales
-        best = logits.topk(self.num_ranks, dim=-1)
-        # a softmax at the best guesses only; torch's own logsumexp takes thrice the small ops
-        shifted = best.values - best.values[..., :1]
-        log_probs = shifted - (logits - best.values[..., :1]).exp_().sum(-1, keepdim=True).log_()
-        guesses = best.indices.transpose(0, 1).flatten(1)
+        log_probs, indices = best_guesses(logits, self.num_ranks)
+        guesses = indices.transpose(0, 1).flatten(1)
         if logits.device.type in HOSTS:
             rows = log_probs.transpose(0, 1).tolist()
             grown = [best_tree_on_host(row, self.num_nodes) for row in rows]
@@ -195,12 +233,13 @@ class DynamicHeadsDrafter:
             parents, slots = best_trees(log_probs, self.num_nodes)
             tree = RowTrees.from_parents(parents, self.max_depth)
             guesses = guesses.gather(1, slots)
+        guesses = self.heads.token_ids(guesses).to(state.root.device)
         return Candidates(torch.cat([state.root[:, None], guesses], dim=1), tree)
 
     def observe(self, state: HeadsState, result: StepResult) -> HeadsState:
         """Move to the last accepted node."""
-        return self._like_static.observe(state, result)
+        return self._follower.observe(state, result)
 
     def select(self, state: HeadsState, rows: Tensor) -> HeadsState:
         """Keep some rows."""
-        return self._like_static.select(state, rows)
+        return self._follower.select(state, rows)

@@ -128,23 +128,40 @@ class MedusaHead(nn.Module):
             assert conditions is not None
             weight = self.condition.weight
             hidden = hidden.to(weight.dtype) + self.condition(conditions.to(weight.dtype))
-        for block in self.blocks:
-            hidden = block(hidden)
-        if isinstance(self.lm_head, LowRank):
-            hidden = self.lm_head.down(hidden.to(self.lm_head.down.weight.dtype))
+        hidden = self.own_features(hidden)
         if self.markov is not None:
             assert before is not None
             bias = self.markov.down(before)
             hidden = torch.cat([hidden.to(bias.dtype), bias], dim=-1)
         return hidden
 
+    def own_features(self, x: Tensor) -> Tensor:
+        """Map [..., d], the condition added, to what its own part of the matrix reads."""
+        for block in self.blocks:
+            x = block(x)
+        if isinstance(self.lm_head, LowRank):
+            x = self.lm_head.down(x.to(self.lm_head.down.weight.dtype))
+        return x
+
+    def own_product(self, x: Tensor, base_weight: Tensor) -> Tensor:
+        """Map [..., d], the condition added, to [..., V'], without a Markov correction."""
+        weight = self.own_weight(base_weight)
+        return F.linear(self.own_features(x).to(weight.dtype), weight)
+
+    def own_weight(self, base_weight: Tensor) -> Tensor:
+        """Return the output matrix but for a Markov correction; ``base_weight`` [V, d] if shared.
+
+        Its last factor, if it is of low rank.
+        """
+        if self.lm_head is None:
+            return base_weight
+        last = self.lm_head.up if isinstance(self.lm_head, LowRank) else self.lm_head
+        weight: Tensor = last.weight
+        return weight
+
     def output_weight(self, base_weight: Tensor) -> Tensor:
         """Return the matrix for what ``forward`` returns; ``base_weight`` [V, d] if shared."""
-        if self.lm_head is None:
-            weight = base_weight
-        else:
-            last = self.lm_head.up if isinstance(self.lm_head, LowRank) else self.lm_head
-            weight = last.weight
+        weight = self.own_weight(base_weight)
         if self.markov is None:
             return weight
         return torch.cat([weight.to(self.markov.up.weight.dtype), self.markov.up.weight], dim=1)

@@ -246,7 +246,7 @@ class MedusaHeads(nn.Module):
         """Return the logits [..., V'] of head ``i``; the arguments are those of ``features``."""
         matrix = self.output_weight(i, output.weight)
         features = self.features(i, hidden, tokens, embed)
-        return self._finish(F.linear(features.to(matrix.dtype), matrix), output)
+        return self.finish(F.linear(features.to(matrix.dtype), matrix), output)
 
     def logits(
         self,
@@ -269,27 +269,46 @@ class MedusaHeads(nn.Module):
         # one product reads the matrix once for all heads
         features = [self.features(i, hidden, tokens, embed) for i in range(self.num_heads)]
         products = F.linear(torch.stack(features).to(output.weight.dtype), output.weight)
-        return self._finish(products, output)
+        return self.finish(products, output)
 
     @torch.no_grad()
     def snapshot(self, output: OutputLayer) -> Callable[[Tensor], Tensor]:
         """Return a function like ``logits``, for decoding: the weights as they are now, stacked.
-
-        One batched product per layer replaces one per head, which is most of the time of small
-        heads (146 to 55 us for six of width 256). Large heads are not copied: reading them costs
-        what it costs, and the function is ``logits`` itself.
 
         Raises:
             ValueError: if the heads are sequential.
         """
         if self.sequential:
             raise ValueError("sequential heads cannot guess all at once")
-        if sum(parameter.numel() for parameter in self.parameters()) > _MAX_STACKED:
-            return lambda hidden: self.logits(hidden, output)
+        products = self.own_products(output)
+        return lambda hidden: self.finish(products(hidden), output)
+
+    @torch.no_grad()
+    def own_products(self, output: OutputLayer) -> Callable[[Tensor], Tensor]:
+        """Return a function from hidden states [..., d] to what all heads make of them alone.
+
+        That is [K, ..., V'], before ``finish`` and without a Markov correction; heads with a
+        condition make nothing of a hidden state alone.
+
+        One batched product per layer replaces one per head, which is most of the time of small
+        heads (146 to 55 us for six of width 256). Large heads are not copied: reading them costs
+        what it costs.
+        """
+        heads = list(map(self.head, range(self.num_heads)))
+        if sum(parameter.numel() for parameter in self.heads.parameters()) > _MAX_STACKED:
+
+            @torch.no_grad()
+            def each(hidden: Tensor) -> Tensor:
+                if self.lm_head != "shared":
+                    return torch.stack([head.own_product(hidden, output.weight) for head in heads])
+                # one product reads the matrix once for all heads
+                features = torch.stack([head.own_features(hidden) for head in heads])
+                return F.linear(features.to(output.weight.dtype), output.weight)
+
+            return each
 
         def stacked(name: str) -> Tensor:
-            heads = range(self.num_heads)
-            return torch.stack([self.get_parameter(f"heads.{i}.{name}") for i in heads])
+            return torch.stack([head.get_parameter(name) for head in heads])
 
         blocks = [
             (stacked(f"blocks.{i}.weight").transpose(1, 2), stacked(f"blocks.{i}.bias")[:, None])
@@ -301,7 +320,7 @@ class MedusaHeads(nn.Module):
         ]
 
         @torch.no_grad()
-        def logits(hidden: Tensor) -> Tensor:
+        def all_at_once(hidden: Tensor) -> Tensor:
             x = hidden.reshape(1, -1, hidden.shape[-1]).expand(self.num_heads, -1, -1)
             for weight, bias in blocks:
                 x = x.to(weight.dtype)
@@ -310,12 +329,12 @@ class MedusaHeads(nn.Module):
                 x = torch.bmm(x.to(matrix.dtype), matrix)
             if not matrices:
                 x = F.linear(x.to(output.weight.dtype), output.weight)
-            products = x.view(self.num_heads, *hidden.shape[:-1], self.num_outputs)
-            return self._finish(products, output)
+            return x.view(self.num_heads, *hidden.shape[:-1], self.num_outputs)
 
-        return logits
+        return all_at_once
 
-    def _finish(self, products: Tensor, output: OutputLayer) -> Tensor:
+    def finish(self, products: Tensor, output: OutputLayer) -> Tensor:
+        """Return logits [..., V'] as the base makes its own: with its bias, scale and softcap."""
         bias = self.output_bias(output.bias)
         return output.finish(products if bias is None else products + bias)
 

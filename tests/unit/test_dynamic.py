@@ -20,7 +20,7 @@ from specheads.decoding.sampling import Sampler
 from specheads.drafters import dynamic
 from specheads.drafters.contract import FINAL, Prefill
 from specheads.drafters.dynamic import DynamicHeadsDrafter, best_tree_on_host, best_trees
-from specheads.drafters.heads import HeadsState
+from specheads.drafters.following import HeadsState
 from specheads.models.base import OutputLayer, output_layer
 from specheads.models.heads import MedusaHeads
 from specheads.tree import RowTrees, grow_tree

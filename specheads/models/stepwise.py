@@ -1,0 +1,221 @@
+"""Sequential heads at work: down a tree, level by level, each head once for all nodes of its level.
+
+Head i is asked at nodes of depth i, whose path from the root down gives the i + 1 tokens that it
+reads. What it makes of the path above is carried down and not computed again. Where the vocabulary
+is small, what a token adds is looked up in a table instead of computed. Shapes: B rows, n nodes of
+a level, K heads, D of them in use, d hidden size, V vocabulary, V' tokens that the heads can guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specheads.models.heads import MedusaHeads, normalised
+
+if TYPE_CHECKING:
+    from specheads.models.base import OutputLayer
+
+Embed = Callable[[Tensor], Tensor]
+
+MAX_TABLE = 1 << 23  # numbers in the tables of one kind; beyond, products are computed
+
+
+@dataclass(frozen=True)
+class Level:
+    """Some nodes of one depth, and what the heads below have made of their paths so far.
+
+    Attributes:
+        depth: of the nodes, and thereby the head that guesses their children.
+        tokens: [B, n], the nodes' own.
+        carried: [B, n, ...]: with tables of a condition, the inputs of heads ``depth`` and below,
+            side by side; without, the embeddings of the path; nothing without a condition.
+    """
+
+    depth: int
+    tokens: Tensor
+    carried: Tensor | None
+
+
+class Tables:
+    """What each token adds, computed once for all tokens of the vocabulary.
+
+    Attributes:
+        conditions: per place j of a path [V, (D - j) * d]: what a token there adds to heads j, ...
+        biases: per head [V, V'], the Markov correction; None where it is too large, or absent.
+    """
+
+    def __init__(self, heads: MedusaHeads, embed: Embed | None, depth: int) -> None:
+        self.heads, self.embed, self.depth = heads, embed, depth
+        self._known: list[Tensor] = []
+        self.conditions: list[Tensor] = []
+        self.biases: list[Tensor] | None = None
+        vocab_size, width = heads.vocab_size, heads.hidden_size
+        size = vocab_size * width * depth * (depth + 1) // 2
+        self._condition = heads.condition and 0 < size <= MAX_TABLE
+        size = vocab_size * heads.num_outputs * depth
+        self._markov = heads.markov_rank > 0 and 0 < size <= MAX_TABLE
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Compute the tables, unless they are those of the weights as they are now.
+
+        Training writes weights in ways that no version counter sees, so that they are compared.
+        """
+        sources = self._sources()
+        if len(sources) == len(self._known) and all(map(torch.equal, sources, self._known)):
+            return
+        self._known = [source.clone() for source in sources]
+        heads = [self.heads.head(i) for i in range(self.depth)]
+        if self._condition:
+            embeddings, weights = (
+                sources[0],
+                [_wide(weight) for weight in sources[1:][: len(heads)]],
+            )
+            width = self.heads.hidden_size
+            self.conditions = [
+                torch.cat(
+                    [
+                        F.linear(
+                            embeddings.to(weight.dtype), weight[:, j * width : (j + 1) * width]
+                        )
+                        for weight in weights[j:]
+                    ],
+                    dim=1,
+                )
+                for j in range(self.depth)
+            ]
+        if self._markov:
+            self.biases = []
+            for head in heads:
+                assert head.markov is not None
+                self.biases.append(_wide(head.markov.down.weight) @ _wide(head.markov.up.weight).T)
+
+    def _sources(self) -> list[Tensor]:
+        heads = [self.heads.head(i) for i in range(self.depth)]
+        found: list[Tensor] = []
+        if self._condition:
+            assert self.embed is not None
+            conditions = [head.condition for head in heads if head.condition is not None]
+            ids = torch.arange(self.heads.vocab_size, device=conditions[0].weight.device)
+            found += [normalised(self.embed(ids)), *(each.weight for each in conditions)]
+        if self._markov:
+            markov = [head.markov for head in heads if head.markov is not None]
+            found += [weight for each in markov for weight in (each.down.weight, each.up.weight)]
+        return found
+
+
+def _wide(weight: Tensor) -> Tensor:
+    """Return the weight in a dtype in which sums of a few products do not round."""
+    return weight if weight.dtype == torch.float64 else weight.float()
+
+
+class Steps:
+    """The heads as they are now, for one text.
+
+    Args:
+        heads: sequential ones.
+        output: the base's output layer.
+        tables: of these heads; they are brought up to date.
+    """
+
+    @torch.no_grad()
+    def __init__(self, heads: MedusaHeads, output: OutputLayer, tables: Tables) -> None:
+        tables.refresh()
+        self.heads, self.output = heads, output
+        self.embed, self.num_levels = tables.embed, tables.depth
+        self._conditions, self._biases = tables.conditions, tables.biases
+        self._offset: Tensor | None = None
+        self._products: Callable[[Tensor], Tensor] | None = None
+        if self._conditions:
+            parts = [heads.head(i).condition for i in range(self.num_levels)]
+            self._offset = torch.cat([part.bias for part in parts if part is not None])
+            self._offset = self._offset.to(self._conditions[0].dtype)
+        elif not heads.condition:
+            self._products = heads.own_products(output)
+
+    @torch.no_grad()
+    def begin(self, hidden: Tensor, root: Tensor) -> Walk:
+        """Start at the roots.
+
+        Args:
+            hidden: [B, d], behind the prefix layer if there is one.
+            root: [B], the tokens that the base chose from there.
+        """
+        own = None if self._products is None else self._products(hidden)
+        return Walk(self, hidden, root[:, None], own)
+
+
+class Walk:
+    """One step's way down.
+
+    Attributes:
+        level: the nodes at hand.
+    """
+
+    def __init__(self, steps: Steps, hidden: Tensor, root: Tensor, own: Tensor | None) -> None:
+        self._steps, self._hidden, self._own = steps, hidden[:, None], own
+        carried = None
+        if steps._conditions:
+            assert steps._offset is not None
+            start = hidden.to(steps._offset.dtype).repeat(1, steps.num_levels) + steps._offset
+            carried = start[:, None] + F.embedding(root, steps._conditions[0])
+        elif steps.heads.condition:
+            carried = self._embedded(root)
+        self.level = Level(0, root, carried)
+
+    @torch.no_grad()
+    def logits(self) -> Tensor:
+        """Return what the head of this level says at its nodes, [B, n, V']."""
+        steps, level = self._steps, self.level
+        head = steps.heads.head(level.depth)
+        if self._own is not None:
+            products = self._own[level.depth][:, None]  # the same at all nodes
+        else:
+            assert level.carried is not None
+            if steps._conditions:
+                x = level.carried[..., : steps.heads.hidden_size]
+            else:
+                assert head.condition is not None
+                weight = head.condition.weight
+                x = self._hidden.to(weight.dtype) + head.condition(level.carried.to(weight.dtype))
+            products = head.own_product(x, steps.output.weight)
+        if head.markov is not None:
+            if steps._biases is not None:
+                added = F.embedding(level.tokens, steps._biases[level.depth])
+            else:
+                added = head.markov.up(head.markov.down(level.tokens))
+            products = products + added.to(products.dtype)
+        return steps.heads.finish(products, steps.output)
+
+    @torch.no_grad()
+    def descend(self, tokens: Tensor, parents: Tensor | None) -> None:
+        """Go to nodes one deeper.
+
+        Args:
+            tokens: [B, n'], theirs.
+            parents: the places of their parents among the n nodes at hand, [n'] where all rows
+                share them, else [B, n']; None where node for node follows.
+        """
+        steps, depth = self._steps, self.level.depth + 1
+        carried = self.level.carried
+        if carried is not None:
+            if parents is not None and parents.dim() == 1:
+                carried = carried.index_select(1, parents)
+            elif parents is not None:
+                carried = carried.gather(1, parents[..., None].expand(-1, -1, carried.shape[2]))
+            if steps._conditions:
+                below = carried[..., steps.heads.hidden_size :]
+                carried = below + F.embedding(tokens, steps._conditions[depth])
+            else:
+                carried = torch.cat([carried, self._embedded(tokens)], dim=-1)
+        self.level = Level(depth, tokens, carried)
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        assert self._steps.embed is not None
+        return normalised(self._steps.embed(tokens))

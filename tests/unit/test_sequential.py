@@ -1,0 +1,210 @@
+"""Drafters of heads that read the tokens drafted before their own, against one node at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
+from specheads.decoding.hits import pad_left
+from specheads.decoding.loop import decode
+from specheads.decoding.plain import plain_decode
+from specheads.decoding.sampling import Sampler
+from specheads.drafters.contract import FINAL, Prefill
+from specheads.drafters.heads import HeadsDrafter
+from specheads.drafters.made import embedding, static_drafter
+from specheads.drafters.sequential import SequentialDrafter
+from specheads.models import stepwise
+from specheads.models.base import OutputLayer, output_layer
+from specheads.models.heads import MedusaHeads
+from specheads.tree import Tree, default_tree
+
+KINDS: dict[str, dict[str, Any]] = {
+    "markov": {"markov_rank": 5},
+    "markov_shared": {"markov_rank": 5, "lm_head": "shared"},
+    "markov_pruned": {"markov_rank": 5, "lm_head": "pruned", "num_kept": 90},
+    "hydra": {"condition": True},
+    "hydra_shared": {"condition": True, "lm_head": "shared", "num_layers": 0},
+    "hydra_low_rank": {"condition": True, "lm_head": "low_rank", "rank": 8, "num_layers": 2},
+    "everything": {"condition": True, "markov_rank": 5, "lm_head": "pruned", "num_kept": 90},
+}
+TREES = [
+    default_tree(3, 12),
+    Tree.chain(3),
+    Tree.from_choices([(0,), (2,), (5,), (2, 1), (2, 3), (5, 0), (5, 0, 4), (5, 0, 0)]),
+    Tree.from_choices([(1,)]),
+    Tree.chain(0),
+]
+
+
+def build(base: LlamaForCausalLM, kind: str, std: float = 0.05, **more: Any) -> MedusaHeads:
+    """Return three heads of a kind that differ from one another and hit now and then."""
+    options = {"num_layers": 1, **KINDS[kind], **more}
+    heads = MedusaHeads(3, options.pop("num_layers"), 32, 272, **options)
+    with torch.no_grad():
+        kept = torch.randperm(262)[:90] if heads.token_map is not None else None
+        heads.init_from_output(output_layer(base).weight, kept)
+        for name, parameter in heads.named_parameters():
+            scale = 6 if "markov" in name or "condition" in name else 1
+            parameter.add_(scale * std * torch.randn_like(parameter))
+    return heads.eval()
+
+
+def prefill(base: LlamaForCausalLM, num_rows: int = 2) -> Prefill:
+    """Return what was read of prompts of several lengths, with hidden states out of the air."""
+    counts = [5, 3, 4][:num_rows]
+    return Prefill(
+        [[0] * count for count in counts],
+        torch.zeros(num_rows, 5, dtype=torch.long),
+        counts,
+        {FINAL: 3 * torch.randn(num_rows, 5, 32)},
+        torch.randint(0, 272, (num_rows,)),
+    )
+
+
+def one_by_one(
+    heads: MedusaHeads, base: LlamaForCausalLM, output: OutputLayer, hidden: Tensor, root: int
+) -> Any:
+    """Return a function from a path of tokens to the logits [V] after it, head by head."""
+
+    def logits(path: tuple[int, ...]) -> Tensor:
+        tokens = torch.tensor([root, *path])
+        embed = base.get_input_embeddings()
+        return heads.full_logits(heads.head_logits(len(path), hidden, output, tokens, embed))
+
+    return logits
+
+
+def slow_tree(logits: Any, tree: Tree) -> list[int]:
+    """Fill a tree node by node; no two of its guesses are computed together."""
+    tokens: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
+    for choice in tree.choices:
+        above = tokens[choice[:-1]]
+        ranked = logits(above).argsort(descending=True, stable=True)
+        tokens[choice] = (*above, int(ranked[choice[-1]]))
+    return [tokens[choice][-1] for choice in tree.choices]
+
+
+@pytest.mark.parametrize("tables", [True, False], ids=["tables", "products"])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_each_node_continues_its_own_path(
+    tiny_llama: LlamaForCausalLM, kind: str, tables: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head that reads a sibling's path, or a place too far, only shows as low acceptance."""
+    if not tables:
+        monkeypatch.setattr(stepwise, "MAX_TABLE", 0)
+    heads = build(tiny_llama, kind)
+    output = OutputLayer(tiny_llama.lm_head, scale=0.5, softcap=4.0)
+    for tree in TREES:
+        read = prefill(tiny_llama, 3)
+        drafter = static_drafter(tiny_llama, heads, output, tree)
+        assert isinstance(drafter, SequentialDrafter)
+        candidates = drafter.propose(drafter.start(read))
+        assert candidates.tree == tree and candidates.tokens[:, 0].equal(read.root)
+        for row, hidden in enumerate(read.last_hidden(FINAL)):
+            logits = one_by_one(heads, tiny_llama, output, hidden, int(read.root[row]))
+            assert candidates.tokens[row, 1:].tolist() == slow_tree(logits, tree)
+
+
+@torch.no_grad()
+def test_what_was_drafted_matters(tiny_llama: LlamaForCausalLM) -> None:
+    """Heads whose guesses are the same under every parent would pass for sequential ones."""
+    heads, output = build(tiny_llama, "hydra"), output_layer(tiny_llama)
+    tree = Tree.from_choices([(0,), (1,), (2,), (0, 0), (1, 0), (2, 0)])
+    drafter = static_drafter(tiny_llama, heads, output, tree)
+    below = drafter.propose(drafter.start(prefill(tiny_llama))).tokens[:, 4:]
+    assert len(set(below[0].tolist())) > 1
+
+
+@pytest.mark.parametrize("kind", ["markov", "hydra", "everything"])
+@torch.no_grad()
+def test_weights_changed_in_between_are_noticed(tiny_llama: LlamaForCausalLM, kind: str) -> None:
+    """Prevents drafting with stale tables during evaluations in training."""
+    heads, output = build(tiny_llama, kind), output_layer(tiny_llama)
+    drafter = static_drafter(tiny_llama, heads, output, TREES[0])
+    read = prefill(tiny_llama)
+    drafter.propose(drafter.start(read))
+    changed: list[Any] = [
+        parameter
+        for name, parameter in heads.named_parameters()
+        if "markov" in name or "condition" in name
+    ]
+    if heads.condition:
+        changed.append(tiny_llama.get_input_embeddings().weight)
+    for parameter in changed:
+        parameter.data.copy_(torch.randn_like(parameter))  # as engines do, unseen by autograd
+        found = drafter.propose(drafter.start(read)).tokens
+        anew = static_drafter(tiny_llama, heads, output, TREES[0])
+        assert found.equal(anew.propose(anew.start(read)).tokens)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.4])
+@pytest.mark.parametrize("kind", ["markov_pruned", "hydra", "everything"])
+def test_decoding_is_plain_decoding(
+    tiny_llama: LlamaForCausalLM, kind: str, temperature: float
+) -> None:
+    """Rows mixed up in a batch, or a step that continues from another row's hidden state."""
+    heads, output = build(tiny_llama, kind, std=0.02), output_layer(tiny_llama)
+    drafter = static_drafter(tiny_llama, heads, output, default_tree(3, 14))
+    check_decoding(tiny_llama, drafter, temperature)
+
+
+def check_decoding(base: LlamaForCausalLM, drafter: Any, temperature: float) -> None:
+    """Decode three ragged rows together, each alone, and each plainly."""
+    prompts = [torch.randint(0, 256, (1, size)) for size in (5, 17, 3)]
+    input_ids, attention_mask = pad_left(prompts)
+    batch = decode(
+        base,
+        drafter,
+        input_ids,
+        attention_mask=attention_mask,
+        max_new_tokens=30,
+        sampler=Sampler(temperature=temperature, seed=3),
+    )
+    lengths = []
+    for index, prompt in enumerate(prompts):
+        sampler = Sampler(temperature=temperature, seed=3 + index)
+        plain = plain_decode(base, prompt, max_new_tokens=30, sampler=sampler)
+        alone = decode(base, drafter, prompt, max_new_tokens=30, sampler=sampler)
+        assert batch.rows[index].new_tokens == plain.new_tokens == alone.new_tokens
+        assert batch.rows[index].accept_lengths == alone.accept_lengths
+        lengths += alone.accept_lengths
+    assert min(lengths) == 1 < max(lengths), "nothing was ever accepted, or everything"
+
+
+def test_parallel_heads_of_every_form_draft(tiny_llama: LlamaForCausalLM) -> None:
+    """Places among the kept tokens taken for token ids, or a rank beyond them."""
+    output = output_layer(tiny_llama)
+    for options in ({"lm_head": "pruned", "num_kept": 90}, {"lm_head": "low_rank", "rank": 8}):
+        heads = MedusaHeads(3, 1, 32, 272, **options)  # type: ignore[arg-type]
+        for parameter in heads.parameters():
+            nn.init.normal_(parameter, std=0.3)
+        if heads.token_map is not None:
+            heads.token_map.copy_(torch.randperm(262)[:90].sort().values)
+        read = prefill(tiny_llama)
+        drafter = static_drafter(tiny_llama, heads, output, TREES[2])
+        assert isinstance(drafter, HeadsDrafter)
+        with torch.no_grad():
+            candidates = drafter.propose(drafter.start(read))
+            logits = heads.full_logits(heads.logits(read.last_hidden(FINAL), output))
+        ranked = logits.argsort(-1, descending=True)  # [K, B, V]
+        for node, choice in enumerate(TREES[2].choices, start=1):
+            expected = ranked[len(choice) - 1, :, choice[-1]]
+            assert candidates.tokens[:, node].equal(expected)
+        if heads.token_map is not None:
+            with pytest.raises(ValueError, match="rank 90, the heads guess among 90 tokens"):
+                static_drafter(tiny_llama, heads, output, Tree.from_choices([(90,)]))
+
+
+def test_a_tree_must_fit_the_heads(tiny_llama: LlamaForCausalLM) -> None:
+    """A tree deeper than the heads would index past them in the middle of a text."""
+    heads, output = build(tiny_llama, "everything"), output_layer(tiny_llama)
+    with pytest.raises(ValueError, match="tree has depth 4, but there are 3 heads"):
+        static_drafter(tiny_llama, heads, output, Tree.chain(4))
+    with pytest.raises(ValueError, match="rank 90, the heads guess among 90 tokens"):
+        static_drafter(tiny_llama, heads, output, Tree.from_choices([(90,)]))
+    assert embedding(tiny_llama, build(tiny_llama, "markov")) is None
