@@ -14,7 +14,13 @@ from specheads.config.commands import (
     TreeSearchConfig,
 )
 from specheads.config.compose import explain, register_schemas, to_config
-from specheads.config.data import DataConfig, FeaturesConfig, PreviewConfig, RegenerateConfig
+from specheads.config.data import (
+    DataConfig,
+    FeaturesConfig,
+    PreviewConfig,
+    RegenerateConfig,
+    mixture_parts,
+)
 from specheads.config.errors import MISSING, ConfigError, InterruptedRunError, RunError
 from specheads.config.training import (
     AdapterConfig,
@@ -55,6 +61,7 @@ __all__ = [
     "TreeConfig",
     "TreeSearchConfig",
     "explain",
+    "mixture_parts",
     "register_schemas",
     "to_config",
 ]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import difflib
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any
 
-from specheads.config.errors import MISSING, check, one_of
+from specheads.config.errors import MISSING, ConfigError, check, one_of
 
 SOURCES = ("pycode", "jsonl", "parquet", "hub", "mixture")
 
@@ -72,6 +73,83 @@ class DataConfig:
             self.mixture,
             "[{source: ..., path: ..., weight: ...}, ...]",
         )
+        check(
+            self.source != "hub" or not self.eval_path,
+            "data.eval_path",
+            self.eval_path,
+            "left out with data.source=hub, which has data.eval_split",
+        )
+        check(
+            self.source == "hub" or not self.eval_split,
+            "data.eval_split",
+            self.eval_split,
+            "left out unless data.source=hub; there is data.eval_path",
+        )
+        if self.source == "mixture":
+            mixture_parts(self)
+
+
+# what shapes rows is the whole mixture's
+_NOT_OF_A_PART = {"mixture", "seq_len", "growth", "rows"}
+
+
+def mixture_parts(data: DataConfig) -> list[tuple[DataConfig, float | None]]:
+    """Return the settings and the weight of each part of a mixture; no weights: all of every part.
+
+    ``eval_fraction`` and ``max_bad_fraction`` are the mixture's where a part does not say them.
+
+    Raises:
+        ConfigError: if a part has an unknown key or a wrong value; names the part.
+    """
+    known = {f.name: f for f in fields(DataConfig) if f.name not in _NOT_OF_A_PART}
+    found: list[tuple[DataConfig, float | None]] = []
+    for number, entry in enumerate(data.mixture):
+        place = f"data.mixture[{number}]"
+        check(isinstance(entry, dict), place, entry, "{source: ..., path: ..., weight: ...}")
+        inherited = ("eval_fraction", "max_bad_fraction")
+        values: dict[str, Any] = {key: getattr(data, key) for key in inherited}
+        values |= {str(key): value for key, value in entry.items()}
+        weight = values.pop("weight", None)
+        ok = isinstance(weight, int | float) and not isinstance(weight, bool) and weight > 0
+        check(ok or weight is None, f"{place}.weight", weight, "a positive number")
+        check("source" in values, f"{place}.source", None, "one of " + ", ".join(SOURCES[:-1]))
+        for key, value in values.items():
+            if key not in known:
+                close = difflib.get_close_matches(key, [*known, "weight"], n=1)
+                hint = f"; did you mean {close[0]}?" if close else ""
+                raise ConfigError(f"unknown key {place}.{key}{hint}")
+            _check_type(f"{place}.{key}", value, str(known[key].type))
+        one_of(f"{place}.source", values["source"], *SOURCES[:-1])
+        try:
+            part = DataConfig(**values)
+        except ConfigError as error:
+            raise ConfigError(f"{place}: {error}") from None
+        found.append((part, None if weight is None else float(weight)))
+    weights = [weight for _, weight in found]
+    check(
+        None not in weights or not any(weights),
+        "data.mixture",
+        weights,
+        "a list in which every part has a weight, or none has",
+    )
+    return found
+
+
+def _check_type(key: str, value: object, declared: str) -> None:
+    # OmegaConf checks the settings themselves, but not what stands in a list
+    if value is None and declared.endswith("| None"):
+        return
+    name = declared.partition("[")[0].partition(" ")[0]
+    kinds: dict[str, tuple[type, ...]] = {
+        "str": (str,),
+        "float": (int, float),
+        "bool": (bool,),
+        "int": (int,),
+        "list": (list,),
+        "dict": (dict,),
+    }
+    is_flag = isinstance(value, bool) and name != "bool"  # to Python, True is a number
+    check(isinstance(value, kinds[name]) and not is_flag, key, value, f"of type {name}")
 
 
 @dataclass
