@@ -21,11 +21,16 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from specheads.config import ConfigError
+from specheads.data.dropped import Dropped, RecordError, check_share
 from specheads.data.records import Progress, Record
 from specheads.data.stored import tokenizer_digest
 from specheads.losses import IGNORE
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class NothingLearnedError(ConfigError):
+    """No record of a data set has a token to learn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +52,9 @@ class EncodedRecords:
 
     ``counts`` has ``records``, ``documents``, ``tokens``, ``learned`` (tokens with a label),
     ``too_long`` (answers longer than a row, dropped), ``split`` (texts cut into several documents),
-    ``unlabelled`` (records without anything to learn, dropped) and ``retokenized`` (records whose
-    stored ids are of another tokenizer or template, so that their text was encoded anew).
+    ``unlabelled`` (records without anything to learn, dropped), ``refused`` (records that cannot be
+    encoded, dropped) and ``retokenized`` (records whose stored ids are of another tokenizer or
+    template, so that their text was encoded anew).
     """
 
     documents: list[Encoded]
@@ -61,6 +67,7 @@ class EncodedRecords:
         notes = {
             "too_long": "dropped: longer than data.seq_len",
             "unlabelled": "dropped: nothing to learn",
+            "refused": "dropped: cannot be encoded",
             "split": "texts cut into pieces",
             "retokenized": "encoded anew: their stored ids are of another tokenizer",
         }
@@ -126,9 +133,10 @@ class Encoder:
     def _stored_ids(self, record: Record) -> list[int]:
         ids: list[int] = record["tokens"]["ids"]
         if max(ids) >= len(self.tokenizer):
-            raise ConfigError(
-                f"record {record['id']} holds the token id {max(ids)},"
-                f" {self.name} has {len(self.tokenizer)} tokens"
+            raise RecordError(
+                f"record {record['id']}",
+                "with a token id beyond the vocabulary",
+                f"tokens.ids holds {max(ids)}, {self.name} has {len(self.tokenizer)} tokens",
             )
         return list(ids)
 
@@ -177,9 +185,11 @@ class Encoder:
         if not any(learned) and any(
             m["role"] == "assistant" and m["content"].strip() for m in record["messages"]
         ):
-            raise ConfigError(
-                f"the chat template of {self.name} marks no token of the answers in record"
-                f" {record['id']} as generated; check its generation block"
+            raise RecordError(
+                f"record {record['id']}",
+                "whose answers the chat template does not mark",
+                f"the chat template of {self.name} marks no token of the answers as generated;"
+                " check its generation block",
             )
         return ids, learned
 
@@ -194,11 +204,13 @@ class Encoder:
             after = self._render(messages[: i + 1], record, False)
             for part in (before, after):
                 if ids[: len(part)] != part:
-                    raise ConfigError(
+                    raise RecordError(
+                        f"record {record['id']}",
+                        "whose earlier messages the chat template rewrites",
                         f"the chat template of {self.name} rewrites earlier messages when later"
-                        f" ones follow (record {record['id']}, message {i}), so the answer's"
-                        " tokens cannot be told apart; use records with one answer, or a template"
-                        " with generation markers"
+                        f" ones follow (message {i}), so the answer's tokens cannot be told"
+                        " apart; use records with one answer, or a template with generation"
+                        " markers",
                     )
             learned[len(before) : len(after)] = [True] * (len(after) - len(before))
         return ids, learned
@@ -228,8 +240,10 @@ class Encoder:
         try:
             return self.tokenizer.apply_chat_template(list(messages), tokenize=True, **options)
         except TemplateError as error:
-            raise ConfigError(
-                f"the chat template of {self.name} refuses record {record['id']}: {error}"
+            raise RecordError(
+                f"record {record['id']}",
+                "that the chat template refuses",
+                f"the chat template of {self.name} refuses it: {error}",
             ) from None
 
 
@@ -264,6 +278,8 @@ def encode_records(
     seq_len: int,
     context: int | None = None,
     progress: Progress | None = None,
+    max_bad_fraction: float = 0.0,
+    dropped: Dropped | None = None,
 ) -> EncodedRecords:
     """Encode a data set for rows of ``seq_len`` tokens.
 
@@ -276,9 +292,14 @@ def encode_records(
         seq_len: tokens per packed row.
         context: the longest sequence that the base model takes, if it says so.
         progress: called now and then with what, done and total.
+        max_bad_fraction: share of the records that the tokenizer or its template may refuse; with
+            0 the first of them is raised.
+        dropped: is told of refused records.
 
     Raises:
-        ConfigError: if ``seq_len`` exceeds ``context``, there are no records, or none is usable.
+        ConfigError: if ``seq_len`` exceeds ``context``, there are no records, or too many of them
+            are refused.
+        NothingLearnedError: if no record is left.
     """
     if context is not None and seq_len > context:
         raise ConfigError(
@@ -289,12 +310,21 @@ def encode_records(
     encoder = Encoder(tokenizer)
     documents: list[Encoded] = []
     counts: Counter[str] = Counter(
-        records=len(records), too_long=0, unlabelled=0, split=0, retokenized=0
+        records=len(records), too_long=0, unlabelled=0, split=0, retokenized=0, refused=0
     )
+    errors: list[RecordError] = []
     for number, record in enumerate(records):
         if progress and number % 1000 == 0:
             progress("tokenize", number, len(records))
-        encoded = encoder(record)
+        try:
+            encoded = encoder(record)
+        except RecordError as error:
+            if max_bad_fraction == 0:
+                raise
+            errors.append(error)
+            if dropped is not None:
+                dropped.add(error, record)
+            continue
         counts["retokenized"] += "tokens" in record and not encoder.is_stored(record)
         if not _has_labels(encoded):
             counts["unlabelled"] += 1
@@ -307,8 +337,10 @@ def encode_records(
             counts["too_long"] += 1
     if progress:
         progress("tokenize", len(records), len(records))
+    check_share(errors, len(records), max_bad_fraction, "encoding the records")
+    counts["refused"] = len(errors)
     if not documents:
-        raise ConfigError(_nothing_left(counts, seq_len, encoder))
+        raise NothingLearnedError(_nothing_left(counts, seq_len, encoder))
     counts["documents"] = len(documents)
     counts["tokens"] = sum(len(d.input_ids) for d in documents)
     counts["learned"] = sum(int((d.labels != IGNORE).sum()) for d in documents)

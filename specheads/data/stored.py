@@ -12,7 +12,7 @@ import json
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from specheads.config import ConfigError
+from specheads.data.dropped import RecordError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,37 +47,36 @@ def check_tokens(tokens: object, where: str) -> None:
     """Check the stored tokens of a record.
 
     Raises:
-        ConfigError: if ids are not token ids, or the answers are not rising spans [start, stop)
+        RecordError: if ids are not token ids, or the answers are not rising spans [start, stop)
             inside them; names ``where``.
     """
+
+    def wrong(detail: str) -> RecordError:
+        return RecordError(where, "with stored tokens that are wrong", detail)
+
     if not isinstance(tokens, dict):
-        raise ConfigError(f"{where}: tokens must be an object, got {tokens!r:.60}")
+        raise wrong(f"tokens must be an object, got {tokens!r:.60}")
     ids, answers = tokens.get("ids"), tokens.get("answers")
     if not isinstance(ids, list) or not all(_is_count(i) for i in ids):
-        raise ConfigError(f"{where}: tokens.ids must be a list of token ids, got {ids!r:.60}")
+        raise wrong(f"tokens.ids must be a list of token ids, got {ids!r:.60}")
     if not isinstance(tokens.get("tokenizer"), str):
-        raise ConfigError(
-            f"{where}: tokens.tokenizer must be the digest of the tokenizer,"
+        raise wrong(
+            f"tokens.tokenizer must be the digest of the tokenizer,"
             f" got {tokens.get('tokenizer')!r:.60}"
         )
     spans = answers if isinstance(answers, list) else []
     if not spans or not all(
         isinstance(span, list) and len(span) == 2 and all(map(_is_count, span)) for span in spans
     ):
-        raise ConfigError(
-            f"{where}: tokens.answers must be a list of at least one [start, stop],"
-            f" got {answers!r:.60}"
+        raise wrong(
+            f"tokens.answers must be a list of at least one [start, stop], got {answers!r:.60}"
         )
     for start, stop in spans:
         if not start < stop <= len(ids):
-            raise ConfigError(
-                f"{where}: tokens.answers has [{start}, {stop}], which is no span of {len(ids)} ids"
-            )
+            raise wrong(f"tokens.answers has [{start}, {stop}], which is no span of {len(ids)} ids")
     for before, after in pairwise(spans):
         if after[0] < before[1]:
-            raise ConfigError(
-                f"{where}: tokens.answers must rise without overlap, got {before} before {after}"
-            )
+            raise wrong(f"tokens.answers must rise without overlap, got {before} before {after}")
 
 
 def _is_count(value: object) -> bool:

@@ -99,7 +99,7 @@ def test_a_template_that_rewrites_history_is_refused(make_byte_tokenizer: MakeTo
     """Masks found by comparing renderings would land on the wrong tokens."""
     tokenizer = make_byte_tokenizer(REWRITES)
     tokenizer.name_or_path = "org/rewriter"
-    with pytest.raises(ConfigError, match=r"template of org/rewriter rewrites .*record r, message"):
+    with pytest.raises(ConfigError, match=r"record r: .*template of org/rewriter rewrites .*message 2"):
         encode(RECORD, tokenizer)
     once = {**RECORD, "messages": TALK[:3]}
     assert _learned(encode(once, tokenizer), tokenizer) == ["[thought]one é<eos>"]
@@ -108,12 +108,12 @@ def test_a_template_that_rewrites_history_is_refused(make_byte_tokenizer: MakeTo
 def test_a_template_that_refuses_or_marks_nothing(make_byte_tokenizer: MakeTokenizer) -> None:
     """A template's own exception, missing markers and a missing template are one line each."""
     strict = make_byte_tokenizer("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(ConfigError, match="refuses record r: roles must alternate"):
+    with pytest.raises(ConfigError, match="record r: .* refuses it: roles must alternate"):
         encode(RECORD, strict)
     idle = make_byte_tokenizer(
         CHATML + "{% if false %}{% generation %}{% endgeneration %}{% endif %}"
     )
-    with pytest.raises(ConfigError, match="marks no token of the answers in record r"):
+    with pytest.raises(ConfigError, match="record r: .* marks no token of the answers"):
         encode(RECORD, idle)
     with pytest.raises(ConfigError, match="has no chat template"):
         encode(RECORD, make_byte_tokenizer(None))
@@ -192,7 +192,7 @@ def test_long_records_are_counted_not_cut(byte_tokenizer: PreTrainedTokenizerFas
     assert [len(d.input_ids) for d in encoded.documents] == [32, 32, 32, 7]
     assert encoded.documents[-1].input_ids[-1] == EOS
     assert encoded.counts == {
-        "records": 4, "too_long": 1, "unlabelled": 1, "split": 1, "retokenized": 0,
+        "records": 4, "too_long": 1, "unlabelled": 1, "split": 1, "retokenized": 0, "refused": 0,
         "documents": 4, "tokens": 103, "learned": 22 + 71,
     }  # fmt: skip
     assert "1 dropped: longer than data.seq_len" in encoded.summary()

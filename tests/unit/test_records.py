@@ -50,7 +50,7 @@ def test_reads_the_three_contents(tmp_path: Path) -> None:
         ({"messages": [{"role": "user"}]}, r"messages\[0\].content must be a string"),
         ({"messages": ["hello"]}, r"messages\[0\].role must be a string"),
         ({"text": "t", "kind": 3}, "kind must be a string"),
-        ({"id": "a", "text": "t"}, "id 'a' is already on line 1"),
+        ({"id": "a", "text": "t"}, "id 'a' is already at .*d.jsonl:1$"),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, line: object, complaint: str) -> None:

@@ -142,5 +142,5 @@ def test_an_id_beyond_the_vocabulary_is_named() -> None:
     """On a GPU it ends in an assertion of the embedding that names nothing."""
     tokenizer = merging_tokenizer()
     record = stored(tokenizer, ids=[3, 5, 0, 1, 7, 4, 5, 0, 1, 6])
-    with pytest.raises(ConfigError, match="record r holds the token id 7, .* has 7 tokens"):
+    with pytest.raises(ConfigError, match="record r: tokens.ids holds 7, .* has 7 tokens"):
         Encoder(tokenizer)(record)

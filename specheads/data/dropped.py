@@ -1,0 +1,106 @@
+"""What of a data set could not be used: which records, why, and when that is too much."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specheads.config import ConfigError
+from specheads.files import whole_file
+
+
+class RecordError(ConfigError):
+    """One record that cannot be used. Its message names the place; ``reason`` is for counting."""
+
+    def __init__(self, where: str, reason: str, detail: str = "") -> None:
+        super().__init__(f"{where}: {detail or reason}")
+        self.where, self.reason = where, reason
+
+
+@dataclass
+class Dropped:
+    """Collects what reading and encoding leave out; the same place counts once.
+
+    Attributes:
+        read: records looked at, by the name of their file or data set.
+        rows: place -> ``where``, ``reason``, ``error`` and the ``row`` as it was read.
+        notes: what was done to records that are used, and the places.
+        remarks: whole sentences, e.g. about a mixture whose parts are too small.
+    """
+
+    read: dict[str, int] = field(default_factory=dict)
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notes: dict[str, set[str]] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.rows or self.notes or self.remarks)
+
+    def add(self, error: RecordError, row: object) -> None:
+        """Count a record that is left out."""
+        self.rows[error.where] = {
+            "where": error.where,
+            "reason": error.reason,
+            "error": str(error),
+            "row": row,
+        }
+
+    def note(self, what: str, where: str) -> None:
+        """Count something that was done to a record which is used, or not needed."""
+        self.notes.setdefault(what, set()).add(where)
+
+    def remark(self, sentence: str) -> None:
+        """Keep a sentence for the summary, once."""
+        if sentence not in self.remarks:
+            self.remarks.append(sentence)
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """How many records were left out, the most frequent reason first."""
+        return dict(Counter(row["reason"] for row in self.rows.values()).most_common())
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """Return all that is known, as plain JSON, for an export."""
+        return {
+            "read": sum(self.read.values()),
+            "dropped": self.reasons,
+            "notes": {what: len(places) for what, places in self.notes.items()},
+            "remarks": list(self.remarks),
+        }
+
+    def summary(self) -> str:
+        """Return one line, empty where every record is used as it is."""
+        parts = []
+        if self.rows:
+            why = ", ".join(f"{n:,} {reason}" for reason, n in self.reasons.items())
+            parts.append(
+                f"{len(self.rows):,} of {sum(self.read.values()):,} records dropped: {why}"
+            )
+        parts += [f"{len(places):,} {what}" for what, places in self.notes.items()]
+        return "; ".join(parts + self.remarks)
+
+    def write(self, path: Path) -> None:
+        """Write the records that were left out, one JSON object per line.
+
+        Raises:
+            RunError: if the disk is full.
+        """
+        with whole_file(path) as fresh, fresh.open("w", encoding="utf-8") as lines:
+            for row in self.rows.values():
+                lines.write(json.dumps(row, default=str) + "\n")
+
+
+def check_share(errors: list[RecordError], total: int, allowed: float, what: str) -> None:
+    """Raise ConfigError if more than the share ``allowed`` of ``total`` records cannot be used."""
+    if len(errors) <= allowed * total:
+        return
+    reason, number = Counter(error.reason for error in errors).most_common(1)[0]
+    first = next(error for error in errors if error.reason == reason)
+    raise ConfigError(
+        f"{what}: {len(errors):,} of {total:,} records cannot be used, more than"
+        f" data.max_bad_fraction={allowed:g}; most often ({number:,}) {reason}, first: {first}"
+    )
