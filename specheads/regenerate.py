@@ -11,8 +11,9 @@ import hashlib
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,12 @@ from specheads.generate import take_literal
 
 if TYPE_CHECKING:
     from specheads.data.answers import AnswerFile
+    from specheads.data.client import Client
+    from specheads.data.outcome import Outcome, Sampling
     from specheads.data.records import Record
-    from specheads.decoding.regenerate import Engine, Outcome
+    from specheads.decoding.regenerate import Engine
+
+    Asker = Callable[[Sequence[Record]], Iterator[Outcome]]
 
 _LINE_EVERY = 60.0  # seconds, where no bar can be shown
 
@@ -34,13 +39,13 @@ class Answering:
     """Whose answers these are.
 
     Attributes:
-        model: a folder or a name.
-        digest: of its weights.
+        model: a folder or a name; at an endpoint, the name there.
+        digest: of its weights; empty where a server has them.
         tuned: whether it is the tuned base of an export, and not an original.
     """
 
     model: str
-    digest: str
+    digest: str = ""
     tuned: bool = False
 
 
@@ -52,8 +57,9 @@ def run(config: RegenerateConfig) -> None:
     hardware.quiet_loading()
     if config.prompts and Path(config.prompts).resolve() == Path(config.output).resolve():
         raise ConfigError(f"output={config.output} is the input itself")
+    client = endpoint_client(config)
     records = read_input(config)
-    who = who_answers(config)
+    who = who_answers(config, client)
     with AnswerFile(config.output, settings_of(config, who)) as answers:
         left = answers.left(records)
         num_before = len(answers.done)
@@ -66,7 +72,7 @@ def run(config: RegenerateConfig) -> None:
             if who.tuned:
                 _say(f"the answers are those of the tuned base {who.model}, not of its original")
             try:
-                _answer_all(config, who, left, answers)
+                _answer_all(config, who, client, left, answers)
             except KeyboardInterrupt:
                 raise InterruptedRunError(
                     f"interrupted: {config.output} holds {len(answers.done):,} records;"
@@ -99,16 +105,32 @@ def read_input(config: RegenerateConfig) -> list[Record]:
     return records[: config.limit] if config.limit else records
 
 
-def who_answers(config: RegenerateConfig) -> Answering:
+def endpoint_client(config: RegenerateConfig) -> Client | None:
+    """Return the client of ``endpoint``, or None where our own engine answers.
+
+    Raises:
+        ConfigError: if ``endpoint`` is no url.
+    """
+    from specheads.data.client import Client
+
+    if not config.endpoint:
+        return None
+    return Client(config.endpoint, timeout=config.timeout, retries=config.retries)
+
+
+def who_answers(config: RegenerateConfig, client: Client | None = None) -> Answering:
     """Return whose answers the settings ask for, without loading a model.
 
     Raises:
+        RunError: if the server has to be asked, and does not say.
         ConfigError: if model and checkpoint contradict each other, or the checkpoint's base was
             tuned and ``model`` does not ask for that tuned base by name.
     """
     from specheads.models.checkpoint import read_config
     from specheads.models.digest import base_digest
 
+    if client is not None:
+        return Answering(config.endpoint_model or client.first_model())
     if not config.checkpoint:
         model = config.model or "tinycode"
         return Answering(model, base_digest(model, revision=config.revision))
@@ -137,13 +159,19 @@ def settings_of(config: RegenerateConfig, who: Answering) -> dict[str, Any]:
     """Return all that decides which answers there are; a file is continued with the same only."""
     from specheads import dist, hardware
 
-    # greedy answers do not depend on how they would be drawn
+    if config.endpoint:
+        ours = {"model": who.model, "endpoint": True, "tokenizer": config.model}
+    else:
+        dtype = hardware.pick_dtype(config.dtype, dist.device())
+        ours = {
+            "model_digest": who.digest,  # its folder may move
+            "tuned": who.tuned,
+            "dtype": str(dtype).removeprefix("torch."),
+        }
+    # greedy answers do not depend on how others would be drawn
     drawn = {"top_k": config.top_k, "top_p": config.top_p, "seed": config.seed}
     return {
-        "model": who.model if config.endpoint else Path(who.model).name,
-        "digest": who.digest,
-        "tuned": who.tuned,
-        "dtype": str(hardware.pick_dtype(config.dtype, dist.device())).removeprefix("torch."),
+        **ours,
         "temperature": config.temperature,
         **(drawn if config.temperature else {}),
         "max_new_tokens": config.max_new_tokens,
@@ -152,16 +180,13 @@ def settings_of(config: RegenerateConfig, who: Answering) -> dict[str, Any]:
 
 
 def _answer_all(
-    config: RegenerateConfig, who: Answering, records: Sequence[Record], answers: AnswerFile
+    config: RegenerateConfig,
+    who: Answering,
+    client: Client | None,
+    records: Sequence[Record],
+    answers: AnswerFile,
 ) -> None:
-    from specheads.data.stored import tokenizer_digest
-
-    engine = load_engine(config, who)
-    generation = {
-        "model": who.model,
-        "digest": who.digest,
-        "tuned": who.tuned,
-        "dtype": str(engine.base.dtype).removeprefix("torch."),
+    drawn = {
         "temperature": config.temperature,
         "top_k": config.top_k,
         "top_p": config.top_p,
@@ -169,16 +194,61 @@ def _answer_all(
         "max_new_tokens": config.max_new_tokens,
         "specheads": __version__,
     }
-    digest = tokenizer_digest(engine.turns.tokenizer)
+    ask = _ask_engine if client is None else partial(_ask_server, client)
+    outcomes = ask(config, who, drawn)
     with Progress(len(records)) as progress:
-        outcomes = engine.answer(records, generation, digest, progress=progress.tokens)
-        _write_all(outcomes, answers, progress)
+        for outcome in outcomes(records):
+            answers.append(outcome.answered, outcome.quarantined)
+            progress.add(outcome)
 
 
-def _write_all(outcomes: Iterator[Outcome], answers: AnswerFile, progress: Progress) -> None:
-    for outcome in outcomes:
-        answers.append(outcome.answered, outcome.quarantined)
-        progress.records(len(outcome.answered) + len(outcome.quarantined))
+def _ask_engine(config: RegenerateConfig, who: Answering, drawn: dict[str, Any]) -> Asker:
+    from specheads.data.stored import tokenizer_digest
+
+    engine = load_engine(config, who)
+    dtype = str(engine.base.dtype).removeprefix("torch.")
+    made = {"model": who.model, "digest": who.digest, "tuned": who.tuned, "dtype": dtype}
+    return partial(
+        engine.answer,
+        generation=made | drawn,
+        tokenizer_digest=tokenizer_digest(engine.turns.tokenizer),
+    )
+
+
+def _ask_server(
+    client: Client, config: RegenerateConfig, who: Answering, drawn: dict[str, Any]
+) -> Asker:
+    from specheads.data.dialogue import span_encoder
+    from specheads.data.endpoint import Asking
+    from specheads.models.base import load_tokenizer
+
+    encode = None
+    if config.model:
+        encode = span_encoder(
+            load_tokenizer(
+                config.model,
+                revision=config.revision,
+                trust_remote_code=config.trust_remote_code,
+            )
+        )
+    asking = Asking(
+        client, who.model, sampling_of(config), concurrency=config.concurrency, encode=encode
+    )
+    return partial(asking.answer, generation={"model": who.model, "endpoint": client.url} | drawn)
+
+
+def sampling_of(config: RegenerateConfig) -> Sampling:
+    """Return how answers are drawn."""
+    from specheads.data.outcome import Sampling
+
+    return Sampling(
+        config.temperature,
+        config.top_k,
+        config.top_p,
+        config.seed,
+        config.max_new_tokens,
+        config.keep_truncated,
+    )
 
 
 def load_engine(config: RegenerateConfig, who: Answering) -> Engine:
@@ -187,7 +257,7 @@ def load_engine(config: RegenerateConfig, who: Answering) -> Engine:
     from specheads.data.dialogue import TurnEncoder
     from specheads.decoding.exported import exported_drafter
     from specheads.decoding.measure import end_tokens
-    from specheads.decoding.regenerate import Engine, Sampling
+    from specheads.decoding.regenerate import Engine
     from specheads.models.base import check_tokenizer, load_base_model, load_tokenizer
     from specheads.models.checkpoint import load_export
 
@@ -216,16 +286,9 @@ def load_engine(config: RegenerateConfig, who: Answering) -> Engine:
             trust_remote_code=trust,
         )
         check_tokenizer(tokenizer, base)
-    sampling = Sampling(
-        config.temperature,
-        config.top_k,
-        config.top_p,
-        config.seed,
-        config.max_new_tokens,
-        config.keep_truncated,
-    )
     turns = TurnEncoder(tokenizer, end_tokens(base, tokenizer))
-    return Engine(base, turns, sampling, drafter=drafter, batch_size=config.batch_size)
+    size = config.batch_size
+    return Engine(base, turns, sampling_of(config), drafter=drafter, batch_size=size)
 
 
 class Progress:
@@ -239,17 +302,15 @@ class Progress:
         self.bar = tqdm(total=total, unit="record", disable=None, dynamic_ncols=True)
         self.start = self.said = time.monotonic()
 
-    def tokens(self, num_tokens: int) -> None:
-        """Count new tokens."""
-        self.num_tokens += num_tokens
-        self.bar.set_postfix_str(f"{self._rate():,.0f} tokens/s", refresh=False)
-
-    def records(self, num_records: int) -> None:
-        """Count records that are settled."""
+    def add(self, outcome: Outcome) -> None:
+        """Count what was settled."""
+        num_records = len(outcome.answered) + len(outcome.quarantined)
         self.num_records += num_records
+        self.num_tokens += outcome.num_tokens
+        self.bar.set_postfix_str(f"{self._rate():,.0f} tokens/s", refresh=False)
         self.bar.update(num_records)
         now = time.monotonic()
-        if self.bar.disable and now - self.said > _LINE_EVERY:
+        if self.bar.disable and self.num_records and now - self.said > _LINE_EVERY:
             self.said = now
             seconds = (self.total - self.num_records) * (now - self.start) / self.num_records
             minutes = round(seconds / 60)

@@ -12,34 +12,17 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from specheads.config import ConfigError, RunError
 from specheads.data.dialogue import prompt_digest
+from specheads.data.outcome import Quarantined
 from specheads.data.records import Record
 from specheads.files import flush_file
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-@dataclass(frozen=True)
-class Quarantined:
-    """A record without an answer that could be used.
-
-    Attributes:
-        record: as it was read.
-        reason: one word, by which they are counted.
-        detail: what happened.
-        transient: whether it may go well another time; such records are tried again.
-    """
-
-    record: Record
-    reason: str
-    detail: str
-    transient: bool = False
 
 
 class AnswerFile:
@@ -267,4 +250,4 @@ def _write_whole(path: Path, text: str) -> None:
 
 def _shown(settings: Mapping[str, Any], key: str) -> str:
     value = settings.get(key)
-    return value[:12] if key == "digest" and isinstance(value, str) else json.dumps(value)
+    return value[:12] if key.endswith("digest") and isinstance(value, str) else json.dumps(value)

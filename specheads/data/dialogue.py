@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from jinja2 import TemplateError
@@ -18,6 +19,8 @@ from transformers import PreTrainedTokenizerBase
 from specheads.config import ConfigError
 from specheads.data.chat import Encoder
 from specheads.data.records import Record
+from specheads.data.stored import tokenizer_digest
+from specheads.losses import IGNORE
 
 _ROLES = ("system", "user", "assistant")
 _STAND_IN = "9a41f0c7-the-answer"  # no text holds it by chance
@@ -139,6 +142,47 @@ def dialogue(record: Record) -> Dialogue:
 
 def _asks(turn: list[dict[str, Any]]) -> bool:
     return any(message["role"] == "user" for message in turn)
+
+
+def check_answer(talk: Dialogue, keep_truncated: bool) -> None:
+    """Refuse the latest answer where nothing should be learned from it.
+
+    Raises:
+        UnusableRecordError: if it is truncated, empty, or stopped by something else than its end.
+    """
+    answer, number = talk.answers[-1], len(talk.answers)
+    if answer.finish_reason == "length":
+        if not keep_truncated:
+            tokens = "" if answer.num_tokens is None else f" of {answer.num_tokens} tokens"
+            raise UnusableRecordError(
+                "truncated", f"answer {number} reached the limit{tokens} before its end"
+            )
+    elif answer.finish_reason != "stop":
+        raise UnusableRecordError(
+            "unfinished", f"answer {number} was stopped: {answer.finish_reason}"
+        )
+    if not answer.text.strip():
+        raise UnusableRecordError("empty", f"answer {number} is empty")
+
+
+def span_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Record], dict[str, Any]]:
+    """Return a function that gives the ``tokens`` to store with a record, from its texts.
+
+    They are what training would see without them: the one that made the answers keeps its ids.
+
+    Raises:
+        ConfigError: if there is no eos token; the function, if the template refuses a record.
+    """
+    encoder, digest = Encoder(tokenizer), tokenizer_digest(tokenizer)
+
+    def encode(record: Record) -> dict[str, Any]:
+        encoded = encoder(record)
+        learned = [label != IGNORE for label in encoded.labels.tolist()]
+        cuts = [i for i, (a, b) in enumerate(pairwise([False, *learned, False])) if a != b]
+        spans = [[start, stop] for start, stop in zip(cuts[::2], cuts[1::2], strict=True)]
+        return {"ids": encoded.input_ids.tolist(), "answers": spans, "tokenizer": digest}
+
+    return encode
 
 
 def prompt_digest(record: Record) -> str:

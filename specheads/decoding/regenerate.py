@@ -6,9 +6,8 @@ therefore the same whatever batch it falls in, in which order, and after how man
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -17,8 +16,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.data.answers import Quarantined
-from specheads.data.dialogue import Dialogue, TurnEncoder, UnusableRecordError, dialogue
+from specheads.data.dialogue import (
+    Dialogue,
+    TurnEncoder,
+    UnusableRecordError,
+    check_answer,
+    dialogue,
+)
+from specheads.data.outcome import Outcome, Quarantined, Sampling, record_seed
 from specheads.data.records import Record
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
@@ -30,12 +35,6 @@ from specheads.tree import RowTrees, Tree
 from specheads.tree_support import tree_support
 
 POOL = 32  # batches whose records are sorted by length together
-
-
-def record_seed(seed: int, record_id: str) -> int:
-    """Return the seed of one record's answers, in [0, 2**31): servers take no larger ones."""
-    digest = hashlib.sha256(f"{seed}\0{record_id}".encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(digest[:4], "big") >> 1
 
 
 @dataclass(frozen=True)
@@ -65,42 +64,6 @@ class SeededRows(Sampler):
     def _rows(self, num_rows: int, rows: Sequence[int] | None) -> list[int]:
         # row r draws with seed + r, and seed is 0
         return [self.seeds[row] for row in (range(num_rows) if rows is None else rows)]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How answers are drawn.
-
-    Attributes:
-        temperature: 0 is greedy.
-        top_k: 0 keeps all tokens.
-        top_p: 1 keeps all.
-        seed: each record's own is made from it, see :func:`record_seed`.
-        max_new_tokens: of one answer.
-        keep_truncated: keep answers that reached the limit.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    max_new_tokens: int = 512
-    keep_truncated: bool = False
-
-
-@dataclass
-class Outcome:
-    """What became of some records.
-
-    Attributes:
-        answered: records with their new answers.
-        quarantined: those without.
-        num_tokens: generated for all of them.
-    """
-
-    answered: list[Record] = field(default_factory=list)
-    quarantined: list[Quarantined] = field(default_factory=list)
-    num_tokens: int = 0
 
 
 class Engine:
@@ -140,8 +103,6 @@ class Engine:
         records: Sequence[Record],
         generation: dict[str, Any],
         tokenizer_digest: str,
-        *,
-        progress: Callable[[int], object] = lambda num_tokens: None,
     ) -> Iterator[Outcome]:
         """Answer records; yield what became of each batch.
 
@@ -150,7 +111,6 @@ class Engine:
                 length within :data:`POOL` batches.
             generation: JSON about the engine, for every answered record.
             tokenizer_digest: of the tokenizer, for the stored ids.
-            progress: called with the number of new tokens, after every turn of a batch.
         """
         size = self.batch_size * POOL
         for start in range(0, len(records), size):
@@ -167,21 +127,18 @@ class Engine:
             talks.sort(key=lambda talk: (len(talk.turns), len(talk.ids)))
             for i in range(0, len(talks), self.batch_size):
                 batch = talks[i : i + self.batch_size]
-                yield self._answer_batch(batch, generation, tokenizer_digest, progress)
+                yield self._answer_batch(batch, generation, tokenizer_digest)
 
     def _answer_batch(
         self,
         talks: list[Dialogue],
         generation: dict[str, Any],
         tokenizer_digest: str,
-        progress: Callable[[int], object],
     ) -> Outcome:
         outcome = Outcome()
         while talks := self._each(talks, self._check_room, outcome):
             rows = self.decode([t.ids for t in talks], [self._seed(t) for t in talks])
-            num_new = sum(len(row.new_tokens) for row in rows)
-            outcome.num_tokens += num_new
-            progress(num_new)
+            outcome.num_tokens += sum(len(row.new_tokens) for row in rows)
             row_of = {talk.id: row for talk, row in zip(talks, rows, strict=True)}
             talks = self._each(talks, partial(self._take, row_of), outcome)
             for talk in [talk for talk in talks if talk.finished]:
@@ -217,13 +174,7 @@ class Engine:
     def _take(self, row_of: dict[str, DecodedRow], talk: Dialogue) -> None:
         row = row_of[talk.id]
         self.turns.add(talk, row.new_tokens, ended=row.finished)
-        answer, number = talk.answers[-1], len(talk.answers)
-        if not row.finished and not self.sampling.keep_truncated:
-            raise UnusableRecordError(
-                "truncated", f"answer {number} did not end within {len(row.new_tokens)} tokens"
-            )
-        if not answer.text.strip():
-            raise UnusableRecordError("empty", f"answer {number} is empty")
+        check_answer(talk, self.sampling.keep_truncated)
 
     def decode(self, prompts: Sequence[list[int]], seeds: Sequence[int]) -> list[DecodedRow]:
         """Continue prompts, each up to the limit or the end of the context."""
