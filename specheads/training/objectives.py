@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from specheads.losses import IGNORE, shift_labels
+from specheads.models.adapters import original, require_grad
 from specheads.models.base import OutputLayer, output_layer
 from specheads.models.heads import MedusaHeads
 from specheads.training.output_loss import (
@@ -27,7 +28,6 @@ from specheads.training.output_loss import (
     metrics_of,
     num_valid_of,
     per_label,
-    require_grad,
 )
 
 
@@ -193,8 +193,6 @@ class MedusaObjective(nn.Module):
     def _teacher(self, batch: Batch, hidden: Tensor) -> Tensor | None:
         """Return hidden states [N, d] whose logits are the distribution to be learned."""
         if self.distill_base:
-            from specheads.models.adapters import original
-
             assert self.base is not None
             with torch.no_grad(), original(self.base):
                 return hidden_states(self.base, batch).flatten(0, 1)

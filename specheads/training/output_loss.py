@@ -24,6 +24,7 @@ from specheads.losses import (
     linear_cross_entropy,
     shift_labels,
 )
+from specheads.models.adapters import require_grad
 from specheads.models.base import OutputLayer, output_layer, packed_hidden
 from specheads.models.heads import MedusaHeads
 from specheads.soft_loss import Teacher, linear_soft_loss
@@ -149,15 +150,6 @@ class LMObjective(nn.Module):
         loss, stats = self.loss(hidden, self.output.weight, labels, row_weight)
         metrics = metrics_of(["lm"], loss, stats, num_valid, self.loss.count_hits)
         return loss * self.engine_scale, metrics
-
-
-def require_grad(base: nn.Module, value: bool) -> None:
-    """Train the base model or freeze it; one with an adapter trains that and nothing else."""
-    named = list(base.named_parameters())  # the output matrix is among them
-    adapter = any("lora_" in name for name, _ in named)
-    for name, parameter in named:
-        if parameter.is_floating_point():  # quantised weights cannot be asked for a gradient
-            parameter.requires_grad_(value and (not adapter or "lora_" in name))
 
 
 def hidden_states(base: PreTrainedModel, batch: Batch) -> Tensor:

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
+from specheads.config import AdapterConfig
 from specheads.losses import IGNORE, count_valid, shift_labels
+from specheads.models.adapters import adapter_parameters, add_adapter
 from specheads.models.base import OutputLayer, packed_hidden
 from specheads.models.heads import MedusaHeads
-from specheads.training.objectives import MedusaObjective
+from specheads.training.objectives import HeadsLoss, MedusaObjective
 from specheads.training.output_loss import Batch, LMObjective
 
 RECIPES = [(kind, train) for kind in ("own", "shared") for train in (False, True)]
@@ -392,3 +394,169 @@ def test_four_heads_take_hardly_more_memory_than_one(
         case = bench.Case(recipe, lm_head, "fused", num_heads, 8000, 64, 256, 64, 1)
         peaks.append(bench.allocator_peak(case) - (lm_head == "own") * case.owned_bytes())
     assert peaks[1] <= 1.15 * peaks[0]
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "hydra": {"condition": True},
+    "hydra_shared": {"condition": True, "lm_head": "shared"},
+    "markov": {"markov_rank": 4},
+    "low_rank": {"lm_head": "low_rank", "rank": 6},
+    "pruned": {"lm_head": "pruned", "num_kept": 120},
+    "everything": {
+        "condition": True,
+        "markov_rank": 4,
+        "lm_head": "pruned",
+        "num_kept": 120,
+        "prefix": {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4},
+    },
+}
+
+
+def build_kind(base: LlamaForCausalLM, kind: str, **options: Any) -> MedusaObjective:
+    """Return an objective with three heads of a kind, moved a little from their start."""
+    torch.manual_seed(1)
+    vocab_size, hidden_size = base.lm_head.weight.shape
+    heads = MedusaHeads(3, 1, hidden_size, vocab_size, **KINDS[kind])
+    heads.init_from_output(base.lm_head.weight)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return MedusaObjective(base, heads, chunk_size=16, **options)
+
+
+def distance(kind: str, logits: Tensor, expected: Tensor, label: int, kept: Tensor) -> Tensor:
+    """Return one row's loss from its definition: ``logits`` [V'], the base's ``expected`` [V]."""
+    if kind == "hard":
+        found = (kept == label).nonzero()
+        return nn.functional.cross_entropy(logits, found[0, 0]) if len(found) else logits.sum() * 0
+    student, teacher = logits.softmax(-1), expected.softmax(-1)[kept]
+    acceptance = torch.minimum(student, teacher).sum()
+    part = teacher / teacher.sum()
+    kl = (part * (part.log() - logits.log_softmax(-1))).sum()
+    if kind == "soft":
+        return kl
+    if kind == "tv":
+        return 1 - acceptance
+    if kind == "lk_alpha":
+        return -acceptance.log()
+    share = (-3.0 * acceptance.detach()).exp()
+    return share * kl + (1 - share) * (1 - acceptance)
+
+
+def one_by_one(objective: MedusaObjective, batch: Batch, kind: str) -> Tensor:
+    """Return the heads' loss from its definition: document by document, position by position."""
+    base, heads = objective.base, objective.heads
+    assert base is not None
+    embed, output = base.get_input_embeddings(), objective.output
+    kept = heads.token_map if heads.token_map is not None else torch.arange(heads.vocab_size)
+    sums = [torch.zeros(()) for _ in range(heads.num_heads)]
+    counts = [0] * heads.num_heads
+    for row in range(len(batch["input_ids"])):
+        for segment in range(1, int(batch["segment_ids"][row].max()) + 1):
+            here = batch["segment_ids"][row] == segment
+            ids, labels = batch["input_ids"][row][here], batch["labels"][row][here]
+            positions = torch.arange(len(ids))[None]
+            with torch.no_grad():
+                hidden = packed_hidden(base, ids[None], positions)
+                teacher = output(hidden)[0]
+            hidden = heads.contextual(hidden, positions)[0]
+            for i in range(heads.num_heads):
+                for t in range(len(ids) - i - 2):
+                    label = int(labels[t + i + 2])
+                    if label == IGNORE:
+                        continue
+                    ahead = ids[t + 1 : t + i + 2]
+                    logits = heads.head_logits(i, hidden[t], output, ahead, embed)
+                    counts[i] += 1
+                    sums[i] = sums[i] + distance(kind, logits, teacher[t + i + 1], label, kept)
+    weights = [objective.decay ** (i + 1) for i in range(heads.num_heads)]
+    return torch.stack(
+        [w * s / max(1, n) for w, s, n in zip(weights, sums, counts, strict=True)]
+    ).sum()
+
+
+@pytest.mark.parametrize("loss", ["hard", "soft", "tv", "lk_alpha", "lk_lambda"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_head_learns_what_it_will_see(
+    kind: str, loss: str, make_tiny_llama: Callable[..., LlamaForCausalLM]
+) -> None:
+    """A token or a teacher one place off, or of the next document: a plausible, worse drafter."""
+    objective = build_kind(
+        make_tiny_llama(), kind, train_base=False, heads_loss=HeadsLoss(kind=loss)
+    )
+    batch = random_batch(3)
+    value, metrics = objective(batch)
+    value.backward()
+    heads = objective.heads
+    found = {name: p.grad.clone() for name, p in heads.named_parameters() if p.grad is not None}
+    heads.zero_grad()
+    expected = one_by_one(objective, batch, loss)
+    expected.backward()
+    torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
+    assert found.keys() == {name for name, _ in heads.named_parameters()}
+    for name, parameter in heads.named_parameters():
+        assert parameter.grad is not None
+        # rows that no batch reached have no gradient here, and a zero one there
+        error = (found[name] - parameter.grad).norm()
+        assert error <= 2e-5 * parameter.grad.norm() + 1e-7, name
+    assert all(p.grad is None for p in objective.base.parameters())  # type: ignore[union-attr]
+    assert 0 <= metrics["head_0/top1"] <= metrics["head_0/top5"] <= 1
+
+
+@pytest.mark.parametrize("kind", ["hydra", "everything"])
+def test_kept_hidden_states_are_the_base_s(
+    kind: str, make_tiny_llama: Callable[..., LlamaForCausalLM]
+) -> None:
+    """Heads trained on states of another position would be trained on another model."""
+    base, batch = make_tiny_llama(), random_batch(4)
+    online = build_kind(base, kind, train_base=False, heads_loss=HeadsLoss("soft"))
+    expected = gradients(online, batch)
+    with torch.no_grad():
+        hidden = packed_hidden(base, batch["input_ids"], batch["position_ids"])
+    offline = MedusaObjective(
+        None,
+        online.heads,
+        train_base=False,
+        heads_loss=HeadsLoss("soft"),
+        chunk_size=16,
+        output=online.output,
+        embed=base.get_input_embeddings(),
+    )
+    assert_same(gradients(offline, {**batch, "hidden": hidden}), expected)
+    with pytest.raises(ValueError, match="without a base model, heads that read tokens need embed"):
+        MedusaObjective(None, online.heads, train_base=False, output=online.output)
+    with pytest.raises(ValueError, match="without a base model there must be output"):
+        MedusaObjective(None, online.heads, train_base=True, output=online.output)
+
+
+def test_the_distilled_base_is_held_to_its_original(
+    make_tiny_llama: Callable[..., LlamaForCausalLM],
+) -> None:
+    """With the tuned model as its own teacher the KL is 0 for ever, and nothing holds it."""
+    base = make_tiny_llama()
+    before = make_tiny_llama()
+    add_adapter(base, AdapterConfig(kind="lora", rank=2, dropout=0.0))
+    objective = build_kind(
+        base, "hydra", train_base=True, lambda_0=0.5, distill_base=True, decay=1.0
+    )
+    batch = random_batch(5)
+    assert objective(batch)[1]["lm/loss"].abs() < 1e-6  # nothing has moved yet
+    with torch.no_grad():
+        for parameter in adapter_parameters(base).values():
+            parameter.normal_(std=0.3)
+    loss, metrics = objective(batch)
+    labels = shift_labels(batch["labels"], batch["segment_ids"], 1)
+    with torch.no_grad():
+        places = (batch["input_ids"], batch["position_ids"])
+        now, then = (packed_hidden(model, *places) for model in (base, before))
+        p = before.lm_head(then)[labels != IGNORE].log_softmax(-1)
+        q = base.lm_head(now)[labels != IGNORE].log_softmax(-1)
+    torch.testing.assert_close(metrics["lm/loss"], (p.exp() * (p - q)).sum(-1).mean())
+    heads = sum(metrics[f"head_{i}/loss"] for i in range(3))
+    torch.testing.assert_close(loss.detach(), metrics["lm/loss"] + 0.5 * heads)
+    trained = gradients(objective, batch)
+    assert {name for name in trained if name.startswith("base.")} == {
+        f"base.{name}" for name in adapter_parameters(base)
+    }
+    with pytest.raises(ValueError, match="train_base=True"):
+        MedusaObjective(base, objective.heads, train_base=False, distill_base=True)
