@@ -137,6 +137,11 @@ def original(base: PreTrainedModel) -> Iterator[None]:
                 parameter.requires_grad_(value)
 
 
+def merges(base: PreTrainedModel, merge: str) -> bool:
+    """Return whether ``adapter.merge`` (true, false or auto) merges the adapter of this base."""
+    return merge == "true" or (merge == "auto" and quantization_of(base) is None)
+
+
 @torch.no_grad()
 def merge_adapter(base: PreTrainedModel) -> None:
     """Add the adapter to the weights, in place, and remove it.

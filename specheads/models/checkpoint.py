@@ -1,5 +1,8 @@
 """Exports: what users load. Heads, tokenizer, tree and (medusa2) the tuned base, in one folder.
 
+A base tuned through an adapter is merged into ``base/``, or its adapter lies in ``adapter/`` and
+the original, quantised as it was, is loaded under it.
+
 Everything is safetensors and JSON, written aside and renamed, and listed in ``manifest.json`` with
 its size and sha256. Loading takes all of it or refuses with one line.
 """
@@ -18,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.config import ConfigError
 from specheads.files import whole_folder
+from specheads.models.adapters import has_adapter, load_adapter, merges, save_adapter
 from specheads.models.base import (
     check_tokenizer,
     load_base_model,
@@ -37,10 +41,11 @@ from specheads.models.manifest import (
     write_json,
     write_manifest,
 )
+from specheads.models.quantize import METHODS, quantization_of
 from specheads.tree import Tree
 
 FORMAT_VERSION = 1
-_TENSORS, _CONFIG, _BASE = "model.safetensors", "config.json", "base"
+_TENSORS, _CONFIG, _BASE, _ADAPTER = "model.safetensors", "config.json", "base", "adapter"
 _SECTIONS: dict[str, tuple[str, ...]] = {
     "": ("num_heads", "num_layers", "lm_head", "hidden_size", "vocab_size"),
     "base": ("name", "tuned", "revision", "digest", "dtype"),
@@ -71,6 +76,8 @@ def save_export(
     tuned_base: PreTrainedModel | None = None,
     base_revision: str | None = None,
     base_dtype: str | torch.dtype = "float32",
+    base_quantization: dict[str, Any] | None = None,
+    merge: str = "auto",
     dtype: str | torch.dtype | None = None,
     expected_accept_length: float | None = None,
     measured_on: dict[str, Any] | None = None,
@@ -88,24 +95,34 @@ def save_export(
         tuned_base: the adapted base where the recipe changed it.
         base_revision: hub revision of the original.
         base_dtype: dtype in which an unchanged base was used.
+        base_quantization: ``quantization_of`` an unchanged base; a tuned one says it itself.
+        merge: of a tuned base's adapter, into ``base/``: ``true``, ``false``, or ``auto``, which is
+            true unless the base is quantised. Merged, a quantised base is dequantised to its
+            dtype; it then differs from the one that was trained by the rounding of the sums.
         dtype: of the saved tensors; None keeps each as it is.
         expected_accept_length: of ``tree`` where it was measured.
         measured_on: JSON about that measurement.
 
     Raises:
         ValueError: if the tree is deeper than there are heads.
+        ConfigError: if a base is to be dequantised whose quantisation cannot be undone.
         RunError: if the disk is full.
     """
     path = Path(path)
     _check_depth(tree, heads.num_heads, ValueError)
     target = None if dtype is None else torch_dtype(dtype)
+    adapter = False
     if tuned_base is not None:
-        base_dtype = target or tuned_base.dtype
+        adapter = has_adapter(tuned_base) and not merges(tuned_base, merge)
+        base_quantization = quantization_of(tuned_base) if adapter else None
+        base_dtype = tuned_base.dtype if adapter else target or tuned_base.dtype
     with whole_folder(path) as folder:
         tensors = {k: v.detach().cpu().contiguous() for k, v in heads.state_dict().items()}
         save_file(cast_tensors(tensors, target), folder / _TENSORS, metadata={"format": "pt"})
         tokenizer.save_pretrained(folder)
-        if tuned_base is not None:
+        if tuned_base is not None and adapter:
+            save_adapter(folder / _ADAPTER, tuned_base, _findable(base_name), base_revision)
+        elif tuned_base is not None:
             save_hf(folder / _BASE, tuned_base, tokenizer, target)
         config = {
             "format_version": FORMAT_VERSION,
@@ -113,10 +130,11 @@ def save_export(
             "base": {
                 "name": _findable(base_name),
                 "tuned": tuned_base is not None,
+                "adapter": adapter,
                 "revision": base_revision,
                 "digest": base_digest,
                 "dtype": str(torch_dtype(base_dtype)).removeprefix("torch."),
-                "quantization": None,
+                "quantization": base_quantization,
             },
             "tokenizer": {"digest": _tokenizer_digest(folder)},
             "tree": _tree_section(tree, expected_accept_length, measured_on),
@@ -158,12 +176,14 @@ def load_export(
     check_manifest(path)
     tree = _load_tree(path, config)
     info = config["base"]
-    if info["tuned"] and base is not None:
+    inside = _holds_base(config)
+    if inside and base is not None:
         raise ConfigError(f"{path} brings its own tuned base model; base={base} cannot replace it")
     dtype = torch_dtype(dtype or info["dtype"])
     heads = _load_heads(path, config)
-    name = str(path / _BASE) if info["tuned"] else base or info["name"]
-    revision = info["revision"] if base is None and not info["tuned"] else None
+    name = str(path / _BASE) if inside else base or info["name"]
+    revision = info["revision"] if base is None and not inside else None
+    quantization = _quantization(path, info)
     try:
         model = load_base_model(
             name,
@@ -173,10 +193,13 @@ def load_export(
             device_map=device_map,
             attn=attn,
             trust_remote_code=trust_remote_code,
+            quantization=quantization,
         )
     except ConfigError as error:
         raise ConfigError(f"{path} needs its base model: {error}") from None
     _check_base(path, config, model, name, revision)
+    if info.get("adapter"):
+        load_adapter(model, path / _ADAPTER)
     tokenizer = load_tokenizer(str(path), trust_remote_code=trust_remote_code)
     check_tokenizer(tokenizer, model)
     if heads.lm_head == "shared" and model.get_output_embeddings().weight.is_meta:
@@ -350,14 +373,32 @@ def _check_base(
             raise ConfigError(
                 f"{path} was trained for a base model with {config[key]} {noun}, {name} has {size}"
             )
-    if config["base"]["tuned"]:
-        return  # it lies in the export, under its manifest
+    if _holds_base(config):
+        return  # under the manifest of the export
     found = digest_of_base(name, revision=revision)
     if found != config["base"]["digest"]:
         raise ConfigError(
             f"{path} was trained on other weights than those of {name}: digest"
             f" {config['base']['digest'][:12]} recorded, {found[:12]} found"
         )
+
+
+def _holds_base(config: dict[str, Any]) -> bool:
+    """Return whether the export has a base of its own, and needs no original."""
+    return bool(config["base"]["tuned"] and not config["base"].get("adapter"))
+
+
+def _quantization(path: Path, info: dict[str, Any]) -> str:
+    """Return how the base is to be quantised while it is loaded."""
+    recorded = info.get("quantization") or {"own": True}
+    if recorded.get("own"):
+        return "none"  # or as its own files say
+    if recorded.get("method") not in METHODS:
+        raise ConfigError(
+            f"{path / _CONFIG}: base.quantization.method is {recorded.get('method')!r}, this"
+            f" specheads knows {', '.join(METHODS)}"
+        )
+    return str(recorded["method"])
 
 
 def _findable(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from specheads.models.adapters import has_adapter, merged_state
 from specheads.models.manifest import read_json, write_json
+from specheads.models.quantize import as_if_plain
 
 
 def save_hf(
@@ -20,12 +23,19 @@ def save_hf(
 ) -> None:
     """Write model and tokenizer so that transformers, and what builds on it, can load them.
 
-    The caller's model stays as it is; ``dtype`` is that of the written tensors, None keeps theirs.
+    An adapter is merged in what is written, and a quantised base under it dequantised. The caller's
+    model stays as it is; ``dtype`` is that of the written tensors, None keeps theirs.
     """
+    plain: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if has_adapter(model):
+        state, plain = merged_state(model, model.dtype), as_if_plain(model)
+    else:
+        state = model.state_dict()
     silenced = logging.root.manager.disable
     logging.disable(logging.WARNING)  # to unwrap the model accelerate imports deepspeed: it warns
     try:
-        model.save_pretrained(folder, state_dict=cast_tensors(model.state_dict(), dtype))
+        with plain:
+            model.save_pretrained(folder, state_dict=cast_tensors(state, dtype))
     finally:
         logging.disable(silenced)
     if dtype is not None:

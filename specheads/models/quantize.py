@@ -18,6 +18,8 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from specheads.config import ConfigError
 
+METHODS = ("nf4", "int8")
+
 # what a quant_method in a base's own config.json needs: (module to import, package to install)
 _LIBRARIES: dict[str, tuple[tuple[str, str], ...]] = {
     "bitsandbytes": (("bitsandbytes", "bitsandbytes"),),

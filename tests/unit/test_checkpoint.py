@@ -117,7 +117,7 @@ def test_the_schema_is_whole(export: Path) -> None:
         "tokenizer", "tree", "training",
     ]  # fmt: skip
     assert list(config["base"]) == [
-        "name", "tuned", "revision", "digest", "dtype", "quantization",
+        "name", "tuned", "adapter", "revision", "digest", "dtype", "quantization",
     ]  # fmt: skip
     assert list(config["tree"]) == ["choices", "expected_accept_length", "measured_on"]
     assert config["base"]["dtype"] == "float32"
