@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specheads.drafters.contract import FINAL, Prefill, StepResult
+from specheads.models.prefix_keys import PrefixKeys
 
 if TYPE_CHECKING:
     from specheads.models.base import OutputLayer
@@ -23,15 +24,21 @@ class HeadsState:
         root: [B], the last certain token.
         hidden: [B, d], the hidden state that predicted it, behind the prefix layer if there is one.
         predict: the heads as they were when the text began.
+        prefix: what the prefix layer remembers of the text, if there is one.
     """
 
     root: Tensor
     hidden: Tensor
     predict: Any
+    prefix: PrefixKeys | None = None
 
 
 class Follower:
-    """Goes from one certain token to the next.
+    """Goes from one certain token to the next, and takes the prefix layer along.
+
+    Where a conversation goes on behind a cache, hidden states of what was read before are not at
+    hand: the prefix layer then sees what is new only, at its true positions. That costs accepted
+    tokens and changes none.
 
     The heads may lie on another device than the token ids: that of the output layer, where a base
     model is spread over several.
@@ -46,16 +53,34 @@ class Follower:
 
     def __init__(self, heads: MedusaHeads, output: OutputLayer) -> None:
         self.device = next((p.device for p in heads.parameters()), output.weight.device)
+        self._layer = heads.prefix
 
     def start(self, prefill: Prefill, predict: Any) -> HeadsState:
-        """Start from the prompt's last hidden state."""
-        return HeadsState(prefill.root, prefill.last_hidden(FINAL).to(self.device), predict)
+        """Start behind the prompt."""
+        if self._layer is None:
+            hidden = prefill.last_hidden(FINAL).to(self.device)
+            return HeadsState(prefill.root, hidden, predict)
+        counts = prefill.num_tokens
+        skipped = [len(ids) - count for ids, count in zip(prefill.ids, counts, strict=True)]
+        keys = PrefixKeys.empty(self._layer, skipped)
+        keys, hidden = keys.append(prefill.hidden[FINAL].to(self.device), counts)
+        return HeadsState(prefill.root, hidden, predict, keys)
 
     def observe(self, state: HeadsState, result: StepResult) -> HeadsState:
         """Move to the last accepted node."""
-        hidden = result.hidden[FINAL]
-        if len(hidden) == 1 and result.path.device.type == "cpu":  # nothing to wait for
-            accepted = hidden[:, result.path[0].tolist()[int(result.num_accepted)]]
+        hidden, path = result.hidden[FINAL], result.path
+        if state.prefix is not None:
+            # per row the accepted nodes, as many as tokens were gained
+            counts = [len(new) for new in result.new_tokens]
+            nodes = path[:, : max(1, *counts)].clamp(min=0).to(hidden.device)
+            if len(hidden) == 1:
+                hidden = hidden.index_select(1, nodes[0])
+            else:
+                hidden = hidden[torch.arange(len(hidden), device=hidden.device)[:, None], nodes]
+            prefix, last = state.prefix.append(hidden.to(self.device), counts)
+            return replace(state, root=result.next_root, hidden=last, prefix=prefix)
+        if len(hidden) == 1 and path.device.type == "cpu":  # nothing to wait for
+            accepted = hidden[:, path[0].tolist()[int(result.num_accepted)]]
         else:
             rows = torch.arange(len(hidden), device=hidden.device)
             accepted = hidden[rows, result.last_node.to(hidden.device)]
@@ -63,5 +88,9 @@ class Follower:
 
     def select(self, state: HeadsState, rows: Tensor) -> HeadsState:
         """Keep some rows."""
-        hidden = state.hidden[rows.to(self.device)]
-        return replace(state, root=state.root[rows], hidden=hidden)
+        return replace(
+            state,
+            root=state.root[rows],
+            hidden=state.hidden[rows.to(self.device)],
+            prefix=None if state.prefix is None else state.prefix.select(rows),
+        )
