@@ -1,6 +1,7 @@
 """Medusa-1: heads on a frozen base model, whose own output decoding therefore reproduces.
 
-Cai et al., arXiv:2401.10774, section 2.2.1.   python -m specheads.train +recipe=medusa1
+Cai et al., arXiv:2401.10774, section 2.2.1; with heads=hydra Ankner et al., arXiv:2402.05109.
+python -m specheads.train +recipe=medusa1
 """
 
 from pathlib import Path
@@ -9,14 +10,24 @@ import torch
 
 from specheads import dist
 from specheads.config import TrainConfig
-from specheads.decoding.evaluate import choose_tree, decode_heldout
+from specheads.data.chat import Encoder
+from specheads.decoding.evaluate import (
+    choose_tree,
+    decode_heldout,
+    final_evaluation,
+    write_prompts,
+)
 from specheads.decoding.measure import end_tokens
 from specheads.log import RunLog
-from specheads.models.checkpoint import save_export
+from specheads.models.base import context_length
+from specheads.models.checkpoint import Export, read_config, save_export
 from specheads.models.digest import base_digest
+from specheads.models.quantize import quantization_of
+from specheads.training.best import chosen as chosen_step
+from specheads.training.cached import FeatureCache
 from specheads.training.loop import fit
 from specheads.training.parts import build_heads, heads_accuracy, medusa_objective
-from specheads.training.prepare import calibration_prompts, describe_plan, load_base, load_data
+from specheads.training.prepare import describe_plan, load_base, load_data, prompt_records
 from specheads.training.schedule import param_groups
 
 
@@ -26,17 +37,24 @@ def run(cfg: TrainConfig) -> None:
     base, output, tokenizer = load_base(cfg)
     data = load_data(cfg, base, tokenizer, train_base=False)
     heads = build_heads(cfg, base, output, data)
-    objective = medusa_objective(cfg, base, heads, output)
-    prompts = calibration_prompts(cfg, data, tokenizer, base.device)
+    cache = FeatureCache(cfg, base, data.train, data.heldout) if cfg.features.dir else None
+    records = prompt_records(cfg, data, tokenizer, context_length(base))
+    prompts = [torch.tensor([Encoder(tokenizer).prompt(r)], device=base.device) for r in records]
     eos = end_tokens(base, tokenizer)
 
     with RunLog(cfg) as log:
         log.say(describe_plan(cfg, data, base=base, heads=heads))
+        if cache:
+            log.say(cache.describe())
         if cfg.dry_run:
             return
+        batches, heldout = cache.open(base) if cache else (data.train, data.heldout)
+        objective = medusa_objective(
+            cfg, None if cache else base, heads, output, embed=base.get_input_embeddings()
+        )
         steps = fit(
             objective,
-            data.train,
+            batches,
             cfg,
             groups=param_groups(cfg.optim, heads=(heads, cfg.optim.lr)),
             run=log,
@@ -44,7 +62,7 @@ def run(cfg: TrainConfig) -> None:
         )
         if not dist.is_main():
             return
-        accuracy = heads_accuracy(objective, data.heldout, base.device)
+        accuracy = heads_accuracy(objective, heldout, base.device)
         log.record(steps, {f"heldout/{key}": value for key, value in accuracy.items()})
         log.say("measuring trees ...")
         chosen = choose_tree(
@@ -58,6 +76,7 @@ def run(cfg: TrainConfig) -> None:
             base_revision=cfg.model.revision,
             base_digest=base_digest(cfg.model.name, revision=cfg.model.revision),
             base_dtype=cfg.model.dtype,
+            base_quantization=quantization_of(base),
             tokenizer=tokenizer,
             tree=chosen.tree,
             expected_accept_length=chosen.expected_accept_length or None,
@@ -67,8 +86,13 @@ def run(cfg: TrainConfig) -> None:
                 "steps": steps,
                 "data": data.summary,
                 "heldout": accuracy,
+                "best": chosen_step(log.dir),
             },
         )
         log.say(f"tree of {chosen.tree.num_nodes} nodes; exported to {export}")
         if not chosen.speculate:
             log.say("slower than plain decoding on this machine: do not speculate here")
+        write_prompts(log.dir / "prompts.jsonl", records)
+        heads.to(base.dtype).eval()  # as an export is loaded
+        loaded = Export(base, heads, tokenizer, chosen.tree, read_config(export))
+        log.metrics(steps, final_evaluation(loaded, log.dir / "prompts.jsonl", cfg.evaluate))

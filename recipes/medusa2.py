@@ -1,6 +1,8 @@
 """Medusa-2: heads first, then base model and heads together; the output is the tuned base's.
 
-Cai et al., arXiv:2401.10774, section 2.2.2.   python -m specheads.train +recipe=medusa2
+Cai et al., arXiv:2401.10774, section 2.2.2. Two stages, or one with warmup_heads=0; the base tuned
+itself, or through LoRA (adapter=lora), on a quantised base QLoRA; held to the labels, or to its
+original (loss.base=distill).   python -m specheads.train +recipe=medusa2
 """
 
 from pathlib import Path
@@ -10,25 +12,35 @@ from torch import nn
 
 from specheads import dist
 from specheads.config import TrainConfig
-from specheads.decoding.evaluate import choose_tree, decode_heldout
+from specheads.data.chat import Encoder
+from specheads.decoding.evaluate import (
+    choose_tree,
+    decode_heldout,
+    final_evaluation,
+    write_prompts,
+)
 from specheads.decoding.measure import end_tokens
 from specheads.log import RunLog
-from specheads.models.checkpoint import save_export
+from specheads.models.adapters import has_adapter, merge_adapter, merges
+from specheads.models.base import context_length
+from specheads.models.checkpoint import Export, read_config, save_export
 from specheads.models.digest import base_digest
+from specheads.training.best import chosen as chosen_step
 from specheads.training.heldout import heldout_loss, remember_original
 from specheads.training.loop import fit
 from specheads.training.parts import build_heads, heads_accuracy, medusa_objective
-from specheads.training.prepare import calibration_prompts, describe_plan, load_base, load_data
+from specheads.training.prepare import describe_plan, load_base, load_data, prompt_records
 from specheads.training.schedule import param_groups
 
 
 def run(cfg: TrainConfig) -> None:
     """Train in two stages, compare the tuned base with the original, export both parts."""
     torch.manual_seed(cfg.seed)
-    base, output, tokenizer = load_base(cfg)
+    base, output, tokenizer = load_base(cfg, train_base=True)
     data = load_data(cfg, base, tokenizer, train_base=True)
     heads = build_heads(cfg, base, output, data)
-    prompts = calibration_prompts(cfg, data, tokenizer, base.device)
+    records = prompt_records(cfg, data, tokenizer, context_length(base))
+    prompts = [torch.tensor([Encoder(tokenizer).prompt(r)], device=base.device) for r in records]
     eos = end_tokens(base, tokenizer)
 
     with RunLog(cfg) as log:
@@ -37,8 +49,9 @@ def run(cfg: TrainConfig) -> None:
             return
         original = remember_original(base, output, data.heldout)
         warmup = round(cfg.warmup_heads * cfg.steps)
+        stages = [("heads", 0, warmup), ("joint", warmup, cfg.steps)]
         steps = 0
-        for stage, first, last in (("heads", 0, warmup), ("joint", warmup, cfg.steps)):
+        for stage, first, last in stages[0 if warmup else 1 :]:
             joint = stage == "joint"
             objective = medusa_objective(cfg, base, heads, output, train_base=joint)
             parts: dict[str, tuple[nn.Module, float]] = {"heads": (heads, cfg.optim.lr)}
@@ -59,6 +72,8 @@ def run(cfg: TrainConfig) -> None:
             )
         if not dist.is_main():
             return
+        if has_adapter(base) and merges(base, cfg.adapter.merge):
+            merge_adapter(base)  # what is measured from here on is what is exported
         moved = heldout_loss(base, output, data.heldout, original)
         moved |= heads_accuracy(objective, data.heldout, base.device)
         log.record(steps, {f"heldout/{key}": value for key, value in moved.items()})
@@ -79,6 +94,7 @@ def run(cfg: TrainConfig) -> None:
             base_digest=base_digest(cfg.model.name, revision=cfg.model.revision),
             base_dtype=cfg.model.dtype,
             tuned_base=base,
+            merge=cfg.adapter.merge,
             tokenizer=tokenizer,
             tree=chosen.tree,
             expected_accept_length=chosen.expected_accept_length or None,
@@ -88,8 +104,14 @@ def run(cfg: TrainConfig) -> None:
                 "steps": steps,
                 "data": data.summary,
                 "heldout": moved,
+                "best": chosen_step(log.dir),
             },
         )
         log.say(f"tree of {chosen.tree.num_nodes} nodes; exported to {export}")
         if not chosen.speculate:
             log.say("slower than plain decoding on this machine: do not speculate here")
+        write_prompts(log.dir / "prompts.jsonl", records)
+        base.eval()
+        heads.to(base.dtype).eval()  # as an export is loaded
+        loaded = Export(base, heads, tokenizer, chosen.tree, read_config(export))
+        log.metrics(steps, final_evaluation(loaded, log.dir / "prompts.jsonl", cfg.evaluate))

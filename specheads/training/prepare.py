@@ -19,9 +19,11 @@ from specheads.data.chat import Encoded, EncodedRecords, Encoder, encode_records
 from specheads.data.pack import PackedBatches, check_isolation, one_pass
 from specheads.data.records import Record, load_records, read_jsonl
 from specheads.losses import check_implementation
+from specheads.models.adapters import add_adapter, check_tunable
 from specheads.models.base import (
     OutputLayer,
     check_tokenizer,
+    checkpoint_layers,
     context_length,
     load_base_model,
     load_tokenizer,
@@ -108,13 +110,22 @@ class _Bars:
             bar.close()
 
 
-def load_base(cfg: TrainConfig) -> tuple[PreTrainedModel, OutputLayer, PreTrainedTokenizerBase]:
+def load_base(
+    cfg: TrainConfig, *, train_base: bool = False
+) -> tuple[PreTrainedModel, OutputLayer, PreTrainedTokenizerBase]:
     """Return the base model on this rank's device, its output layer, and its tokenizer.
+
+    Args:
+        cfg: the run's settings.
+        train_base: whether it is going to be tuned: by its adapter, if the settings have one,
+            which is added here.
 
     Raises:
         ConfigError: if one of them is missing, or they or the loss do not fit together.
     """
     model = cfg.model
+    if cfg.adapter.kind != "none" or train_base:
+        check_tunable(model.quantization, cfg.adapter)
     tokenizer = load_tokenizer(
         model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
     )
@@ -125,10 +136,15 @@ def load_base(cfg: TrainConfig) -> tuple[PreTrainedModel, OutputLayer, PreTraine
         device=dist.device(),
         attn=model.attn,
         trust_remote_code=model.trust_remote_code,
+        quantization=model.quantization,
     )
     check_tokenizer(tokenizer, base)
     output = output_layer(base)
     check_loss(cfg, output)
+    if train_base and cfg.adapter.kind == "lora":
+        add_adapter(base, cfg.adapter, seed=cfg.seed)
+    if train_base and model.gradient_checkpointing:
+        checkpoint_layers(base)
     return base, output, tokenizer
 
 
