@@ -25,7 +25,7 @@ from specheads.decoding.measure import (
     read_prompts,
 )
 from specheads.decoding.stats import mean_accept_length, ratio_ci95, rep8
-from specheads.drafters.heads import HeadsDrafter
+from specheads.drafters.made import static_drafter
 from specheads.models.base import OutputLayer, context_length, output_layer
 from specheads.models.checkpoint import Export
 from specheads.models.heads import MedusaHeads
@@ -127,7 +127,7 @@ def measure(
     limit = evaluate.max_new_tokens
     methods = [plain_method(base, eos_token_ids, limit)]
     for name, tree in shapes.items():
-        drafter = HeadsDrafter(heads, output, tree)
+        drafter = static_drafter(base, heads, output, tree)
         methods.append(
             drafted_method(name, base, drafter, eos_token_ids, limit, tree_nodes=tree.num_nodes)
         )
