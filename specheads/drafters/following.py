@@ -37,8 +37,7 @@ class Follower:
     """Goes from one certain token to the next, and takes the prefix layer along.
 
     Where a conversation goes on behind a cache, hidden states of what was read before are not at
-    hand: the prefix layer then sees what is new only, at its true positions. That costs accepted
-    tokens and changes none.
+    hand: the prefix layer then sees what is new only. That costs accepted tokens and changes none.
 
     The heads may lie on another device than the token ids: that of the output layer, where a base
     model is spread over several.
@@ -60,10 +59,8 @@ class Follower:
         if self._layer is None:
             hidden = prefill.last_hidden(FINAL).to(self.device)
             return HeadsState(prefill.root, hidden, predict)
-        counts = prefill.num_tokens
-        skipped = [len(ids) - count for ids, count in zip(prefill.ids, counts, strict=True)]
-        keys = PrefixKeys.empty(self._layer, skipped)
-        keys, hidden = keys.append(prefill.hidden[FINAL].to(self.device), counts)
+        keys = PrefixKeys.empty(self._layer, len(prefill.num_tokens))
+        keys, hidden = keys.append(prefill.hidden[FINAL].to(self.device), prefill.num_tokens)
         return HeadsState(prefill.root, hidden, predict, keys)
 
     def observe(self, state: HeadsState, result: StepResult) -> HeadsState:

@@ -2,7 +2,8 @@
 
 Heads read the layer's output at the last position only, and there is but one layer: earlier
 positions need keys and values, and no queries. transformers' own model computes all of them and
-builds masks anew, at several times the small ops. Shapes: B rows, H key heads, G queries for each.
+builds masks anew, at several times the small ops. Positions are counted from the first one that is
+remembered: rotary attention knows distances only. Shapes: B rows, H key heads, G queries for each.
 """
 
 from __future__ import annotations
@@ -28,9 +29,8 @@ class PrefixKeys:
         layer: the layer.
         keys: [B, H, C, h], rotated; slots behind a row's length hold nothing.
         values: [B, H, C, h].
-        waves: cosines and sines of all positions up to the capacity, [2, C', h].
+        waves: cosines and sines of all positions, [2, C, h].
         lengths: per row the positions remembered.
-        skipped: per row the positions before the first one remembered.
     """
 
     layer: PrefixLayer
@@ -38,18 +38,14 @@ class PrefixKeys:
     values: Tensor
     waves: Tensor
     lengths: tuple[int, ...]
-    skipped: tuple[int, ...]
 
     @staticmethod
-    def empty(layer: PrefixLayer, skipped: Sequence[int]) -> PrefixKeys:
-        """Return the memory of rows of which the first ``skipped[b]`` positions are never seen."""
-        config = cast(Any, layer.model).config
+    def empty(layer: PrefixLayer, num_rows: int) -> PrefixKeys:
+        """Return the memory of rows of which nothing was read yet."""
+        heads = cast(Any, layer.model).config.num_key_value_heads
         weight = _parts(layer).self_attn.k_proj.weight
-        heads = config.num_key_value_heads
-        keys = weight.new_zeros(len(skipped), heads, 0, weight.shape[0] // heads)
-        return PrefixKeys(
-            layer, keys, keys, weight.new_zeros(2, 0, 0), (0,) * len(skipped), tuple(skipped)
-        )
+        keys = weight.new_zeros(num_rows, heads, 0, weight.shape[0] // heads)
+        return PrefixKeys(layer, keys, keys, keys[:0, 0], (0,) * num_rows)
 
     @torch.no_grad()
     def append(self, hidden: Tensor, counts: Sequence[int]) -> tuple[PrefixKeys, Tensor]:
@@ -75,7 +71,7 @@ class PrefixKeys:
         lengths = tuple(n + count for n, count in zip(self.lengths, counts, strict=True))
         if num_rows == 1:
             start, end = self.lengths[0], self.lengths[0] + num_new
-            cos, sin = memory.waves[:, self.skipped[0] + start : self.skipped[0] + end]
+            cos, sin = memory.waves[:, start:end]
             memory.keys[:, :, start:end] = _rotated(keys, cos, sin)
             memory.values[:, :, start:end] = values
             normed = normed[:, last[0] : last[0] + 1]
@@ -85,17 +81,17 @@ class PrefixKeys:
         else:
             device = hidden.device
             rows = torch.arange(num_rows, device=device)
-            places = torch.tensor([self.lengths, self.skipped, last, lengths], device=device)
-            ahead = places[0][:, None] + torch.arange(num_new, device=device)  # [B, T]
-            cos, sin = memory.waves[:, ahead + places[1][:, None]]  # [B, T, h]
+            before, final, after = torch.tensor([self.lengths, last, lengths], device=device)
+            ahead = before[:, None] + torch.arange(num_new, device=device)  # [B, T]
+            cos, sin = memory.waves[:, ahead]  # [B, T, h]
             memory.keys[rows[:, None], :, ahead] = _rotated(
                 keys, cos[:, None], sin[:, None]
             ).transpose(1, 2)
             memory.values[rows[:, None], :, ahead] = values.transpose(1, 2)
-            normed, residual = (each[rows, places[2]][:, None] for each in (normed, hidden))
-            cos, sin = (each[rows, places[2]][:, None, None] for each in (cos, sin))
+            normed, residual = (each[rows, final][:, None] for each in (normed, hidden))
+            cos, sin = (each[rows, final][:, None, None] for each in (cos, sin))
             slots = torch.arange(max(lengths), device=device)
-            mask = (slots < places[3][:, None])[:, None, None]  # [B, 1, 1, L]
+            mask = (slots < after[:, None])[:, None, None]  # [B, 1, 1, L]
         queries = F.linear(normed, attention.q_proj.weight)
         queries = queries.view(num_rows, shape[2], -1, shape[3])  # [B, H, G, h]
         seen = max(lengths)
@@ -117,7 +113,6 @@ class PrefixKeys:
             keys=self.keys[rows.to(self.keys.device)],
             values=self.values[rows.to(self.values.device)],
             lengths=tuple(self.lengths[row] for row in kept),
-            skipped=tuple(self.skipped[row] for row in kept),
         )
 
     def _with_room(self, num_new: int) -> PrefixKeys:
@@ -127,7 +122,7 @@ class PrefixKeys:
         capacity = -(-max(needed, 2 * capacity) // BLOCK) * BLOCK
         added = capacity - self.keys.shape[2]
         rotary = cast(Any, self.layer.model.rotary_emb)
-        positions = torch.arange(max(self.skipped) + capacity, device=self.keys.device)[None]
+        positions = torch.arange(capacity, device=self.keys.device)[None]
         cos, sin = rotary(self.keys, positions)
         return replace(
             self,

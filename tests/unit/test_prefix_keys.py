@@ -119,8 +119,11 @@ def test_the_layer_sees_the_whole_committed_text(
     assert min(steps) == 1 < max(steps)
 
 
-def test_a_conversation_goes_on_at_its_true_positions(tiny_llama: LlamaForCausalLM) -> None:
-    """Behind a cache nothing before is known to the layer; positions from 0 would mislead it."""
+def test_a_conversation_goes_on_behind_a_cache(tiny_llama: LlamaForCausalLM) -> None:
+    """What was read before is unknown to the layer; taken for zeros it would mislead the heads.
+
+    Compared with the layer at the text's true positions: only distances count.
+    """
     heads, output = build(tiny_llama), output_layer(tiny_llama)
     plain = static_drafter(tiny_llama, heads, output, Tree.chain(3))
     prompt, cache = torch.randint(0, 256, (1, 9)), TreeCache()
@@ -140,14 +143,14 @@ def test_rows_and_steps_do_not_matter(tiny_llama: LlamaForCausalLM) -> None:
     assert layer is not None
     hidden, counts = torch.randn(3, 6, 32), [6, 2, 4]
     more, later = torch.randn(3, 3, 32), [1, 3, 2]
-    keys, first = PrefixKeys.empty(layer, [0, 5, 2]).append(hidden, counts)
+    keys, first = PrefixKeys.empty(layer, 3).append(hidden, counts)
     kept = torch.tensor([2, 1])
     keys, second = keys.select(kept).append(more[kept], [2, 3])
-    for row, skipped in enumerate((0, 5, 2)):
+    for row in range(3):
         text = torch.cat([hidden[row, : counts[row]], more[row, : later[row]]])[None]
-        positions = skipped + torch.arange(text.shape[1])[None]
+        positions = torch.arange(text.shape[1])[None]
         whole = layer(text, positions)[0]
         torch.testing.assert_close(first[row], whole[counts[row] - 1], rtol=1e-4, atol=1e-5)
         if row in (1, 2):
             torch.testing.assert_close(second[2 - row], whole[-1], rtol=1e-4, atol=1e-5)
-    assert keys.lengths == (6, 5) and keys.skipped == (2, 5)
+    assert keys.lengths == (6, 5)
