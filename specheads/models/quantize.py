@@ -43,9 +43,7 @@ def bnb_config(quantization: str, dtype: torch.dtype) -> BitsAndBytesConfig | No
     """
     if quantization == "none":
         return None
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(f"model.quantization={quantization} needs: pip install bitsandbytes")
-    quiet_bitsandbytes()
+    need_bitsandbytes(f"model.quantization={quantization}")
     if quantization == "nf4":
         return BitsAndBytesConfig(
             load_in_4bit=True,
@@ -54,6 +52,17 @@ def bnb_config(quantization: str, dtype: torch.dtype) -> BitsAndBytesConfig | No
             bnb_4bit_compute_dtype=dtype,
         )
     return BitsAndBytesConfig(load_in_8bit=True)
+
+
+def need_bitsandbytes(setting: str) -> None:
+    """Check that bitsandbytes is installed, and keep it quiet.
+
+    Raises:
+        ConfigError: naming the ``setting`` that needs it.
+    """
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(f"{setting} needs: pip install bitsandbytes")
+    quiet_bitsandbytes()
 
 
 def quiet_bitsandbytes() -> None:

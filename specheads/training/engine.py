@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from specheads import dist
 from specheads.config import ConfigError, OptimConfig, RunError, TrainConfig
+from specheads.models.quantize import is_quantized_linear, need_bitsandbytes
 from specheads.training.state import load_tensors, save_tensors
 
 Batch = dict[str, Any]
@@ -73,7 +74,14 @@ class Engine(Protocol):
 def make_optimizers(
     groups: Groups, optim: OptimConfig, *, fused: bool | None = None
 ) -> list[torch.optim.Optimizer]:
-    """Return AdamW for the groups, and Muon for those named ``*_muon``."""
+    """Return AdamW for the groups, and Muon for those named ``*_muon``.
+
+    With ``optim.name == "adamw8bit"`` the two moments are kept in 8 bits, block by block
+    (arXiv:2110.02861); those of parameters below 4,096 numbers stay in 32.
+
+    Raises:
+        ConfigError: if bitsandbytes is needed and not installed.
+    """
     for group in groups:
         group["initial_lr"] = group["lr"]
     muon = [g for g in groups if g["name"].endswith("_muon")]
@@ -82,7 +90,13 @@ def make_optimizers(
     if adamw:
         decay = 0.0 if muon else optim.weight_decay
         betas = (optim.beta1, optim.beta2)
-        made.append(torch.optim.AdamW(adamw, betas=betas, weight_decay=decay, fused=fused))
+        if optim.name == "adamw8bit":
+            need_bitsandbytes("optim.name=adamw8bit")
+            from bitsandbytes.optim import AdamW8bit
+
+            made.append(AdamW8bit(adamw, betas=betas, weight_decay=decay))
+        else:
+            made.append(torch.optim.AdamW(adamw, betas=betas, weight_decay=decay, fused=fused))
     if muon:
         made.append(torch.optim.Muon(muon, weight_decay=optim.weight_decay))
     return made
@@ -151,7 +165,8 @@ class TorchEngine:
                 for key, value in state.items():
                     name = f"{names[id(parameter)]}/{key}"
                     if isinstance(value, Tensor):
-                        tensors[name] = value
+                        # 8-bit states share their code books, which safetensors refuses
+                        tensors[name] = value.clone() if key.startswith("qmap") else value
                     else:
                         values[name] = value
         save_tensors(folder / "optimizer.safetensors", tensors)
@@ -217,6 +232,17 @@ class DeepSpeedEngine:
             raise ConfigError(
                 "optim.name=muon needs deepspeed=none, as ZeRO flattens the matrices; "
                 "add optim=adamw"
+            )
+        if cfg.optim.name == "adamw8bit":
+            raise ConfigError(
+                "optim.name=adamw8bit needs deepspeed=none, as ZeRO keeps the moments in parts of "
+                "its own; add optim=adamw"
+            )
+        stage = (cfg.deepspeed.get("zero_optimization") or {}).get("stage", 0)
+        if stage == 3 and any(is_quantized_linear(module) for module in objective.modules()):
+            raise ConfigError(
+                f"model.quantization={cfg.model.quantization}: ZeRO-3 cannot spread quantised "
+                "weights; choose deepspeed=zero1 or zero2"
             )
         if not torch.cuda.is_available():
             _need_compiler()

@@ -52,8 +52,10 @@ def _no_hidden_matrix(module: nn.Module) -> set[int]:
     """Ids of parameters that Muon must not touch: embeddings, output matrices, not 2-D."""
     skipped = {id(p) for p in module.parameters() if p.ndim != 2}
     for name, child in module.named_modules():
-        # an output matrix in two parts is one still, and so is a Markov correction
-        if isinstance(child, nn.Embedding) or name.rsplit(".", 1)[-1] in ("lm_head", "markov"):
+        # an output matrix in two parts is one still, and so is a Markov correction; orthogonal
+        # steps of LoRA's factors are none of their product
+        last = name.rsplit(".", 1)[-1]
+        if isinstance(child, nn.Embedding) or last in ("lm_head", "markov", "lora_A", "lora_B"):
             skipped |= {id(p) for p in child.parameters()}
     return skipped
 

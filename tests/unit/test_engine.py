@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
+from bitsandbytes.nn import Linear8bitLt
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
-from specheads.config import ConfigError, LossConfig, OptimConfig, RunError
+from specheads.config import AdapterConfig, ConfigError, LossConfig, OptimConfig, RunError
+from specheads.models.adapters import adapter_parameters, add_adapter
 from specheads.training.engine import TorchEngine, open_engine
 from specheads.training.schedule import lambda_scale, lr_factor, param_groups
 from tests.toys import ToyBatches, ToyObjective, toy_config
@@ -42,6 +47,57 @@ def test_saved_and_loaded_continues_exactly(tmp_path: Path, name: str) -> None:
         first.objective.state_dict().items(), second.objective.state_dict().values(), strict=True
     ):
         assert torch.equal(x, y), key
+
+
+class Wide(ToyObjective):
+    """With two matrices large enough for 8-bit moments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = torch.nn.Sequential(torch.nn.Linear(6, 800), torch.nn.Linear(800, 6))
+
+
+def test_8_bit_moments_continue_exactly(tmp_path: Path) -> None:
+    """Moments that come back as floats, or with another code book, only make a worse run."""
+    cfg = toy_config(tmp_path, optim__name="adamw8bit")
+    engines = []
+    for _ in range(2):
+        objective = Wide()
+        groups = param_groups(cfg.optim, heads=(objective, cfg.optim.lr))
+        engines.append(TorchEngine(objective, groups, cfg))
+    first, second = engines
+    one_step(first, 0)
+    one_step(first, 1)
+    first.save(tmp_path)
+    stored = load_file(tmp_path / "optimizer.safetensors")
+    eight = {name for name, tensor in stored.items() if tensor.dtype == torch.uint8}
+    assert eight == {f"blocks.0.{i}.weight/state{n}" for i in (0, 1) for n in (1, 2)}
+    second.load(tmp_path)
+    for number in (2, 3):
+        assert one_step(first, number) == one_step(second, number)
+    for (key, x), y in zip(
+        first.objective.state_dict().items(), second.objective.state_dict().values(), strict=True
+    ):
+        assert torch.equal(x, y), key
+
+
+def test_8_bit_steps_are_near_those_of_adamw(tmp_path: Path) -> None:
+    """An optimizer built with other betas, decay or rates than the settings say trains, too."""
+    found = []
+    for name in ("adamw", "adamw8bit"):
+        cfg = toy_config(tmp_path, optim__name=name, optim__weight_decay=0.1)
+        objective = Wide()
+        before = torch.nn.utils.parameters_to_vector(objective.parameters()).detach()
+        engine = TorchEngine(
+            objective, param_groups(cfg.optim, heads=(objective, cfg.optim.lr)), cfg
+        )
+        for number in range(4):
+            one_step(engine, number, factor=0.5)
+        after = torch.nn.utils.parameters_to_vector(objective.parameters()).detach()
+        found.append(after - before)
+    plain, eight = found
+    assert torch.dot(plain, eight) / plain.norm() / eight.norm() > 0.99
+    assert float(eight.norm() / plain.norm()) == pytest.approx(1.0, abs=0.02)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -83,6 +139,14 @@ def test_muon_takes_hidden_matrices_only(tmp_path: Path) -> None:
     )
 
 
+def test_muon_leaves_adapters_to_adamw(tiny_llama: PreTrainedModel) -> None:
+    """Muon makes the steps of A and B orthogonal, which says nothing about the step of B A."""
+    add_adapter(tiny_llama, AdapterConfig(kind="lora", rank=2))
+    (group,) = param_groups(OptimConfig(name="muon"), base=(tiny_llama, 1e-3))
+    assert group["name"] == "base"
+    assert len(group["params"]) == len(adapter_parameters(tiny_llama))
+
+
 def test_an_infinite_gradient_stops_before_the_step(tmp_path: Path) -> None:
     """A finite loss can have infinite gradients; clipping turns them into NaN weights."""
     cfg = toy_config(tmp_path)
@@ -103,11 +167,33 @@ def test_many_processes_need_deepspeed(tmp_path: Path, monkeypatch: pytest.Monke
         open_engine(ToyObjective(), [], cfg)
 
 
-def test_muon_and_deepspeed_exclude_each_other(tmp_path: Path) -> None:
-    """ZeRO flattens matrices; Muon on a flat vector is not Muon."""
-    cfg = toy_config(tmp_path, optim__name="muon", deepspeed={"zero_optimization": {"stage": 2}})
-    with pytest.raises(ConfigError, match="optim.name=muon needs deepspeed=none"):
+@pytest.mark.parametrize("name", ["muon", "adamw8bit"])
+def test_some_optimizers_exclude_deepspeed(tmp_path: Path, name: str) -> None:
+    """ZeRO flattens matrices; Muon on a flat vector is not Muon, nor are blocks of 8 bits these."""
+    cfg = toy_config(tmp_path, optim__name=name, deepspeed={"zero_optimization": {"stage": 2}})
+    with pytest.raises(ConfigError, match=f"optim.name={name} needs deepspeed=none"):
         open_engine(ToyObjective(), [], cfg)
+
+
+def test_zero_3_and_quantised_weights_exclude_each_other(tmp_path: Path) -> None:
+    """It would cut the packed numbers into parts, and fail deep inside the first product."""
+    cfg = toy_config(tmp_path, deepspeed={"zero_optimization": {"stage": 3}})
+    objective = ToyObjective()
+    objective.blocks[0] = Linear8bitLt(6, 6, has_fp16_weights=False)
+    with pytest.raises(ConfigError, match="ZeRO-3 cannot spread quantised weights; choose") as e:
+        open_engine(objective, [], cfg)
+    assert "\n" not in str(e.value)
+
+
+def test_a_missing_bitsandbytes_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An ImportError would come after the model was loaded, without the setting's name."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    cfg = toy_config(tmp_path, optim__name="adamw8bit")
+    objective = ToyObjective()
+    with pytest.raises(ConfigError, match="optim.name=adamw8bit needs: pip install bitsandbytes"):
+        open_engine(objective, param_groups(cfg.optim, heads=(objective, 0.1)), cfg)
 
 
 def test_schedules() -> None:
