@@ -43,12 +43,15 @@ def tidy_arguments(argv: list[str]) -> list[str]:
     """Return the command line as Hydra wants it.
 
     ``model=/a/folder`` and ``model=org/name`` become ``model.name=`` (``model=`` itself picks a
-    file of conf/model, whose names hold no slash). ``-m`` goes first: between settings, argparse
-    would take those after it for unknown arguments.
+    file of conf/model, whose names hold no slash). ``data.columns={ours: theirs}`` gets the ``++``
+    without which Hydra adds nothing to a dict. ``-m`` goes first: between settings, argparse would
+    take those after it for unknown arguments.
     """
 
     def rewrite(arg: str) -> str:
         key, _, value = arg.partition("=")
+        if key.startswith("data.columns"):
+            return f"++{arg}"
         if key != "model" or "/" not in value:
             return arg
         plain = re.fullmatch(r"[\w./:@~+,-]+", value)  # anything else must be quoted for Hydra
