@@ -1,0 +1,122 @@
+"""Show what a model would learn from records: ``python -m specheads.preview data=<source> model=``.
+
+Learned tokens are in colour (in brackets where there is none), special tokens are shown by name.
+Then come counts of the whole training part: tokens, learned ones, records left out by reason, and
+how full packed rows are. Exit code 1: nothing in it can be learned.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from specheads.config import ConfigError, PreviewConfig, RunError
+from specheads.entry import hydra_main
+from specheads.generate import take_literal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedTokenizerBase
+
+    from specheads.data.records import Record
+
+
+def run(config: PreviewConfig) -> None:
+    """Read, encode, print."""
+    from specheads.data.chat import encode_records, pad_token_id
+    from specheads.data.dropped import Dropped
+    from specheads.data.masks import pick, share
+    from specheads.data.pack import PackedBatches
+    from specheads.data.records import load_records
+    from specheads.models.base import load_tokenizer
+
+    data = config.data
+    tokenizer = load_tokenizer(
+        config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
+    )
+    dropped = Dropped()
+    records = load_records(data, "train", dropped=dropped)
+    _show(config, pick(records, config.num_records, config.seed), tokenizer)
+    try:
+        encoded = encode_records(
+            records,
+            tokenizer,
+            seq_len=data.seq_len,
+            max_bad_fraction=data.max_bad_fraction,
+            dropped=dropped,
+        )
+    except ConfigError as error:
+        raise RunError(str(error)) from None
+    counts = encoded.counts
+    _write(f"train: {encoded.summary()}")
+    if data.max_records and len(records) == data.max_records:
+        _write(f"       a sample; data.max_records={data.max_records:,}, 0 takes every record")
+    _write(f"mask: {share(counts['learned'], counts['tokens'])}")
+    if dropped:
+        _write(f"read: {dropped.summary()}")
+    packed = PackedBatches(
+        encoded.documents,
+        seq_len=data.seq_len,
+        rows=1,
+        seed=config.seed,
+        pad_token_id=pad_token_id(tokenizer),
+    )
+    _write(
+        f"packed: {packed.rows_per_epoch:,} rows of {data.seq_len} tokens,"
+        f" {100 * packed.efficiency:.1f}% full"
+    )
+
+
+def _show(
+    config: PreviewConfig, chosen: Sequence[Record], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    from specheads.data.chat import Encoder
+    from specheads.data.dropped import RecordError
+    from specheads.data.masks import PLAIN, render, share
+    from specheads.losses import IGNORE
+
+    color = config.color == "always" or (config.color == "auto" and sys.stdout.isatty())
+    brackets = PLAIN if _can_show("".join(PLAIN)) else (">>>", "<<<")
+    encoder = Encoder(tokenizer)
+    for number, record in enumerate(chosen, 1):
+        title = f"[{number} of {len(chosen)}] {record['id']} ({record['kind']})"
+        try:
+            encoded = encoder(record)
+        except RecordError as error:
+            _write(f"{title}: cannot be encoded: {error}\n")
+            continue
+        learned = int((encoded.labels != IGNORE).sum())
+        long = len(encoded.input_ids) > config.data.seq_len
+        note = f", longer than data.seq_len={config.data.seq_len}" if long else ""
+        _write(f"{title}: {share(learned, len(encoded.input_ids))}{note}")
+        _write(render(encoded, tokenizer, color=color, brackets=brackets) + "\n")
+
+
+def _can_show(text: str) -> bool:
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _write(line: str) -> None:
+    # a terminal without UTF-8 shows a question mark rather than ending the program
+    encoding = sys.stdout.encoding or "utf-8"
+    print(line.encode(encoding, "replace").decode(encoding), flush=True)
+
+
+def main() -> None:
+    """Entry point."""
+    sys.argv[1:], model = take_literal(sys.argv[1:], "model")
+
+    def task(config: PreviewConfig) -> None:
+        run(config if model is None else replace(config, model=model))
+
+    hydra_main("preview", PreviewConfig, task)
+
+
+if __name__ == "__main__":
+    main()
