@@ -1,0 +1,276 @@
+"""The plan of a run: what it counts, what it times, and that it changes nothing."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaForCausalLM
+
+from specheads.config import AdapterConfig, EvaluateConfig, TreeConfig
+from specheads.decoding import expected as module
+from specheads.decoding.expected import (
+    PUBLISHED,
+    Expected,
+    assumed,
+    describe_expected,
+    expect,
+    expected_length,
+    published_rates,
+)
+from specheads.models.base import load_tokenizer, output_layer
+from specheads.models.checkpoint import save_export
+from specheads.models.heads import MedusaHeads
+from specheads.training import plan as plan_module
+from specheads.training.engine import make_optimizers
+from specheads.training.plan import (
+    StagePlan,
+    clock,
+    count_parameters,
+    describe_stage,
+    describe_totals,
+    export_bytes,
+    optimizer_bytes,
+    plan_stage,
+)
+from specheads.training.schedule import param_groups
+from specheads.tree import Tree, grow_tree
+from tests.toys import ToyBatches, ToyObjective, toy_config
+
+
+def plan_of(tmp_path: Path, objective: ToyObjective, **changes: Any) -> StagePlan:
+    """Plan a stage that trains all of ``objective`` but its embedding."""
+    cfg = toy_config(tmp_path, **changes)
+    objective.embed.requires_grad_(False)
+    groups = param_groups(cfg.optim, heads=(objective, cfg.optim.lr))
+    return plan_stage(
+        "train",
+        cfg.steps,
+        objective,
+        ToyBatches(),
+        groups,
+        cfg,
+        output_weight=objective.lm_head.weight,
+        parts={"base": objective.embed, "heads": objective.blocks, "output": objective.lm_head},
+    )
+
+
+def test_a_plan_changes_nothing(tmp_path: Path) -> None:
+    """A dry run that trains a little, or reads batches ahead, plans another run than it starts."""
+    objective, batches = ToyObjective(dropout=0.3), ToyBatches()
+    objective.blocks[0].eval()
+    cfg = toy_config(tmp_path / "run")
+    groups = param_groups(cfg.optim, heads=(objective, cfg.optim.lr))
+    weights = {name: tensor.clone() for name, tensor in objective.state_dict().items()}
+    modes = [part.training for part in objective.modules()]
+    next(batches)
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    plan = plan_stage(
+        "train",
+        8,
+        objective,
+        batches,
+        groups,
+        cfg,
+        output_weight=objective.lm_head.weight,
+        parts={"heads": objective},
+    )
+    assert torch.equal(torch.rand(2), expected)
+    assert batches.state_dict() == {"position": 1}
+    assert all(torch.equal(objective.state_dict()[k], v) for k, v in weights.items())
+    assert [part.training for part in objective.modules()] == modes
+    assert all(parameter.grad is None for parameter in objective.parameters())
+    assert all("initial_lr" not in group for group in groups)
+    assert len(objective.seen_num_valid) == 4 and len(plan.seconds) == 3
+    assert not any(tmp_path.iterdir())
+
+
+def test_parts_are_counted(tmp_path: Path) -> None:
+    """A plan that forgets the optimizer fits a machine that the run does not fit."""
+    objective = ToyObjective()
+    plan = plan_of(tmp_path, objective)
+    # embedding 11 x 6; three blocks 6 x 6 + 6; output matrix 11 x 6 + 11
+    assert plan.parameters == {"base": (0, 66), "heads": (126, 0), "output": (77, 0)}
+    assert plan.memory["weights"] == 4 * 269
+    assert plan.memory["gradients"] == plan.trained_bytes == 4 * 203
+    assert plan.memory["optimizer (adamw)"] == plan.optimizer_bytes == 8 * 203
+    assert plan.memory["logits of one chunk"] == 4 * 11 * 24  # no more than there are positions
+    chunked = plan_of(tmp_path, objective, loss__chunk_size=5)
+    assert chunked.memory["logits of one chunk"] == 4 * 11 * 5
+    naive = plan_of(tmp_path, objective, loss__implementation="naive")
+    assert naive.memory["logits of one chunk"] == 3 * 4 * 11 * 24
+    zero: dict[str, Any] = {"deepspeed": {"zero_optimization": {"stage": 2}}}
+    assert plan_of(tmp_path, objective, **zero).memory["gradients"] == 4 * 203
+
+
+def test_what_zero_splits_is_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting the whole optimizer on each rank refuses machines that would do."""
+    monkeypatch.setattr(plan_module.dist, "world_size", lambda: 2)
+    parts = ("weights", "gradients", "optimizer (adamw)")
+    whole = {"weights": 4 * 269, "gradients": 4 * 203, "optimizer (adamw)": 8 * 203}
+    for stage, split in enumerate([(), parts[2:], parts[1:], parts]):
+        zero = {"zero_optimization": {"stage": stage}}
+        plan = plan_of(tmp_path, ToyObjective(), deepspeed=zero)
+        for part in parts:
+            assert plan.memory[part] == whole[part] / (2 if part in split else 1), (stage, part)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_optimizer_holds_what_was_announced(
+    tmp_path: Path, name: str, dtype: torch.dtype
+) -> None:
+    """The largest part of full training is its optimizer: twice too little is out of memory."""
+    cfg = toy_config(tmp_path, optim__name=name)
+    objective = ToyObjective().to(dtype)
+    groups = param_groups(cfg.optim, heads=(objective, 0.1))
+    announced = sum(optimizer_bytes(group, cfg) for group in groups)
+    for parameter in objective.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    held = 0
+    for optimizer in make_optimizers(groups, cfg.optim):
+        optimizer.step()
+        for state in optimizer.state.values():
+            held += sum(v.numel() * v.element_size() for v in state.values() if v.numel() > 1)
+    assert announced == held
+    small = toy_config(tmp_path, optim__name="adamw8bit")
+    assert optimizer_bytes({"name": "heads", "params": [torch.zeros(50)]}, small) == 100
+    sharded = toy_config(tmp_path, deepspeed={"zero_optimization": {"stage": 1}})
+    narrow = [torch.zeros(50, dtype=torch.bfloat16)]
+    assert optimizer_bytes({"name": "heads", "params": narrow}, sharded) == 600
+
+
+def test_quantised_parameters_count_as_many(tmp_path: Path) -> None:
+    """A 4-bit base of 8 billion parameters would be announced as one of 4 billion."""
+
+    class State:
+        shape = (10, 6)
+
+    module = nn.Linear(6, 10, bias=False)
+    module.weight = nn.Parameter(torch.zeros(30, 1, dtype=torch.uint8), requires_grad=False)
+    module.weight.quant_state = State()  # type: ignore[attr-defined]
+    assert count_parameters(module) == 60
+
+
+def test_time_is_that_of_all_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forgotten factor of accumulation promises an hour for a night."""
+    now = itertools.accumulate([0, 9, 1, 1, 2, 1, 3])  # a begin, then begin and end in turn
+    monkeypatch.setattr(plan_module.time, "perf_counter", lambda: next(now))
+    plan = plan_of(tmp_path, ToyObjective(), optim__accumulation=4)
+    assert plan.seconds == [4.0, 8.0, 12.0]
+    assert plan.total_seconds == 8 * 8.0
+    text = describe_stage(plan)
+    assert "8 s a step, 0:01:04 for all (4 to 12 s in 3 timed micro-batches" in text
+    assert "heads 0.00 M trained" in text and "optimizer (adamw) 1.6 kB" in text
+    assert clock(3 * 3600 + 62) == "3:01:02"
+
+
+def test_totals_of_a_run(tmp_path: Path) -> None:
+    """Disk that fills up at the third checkpoint, or an export without the tuned base in it."""
+    objective = ToyObjective()
+    parts: dict[str, nn.Module] = {"base": objective.embed, "heads": objective.blocks}
+
+    def planned(base: int, adapter: int = 0) -> StagePlan:
+        counts = {"base": (base, 66 - base), "heads": (126, 0), "adapter": (adapter, 0)}
+        return StagePlan("joint", 4, counts, {"weights": 1.0}, [2.0], 812, 1624)
+
+    cfg = toy_config(tmp_path, checkpoint__every=2, checkpoint__keep=2, evaluate__every=2)
+    text = describe_totals(cfg, [planned(0), planned(66)], parts, "feature cache 1.0 GB")
+    assert "192 positions in 8 steps" in text and "time: 0:00:16 at the least" in text
+    assert "checkpoints 3 x 2.4 kB, best weights 812 bytes" in text
+    assert text.endswith("feature cache 1.0 GB")
+    assert export_bytes(cfg, [planned(0)], parts) == 4 * 126
+    assert export_bytes(cfg, [planned(0), planned(66)], parts) == 4 * (126 + 66)
+    lora = toy_config(tmp_path, adapter=AdapterConfig("lora", merge="auto"))
+    assert export_bytes(lora, [planned(0, 9)], parts) == 4 * (126 + 66)
+    lora.model.quantization = "nf4"
+    assert export_bytes(lora, [planned(0, 9)], parts) == 4 * 126
+
+
+def test_published_accuracies_are_met() -> None:
+    """Ranks that do not add up to the published top-5 promise what no head has shown."""
+    rates = published_rates(6)
+    for rate, (top1, top5) in zip(rates, PUBLISHED, strict=False):
+        assert rate[0] == top1
+        assert sum(rate[:5]) == pytest.approx(top5)
+        assert rate == sorted(rate, reverse=True)
+    assert rates[5] == rates[4]
+
+
+def test_expected_length_is_that_of_random_guesses() -> None:
+    """Counting a node without its parents promises more than any decoder accepts."""
+    rates = [[0.5, 0.2], [0.4, 0.3, 0.1]]
+    tree = Tree.from_choices([(0,), (1,), (0, 0), (0, 2), (1, 1)])
+    generator = torch.Generator().manual_seed(0)
+    total, draws = 0, 20_000
+    for first, second in torch.rand(draws, 2, generator=generator).tolist():
+        hit = 0 if first < 0.5 else 1 if first < 0.7 else 9
+        then = 0 if second < 0.4 else 1 if second < 0.7 else 2 if second < 0.8 else 9
+        total += 1 + ((hit,) in tree.choices) + ((hit, then) in tree.choices)
+    assert expected_length(tree, rates) == pytest.approx(total / draws, abs=0.02)
+    assert expected_length(tree, rates) == pytest.approx(1 + 0.5 + 0.2 + 0.2 + 0.05 + 0.06)
+    assert expected_length(Tree.from_choices([(7,)]), rates) == 1.0  # nobody knows that rank
+
+
+def test_the_tree_at_hand(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """Heads that were measured must not be judged by figures of another model."""
+    evaluate = EvaluateConfig(num_nodes=5)
+    tree, length, source = assumed(3, TreeConfig(), evaluate)
+    grown, expected = grow_tree(published_rates(3), 5)
+    assert tree == grown and length == pytest.approx(expected) and "Vicuna-7B" in source
+    assert assumed(3, TreeConfig(num_nodes=7), evaluate)[0].num_nodes == 7
+    choices = [[0], [0, 0]]
+    tree, length, _ = assumed(3, TreeConfig(choices=choices), evaluate)
+    assert length == pytest.approx(1 + 0.56 + 0.56 * 0.316)
+    heads = MedusaHeads(3, 1, 32, 272)
+    given: dict[str, Any] = {
+        "base_name": str(tiny_model_dir),
+        "base_digest": "0",
+        "tokenizer": load_tokenizer(str(tiny_model_dir)),
+        "tree": Tree.from_choices([(0,), (1,), (0, 0)]),
+        "training": {},
+    }
+    start = str(tmp_path / "export")
+    save_export(start, heads, **given)
+    tree, length, source = assumed(3, TreeConfig(), evaluate, start)
+    assert tree.num_nodes == 4 and "Vicuna-7B" in source
+    save_export(start, heads, **given, measured_on={"acceptance": [0.5, 0.125, 0.25]})
+    tree, length, source = assumed(3, TreeConfig(), evaluate, start)
+    assert (tree.num_nodes, length) == (4, 1.875) and source.startswith("as measured")
+    _, length, source = assumed(3, TreeConfig(choices=[[0], [0, 1]]), evaluate, start)
+    assert length == 1.5 and source.startswith("at least, as measured")
+
+
+def test_a_slow_machine_is_warned_about(
+    tiny_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever trains for a night wants to know before that it cannot pay."""
+    output = output_layer(tiny_llama)
+    heads = MedusaHeads(3, 1, 32, 272)
+    heads.init_from_output(output.weight)
+    prompts = [torch.full((1, 3), 7), torch.full((1, 9), 8)]
+    evaluate, tree = EvaluateConfig(max_new_tokens=12, num_nodes=4), TreeConfig()
+    found = expect(tiny_llama, heads, output, prompts, tree, evaluate)
+    assert found.tree.num_nodes == 4 and len(found.cost) == 3 and min(found.cost) > 0
+    seen: list[int] = []
+
+    def runner(base: Any, drafter: Any, ids: torch.Tensor, **_: Any) -> Any:
+        seen.append(ids.shape[1])
+
+    monkeypatch.setattr(module, "runner", runner)
+    monkeypatch.setattr(module, "clock_steps", lambda runs, repeats: [[1.0] * 3, [4.0, 2.5, 3.0]])
+    slow = expect(tiny_llama, heads, output, prompts, tree, evaluate)
+    assert seen == [9, 9] and slow.speedup == slow.accept_length / 3
+    text = describe_expected(slow)
+    assert "4 nodes costs 3.00 plain steps here (2.50 to 4.00)" in text
+    assert "\nwarning: expected speed-up 0.6" in text
+    fast = Expected(slow.tree, slow.accept_length, slow.source, [1.1])
+    assert "warning" not in describe_expected(fast)
+    with pytest.raises(ValueError, match="at least 1 prompt, got 0"):
+        expect(tiny_llama, heads, output, [], tree, evaluate)
