@@ -137,10 +137,6 @@ class AnswerFile:
         Raises:
             RunError: if there is no room; what was there before is untouched.
         """
-        for record in answered:
-            self.done[record["id"]] = prompt_digest(record)
-        for item in quarantined:
-            self.bad[item.record["id"]] = item.reason
         lines = [
             _line(
                 {
@@ -168,6 +164,10 @@ class AnswerFile:
                 f"no room to write {self.path} (disk full?); what was written before is kept,"
                 " and the same command goes on"
             ) from None
+        for record in answered:
+            self.done[record["id"]] = prompt_digest(record)
+        for item in quarantined:
+            self.bad[item.record["id"]] = item.reason
 
     def reasons(self) -> str:
         """Return how many records are in quarantine and why, as a few words."""
