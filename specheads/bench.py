@@ -15,7 +15,7 @@ from specheads.config import BenchConfig, ConfigError, RunError
 from specheads.entry import hydra_main
 
 if TYPE_CHECKING:
-    from specheads.drafters.dynamic import DynamicHeadsDrafter
+    from specheads.drafters.made import DynamicDrafter
     from specheads.models.checkpoint import Export
     from specheads.tree import Tree
 
@@ -158,16 +158,16 @@ def run(config: BenchConfig) -> None:
         raise RunError(f"rounding does not explain that {failed[0]}{more}")
 
 
-def _dynamic(export: Export, config: BenchConfig) -> DynamicHeadsDrafter | None:
+def _dynamic(export: Export, config: BenchConfig) -> DynamicDrafter | None:
     """Return the drafter of trees grown at each step, where its size is given or was measured."""
     from specheads.decoding.exported import dynamic_settings, exported_drafter
-    from specheads.drafters.dynamic import DynamicHeadsDrafter
+    from specheads.drafters.made import DynamicDrafter
 
     asked = config.decode.tree == "dynamic" or config.decode.num_nodes
     if not asked and not dynamic_settings(export):
         return None
     drafter = exported_drafter(export, replace(config.decode, tree="dynamic"))
-    assert isinstance(drafter, DynamicHeadsDrafter)
+    assert isinstance(drafter, DynamicDrafter)
     return drafter
 
 

@@ -144,8 +144,7 @@ def check(
     from tqdm import tqdm
 
     from specheads.decoding.gains import decoded_gains
-    from specheads.drafters.dynamic import DynamicHeadsDrafter
-    from specheads.drafters.heads import HeadsDrafter
+    from specheads.drafters.made import dynamic_drafter, static_drafter
     from specheads.models.base import output_layer
 
     def gain(name: str, drafter: Drafter, expected: float) -> dict[str, Any]:
@@ -173,12 +172,18 @@ def check(
         "num_prompts": len(prompts),
         "prompts_sha256": hashlib.sha256(names.encode()).hexdigest(),
         "static": gain(
-            "static", HeadsDrafter(export.heads, output, tree), measured_on["accept_length"]
+            "static",
+            static_drafter(export.base, export.heads, output, tree),
+            measured_on["accept_length"],
         ),
     }
     if dynamic := measured_on.get("dynamic"):
-        drafter = DynamicHeadsDrafter(
-            export.heads, output, dynamic["num_nodes"], temperatures=dynamic["temperatures"]
+        drafter = dynamic_drafter(
+            export.base,
+            export.heads,
+            output,
+            dynamic["num_nodes"],
+            temperatures=dynamic["temperatures"],
         )
         result["dynamic"] = gain("dynamic", drafter, dynamic["accept_length"])
     return result

@@ -22,8 +22,7 @@ from specheads.decoding.measure import (
     plain_method,
 )
 from specheads.decoding.sampling import Sampler
-from specheads.drafters.dynamic import DynamicHeadsDrafter
-from specheads.drafters.heads import HeadsDrafter
+from specheads.drafters.made import DynamicDrafter, StaticDrafter, static_drafter
 from specheads.drafters.ngram import NgramDrafter
 from specheads.hardware import environment
 from specheads.models.base import OutputLayer
@@ -46,7 +45,7 @@ def make_methods(
     eos: tuple[int, ...],
     pad: int | None,
     max_new_tokens: int,
-    dynamic: DynamicHeadsDrafter | None = None,
+    dynamic: DynamicDrafter | None = None,
     lossy: Acceptance | None = None,
     compile: bool = False,
 ) -> list[Method]:
@@ -78,10 +77,10 @@ def make_methods(
             compile=compile,
         ),
     ]
-    drafted: list[tuple[str, HeadsDrafter | DynamicHeadsDrafter, int, Acceptance | None]] = [
+    drafted: list[tuple[str, StaticDrafter | DynamicDrafter, int, Acceptance | None]] = [
         (
             f"tree_{tree.num_nodes}" if index else "tree",
-            HeadsDrafter(heads, output, tree),
+            static_drafter(base, heads, output, tree),
             tree.num_nodes,
             None,
         )

@@ -21,8 +21,7 @@ from specheads.decoding.grow import acceptance, grow_nodes
 from specheads.decoding.hits import collect_hits, fit_temperatures
 from specheads.decoding.stats import median
 from specheads.drafters.contract import Drafter
-from specheads.drafters.dynamic import DynamicHeadsDrafter
-from specheads.drafters.heads import HeadsDrafter
+from specheads.drafters.made import dynamic_drafter, static_drafter
 from specheads.models.base import OutputLayer
 from specheads.models.heads import MedusaHeads
 from specheads.tree import Tree
@@ -173,13 +172,13 @@ def calibrate(
     kinds = {
         "static": Kind(
             static_gains(hits, most),
-            lambda size: HeadsDrafter(heads, output, Tree.from_choices(nodes[: size - 1])),
+            lambda size: static_drafter(base, heads, output, Tree.from_choices(nodes[: size - 1])),
         )
     }
     if dynamic:
         kinds["dynamic"] = Kind(
             dynamic_gains(hits, num_nodes or max_nodes, scales),
-            lambda size: DynamicHeadsDrafter(heads, output, size, temperatures=scales),
+            lambda size: dynamic_drafter(base, heads, output, size, temperatures=scales),
         )
     longest = max(prompts, key=lambda prompt: prompt.shape[1]).expand(batch_size, -1)
 

@@ -6,15 +6,19 @@ from typing import Any
 
 from specheads.config import ConfigError, DecodeConfig
 from specheads.decoding.deciding import Acceptance
-from specheads.drafters.dynamic import DynamicHeadsDrafter
-from specheads.drafters.heads import HeadsDrafter
+from specheads.drafters.made import (
+    DynamicDrafter,
+    StaticDrafter,
+    dynamic_drafter,
+    static_drafter,
+)
 from specheads.models.base import output_layer
 from specheads.models.checkpoint import Export
 
 
 def exported_drafter(
     export: Export, decode: DecodeConfig | None = None
-) -> HeadsDrafter | DynamicHeadsDrafter:
+) -> StaticDrafter | DynamicDrafter:
     """Return the drafter of an export's heads that ``decode`` asks for; by default the fastest.
 
     Raises:
@@ -24,7 +28,7 @@ def exported_drafter(
     decode = decode or DecodeConfig()
     output = output_layer(export.base)
     if tree_kind(export, decode) == "static":
-        return HeadsDrafter(export.heads, output, export.tree)
+        return static_drafter(export.base, export.heads, output, export.tree)
     measured = dynamic_settings(export)
     num_nodes = decode.num_nodes or measured.get("num_nodes", 0)
     if not num_nodes:
@@ -32,9 +36,8 @@ def exported_drafter(
             "decode.tree=dynamic needs decode.num_nodes: the export was not searched for it"
             " (python -m specheads.tree_search)"
         )
-    return DynamicHeadsDrafter(
-        export.heads, output, num_nodes, temperatures=measured.get("temperatures")
-    )
+    temperatures = measured.get("temperatures")
+    return dynamic_drafter(export.base, export.heads, output, num_nodes, temperatures=temperatures)
 
 
 def tree_kind(export: Export, decode: DecodeConfig) -> str:

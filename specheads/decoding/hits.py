@@ -8,7 +8,7 @@ any tree would have gained at every step, without decoding with that tree.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from specheads.decoding.plain import plain_decode
 from specheads.decoding.sampling import Sampler
+from specheads.drafters.made import embedding
 from specheads.models.base import OutputLayer, capture_hidden
 from specheads.models.heads import MedusaHeads
 
@@ -35,15 +36,19 @@ class Hits:
 
     Position s stands for a verify step whose root is new token s. A text that was cut off tells
     nothing about tokens beyond the cut, so its last positions are left out; one that has ended
-    gains nothing there, so there every guess is a miss.
+    gains nothing there, so there every guess is a miss. Sequential heads are given the tokens that
+    came: all that counts for a tree is what they guess below the accepted ones.
 
     Attributes:
         ranks: [S, K] long, which guess of head d is the token that came ``d + 1`` after the root;
             ``MISS`` if none of the R is.
         logits: [S, K, R], those of the guesses, descending.
-        came: [S, K], the logit of the token that came; NaN beyond the end.
+        came: [S, K], the logit of the token that came; NaN beyond the end, and where the head knows
+            no such token.
         norms: [S, K, G], logsumexp of all logits divided by each of ``TEMPERATURES``.
         ended: whether the text ends after these positions.
+        hidden: [S, d], what the heads read; None for parallel heads, which are not asked again.
+        tokens: [S, K + 1], the root and what came after it, -1 beyond the end; None likewise.
     """
 
     ranks: Tensor
@@ -51,6 +56,8 @@ class Hits:
     came: Tensor
     norms: Tensor
     ended: bool
+    hidden: Tensor | None = None
+    tokens: Tensor | None = None
 
 
 @torch.inference_mode()
@@ -77,26 +84,36 @@ def measure_hits(
         base(input_ids=sequence, use_cache=False, logits_to_keep=1)
     hidden = captured.hidden
     assert hidden is not None
-    new = sequence[0, num_prompt:]
+    hidden = heads.contextual(hidden, torch.arange(hidden.shape[1], device=hidden.device)[None])[0]
+    new = sequence[0, num_prompt:].to(hidden.device)
     num_new, num_heads = len(new), heads.num_heads
     # There is no step with the last token as its root.
     positions = max(num_new - (1 if ended else num_heads), 0)
     # The root's own hidden state is not known yet when the heads guess: theirs is the one before.
     start = num_prompt - 1
-    logits = heads.logits(hidden[0, start : start + positions], output).float()  # [K, S, V]
+    hidden = hidden[start : start + positions]
+    places = torch.arange(num_heads + 1, device=new.device) + torch.arange(
+        positions, device=new.device
+    ).view(-1, 1)
+    known = places < num_new
+    tokens = new[places.clamp(max=num_new - 1)]  # [S, K + 1]
+    # what a head reads beyond the end is nothing that it could be asked about
+    logits = heads.logits(hidden, output, tokens, embedding(base, heads)).float()  # [K, S, V']
     # in the order of the drafter's own top-k, for equal logits are common in bfloat16
     best = logits.topk(min(NUM_RANKS, logits.shape[-1]), dim=-1)
-    ahead = torch.arange(positions)[None] + torch.arange(1, num_heads + 1)[:, None]  # [K, S]
-    known = (ahead < num_new).to(new.device)
-    tokens = new[ahead.clamp(max=num_new - 1).to(new.device)]
-    hit = (best.indices == tokens[..., None]) & known[..., None]  # [K, S, R]
+    wanted = heads.map_labels(tokens[:, 1:]).T.masked_fill(~known[:, 1:].T, -1)  # [K, S]
+    hit = best.indices == wanted[..., None]  # [K, S, R]
     ranks = torch.where(hit.any(-1), hit.int().argmax(-1), MISS)
-    came = logits.gather(-1, tokens[..., None])[..., 0].masked_fill(~known, torch.nan)
+    came = logits.gather(-1, wanted.clamp(min=0)[..., None])[..., 0]
+    came = came.masked_fill(wanted < 0, torch.nan)
     norms = torch.stack([(logits / each).logsumexp(-1) for each in TEMPERATURES], dim=-1)
     ranks, values, came, norms = (
         each.transpose(0, 1).cpu() for each in (ranks, best.values, came, norms)
     )
-    return Hits(ranks, values, came, norms, ended)
+    found = Hits(ranks, values, came, norms, ended)
+    if not heads.sequential:
+        return found
+    return replace(found, hidden=hidden.cpu(), tokens=tokens.masked_fill(~known, -1).cpu())
 
 
 def collect_hits(

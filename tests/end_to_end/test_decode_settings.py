@@ -12,6 +12,7 @@ from specheads.config import BenchConfig, ConfigError, DecodeConfig, GenerateCon
 from specheads.decoding import compiled, exported
 from specheads.decoding.exported import exported_drafter, tree_kind
 from specheads.drafters.dynamic import DynamicHeadsDrafter
+from specheads.drafters.made import DynamicDrafter
 from specheads.generate import run as generate
 from specheads.models.checkpoint import load_export, set_tree
 
@@ -37,12 +38,14 @@ def test_settings_change_the_speed_and_not_the_text(
     made: list[object] = []
     run: list[str] = []
 
-    def watch(*args: Any, **kwargs: Any) -> DynamicHeadsDrafter:
+    make = exported.dynamic_drafter
+
+    def watch(*args: Any, **kwargs: Any) -> DynamicDrafter:
         made.append(kwargs)
-        return DynamicHeadsDrafter(*args, **kwargs)
+        return make(*args, **kwargs)
 
     real = torch.compile
-    monkeypatch.setattr(exported, "DynamicHeadsDrafter", watch)
+    monkeypatch.setattr(exported, "dynamic_drafter", watch)
     monkeypatch.setattr(
         torch, "compile", lambda f, mode=None: (run.append("compiled"), real(f, backend="eager"))[1]
     )
