@@ -127,6 +127,8 @@ def format_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
             parts.append(f"{value / 2**30:5.2f} GiB")
         elif key.startswith("eval/") and key.count("/") == 1:  # the others: metrics.jsonl
             parts.append(f"{key} {value:.4g}")
+        elif key.startswith(("final/accept_length/", "final/speedup/")):
+            parts.append(f"{key} {value:.4g}")
     return "  ".join(parts)
 
 

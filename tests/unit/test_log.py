@@ -110,6 +110,26 @@ def test_console_lines_are_aligned() -> None:
     assert "top5" not in first
 
 
+def test_an_evaluation_is_one_short_line() -> None:
+    """Thirty figures per evaluation on the console hide the loss between them."""
+    values = {
+        "eval/accept_length": 2.345678,
+        "eval/speedup": 1.5,
+        "eval/tree/t0/accept_length": 3.0,
+        "eval/tree/t0/head_0/acceptance": 0.5,
+        "final/accept_length/t0": 2.5,
+        "final/speedup/t0": 1.25,
+        "final/accept_length_low/t0": 2.0,
+    }
+    assert format_line(5, 300, values).split("  ") == [
+        "step   5/300",
+        "eval/accept_length 2.346",
+        "eval/speedup 1.5",
+        "final/accept_length/t0 2.5",
+        "final/speedup/t0 1.25",
+    ]
+
+
 def test_wandb_works_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a key or a network a run must neither ask nor wait; resumed, it keeps its curves."""
     import wandb
