@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import logging
 from collections.abc import Iterator
+from types import MethodType
 from typing import Any
 
 import torch
@@ -104,7 +105,9 @@ def prepare_quantized(model: PreTrainedModel) -> None:
 
     On a CPU with AVX512-BF16, bitsandbytes repacks 4-bit weights at their first forward in eval
     mode: products are in bfloat16 from then on whatever the dtype, no gradient passes them, and
-    ``state_dict`` gives other numbers than were loaded. Exactness comes before that speed.
+    ``state_dict`` gives other numbers than were loaded. And in training mode its 8-bit layers leave
+    their activations unrounded on a CPU, so that another model is trained than decodes. Exactness
+    comes before that speed.
 
     Raises:
         ConfigError: if the output matrix itself is quantised.
@@ -112,12 +115,21 @@ def prepare_quantized(model: PreTrainedModel) -> None:
     for module in model.modules():
         if is_quantized_linear(module):
             setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010 - not nn.Module's
+            if type(module).__name__ == "Linear8bitLt":
+                module.eval()
+                setattr(module, "train", MethodType(_stay, module))  # noqa: B010
     output = model.get_output_embeddings()
     weight = getattr(output, "weight", None)
     if output is not None and not (isinstance(weight, Tensor) and weight.is_floating_point()):
         raise ConfigError(
             f"{model.name_or_path}: its output matrix is quantised; heads need it as numbers"
         )
+
+
+def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
+    """Stand in for ``train``: the layer has no dropout, and keeps to what it computes in eval."""
+    del mode
+    return module
 
 
 def quantization_of(model: PreTrainedModel) -> dict[str, Any] | None:
