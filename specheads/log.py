@@ -13,6 +13,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -27,6 +28,8 @@ from specheads import __version__, dist
 from specheads.config import ConfigError, LogConfig
 
 USED = ("config.yaml", "metrics.jsonl", "checkpoints", "export")
+# of an evaluation's many figures those for the console; all are in metrics.jsonl
+_EVALUATED = re.compile(r"eval/[^/]+|final/(accept_length|speedup)/[^/]+")
 PACKAGES = ("torch", "transformers", "safetensors", "deepspeed", "hydra-core", "wandb")
 
 
@@ -125,9 +128,7 @@ def format_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
             parts.append(f"{value:7.0f} tok/s")
         elif name == "peak_memory":
             parts.append(f"{value / 2**30:5.2f} GiB")
-        elif key.startswith("eval/") and key.count("/") == 1:  # the others: metrics.jsonl
-            parts.append(f"{key} {value:.4g}")
-        elif key.startswith(("final/accept_length/", "final/speedup/")):
+        elif _EVALUATED.fullmatch(key):
             parts.append(f"{key} {value:.4g}")
     return "  ".join(parts)
 
