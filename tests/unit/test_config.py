@@ -58,8 +58,9 @@ def test_every_recipe_program_has_settings() -> None:
 )
 def test_every_option_composes(override: str) -> None:
     """An option with a key that no dataclass has would only fail for its first user."""
-    needed = ["data.path=my.jsonl"] if override == "data=jsonl" else []
-    composed("+recipe=medusa1", override, *needed)
+    files = dict.fromkeys(("data=jsonl", "data=parquet", "data=hub"), ["data.path=mine"])
+    needed = {**files, "data=mixture": ["data.mixture=[{source: pycode, kinds: [next]}]"]}
+    composed("+recipe=medusa1", override, *needed.get(override, []))
 
 
 def test_every_yaml_opens_with_its_command() -> None:
@@ -128,3 +129,10 @@ def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
         load_recipe(str(mine))
     with pytest.raises(ConfigError, match="there is no file"):
         load_recipe("medusa9")
+
+
+def test_columns_are_given_as_they_are_written() -> None:
+    """Hydra refuses new keys in a dict, and its advice, a plus sign, is refused elsewhere."""
+    given = ["data.columns={user: question, assistant: a+b}", "data.columns.system=s"]
+    cfg = composed("+recipe=medusa1", *tidy_arguments(given))
+    assert cfg.data.columns == {"user": "question", "assistant": "a+b", "system": "s"}
