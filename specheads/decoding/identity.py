@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -30,6 +29,7 @@ from transformers import DynamicCache, PreTrainedModel
 from specheads.decoding.forward import replay
 from specheads.decoding.sampling import Sampler, gumbel_noise
 from specheads.decoding.stats import first_difference
+from specheads.models.adapters import in_float32
 
 CONTENDERS = 32  # the likeliest tokens; others are hardly ever chosen between
 EXACT = (torch.float32, torch.float64)
@@ -86,8 +86,7 @@ class Rounding:
         """The same weights in float32: 4 bytes per parameter more, from the first use on."""
         if self.base.dtype in EXACT:
             return self.base
-        # buffers that were float32 all along (rotary frequencies) stay what they were
-        return deepcopy(self.base).float()
+        return in_float32(self.base)
 
     @cached_property
     @torch.inference_mode()

@@ -142,7 +142,6 @@ def merges(base: PreTrainedModel, merge: str) -> bool:
     return merge == "true" or (merge == "auto" and quantization_of(base) is None)
 
 
-@torch.no_grad()
 def merge_adapter(base: PreTrainedModel) -> None:
     """Add the adapter to the weights, in place, and remove it.
 
@@ -155,7 +154,29 @@ def merge_adapter(base: PreTrainedModel) -> None:
     """
     if not has_adapter(base):
         raise ValueError("there is no adapter to merge")
-    for name, weight in _merged_weights(base, base.dtype).items():
+    _make_plain(base, base.dtype)
+
+
+def in_float32(base: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy in float32, dequantised, its adapter merged: what rounding is measured against.
+
+    Weights that cannot be dequantised here (GPTQ, AWQ) have no better numbers: ``base`` itself.
+    """
+    quantization = quantization_of(base)
+    if quantization and not any(is_quantized_linear(module) for module in base.modules()):
+        return base
+    other = copy.deepcopy(base)
+    if not quantization:
+        other.float()  # before the sums are formed
+    _make_plain(other, torch.float32)
+    # buffers that were float32 all along (rotary frequencies) stay what they were
+    return other.float()
+
+
+@torch.no_grad()
+def _make_plain(base: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Merge and dequantise in place."""
+    for name, weight in _merged_weights(base, dtype).items():
         module: Any = base.get_submodule(name)
         layer = getattr(module, "base_layer", module)
         if is_quantized_linear(layer):
@@ -165,7 +186,8 @@ def merge_adapter(base: PreTrainedModel) -> None:
             layer = plain.train(module.training)
         layer.weight = nn.Parameter(weight)
         base.set_submodule(name, layer)
-    del base.peft_config
+    if has_adapter(base):
+        del base.peft_config
     quantizer: Any = getattr(base, "hf_quantizer", None)
     if quantizer is not None:
         quantizer.remove_quantization_config(base)

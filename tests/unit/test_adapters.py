@@ -21,6 +21,7 @@ from specheads.models.adapters import (
     add_adapter,
     check_tunable,
     has_adapter,
+    in_float32,
     load_adapter,
     merge_adapter,
     merged_state,
@@ -200,6 +201,23 @@ def test_merging_gives_the_tuned_model(base: PreTrainedModel, targets: list[str]
     assert base.state_dict().keys() == state.keys()
     assert all(torch.equal(tensor, state[name]) for name, tensor in base.state_dict().items())
     assert base.to(torch.float64).dtype == torch.float64, "an ordinary model again"
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("quantization", ["none", "nf4", "int8"])
+def test_the_reference_in_float32(tiny_model_dir: Path, quantization: str, adapted: bool) -> None:
+    """Near-ties are judged against it; transformers refuses to cast what is quantised."""
+    base = load_base_model(str(tiny_model_dir), quantization=quantization, dtype="bfloat16")
+    if adapted:
+        add_adapter(base, LORA)
+        shake(base)
+    before = logits(base)
+    reference = in_float32(base)
+    assert {p.dtype for p in reference.parameters()} == {torch.float32}
+    assert not has_adapter(reference)
+    assert torch.equal(logits(base), before)
+    difference = (logits(reference) - before.float()).norm() / before.float().norm()
+    assert 0 < difference < 0.05
 
 
 def test_merging_gpt2_transposes(tiny_llama: PreTrainedModel) -> None:
