@@ -60,14 +60,35 @@ def best_trees(log_probs: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
         values, flat = extended.topk(min(num_nodes - 1 - d, extended.shape[1]), dim=1)
         of_levels.append(values)
         below.append(flat)  # (place of the parent in its level) * R + rank
-    above, first = _offsets(tuple(level.shape[1] for level in below), num_ranks, log_probs.device)
+    kept, parents, flat = keep_best(of_levels, below, num_ranks, num_nodes)
+    _, first = _offsets(tuple(level.shape[1] for level in below), num_ranks, log_probs.device)
+    return parents, (first[kept] + flat % num_ranks)[:, 1:]
+
+
+def keep_best(
+    of_levels: Sequence[Tensor], below: Sequence[Tensor], num_ranks: int, num_nodes: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keep the most valuable nodes of a tree grown level by level.
+
+    Args:
+        of_levels: per level, the root's first, the nodes' values [B, n].
+        below: likewise ``(place of the parent in its level) * R + rank``.
+        num_ranks: R.
+        num_nodes: N, root included.
+
+    Returns:
+        kept [B, N]: places in the levels laid end to end; parents [B, N], -1 for the root; and what
+        ``below`` says of the kept nodes.
+    """
+    sizes = tuple(level.shape[1] for level in below)
+    above, _ = _offsets(sizes, num_ranks, below[0].device)
     # a stable sort, and levels in order: a node never precedes its equally probable parent
-    best = torch.cat(of_levels, 1).sort(dim=1, descending=True, stable=True).indices
-    kept = best[:, :num_nodes].sort(dim=1).values  # places in the levels laid end to end
-    flat = torch.cat(below, 1).gather(1, kept)
+    best = torch.cat(list(of_levels), 1).sort(dim=1, descending=True, stable=True).indices
+    kept = best[:, :num_nodes].sort(dim=1).values
+    flat = torch.cat(list(below), 1).gather(1, kept)
     parents = torch.searchsorted(kept, above[kept] + flat // num_ranks)
     parents[:, 0] = -1
-    return parents, (first[kept] + flat % num_ranks)[:, 1:]
+    return kept, parents, flat
 
 
 @lru_cache(maxsize=64)

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.drafters.dynamic import NUM_RANKS, DynamicHeadsDrafter
+from specheads.drafters.grown import DynamicSequentialDrafter
 from specheads.drafters.heads import HeadsDrafter
 from specheads.drafters.sequential import SequentialDrafter
 from specheads.models.base import OutputLayer, input_device
@@ -16,7 +17,7 @@ from specheads.models.stepwise import Embed
 from specheads.tree import Tree
 
 StaticDrafter = HeadsDrafter | SequentialDrafter
-DynamicDrafter = DynamicHeadsDrafter
+DynamicDrafter = DynamicHeadsDrafter | DynamicSequentialDrafter
 
 
 def static_drafter(
@@ -62,6 +63,16 @@ def dynamic_drafter(
     Raises:
         ValueError: if a number is out of range, or the number of temperatures is not that of heads.
     """
+    if heads.sequential:
+        return DynamicSequentialDrafter(
+            heads,
+            output,
+            embedding(base, heads),
+            num_nodes,
+            max_depth=max_depth,
+            num_ranks=num_ranks,
+            temperatures=temperatures,
+        )
     return DynamicHeadsDrafter(
         heads,
         output,

@@ -1,0 +1,151 @@
+"""Trees that sequential heads grow at every step, against every prefix there is."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import LlamaForCausalLM
+
+from specheads.drafters import grown
+from specheads.drafters.contract import FINAL, Candidates
+from specheads.drafters.grown import DynamicSequentialDrafter
+from specheads.drafters.made import dynamic_drafter, embedding
+from specheads.models.base import OutputLayer, output_layer
+from specheads.models.heads import MedusaHeads
+from specheads.tree import RowTrees
+from tests.unit.test_sequential import build, check_decoding, one_by_one, prefill
+
+Path = tuple[int, ...]
+TEMPERATURES = [0.5, 2.0, 1.0]
+
+
+def drafter_of(
+    base: LlamaForCausalLM, heads: MedusaHeads, num_nodes: int, **settings: Any
+) -> DynamicSequentialDrafter:
+    """Return a drafter; the output layer squashes logits, as some models' do."""
+    output = OutputLayer(base.lm_head, scale=2.0, softcap=8.0)
+    embed = embedding(base, heads)
+    return DynamicSequentialDrafter(heads, output, embed, num_nodes, **settings)
+
+
+def every_prefix(
+    drafter: DynamicSequentialDrafter, base: LlamaForCausalLM, hidden: Tensor, root: int
+) -> dict[Path, float]:
+    """Return the probability of every path of the best ranks, node by node."""
+    logits = one_by_one(drafter.heads, base, drafter.output, hidden, root)
+    found: dict[Path, float] = {(): 1.0}
+    for depth in range(drafter.max_depth):
+        for path in [path for path in found if len(path) == depth]:
+            probs = (logits(path) / TEMPERATURES[depth]).softmax(-1).topk(drafter.num_ranks)
+            for prob, token in zip(probs.values.tolist(), probs.indices.tolist(), strict=True):
+                found[*path, token] = found[path] * prob
+    return found
+
+
+def paths_of(candidates: Candidates, row: int) -> list[Path]:
+    """Return each node's path of tokens in one row."""
+    assert isinstance(candidates.tree, RowTrees)
+    tokens = candidates.tokens[row]
+    lines = candidates.tree.ancestors[row]
+    return [tuple(tokens[line[line > 0]].tolist()) for line in lines]
+
+
+@pytest.mark.parametrize("host", [True, False], ids=["host", "device"])
+@pytest.mark.parametrize("kind", ["markov_pruned", "hydra", "everything"])
+@torch.no_grad()
+def test_the_tree_is_the_best_of_all_prefixes(
+    tiny_llama: LlamaForCausalLM, kind: str, host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A level cut too short, a head asked too early, or probabilities of another path."""
+    monkeypatch.setattr(grown, "HOSTS", ("cpu",) if host else ())
+    heads = build(tiny_llama, kind)
+    for num_nodes, num_ranks in itertools.product((2, 7, 15), (4,)):
+        drafter = drafter_of(
+            tiny_llama,
+            heads,
+            num_nodes,
+            num_ranks=num_ranks,
+            temperatures=TEMPERATURES,
+            width=num_nodes,
+        )
+        read = prefill(tiny_llama, 3)
+        candidates = drafter.propose(drafter.start(read))
+        assert candidates.tokens.shape == (3, num_nodes)
+        assert candidates.tokens[:, 0].equal(read.root)
+        for row, hidden in enumerate(read.last_hidden(FINAL)):
+            values = every_prefix(drafter, tiny_llama, hidden, int(read.root[row]))
+            best = sorted(values, key=values.__getitem__, reverse=True)[:num_nodes]
+            assert sorted(paths_of(candidates, row)) == sorted(best)
+
+
+@pytest.mark.parametrize("kind", ["markov", "hydra"])
+@torch.no_grad()
+def test_a_device_grows_what_the_host_grows(
+    tiny_llama: LlamaForCausalLM, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents other trees on a GPU, whose branch no test on a CPU would go through."""
+    heads = build(tiny_llama, kind)
+    depths = set()
+    for num_nodes, width in ((2, 3), (12, 1), (12, 3), (30, 4), (60, 8)):
+        drafter = drafter_of(tiny_llama, heads, num_nodes, width=width)
+        read = prefill(tiny_llama, 3)
+        state = drafter.start(read)
+        on_host = drafter.propose(state)
+        monkeypatch.setattr(grown, "HOSTS", ())
+        on_device = drafter.propose(state)
+        monkeypatch.undo()
+        assert on_host.tokens.equal(on_device.tokens)
+        for name in ("parents", "depths", "tree_mask", "ancestors"):
+            assert getattr(on_host.tree, name).equal(getattr(on_device.tree, name))
+        assert isinstance(on_host.tree, RowTrees)
+        depths |= set(on_host.tree.depths.max(1).values.tolist())
+        for row in range(3):
+            paths = paths_of(on_host, row)
+            assert len(set(paths)) == num_nodes, "equal siblings"
+            asked = [{path[:-1] for path in paths if len(path) == depth} for depth in (2, 3)]
+            assert max(map(len, asked)) <= width
+    assert len(depths) > 1, "some trees end before the last head"
+
+
+@torch.no_grad()
+def test_nothing_waits_for_the_device(tiny_llama: LlamaForCausalLM) -> None:
+    """A synchronisation per level costs a GPU more than the tree gains."""
+    heads = build(tiny_llama, "hydra")
+    drafter = drafter_of(tiny_llama, heads, 12)
+    steps = drafter.steps()
+    walk = steps.begin(torch.randn(2, 32), torch.tensor([3, 4]))
+    grown.keep_best.__globals__["_offsets"].cache_clear()
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):  # has no values: reading one raises
+            found = drafter.grow(walk)
+    finally:
+        grown.keep_best.__globals__["_offsets"].cache_clear()
+    assert tuple(found.parents.shape) == tuple(found.values.shape) == (2, 12)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.4])
+@pytest.mark.parametrize("kind", ["markov_pruned", "hydra"])
+def test_decoding_is_plain_decoding(
+    tiny_llama: LlamaForCausalLM, kind: str, temperature: float
+) -> None:
+    """A tree per row and step that is verified with another row's mask writes other tokens."""
+    heads, output = build(tiny_llama, kind, std=0.02), output_layer(tiny_llama)
+    drafter = dynamic_drafter(tiny_llama, heads, output, 12)
+    assert isinstance(drafter, DynamicSequentialDrafter)
+    check_decoding(tiny_llama, drafter, temperature)
+
+
+def test_settings_are_checked(tiny_llama: LlamaForCausalLM) -> None:
+    """A tree deeper than the heads, or a beam of nothing."""
+    heads = build(tiny_llama, "hydra")
+    with pytest.raises(ValueError, match=r"max_depth must be in 1..3"):
+        drafter_of(tiny_llama, heads, 8, max_depth=4)
+    with pytest.raises(ValueError, match="width must be at least 1, got 0"):
+        drafter_of(tiny_llama, heads, 8, width=0)
+    with pytest.raises(ValueError, match="2 temperatures for 3 heads"):
+        drafter_of(tiny_llama, heads, 8, temperatures=[1.0, 1.0])
