@@ -1,0 +1,324 @@
+"""A server that is busy, broken, slow or gone, played by a thread of the test."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from specheads.config import ConfigError, RunError
+from specheads.data.client import Client, ServerError
+from specheads.data.endpoint import Asking
+from specheads.data.outcome import Outcome, Sampling, record_seed
+
+# what a server does with its nth request (from 0): status, body, headers; None: it never answers
+Script = Callable[[int, str, dict[str, Any]], tuple[int, Any, dict[str, str]] | None]
+
+
+class Server:
+    """A scripted server; ``seen`` holds path, body and headers of every request."""
+
+    def __init__(self, script: Script) -> None:
+        self.seen: list[tuple[str, dict[str, Any], dict[str, str]]] = []
+        self.at_once = self.most_at_once = 0
+        self.closing = threading.Event()
+        lock, outer = threading.Lock(), self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:  # noqa: N802
+                size = int(self.headers.get("Content-Length") or 0)
+                body = json.loads(self.rfile.read(size) or b"{}")
+                with lock:
+                    number = len(outer.seen)
+                    outer.seen.append((self.path, body, dict(self.headers)))
+                    outer.at_once += 1
+                    outer.most_at_once = max(outer.most_at_once, outer.at_once)
+                try:
+                    self.reply(script(number, self.path, body))
+                finally:
+                    with lock:
+                        outer.at_once -= 1
+
+            do_GET = do_POST  # noqa: N815
+
+            def reply(self, found: tuple[int, Any, dict[str, str]] | None) -> None:
+                if found is None:
+                    outer.closing.wait(30)
+                    return
+                status, content, headers = found
+                data = content if isinstance(content, bytes) else json.dumps(content).encode()
+                self.send_response(status)
+                for key, value in ({"Content-Length": str(len(data))} | headers).items():
+                    self.send_header(key, value)
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}/v1"
+        threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
+
+    def close(self) -> None:
+        """Stop; requests that hang are let go."""
+        self.closing.set()
+        self.http.shutdown()
+        self.http.server_close()
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Script], Server]]:
+    """Return a function that starts a scripted server."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", "OPENAI_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    servers: list[Server] = []
+
+    def start(script: Script) -> Server:
+        servers.append(Server(script))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def ok(body: dict[str, Any], reason: str = "stop") -> tuple[int, Any, dict[str, str]]:
+    """Return a good answer: to which messages or prompt it was given, in words."""
+    usage = {"completion_tokens": 7}
+    if "prompt" in body:
+        choice: dict[str, Any] = {"text": f"<{body['prompt']}>"}
+    else:
+        said = " ".join(m["content"] for m in body["messages"])
+        choice = {"message": {"role": "assistant", "content": f"<{said}>"}}
+    return 200, {"choices": [choice | {"finish_reason": reason}], "usage": usage}, {}
+
+
+def fails(code: int, **headers: str) -> tuple[int, Any, dict[str, str]]:
+    """Return an error."""
+    return code, {"error": {"message": f"error {code}"}}, headers
+
+
+def client_of(server: Server, **settings: Any) -> Client:
+    """Return a client that does not wait for long."""
+    return Client(server.url, **({"timeout": 5.0, "retries": 3, "pause": 0.01} | settings))
+
+
+def chats(*questions: str) -> list[dict[str, Any]]:
+    """Return records with one question each."""
+    return [
+        {"id": q, "kind": "chat", "messages": [{"role": "user", "content": q}]} for q in questions
+    ]
+
+
+def ask(
+    server: Server, records: list[dict[str, Any]], concurrency: int = 2, **settings: Any
+) -> Outcome:
+    """Answer all records and return everything that became of them."""
+    sampling = Sampling(0.5, 0, 0.9, seed=3, max_new_tokens=11)
+    asking = Asking(client_of(server, **settings), "m", sampling, concurrency=concurrency)
+    total = Outcome()
+    for outcome in asking.answer(records, {"model": "m"}):
+        total.answered += outcome.answered
+        total.quarantined += outcome.quarantined
+        total.num_tokens += outcome.num_tokens
+    return total
+
+
+def test_settings_reach_the_server(serve: Callable[[Script], Server]) -> None:
+    """Without them a server answers with its own temperature and stops where it likes."""
+    server = serve(lambda n, path, body: ok(body))
+    pair = {"id": "p", "kind": "completion", "prompt": "def", "completion": "old"}
+    total = ask(server, [*chats("a"), pair])
+    answered = {record["id"]: record for record in total.answered}
+    assert answered["p"]["completion"] == "<def>"
+    assert answered["a"]["messages"][-1] == {"role": "assistant", "content": "<a>"}
+    assert answered["a"]["generation"] == {
+        "model": "m", "finish_reason": ["stop"], "num_tokens": [7],
+    }  # fmt: skip
+    assert total.num_tokens == 14 and not total.quarantined
+    sent = {path: body for path, body, _ in server.seen}
+    common = {"model": "m", "temperature": 0.5, "top_p": 0.9, "max_tokens": 11}
+    assert sent["/v1/chat/completions"] == common | {
+        "seed": record_seed(3, "a"), "messages": [{"role": "user", "content": "a"}],
+    }  # fmt: skip
+    assert sent["/v1/completions"] == common | {"seed": record_seed(3, "p"), "prompt": "def"}
+
+
+def test_turns_follow_each_other(serve: Callable[[Script], Server]) -> None:
+    """A second question is about the new first answer; the old one was another model's."""
+    server = serve(lambda n, path, body: ok(body))
+    roles = ("system", "user", "assistant", "user", "assistant")
+    messages = [{"role": role, "content": f"{i}"} for i, role in enumerate(roles)]
+    total = ask(server, [{"id": "x", "kind": "chat", "messages": messages}])
+    said = [m["content"] for m in total.answered[0]["messages"]]
+    assert said == ["0", "1", "<0 1>", "3", "<0 1 <0 1> 3>"]
+    assert total.answered[0]["generation"]["num_tokens"] == [7, 7]
+
+
+def test_requests_run_at_one_time(serve: Callable[[Script], Server]) -> None:
+    """One request after the other would take a server's whole speed away."""
+    gate = threading.Barrier(4, timeout=10)
+
+    def script(n: int, path: str, body: dict[str, Any]) -> Any:
+        gate.wait()  # let go only when four are there
+        return ok(body)
+
+    server = serve(script)
+    questions = [f"q{i}" for i in range(12)]
+    total = ask(server, chats(*questions), concurrency=4)
+    assert sorted(r["id"] for r in total.answered) == sorted(questions)
+    assert server.most_at_once == 4 and len(server.seen) == 12
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [fails(429), fails(503), (200, b"<html>busy</html>", {}), (200, [], {}), None],
+    ids=["429", "503", "no JSON", "no object", "silence"],
+)
+def test_what_may_pass_is_tried_again(
+    serve: Callable[[Script], Server], failure: tuple[int, Any, dict[str, str]] | None
+) -> None:
+    """A busy minute of a server must not cost a record."""
+    server = serve(lambda n, path, body: failure if n < 2 else ok(body))
+    total = ask(server, chats("a"), concurrency=1, timeout=0.3)
+    assert len(total.answered) == 1 and not total.quarantined and len(server.seen) == 3
+
+
+def test_pauses_grow_and_obey(serve: Callable[[Script], Server]) -> None:
+    """Without growing pauses a crowd of clients keeps a struggling server down."""
+    pauses: list[float] = []
+
+    class Noting(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            pauses.append(timeout)
+            return False
+
+    server = serve(lambda n, path, body: fails(429, **({"Retry-After": "9"} if n == 2 else {})))
+    client = client_of(server, pause=1.0, retries=3)
+    client.stopped = Noting()
+    with pytest.raises(ServerError, match="HTTP 429 .*error 429"):
+        client.call("/x")
+    assert len(pauses) == 3 and len(server.seen) == 4
+    assert 0.5 <= pauses[0] <= 1.5 and 1 <= pauses[1] <= 3 and pauses[2] == 9
+    del pauses[:]
+    client.retries = 12
+    with pytest.raises(ServerError):
+        client.call("/x")
+    assert 30 <= pauses[-1] <= 90  # some bound
+
+
+def test_a_record_that_fails_goes_to_quarantine(serve: Callable[[Script], Server]) -> None:
+    """One poisoned record must neither end a run of days nor vanish from the count."""
+
+    def script(n: int, path: str, body: dict[str, Any]) -> Any:
+        question = body["messages"][0]["content"]
+        if question == "long":
+            return ok(body, "length")
+        if question == "filtered":
+            return ok(body, "content_filter")
+        if question == "empty":
+            return 200, {"choices": [{"message": {"content": None}, "finish_reason": "stop"}]}, {}
+        if question == "shapeless":
+            return 200, {"choices": []}, {}
+        return {"broken": fails(500), "bad": fails(400)}.get(question, ok(body))
+
+    server = serve(script)
+    names = ["one", "long", "filtered", "empty", "shapeless", "broken", "bad", "two"]
+    system = {"id": "alone", "kind": "chat", "messages": [{"role": "system", "content": "x"}]}
+    total = ask(server, [*chats(*names), system], retries=1)
+    assert sorted(r["id"] for r in total.answered) == ["one", "two"]
+    assert {q.record["id"]: (q.reason, q.transient) for q in total.quarantined} == {
+        "long": ("truncated", False),
+        "filtered": ("unfinished", False),
+        "empty": ("empty", False),
+        "shapeless": ("refused", False),
+        "broken": ("server", True),
+        "bad": ("refused", False),
+        "alone": ("role", False),
+    }
+    asked = [body["messages"][0]["content"] for _, body, _ in server.seen]
+    assert asked.count("broken") == 2 and asked.count("bad") == 1
+
+
+def test_a_server_that_never_answers_ends_the_run(serve: Callable[[Script], Server]) -> None:
+    """A wrong port or a dead server would put a whole data set into quarantine, slowly."""
+    server = serve(lambda n, path, body: fails(500))
+    asking = Asking(client_of(server, retries=1), "m", Sampling(), concurrency=3)
+    outcomes = []
+    with pytest.raises(RunError, match=r"never answered: HTTP 500 .*error 500"):
+        outcomes += list(asking.answer(chats(*map(str, range(50))), {}))
+    assert len(server.seen) < 20 and not any(o.quarantined for o in outcomes)
+    server.close()
+    with pytest.raises(RunError, match="never answered: .*refused"):
+        ask(server, chats("a"), retries=0)
+    with pytest.raises(RunError, match="/models: .*refused"):
+        client_of(server, retries=0).first_model()
+
+
+def test_a_server_that_dies_ends_the_run(serve: Callable[[Script], Server]) -> None:
+    """What is left must stay left: to be asked when the server is back, not quarantined."""
+    server = serve(lambda n, path, body: ok(body) if n < 10 else fails(502))
+    total = Outcome()
+    asking = Asking(client_of(server, retries=0), "m", Sampling(), concurrency=2)
+    with pytest.raises(RunError, match="stopped answering: HTTP 502"):
+        for outcome in asking.answer(chats(*map(str, range(500))), {}):
+            total.answered += outcome.answered
+            total.quarantined += outcome.quarantined
+    assert len(total.answered) == 10 and len(server.seen) < 100
+    assert all(item.transient for item in total.quarantined)
+
+
+@pytest.mark.parametrize("code", [401, 404, 307])
+def test_what_will_never_do_ends_the_run_at_once(
+    serve: Callable[[Script], Server], code: int
+) -> None:
+    """With a wrong key or path every record fails alike; and a redirection could take the key."""
+    server = serve(lambda n, path, body: fails(code, Location="http://127.0.0.1:9/v1"))
+    with pytest.raises(RunError, match=f"refuses all requests: HTTP {code}"):
+        ask(server, chats(*map(str, range(50))), concurrency=2)
+    assert len(server.seen) <= 4
+
+
+def test_the_key_is_sent_and_nowhere_else(
+    serve: Callable[[Script], Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers repeat a wrong key in their message, and messages end in logs and files."""
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    server = serve(lambda n, path, body: (400, {"error": "no sk-secret here"}, {}))
+    with pytest.raises(ServerError) as caught:
+        client_of(server).call("/x", {})
+    assert server.seen[0][2]["Authorization"] == "Bearer sk-secret"
+    assert "sk-secret" not in str(caught.value) and "no *** here" in str(caught.value)
+    for url in ("localhost:8000", "ftp://x/v1", "http://"):
+        with pytest.raises(ConfigError, match="endpoint must be like http"):
+            Client(url)
+    with pytest.raises(ConfigError, match="must not hold a password") as refused:
+        Client("http://me:hidden@host/v1")
+    assert "hidden" not in str(refused.value)
+
+
+def test_the_first_model_is_asked_for(serve: Callable[[Script], Server]) -> None:
+    """A server of one model should not need to be told its long name."""
+    server = serve(lambda n, path, body: (200, {"data": [{"id": "org/m"}, {"id": "b"}]}, {}))
+    assert client_of(server).first_model() == "org/m" and server.seen[0][0] == "/v1/models"
+    with pytest.raises(RunError, match="lists no models"):
+        client_of(serve(lambda n, path, body: (200, {"data": []}, {}))).first_model()
+
+
+def test_stopping_does_not_wait(serve: Callable[[Script], Server]) -> None:
+    """Ctrl-C during a pause of a minute, or a slow answer, must not hang."""
+    server = serve(lambda n, path, body: ok(body) if n == 0 else None)
+    asking = Asking(client_of(server, timeout=60), "m", Sampling(), concurrency=2)
+    start = time.monotonic()
+    outcomes = asking.answer(chats("a", "b", "c"), {})
+    assert len(next(outcomes).answered) == 1
+    outcomes.close()  # type: ignore[attr-defined]
+    assert asking.client.stopped.is_set() and time.monotonic() - start < 5
