@@ -43,8 +43,7 @@ def due(cfg: TrainConfig, progress: Progress, last_step: int) -> bool:
 
 def judge(
     found: Mapping[str, float],
-    objective: nn.Module,
-    groups: Groups,
+    parameters: Mapping[str, nn.Parameter],
     cfg: TrainConfig,
     progress: Progress,
     run: RunLog,
@@ -55,8 +54,7 @@ def judge(
 
     Args:
         found: the evaluation's metrics; every rank brings its own, their mean counts.
-        objective: what is trained.
-        groups: its trained parameters.
+        parameters: see :func:`trained`.
         cfg: the run's settings.
         progress: is brought up to date.
         run: the open run directory.
@@ -82,7 +80,7 @@ def judge(
     if length >= progress.best:  # of equals the one that has trained longer
         progress.best, progress.best_step = length, progress.step
         if cfg.evaluate.keep_best and dist.is_main():
-            save(run.dir, trained(objective, groups), progress, found)
+            save(run.dir, parameters, progress, found)
             prune(run.dir, progress)
     patience = cfg.evaluate.patience
     progress.stopped = bool(patience) and progress.since_best >= patience
@@ -100,7 +98,10 @@ def judge(
 
 
 def trained(objective: nn.Module, groups: Groups) -> dict[str, nn.Parameter]:
-    """Return the trained parameters by their names in ``objective``."""
+    """Return the trained parameters by their names in ``objective``.
+
+    To be asked before an engine is opened: DeepSpeed puts tensors of its own into the groups.
+    """
     chosen = {id(parameter) for group in groups for parameter in group["params"]}
     return {name: p for name, p in objective.named_parameters() if id(p) in chosen}
 
@@ -132,9 +133,9 @@ def prune(run_dir: Path, progress: Progress) -> None:
 
 
 def finish(
-    objective: nn.Module, groups: Groups, cfg: TrainConfig, progress: Progress, run: RunLog
+    parameters: Mapping[str, nn.Parameter], cfg: TrainConfig, progress: Progress, run: RunLog
 ) -> None:
-    """Put the best weights of the last stage back into ``objective``, to be exported.
+    """Put the best weights of the last stage back into ``parameters``, to be exported.
 
     On rank 0 alone: it is the one that exports. Without a best evaluation nothing is changed.
 
@@ -153,7 +154,7 @@ def finish(
             f"{folder} is gone, and with it the best weights of this run; "
             "evaluate.keep_best=false exports the last ones"
         )
-    weights, parameters = load_tensors(folder / _TENSORS), trained(objective, groups)
+    weights = load_tensors(folder / _TENSORS)
     if odd := sorted(weights.keys() ^ parameters.keys()):
         raise ConfigError(f"{folder} is of another model: {odd[0]} is in one only")
     with torch.no_grad():

@@ -248,6 +248,7 @@ def fit(
             progress = reached
         else:
             checkpoint = None
+    parameters = best.trained(objective, groups)
     engine = open_engine(objective, groups, cfg)
     if checkpoint is not None:
         engine.load(checkpoint)
@@ -271,7 +272,7 @@ def fit(
             if evaluate and best.due(cfg, progress, last_step):
                 with meter.paused(), same_random_state():
                     found = evaluate(progress.step)
-                    found = best.judge(found, objective, groups, cfg, progress, run)
+                    found = best.judge(found, parameters, cfg, progress, run)
                     run.metrics(progress.step, found)
                 objective.train()
             due = progress.step % cfg.log.every == 0 or progress.step == last_step
@@ -293,7 +294,7 @@ def fit(
                     f"stopped after step {progress.step} of {cfg.steps}; go on with resume=auto"
                 )
     if last_step == cfg.steps:
-        best.finish(objective, groups, cfg, progress, run)
+        best.finish(parameters, cfg, progress, run)
     return progress.step
 
 

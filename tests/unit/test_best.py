@@ -15,7 +15,9 @@ import torch
 
 from specheads.config import ConfigError, TrainConfig
 from specheads.log import RunLog
+from specheads.training import loop
 from specheads.training.best import chosen
+from specheads.training.engine import TorchEngine
 from specheads.training.loop import fit
 from specheads.training.schedule import param_groups
 from specheads.training.state import checkpoints_of
@@ -166,6 +168,23 @@ def test_only_the_last_stage_goes_back(tmp_path: Path) -> None:
     run.assert_weights_of(5)
     figures = chosen(tmp_path)
     assert figures is not None and (figures["stage"], figures["step"]) == ("joint", 5)
+
+
+def test_engines_that_take_the_groups_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed puts flat tensors into the groups; by them, nothing is kept and nothing restored."""
+
+    def open_engine(objective: Any, groups: list[dict[str, Any]], cfg: TrainConfig) -> TorchEngine:
+        engine = TorchEngine(objective, [dict(group) for group in groups], cfg)
+        for group in groups:
+            group.update(initial_lr=group["lr"], params=[torch.cat([torch.zeros(3)])])
+        return engine
+
+    monkeypatch.setattr(loop, "open_engine", open_engine)
+    run = Evaluated()
+    run.fit(toy_config(tmp_path, evaluate__every=2))
+    run.assert_weights_of(4)
 
 
 def test_what_cannot_be_done_is_one_line(tmp_path: Path) -> None:
