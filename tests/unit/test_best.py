@@ -173,7 +173,7 @@ def test_only_the_last_stage_goes_back(tmp_path: Path) -> None:
 def test_engines_that_take_the_groups_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DeepSpeed puts flat tensors into the groups; by them, nothing is kept and nothing restored."""
+    """DeepSpeed puts flat tensors into the groups; by them nothing would be kept."""
 
     def open_engine(objective: Any, groups: list[dict[str, Any]], cfg: TrainConfig) -> TorchEngine:
         engine = TorchEngine(objective, [dict(group) for group in groups], cfg)
