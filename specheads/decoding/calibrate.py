@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.decoding.cost import CostCurve, clock_steps, ratios, runner
-from specheads.decoding.gains import Gains, dynamic_gains, static_gains
+from specheads.decoding.gains import Gains, drafter_gains, static_gains
 from specheads.decoding.grow import acceptance, grow_nodes
 from specheads.decoding.hits import collect_hits, fit_temperatures
 from specheads.decoding.stats import median
 from specheads.drafters.contract import Drafter
-from specheads.drafters.made import dynamic_drafter, static_drafter
+from specheads.drafters.made import DynamicDrafter, dynamic_drafter, static_drafter
 from specheads.models.base import OutputLayer
 from specheads.models.heads import MedusaHeads
 from specheads.tree import Tree
@@ -176,10 +176,12 @@ def calibrate(
         )
     }
     if dynamic:
-        kinds["dynamic"] = Kind(
-            dynamic_gains(hits, num_nodes or max_nodes, scales),
-            lambda size: dynamic_drafter(base, heads, output, size, temperatures=scales),
-        )
+
+        def grown(size: int) -> DynamicDrafter:
+            return dynamic_drafter(base, heads, output, size, temperatures=scales)
+
+        largest = grown(num_nodes or max_nodes)
+        kinds["dynamic"] = Kind(drafter_gains(hits, largest, scales), grown)
     longest = max(prompts, key=lambda prompt: prompt.shape[1]).expand(batch_size, -1)
 
     def clock(wanted: dict[str, list[int]]) -> list[float]:

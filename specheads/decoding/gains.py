@@ -17,10 +17,13 @@ from specheads.decoding.sampling import Sampler
 from specheads.decoding.stats import ratio_ci95
 from specheads.drafters.contract import Drafter
 from specheads.drafters.dynamic import best_trees
+from specheads.drafters.grown import DynamicSequentialDrafter
+from specheads.drafters.made import DynamicDrafter
 from specheads.tree import Choice, Tree
 
 _FOLDS = 5
 _CHUNK = 1024  # positions whose trees are grown at once
+_NUMBERS = 1 << 22  # logits in memory where sequential heads are asked
 
 
 def replay(tree: Tree, ranks: Tensor, *, ended: bool) -> Iterator[int]:
@@ -88,6 +91,43 @@ def _sizes_of(log_probs: Tensor, ranks: Tensor, max_nodes: int) -> Tensor:
         alive = alive & here.any(1) & (ranks[:, d] != MISS)
         node = torch.where(alive[:, None], here.int().argmax(1, keepdim=True), node)
         found[:, d] = torch.where(alive, places.gather(1, node)[:, 0], MISS)
+    return found
+
+
+def grown_sizes(hits: Hits, drafter: DynamicSequentialDrafter) -> Tensor:
+    """Return what :func:`dynamic_sizes` does, for sequential heads.
+
+    Which nodes a tree holds beside the path that came depends on what the heads say below tokens
+    that did not come, and that no text tells. So the largest tree is really grown at every
+    position; a smaller one holds the most probable of its nodes.
+
+    Args:
+        hits: of one text.
+        drafter: of the largest tree.
+
+    Returns:
+        [S, K] long, as :func:`static_sizes`.
+    """
+    assert hits.hidden is not None and hits.tokens is not None
+    found = torch.full_like(hits.ranks, MISS)
+    steps = drafter.steps()
+    device = next(drafter.heads.parameters()).device
+    num_rows = max(1, _NUMBERS // (drafter.width * drafter.heads.num_outputs))
+    for chunk in torch.arange(len(found)).split(num_rows):
+        tokens = hits.tokens[chunk]
+        walk = steps.begin(hits.hidden[chunk].to(device), tokens[:, 0].to(device))
+        grown = drafter.grow(walk)
+        parents, guesses, values = (
+            each.cpu() for each in (grown.parents, grown.tokens, grown.values)
+        )
+        places = values.argsort(dim=1, descending=True, stable=True).argsort(dim=1) + 1
+        node = torch.zeros(len(chunk), 1, dtype=torch.long)
+        alive = torch.ones(len(chunk), dtype=torch.bool)
+        for d in range(drafter.max_depth):
+            here = (parents == node) & (guesses == tokens[:, d + 1, None])
+            alive = alive & here.any(1)
+            node = torch.where(alive[:, None], here.int().argmax(1, keepdim=True), node)
+            found[chunk, d] = torch.where(alive, places.gather(1, node)[:, 0], MISS)
     return found
 
 
@@ -174,6 +214,21 @@ def dynamic_gains(
     return count_gains(
         hits, lambda _, text: dynamic_sizes(text, max_nodes, temperatures), max_nodes
     )
+
+
+def drafter_gains(
+    hits: Sequence[Sequence[Hits]], drafter: DynamicDrafter, temperatures: Sequence[float]
+) -> Gains:
+    """Count what trees grown at each step gain, of heads of any kind and up to this drafter's size.
+
+    Args:
+        hits: per prompt, per text.
+        drafter: of the largest tree.
+        temperatures: its own, one per head.
+    """
+    if isinstance(drafter, DynamicSequentialDrafter):
+        return count_gains(hits, lambda _, text: grown_sizes(text, drafter), drafter.num_nodes)
+    return dynamic_gains(hits, drafter.num_nodes, temperatures)
 
 
 def decoded_gains(
