@@ -62,7 +62,7 @@ def run(cfg: TrainConfig) -> None:
         )
         if not dist.is_main():
             return
-        accuracy = heads_accuracy(objective, heldout, base.device)
+        accuracy = heads_accuracy(base, heads, output, heldout)
         log.record(steps, {f"heldout/{key}": value for key, value in accuracy.items()})
         log.say("measuring trees ...")
         chosen = choose_tree(

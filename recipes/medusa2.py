@@ -75,7 +75,7 @@ def run(cfg: TrainConfig) -> None:
         if has_adapter(base) and merges(base, cfg.adapter.merge):
             merge_adapter(base)  # what is measured from here on is what is exported
         moved = heldout_loss(base, output, data.heldout, original)
-        moved |= heads_accuracy(objective, data.heldout, base.device)
+        moved |= heads_accuracy(base, heads, output, data.heldout)
         log.record(steps, {f"heldout/{key}": value for key, value in moved.items()})
         log.say(
             f"held-out loss {moved['loss']:.4f} tuned, {moved['original_loss']:.4f} original, "

@@ -114,18 +114,23 @@ def medusa_objective(
 
 @torch.no_grad()
 def heads_accuracy(
-    objective: MedusaObjective, batches: Sequence[dict[str, Any]], device: torch.device
+    base: PreTrainedModel,
+    heads: MedusaHeads,
+    output: OutputLayer,
+    batches: Sequence[dict[str, Any]],
 ) -> dict[str, float]:
     """Return ``head_{i}/loss|top1|top5`` over held-out rows, each a mean over its own labels.
 
+    The loss is cross entropy with the data's tokens, whatever the heads were trained with.
+
     Args:
-        objective: as it was trained.
+        base: the base model as it is exported; not run where the batches carry ``hidden``.
+        heads: its heads.
+        output: its output layer.
         batches: packed held-out rows (``data/pack.py``).
-        device: of the heads.
     """
-    training = objective.training
-    objective.eval()
-    num_heads = objective.num_heads
+    objective = MedusaObjective(base, heads, train_base=False, output=output).eval()
+    num_heads, device = heads.num_heads, output.weight.device
     num_valid = torch.stack(
         [count_valid(b["labels"], b["segment_ids"], num_heads) for b in batches]
     ).sum(0)
@@ -136,5 +141,4 @@ def heads_accuracy(
         for key, value in metrics.items():
             if key.startswith("head_"):
                 total[key] = total.get(key, 0.0) + float(value)
-    objective.train(training)
     return total
