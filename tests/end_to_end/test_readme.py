@@ -18,12 +18,16 @@ from specheads.entry import tidy_arguments
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 GUIDE = (ROOT / "docs" / "decoding.md").read_text()
+TRAINING = (ROOT / "docs" / "training.md").read_text()
 SCHEMAS = {
     "train": config.TrainConfig,
     "generate": config.GenerateConfig,
     "bench": config.BenchConfig,
     "tree_search": config.TreeSearchConfig,
     "doctor": config.DoctorConfig,
+    "export": config.ExportConfig,
+    "preview": config.PreviewConfig,
+    "regenerate": config.RegenerateConfig,
 }
 
 
@@ -34,7 +38,7 @@ def blocks(language: str, page: str = README) -> list[str]:
 
 def commands() -> list[list[str]]:
     """Return the pages' shell commands, split into words, comments left out."""
-    code = "\n".join([*blocks("sh"), *blocks("sh", GUIDE)])
+    code = "\n".join([*blocks("sh"), *blocks("sh", GUIDE), *blocks("sh", TRAINING)])
     lines = code.replace("\\\n", " ").splitlines()
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
@@ -62,7 +66,8 @@ def test_commands_exist(words: list[str]) -> None:
     program = words[2].removeprefix("specheads.")
     config.register_schemas()
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        literal = "model=" if program == "doctor" else "prompt="  # taken before Hydra sees them
+        # taken before Hydra sees them
+        literal = "prompt=" if program == "generate" else "\n" if program == "train" else "model="
         given = [word for word in words[3:] if not word.startswith(literal)]
         overrides = tidy_arguments(given)
         extra = ["run_dir=unused"] if program == "train" else []
