@@ -186,7 +186,7 @@ def plan_features(
     for document, length in enumerate([*lengths, math.inf]):
         if tokens and (tokens + length) * row > shard_bytes:
             name = f"features-{len(plan.shards):05d}.safetensors"
-            size = _header_bytes(plan, tokens) + tokens * row
+            size = header_bytes(plan, tokens) + tokens * row
             plan.shards.append(Shard(name, (first, document), tokens, size))
             first, tokens = document, 0
         tokens += 0 if math.isinf(length) else int(length)
@@ -243,7 +243,7 @@ def metadata(plan: Plan, sha256: str) -> dict[str, str]:
     return {"made_of": plan.fingerprint, "sha256": sha256}
 
 
-def _header_bytes(plan: Plan, tokens: int) -> int:
+def header_bytes(plan: Plan, tokens: int) -> int:
     """Return the bytes in front of the numbers of a shard, as safetensors writes them."""
     entries: dict[str, Any] = {"__metadata__": metadata(plan, "0" * _SHA256_LENGTH)}
     offset = 0

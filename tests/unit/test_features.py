@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save
 from transformers import PreTrainedModel
 
 from specheads.config import (
@@ -24,7 +28,7 @@ from specheads.config import (
 )
 from specheads.data import features as features_module
 from specheads.data.chat import Encoded
-from specheads.data.feature_plan import Plan, plan_features
+from specheads.data.feature_plan import STORED, Plan, header_bytes, metadata, plan_features
 from specheads.data.features import Features, write_features
 from specheads.data.pack import PackedBatches, one_pass
 from specheads.losses import IGNORE
@@ -213,6 +217,42 @@ def test_the_announced_size_is_that_on_the_disk(
     per_token = {"float32": 128, "bfloat16": 64, "int8": 36}[dtype]
     numbers = sum(len(d.input_ids) for d in documents) * per_token
     assert numbers < plan.num_bytes < numbers + len(plan.shards) * 600 + 1000
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_headers_are_counted_to_the_byte(tmp_path: Path, dtype: str) -> None:
+    """Safetensors orders tensors by the size of their numbers; offsets take as many digits."""
+    for num_tokens in (1, 3, 10, 99, 1250, 25_000):
+        for hidden_size in (2, 30, 256):
+            plan = Plan(tmp_path, {"base model": "x"}, hidden_size, dtype, "float32", [], [])
+            tensors = {"hidden": torch.zeros(num_tokens, hidden_size, dtype=STORED[dtype])}
+            if dtype == "int8":
+                tensors["scale"] = torch.zeros(num_tokens)
+            header = len(save(tensors, metadata(plan, "0" * 64))) - sum(
+                tensor.numel() * tensor.element_size() for tensor in tensors.values()
+            )
+            assert header == header_bytes(plan, num_tokens), (num_tokens, hidden_size)
+
+
+def test_processes_share_the_work_of_one(
+    tiny_llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that all write the same cache cost each other time, or each other's files."""
+    documents = _documents()
+    plan = _plan(tmp_path / "f", documents, tiny_llama)
+    run, ranks = features_module.packed_hidden, []
+
+    def counted(*args: Any) -> torch.Tensor:
+        ranks.append(threading.get_ident())
+        time.sleep(0.001)  # let the other one in, if anything does
+        return run(*args)
+
+    monkeypatch.setattr(features_module, "packed_hidden", counted)
+    with ThreadPoolExecutor(2) as pool:  # a lock is of the open file, not of the process
+        both = [pool.submit(_write, plan, documents, tiny_llama) for _ in range(2)]
+        one, other = (each.result() for each in both)
+    assert len(set(ranks)) == 1
+    assert all(torch.equal(one[i], other[i]) for i in range(len(documents)))
 
 
 def test_padding_is_not_stored_and_rows_may_have_any_length(
