@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,34 +25,20 @@ from specheads.generate import take_literal
 if TYPE_CHECKING:
     from specheads.data.answers import AnswerFile
     from specheads.data.client import Client
-    from specheads.data.outcome import Outcome, Sampling
+    from specheads.data.outcome import Outcome
     from specheads.data.records import Record
-    from specheads.decoding.regenerate import Engine
+    from specheads.decoding.answering import Answering
 
     Asker = Callable[[Sequence[Record]], Iterator[Outcome]]
 
 _LINE_EVERY = 60.0  # seconds, where no bar can be shown
 
 
-@dataclass(frozen=True)
-class Answering:
-    """Whose answers these are.
-
-    Attributes:
-        model: a folder or a name; at an endpoint, the name there.
-        digest: of its weights; empty where a server has them.
-        tuned: whether it is the tuned base of an export, and not an original.
-    """
-
-    model: str
-    digest: str = ""
-    tuned: bool = False
-
-
 def run(config: RegenerateConfig) -> None:
     """Check, load, answer, and say what came of it."""
     from specheads import hardware
     from specheads.data.answers import AnswerFile
+    from specheads.decoding.answering import settings_of, who_answers
 
     hardware.quiet_loading()
     if config.prompts and Path(config.prompts).resolve() == Path(config.output).resolve():
@@ -78,11 +64,13 @@ def run(config: RegenerateConfig) -> None:
                     f"interrupted: {config.output} holds {len(answers.done):,} records;"
                     " the same command goes on"
                 ) from None
-        num_left = len(answers.left(records))
         _say(
             f"{config.output}: {len(answers.done) - num_before:,} done now,"
-            f" {len(answers.done):,} in all, {answers.reasons()}, {num_left:,} left"
+            f" {len(answers.done):,} in all, {answers.reasons()},"
+            f" {len(answers.left(records)):,} left"
         )
+        if num_again := sum(reason == "server" for reason in answers.bad.values()):
+            _say(f"the server failed {num_again:,} of them; the same command tries those again")
 
 
 def read_input(config: RegenerateConfig) -> list[Record]:
@@ -118,67 +106,6 @@ def endpoint_client(config: RegenerateConfig) -> Client | None:
     return Client(config.endpoint, timeout=config.timeout, retries=config.retries)
 
 
-def who_answers(config: RegenerateConfig, client: Client | None = None) -> Answering:
-    """Return whose answers the settings ask for, without loading a model.
-
-    Raises:
-        RunError: if the server has to be asked, and does not say.
-        ConfigError: if model and checkpoint contradict each other, or the checkpoint's base was
-            tuned and ``model`` does not ask for that tuned base by name.
-    """
-    from specheads.models.checkpoint import read_config
-    from specheads.models.digest import base_digest
-
-    if client is not None:
-        return Answering(config.endpoint_model or client.first_model())
-    if not config.checkpoint:
-        model = config.model or "tinycode"
-        return Answering(model, base_digest(model, revision=config.revision))
-    info = read_config(config.checkpoint)["base"]
-    if not info["tuned"]:
-        found = info["digest"]
-        if config.model:
-            found = base_digest(config.model, revision=config.revision)
-        if found != info["digest"]:
-            raise ConfigError(
-                f"{config.checkpoint} was trained on {info['name']}, digest"
-                f" {info['digest'][:12]}; model={config.model} has {found[:12]}"
-            )
-        return Answering(config.model or info["name"], found)
-    tuned = Path(config.checkpoint) / "base"
-    if not config.model or Path(config.model).resolve() != tuned.resolve():
-        raise ConfigError(
-            f"{config.checkpoint} brings a tuned base, so the answers would not be those of"
-            f" {config.model or info['name']}; leave checkpoint out, or ask for the tuned base's"
-            f" answers with model={tuned}"
-        )
-    return Answering(str(tuned), base_digest(str(tuned)), tuned=True)
-
-
-def settings_of(config: RegenerateConfig, who: Answering) -> dict[str, Any]:
-    """Return all that decides which answers there are; a file is continued with the same only."""
-    from specheads import dist, hardware
-
-    if config.endpoint:
-        ours = {"model": who.model, "endpoint": True, "tokenizer": config.model}
-    else:
-        dtype = hardware.pick_dtype(config.dtype, dist.device())
-        ours = {
-            "model_digest": who.digest,  # its folder may move
-            "tuned": who.tuned,
-            "dtype": str(dtype).removeprefix("torch."),
-        }
-    # greedy answers do not depend on how others would be drawn
-    drawn = {"top_k": config.top_k, "top_p": config.top_p, "seed": config.seed}
-    return {
-        **ours,
-        "temperature": config.temperature,
-        **(drawn if config.temperature else {}),
-        "max_new_tokens": config.max_new_tokens,
-        "keep_truncated": config.keep_truncated,
-    }
-
-
 def _answer_all(
     config: RegenerateConfig,
     who: Answering,
@@ -204,10 +131,16 @@ def _answer_all(
 
 def _ask_engine(config: RegenerateConfig, who: Answering, drawn: dict[str, Any]) -> Asker:
     from specheads.data.stored import tokenizer_digest
+    from specheads.decoding.answering import load_engine
 
     engine = load_engine(config, who)
-    dtype = str(engine.base.dtype).removeprefix("torch.")
-    made = {"model": who.model, "digest": who.digest, "tuned": who.tuned, "dtype": dtype}
+    made = {
+        "model": who.model,
+        "revision": config.revision,
+        "digest": who.digest,
+        "tuned": who.tuned,
+        "dtype": str(engine.base.dtype).removeprefix("torch."),
+    }
     return partial(
         engine.answer,
         generation=made | drawn,
@@ -220,6 +153,7 @@ def _ask_server(
 ) -> Asker:
     from specheads.data.dialogue import span_encoder
     from specheads.data.endpoint import Asking
+    from specheads.decoding.answering import sampling_of
     from specheads.models.base import load_tokenizer
 
     encode = None
@@ -235,60 +169,6 @@ def _ask_server(
         client, who.model, sampling_of(config), concurrency=config.concurrency, encode=encode
     )
     return partial(asking.answer, generation={"model": who.model, "endpoint": client.url} | drawn)
-
-
-def sampling_of(config: RegenerateConfig) -> Sampling:
-    """Return how answers are drawn."""
-    from specheads.data.outcome import Sampling
-
-    return Sampling(
-        config.temperature,
-        config.top_k,
-        config.top_p,
-        config.seed,
-        config.max_new_tokens,
-        config.keep_truncated,
-    )
-
-
-def load_engine(config: RegenerateConfig, who: Answering) -> Engine:
-    """Load the base model, and the heads of ``checkpoint`` where there is one."""
-    from specheads import dist, hardware
-    from specheads.data.dialogue import TurnEncoder
-    from specheads.decoding.exported import exported_drafter
-    from specheads.decoding.measure import end_tokens
-    from specheads.decoding.regenerate import Engine
-    from specheads.models.base import check_tokenizer, load_base_model, load_tokenizer
-    from specheads.models.checkpoint import load_export
-
-    device = dist.device()
-    dtype = hardware.pick_dtype(config.dtype, device)
-    hardware.pin_threads(config.threads)
-    trust = config.trust_remote_code
-    drafter = None
-    if config.checkpoint:
-        export = load_export(
-            config.checkpoint,
-            base=None if who.tuned or not config.model else config.model,
-            dtype=dtype,
-            device=device,
-            trust_remote_code=trust,
-        )
-        base, tokenizer, drafter = export.base, export.tokenizer, exported_drafter(export)
-    else:
-        tokenizer = load_tokenizer(who.model, revision=config.revision, trust_remote_code=trust)
-        base = load_base_model(
-            who.model,
-            revision=config.revision,
-            dtype=dtype,
-            device=device,
-            attn="auto",
-            trust_remote_code=trust,
-        )
-        check_tokenizer(tokenizer, base)
-    turns = TurnEncoder(tokenizer, end_tokens(base, tokenizer))
-    size = config.batch_size
-    return Engine(base, turns, sampling_of(config), drafter=drafter, batch_size=size)
 
 
 class Progress:

@@ -24,6 +24,7 @@ from specheads.config import ConfigError, RegenerateConfig, RunError
 from specheads.data.chat import Encoder, encode_records
 from specheads.data.outcome import record_seed
 from specheads.data.records import read_jsonl
+from specheads.decoding import answering
 from specheads.decoding.plain import plain_decode
 from specheads.decoding.sampling import Sampler
 from specheads.losses import IGNORE
@@ -130,7 +131,7 @@ def bad_of(path: Path) -> dict[str, str]:
 # A process that has imported all and forks one that regenerates, for each line on its input.
 FORKS = """
 import json, os, sys
-import specheads.decoding.exported, specheads.decoding.measure, specheads.decoding.regenerate
+import specheads.decoding.answering
 from specheads import regenerate
 for line in sys.stdin:
     pid = os.fork()
@@ -472,7 +473,7 @@ def test_mistakes_are_one_line(
     (tmp_path / "text.jsonl").write_text('{"text": "x"}\n')
     (tmp_path / "mine.jsonl").write_text('{"text": "x"}\n')
     monkeypatch.setattr(sys, "argv", ["regenerate", *arguments])
-    monkeypatch.setattr(regenerate, "load_engine", None)
+    monkeypatch.setattr(answering, "load_engine", None)
     with pytest.raises(SystemExit) as stopped:
         regenerate.main()
     said = capsys.readouterr().err.strip().splitlines()
