@@ -1,30 +1,28 @@
-"""What a run is going to do and to cost, said before it is paid: ``dry_run=true``.
+"""What a run will need, found out before it is paid: ``dry_run=true``.
 
-Counted: parameters, memory by part, tokens, disk. Measured: a few micro-batches, forward and
-backward on real data, after which everything is as it was.
+Counted: parameters and memory by part. Measured: a few micro-batches, forward and backward on real
+data, after which everything is as it was. ``describe.py`` puts it into words.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from specheads import dist
 from specheads.config import TrainConfig
-from specheads.data.feature_plan import readable
 from specheads.fused_loss import rows_at_once
 from specheads.hardware import peak_memory
+from specheads.models.base import packed_hidden
 from specheads.training.engine import TorchEngine
 from specheads.training.loop import Batches, gather
 from specheads.training.state import same_random_state
-
-if TYPE_CHECKING:
-    from specheads.training.prepare import Data
 
 TIMED = 3  # micro-batches, after one that warms up
 
@@ -81,31 +79,10 @@ def _numel(parameter: Tensor) -> int:
     return parameter.numel() if shape is None else torch.Size(shape).numel()
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
+def tensor_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the size of ``tensors``, each once."""
     unique = {id(tensor): tensor for tensor in tensors}
     return sum(tensor.numel() * tensor.element_size() for tensor in unique.values())
-
-
-def describe_run(cfg: TrainConfig, data: Data, **parts: nn.Module) -> str:
-    """Return the first lines of every run: parameters by part, steps, tokens, epochs, where to."""
-    per_step = tokens_per_step(cfg)
-    rows = data.rows_per_epoch
-    epochs = cfg.steps * per_step / cfg.data.seq_len / rows
-    lines = [
-        f"{name}: {count_parameters(part) / 1e6:.2f} M parameters" for name, part in parts.items()
-    ]
-    lines.append(
-        f"{cfg.steps} steps of {per_step:,} tokens ({cfg.data.rows} rows of {cfg.data.seq_len}"
-        f" x {cfg.optim.accumulation} micro-batches x {dist.world_size()} processes),"
-        f" {epochs:.2f} epochs of {rows:,} rows {100 * data.efficiency:.0f}% full"
-    )
-    lines.append(f"into {cfg.run_dir}")
-    return "\n".join(lines)
-
-
-def tokens_per_step(cfg: TrainConfig) -> int:
-    """Return the positions of all rows of one optimizer step, over all processes."""
-    return cfg.data.rows * cfg.data.seq_len * cfg.optim.accumulation * dist.world_size()
 
 
 def plan_stage(
@@ -135,12 +112,12 @@ def plan_stage(
     """
     trained = [p for group in groups for p in group["params"]]
     modules = [objective, *parts.values()]
-    gradients = _bytes(trained)
+    gradients = tensor_bytes(trained)
     optimizer = sum(optimizer_bytes(group, cfg) for group in groups)
     logits = _logits_bytes(cfg, objective, output_weight)
     stage = int((cfg.deepspeed.get("zero_optimization") or {}).get("stage", 0))
     world = dist.world_size()
-    weights = _bytes(p for m in modules for p in (*m.parameters(), *m.buffers()))
+    weights = tensor_bytes(p for m in modules for p in (*m.parameters(), *m.buffers()))
     seconds, extra = _time_micro_batches(objective, batches, groups, cfg)
     return StagePlan(
         name,
@@ -154,7 +131,7 @@ def plan_stage(
             "activations": None if extra is None else max(0.0, extra - gradients - logits),
         },
         [each * cfg.optim.accumulation for each in seconds],
-        trained_bytes=_bytes(trained),
+        trained_bytes=tensor_bytes(trained),
         optimizer_bytes=optimizer,
     )
 
@@ -234,77 +211,36 @@ def _time_micro_batches(
     return seconds, extra
 
 
-def describe_stage(plan: StagePlan) -> str:
-    """Return the lines about one stage's parameters, memory and time."""
-    counts = [
-        f"{part} {trained / 1e6:.2f} M trained, {frozen / 1e6:.2f} M frozen"
-        for part, (trained, frozen) in plan.parameters.items()
-    ]
-    sizes = [
-        f"{part} {'not measured' if size is None else readable(size)}"
-        for part, size in plan.memory.items()
-    ]
-    low, high = min(plan.seconds), max(plan.seconds)
-    return "\n".join(
-        [
-            f"stage {plan.name}, {plan.num_steps} steps",
-            f"  parameters: {'; '.join(counts)}",
-            f"  memory per process: {', '.join(sizes)}; {readable(plan.total_bytes)} together",
-            f"  time: {plan.seconds_per_step:.3g} s a step, {clock(plan.total_seconds)} for all"
-            f" ({low:.3g} to {high:.3g} s in {TIMED} timed micro-batches, forward and backward;"
-            " the optimizer's own time comes on top)",
-        ]
-    )
+class StandInFeatures:
+    """Batches with hidden states of zeros: what a feature cache costs that is not written yet."""
+
+    def __init__(self, batches: Batches, hidden_size: int, dtype: torch.dtype) -> None:
+        self.batches, self.hidden_size, self.dtype = batches, hidden_size, dtype
+
+    def __next__(self) -> dict[str, Any]:
+        """Return the next micro-batch with ``hidden`` [B, T, d]."""
+        batch = next(self.batches)
+        shape = (*batch["input_ids"].shape, self.hidden_size)
+        return {**batch, "hidden": torch.zeros(shape, dtype=self.dtype)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the data."""
+        return self.batches.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved place."""
+        self.batches.load_state_dict(state)
 
 
-def describe_totals(
-    cfg: TrainConfig, plans: Sequence[StagePlan], parts: Mapping[str, nn.Module], *notes: str
-) -> str:
-    """Return the lines about the whole run: tokens, time, disk.
-
-    Args:
-        cfg: the run's settings.
-        plans: of all stages.
-        parts: ``base``, ``heads``.
-        *notes: more lines about disk, as that of a feature cache.
-    """
-    checkpoint = max(plan.trained_bytes + plan.optimizer_bytes for plan in plans)
-    # one more than is kept exists while the newest is written
-    number = cfg.checkpoint.keep + 1 if cfg.checkpoint.every else 1
-    disk = [f"checkpoints {number} x {readable(checkpoint)}"]
-    if cfg.evaluate.every and cfg.evaluate.keep_best:
-        best = max(plan.trained_bytes for plan in plans)
-        disk.append(f"best weights {readable(best)} (and those that kept checkpoints count on)")
-    disk.append(f"export {readable(export_bytes(cfg, plans, parts))}")
-    total = sum(plan.total_seconds for plan in plans)
-    return "\n".join(
-        [
-            f"tokens: {cfg.steps * tokens_per_step(cfg):,} positions in {cfg.steps} steps",
-            f"time: {clock(total)} at the least; evaluations and the search for a tree on top",
-            f"disk: {', '.join(disk)}",
-            *notes,
-        ]
-    )
-
-
-def export_bytes(
-    cfg: TrainConfig, plans: Sequence[StagePlan], parts: Mapping[str, nn.Module]
-) -> int:
-    """Return the size of what is exported, in the dtypes of now: heads, and what was tuned."""
-    tuned = {part for plan in plans for part, (trained, _) in plan.parameters.items() if trained}
-    merged = cfg.adapter.merge == "true" or (
-        cfg.adapter.merge == "auto" and cfg.model.quantization == "none"
-    )
-    total = _bytes([*parts["heads"].parameters()]) if "heads" in parts else 0
-    if "base" in parts and ("base" in tuned or ("adapter" in tuned and merged)):
-        return total + _bytes([p for n, p in parts["base"].named_parameters() if ".lora_" not in n])
-    if "adapter" in tuned:
-        total += _bytes([p for n, p in parts["base"].named_parameters() if ".lora_" in n])
-    return total
-
-
-def clock(seconds: float) -> str:
-    """Return a duration as ``h:mm:ss``."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}"
+@torch.no_grad()
+def seconds_per_pass(base: PreTrainedModel, batches: Batches) -> float:
+    """Return the median time of the base alone on a micro-batch, as a feature cache is written."""
+    before, seconds = batches.state_dict(), []
+    for _ in range(TIMED + 1):
+        batch = next(batches)
+        ids, positions = (batch[key].to(base.device) for key in ("input_ids", "position_ids"))
+        begin = time.perf_counter()
+        packed_hidden(base, ids, positions).sum().item()  # waits for a GPU
+        seconds.append(time.perf_counter() - begin)
+    batches.load_state_dict(before)
+    return sorted(seconds[1:])[TIMED // 2]

@@ -26,16 +26,15 @@ from specheads.models.base import load_tokenizer, output_layer
 from specheads.models.checkpoint import save_export
 from specheads.models.heads import MedusaHeads
 from specheads.training import plan as plan_module
+from specheads.training.describe import clock, describe_costs, export_bytes
 from specheads.training.engine import make_optimizers
 from specheads.training.plan import (
     StagePlan,
-    clock,
+    StandInFeatures,
     count_parameters,
-    describe_stage,
-    describe_totals,
-    export_bytes,
     optimizer_bytes,
     plan_stage,
+    seconds_per_pass,
 )
 from specheads.training.schedule import param_groups
 from specheads.tree import Tree, grow_tree
@@ -165,10 +164,23 @@ def test_time_is_that_of_all_micro_batches(tmp_path: Path, monkeypatch: pytest.M
     plan = plan_of(tmp_path, ToyObjective(), optim__accumulation=4)
     assert plan.seconds == [4.0, 8.0, 12.0]
     assert plan.total_seconds == 8 * 8.0
-    text = describe_stage(plan)
+    text = describe_costs(toy_config(tmp_path), [plan], {})
     assert "8 s a step, 0:01:04 for all (4 to 12 s in 3 timed micro-batches" in text
     assert "heads 0.00 M trained" in text and "optimizer (adamw) 1.6 kB" in text
     assert clock(3 * 3600 + 62) == "3:01:02"
+
+
+def test_a_cache_that_is_not_there_is_stood_in_for(tiny_llama: LlamaForCausalLM) -> None:
+    """A dry run must neither write the cache nor time the base that it is to save."""
+    batches = ToyBatches()
+    stand_in = StandInFeatures(batches, 6, torch.bfloat16)
+    batch = next(stand_in)
+    assert batch["hidden"].shape == (2, 12, 6) and batch["hidden"].dtype == torch.bfloat16
+    assert torch.equal(batch["labels"], batches.make(0)["labels"])
+    assert stand_in.state_dict() == {"position": 1}
+    stand_in.load_state_dict({"position": 5})
+    assert seconds_per_pass(tiny_llama, batches) > 0
+    assert batches.position == 5
 
 
 def test_totals_of_a_run(tmp_path: Path) -> None:
@@ -181,7 +193,7 @@ def test_totals_of_a_run(tmp_path: Path) -> None:
         return StagePlan("joint", 4, counts, {"weights": 1.0}, [2.0], 812, 1624)
 
     cfg = toy_config(tmp_path, checkpoint__every=2, checkpoint__keep=2, evaluate__every=2)
-    text = describe_totals(cfg, [planned(0), planned(66)], parts, "feature cache 1.0 GB")
+    text = describe_costs(cfg, [planned(0), planned(66)], parts, "feature cache 1.0 GB")
     assert "192 positions in 8 steps" in text and "time: 0:00:16 at the least" in text
     assert "checkpoints 3 x 2.4 kB, best weights 812 bytes" in text
     assert text.endswith("feature cache 1.0 GB")

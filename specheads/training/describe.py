@@ -1,0 +1,118 @@
+"""What a run is going to do and to cost, in words: its first lines, and ``dry_run=true``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from specheads import dist
+from specheads.config import TrainConfig
+from specheads.data.feature_plan import readable
+from specheads.training.plan import TIMED, StagePlan, count_parameters, tensor_bytes
+
+if TYPE_CHECKING:
+    from specheads.training.prepare import Data
+
+
+def describe_run(cfg: TrainConfig, data: Data, **parts: nn.Module) -> str:
+    """Return the first lines of every run: parameters by part, steps, tokens, epochs, where to."""
+    per_step = tokens_per_step(cfg)
+    rows = data.rows_per_epoch
+    epochs = cfg.steps * per_step / cfg.data.seq_len / rows
+    lines = [
+        f"{name}: {count_parameters(part) / 1e6:.2f} M parameters" for name, part in parts.items()
+    ]
+    lines.append(
+        f"{cfg.steps} steps of {per_step:,} tokens ({cfg.data.rows} rows of {cfg.data.seq_len}"
+        f" x {cfg.optim.accumulation} micro-batches x {dist.world_size()} processes),"
+        f" {epochs:.2f} epochs of {rows:,} rows {100 * data.efficiency:.0f}% full"
+    )
+    lines.append(f"into {cfg.run_dir}")
+    return "\n".join(lines)
+
+
+def tokens_per_step(cfg: TrainConfig) -> int:
+    """Return the positions of all rows of one optimizer step, over all processes."""
+    return cfg.data.rows * cfg.data.seq_len * cfg.optim.accumulation * dist.world_size()
+
+
+def describe_costs(
+    cfg: TrainConfig, plans: Sequence[StagePlan], parts: Mapping[str, nn.Module], *notes: str
+) -> str:
+    """Return the lines of a dry run about parameters, memory, tokens, time and disk.
+
+    Args:
+        cfg: the run's settings.
+        plans: of all stages.
+        parts: ``base``, ``heads``.
+        *notes: more lines about disk, as that of a feature cache.
+    """
+    checkpoint = max(plan.trained_bytes + plan.optimizer_bytes for plan in plans)
+    # one more than is kept exists while the newest is written
+    number = cfg.checkpoint.keep + 1 if cfg.checkpoint.every else 1
+    disk = [f"checkpoints {number} x {readable(checkpoint)}"]
+    if cfg.evaluate.every and cfg.evaluate.keep_best:
+        best = max(plan.trained_bytes for plan in plans)
+        disk.append(f"best weights {readable(best)} (and those that kept checkpoints count on)")
+    disk.append(f"export {readable(export_bytes(cfg, plans, parts))}")
+    total = sum(plan.total_seconds for plan in plans)
+    return "\n".join(
+        [
+            *map(_stage, plans),
+            f"tokens: {cfg.steps * tokens_per_step(cfg):,} positions in {cfg.steps} steps",
+            f"time: {clock(total)} at the least; evaluations and the search for a tree on top",
+            f"disk: {', '.join(disk)}",
+            *notes,
+        ]
+    )
+
+
+def _stage(plan: StagePlan) -> str:
+    counts = [
+        f"{part} {number / 1e6:.2f} M {kind}"
+        for part, numbers in plan.parameters.items()
+        for kind, number in zip(("trained", "frozen"), numbers, strict=True)
+        if number
+    ]
+    sizes = [
+        f"{part} {'not measured' if size is None else readable(size)}"
+        for part, size in plan.memory.items()
+    ]
+    low, high = min(plan.seconds), max(plan.seconds)
+    return "\n".join(
+        [
+            f"stage {plan.name}, {plan.num_steps} steps",
+            f"  parameters: {', '.join(counts)}",
+            f"  memory per process: {', '.join(sizes)}; {readable(plan.total_bytes)} together",
+            f"  time: {plan.seconds_per_step:.3g} s a step, {clock(plan.total_seconds)} for all"
+            f" ({low:.3g} to {high:.3g} s in {TIMED} timed micro-batches, forward and backward;"
+            " the optimizer's own time comes on top)",
+        ]
+    )
+
+
+def export_bytes(
+    cfg: TrainConfig, plans: Sequence[StagePlan], parts: Mapping[str, nn.Module]
+) -> int:
+    """Return the size of what is exported, in the dtypes of now: heads, and what was tuned."""
+    tuned = {part for plan in plans for part, (trained, _) in plan.parameters.items() if trained}
+    merged = cfg.adapter.merge == "true" or (
+        cfg.adapter.merge == "auto" and cfg.model.quantization == "none"
+    )
+    total = tensor_bytes([*parts["heads"].parameters()]) if "heads" in parts else 0
+    if "base" in parts and ("base" in tuned or ("adapter" in tuned and merged)):
+        return total + tensor_bytes(
+            [p for n, p in parts["base"].named_parameters() if ".lora_" not in n]
+        )
+    if "adapter" in tuned:
+        total += tensor_bytes([p for n, p in parts["base"].named_parameters() if ".lora_" in n])
+    return total
+
+
+def clock(seconds: float) -> str:
+    """Return a duration as ``h:mm:ss``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"
