@@ -273,7 +273,8 @@ def decoded_gains(
                 eos_token_ids=tuple(eos_token_ids),
             )
             for prompt, row in enumerate(result.rows, start=first):
-                root, known = 0, max_new_tokens if row.finished else max_new_tokens - num_heads
+                root = 0
+                known = max_new_tokens - (0 if row.finished else num_heads + 1)
                 for length in row.accept_lengths:
                     if root >= known:
                         break

@@ -87,8 +87,9 @@ def measure_hits(
     hidden = heads.contextual(hidden, torch.arange(hidden.shape[1], device=hidden.device)[None])[0]
     new = sequence[0, num_prompt:].to(hidden.device)
     num_new, num_heads = len(new), heads.num_heads
-    # There is no step with the last token as its root.
-    positions = max(num_new - (1 if ended else num_heads), 0)
+    # There is no step with the last token as its root, and near a cut the limit hides guesses: a
+    # step may gain one token more than there are heads.
+    positions = max(num_new - (1 if ended else num_heads + 1), 0)
     # The root's own hidden state is not known yet when the heads guess: theirs is the one before.
     start = num_prompt - 1
     hidden = hidden[start : start + positions]
