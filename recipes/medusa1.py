@@ -43,6 +43,7 @@ def run(cfg: TrainConfig) -> None:
     eos = end_tokens(base, tokenizer)
 
     with RunLog(cfg) as log:
+        data.quarantine(log.dir)
         log.say(describe_plan(cfg, data, base=base, heads=heads))
         if cache:
             log.say(cache.describe())

@@ -44,6 +44,7 @@ def run(cfg: TrainConfig) -> None:
     eos = end_tokens(base, tokenizer)
 
     with RunLog(cfg) as log:
+        data.quarantine(log.dir)
         log.say(describe_plan(cfg, data, base=base, heads=heads))
         if cfg.dry_run:
             return

@@ -53,6 +53,7 @@ def run(cfg: TrainConfig) -> None:
         return {"heldout/loss": heldout_loss(base, output, data.heldout)["loss"]}
 
     with RunLog(cfg) as log:
+        data.quarantine(log.dir)
         log.say(describe_plan(cfg, data, base=base))
         if cfg.dry_run:
             return

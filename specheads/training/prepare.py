@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from specheads import dist
 from specheads.assets import tinycode_dir
 from specheads.config import ConfigError, TrainConfig
 from specheads.data.chat import Encoded, EncodedRecords, Encoder, encode_records
+from specheads.data.dropped import Dropped
 from specheads.data.pack import PackedBatches, check_isolation, one_pass
 from specheads.data.records import Record, load_records, read_jsonl
 from specheads.losses import check_implementation
@@ -80,6 +82,7 @@ class Data:
         summary: counts, for the export.
         rows_per_epoch: rows of ``data.seq_len`` that hold every training document once.
         efficiency: share of their positions that is used.
+        dropped: records that could not be used.
     """
 
     train: PackedBatches | GrowingBatches
@@ -88,6 +91,12 @@ class Data:
     summary: dict[str, Any]
     rows_per_epoch: int
     efficiency: float
+    dropped: Dropped
+
+    def quarantine(self, run_dir: Path) -> None:
+        """Write the records that could not be used to ``quarantine.jsonl``, if there are any."""
+        if self.dropped.rows and dist.is_main():
+            self.dropped.write(run_dir / "quarantine.jsonl")
 
 
 class _Bars:
@@ -177,11 +186,17 @@ def load_data(
         ConfigError: if there is nothing to learn from, or ``base`` cannot keep documents apart.
     """
     check_isolation(base, backward=train_base)
-    bars = _Bars()
+    bars, dropped = _Bars(), Dropped()
 
     def encode(records: Sequence[Record], seq_len: int) -> EncodedRecords:
         found = encode_records(
-            records, tokenizer, seq_len=seq_len, context=context_length(base), progress=bars
+            records,
+            tokenizer,
+            seq_len=seq_len,
+            context=context_length(base),
+            progress=bars,
+            max_bad_fraction=cfg.data.max_bad_fraction,
+            dropped=dropped,
         )
         if learn_all:
             all_learned = [replace(d, labels=d.input_ids) for d in found.documents]
@@ -189,7 +204,7 @@ def load_data(
         return found
 
     pad = int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
-    records = load_records(cfg.data, "train", progress=bars)
+    records = load_records(cfg.data, "train", progress=bars, dropped=dropped)
     tokens = cfg.data.rows * cfg.data.seq_len
     stages: list[tuple[int, PackedBatches]] = []
     for length, share in [*cfg.data.growth, [cfg.data.seq_len, 1.0]]:
@@ -205,7 +220,7 @@ def load_data(
             world=dist.world_size(),
         )
         stages.append((round(share * cfg.steps) * cfg.optim.accumulation, batches))
-    heldout_records = load_records(cfg.data, "heldout", progress=bars)
+    heldout_records = load_records(cfg.data, "heldout", progress=bars, dropped=dropped)
     heldout_encoded = encode(heldout_records, cfg.data.seq_len)
     heldout = one_pass(
         heldout_encoded.documents,
@@ -222,9 +237,12 @@ def load_data(
         "seq_len": cfg.data.seq_len,
         "train": encoded.counts,
         "heldout": heldout_encoded.counts,
+        "dropped": dropped.counts,
     }
     if dist.is_main():
         print(f"train: {encoded.summary()}\nheldout: {heldout_encoded.summary()}", flush=True)
+        if dropped:
+            print(f"read: {dropped.summary()}", flush=True)
     return Data(
         train=batches if len(stages) == 1 else GrowingBatches(stages),
         heldout=heldout,
@@ -232,6 +250,7 @@ def load_data(
         summary=summary,
         rows_per_epoch=batches.rows_per_epoch,
         efficiency=batches.efficiency,
+        dropped=dropped,
     )
 
 

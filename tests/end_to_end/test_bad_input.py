@@ -51,7 +51,7 @@ def run(
         (["optm.lr=1"], "unknown key optm"),
         (["optim.lr=abc"], "could not be converted to Float"),
         (["optim.lr=-1"], "optim.lr must be positive, got -1.0"),
-        (["heads=medusaa"], "Available options in 'heads': medusa, shared"),
+        (["heads=medusaa"], "Available options in 'heads': hydra, hydra_plus"),
         (["model=/no/such/folder"], "/no/such/folder: there is no such folder"),
         (["data.path=/no/such.jsonl"], "/no/such.jsonl"),
         (
@@ -73,10 +73,10 @@ def test_unknown_recipe_lists_those_there_are(run: Start) -> None:
     """The first thing a user gets wrong."""
     code, error = run(recipe="+recipe=medusa3")
     assert code == 2
-    assert "medusa1, medusa2, pretrain" in error
+    assert "medusa1, medusa2, medusa2_distilled, pretrain" in error
     code, error = run(recipe="name=x")
     assert code == 2
-    assert "+recipe=medusa1|medusa2|pretrain" in error
+    assert "+recipe=medusa1|medusa2|medusa2_distilled|pretrain" in error
 
 
 def test_empty_and_all_masked_data(run: Start, tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_help_is_quick_and_mistakes_reach_the_shell() -> None:
     # processor time: the clock depends on what else this machine does
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 2
     assert done.returncode == 0
-    assert "recipe: medusa1, medusa2, pretrain" in done.stdout
+    assert "recipe: medusa1, medusa2, medusa2_distilled, pretrain" in done.stdout
     done = subprocess.run(
         [sys.executable, "-m", "specheads.cli", "train", "+recipe=medusa1", "+optim.lrr=1"],
         capture_output=True,
@@ -176,3 +176,18 @@ def test_help_is_quick_and_mistakes_reach_the_shell() -> None:
     )
     assert done.returncode == 2
     assert "unknown command 'trian'" in done.stderr
+
+
+def test_bad_records_are_counted_and_kept_aside(
+    run: Start, tmp_path: Path, tiny_jsonl: Path
+) -> None:
+    """A record that vanishes without a word is a data set smaller than the user believes."""
+    records = tmp_path / "mixed.jsonl"
+    bad = json.dumps({"id": "odd", "conversations": [{"from": "gpt", "value": "a"}] * 2}) + "\n"
+    records.write_text(tiny_jsonl.read_text() + bad + "{not json\n")
+    code, error = run(f"data.path={records}", "data.max_bad_fraction=0.01")
+    assert code != 0
+    assert "2 of 34 records cannot be used" in error
+    assert run(f"data.path={records}", "data.max_bad_fraction=0.1", "max_steps=1")[0] == 0
+    lines = (tmp_path / "run" / "quarantine.jsonl").read_text().splitlines()
+    assert len(lines) == 2 and all(json.loads(line)["reason"] for line in lines)
