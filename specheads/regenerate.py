@@ -80,10 +80,16 @@ def read_input(config: RegenerateConfig) -> list[Record]:
         ConfigError: if the input is wrong, or one of its records holds a text.
     """
     from specheads.data.dialogue import check_answerable
+    from specheads.data.dropped import Dropped
     from specheads.data.records import load_records, read_jsonl
 
-    given = config.prompts
-    records = read_jsonl(given) if given else load_records(config.data, "train")
+    if config.prompts:
+        records = read_jsonl(config.prompts)
+    else:
+        dropped = Dropped()
+        records = load_records(config.data, "train", dropped=dropped)
+        if dropped:
+            _say(dropped.summary())
     check_answerable(records)
 
     def rank(record: Record) -> bytes:
@@ -139,6 +145,7 @@ def _ask_engine(config: RegenerateConfig, who: Answering, drawn: dict[str, Any])
         "revision": config.revision,
         "digest": who.digest,
         "tuned": who.tuned,
+        "quantization": who.quantization,
         "dtype": str(engine.base.dtype).removeprefix("torch."),
     }
     return partial(

@@ -20,7 +20,7 @@ from specheads.config import ConfigError, RunError
 from specheads.data.dialogue import prompt_digest
 from specheads.data.outcome import Quarantined
 from specheads.data.records import Record
-from specheads.files import flush_file
+from specheads.files import whole_file
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -77,7 +77,8 @@ class AnswerFile:
                     f"{self.path} holds something, but there is no {self.settings_path.name}"
                     " beside it: it was not made by regenerate; choose another output="
                 )
-            _write_whole(self.settings_path, json.dumps(wanted, indent=2) + "\n")
+            with whole_file(self.settings_path) as fresh:
+                fresh.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
             return
         try:
             found = json.loads(self.settings_path.read_text(encoding="utf-8"))
@@ -113,7 +114,8 @@ class AnswerFile:
         lines = [line for _, line in read_lines(self.bad_path)]
         kept = [line for line in lines if not line["transient"] and line["id"] not in self.done]
         if len(kept) < len(lines):
-            _write_whole(self.bad_path, "".join(_line(line) for line in kept))
+            with whole_file(self.bad_path) as fresh:
+                fresh.write_bytes(_bytes("".join(map(_line, kept))))
         return {line["id"]: line["reason"] for line in kept}
 
     def left(self, records: Sequence[Record]) -> list[Record]:
@@ -232,20 +234,16 @@ def _line(value: Mapping[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False) + "\n"
 
 
+def _bytes(text: str) -> bytes:
+    # half of a surrogate pair has no UTF-8, but JSON has an escape for it
+    return text.encode("utf-8", "backslashreplace")
+
+
 def _append(file: int, text: str) -> None:
-    # a lone surrogate, which JSON may escape, has no UTF-8
-    data = text.encode("utf-8", "backslashreplace")
+    data = _bytes(text)
     while data:
         data = data[os.write(file, data) :]
     os.fsync(file)
-
-
-def _write_whole(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}.tmp")
-    aside.write_text(text, encoding="utf-8")
-    flush_file(aside)
-    aside.replace(path)
-    flush_file(path.parent)
 
 
 def _shown(settings: Mapping[str, Any], key: str) -> str:

@@ -163,6 +163,10 @@ def check_answer(talk: Dialogue, keep_truncated: bool) -> None:
         )
     if not answer.text.strip():
         raise UnusableRecordError("empty", f"answer {number} is empty")
+    try:
+        answer.text.encode()
+    except UnicodeEncodeError:
+        raise UnusableRecordError("text", f"answer {number} holds half a character") from None
 
 
 def span_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Record], dict[str, Any]]:

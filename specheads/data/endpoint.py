@@ -14,7 +14,12 @@ from specheads.data.dialogue import Answer, Dialogue, UnusableRecordError, check
 from specheads.data.outcome import Outcome, Quarantined, Sampling, record_seed
 from specheads.data.records import Record
 
-_ANSWERED = ("truncated", "empty", "unfinished")  # reasons of quarantine: the server did answer
+_ANSWERED = (
+    "truncated",
+    "empty",
+    "unfinished",
+    "text",
+)  # reasons of quarantine: the server did answer
 _FAILED = ("server", "refused")
 _AT_ONCE = 64  # records that are handed on together
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from specheads.models.base import (
     resolve_name,
 )
 from specheads.models.checkpoint import load_export, read_config
-from specheads.models.digest import base_digest, model_folder, weight_files
+from specheads.models.digest import base_digest, file_sha256, model_folder, weight_files
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,13 @@ class Answering:
         model: a folder or a name; at an endpoint, the name there.
         digest: of its weights; empty where a server has them.
         tuned: whether it is the tuned base of an export, and not an original.
+        quantization: of an export's base, as it is recorded there.
     """
 
     model: str
     digest: str = ""
     tuned: bool = False
+    quantization: str | None = None
 
 
 def who_answers(config: RegenerateConfig, client: Client | None = None) -> Answering:
@@ -53,24 +56,31 @@ def who_answers(config: RegenerateConfig, client: Client | None = None) -> Answe
         model = config.model or "tinycode"
         return Answering(model, _digest(model, config))
     info = read_config(config.checkpoint)["base"]
+    method = (info.get("quantization") or {}).get("method")
     if not info["tuned"]:
-        found = info["digest"]
-        if config.model:
-            found = _digest(config.model, config)
+        found = _digest(config.model, config) if config.model else info["digest"]
         if found != info["digest"]:
             raise ConfigError(
                 f"{config.checkpoint} was trained on {info['name']}, digest"
                 f" {info['digest'][:12]}; model={config.model} has {found[:12]}"
             )
-        return Answering(config.model or info["name"], found)
-    tuned = Path(config.checkpoint) / "base"
+        return Answering(config.model or info["name"], found, quantization=method)
+    tuned = Path(config.checkpoint) / ("adapter" if info.get("adapter") else "base")
     if not config.model or Path(config.model).resolve() != tuned.resolve():
         raise ConfigError(
             f"{config.checkpoint} brings a tuned base, so the answers would not be those of"
             f" {config.model or info['name']}; leave checkpoint out, or ask for the tuned base's"
             f" answers with model={tuned}"
         )
-    return Answering(str(tuned), base_digest(str(tuned)), tuned=True)
+    return Answering(str(tuned), _tuned_digest(tuned, info), tuned=True, quantization=method)
+
+
+def _tuned_digest(tuned: Path, info: dict[str, Any]) -> str:
+    if not info.get("adapter"):
+        return base_digest(str(tuned))
+    files = sorted(file for file in tuned.iterdir() if file.suffix in (".safetensors", ".json"))
+    lines = [info["digest"], *(f"{file.name}\0{file_sha256(file)}" for file in files)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _digest(model: str, config: RegenerateConfig) -> str:
@@ -91,6 +101,7 @@ def settings_of(config: RegenerateConfig, who: Answering) -> dict[str, Any]:
         ours = {
             "model_digest": who.digest,  # its folder may move
             "tuned": who.tuned,
+            "quantization": who.quantization,
             "dtype": str(dtype).removeprefix("torch."),
         }
     # greedy answers do not depend on how others would be drawn

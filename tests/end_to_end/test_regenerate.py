@@ -20,7 +20,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specheads import regenerate
-from specheads.config import ConfigError, RegenerateConfig, RunError
+from specheads.config import AdapterConfig, ConfigError, RegenerateConfig, RunError
 from specheads.data.chat import Encoder, encode_records
 from specheads.data.outcome import record_seed
 from specheads.data.records import read_jsonl
@@ -28,6 +28,7 @@ from specheads.decoding import answering
 from specheads.decoding.plain import plain_decode
 from specheads.decoding.sampling import Sampler
 from specheads.losses import IGNORE
+from specheads.models.adapters import add_adapter
 from specheads.models.base import load_base_model, load_tokenizer
 from specheads.models.checkpoint import save_export
 from specheads.models.digest import base_digest
@@ -65,10 +66,12 @@ def _conftest(name: str) -> Any:
 
 @pytest.fixture
 def export(talker: Path, tmp_path: Path) -> Callable[..., Path]:
-    """Return a function that makes an export over the model, with a tuned base or without."""
+    """Return a function that makes an export: of the model itself, or tuned: base or adapter."""
 
-    def make(tuned: bool = False) -> Path:
+    def make(tuned: str = "") -> Path:
         base = load_base_model(str(talker))
+        if tuned == "adapter":
+            add_adapter(base, AdapterConfig(kind="lora", rank=2))
         output = base.get_output_embeddings().weight
         heads = MedusaHeads(2, 1, output.shape[1], output.shape[0])
         with torch.no_grad():
@@ -83,6 +86,7 @@ def export(talker: Path, tmp_path: Path) -> Callable[..., Path]:
             tree=default_tree(2, 6),
             training={"recipe": "none", "steps": 0},
             tuned_base=base if tuned else None,
+            merge="false",
         )
         return path
 
@@ -346,27 +350,35 @@ def test_a_limit_is_a_fair_sample_that_grows(talker: Path, prompts: Path, tmp_pa
     assert len(more) == 9 and few < more
 
 
-def test_whose_answers_these_are(
+@pytest.mark.parametrize("kind", ["base", "adapter"])
+def test_a_tuned_base_is_asked_for_by_name(
     talker: Path,
     export: Callable[..., Path],
     prompts: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    kind: str,
 ) -> None:
     """A tuned base answers otherwise than the original for which heads are then trained."""
-    tuned, settings = export(tuned=True), {"prompts": str(prompts), "limit": 2}
+    tuned, output = export(tuned=kind), tmp_path / "t.jsonl"
+    settings: dict[str, Any] = {
+        "prompts": str(prompts), "checkpoint": str(tuned), "limit": 4, "keep_truncated": True,
+    }  # fmt: skip
     for model in ("", str(talker)):
-        with pytest.raises(ConfigError, match=r"brings a tuned base, .* model=.*/base"):
-            run(tmp_path / "t.jsonl", checkpoint=str(tuned), model=model, **settings)
-    lines = run(
-        tmp_path / "t.jsonl",
-        checkpoint=str(tuned),
-        model=str(tuned / "base"),
-        keep_truncated=True,
-        **settings,
-    )
+        with pytest.raises(ConfigError, match=rf"brings a tuned base, .* model=.*/{kind}"):
+            run(output, **settings, model=model)
+    lines = run(output, **settings, model=str(tuned / kind))
     assert "those of the tuned base" in capsys.readouterr().err
-    assert all(line["generation"]["tuned"] for line in lines.values())
+    assert lines and all(line["generation"]["tuned"] for line in lines.values())
+    with pytest.raises(ConfigError, match="tuned=true there, false here"):
+        run(output, prompts=str(prompts), model=str(talker))
+
+
+def test_whose_answers_these_are(
+    talker: Path, export: Callable[..., Path], prompts: Path, tmp_path: Path
+) -> None:
+    """A file half of one model's answers and half of another's would look like any other."""
+    settings = {"prompts": str(prompts), "limit": 2}
     other = _other_model(tmp_path)
     with pytest.raises(ConfigError, match=r"was trained on .*, digest .*; model=.* has "):
         run(tmp_path / "u.jsonl", checkpoint=str(export()), model=str(other), **settings)

@@ -115,6 +115,7 @@ def test_what_cannot_be_answered() -> None:
         (Answer("x", "length", 5), "truncated"),
         (Answer(" \n", "stop"), "empty"),
         (Answer("x", "content_filter"), "unfinished"),
+        (Answer("x\ud800", "stop"), "text"),
     ],
 )
 def test_answers_that_nothing_is_learned_from(answer: Answer, reason: str | None) -> None:
