@@ -105,6 +105,7 @@ class DynamicSequentialDrafter:
         """Start from the prompt's last hidden state."""
         return self._follower.start(prefill, self.steps())
 
+    @torch.no_grad()
     def propose(self, state: HeadsState) -> Candidates:
         """One pass of a head per level, as far down as it may pay."""
         root = state.root
@@ -133,6 +134,7 @@ class DynamicSequentialDrafter:
         log_probs, places = best_guesses(logits, self.num_ranks)
         return log_probs, self.heads.token_ids(places)
 
+    @torch.no_grad()
     def grow(self, walk: Walk) -> Grown:
         """Grow trees; shapes depend on the arguments' shapes only, nothing waits for the device.
 

@@ -103,6 +103,7 @@ class SequentialDrafter:
         self.tree = self.tree.to(prefill.root.device)
         return self._follower.start(prefill, steps)
 
+    @torch.no_grad()
     def propose(self, state: HeadsState) -> Candidates:
         """One head, one top-k and one gather per level."""
         root = state.root[:, None]

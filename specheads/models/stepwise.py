@@ -139,7 +139,6 @@ class Steps:
         elif not heads.condition:
             self._products = heads.own_products(output)
 
-    @torch.no_grad()
     def begin(self, hidden: Tensor, root: Tensor) -> Walk:
         """Start at the roots.
 
@@ -152,7 +151,7 @@ class Steps:
 
 
 class Walk:
-    """One step's way down.
+    """One step's way down; to be gone without gradients, which nothing here forbids.
 
     Attributes:
         level: the nodes at hand.
@@ -169,7 +168,6 @@ class Walk:
             carried = self._embedded(root)
         self.level = Level(0, root, carried)
 
-    @torch.no_grad()
     def logits(self) -> Tensor:
         """Return what the head of this level says at its nodes, [B, n, V']."""
         steps, level = self._steps, self.level
@@ -193,7 +191,6 @@ class Walk:
             products = products + added.to(products.dtype)
         return steps.heads.finish(products, steps.output)
 
-    @torch.no_grad()
     def descend(self, tokens: Tensor, parents: Tensor | None) -> None:
         """Go to nodes one deeper.
 
