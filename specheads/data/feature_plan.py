@@ -108,9 +108,11 @@ class Plan:
     def describe(self) -> str:
         """Return one line: what is stored, how large it is, and where."""
         kind = "int8 with a scale per token" if self.dtype == "int8" else self.dtype
+        count = len(self.shards)
         return (
             f"features: {self.num_tokens:,} tokens x {self.hidden_size} as {kind},"
-            f" {readable(self.num_bytes)} in {len(self.shards)} shards, {self.folder}"
+            f" {readable(self.num_bytes)} in {count} shard{'' if count == 1 else 's'},"
+            f" {self.folder}"
         )
 
 
