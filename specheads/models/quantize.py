@@ -1,7 +1,11 @@
 """Quantised bases: 4-bit NF4 and 8-bit by bitsandbytes, others as their own config.json says.
 
-NF4 with double quantisation: arXiv:2305.14314, section 3; LLM.int8(): arXiv:2208.07339. Output
-matrix and embeddings stay in the model's dtype, because heads and losses read the matrix itself.
+NF4 with double quantisation: arXiv:2305.14314, section 3. 8-bit: arXiv:2208.07339, section 2, one
+scale per row of activations and of weights, without the outliers of its section 3: which columns
+are outliers depends on all tokens of a pass, later ones too, so that a token's logits would
+depend on what is verified beside it. Bases with strong outliers (above 6 billion parameters there)
+are better off in NF4. Output matrix and embeddings stay in the model's dtype, because heads and
+losses read the matrix itself.
 """
 
 from __future__ import annotations
@@ -52,7 +56,7 @@ def bnb_config(quantization: str, dtype: torch.dtype) -> BitsAndBytesConfig | No
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=dtype,
         )
-    return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
 
 
 def need_bitsandbytes(setting: str) -> None:
@@ -107,7 +111,7 @@ def prepare_quantized(model: PreTrainedModel) -> None:
     mode: products are in bfloat16 from then on whatever the dtype, no gradient passes them, and
     ``state_dict`` gives other numbers than were loaded. And in training mode its 8-bit layers leave
     their activations unrounded on a CPU, so that another model is trained than decodes. Exactness
-    comes before that speed.
+    comes before that speed, and before outliers (see above) in a base that asks for them.
 
     Raises:
         ConfigError: if the output matrix itself is quantised.
@@ -117,6 +121,7 @@ def prepare_quantized(model: PreTrainedModel) -> None:
             setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010 - not nn.Module's
             if type(module).__name__ == "Linear8bitLt":
                 module.eval()
+                module.state.threshold = 0.0  # type: ignore[union-attr]
                 setattr(module, "train", MethodType(_stay, module))  # noqa: B010
     output = model.get_output_embeddings()
     weight = getattr(output, "weight", None)

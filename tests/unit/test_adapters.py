@@ -318,6 +318,16 @@ def test_what_is_trained_is_what_decodes(tiny_model_dir: Path, quantization: str
         assert torch.equal(logits(model), expected)
 
 
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_tokens_do_not_see_what_stands_beside_them(quantization: str) -> None:
+    """LLM.int8() chooses outlier columns by all tokens of a pass: logits then depend on a draft."""
+    base = load_base_model("tinycode", quantization=quantization)
+    ids = torch.arange(5, 29)[None]
+    whole = logits(base, ids)[0]
+    assert logits(base, ids[:, :9])[0].allclose(whole[:9], atol=1e-3)
+    assert logits(base, ids[:, :1])[0].allclose(whole[:1], atol=1e-3)
+
+
 def test_what_a_quantised_base_is(tiny_model_dir: Path) -> None:
     """A base that claims to be quantised and is not costs four times its memory."""
     for method, dtype in (("nf4", torch.uint8), ("int8", torch.int8)):
