@@ -69,7 +69,7 @@ def test_trees_write_what_plain_decoding_writes(
                 max_new_tokens=20,
                 temperature=temperature,
                 seed=3,
-                **settings,  # type: ignore[arg-type]
+                **settings,
             )
         )
         texts.append(capsys.readouterr().out)
