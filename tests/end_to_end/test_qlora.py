@@ -35,7 +35,7 @@ from specheads.models.heads import MedusaHeads
 from specheads.models.quantize import quantization_of
 from specheads.training.loop import fit
 from specheads.training.parts import build_heads, medusa_objective
-from specheads.training.prepare import load_data
+from specheads.training.prepare import load_base, load_data
 from specheads.training.schedule import param_groups
 from specheads.tree import Tree
 
@@ -73,20 +73,16 @@ def settings(model_dir: Path, records: Path, run_dir: Path, **changes: Any) -> T
     )
 
 
-def train(
-    cfg: TrainConfig, tokenizer: PreTrainedTokenizerFast
-) -> tuple[PreTrainedModel, MedusaHeads]:
+def train(cfg: TrainConfig) -> tuple[PreTrainedModel, MedusaHeads]:
     """Train heads, then heads and adapter, as a recipe does."""
     torch.manual_seed(cfg.seed)
-    base = load_base_model(cfg.model.name, quantization=cfg.model.quantization)
-    output = output_layer(base)
+    base, output, tokenizer = load_base(cfg, train_base=True)
     data = load_data(cfg, base, tokenizer, train_base=True)
     heads = build_heads(cfg, base, output, data)
     with RunLog(cfg) as log:
         for stage, first, last in (("heads", 0, WARMUP), ("joint", WARMUP, STEPS)):
             parts: dict[str, tuple[torch.nn.Module, float]] = {"heads": (heads, cfg.optim.lr)}
             if stage == "joint":
-                add_adapter(base, cfg.adapter, seed=cfg.seed)
                 parts["base"] = (base, cfg.optim.base_lr)
             fit(
                 medusa_objective(cfg, base, heads, output, train_base=stage == "joint"),
@@ -168,7 +164,7 @@ def test_from_records_to_decoding(
         adapter__merge=merge, loss__base=loss,
     )  # fmt: skip
     before = load_base_model(str(tiny_model_dir), quantization=quantization)
-    base, heads = train(cfg, byte_tokenizer)
+    base, heads = train(cfg)
     rows = rows_of(tmp_path / "run")
     assert [("train/lr/base" in row) for row in rows] == [False] * WARMUP + [True] * 4
     assert rows[-1]["train/head_0/loss"] < rows[0]["train/head_0/loss"]
@@ -192,18 +188,18 @@ def test_from_records_to_decoding(
 
 
 def test_a_stopped_run_ends_as_one_that_was_not(
-    tiny_model_dir: Path, tiny_jsonl: Path, tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast
+    tiny_model_dir: Path, tiny_jsonl: Path, tmp_path: Path
 ) -> None:
     """The adapter is made anew on resuming: another start, or moments lost, and nobody is told."""
     optimizer = {"optim__name": "adamw8bit"}
     whole = settings(tiny_model_dir, tiny_jsonl, tmp_path / "whole", **optimizer)
-    base, heads = train(whole, byte_tokenizer)
+    base, heads = train(whole)
     for stop, resume in ((1, ""), (WARMUP, "auto"), (4, "auto"), (0, "auto")):
         cfg = settings(
             tiny_model_dir, tiny_jsonl, tmp_path / "halves",
             max_steps=stop, resume=resume, **optimizer,
         )  # fmt: skip
-        again, other = train(cfg, byte_tokenizer)
+        again, other = train(cfg)
     assert rows_of(tmp_path / "halves") == rows_of(tmp_path / "whole")
     for name, parameter in adapter_parameters(base).items():
         assert torch.equal(parameter, adapter_parameters(again)[name]), name
@@ -235,16 +231,15 @@ def fixed_batch(vocab: int = 272) -> dict[str, Any]:
 )
 def test_the_second_stage_starts_where_the_first_one_ended(
     tiny_model_dir: Path, tiny_jsonl: Path, tmp_path: Path, quantization: str, adapter: str,
-    lm_head: str, byte_tokenizer: PreTrainedTokenizerFast,
+    lm_head: str,
 ) -> None:  # fmt: skip
     """Heads that are drawn anew for the joint stage are a known defect elsewhere."""
     cfg = settings(
         tiny_model_dir, tiny_jsonl, tmp_path / "run", model__quantization=quantization,
         adapter__kind=adapter, heads__lm_head=lm_head,
     )  # fmt: skip
-    base = load_base_model(cfg.model.name, quantization=quantization)
-    output = output_layer(base)
-    data = load_data(cfg, base, byte_tokenizer, train_base=True)
+    base, output, tokenizer = load_base(cfg, train_base=True)
+    data = load_data(cfg, base, tokenizer, train_base=True)
     heads = build_heads(cfg, base, output, data)
     first = medusa_objective(cfg, base, heads, output, train_base=False)
     with RunLog(cfg) as log:
@@ -252,8 +247,6 @@ def test_the_second_stage_starts_where_the_first_one_ended(
         fit(first, data.train, cfg, groups=groups, run=log, stage="heads", last_step=WARMUP)
     batch = fixed_batch()
     _, ended = first.train()(batch)
-    if adapter == "lora":
-        add_adapter(base, cfg.adapter, seed=cfg.seed)
     _, started = medusa_objective(cfg, base, heads, output, train_base=True).train()(batch)
     for i in range(2):
         was, found = float(ended[f"head_{i}/loss"]), float(started[f"head_{i}/loss"])
