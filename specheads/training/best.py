@@ -86,8 +86,8 @@ def judge(
     progress.stopped = bool(patience) and progress.since_best >= patience
     if progress.stopped:
         run.say(
-            f"stage {progress.stage} stops at step {progress.step}: none of the last {patience} "
-            f"evaluations beat accept length {progress.best:.3f} of step {progress.best_step}"
+            f"stage {progress.stage} stops at step {progress.step}: the accept length no longer "
+            f"rises above {progress.best:.3f} (evaluate.patience={patience})"
         )
     return {
         **found,

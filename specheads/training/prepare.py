@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -288,19 +287,6 @@ def prompt_records(
         if i < len(kind)
     ]
     return turns[: cfg.evaluate.num_prompts]
-
-
-def calibration_prompts(
-    cfg: TrainConfig,
-    data: Data,
-    tokenizer: PreTrainedTokenizerBase,
-    device: torch.device,
-    context: int | None = None,
-) -> list[Tensor]:
-    """Return the prompts [1, P] of :func:`prompt_records`."""
-    encoder = Encoder(tokenizer)
-    records = prompt_records(cfg, data, tokenizer, context)
-    return [torch.tensor([encoder.prompt(record)], device=device) for record in records]
 
 
 def count_parameters(module: nn.Module) -> int:

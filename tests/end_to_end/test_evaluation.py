@@ -12,15 +12,12 @@ from safetensors.torch import load_file
 
 from specheads.bench import run as bench
 from specheads.config import BenchConfig, TrainConfig, to_config
+from specheads.data.chat import Encoder
 from specheads.decoding.evaluate import final_evaluation
 from specheads.decoding.measure import read_prompts
 from specheads.models.base import context_length
 from specheads.models.checkpoint import load_export
-from specheads.training.prepare import (
-    calibration_prompts,
-    load_base,
-    load_data,
-)
+from specheads.training.prepare import load_base, load_data, prompt_records
 from tests.end_to_end.commands import SHORT, on_files, start
 
 
@@ -51,8 +48,8 @@ def test_the_final_accept_length_is_the_benchs(
     assert str(export.base.dtype) == f"torch.{dtype}"
     path = run_dir / "prompts.jsonl"
     read, _ = read_prompts(path, export.tokenizer, 5, max_length=512, device=torch.device("cpu"))
-    given = calibration_prompts(cfg, data, tokenizer, base.device, context)
-    assert [each.input_ids.tolist() for each in read] == [ids.tolist() for ids in given]
+    given = [Encoder(tokenizer).prompt(r) for r in prompt_records(cfg, data, tokenizer, context)]
+    assert [each.input_ids[0].tolist() for each in read] == given
 
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     (final,) = [row for row in map(json.loads, lines) if "final/accept_length/t0" in row]

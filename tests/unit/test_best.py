@@ -170,6 +170,36 @@ def test_only_the_last_stage_goes_back(tmp_path: Path) -> None:
     assert figures is not None and (figures["stage"], figures["step"]) == ("joint", 5)
 
 
+@pytest.mark.parametrize("stop_at", [3, 5, 7])
+def test_a_stage_that_ends_early_is_followed_by_the_next(tmp_path: Path, stop_at: int) -> None:
+    """A resume that trains the ended stage to its planned end continues another run."""
+    lengths = {1: 2.0, 2: 3.0, 3: 1.0, 4: 9.0, **dict.fromkeys(range(5, 9), 4.0)}
+
+    def both(run_dir: Path, **changes: Any) -> Evaluated:
+        settings = {"evaluate__every": 1, "evaluate__patience": 1, "checkpoint__every": 1}
+        cfg = toy_config(run_dir, **settings, **changes)
+        run, batches = Evaluated(lengths), ToyBatches()
+        with RunLog(cfg) as log:
+            for stage, first, last in (("heads", 0, 4), ("joint", 4, 8)):
+                groups = param_groups(cfg.optim, heads=(run.objective, cfg.optim.lr))
+                options = {"stage": stage, "first_step": first, "last_step": last}
+                fit(
+                    run.objective,
+                    batches,
+                    cfg,
+                    groups=groups,
+                    run=log,
+                    evaluate=run.evaluate,
+                    **options,
+                )
+        return run
+
+    whole = both(tmp_path / "whole")
+    assert sorted(whole.weights) == [1, 2, 3, 5, 6]
+    both(tmp_path / "halves", max_steps=stop_at)
+    assert_same(whole.objective, both(tmp_path / "halves", resume="auto").objective)
+
+
 def test_engines_that_take_the_groups_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
