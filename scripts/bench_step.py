@@ -40,7 +40,7 @@ from specheads.decoding.plain import plain_decode
 from specheads.decoding.result import DecodeResult
 from specheads.decoding.sampling import Sampler
 from specheads.drafters.contract import Candidates
-from specheads.drafters.heads import HeadsDrafter
+from specheads.drafters.made import static_drafter
 from specheads.kv_cache import TreeCache
 from specheads.models.base import context_length, output_layer
 from specheads.models.checkpoint import Export, load_export
@@ -84,7 +84,7 @@ def measure_budget(
 ) -> dict[str, Any]:
     """Return where the time of a step goes."""
     base, device = export.base, export.base.device
-    drafter = HeadsDrafter(export.heads, output_layer(base), export.tree)
+    drafter = static_drafter(base, export.heads, output_layer(base), export.tree)
     phases, plain_ms, step_ms = Phases(device), list[float](), list[float]()
     gained: list[int] = []
     for repeat in range(args.repeats + 1):
@@ -204,7 +204,7 @@ def measure_growth(
 ) -> dict[str, Any]:
     """Return by how much the second half of a long text is slower than the first."""
     base = export.base
-    drafter = HeadsDrafter(export.heads, output_layer(base), export.tree)
+    drafter = static_drafter(base, export.heads, output_layer(base), export.tree)
     runs: dict[str, list[dict[str, tuple[float, float]]]] = {"plain": [], "tree": []}
     for repeat in range(-1, args.repeats):
         # nothing ends a text, so that all are of one length

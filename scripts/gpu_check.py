@@ -41,12 +41,15 @@ from specheads.decoding.sampling import Sampler
 from specheads.drafters.contract import Candidates, Prefill, StepResult
 from specheads.drafters.dynamic import DynamicHeadsDrafter
 from specheads.drafters.heads import HeadsDrafter
+from specheads.drafters.made import dynamic_drafter, static_drafter
 from specheads.drafters.ngram import NgramDrafter
 from specheads.hardware import environment
 from specheads.kv_cache import TreeCache
 from specheads.models.base import output_layer
 from specheads.models.checkpoint import load_export
-from specheads.tree import Tree
+from specheads.models.heads import MedusaHeads
+from specheads.models.prefix import prefix_sizes
+from specheads.tree import Tree, default_tree
 from specheads.tree_support import tree_support
 from tests.zoo import TREE_MODELS, build
 
@@ -355,6 +358,56 @@ def dynamic_trees(device: torch.device) -> str:
     return ", ".join(said)
 
 
+def head_kinds(device: torch.device) -> str:
+    """Sequential, pruned and low-rank heads and a prefix layer, untrained, give the pinned tokens.
+
+    They must take as many steps as on a CPU, too, but for guesses that rounding swaps: nothing else
+    would notice wrong ones.
+    """
+    export = load_export(GOLDEN / "export", dtype="float32", device=device)
+    base, output = export.base, output_layer(export.base)
+    elsewhere = load_export(GOLDEN / "export", dtype="float32", device="cpu").base
+    kinds: dict[str, dict[str, Any]] = {
+        "pruned": {"lm_head": "pruned", "num_kept": 200},
+        "low rank, markov": {"lm_head": "low_rank", "rank": 32, "markov_rank": 8},
+        "hydra, prefix": {"condition": True, "prefix": prefix_sizes(base.config)},
+    }
+    cases = json.loads((GOLDEN / "expected.json").read_text(encoding="utf-8"))["cases"]
+    said = []
+    for name, options in kinds.items():
+        torch.manual_seed(0)
+        heads = MedusaHeads(3, 1, export.heads.hidden_size, export.heads.vocab_size, **options)
+        heads.init_from_output(output.weight.cpu())
+        with torch.no_grad():
+            for parameter in heads.parameters():
+                parameter.add_(0.02 * torch.randn_like(parameter))
+        num_steps: Counter[str] = Counter()
+        for model, place in ((elsewhere, torch.device("cpu")), (base, device)):
+            heads = heads.to(place).eval()
+            layer = output_layer(model)
+            for drafter in (
+                static_drafter(model, heads, layer, default_tree(3, 12)),
+                dynamic_drafter(model, heads, layer, 12),
+            ):
+                for case in cases:
+                    result = decode(
+                        model,
+                        drafter,
+                        **padded(case["prompts"], place),
+                        max_new_tokens=case["max_new_tokens"],
+                        sampler=Sampler(temperature=case["temperature"], seed=case["seed"]),
+                        eos_token_ids=[export.tokenizer.eos_token_id],
+                    )
+                    if [row.new_tokens for row in result.rows] != case["new_tokens"]:
+                        raise AssertionError(f"{name}, {case['name']}: other tokens")
+                    num_steps[str(place)] += sum(len(row.accept_lengths) for row in result.rows)
+        here, on_cpu = num_steps[str(device)], num_steps["cpu"]
+        if abs(here - on_cpu) > 0.01 * on_cpu:
+            raise AssertionError(f"{name}: {here} steps, on a CPU {on_cpu}")
+        said.append(f"{name} {here} steps")
+    return ", ".join(said)
+
+
 def doors(device: torch.device) -> str:
     """Our ``generate`` and that of transformers give the same tokens; a cache outlives a turn."""
     export = load_export(GOLDEN / "export", dtype="float32", device=device)
@@ -443,6 +496,7 @@ CHECKS: dict[str, Check] = {
     "batch rows": batch_rows,
     "golden": golden,
     "dynamic trees": dynamic_trees,
+    "head kinds": head_kinds,
     "doors": doors,
     "kv commit": kv_commit,
     **{f"attention/{name}": partial(attention, name) for name in ("sdpa", "eager")},

@@ -15,9 +15,11 @@ from transformers import PreTrainedModel
 from specheads.decoding import compiled, loop
 from specheads.decoding.forward import BasePass
 from specheads.decoding.result import Output
-from specheads.drafters.heads import HeadsDrafter
+from specheads.drafters.made import DynamicDrafter, StaticDrafter
 from specheads.kv_cache import TreeCache
 from specheads.models.base import OutputLayer
+from specheads.models.prefix_keys import PrefixKeys
+from specheads.models.stepwise import Steps, Walk
 
 FORWARD, HEADS = "base forward", "heads"
 PHASES = (FORWARD, HEADS, "propose", "verify", "accept", "emit", "commit", "observe", "replay")
@@ -73,7 +75,11 @@ class Phases:
 
     @contextlib.contextmanager
     def watching(
-        self, base: PreTrainedModel, drafter: HeadsDrafter, *, compile: bool = False
+        self,
+        base: PreTrainedModel,
+        drafter: StaticDrafter | DynamicDrafter,
+        *,
+        compile: bool = False,
     ) -> Iterator[None]:
         """Clock the phases of one text decoded while open; its last step is left out.
 
@@ -97,6 +103,10 @@ class Phases:
             (Output, "emit", "emit"),
             (TreeCache, "commit", "commit"),
             (drafter, "observe", "observe"),
+            (Steps, "begin", HEADS),
+            (Walk, "logits", HEADS),
+            (Walk, "descend", HEADS),
+            (PrefixKeys, "append", HEADS),
         ]
         if not compile:  # a forward in place of the model's own would be compiled with it
             places.append((base, "forward", FORWARD))

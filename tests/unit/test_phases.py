@@ -10,20 +10,21 @@ from transformers import LlamaForCausalLM
 from specheads.decoding import loop
 from specheads.decoding.forward import BasePass
 from specheads.decoding.phases import FORWARD, HEADS, PHASES, Phases
-from specheads.drafters.heads import HeadsDrafter
+from specheads.drafters.made import static_drafter
 from specheads.models.base import OutputLayer
 from specheads.models.heads import MedusaHeads
 from specheads.tree import default_tree
 
 
+@pytest.mark.parametrize("sequential", [False, True])
 def test_phases_add_up_to_their_step(
-    tiny_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, sequential: bool
 ) -> None:
     """A phase counted twice, or in another step, is an overhead that nobody can find."""
     output = OutputLayer(tiny_llama.lm_head)
-    heads = MedusaHeads(3, 1, 32, 272)
+    heads = MedusaHeads(3, 1, 32, 272, condition=sequential)
     heads.init_from_output(output.weight)
-    drafter = HeadsDrafter(heads.eval(), output, default_tree(3, 6))
+    drafter = static_drafter(tiny_llama, heads.eval(), output, default_tree(3, 6))
     forward = tiny_llama.forward
 
     def slow_forward(*args: object, **kwargs: object) -> object:
