@@ -276,7 +276,7 @@ def test_a_server_that_dies_ends_the_run(serve: Callable[[Script], Server]) -> N
     assert all(item.transient for item in total.quarantined)
 
 
-@pytest.mark.parametrize("code", [401, 404, 307])
+@pytest.mark.parametrize("code", [401, 404, 302])
 def test_what_will_never_do_ends_the_run_at_once(
     serve: Callable[[Script], Server], code: int
 ) -> None:
