@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from specheads.drafters.sequential import SequentialDrafter
 from specheads.models import stepwise
 from specheads.models.base import OutputLayer, output_layer
 from specheads.models.heads import MedusaHeads
+from specheads.models.stepwise import Steps, Tables
 from specheads.tree import Tree, default_tree
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -174,6 +176,36 @@ def check_decoding(base: LlamaForCausalLM, drafter: Any, temperature: float) -> 
         assert batch.rows[index].accept_lengths == alone.accept_lengths
         lengths += alone.accept_lengths
     assert min(lengths) == 1 < max(lengths), "nothing was ever accepted, or everything"
+
+
+@pytest.mark.parametrize("tables", [True, False], ids=["tables", "products"])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_narrow_weights_are_read_as_they_are(
+    tiny_llama: LlamaForCausalLM, kind: str, tables: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dtypes that do not fit would stop bfloat16 decoding; sums of rounded tables would blur it."""
+    if not tables:
+        monkeypatch.setattr(stepwise, "MAX_TABLE", 0)
+    base = tiny_llama.bfloat16()
+    heads = build(base, kind).bfloat16()
+    output, embed = output_layer(base), embedding(base, heads)
+    hidden, tokens = torch.randn(2, 32).bfloat16(), torch.randint(0, 272, (2, 3))
+    walk = Steps(heads, output, Tables(heads, embed, 3)).begin(hidden, tokens[:, 0])
+    exact, wide = copy.deepcopy(base).float(), copy.deepcopy(heads).float()
+    for i in range(3):
+        if i:
+            walk.descend(tokens[:, i : i + 1], None)
+        found = walk.logits()[:, 0]
+        expected = wide.head_logits(
+            i,
+            hidden.float(),
+            output_layer(exact),
+            tokens[:, : i + 1],
+            exact.get_input_embeddings(),
+        )
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found.float(), expected, rtol=3e-2, atol=6e-2)
 
 
 def test_parallel_heads_of_every_form_draft(tiny_llama: LlamaForCausalLM) -> None:
