@@ -92,6 +92,7 @@ def load_base_model(
             resolve_name(name), revision=revision or "main", trust_remote_code=trust_remote_code
         )
         own = getattr(config, "quantization_config", None)
+        own = own or getattr(config.get_text_config(), "quantization_config", None)
         check_own_quantization(name, own, quantization)
         quantized = bnb is not None or own is not None
         if quantized and device_map is None:  # it cannot be moved once it is made
@@ -139,7 +140,11 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
         raise ConfigError(
             f"model.gradient_checkpointing=true: {type(model).__name__} does not support it"
         )
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    # transformers renamed it between the versions that are supported
+    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    enable: Any = getattr(model, f"{name}_checkpointing_enable")
+    enable(**{f"{name}_checkpointing_kwargs": {"use_reentrant": False}})
+    model.disable_input_require_grads()  # only reentrant checkpoints need gradients of embeddings
 
 
 def build_from_init(init: dict[str, Any], *, attn: str = "sdpa") -> PreTrainedModel:

@@ -29,7 +29,7 @@ LAYERS = [
 # Siblings that must not know each other though they share a layer.
 STRANGERS = {("training", "decoding"), ("decoding", "training")}
 # Imported only by the run that needs them: --help answers at once, and a missing one hurts nobody.
-LAZY = {"hydra", "omegaconf", "datasets", "deepspeed", "bitsandbytes", "wandb"}
+LAZY = {"hydra", "omegaconf", "datasets", "deepspeed", "bitsandbytes", "peft", "wandb"}
 
 
 @cache
