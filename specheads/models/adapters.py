@@ -11,12 +11,9 @@ import copy
 import math
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -29,9 +26,7 @@ from specheads.models.quantize import (
     quiet_bitsandbytes,
 )
 
-_NAME = "default"  # peft's name of the only adapter
-_TENSORS = "adapter_model.safetensors"
-_PREFIX = "base_model.model."  # of tensors in peft's files, so that PeftModel and vLLM read them
+NAME = "default"  # peft's name of the only adapter
 
 
 def check_tunable(quantization: str, adapter: AdapterConfig) -> None:
@@ -66,7 +61,7 @@ def add_adapter(base: PreTrainedModel, adapter: AdapterConfig, *, seed: int = 0)
     """
     if has_adapter(base):
         raise ValueError("the base model has an adapter already")
-    _inject(
+    inject(
         base,
         {
             "r": adapter.rank,
@@ -78,11 +73,11 @@ def add_adapter(base: PreTrainedModel, adapter: AdapterConfig, *, seed: int = 0)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for layer in _layers(base).values():
-            first = layer.lora_A[_NAME].weight
+            first = layer.lora_A[NAME].weight
             drawn = torch.empty(first.shape)
             nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
             first.copy_(drawn)
-            layer.lora_B[_NAME].weight.zero_()
+            layer.lora_B[NAME].weight.zero_()
 
 
 def has_adapter(base: nn.Module) -> bool:
@@ -215,68 +210,12 @@ def merged_state(base: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]
     return state | {f"{name}.weight": weight for name, weight in weights.items()}
 
 
-def save_adapter(folder: Path, base: PreTrainedModel, name: str, revision: str | None) -> None:
-    """Write the adapter as peft does: adapter_config.json and safetensors.
-
-    Args:
-        folder: made here.
-        base: carries the adapter.
-        name: of the original base.
-        revision: of a hub model.
-    """
-    folder.mkdir()
-    config: Any = copy.deepcopy(base.peft_config[_NAME])
-    config.base_model_name_or_path, config.revision = name, revision
-    config.inference_mode = True
-    config.target_modules = sorted(config.target_modules)  # a set has another order every time
-    config.save_pretrained(str(folder))
-    tensors = {
-        _PREFIX + name.replace(f".{_NAME}.", "."): parameter.detach().cpu().contiguous()
-        for name, parameter in adapter_parameters(base).items()
-    }
-    save_file(tensors, folder / _TENSORS, metadata={"format": "pt"})
-
-
-def load_adapter(base: PreTrainedModel, folder: Path) -> None:
-    """Put the adapter that ``save_adapter`` wrote onto ``base``, frozen.
+def inject(base: PreTrainedModel, settings: dict[str, Any]) -> None:
+    """Wrap layers as ``settings`` of peft's LoraConfig say; A and B are still to be filled.
 
     Raises:
-        ConfigError: if files are damaged, or tensors are missing, unexpected or of another shape.
+        ValueError: if there is no such layer.
     """
-    from peft import LoraConfig
-
-    try:
-        stored = LoraConfig.from_pretrained(str(folder))
-        tensors = load_file(folder / _TENSORS)
-    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
-        raise ConfigError(f"{folder} is damaged: {str(error).splitlines()[0]}") from None
-    keys = ("r", "lora_alpha", "lora_dropout", "target_modules")
-    try:
-        _inject(base, {key: getattr(stored, key) for key in keys})
-    except ValueError as error:
-        raise ConfigError(f"{folder}: {str(error).splitlines()[0]}") from None
-    wanted = {
-        _PREFIX + name.replace(f".{_NAME}.", "."): parameter
-        for name, parameter in adapter_parameters(base).items()
-    }
-    if odd := sorted(wanted.keys() ^ tensors.keys()):
-        raise ConfigError(
-            f"{folder / _TENSORS} has {len(tensors)} tensors where {len(wanted)} are expected;"
-            f" in one only: {odd[0]}"
-        )
-    with torch.no_grad():
-        for name, parameter in wanted.items():
-            if (found := tuple(tensors[name].shape)) != tuple(parameter.shape):
-                raise ConfigError(
-                    f"{folder / _TENSORS}: {name} has shape {found}, expected"
-                    f" {tuple(parameter.shape)}"
-                )
-            parameter.copy_(tensors[name])
-    require_grad(base, False)
-    base.eval()
-
-
-def _inject(base: PreTrainedModel, settings: dict[str, Any]) -> None:
     quiet_bitsandbytes()  # peft imports it where it is installed
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -347,7 +286,7 @@ def _merged_weights(base: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tens
             weight = plain_weight(module.base_layer)
             keep = dtype if is_quantized_linear(module.base_layer) else weight.dtype
             wide = torch.promote_types(weight.dtype, torch.float32)
-            delta = module.get_delta_weight(_NAME)
+            delta = module.get_delta_weight(NAME)
             weights[name] = (weight.to(wide) + delta.to(wide)).to(keep)
         elif is_quantized_linear(module) and not name.endswith(".base_layer"):
             weights[name] = plain_weight(module).to(dtype)

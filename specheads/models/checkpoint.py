@@ -21,7 +21,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.config import ConfigError
 from specheads.files import whole_folder
-from specheads.models.adapters import has_adapter, load_adapter, merges, save_adapter
+from specheads.models.adapter_files import load_adapter, save_adapter
+from specheads.models.adapters import has_adapter, merges
 from specheads.models.base import (
     check_tokenizer,
     load_base_model,

@@ -16,18 +16,17 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from specheads.config import AdapterConfig, ConfigError
+from specheads.models.adapter_files import load_adapter, save_adapter
 from specheads.models.adapters import (
     adapter_parameters,
     add_adapter,
     check_tunable,
     has_adapter,
     in_float32,
-    load_adapter,
     merge_adapter,
     merged_state,
     original,
     require_grad,
-    save_adapter,
 )
 from specheads.models.base import (
     capture_hidden,
@@ -130,7 +129,7 @@ def test_only_the_adapter_is_trained_in_float32(
 
 
 @pytest.mark.parametrize("name", sorted(zoo.TREE_MODELS))
-def test_every_architecture_is_reached(name: str) -> None:
+def test_every_architecture_is_reached(name: str, tmp_path: Path) -> None:
     """A layer whose adapter never runs stays at zero, and nobody is told."""
     model = zoo.build(name)
     ids = torch.arange(3, 23)[None]
@@ -145,6 +144,11 @@ def test_every_architecture_is_reached(name: str) -> None:
         after = logits(model, ids)
     assert captured.hidden is not None
     torch.testing.assert_close(output_layer(model)(captured.hidden), after, atol=1e-4, rtol=1e-4)
+    shake(model)
+    save_adapter(tmp_path / "a", model, name, None)
+    again = zoo.build(name)
+    load_adapter(again, tmp_path / "a")
+    assert torch.equal(logits(again, ids), logits(model, ids))
 
 
 def test_the_start_is_drawn_from_its_own_seed(make_tiny_llama: Callable[..., Any]) -> None:
