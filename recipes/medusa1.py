@@ -17,6 +17,7 @@ from specheads.decoding.evaluate import (
     final_evaluation,
     write_prompts,
 )
+from specheads.decoding.expected import describe_expected, expect
 from specheads.decoding.measure import end_tokens
 from specheads.log import RunLog
 from specheads.models.base import context_length
@@ -25,9 +26,11 @@ from specheads.models.digest import base_digest
 from specheads.models.quantize import quantization_of
 from specheads.training.best import chosen as chosen_step
 from specheads.training.cached import FeatureCache
-from specheads.training.loop import fit
+from specheads.training.describe import clock, describe_costs, describe_run
+from specheads.training.loop import Batches, fit
 from specheads.training.parts import build_heads, heads_accuracy, medusa_objective
-from specheads.training.prepare import describe_plan, load_base, load_data, prompt_records
+from specheads.training.plan import StandInFeatures, plan_stage, seconds_per_pass
+from specheads.training.prepare import load_base, load_data, prompt_records
 from specheads.training.schedule import param_groups
 
 
@@ -43,21 +46,42 @@ def run(cfg: TrainConfig) -> None:
     eos = end_tokens(base, tokenizer)
 
     with RunLog(cfg) as log:
-        data.quarantine(log.dir)
-        log.say(describe_plan(cfg, data, base=base, heads=heads))
-        if cache:
-            log.say(cache.describe())
-        if cfg.dry_run:
-            return
-        batches, heldout = cache.open(base) if cache else (data.train, data.heldout)
+        log.say(describe_run(cfg, data, base=base, heads=heads))
         objective = medusa_objective(
             cfg, None if cache else base, heads, output, embed=base.get_input_embeddings()
         )
+        groups = param_groups(cfg.optim, heads=(heads, cfg.optim.lr))
+        if cfg.dry_run:
+            batches: Batches = data.train
+            notes: list[str] = []
+            if cache:
+                batches = StandInFeatures(data.train, output.weight.shape[1], base.dtype)
+                passes = data.rows_per_epoch / cfg.data.rows
+                filling = clock(passes * seconds_per_pass(base, data.train))
+                notes = [cache.describe(), f"time to fill it: {filling}"]
+            parts = {"base": base, "heads": heads}
+            plan = plan_stage(
+                "heads", cfg.steps, objective, batches, groups, cfg,
+                output_weight=output.weight, parts=parts,
+            )  # fmt: skip
+            log.say(describe_costs(cfg, [plan], parts, *notes))
+            if dist.is_main():
+                expected = expect(
+                    base, heads, output, prompts, cfg.tree, cfg.evaluate, start=cfg.heads.start
+                )
+                log.say(describe_expected(expected))
+            return
+        data.quarantine(log.dir)
+        if cache:
+            log.say(cache.describe())
+        heldout, batches = data.heldout, data.train
+        if cache:
+            batches, heldout = cache.open(base)
         steps = fit(
             objective,
             batches,
             cfg,
-            groups=param_groups(cfg.optim, heads=(heads, cfg.optim.lr)),
+            groups=groups,
             run=log,
             evaluate=lambda step: decode_heldout(base, heads, output, prompts, cfg.evaluate, eos),
         )

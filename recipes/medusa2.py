@@ -19,6 +19,7 @@ from specheads.decoding.evaluate import (
     final_evaluation,
     write_prompts,
 )
+from specheads.decoding.expected import describe_expected, expect
 from specheads.decoding.measure import end_tokens
 from specheads.log import RunLog
 from specheads.models.adapters import has_adapter, merge_adapter, merges
@@ -26,10 +27,12 @@ from specheads.models.base import context_length
 from specheads.models.checkpoint import Export, read_config, save_export
 from specheads.models.digest import base_digest
 from specheads.training.best import chosen as chosen_step
+from specheads.training.describe import describe_costs, describe_run
 from specheads.training.heldout import heldout_loss, remember_original
 from specheads.training.loop import fit
 from specheads.training.parts import build_heads, heads_accuracy, medusa_objective
-from specheads.training.prepare import describe_plan, load_base, load_data, prompt_records
+from specheads.training.plan import plan_stage
+from specheads.training.prepare import load_base, load_data, prompt_records
 from specheads.training.schedule import param_groups
 
 
@@ -44,25 +47,33 @@ def run(cfg: TrainConfig) -> None:
     eos = end_tokens(base, tokenizer)
 
     with RunLog(cfg) as log:
-        data.quarantine(log.dir)
-        log.say(describe_plan(cfg, data, base=base, heads=heads))
-        if cfg.dry_run:
-            return
-        original = remember_original(base, output, data.heldout)
+        log.say(describe_run(cfg, data, base=base, heads=heads))
+        original = None
+        if not cfg.dry_run:
+            data.quarantine(log.dir)
+            original = remember_original(base, output, data.heldout)
         warmup = round(cfg.warmup_heads * cfg.steps)
         stages = [("heads", 0, warmup), ("joint", warmup, cfg.steps)]
-        steps = 0
+        steps, plans = 0, []
         for stage, first, last in stages[0 if warmup else 1 :]:
             joint = stage == "joint"
             objective = medusa_objective(cfg, base, heads, output, train_base=joint)
             parts: dict[str, tuple[nn.Module, float]] = {"heads": (heads, cfg.optim.lr)}
             if joint:
                 parts["base"] = (base, cfg.optim.base_lr)
+            groups = param_groups(cfg.optim, **parts)
+            if cfg.dry_run:
+                plan = plan_stage(
+                    stage, last - first, objective, data.train, groups, cfg,
+                    output_weight=output.weight, parts={"base": base, "heads": heads},
+                )  # fmt: skip
+                plans.append(plan)
+                continue
             steps = fit(
                 objective,
                 data.train,
                 cfg,
-                groups=param_groups(cfg.optim, **parts),
+                groups=groups,
                 run=log,
                 stage=stage,
                 first_step=first,
@@ -71,7 +82,15 @@ def run(cfg: TrainConfig) -> None:
                     base, heads, output, prompts, cfg.evaluate, eos
                 ),
             )
+        if cfg.dry_run:
+            log.say(describe_costs(cfg, plans, {"base": base, "heads": heads}))
         if not dist.is_main():
+            return
+        if cfg.dry_run:
+            expected = expect(
+                base, heads, output, prompts, cfg.tree, cfg.evaluate, start=cfg.heads.start
+            )
+            log.say(describe_expected(expected))
             return
         if has_adapter(base) and merges(base, cfg.adapter.merge):
             merge_adapter(base)  # what is measured from here on is what is exported

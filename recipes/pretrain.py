@@ -17,10 +17,12 @@ from specheads.models.base import (
     output_layer,
 )
 from specheads.models.checkpoint import save_plain_model
+from specheads.training.describe import describe_costs, describe_run
 from specheads.training.heldout import heldout_loss
 from specheads.training.loop import fit
 from specheads.training.output_loss import LMObjective
-from specheads.training.prepare import check_loss, describe_plan, load_data
+from specheads.training.plan import plan_stage
+from specheads.training.prepare import check_loss, load_data
 from specheads.training.schedule import param_groups
 
 
@@ -53,15 +55,22 @@ def run(cfg: TrainConfig) -> None:
         return {"heldout/loss": heldout_loss(base, output, data.heldout)["loss"]}
 
     with RunLog(cfg) as log:
-        data.quarantine(log.dir)
-        log.say(describe_plan(cfg, data, base=base))
+        log.say(describe_run(cfg, data, base=base))
+        groups = param_groups(cfg.optim, base=(base, cfg.optim.base_lr))
         if cfg.dry_run:
+            parts = {"base": base}
+            plan = plan_stage(
+                "base", cfg.steps, objective, data.train, groups, cfg,
+                output_weight=output.weight, parts=parts,
+            )  # fmt: skip
+            log.say(describe_costs(cfg, [plan], parts))
             return
+        data.quarantine(log.dir)
         steps = fit(
             objective,
             data.train,
             cfg,
-            groups=param_groups(cfg.optim, base=(base, cfg.optim.base_lr)),
+            groups=groups,
             run=log,
             evaluate=evaluate,
         )

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -287,26 +286,3 @@ def prompt_records(
         if i < len(kind)
     ]
     return turns[: cfg.evaluate.num_prompts]
-
-
-def count_parameters(module: nn.Module) -> int:
-    """Return the number of parameters, shared ones once."""
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def describe_plan(cfg: TrainConfig, data: Data, **parts: nn.Module) -> str:
-    """Return what a run is going to do, for ``dry_run=true`` and for the first lines of a run."""
-    micro = cfg.data.rows * cfg.data.seq_len
-    per_step = micro * cfg.optim.accumulation * dist.world_size()
-    rows = data.rows_per_epoch
-    epochs = cfg.steps * per_step / cfg.data.seq_len / rows
-    lines = [
-        f"{name}: {count_parameters(part) / 1e6:.2f} M parameters" for name, part in parts.items()
-    ]
-    lines.append(
-        f"{cfg.steps} steps of {per_step:,} tokens ({cfg.data.rows} rows of {cfg.data.seq_len}"
-        f" x {cfg.optim.accumulation} micro-batches x {dist.world_size()} processes),"
-        f" {epochs:.2f} epochs of {rows:,} rows {100 * data.efficiency:.0f}% full"
-    )
-    lines.append(f"into {cfg.run_dir}")
-    return "\n".join(lines)
