@@ -31,7 +31,6 @@ def save_adapter(folder: Path, base: PreTrainedModel, name: str, revision: str |
     config: Any = copy.deepcopy(base.peft_config[NAME])
     config.base_model_name_or_path, config.revision = name, revision
     config.inference_mode = True
-    config.target_modules = sorted(config.target_modules)  # a set has another order every time
     config.save_pretrained(str(folder))
     tensors = {
         _PREFIX + name.replace(f".{NAME}.", "."): parameter.detach().cpu().contiguous()
@@ -53,11 +52,11 @@ def load_adapter(base: PreTrainedModel, folder: Path) -> None:
         tensors = load_file(folder / _TENSORS)
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
         raise ConfigError(f"{folder} is damaged: {str(error).splitlines()[0]}") from None
-    keys = ("r", "lora_alpha", "lora_dropout", "target_modules")
-    try:
-        inject(base, {key: getattr(stored, key) for key in keys})
-    except ValueError as error:
-        raise ConfigError(f"{folder}: {str(error).splitlines()[0]}") from None
+    names = list(stored.target_modules)
+    if odd := sorted(set(names) - {name for name, _ in base.named_modules()}):
+        raise ConfigError(f"{folder} is of another model: the base has no {odd[0]}")
+    keys = ("r", "lora_alpha", "lora_dropout")
+    inject(base, names, **{key: getattr(stored, key) for key in keys})
     wanted = {
         _PREFIX + name.replace(f".{NAME}.", "."): parameter
         for name, parameter in adapter_parameters(base).items()

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -63,12 +63,10 @@ def add_adapter(base: PreTrainedModel, adapter: AdapterConfig, *, seed: int = 0)
         raise ValueError("the base model has an adapter already")
     inject(
         base,
-        {
-            "r": adapter.rank,
-            "lora_alpha": adapter.alpha,
-            "lora_dropout": adapter.dropout,
-            "target_modules": _targets(base, adapter.targets),
-        },
+        _targets(base, adapter.targets),
+        r=adapter.rank,
+        lora_alpha=adapter.alpha,
+        lora_dropout=adapter.dropout,
     )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -210,19 +208,26 @@ def merged_state(base: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]
     return state | {f"{name}.weight": weight for name, weight in weights.items()}
 
 
-def inject(base: PreTrainedModel, settings: dict[str, Any]) -> None:
-    """Wrap layers as ``settings`` of peft's LoraConfig say; A and B are still to be filled.
+def inject(base: PreTrainedModel, names: Sequence[str], **settings: Any) -> None:
+    """Wrap the layers ``names`` and no others; A and B are still to be filled.
 
-    Raises:
-        ValueError: if there is no such layer.
+    Args:
+        base: without adapter.
+        names: full names of linear layers.
+        **settings: of peft's LoraConfig.
     """
     quiet_bitsandbytes()  # peft imports it where it is installed
     from peft import LoraConfig, inject_adapter_in_model
 
     device = base.device
     rng = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    # in mixtures of experts peft would take names among the targets for those of stacked tensors;
+    # keys of a state dict it takes as they are
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["-"], **settings)
+    keys: Any = {f"{name}.lora_A.weight": None for name in names}
     with rng, warnings.catch_warnings(action="ignore"):
-        inject_adapter_in_model(LoraConfig(task_type="CAUSAL_LM", **settings), base)
+        inject_adapter_in_model(config, base, state_dict=keys)
+    config.target_modules = list(names)
     for parameter in adapter_parameters(base).values():
         parameter.data = parameter.data.float()
     require_grad(base, True)

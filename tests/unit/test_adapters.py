@@ -148,7 +148,10 @@ def test_every_architecture_is_reached(name: str, tmp_path: Path) -> None:
     save_adapter(tmp_path / "a", model, name, None)
     again = zoo.build(name)
     load_adapter(again, tmp_path / "a")
-    assert torch.equal(logits(again, ids), logits(model, ids))
+    tuned = logits(model, ids)
+    assert torch.equal(logits(again, ids), tuned)
+    merge_adapter(model)  # GPT-2 keeps its matrices the other way round
+    torch.testing.assert_close(logits(model, ids), tuned, atol=2e-3, rtol=1e-3)
 
 
 def test_the_start_is_drawn_from_its_own_seed(make_tiny_llama: Callable[..., Any]) -> None:
@@ -224,17 +227,6 @@ def test_the_reference_in_float32(tiny_model_dir: Path, quantization: str, adapt
     assert 0 < difference < 0.05
 
 
-def test_merging_gpt2_transposes(tiny_llama: PreTrainedModel) -> None:
-    """GPT-2 keeps its matrices the other way round."""
-    model = zoo.build("gpt2")
-    ids = torch.arange(3, 23)[None]
-    add_adapter(model, LORA)
-    shake(model)
-    before = logits(model, ids)
-    merge_adapter(model)
-    torch.testing.assert_close(logits(model, ids), before, atol=1e-3, rtol=1e-4)
-
-
 def test_an_adapter_comes_back_and_peft_reads_it(
     base: PreTrainedModel, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
@@ -280,6 +272,8 @@ def test_a_wrong_adapter_file_is_refused(
     with pytest.raises(ConfigError, match=complaint) as caught:
         load_adapter(make_tiny_llama(), tmp_path / "a")
     assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match="of another model: the base has no model.layers.1"):
+        load_adapter(make_tiny_llama(num_hidden_layers=1), tmp_path / "a")
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"x")
     with pytest.raises(ConfigError, match="is damaged"):
         load_adapter(make_tiny_llama(), tmp_path / "a")
