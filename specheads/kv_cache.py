@@ -25,6 +25,16 @@ def _round_up(num_slots: int) -> int:
     return -(-num_slots // BLOCK) * BLOCK
 
 
+def _stacked(first: Tensor | None, second: Tensor | None, capacity: int) -> Tensor:
+    """Return the rows of two buffers [B, H, slots, d] as one with ``capacity`` slots."""
+    assert first is not None and second is not None
+    num_rows = first.shape[0] + second.shape[0]
+    joined = first.new_zeros(num_rows, first.shape[1], capacity, first.shape[3])
+    joined[: first.shape[0], :, : first.shape[2]] = first
+    joined[first.shape[0] :, :, : second.shape[2]] = second
+    return joined
+
+
 class RowEnds:
     """Where the rows of a cache end; one object, shared by all its layers.
 
@@ -360,6 +370,16 @@ class TreeCache(Cache):
         self.rows.set([self.lengths[row] for row in kept])
         if self.tokens:
             self.tokens = [self.tokens[row] for row in kept]
+
+    def join(self, other: TreeCache) -> None:
+        """Take over the rows of ``other``, of the same model; they come behind the rows here."""
+        for layer, more in zip(self._live_layers(), other._live_layers(), strict=True):
+            capacity = max(layer.capacity, more.capacity)
+            pairs = (layer.key_buffer, more.key_buffer), (layer.value_buffer, more.value_buffer)
+            layer.key_buffer, layer.value_buffer = (_stacked(*pair, capacity) for pair in pairs)
+        self._pool = None  # made again with the next pass
+        self.rows.set([*self.lengths, *other.lengths])
+        self.tokens += other.tokens
 
     def reset(self) -> None:
         """Forget everything, the number of rows too."""

@@ -1,4 +1,4 @@
-"""Answer records with the base model itself, in batches, so that no answer knows its neighbours.
+"""Answer records with the base model itself, many at a time; no answer knows its neighbours.
 
 Each row draws with a seed made from the run's seed and its record's id. In float32 an answer is
 therefore the same whatever batch it falls in, in which order, and after how many restarts.
@@ -6,14 +6,15 @@ therefore the same whatever batch it falls in, in which order, and after how man
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.data.dialogue import (
@@ -26,44 +27,21 @@ from specheads.data.dialogue import (
 from specheads.data.outcome import Outcome, Quarantined, Sampling, record_seed
 from specheads.data.records import Record
 from specheads.decoding.loop import decode
-from specheads.decoding.plain import plain_decode
 from specheads.decoding.result import DecodedRow
-from specheads.decoding.sampling import Sampler
+from specheads.decoding.stream import Job, PlainStream, SeededRows
 from specheads.drafters.contract import Drafter
 from specheads.models.base import context_length
-from specheads.tree import RowTrees, Tree
 from specheads.tree_support import tree_support
 
 POOL = 32  # batches whose records are sorted by length together
+HELD = 2.0  # seconds for which answers are held back at most, so that many are written together
 
 
-@dataclass(frozen=True)
-class SeededRows(Sampler):
-    """A sampler whose row b draws with ``seeds[b]``, whatever its place in the batch."""
+@dataclass
+class _Talked(Outcome):
+    """An outcome before its dialogues have become records."""
 
-    seeds: tuple[int, ...] = ()
-
-    def scores(
-        self, logits: Tensor, positions: Tensor, rows: Sequence[int] | None = None
-    ) -> Tensor:
-        """See :meth:`Sampler.scores`."""
-        return super().scores(logits, positions, self._rows(len(logits), rows))
-
-    def tree_scores(
-        self,
-        logits: Tensor,
-        tree: Tree | RowTrees,
-        root_positions: Sequence[int],
-        rows: Sequence[int] | None = None,
-    ) -> Tensor:
-        """See :meth:`Sampler.tree_scores`."""
-        return super().tree_scores(
-            logits, tree, root_positions, self._rows(len(root_positions), rows)
-        )
-
-    def _rows(self, num_rows: int, rows: Sequence[int] | None) -> list[int]:
-        # row r draws with seed + r, and seed is 0
-        return [self.seeds[row] for row in (range(num_rows) if rows is None else rows)]
+    talks: list[Dialogue] = field(default_factory=list)
 
 
 class Engine:
@@ -104,7 +82,7 @@ class Engine:
         generation: dict[str, Any],
         tokenizer_digest: str,
     ) -> Iterator[Outcome]:
-        """Answer records; yield what became of each batch.
+        """Answer records; yield what became of them, some at a time.
 
         Args:
             records: in an order of which every beginning is a fair sample; neighbours are sorted by
@@ -112,41 +90,84 @@ class Engine:
             generation: JSON about the engine, for every answered record.
             tokenizer_digest: of the tokenizer, for the stored ids.
         """
+        answers = self._one_by_one if self.drafter is None else self._by_batches
+        for outcome in answers(records):
+            for talk in outcome.talks:
+                tokens = {"ids": talk.ids, "answers": talk.spans, "tokenizer": tokenizer_digest}
+                outcome.answered.append(talk.answered(generation, tokens))
+            if outcome.answered or outcome.quarantined or outcome.num_tokens:
+                yield outcome
+
+    def _pools(self, records: Sequence[Record]) -> Iterator[tuple[list[Dialogue], _Talked]]:
+        """Yield dialogues by length, some at a time, and what cannot be one of them."""
         size = self.batch_size * POOL
         for start in range(0, len(records), size):
-            early = Outcome()
+            outcome = _Talked()
             talks: list[Dialogue] = []
             for record in records[start : start + size]:
                 try:
                     talks.append(dialogue(record))
                 except UnusableRecordError as error:
-                    early.quarantined.append(Quarantined(record, error.reason, str(error)))
-            talks = self._each(talks, self.turns.ask, early)
-            if early.quarantined:
-                yield early
-            talks.sort(key=lambda talk: (len(talk.turns), len(talk.ids)))
-            for i in range(0, len(talks), self.batch_size):
-                batch = talks[i : i + self.batch_size]
-                yield self._answer_batch(batch, generation, tokenizer_digest)
+                    outcome.quarantined.append(Quarantined(record, error.reason, str(error)))
+            talks = self._each(talks, self._ask, outcome)
+            yield sorted(talks, key=lambda talk: (len(talk.turns), len(talk.ids))), outcome
 
-    def _answer_batch(
-        self,
-        talks: list[Dialogue],
-        generation: dict[str, Any],
-        tokenizer_digest: str,
-    ) -> Outcome:
-        outcome = Outcome()
-        while talks := self._each(talks, self._check_room, outcome):
-            rows = self.decode([t.ids for t in talks], [self._seed(t) for t in talks])
-            outcome.num_tokens += sum(len(row.new_tokens) for row in rows)
-            row_of = {talk.id: row for talk, row in zip(talks, rows, strict=True)}
-            talks = self._each(talks, partial(self._take, row_of), outcome)
-            for talk in [talk for talk in talks if talk.finished]:
-                tokens = {"ids": talk.ids, "answers": talk.spans, "tokenizer": tokenizer_digest}
-                outcome.answered.append(talk.answered(generation, tokens))
-            going_on = [talk for talk in talks if not talk.finished]
-            talks = self._each(going_on, self.turns.ask, outcome)
-        return outcome
+    def _one_by_one(self, records: Sequence[Record]) -> Iterator[_Talked]:
+        """Answer plainly: whenever rows have ended, the next dialogues take their places."""
+        stream = PlainStream(
+            self.base,
+            self._sampler([]),
+            eos_token_ids=self.turns.end_tokens,
+            batch_size=self.batch_size,
+        )
+        waiting: deque[Dialogue] = deque()
+        pools, outcome, more = self._pools(records), _Talked(), True
+        start = time.monotonic()
+        while True:
+            while more and len(waiting) < stream.free:
+                found = next(pools, None)
+                more = found is not None
+                if found is not None:
+                    waiting += found[0]
+                    outcome.quarantined += found[1].quarantined
+            # a prompt alone is read as fast as a few together: let some rows become free
+            if waiting and stream.free >= min(-(-self.batch_size // 4), len(waiting)):
+                talks = [waiting.popleft() for _ in range(min(stream.free, len(waiting)))]
+                stream.add([self._job(talk) for talk in talks])
+            if stream.free < self.batch_size:
+                stream.step()
+            ended = stream.take_ended()
+            if ended:
+                talks = [job.owner for job, _ in ended]
+                waiting.extendleft(self._settle(talks, [row for _, row in ended], outcome))
+            idle = stream.free == self.batch_size and not waiting and not more
+            settled = len(outcome.talks) + len(outcome.quarantined)
+            if idle or settled >= self.batch_size or time.monotonic() - start > HELD:
+                yield outcome
+                outcome, start = _Talked(), time.monotonic()
+            if idle:
+                return
+
+    def _by_batches(self, records: Sequence[Record]) -> Iterator[_Talked]:
+        """Answer with heads, whose state belongs to a batch."""
+        for talks, outcome in self._pools(records):
+            yield outcome
+            for i in range(0, len(talks), self.batch_size):
+                outcome, batch = _Talked(), talks[i : i + self.batch_size]
+                while batch:
+                    rows = self.decode([self._job(talk) for talk in batch])
+                    batch = self._settle(batch, rows, outcome)
+                yield outcome
+
+    def _settle(
+        self, talks: list[Dialogue], rows: Sequence[DecodedRow], outcome: _Talked
+    ) -> list[Dialogue]:
+        """Give dialogues their next answers; return those in which another one is due."""
+        outcome.num_tokens += sum(len(row.new_tokens) for row in rows)
+        row_of = {talk.id: row for talk, row in zip(talks, rows, strict=True)}
+        talks = self._each(talks, partial(self._take, row_of), outcome)
+        outcome.talks += [talk for talk in talks if talk.finished]
+        return self._each([talk for talk in talks if not talk.finished], self._ask, outcome)
 
     def _each(
         self, talks: list[Dialogue], action: Callable[[Dialogue], object], outcome: Outcome
@@ -162,51 +183,47 @@ class Engine:
                 kept.append(talk)
         return kept
 
-    def _seed(self, talk: Dialogue) -> int:
-        return record_seed(self.sampling.seed, talk.id)
-
-    def _check_room(self, talk: Dialogue) -> None:
+    def _ask(self, talk: Dialogue) -> None:
+        self.turns.ask(talk)
         if len(talk.ids) >= self.context:
             raise UnusableRecordError(
                 "too_long", f"a prompt of {len(talk.ids)} tokens in a context of {self.context}"
             )
+
+    def _job(self, talk: Dialogue) -> Job:
+        limit = min(self.sampling.max_new_tokens, self.context - len(talk.ids))
+        return Job(talk.ids, limit, record_seed(self.sampling.seed, talk.id), talk)
+
+    def _sampler(self, seeds: Sequence[int]) -> SeededRows:
+        sampling = self.sampling
+        return SeededRows(sampling.temperature, sampling.top_k, sampling.top_p, seeds=seeds)
 
     def _take(self, row_of: dict[str, DecodedRow], talk: Dialogue) -> None:
         row = row_of[talk.id]
         self.turns.add(talk, row.new_tokens, ended=row.finished)
         check_answer(talk, self.sampling.keep_truncated)
 
-    def decode(self, prompts: Sequence[list[int]], seeds: Sequence[int]) -> list[DecodedRow]:
-        """Continue prompts, each up to the limit or the end of the context."""
-        limit = self.sampling.max_new_tokens
-        rooms = [min(limit, self.context - len(prompt)) for prompt in prompts]
+    def decode(self, jobs: Sequence[Job]) -> list[DecodedRow]:
+        """Continue prompts with the drafter, those of one limit together."""
         found: dict[int, DecodedRow] = {}
-        # one limit for all rows of a pass; few have another than the usual one
-        order = sorted(range(len(prompts)), key=rooms.__getitem__)
-        for room, group in groupby(order, rooms.__getitem__):
+        order = sorted(range(len(jobs)), key=lambda i: jobs[i].limit)
+        for _, group in groupby(order, lambda i: jobs[i].limit):
             members = list(group)
-            rows = self._decode([prompts[i] for i in members], [seeds[i] for i in members], room)
-            found |= zip(members, rows, strict=True)
-        return [found[i] for i in range(len(prompts))]
+            found |= zip(members, self._decode([jobs[i] for i in members]), strict=True)
+        return [found[i] for i in range(len(jobs))]
 
-    def _decode(
-        self, prompts: Sequence[list[int]], seeds: Sequence[int], limit: int
-    ) -> tuple[DecodedRow, ...]:
-        longest = max(map(len, prompts))
-        padding = [longest - len(prompt) for prompt in prompts]
-        device, sampling = self.base.device, self.sampling
-        options: dict[str, Any] = {
-            "max_new_tokens": limit,
-            "attention_mask": torch.tensor(
-                [[0] * n + [1] * (longest - n) for n in padding], device=device
-            ),
-            "sampler": SeededRows(
-                sampling.temperature, sampling.top_k, sampling.top_p, seeds=tuple(seeds)
-            ),
-            "eos_token_ids": self.turns.end_tokens,
-        }
-        rows = [[0] * n + prompt for n, prompt in zip(padding, prompts, strict=True)]
-        ids = torch.tensor(rows, device=device)
-        if self.drafter is None:
-            return plain_decode(self.base, ids, **options).rows
-        return decode(self.base, self.drafter, ids, **options).rows
+    def _decode(self, jobs: Sequence[Job]) -> tuple[DecodedRow, ...]:
+        assert self.drafter is not None
+        longest = max(len(job.ids) for job in jobs)
+        padding = [longest - len(job.ids) for job in jobs]
+        rows = [[0] * n + job.ids for n, job in zip(padding, jobs, strict=True)]
+        mask = [[0] * n + [1] * (longest - n) for n in padding]
+        return decode(
+            self.base,
+            self.drafter,
+            torch.tensor(rows, device=self.base.device),
+            attention_mask=torch.tensor(mask, device=self.base.device),
+            max_new_tokens=jobs[0].limit,
+            sampler=self._sampler([job.seed for job in jobs]),
+            eos_token_ids=self.turns.end_tokens,
+        ).rows

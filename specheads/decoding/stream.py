@@ -1,0 +1,195 @@
+"""Plain decoding of one prompt after the other: a row that ends makes room for the next.
+
+In a batch all would wait for the longest answer, which among thousands is often several times the
+mean. Here a pass is over as many rows as there is room for, until the last prompts. Each row gets
+the tokens that it would get alone, as in any batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specheads.decoding.choosing import make_chooser
+from specheads.decoding.forward import BasePass, pad_rows
+from specheads.decoding.result import DecodedRow, Output
+from specheads.decoding.sampling import Sampler
+from specheads.kv_cache import TreeCache
+from specheads.tree import RowTrees, Tree
+from specheads.tree_support import check_tree_support
+
+
+@dataclass(frozen=True)
+class SeededRows(Sampler):
+    """A sampler whose row b draws with ``seeds[b]``, whatever its place in the batch."""
+
+    seeds: Sequence[int] = ()
+
+    def scores(
+        self, logits: Tensor, positions: Tensor, rows: Sequence[int] | None = None
+    ) -> Tensor:
+        """See :meth:`Sampler.scores`."""
+        return super().scores(logits, positions, self._rows(len(logits), rows))
+
+    def tree_scores(
+        self,
+        logits: Tensor,
+        tree: Tree | RowTrees,
+        root_positions: Sequence[int],
+        rows: Sequence[int] | None = None,
+    ) -> Tensor:
+        """See :meth:`Sampler.tree_scores`."""
+        return super().tree_scores(
+            logits, tree, root_positions, self._rows(len(root_positions), rows)
+        )
+
+    def _rows(self, num_rows: int, rows: Sequence[int] | None) -> list[int]:
+        # row r draws with seed + r, and seed is 0
+        return [self.seeds[row] for row in (range(num_rows) if rows is None else rows)]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A prompt to be continued.
+
+    Attributes:
+        ids: its tokens.
+        limit: of new tokens; with the prompt they have to fit the model's context.
+        seed: of its draws.
+        owner: whatever the caller knows it by.
+    """
+
+    ids: list[int]
+    limit: int
+    seed: int = 0
+    owner: Any = None
+
+
+@dataclass
+class _Output(Output):
+    """The texts of rows that come one after the other, each with its own limit."""
+
+    jobs: list[Job] = field(default_factory=list)
+
+    def budget(self, row: int) -> int:
+        decoded = self.rows[row]
+        return 0 if decoded.finished else self.jobs[row].limit - len(decoded.new_tokens)
+
+
+class PlainStream:
+    """Rows of a model's cache, and the prompts in them.
+
+    Args:
+        model: any causal language model that can decode batches; others one row at a time.
+        sampler: how tokens are drawn; its seeds are not used, each job has its own.
+        eos_token_ids: tokens that end a row.
+        batch_size: rows.
+
+    Raises:
+        ValueError: for several rows of a model whose masks or positions are out of reach.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        sampler: Sampler,
+        *,
+        eos_token_ids: Collection[int] = (),
+        batch_size: int = 8,
+    ) -> None:
+        self._chain_only = False
+        if batch_size > 1:
+            support = check_tree_support(model)
+            support.check_batch(batch_size)
+            self._chain_only = support.kind == "chain"
+        self.model = model
+        self.batch_size = batch_size
+        self._jobs: list[Job] = []
+        self._seeds: list[int] = []
+        prompts: list[list[int]] = []
+        self._output = _Output(prompts, model.device, 0, eos_token_ids, jobs=self._jobs)
+        self._prompts = prompts
+        seeded = SeededRows(sampler.temperature, sampler.top_k, sampler.top_p, seeds=self._seeds)
+        self._chooser = make_chooser(
+            model, self._output, seeded, None, num_prompt_tokens=0, exact=True
+        )
+        self._base: BasePass | None = None
+        self._rows: list[int] = []  # of the cache: which jobs they belong to
+        self._last: list[int] = []  # their latest tokens
+        self._ended: list[int] = []
+
+    @property
+    def free(self) -> int:
+        """How many rows are free."""
+        return self.batch_size - len(self._rows)
+
+    @torch.inference_mode()
+    def add(self, jobs: Sequence[Job]) -> None:
+        """Read the prompts of jobs, at most as many as rows are free.
+
+        Raises:
+            ValueError: for an empty prompt, a limit below 1, or more jobs than free rows.
+        """
+        if len(jobs) > self.free or any(not job.ids or job.limit < 1 for job in jobs):
+            raise ValueError(f"got {len(jobs)} jobs for {self.free} rows, or an empty one")
+        if not jobs:
+            return
+        rows = list(range(len(self._jobs), len(self._jobs) + len(jobs)))
+        for job in jobs:
+            self._jobs.append(job)
+            self._seeds.append(job.seed)
+            self._prompts.append(job.ids)
+            self._output.rows.append(DecodedRow())
+        base = BasePass(self.model, TreeCache(), chain_only=self._chain_only)
+        counts = [len(job.ids) for job in jobs]
+        rows, chosen = self._emit(
+            base, pad_rows([job.ids for job in jobs], base.device), counts, rows
+        )
+        if not rows:
+            return
+        if self._base is None:
+            self._base = base
+        else:
+            self._base.cache.join(base.cache)
+        self._rows += rows
+        self._last += chosen
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Give every row its next token; there has to be one."""
+        assert self._base is not None
+        tokens = pad_rows([[token] for token in self._last], self._base.device)
+        self._rows, self._last = self._emit(self._base, tokens, [1] * len(self._rows), self._rows)
+        if not self._rows:
+            self._base = None
+
+    def _emit(
+        self, base: BasePass, tokens: Tensor, counts: list[int], rows: list[int]
+    ) -> tuple[list[int], list[int]]:
+        """Read tokens, choose the next ones; return the rows that go on, and their tokens."""
+        chosen = self._chooser.next_tokens(base.read(tokens, counts), rows)
+        self._output.emit(rows, [[token] for token in chosen])
+        kept = [i for i, row in enumerate(rows) if self._output.budget(row)]
+        if len(kept) == len(rows):
+            return rows, chosen
+        self._ended += [row for row in rows if not self._output.budget(row)]
+        if kept:
+            base.cache.select(torch.tensor(kept))
+        return [rows[i] for i in kept], [chosen[i] for i in kept]
+
+    def take_ended(self) -> list[tuple[Job, DecodedRow]]:
+        """Return the jobs that have ended since the last call, and what they were continued with.
+
+        Nothing is kept of them here.
+        """
+        ended = [(self._jobs[row], self._output.rows[row]) for row in self._ended]
+        for row in self._ended:
+            self._jobs[row] = replace(self._jobs[row], ids=[], owner=None)
+            self._prompts[row], self._output.rows[row] = [], DecodedRow()
+        self._ended = []
+        return ended
