@@ -8,7 +8,8 @@ a level, K heads, D of them in use, d hidden size, V vocabulary, V' tokens that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -67,47 +68,43 @@ class Tables:
 
         Training writes weights in ways that no version counter sees, so that they are compared.
         """
-        sources = self._sources()
+        parts = [self.heads.head(i) for i in range(self.depth)]
+        conditions = [part.condition.weight for part in parts if part.condition is not None]
+        markov = [(part.markov.down.weight, part.markov.up.weight) for part in parts if part.markov]
+        conditions, markov = conditions * self._condition, markov * self._markov
+        sources = [*conditions, *itertools.chain(*markov)]
+        if conditions:
+            assert self.embed is not None
+            ids = torch.arange(self.heads.vocab_size, device=conditions[0].device)
+            sources.append(normalised(self.embed(ids)))
         if len(sources) == len(self._known) and all(map(torch.equal, sources, self._known)):
             return
+        if conditions:
+            self.conditions = tabulated(sources[-1], conditions)
+        if markov:
+            self.biases = [_wide(down) @ _wide(up).T for down, up in markov]
         self._known = [source.clone() for source in sources]
-        heads = [self.heads.head(i) for i in range(self.depth)]
-        if self._condition:
-            embeddings, weights = (
-                sources[0],
-                [_wide(weight) for weight in sources[1:][: len(heads)]],
-            )
-            width = self.heads.hidden_size
-            self.conditions = [
-                torch.cat(
-                    [
-                        F.linear(
-                            embeddings.to(weight.dtype), weight[:, j * width : (j + 1) * width]
-                        )
-                        for weight in weights[j:]
-                    ],
-                    dim=1,
-                )
-                for j in range(self.depth)
-            ]
-        if self._markov:
-            self.biases = []
-            for head in heads:
-                assert head.markov is not None
-                self.biases.append(_wide(head.markov.down.weight) @ _wide(head.markov.up.weight).T)
 
-    def _sources(self) -> list[Tensor]:
-        heads = [self.heads.head(i) for i in range(self.depth)]
-        found: list[Tensor] = []
-        if self._condition:
-            assert self.embed is not None
-            conditions = [head.condition for head in heads if head.condition is not None]
-            ids = torch.arange(self.heads.vocab_size, device=conditions[0].weight.device)
-            found += [normalised(self.embed(ids)), *(each.weight for each in conditions)]
-        if self._markov:
-            markov = [head.markov for head in heads if head.markov is not None]
-            found += [weight for each in markov for weight in (each.down.weight, each.up.weight)]
-        return found
+
+def tabulated(embeddings: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """Return per place j of a path what every token there adds to the heads that read it.
+
+    Args:
+        embeddings: [V, d].
+        weights: of the conditions of heads 0, 1, ..., [d, (i + 1) * d].
+
+    Returns:
+        Per place [V, (D - j) * d].
+    """
+    width, wide = embeddings.shape[1], list(map(_wide, weights))
+    embeddings = embeddings.to(wide[0].dtype)
+    return [
+        torch.cat(
+            [embeddings @ weight[:, j * width : (j + 1) * width].T for weight in wide[j:]],
+            dim=1,
+        )
+        for j in range(len(weights))
+    ]
 
 
 def _wide(weight: Tensor) -> Tensor:

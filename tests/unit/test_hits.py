@@ -115,6 +115,8 @@ def compare_with_decoding(
         found = measure_hits(
             base, heads, output, plain.sequences, prompt.shape[1], ended=plain.finished
         )
+        if ends:  # the last step's root comes before the end, and nothing comes after that
+            assert found.came[-1, 1:].isnan().all() and (found.ranks[-1, 1:] == MISS).all()
         largest = dynamic_drafter(base, heads, output, 20, temperatures=scales)
         if isinstance(largest, DynamicSequentialDrafter):
             dynamic = grown_sizes(found, largest)
