@@ -9,7 +9,9 @@ a cross entropy over what the shift leaves, averaged over its labels, and its to
 reference knows none; before anything is timed, losses and gradients of the two are compared.
 
 A step is forward, backward, clipping and a fused AdamW step. Times are taken in one process, the
-two taking turns; the ratio is of neighbouring steps. Peak memory is that of a step in a process of
+two taking turns; the ratio is of neighbouring steps. They are taken twice: with the allocator as the
+system has it, where a step's large temporaries are fetched from the system anew, and with freed
+memory kept, as ``specheads.train`` sets it for whatever it runs (glibc only). Peak memory is that of a step in a process of
 its own: of torch's allocator (parameters, gradients and the optimizer's state included), and of
 the resident process above Python with torch loaded. On a machine that is not idle, trust the
 processor time (with --threads 1) rather than the clock.
@@ -40,6 +42,7 @@ from specheads.hardware import environment, peak_memory, pin_threads
 from specheads.losses import IGNORE
 from specheads.models.base import output_layer
 from specheads.models.heads import MedusaHeads
+from specheads.train import keep_freed_memory
 from specheads.training.objectives import MedusaObjective
 
 MIB = 2**20
@@ -252,13 +255,17 @@ def take_times(case: Case, repeats: int) -> dict[str, Any]:
     return row
 
 
-def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
+def measure(case: Case, allocator: str, args: argparse.Namespace) -> dict[str, Any]:
     """Return everything about one case."""
-    row: dict[str, Any] = {**asdict(case), "difference": compare_losses(case)}
+    row: dict[str, Any] = {
+        **asdict(case),
+        "allocator": allocator,
+        "difference": compare_losses(case),
+    }
     if args.repeats:
         row |= take_times(case, args.repeats)
         row["speed_kept"] = row["speed_ratio"]["median"] >= SPEED_TARGET
-    if not args.no_memory:
+    if not args.no_memory and allocator == args.allocators[0]:  # in processes of their own
         for kind in ("allocator", "resident"):
             peaks = {side: in_subprocess(kind, case, side) for side in SIDES}
             row[f"{kind}_peak"] = peaks
@@ -271,7 +278,8 @@ def print_row(row: dict[str, Any]) -> None:
     """Print one case."""
     print(
         f"\nV={row['vocab']:,} d={row['hidden']} K={row['num_heads']},"
-        f" {row['rows']} x {row['seq_len']} tokens, {row['learned']:.0%} learned; loss"
+        f" {row['rows']} x {row['seq_len']} tokens, {row['learned']:.0%} learned, allocator"
+        f" {row['allocator']}; loss"
         f" {row['difference']['value']:.5f}, differs by {row['difference']['loss']:.1e}"
         f" (gradients {row['difference']['gradient']:.1e})"
     )
@@ -311,6 +319,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--learned", type=float, nargs="+", default=[1.0, 0.5], help="share of tokens with a label"
     )
+    parser.add_argument(
+        "--allocators",
+        nargs="+",
+        default=["system", "kept"],
+        help="freed memory goes back to the system, or is kept; kept comes last",
+    )
     parser.add_argument("--chunk-size", type=int, default=0, help="rows of logits at one time")
     parser.add_argument("--no-hits", action="store_true", help="count none, on either side")
     parser.add_argument("--repeats", type=int, default=9, help="timed steps; 0: none")
@@ -321,6 +335,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--case", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    if args.allocators not in (["system"], ["kept"], ["system", "kept"]):
+        parser.error("--allocators must be system, kept, or both in this order")
     if args.out and not args.out.parent.is_dir():
         parser.error(f"--out is {args.out}, but there is no folder {args.out.parent}")
     return args
@@ -338,22 +354,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(json.dumps(report["environment"]))
     hidden = ("measure", "side", "case", "out")
     report["settings"] = {k: v for k, v in vars(args).items() if k not in hidden}
-    for learned in args.learned:
-        case = Case(
-            args.vocab,
-            args.hidden,
-            args.base_layers,
-            args.heads,
-            args.layers,
-            args.rows,
-            args.seq_len,
-            learned,
-            args.chunk_size,
-            not args.no_hits,
-            threads,
-        )
-        report["rows"].append(measure(case, args))
-        print_row(report["rows"][-1])
+    for allocator in args.allocators:
+        if allocator == "kept":
+            keep_freed_memory()
+        for learned in args.learned:
+            case = Case(
+                args.vocab,
+                args.hidden,
+                args.base_layers,
+                args.heads,
+                args.layers,
+                args.rows,
+                args.seq_len,
+                learned,
+                args.chunk_size,
+                not args.no_hits,
+                threads,
+            )
+            report["rows"].append(measure(case, allocator, args))
+            print_row(report["rows"][-1])
     if args.out:
         args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         print(f"wrote {args.out}")

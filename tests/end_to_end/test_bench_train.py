@@ -34,7 +34,7 @@ def test_both_sides_are_timed_and_weighed(
     # four processes would take long to import torch
     monkeypatch.setattr(script, "in_subprocess", lambda _, *case: script.allocator_peak(*case))
     out = tmp_path / "train.json"
-    script.main([*TINY, "--learned", "1", "--out", str(out)])
+    script.main([*TINY, "--learned", "1", "--allocators", "system", "--out", str(out)])
     (row,) = json.loads(out.read_text())["rows"]
     assert row["difference"]["loss"] < 1e-6 and row["difference"]["gradient"] < 1e-5
     assert all(len(row["seconds"][side]) == 2 for side in ("ours", "reference"))
@@ -82,4 +82,4 @@ def test_another_loss_is_refused(script: ModuleType, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(script.Reference, "forward", with_decay)
     with pytest.raises(SystemExit, match="not the same loss"):
-        script.main([*TINY, "--no-memory"])
+        script.main([*TINY, "--no-memory", "--allocators", "system"])
