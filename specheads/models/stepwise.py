@@ -49,9 +49,21 @@ class Tables:
     Attributes:
         conditions: per place j of a path [V, (D - j) * d]: what a token there adds to heads j, ...
         biases: per head [V, V'], the Markov correction; None where it is too large, or absent.
+
+    Args:
+        heads: sequential ones.
+        embed: the base's input embedding, for heads with a condition.
+        depth: D.
+
+    Raises:
+        ValueError: for parallel heads, or if the embedding is missing.
     """
 
     def __init__(self, heads: MedusaHeads, embed: Embed | None, depth: int) -> None:
+        if not heads.sequential:
+            raise ValueError("these heads are parallel: they need not be asked level by level")
+        if heads.condition and embed is None:
+            raise ValueError("these heads read tokens through embed, which is None")
         self.heads, self.embed, self.depth = heads, embed, depth
         self._known: list[Tensor] = []
         self.conditions: list[Tensor] = []

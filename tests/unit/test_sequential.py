@@ -21,6 +21,7 @@ from specheads.drafters.sequential import SequentialDrafter
 from specheads.models import stepwise
 from specheads.models.base import OutputLayer, output_layer
 from specheads.models.heads import MedusaHeads
+from specheads.models.prefix import prefix_sizes
 from specheads.models.stepwise import Steps, Tables
 from specheads.tree import Tree, default_tree
 
@@ -150,7 +151,9 @@ def test_decoding_is_plain_decoding(
     tiny_llama: LlamaForCausalLM, kind: str, temperature: float
 ) -> None:
     """Rows mixed up in a batch, or a step that continues from another row's hidden state."""
-    heads, output = build(tiny_llama, kind, std=0.02), output_layer(tiny_llama)
+    prefix = prefix_sizes(tiny_llama.config) if kind == "hydra" else None
+    heads = build(tiny_llama, kind, std=0.02, prefix=prefix)
+    output = output_layer(tiny_llama)
     drafter = static_drafter(tiny_llama, heads, output, default_tree(3, 14))
     check_decoding(tiny_llama, drafter, temperature)
 
@@ -240,3 +243,7 @@ def test_a_tree_must_fit_the_heads(tiny_llama: LlamaForCausalLM) -> None:
     with pytest.raises(ValueError, match="rank 90, the heads guess among 90 tokens"):
         static_drafter(tiny_llama, heads, output, Tree.from_choices([(90,)]))
     assert embedding(tiny_llama, build(tiny_llama, "markov")) is None
+    with pytest.raises(ValueError, match="embed, which is None"):
+        SequentialDrafter(heads, output, None, Tree.chain(2))
+    with pytest.raises(ValueError, match="these heads are parallel"):
+        SequentialDrafter(MedusaHeads(3, 1, 32, 272), output, None, Tree.chain(2))
