@@ -9,12 +9,12 @@ a cross entropy over what the shift leaves, averaged over its labels, and its to
 reference knows none; before anything is timed, losses and gradients of the two are compared.
 
 A step is forward, backward, clipping and a fused AdamW step. Times are taken in one process, the
-two taking turns; the ratio is of neighbouring steps. They are taken twice: with the allocator as the
-system has it, where a step's large temporaries are fetched from the system anew, and with freed
-memory kept, as ``specheads.train`` sets it for whatever it runs (glibc only). Peak memory is that of a step in a process of
-its own: of torch's allocator (parameters, gradients and the optimizer's state included), and of
-the resident process above Python with torch loaded. On a machine that is not idle, trust the
-processor time (with --threads 1) rather than the clock.
+two taking turns; the ratio is of neighbouring steps. They are taken twice: with the allocator as
+the system has it, where a step's large temporaries are fetched from the system anew, and with
+freed memory kept, as ``specheads.train`` sets it for whatever it runs (glibc only). Peak memory is
+that of a step in a process of its own: of torch's allocator (parameters, gradients and the
+optimizer's state included), and of the resident process above Python with torch loaded. On a
+machine that is not idle, trust the processor time (with --threads 1) rather than the clock.
 """
 
 from __future__ import annotations
