@@ -136,13 +136,15 @@ def test_a_conversation_goes_on_behind_a_cache(tiny_llama: LlamaForCausalLM) -> 
     assert watched.compared > 3 and known == 18
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
-def test_rows_and_steps_do_not_matter(tiny_llama: LlamaForCausalLM) -> None:
+def test_rows_and_steps_do_not_matter(tiny_llama: LlamaForCausalLM, dtype: torch.dtype) -> None:
     """A row that reads its neighbour's keys, or padding that is remembered."""
-    layer = build(tiny_llama).prefix
+    layer = build(tiny_llama).to(dtype).prefix
     assert layer is not None
-    hidden, counts = torch.randn(3, 6, 32), [6, 2, 4]
-    more, later = torch.randn(3, 3, 32), [1, 3, 2]
+    near = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    hidden, counts = torch.randn(3, 6, 32).to(dtype), [6, 2, 4]
+    more, later = torch.randn(3, 3, 32).to(dtype), [1, 3, 2]
     keys, first = PrefixKeys.empty(layer, 3).append(hidden, counts)
     kept = torch.tensor([2, 1])
     keys, second = keys.select(kept).append(more[kept], [2, 3])
@@ -150,7 +152,7 @@ def test_rows_and_steps_do_not_matter(tiny_llama: LlamaForCausalLM) -> None:
         text = torch.cat([hidden[row, : counts[row]], more[row, : later[row]]])[None]
         positions = torch.arange(text.shape[1])[None]
         whole = layer(text, positions)[0]
-        torch.testing.assert_close(first[row], whole[counts[row] - 1], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(first[row], whole[counts[row] - 1], **near)
         if row in (1, 2):
-            torch.testing.assert_close(second[2 - row], whole[-1], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(second[2 - row], whole[-1], **near)
     assert keys.lengths == (6, 5)
