@@ -64,8 +64,7 @@ def write_features(
     """
     if not plan.missing():
         return
-    plan.folder.mkdir(parents=True, exist_ok=True)
-    with _locked(plan.folder / "LOCK"):
+    with _locked(plan.folder):
         missing = plan.missing()
         if not missing:
             return
@@ -195,10 +194,15 @@ def _opened(plan: Plan, path: Path) -> Any:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold ``path`` locked; the lock dies with its process, and others wait for it."""
-    with path.open("a") as handle:
+def _locked(folder: Path) -> Iterator[None]:
+    """Make ``folder`` and hold it locked; the lock dies with its process, others wait for it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = (folder / "LOCK").open("a")
         fcntl.flock(handle, fcntl.LOCK_EX)
+    except OSError as error:
+        raise ConfigError(f"features.dir={folder} cannot be written: {error}") from None
+    with handle:
         yield
 
 

@@ -379,6 +379,17 @@ def test_a_full_disk_is_known_before_the_base_runs(
     assert "\n" not in str(error.value)
 
 
+def test_a_folder_that_cannot_be_is_one_line(tiny_llama: PreTrainedModel, tmp_path: Path) -> None:
+    """A traceback out of the standard library says nothing about features.dir."""
+    documents = _documents(12)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"features.dir=.*file is a file"):
+        _plan(tmp_path / "file", documents, tiny_llama)
+    plan = _plan(tmp_path / "file" / "f", documents, tiny_llama)
+    with pytest.raises(ConfigError, match=r"features.dir=.*f cannot be written: .*Not a directory"):
+        _write(plan, documents, tiny_llama)
+
+
 def test_states_that_are_not_finite_are_refused(
     tiny_llama: PreTrainedModel, tmp_path: Path
 ) -> None:
