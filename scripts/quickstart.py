@@ -28,7 +28,7 @@ from specheads.decoding.plain import plain_decode
 from specheads.decoding.report import LOOPING_HEADLINE, REP8_LIMIT
 from specheads.decoding.sampling import Sampler
 from specheads.decoding.show import StepPrinter
-from specheads.drafters.dynamic import DynamicHeadsDrafter
+from specheads.drafters.made import DynamicDrafter
 from specheads.models.base import output_layer
 from specheads.models.checkpoint import Export, load_export
 
@@ -96,7 +96,7 @@ def measure(export: Export, prompts: list[Prompt]) -> list[dict[str, Any]]:
         eos=end_tokens(export.base, export.tokenizer),
         pad=export.tokenizer.pad_token_id,
         max_new_tokens=MAX_NEW_TOKENS,
-        dynamic=drafter if isinstance(drafter, DynamicHeadsDrafter) else None,
+        dynamic=drafter if isinstance(drafter, DynamicDrafter) else None,
     )
     rows: list[dict[str, Any]] = []
     for temperature in (0.0, 1.0, LOOPING_HEADLINE):

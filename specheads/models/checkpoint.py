@@ -230,12 +230,14 @@ def set_tree(
     """Replace the tree of an export, and its manifest with it.
 
     Raises:
-        ConfigError: if ``path`` is no export, or the tree is deeper than there are heads.
+        ConfigError: if ``path`` is no export, or the tree is deeper than there are heads, or wider
+            than the tokens that they know.
     """
     path = Path(path)
     config = read_config(path)
     manifest = check_manifest(path)
     _check_depth(tree, config["num_heads"], ConfigError)
+    _check_rank(tree, config)
     config["tree"] = _tree_section(tree, expected_accept_length, measured_on)
     aside = path / f".{_CONFIG}.tmp"
     write_json(aside, config)
@@ -292,12 +294,15 @@ def _load_tree(path: Path, config: dict[str, Any]) -> Tree:
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path / _CONFIG}: tree: {error}") from None
     _check_depth(tree, config["num_heads"], ConfigError, f"{path}: ")
-    if tree.max_rank >= config["vocab_size"]:
-        raise ConfigError(
-            f"{path}: the tree uses rank {tree.max_rank}, the vocabulary has"
-            f" {config['vocab_size']} tokens"
-        )
+    _check_rank(tree, config, f"{path}: ")
     return tree
+
+
+def _check_rank(tree: Tree, config: dict[str, Any], where: str = "") -> None:
+    known = config.get("num_kept") or config["vocab_size"]
+    if tree.max_rank >= known:
+        whose = "the heads know" if config.get("num_kept") else "the vocabulary has"
+        raise ConfigError(f"{where}the tree uses rank {tree.max_rank}, {whose} {known} tokens")
 
 
 def _check_depth(tree: Tree, num_heads: int, error: type[ValueError], where: str = "") -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, LlamaConfig, LlamaModel, PreTrainedConfig
+from transformers import LlamaConfig, LlamaModel, PreTrainedConfig
 
 SIZES = (
     "hidden_size",
@@ -48,29 +49,31 @@ class PrefixLayer(nn.Module):
         model = LlamaModel(config)
         model.embed_tokens = cast(Any, None)
         model.norm = cast(Any, nn.Identity())
-        if dtype is not None:
-            model.layers.to(dtype)  # not the rotary table, which would be rounded
         self.model = model
+        if dtype is not None:
+            self.to(dtype)
         layer = cast(Any, model.layers[0])
         nn.init.zeros_(layer.self_attn.o_proj.weight)
         nn.init.zeros_(layer.mlp.down_proj.weight)
 
-    def forward(
-        self, hidden: Tensor, position_ids: Tensor, past_key_values: Cache | None = None
-    ) -> Tensor:
-        """Map hidden states [B, T, d] to [B, T, d].
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PrefixLayer:
+        """Move or cast everything but the rotary table, which would be rounded: it only moves."""
+        rotary: Any = self.model.rotary_emb
+        table = rotary.inv_freq
+        super()._apply(fn, recurse)
+        rotary.inv_freq = table.to(rotary.inv_freq.device)
+        return self
+
+    def forward(self, hidden: Tensor, position_ids: Tensor) -> Tensor:
+        """Map hidden states [B, T, d] of whole documents to [B, T, d].
 
         Args:
-            hidden: of whole documents, or of what follows behind ``past_key_values``.
-            position_ids: [B, T]; without a cache they restart at 0 with every packed document.
-            past_key_values: a cache of this one layer, which is extended.
+            hidden: several documents in a row if packed.
+            position_ids: [B, T], restarting at 0 with every document.
         """
         weight = cast(Tensor, cast(Any, self.model.layers[0]).self_attn.o_proj.weight)
         output = self.model(
-            inputs_embeds=hidden.to(weight.dtype),
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=past_key_values is not None,
+            inputs_embeds=hidden.to(weight.dtype), position_ids=position_ids, use_cache=False
         )
         found: Tensor = output.last_hidden_state
         return found

@@ -99,7 +99,9 @@ def test_a_template_that_rewrites_history_is_refused(make_byte_tokenizer: MakeTo
     """Masks found by comparing renderings would land on the wrong tokens."""
     tokenizer = make_byte_tokenizer(REWRITES)
     tokenizer.name_or_path = "org/rewriter"
-    with pytest.raises(ConfigError, match=r"record r: .*template of org/rewriter rewrites .*message 2"):
+    with pytest.raises(
+        ConfigError, match=r"record r: .*template of org/rewriter rewrites .*message 2"
+    ):
         encode(RECORD, tokenizer)
     once = {**RECORD, "messages": TALK[:3]}
     assert _learned(encode(once, tokenizer), tokenizer) == ["[thought]one é<eos>"]

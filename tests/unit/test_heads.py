@@ -267,6 +267,18 @@ def test_the_prefix_layer_sees_its_own_document_only() -> None:
     assert not torch.allclose(later[:, 8], packed[:, 8])
 
 
+def test_the_prefix_layer_keeps_its_positions_exact() -> None:
+    """Rotary angles rounded to bfloat16 turn positions behind the first hundred into others."""
+    sizes = {"hidden_size": 64, "intermediate_size": 16, "num_attention_heads": 2}
+    heads = MedusaHeads(2, 1, 64, 20, prefix=sizes)
+    assert heads.prefix is not None
+    table = heads.prefix.model.rotary_emb.inv_freq.clone()
+    heads.to(dtype=torch.bfloat16)
+    assert heads.prefix.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert torch.equal(heads.prefix.model.rotary_emb.inv_freq, table)
+    assert all(p.dtype == torch.bfloat16 for p in heads.parameters())
+
+
 def test_sequential_heads_do_not_guess_without_tokens() -> None:
     """Zeros for the tokens drafted before would look like a weak head."""
     heads, output, embed = build_kind("hydra")
