@@ -87,12 +87,24 @@ class Arm:
 
 def arms(regenerated: Path) -> list[Arm]:
     """Return the arms; ``regenerated`` are the base's own answers to the training prompts."""
-    heads = tuple((f"optim.lr={rate}",) for rate in ("1.5e-3", "3e-3", "6e-3"))
+    heads = tuple((f"optim.lr={rate}",) for rate in ("1.5e-3", "3e-3", "6e-3", "1.2e-2"))
     joint = tuple(
-        ("optim.lr=3e-3", f"optim.base_lr={rate}") for rate in ("3.5e-4", "7e-4", "1.4e-3")
+        (f"optim.lr={rate}", f"optim.base_lr={base_rate}")
+        for rate, base_rate in (
+            ("3e-3", "3.5e-4"),
+            ("3e-3", "7e-4"),
+            ("6e-3", "7e-4"),
+            ("6e-3", "1.4e-3"),
+        )
     )
     distilled = tuple(
-        ("optim.lr=3e-3", f"optim.base_lr={rate}") for rate in ("2e-4", "4e-4", "8e-4")
+        (f"optim.lr={rate}", f"optim.base_lr={base_rate}")
+        for rate, base_rate in (
+            ("3e-3", "2e-4"),
+            ("6e-3", "2e-4"),
+            ("6e-3", "5e-4"),
+            ("6e-3", "1e-3"),
+        )
     )
     own = ("data=jsonl", f"data.path={regenerated}", f"data.eval_path={CALIBRATION}")
     medusa1, medusa2 = (
@@ -158,13 +170,19 @@ def score(config: dict[str, Any], limit: str) -> float:
 def tune(runs: Path, arm: Arm) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
     """Return the best of the arm's rates, and the score of each."""
     tried = []
-    for number, rates in enumerate(arm.rates):
-        run = runs / f"{arm.name}-tune{number}"
-        config = train(run, (*overrides(runs, arm), *rates, f"steps={TUNING_STEPS}", "seed=0"))
+    for rates in arm.rates:
+        length = (f"steps={TUNING_STEPS}", "seed=0")
+        config = train(folder(runs, arm, rates, length), (*overrides(runs, arm), *rates, *length))
         tried.append({"rates": list(rates), "score": score(config, arm.limit)})
         print(f"{arm.name} {' '.join(rates)}: {tried[-1]['score']:.4f}", flush=True)
     best = min(range(len(tried)), key=lambda number: float(tried[number]["score"]))
     return arm.rates[best], tried
+
+
+def folder(runs: Path, arm: Arm, *settings: tuple[str, ...]) -> Path:
+    """Return the run directory of an arm with these settings, which its name tells."""
+    values = [each.partition("=")[2] for part in settings for each in part]
+    return runs / "-".join([arm.name, *values])
 
 
 def overrides(runs: Path, arm: Arm) -> tuple[str, ...]:
@@ -266,8 +284,8 @@ def main() -> None:
     for arm in chosen:
         rates, tried = tune(options.runs, arm)
         for seed in SEEDS:
-            run = options.runs / f"{arm.name}-seed{seed}"
             length = (f"steps={STEPS}", f"seed={seed}")
+            run = folder(options.runs, arm, rates, length)
             config = train(run, (*overrides(options.runs, arm), *rates, *length))
             table.append(
                 {

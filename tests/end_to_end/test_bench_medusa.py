@@ -59,7 +59,7 @@ def test_tuning_keeps_to_the_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     }
 
     def train(run: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
-        return {"training": {"heldout": found[run.name.split("-")[1]]}}
+        return {"training": {"heldout": found["tune" + run.name.split("-")[1]]}}
 
     monkeypatch.setattr(bench, "train", train)
     for limit, best in (("", 2), ("loss", 1), ("kl", 0)):
