@@ -22,7 +22,7 @@ from specheads.training.heldout import heldout_loss
 from specheads.training.loop import fit
 from specheads.training.output_loss import LMObjective
 from specheads.training.plan import plan_stage
-from specheads.training.prepare import check_loss, load_data
+from specheads.training.prepare import check_loss, check_no_cache, load_data
 from specheads.training.schedule import param_groups
 
 
@@ -35,6 +35,7 @@ def run(cfg: TrainConfig) -> None:
             f"pretrain keeps float32 weights, got model.dtype={cfg.model.dtype}; "
             "for bfloat16 matrix products set autocast=bfloat16"
         )
+    check_no_cache(cfg)
     torch.manual_seed(cfg.seed)
     tokenizer = load_tokenizer(cfg.model.name, revision=cfg.model.revision)
     base = build_from_init(cfg.model.init, attn=cfg.model.attn)

@@ -131,8 +131,9 @@ def load_base(
         ConfigError: if one of them is missing, or they or the loss do not fit together.
     """
     model = cfg.model
-    if cfg.adapter.kind != "none" or train_base:
+    if train_base:
         check_tunable(model.quantization, cfg.adapter)
+        check_no_cache(cfg)
     tokenizer = load_tokenizer(
         model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
     )
@@ -153,6 +154,15 @@ def load_base(
     if train_base and model.gradient_checkpointing:
         checkpoint_layers(base)
     return base, output, tokenizer
+
+
+def check_no_cache(cfg: TrainConfig) -> None:
+    """Refuse a feature cache where the base is trained, and its hidden states with it."""
+    if cfg.features.dir:
+        raise ConfigError(
+            f"features.dir={cfg.features.dir} keeps hidden states of a frozen base, as +recipe=medusa1"
+            f" has; {cfg.recipe} trains it"
+        )
 
 
 def check_loss(cfg: TrainConfig, output: OutputLayer) -> None:

@@ -132,6 +132,10 @@ def test_cached_features_train_the_same_heads(
         (("+recipe=medusa1", "heads=low_rank", "heads.rank=4000"), "rank must be in 1..32"),
         (("+recipe=medusa1", "heads=pruned"), "num_kept must be in 1..272"),
         (("+recipe=medusa1", "heads.start=/nowhere"), "/nowhere"),
+        (
+            ("+recipe=medusa2", "features.dir=f"),
+            "features.dir=f keeps hidden states of a frozen base",
+        ),
     ],
 )
 def test_settings_that_cannot_be(
