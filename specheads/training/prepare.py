@@ -160,8 +160,8 @@ def check_no_cache(cfg: TrainConfig) -> None:
     """Refuse a feature cache where the base is trained, and its hidden states with it."""
     if cfg.features.dir:
         raise ConfigError(
-            f"features.dir={cfg.features.dir} keeps hidden states of a frozen base, as +recipe=medusa1"
-            f" has; {cfg.recipe} trains it"
+            f"features.dir={cfg.features.dir} keeps hidden states of a frozen base, as"
+            f" +recipe=medusa1 has; {cfg.recipe} trains it"
         )
 
 
