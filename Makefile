@@ -38,11 +38,14 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# A process per core, each with one thread; a file's tests share what they build.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile
+
 test: lint
-	$(BIN)/pytest -q
+	$(PYTEST)
 
 test-all: lint
-	$(BIN)/pytest -q -m "not gpu"
+	$(PYTEST) -m "not gpu"
 
 test-distributed: $(STAMP)
 	$(BIN)/pytest -q -m distributed

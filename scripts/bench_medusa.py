@@ -87,7 +87,7 @@ class Arm:
 
 def arms(regenerated: Path) -> list[Arm]:
     """Return the arms; ``regenerated`` are the base's own answers to the training prompts."""
-    heads = tuple((f"optim.lr={rate}",) for rate in ("1.5e-3", "3e-3", "6e-3", "1.2e-2"))
+    heads = tuple((f"optim.lr={rate}",) for rate in ("3e-3", "6e-3", "1.2e-2", "2.4e-2"))
     joint = tuple(
         (f"optim.lr={rate}", f"optim.base_lr={base_rate}")
         for rate, base_rate in (
