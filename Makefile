@@ -5,7 +5,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-CHECKPOINT ?= runs/medusa2/export
+CHECKPOINT ?= runs/hydra/export
 OUT ?= bench.json
 
 .DEFAULT_GOAL := help
@@ -13,7 +13,7 @@ OUT ?= bench.json
 
 help:
 	@echo "make setup             create $(VENV) from constraints.txt"
-	@echo "make quickstart        train Medusa heads on the embedded model, then decode with them"
+	@echo "make quickstart        train heads on the embedded model, then decode with them"
 	@echo "make test              lint, types and the default tests"
 	@echo "make test-all          the slow tests too"
 	@echo "make test-distributed  the tests that start several processes"

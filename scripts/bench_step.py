@@ -1,6 +1,6 @@
 """Measure what a verify step costs, and what of it is the loop's own.
 
-    python scripts/bench_step.py --checkpoint runs/medusa2/export --out benchmarks/step.json
+    python scripts/bench_step.py --checkpoint runs/hydra/export --out benchmarks/step.json
 
 budget  per step at batch 1: the base model's forward pass, one pass of the heads, and the rest,
         phase by phase. Overhead is the step less those two. Clocked phases are of one decoding, the

@@ -5,7 +5,7 @@ arXiv:2401.10774, section 2.3.1) at several thresholds epsilon with delta = sqrt
 the base model read every text: what it finds typical is more likely than what it would draw. An
 exact method gives texts whose mean log-likelihood is minus the base's entropy, as plain sampling's.
 
-    python scripts/bench_typical.py --checkpoint runs/medusa2/export
+    python scripts/bench_typical.py --checkpoint runs/hydra/export
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def distance(
 def main() -> None:
     """Decode, score, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--checkpoint", type=Path, default=Path("runs/medusa2/export"))
+    parser.add_argument("--checkpoint", type=Path, default=Path("runs/hydra/export"))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/tinycode_typical.json"))
     parser.add_argument("--num-prompts", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=3)

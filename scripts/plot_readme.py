@@ -1,6 +1,6 @@
 """Draw the README's figure and fill its table from a bench: ``python scripts/plot_readme.py``.
 
-Reads benchmarks/tinycode_medusa2.json; writes docs/medusa2.svg and the lines between the table's
+Reads benchmarks/tinycode_hydra.json; writes docs/speed.svg and the lines between the table's
 marks in README.md.
 """
 
@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-BENCH = ROOT / "benchmarks" / "tinycode_medusa2.json"
-FIGURE = ROOT / "docs" / "medusa2.svg"
+BENCH = ROOT / "benchmarks" / "tinycode_hydra.json"
+FIGURE = ROOT / "docs" / "speed.svg"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 NAMES = {
     "plain": "plain",
     "hf_generate": "transformers generate",
     "prompt_lookup": "prompt lookup",
-    "tree": "Medusa heads, static tree",
-    "tree_dynamic": "Medusa heads, tree of each step",
+    "tree": "Hydra heads, static tree",
+    "tree_dynamic": "Hydra heads, tree of each step",
 }
 COLORS = {
     "plain": "#9aa5b1",

@@ -1,6 +1,6 @@
-"""Train Medusa heads on the embedded base model, then decode with them: ``make quickstart``.
+"""Train heads on the embedded base model, then decode with them: ``make quickstart``.
 
-Runs ``python -m specheads.train +recipe=medusa2`` as a user would, and prints what the result does
+Runs ``python -m specheads.train +recipe=hydra`` as a user would, and prints what the result does
 on held-out prompts. ``--checkpoint`` skips the training and shows an export that is there already.
 """
 
@@ -37,8 +37,8 @@ NUM_PROMPTS, MAX_NEW_TOKENS = 12, 96
 NUM_COMPARED = 16  # float32 prompts whose tokens are compared
 
 
-def free_name(runs: Path, wanted: str = "medusa2") -> str:
-    """Return a name that no earlier run has taken: ``medusa2``, then ``medusa2-2``, ..."""
+def free_name(runs: Path, wanted: str = "hydra") -> str:
+    """Return a name that no earlier run has taken: ``hydra``, then ``hydra-2``, ..."""
     names = [wanted, *(f"{wanted}-{number}" for number in range(2, 1000))]
     return next(name for name in names if not (runs / name).exists())
 
@@ -50,8 +50,8 @@ def train(overrides: Sequence[str]) -> Path:
         SystemExit: with the exit code of the training, if it failed.
     """
     name = free_name(ROOT / "runs")
-    command = ["-m", "specheads.train", "+recipe=medusa2"]
-    command += [f"name={name}"] if name != "medusa2" else []
+    command = ["-m", "specheads.train", "+recipe=hydra"]
+    command += [f"name={name}"] if name != "hydra" else []
     command += overrides
     print("$ python", *command, flush=True)
     done = subprocess.run([sys.executable, *command], cwd=ROOT, check=False)

@@ -46,6 +46,7 @@ from specheads.models.quantize import METHODS, quantization_of
 from specheads.tree import Tree
 
 FORMAT_VERSION = 1
+_SMALL_HEADS = 1 << 23  # parameters: 32 MB in float32
 _TENSORS, _CONFIG, _BASE, _ADAPTER = "model.safetensors", "config.json", "base", "adapter"
 _SECTIONS: dict[str, tuple[str, ...]] = {
     "": ("num_heads", "num_layers", "lm_head", "hidden_size", "vocab_size"),
@@ -160,7 +161,8 @@ def load_export(
     Args:
         path: an export folder.
         base: where the original base model is now, if not under its recorded name.
-        dtype: of base and heads; None takes the recorded one.
+        dtype: of the base, and of the heads (see :func:`drafting_dtype`); None takes the recorded
+            one.
         device: where they go.
         device_map: spreads the base instead, see :func:`load_base_model`; heads go where its output
             layer is.
@@ -205,8 +207,20 @@ def load_export(
     check_tokenizer(tokenizer, model)
     if heads.lm_head == "shared" and model.get_output_embeddings().weight.is_meta:
         raise ConfigError(f"{path}: its heads share the output layer; device_map offloads that one")
-    heads = heads.to(device=output_device(model), dtype=dtype).eval()
+    place = output_device(model)
+    heads = heads.to(device=place, dtype=drafting_dtype(heads, dtype, place)).eval()
     return Export(model, heads, tokenizer, tree, config)
+
+
+def drafting_dtype(heads: MedusaHeads, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype in which heads guess for a base model of ``dtype``: mostly its own.
+
+    A CPU takes several times as long for a product of one row with a small bfloat16 matrix as with
+    a float32 one, and small heads make dozens of them in a step. What is accepted depends on the
+    base model alone.
+    """
+    small = sum(parameter.numel() for parameter in heads.parameters()) <= _SMALL_HEADS
+    return torch.float32 if small and device.type == "cpu" and dtype.itemsize < 4 else dtype
 
 
 def load_heads(path: str | Path) -> MedusaHeads:

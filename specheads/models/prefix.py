@@ -42,7 +42,14 @@ class PrefixLayer(nn.Module):
     def __init__(self, sizes: dict[str, Any], dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.sizes = dict(sizes)
-        config = LlamaConfig(**sizes, vocab_size=1, num_hidden_layers=1, pad_token_id=None)
+        config = LlamaConfig(
+            **sizes,
+            vocab_size=1,
+            num_hidden_layers=1,
+            pad_token_id=None,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
         config._attn_implementation = "sdpa"
         # transformers' own model builds masks, packed documents and caches; only its one layer and
         # the rotary table are used

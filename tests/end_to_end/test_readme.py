@@ -93,9 +93,9 @@ def test_settings_of_the_table_exist() -> None:
 def test_python_example_runs(tiny_export: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The example is what people paste first."""
     (code,) = blocks("python")
-    assert "runs/medusa2/export" in code
+    assert "runs/hydra/export" in code
     names: dict[str, object] = {}
-    exec(code.replace("runs/medusa2/export", str(tiny_export)), names)
+    exec(code.replace("runs/hydra/export", str(tiny_export)), names)
     export, decoder = names["export"], names["decoder"]
     result = names["result"]
     again = export.base.generate(  # type: ignore[attr-defined]
@@ -111,9 +111,9 @@ def test_python_example_runs(tiny_export: Path, capsys: pytest.CaptureFixture[st
 def test_guide_to_decoding_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """A page of examples goes stale line by line, and its claims of identity with it."""
     code = "\n".join(blocks("python", GUIDE))
-    assert "runs/medusa2/export" in code and code.count("assert ") > 5
+    assert "runs/hydra/export" in code and code.count("assert ") > 5
     golden = ROOT / "tests" / "golden" / "export"
-    exec(code.replace("runs/medusa2/export", str(golden)), {})
+    exec(code.replace("runs/hydra/export", str(golden)), {})
     assert capsys.readouterr().out.strip()
 
 
