@@ -114,6 +114,7 @@ def arms(regenerated: Path) -> list[Arm]:
     return [
         Arm("medusa1", medusa1, heads, cached="corpus"),
         Arm("hydra", (*medusa1, "heads=hydra"), heads, cached="corpus"),
+        Arm("hydra_plus", (*medusa1, "heads=hydra_plus"), heads, cached="corpus"),
         Arm("markov", (*medusa1, "heads=markov"), heads, cached="corpus"),
         Arm("regenerated", ("+recipe=medusa1", *own), heads, "", str(regenerated), "own"),
         Arm("medusa2", medusa2, joint, "loss"),
