@@ -135,7 +135,8 @@ def bad_of(path: Path) -> dict[str, str]:
 # A process that has imported all and forks one that regenerates, for each line on its input.
 # the pause gives a busy machine the time to kill a run whose every answer takes a millisecond
 FORKS = """
-import json, os, sys, time
+import json, os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 import specheads.decoding.answering
 from specheads import regenerate
 from specheads.data.answers import AnswerFile
