@@ -21,7 +21,7 @@ from specheads.decoding.expected import describe_expected, expect
 from specheads.decoding.measure import end_tokens
 from specheads.log import RunLog
 from specheads.models.base import context_length
-from specheads.models.checkpoint import Export, drafting_dtype, read_config, save_export
+from specheads.models.checkpoint import Export, as_loaded, read_config, save_export
 from specheads.models.digest import base_digest
 from specheads.models.quantize import quantization_of
 from specheads.training.best import chosen as chosen_step
@@ -118,6 +118,5 @@ def run(cfg: TrainConfig) -> None:
         if not chosen.speculate:
             log.say("slower than plain decoding on this machine: do not speculate here")
         write_prompts(log.dir / "prompts.jsonl", records)
-        heads.to(drafting_dtype(heads, base.dtype, base.device)).eval()  # as an export is loaded
-        loaded = Export(base, heads, tokenizer, chosen.tree, read_config(export))
+        loaded = Export(base, as_loaded(heads, base), tokenizer, chosen.tree, read_config(export))
         log.metrics(steps, final_evaluation(loaded, log.dir / "prompts.jsonl", cfg.evaluate))

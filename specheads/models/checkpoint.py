@@ -161,7 +161,7 @@ def load_export(
     Args:
         path: an export folder.
         base: where the original base model is now, if not under its recorded name.
-        dtype: of the base, and of the heads (see :func:`drafting_dtype`); None takes the recorded
+        dtype: of the base, and of the heads (see :func:`as_loaded`); None takes the recorded
             one.
         device: where they go.
         device_map: spreads the base instead, see :func:`load_base_model`; heads go where its output
@@ -207,20 +207,28 @@ def load_export(
     check_tokenizer(tokenizer, model)
     if heads.lm_head == "shared" and model.get_output_embeddings().weight.is_meta:
         raise ConfigError(f"{path}: its heads share the output layer; device_map offloads that one")
-    place = output_device(model)
-    heads = heads.to(device=place, dtype=drafting_dtype(heads, dtype, place)).eval()
-    return Export(model, heads, tokenizer, tree, config)
+    return Export(model, as_loaded(heads, model, dtype), tokenizer, tree, config)
 
 
-def drafting_dtype(heads: MedusaHeads, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype in which heads guess for a base model of ``dtype``: mostly its own.
+def as_loaded(
+    heads: MedusaHeads, base: PreTrainedModel, dtype: torch.dtype | None = None
+) -> MedusaHeads:
+    """Put heads where and how an export's are that is loaded, and return them: to decode with.
 
-    A CPU takes several times as long for a product of one row with a small bfloat16 matrix as with
-    a float32 one, and small heads make dozens of them in a step. What is accepted depends on the
-    base model alone.
+    They take the base's dtype, but small ones are float32 on a CPU, which takes several times as
+    long for a product of one row with a small bfloat16 matrix, and they make dozens of them in a
+    step. Which tokens come depends on the base model alone.
+
+    Args:
+        heads: changed in place.
+        base: their base model.
+        dtype: None takes the base's.
     """
+    place, dtype = output_device(base), dtype or base.dtype
     small = sum(parameter.numel() for parameter in heads.parameters()) <= _SMALL_HEADS
-    return torch.float32 if small and device.type == "cpu" and dtype.itemsize < 4 else dtype
+    if small and place.type == "cpu" and dtype.itemsize < 4:
+        dtype = torch.float32
+    return heads.to(device=place, dtype=dtype).eval()
 
 
 def load_heads(path: str | Path) -> MedusaHeads:

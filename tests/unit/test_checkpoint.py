@@ -382,3 +382,17 @@ def test_every_kind_of_heads_comes_back(
             for each in (heads, loaded)
         )
     assert torch.equal(found, expected)
+
+
+def test_a_tree_uses_no_token_that_pruned_heads_do_not_know(
+    tmp_path: Path, tiny_model_dir: Path, byte_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """It would only be found out by the drafter, after a model of many gigabytes was loaded."""
+    heads = MedusaHeads(3, 1, 32, 272, "pruned", num_kept=4)
+    path = _save(tmp_path / "e", tiny_model_dir, byte_tokenizer, heads=heads)
+    wide = Tree.from_choices([[0], [4]])
+    with pytest.raises(ConfigError, match="the tree uses rank 4, the heads know 4 tokens"):
+        set_tree(path, wide)
+    _edit(path, tree={"choices": wide.to_json()})
+    with pytest.raises(ConfigError, match="the tree uses rank 4, the heads know 4 tokens"):
+        load_export(path)
