@@ -209,15 +209,20 @@ def overrides(runs: Path, arm: Arm) -> tuple[str, ...]:
     return (*arm.overrides, *cached)
 
 
-def clock_training(runs: Path, arm: Arm) -> float:
-    """Return tokens per second of training without a cache, of the later half of a short run."""
+def clock_training(runs: Path, arm: Arm) -> list[float]:
+    """Return tokens per second of each stage of training without a cache, from a short run."""
     run = runs / f"{arm.name}-clock"
-    steps = ("steps=24", "log.every=2", "warmup_heads=0.4")
-    train(run, (*arm.overrides, *arm.rates[0], *steps, "evaluate.num_prompts=2"))
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    rates = [json.loads(line).get("train/tokens_per_second") for line in lines]
-    seconds = [1 / rate for rate in rates if rate]  # each line stands for as many tokens
-    return len(seconds) / sum(seconds)
+    steps = ("steps=24", "warmup_heads=0.4", "evaluate.num_prompts=2")
+    train(run, (*arm.overrides, *arm.rates[0], *steps))
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [line["train/tokens_per_second"] for line in lines if "train/tokens_per_second" in line]
+
+
+def whole_run(stages: Sequence[float], rates: Sequence[str]) -> float:
+    """Return tokens per second of a run whose first stage is as long as ``rates`` say."""
+    warmup = [float(each.partition("=")[2]) for each in rates if each.startswith("warmup_heads=")]
+    shares = [warmup[0], 1 - warmup[0]] if warmup else [1.0]
+    return 1 / sum(share / speed for share, speed in zip(shares, stages, strict=True))
 
 
 def accept_length(export_dir: Path, num_prompts: int) -> dict[str, Any]:
@@ -280,7 +285,7 @@ def measure(export_dir: Path, num_prompts: int, repeats: int) -> list[dict[str, 
     return make_rows(export.base, methods, prompts, clocked, rounding)
 
 
-def show(table: Sequence[dict[str, Any]], speeds: dict[str, float]) -> None:
+def show(table: Sequence[dict[str, Any]], speeds: dict[str, list[float]]) -> None:
     """Print the table for BENCHMARKS.md: means over seeds, lowest and highest beside them."""
 
     def spread(values: Sequence[float]) -> str:
@@ -309,7 +314,8 @@ def show(table: Sequence[dict[str, Any]], speeds: dict[str, float]) -> None:
         }
         cells += [f"{row['speedup_vs_plain']:.2f}x" for row in rows.values()] or ["", ""]
         cells.append(f"{rows[0.0]['extra_parameters'] / 1e6:.2f} M" if rows else "")
-        cells.append(f"{speeds[name]:,.0f}" if name in speeds else "")
+        stages = speeds.get(name)
+        cells.append(f"{whole_run(stages, seeds[0]['rates']):,.0f}" if stages else "")
         print(f"| {' | '.join(cells)} |")
 
 
@@ -337,7 +343,7 @@ def main() -> None:
     if any(arm.needs for arm in chosen):
         regenerate(options.regenerated.resolve())
     if options.clock:
-        speeds = {arm.name: round(clock_training(options.runs, arm), 1) for arm in chosen}
+        speeds = {arm.name: clock_training(options.runs, arm) for arm in chosen}
         write_json(options.runs / "clock.json", {"environment": environment(), "speeds": speeds})
         print(json.dumps(speeds, indent=1))
         return
