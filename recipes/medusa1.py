@@ -28,7 +28,7 @@ from specheads.training.best import chosen as chosen_step
 from specheads.training.cached import FeatureCache
 from specheads.training.describe import clock, describe_costs, describe_run
 from specheads.training.loop import Batches, fit
-from specheads.training.parts import build_heads, heads_accuracy, medusa_objective
+from specheads.training.parts import build_heads, heads_accuracy, heads_objective
 from specheads.training.plan import StandInFeatures, plan_stage, seconds_per_pass
 from specheads.training.prepare import load_base, load_data, prompt_records
 from specheads.training.schedule import param_groups
@@ -47,7 +47,7 @@ def run(cfg: TrainConfig) -> None:
 
     with RunLog(cfg) as log:
         log.say(describe_run(cfg, data, base=base, heads=heads))
-        objective = medusa_objective(
+        objective = heads_objective(
             cfg, None if cache else base, heads, output, embed=base.get_input_embeddings()
         )
         groups = param_groups(cfg.optim, heads=(heads, cfg.optim.lr))

@@ -63,6 +63,25 @@ class HeadsConfig:
 
 
 @dataclass
+class MtpConfig:
+    """Multi-token prediction (arXiv:2404.19737), or DeepSeek-V3's modules (arXiv:2412.19437)."""
+
+    num_heads: int = 4  # n of the paper: the next-token head counts, n - 1 are drafting heads
+    variant: str = "parallel"  # parallel, causal, or sequential (DeepSeek-V3's)
+    lm_head: str = "shared"  # shared (the base's output matrix), or own (one per head)
+    parity: bool = True  # mtp: take n - 1 layers from the trunk, as many as heads are added
+    hidden_first: bool = False  # sequential: [hidden; embedding], as in the paper
+    start: str = "base"  # mtp_finetune: base (copies of its last layer), or random
+    train_base: bool = False  # mtp_finetune: tune the base too, whole or by its adapter
+
+    def __post_init__(self) -> None:
+        check(self.num_heads >= 2, "mtp.num_heads", self.num_heads, "at least 2")
+        one_of("mtp.variant", self.variant, "parallel", "causal", "sequential")
+        one_of("mtp.lm_head", self.lm_head, "shared", "own")
+        one_of("mtp.start", self.start, "base", "random")
+
+
+@dataclass
 class LossConfig:
     """L = L_LM + lambda_0 * sum_i decay^(i+1) * L_i; each L_i a mean over its own labels."""
 
@@ -77,8 +96,11 @@ class LossConfig:
     base: str = "labels"
     decay: float = 0.8
     lambda_0: float = 0.2  # weight of the heads' loss beside L_LM (medusa2); medusa1 uses 1
-    lambda_schedule: str = "constant"  # constant, linear, or sine: sin(pi/2 * progress)
-    lambda_ramp: float = 1.0  # linear, sine: share of the stage after which lambda_0 is reached
+    average: bool = False  # divide the heads' losses by their number (DeepSeek-V3, equation 25)
+    # constant; linear or sine, sin(pi/2 * progress): it rises; step: it falls to lambda_end
+    lambda_schedule: str = "constant"
+    lambda_ramp: float = 1.0  # share of the stage after which lambda_0 is reached; step: is left
+    lambda_end: float = 0.1  # step: what lambda_0 is then
     chunk_size: int = 0  # tokens whose logits exist at one time; 0: by the vocabulary
     implementation: str = "fused"  # fused (ours), torch, liger, naive
 
@@ -90,7 +112,8 @@ class LossConfig:
         one_of("loss.base", self.base, "labels", "distill")
         check(0 < self.decay <= 1, "loss.decay", self.decay, "in (0, 1]")
         check(self.lambda_0 >= 0, "loss.lambda_0", self.lambda_0, "at least 0")
-        one_of("loss.lambda_schedule", self.lambda_schedule, "constant", "linear", "sine")
+        one_of("loss.lambda_schedule", self.lambda_schedule, "constant", "linear", "sine", "step")
+        check(self.lambda_end >= 0, "loss.lambda_end", self.lambda_end, "at least 0")
         check(0 < self.lambda_ramp <= 1, "loss.lambda_ramp", self.lambda_ramp, "in (0, 1]")
         check(self.chunk_size >= 0, "loss.chunk_size", self.chunk_size, "at least 0")
         one_of("loss.implementation", self.implementation, "fused", "torch", "liger", "naive")
@@ -229,6 +252,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     features: FeaturesConfig = field(default_factory=FeaturesConfig)
     heads: HeadsConfig = field(default_factory=HeadsConfig)
+    mtp: MtpConfig = field(default_factory=MtpConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     tree: TreeConfig = field(default_factory=TreeConfig)

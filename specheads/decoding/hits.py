@@ -20,7 +20,7 @@ from specheads.decoding.plain import plain_decode
 from specheads.decoding.sampling import Sampler
 from specheads.drafters.made import embedding
 from specheads.models.base import OutputLayer, capture_hidden
-from specheads.models.heads import MedusaHeads
+from specheads.models.kinds import Heads
 
 MISS = 1 << 30  # the rank of a token that no tree may hold: too unlikely, or beyond the end
 NUM_RANKS = 10  # guesses per head that a tree may use
@@ -63,7 +63,7 @@ class Hits:
 @torch.inference_mode()
 def measure_hits(
     base: PreTrainedModel,
-    heads: MedusaHeads,
+    heads: Heads,
     output: OutputLayer,
     sequence: Tensor,
     num_prompt: int,
@@ -80,11 +80,11 @@ def measure_hits(
         num_prompt: P.
         ended: whether the last token is an end of text.
     """
-    with capture_hidden(base) as captured:
+    with capture_hidden(base, (heads.tap,)) as captured:
         base(input_ids=sequence, use_cache=False, logits_to_keep=1)
-    hidden = captured.hidden
-    assert hidden is not None
-    hidden = heads.contextual(hidden, torch.arange(hidden.shape[1], device=hidden.device)[None])[0]
+    hidden, embed = captured.at[heads.tap], embedding(base, heads)
+    places = torch.arange(hidden.shape[1], device=hidden.device)[None]
+    hidden = heads.contextual(hidden, places, sequence.to(hidden.device), embed).squeeze(-3)
     new = sequence[0, num_prompt:].to(hidden.device)
     num_new, num_heads = len(new), heads.num_heads
     # There is no step with the last token as its root, and near a cut the limit hides guesses: a
@@ -92,14 +92,14 @@ def measure_hits(
     positions = max(num_new - (1 if ended else num_heads + 1), 0)
     # The root's own hidden state is not known yet when the heads guess: theirs is the one before.
     start = num_prompt - 1
-    hidden = hidden[start : start + positions]
+    hidden = hidden[..., start : start + positions, :]
     places = torch.arange(num_heads + 1, device=new.device) + torch.arange(
         positions, device=new.device
     ).view(-1, 1)
     known = places < num_new
     tokens = new[places.clamp(max=num_new - 1)]  # [S, K + 1]
     # what a head reads beyond the end is nothing that it could be asked about
-    logits = heads.logits(hidden, output, tokens, embedding(base, heads)).float()  # [K, S, V']
+    logits = heads.logits(hidden, output, tokens, embed).float()  # [K, S, V']
     # in the order of the drafter's own top-k, for equal logits are common in bfloat16
     best = logits.topk(min(NUM_RANKS, logits.shape[-1]), dim=-1)
     wanted = heads.map_labels(tokens[:, 1:]).T.masked_fill(~known[:, 1:].T, -1)  # [K, S]
@@ -112,14 +112,14 @@ def measure_hits(
         each.transpose(0, 1).cpu() for each in (ranks, best.values, came, norms)
     )
     found = Hits(ranks, values, came, norms, ended)
-    if not heads.sequential:
+    if not heads.sequential or heads.kind == "mtp":  # MTP heads read more than one hidden state
         return found
     return replace(found, hidden=hidden.cpu(), tokens=tokens.masked_fill(~known, -1).cpu())
 
 
 def collect_hits(
     base: PreTrainedModel,
-    heads: MedusaHeads,
+    heads: Heads,
     output: OutputLayer,
     prompts: Sequence[Tensor],
     *,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from specheads.drafters.contract import FINAL, Candidates, Prefill, StepResult
+from specheads.drafters.contract import Candidates, Prefill, StepResult
 from specheads.drafters.dynamic import (
     HOSTS,
     NUM_RANKS,
@@ -31,7 +31,7 @@ from specheads.tree import RowTrees
 
 if TYPE_CHECKING:
     from specheads.models.base import OutputLayer
-    from specheads.models.heads import MedusaHeads
+    from specheads.models.kinds import Heads
     from specheads.models.stepwise import Embed
 
 # Nodes of a level below which a head is asked. Trees of up to 32 nodes of Hydra heads on the
@@ -74,12 +74,11 @@ class DynamicSequentialDrafter:
         ValueError: if a number is out of range, or the number of temperatures is not that of heads.
     """
 
-    taps = (FINAL,)
     deterministic = True
 
     def __init__(
         self,
-        heads: MedusaHeads,
+        heads: Heads,
         output: OutputLayer,
         embed: Embed | None,
         num_nodes: int,
@@ -96,6 +95,7 @@ class DynamicSequentialDrafter:
         self.num_nodes, self.max_depth = num_nodes, shape.max_depth
         self.num_ranks, self.width = shape.num_ranks, width
         self._scales = shape.scales
+        self.taps = (heads.tap,)
         self._follower = Follower(heads, output)
         self._tables = Tables(heads, embed, shape.max_depth)
 

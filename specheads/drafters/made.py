@@ -12,7 +12,7 @@ from specheads.drafters.grown import DynamicSequentialDrafter
 from specheads.drafters.heads import HeadsDrafter
 from specheads.drafters.sequential import SequentialDrafter
 from specheads.models.base import OutputLayer, input_device
-from specheads.models.heads import MedusaHeads
+from specheads.models.kinds import Heads
 from specheads.models.stepwise import Embed
 from specheads.tree import Tree
 
@@ -21,7 +21,7 @@ DynamicDrafter = DynamicHeadsDrafter | DynamicSequentialDrafter
 
 
 def static_drafter(
-    base: PreTrainedModel, heads: MedusaHeads, output: OutputLayer, tree: Tree
+    base: PreTrainedModel, heads: Heads, output: OutputLayer, tree: Tree
 ) -> StaticDrafter:
     """Return a drafter that fills ``tree`` at every step.
 
@@ -41,7 +41,7 @@ def static_drafter(
 
 def dynamic_drafter(
     base: PreTrainedModel,
-    heads: MedusaHeads,
+    heads: Heads,
     output: OutputLayer,
     num_nodes: int,
     *,
@@ -83,7 +83,7 @@ def dynamic_drafter(
     )
 
 
-def embedding(base: PreTrainedModel, heads: MedusaHeads) -> Embed | None:
+def embedding(base: PreTrainedModel, heads: Heads) -> Embed | None:
     """Return the base's input embedding as a function that may be called where the heads lie.
 
     None where the heads do not read tokens through it.

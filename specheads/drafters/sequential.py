@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specheads.drafters.contract import FINAL, Candidates, Prefill, StepResult
+from specheads.drafters.contract import Candidates, Prefill, StepResult
 from specheads.drafters.following import Follower, HeadsState
 from specheads.drafters.heads import check_tree
 from specheads.models.stepwise import Steps, Tables
@@ -22,7 +22,7 @@ from specheads.tree import Tree
 
 if TYPE_CHECKING:
     from specheads.models.base import OutputLayer
-    from specheads.models.heads import MedusaHeads
+    from specheads.models.kinds import Heads
     from specheads.models.stepwise import Embed
 
 
@@ -84,14 +84,12 @@ class SequentialDrafter:
         ValueError: if the tree is deeper than the heads or wider than the tokens they can guess.
     """
 
-    taps = (FINAL,)
     deterministic = True
 
-    def __init__(
-        self, heads: MedusaHeads, output: OutputLayer, embed: Embed | None, tree: Tree
-    ) -> None:
+    def __init__(self, heads: Heads, output: OutputLayer, embed: Embed | None, tree: Tree) -> None:
         check_tree(tree, heads)
         self.heads, self.output, self.tree = heads, output, tree
+        self.taps = (heads.tap,)
         self._follower = Follower(heads, output)
         self._tables = Tables(heads, embed, tree.max_depth)
         self._levels = levels_of(tree, self._follower.device)

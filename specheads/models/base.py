@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,9 @@ from transformers.utils import is_flash_attn_2_available
 from specheads.assets import tinycode_dir
 from specheads.config import ConfigError
 from specheads.models.quantize import bnb_config, check_own_quantization, prepare_quantized
+
+FINAL = "final"  # tap: what the base hands to its output layer, after the last norm
+TRUNK = "trunk"  # tap: what the base's last layer reads
 
 _LOAD_ERRORS = (OSError, ValueError, TypeError, ImportError, RuntimeError, StrictDataclassError)
 
@@ -247,40 +250,84 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 @dataclass
 class Captured:
-    """What :func:`capture_hidden` saw last: ``hidden`` [B, T, d], after the final norm."""
+    """What :func:`capture_hidden` saw last, per tap: hidden states [B, T, d]."""
 
-    hidden: Tensor | None = None
+    at: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def hidden(self) -> Tensor:
+        """Those after the final norm."""
+        return self.at[FINAL]
 
 
 @contextlib.contextmanager
-def capture_hidden(model: PreTrainedModel, *, every_thread: bool = False) -> Iterator[Captured]:
-    """Record what the model hands to its output layer, at every forward while the context is open.
+def capture_hidden(
+    model: PreTrainedModel, taps: Collection[str] = (FINAL,), *, every_thread: bool = False
+) -> Iterator[Captured]:
+    """Record hidden states of the model, at every forward while the context is open.
 
-    A hook on the decoder sees all positions even where logits are asked for one row only, and
-    holds for every architecture; ``output_hidden_states`` would keep all layers alive.
+    Hooks see all positions even where logits are asked for one row only, and hold for every
+    architecture; ``output_hidden_states`` would keep all layers alive.
 
     Args:
         model: the base model.
+        taps: ``FINAL``, what it hands to its output layer, after the final norm; ``TRUNK``, what
+            its last layer reads.
         every_thread: record the forwards of other threads, too, which may run the model at the
-            same time. Only such a hook can be compiled.
+            same time. Only such hooks can be compiled.
 
     Raises:
-        ValueError: if the model has no part below its output layer.
+        ValueError: if the model has no part below its output layer, or no layers for ``TRUNK``.
     """
     captured, thread = Captured(), threading.get_ident()
 
-    def keep(_module: nn.Module, _args: Any, output: Any) -> None:
-        captured.hidden = output[0] if isinstance(output, tuple) else output.last_hidden_state
+    def mine() -> bool:
+        return every_thread or threading.get_ident() == thread
 
-    def keep_own(module: nn.Module, args: Any, output: Any) -> None:
-        if threading.get_ident() == thread:
-            keep(module, args, output)
+    def keep_final(_module: nn.Module, _args: Any, output: Any) -> None:
+        if mine():
+            found = output[0] if isinstance(output, tuple) else output.last_hidden_state
+            captured.at[FINAL] = found
 
-    handle = _decoder(model).register_forward_hook(keep if every_thread else keep_own)
+    def keep_trunk(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if mine():
+            captured.at[TRUNK] = args[0] if args else kwargs["hidden_states"]
+
+    handles = []
+    if FINAL in taps:
+        handles.append(_decoder(model).register_forward_hook(keep_final))
+    if TRUNK in taps:
+        layer = last_layer(model)
+        handles.append(layer.register_forward_pre_hook(keep_trunk, with_kwargs=True))
     try:
         yield captured
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
+
+
+def last_layer(model: PreTrainedModel) -> nn.Module:
+    """Return the last of the decoder's layers.
+
+    Raises:
+        ValueError: if it does not keep them in a list ``layers``.
+    """
+    layers = getattr(_decoder(model), "layers", None)
+    if not isinstance(layers, nn.ModuleList) or not len(layers):
+        raise ValueError(f"{type(model).__name__} has no list of layers: its trunk is unknown")
+    return layers[-1]
+
+
+def final_norm(model: PreTrainedModel) -> nn.Module:
+    """Return the norm behind the decoder's layers.
+
+    Raises:
+        ValueError: if it is not called ``norm``.
+    """
+    norm = getattr(_decoder(model), "norm", None)
+    if not isinstance(norm, nn.Module):
+        raise ValueError(f"{type(model).__name__} has no final norm that is called so")
+    return norm
 
 
 def _decoder(model: PreTrainedModel) -> nn.Module:
@@ -308,6 +355,22 @@ def packed_hidden(model: PreTrainedModel, input_ids: Tensor, position_ids: Tenso
     )
     hidden: Tensor = output.last_hidden_state
     return hidden.reshape(*input_ids.shape, -1)
+
+
+def packed_taps(
+    model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, tap: str
+) -> tuple[Tensor, Tensor]:
+    """Return :func:`packed_hidden`, and the hidden states [B, T, d] at another tap beside it.
+
+    Raises:
+        ValueError: as :func:`capture_hidden`.
+    """
+    if tap == FINAL:
+        hidden = packed_hidden(model, input_ids, position_ids)
+        return hidden, hidden
+    with capture_hidden(model, (tap,)) as captured:
+        hidden = packed_hidden(model, input_ids, position_ids)
+    return hidden, captured.at[tap].reshape(hidden.shape)
 
 
 @dataclass(frozen=True)

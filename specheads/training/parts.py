@@ -17,8 +17,9 @@ from specheads.losses import IGNORE, count_valid
 from specheads.models.base import OutputLayer
 from specheads.models.checkpoint import load_heads
 from specheads.models.heads import MedusaHeads
+from specheads.models.kinds import Heads
 from specheads.models.prefix import prefix_sizes
-from specheads.training.objectives import HeadsLoss, MedusaObjective
+from specheads.training.objectives import HeadsLoss, HeadsObjective
 from specheads.training.prepare import Data
 
 
@@ -86,23 +87,24 @@ def most_frequent(documents: Sequence[Encoded], vocab_size: int, num_kept: int) 
     return order[:num_kept]
 
 
-def medusa_objective(
+def heads_objective(
     cfg: TrainConfig,
     base: PreTrainedModel | None,
-    heads: MedusaHeads,
+    heads: Heads,
     output: OutputLayer,
     *,
     train_base: bool = False,
     embed: Any = None,
-) -> MedusaObjective:
+) -> HeadsObjective:
     """Return the objective of ``cfg.loss``."""
     loss = cfg.loss
-    return MedusaObjective(
+    return HeadsObjective(
         base,
         heads,
         train_base=train_base,
         decay=loss.decay,
         lambda_0=loss.lambda_0,
+        average=loss.average,
         heads_loss=HeadsLoss(loss.heads, loss.top_k, loss.temperature, loss.lk_eta),
         distill_base=train_base and loss.base == "distill",
         chunk_size=loss.chunk_size,
@@ -115,7 +117,7 @@ def medusa_objective(
 @torch.no_grad()
 def heads_accuracy(
     base: PreTrainedModel,
-    heads: MedusaHeads,
+    heads: Heads,
     output: OutputLayer,
     batches: Sequence[dict[str, Any]],
 ) -> dict[str, float]:
@@ -129,7 +131,7 @@ def heads_accuracy(
         output: its output layer.
         batches: packed held-out rows (``data/pack.py``).
     """
-    objective = MedusaObjective(base, heads, train_base=False, output=output).eval()
+    objective = HeadsObjective(base, heads, train_base=False, output=output).eval()
     num_heads, device = heads.num_heads, output.weight.device
     num_valid = torch.stack(
         [count_valid(b["labels"], b["segment_ids"], num_heads) for b in batches]

@@ -18,7 +18,7 @@ from specheads import dist
 from specheads.log import RunLog
 from specheads.models.heads import MedusaHeads
 from specheads.training.loop import fit
-from specheads.training.objectives import MedusaObjective
+from specheads.training.objectives import HeadsObjective
 from specheads.training.schedule import param_groups
 from tests.conftest import build_tiny_llama
 from tests.toys import toy_config
@@ -81,7 +81,7 @@ def train(out: Path, kind: str, deepspeed: dict[str, Any], **changes: Any) -> No
     batches = Labelled(dist.rank(), world)
     with RunLog(cfg) as log:
         for stage, first, last in STAGES[kind]:
-            objective = MedusaObjective(base, heads, train_base=stage == "joint")
+            objective = HeadsObjective(base, heads, train_base=stage == "joint")
             fit(
                 objective,
                 batches,

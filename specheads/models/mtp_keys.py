@@ -1,0 +1,1 @@
+"""MTP heads while decoding: placeholder."""
