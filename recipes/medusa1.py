@@ -21,8 +21,9 @@ from specheads.decoding.expected import describe_expected, expect
 from specheads.decoding.measure import end_tokens
 from specheads.log import RunLog
 from specheads.models.base import context_length
-from specheads.models.checkpoint import Export, as_loaded, read_config, save_export
+from specheads.models.checkpoint import Export, read_config, save_export
 from specheads.models.digest import base_digest
+from specheads.models.heads_files import as_loaded
 from specheads.models.quantize import quantization_of
 from specheads.training.best import chosen as chosen_step
 from specheads.training.cached import FeatureCache

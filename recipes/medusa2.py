@@ -24,8 +24,9 @@ from specheads.decoding.measure import end_tokens
 from specheads.log import RunLog
 from specheads.models.adapters import has_adapter, merge_adapter, merges
 from specheads.models.base import context_length
-from specheads.models.checkpoint import Export, as_loaded, read_config, save_export
+from specheads.models.checkpoint import Export, read_config, save_export
 from specheads.models.digest import base_digest
+from specheads.models.heads_files import as_loaded
 from specheads.training.best import chosen as chosen_step
 from specheads.training.describe import describe_costs, describe_run
 from specheads.training.heldout import heldout_loss, remember_original

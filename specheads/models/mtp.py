@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import CONFIG_MAPPING, AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
+from specheads.models.adapters import merged_state
 from specheads.models.base import FINAL, TRUNK, OutputLayer, final_norm, last_layer
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ def block_config(config: PreTrainedConfig) -> PreTrainedConfig:
         if types := getattr(config, key, None):
             setattr(config, key, types[-1:])
     config.num_hidden_layers = 1
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # of the base; these layers are numbers
     if hasattr(config, "first_k_dense_replace"):
         config.first_k_dense_replace = 0  # the last layer is never among the dense ones
     return config
@@ -202,7 +205,7 @@ class MtpHeads(nn.Module):
 
     @torch.no_grad()
     def init_from_base(self, base: PreTrainedModel) -> None:
-        """Make every head a copy of the base's last layer and final norm.
+        """Make every head a copy of the base's last layer and final norm, dequantised.
 
         So parallel heads start by predicting what the base predicts, causal ones repeat the layer,
         and sequential ones pass the hidden state through it, ignoring the token.
@@ -210,7 +213,8 @@ class MtpHeads(nn.Module):
         Raises:
             ValueError: if the base's last layer has other tensors than these.
         """
-        state, norm = last_layer(base).state_dict(), final_norm(base).state_dict()
+        state = merged_state(base, base.dtype, last_layer(base))
+        norm = final_norm(base).state_dict()
         matrix = cast(Tensor, base.get_output_embeddings().weight)
         for layer in map(self.layer, range(self.num_heads)):
             try:
