@@ -23,6 +23,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 from specheads.models.adapters import merged_state
 from specheads.models.base import FINAL, TRUNK, OutputLayer, final_norm, last_layer
+from specheads.models.mtp_texts import MtpTexts
 
 if TYPE_CHECKING:
     from specheads.models.mtp_keys import MtpKeys
@@ -35,9 +36,13 @@ Embed = Callable[[Tensor], Tensor]
 def block_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the config of one layer like the last one of a base model with ``config``."""
     config = copy.deepcopy(config.get_text_config())
-    for key in ("layer_types", "mlp_layer_types"):
-        if types := getattr(config, key, None):
+    for key in ("layer_types", "mlp_layer_types", "no_rope_layers"):
+        if types := vars(config).get(key):
             setattr(config, key, types[-1:])
+    if step := getattr(config, "decoder_sparse_step", None):  # which layers have experts
+        last = config.num_hidden_layers - 1
+        dense = last in config.mlp_only_layers or (last + 1) % step
+        config.decoder_sparse_step, config.mlp_only_layers = 1, [0] if dense else []
     config.num_hidden_layers = 1
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # of the base; these layers are numbers
@@ -145,7 +150,6 @@ class MtpHeads(nn.Module):
         self.hidden_size = int(config.hidden_size)
         self.variant, self.lm_head, self.hidden_first = variant, lm_head, hidden_first
         self.config = config = copy.deepcopy(config)
-        config._attn_implementation = "sdpa"  # whatever the base uses
         parts = _Parts(config)
         self.layers = nn.ModuleList(
             MtpLayer(
@@ -157,22 +161,18 @@ class MtpHeads(nn.Module):
             for _ in range(num_heads)
         )
         self.rotary_emb = parts.rotary(config=config)
-        self._initialise(float(getattr(config, "initializer_range", 0.02)))
-
-    @torch.no_grad()
-    def _initialise(self, deviation: float) -> None:
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=deviation)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+        for module in self.layers.modules():
+            parts.initialise(module)
+        # the same masks in forward and backward; without dropout nothing is drawn
+        self._draws = any(value for key, value in vars(config).items() if "drop" in key)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MtpHeads:
         """Move or cast everything but the rotary table, which would be rounded: it only moves."""
-        table = cast(Any, self.rotary_emb).inv_freq
+        tables = dict(self.rotary_emb.named_buffers())
         super()._apply(fn, recurse)
-        moved = cast(Any, self.rotary_emb).inv_freq
-        cast(Any, self.rotary_emb).inv_freq = table if moved.is_meta else table.to(moved.device)
+        for name, table in tables.items():
+            moved = self.rotary_emb.get_buffer(name)
+            setattr(self.rotary_emb, name, table if moved.is_meta else table.to(moved.device))
         return self
 
     @property
@@ -202,6 +202,18 @@ class MtpHeads(nn.Module):
         layer = self.layers[i]
         assert isinstance(layer, MtpLayer)
         return layer
+
+    def waves(self, hidden: Tensor, position_ids: Tensor) -> Any:
+        """Return what the layers turn queries and keys by, as the base makes it for its last one.
+
+        Args:
+            hidden: any tensor of the device and dtype in question.
+            position_ids: [B, T].
+        """
+        if hasattr(self.rotary_emb, "inv_freq"):
+            return self.rotary_emb(hidden, position_ids)
+        # Gemma 3 has a table for each type of layer
+        return self.rotary_emb(hidden, position_ids, self.config.layer_types[0])
 
     @torch.no_grad()
     def init_from_base(self, base: PreTrainedModel) -> None:
@@ -252,7 +264,7 @@ class MtpHeads(nn.Module):
         weight = next(self.parameters())
         hidden = hidden.to(weight.dtype)
         mask = self._mask(hidden, position_ids)
-        waves = self.rotary_emb(hidden, position_ids)
+        waves = self.waves(hidden, position_ids)
         embedded = None
         if self.sequential:
             if tokens is None or embed is None:
@@ -261,11 +273,10 @@ class MtpHeads(nn.Module):
         found, before = [], hidden
         for i in range(self.num_heads):
             source = hidden if self.variant == "parallel" else before
-            ahead = None if embedded is None else embedded.roll(-1 - i, dims=1)
-            arguments = (i, source, ahead, mask, position_ids, waves)
+            arguments = (i, source, embedded, mask, position_ids, waves)
             if torch.is_grad_enabled() and self.training:
                 before, output = checkpoint(
-                    self._run, *arguments, use_reentrant=False, preserve_rng_state=False
+                    self._run, *arguments, use_reentrant=False, preserve_rng_state=self._draws
                 )
             else:
                 before, output = self._run(*arguments)
@@ -279,19 +290,46 @@ class MtpHeads(nn.Module):
         embedded: Tensor | None,
         mask: Tensor | None,
         position_ids: Tensor,
-        waves: tuple[Tensor, Tensor],
+        waves: Any,
     ) -> tuple[Tensor, Tensor]:
         """Return what the next head reads, and what this one's output matrix reads."""
         layer = self.layer(i)
         if embedded is not None:
-            hidden = layer.join(hidden, embedded, hidden_first=self.hidden_first)
+            # in here, so that no head's shifted copy is kept for backward
+            ahead = embedded.roll(-1 - i, dims=1)
+            hidden = layer.join(hidden, ahead, hidden_first=self.hidden_first)
+        return self.attend(i, hidden, mask, position_ids, waves)
+
+    def attend(
+        self,
+        i: int,
+        hidden: Tensor,
+        mask: Tensor | None,
+        position_ids: Tensor,
+        waves: Any,
+        cache: Any = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layer of head ``i``; return what :meth:`contextual` needs of it.
+
+        Args:
+            i: the head.
+            hidden: [B, T, d], the trunk, what the head before made, or what was joined.
+            mask: as transformers makes it, or what the layer adds to its scores, [B, 1, T, L].
+            position_ids: [B, T].
+            waves: of these positions, see :meth:`waves`.
+            cache: takes the layer's keys and values and gives back those to look at.
+
+        Returns:
+            What the next head reads, and what this one's output matrix reads, [B, T, d] each.
+        """
+        layer = self.layer(i)
         found = layer.block(
             hidden,
             attention_mask=mask,
             position_ids=position_ids,
             position_embeddings=waves,
-            past_key_values=None,
-            use_cache=False,
+            past_key_values=cache,
+            use_cache=cache is not None,
         )
         found = found[0] if isinstance(found, tuple) else found
         output = layer.norm(found)
@@ -380,8 +418,18 @@ class MtpHeads(nn.Module):
             torch.bmm(hidden.flatten(1, -2), matrices).view(*hidden.shape[:-1], -1), output
         )
 
-    def memory(self, num_rows: int) -> MtpKeys:
-        """Return what the layers remember of texts while decoding, before anything was read."""
+    def memory(self, num_rows: int, embed: Embed | None = None) -> MtpKeys | MtpTexts:
+        """Return what the layers remember of texts while decoding, before anything was read.
+
+        Args:
+            num_rows: texts.
+            embed: the base's input embedding, for sequential heads.
+
+        Raises:
+            ValueError: if it is missing, or the layers' attention is of a kind that cannot draft.
+        """
+        if self.sequential:
+            return MtpTexts.empty(self, num_rows, embed)
         from specheads.models.mtp_keys import MtpKeys
 
         return MtpKeys.empty(self, num_rows)
@@ -392,20 +440,38 @@ class MtpHeads(nn.Module):
 
 
 class _Parts:
-    """The classes that transformers' model of a config is made of."""
+    """The classes that transformers' model of a config is made of, and how it draws weights.
+
+    Sets how the layers attend: by sdpa, whatever the base uses; eager where a model cannot.
+    """
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        with torch.device("meta"):
-            model: Any = AutoModel.from_config(config)
+        try:
+            model = self._model(config, "sdpa")
+        except ValueError:  # Gemma 2 bounds its scores, gpt-oss has sinks
+            model = self._model(config, "eager")
         for part in ("layers", "norm", "rotary_emb"):
             if not hasattr(model, part):
                 raise ValueError(
                     f"{type(model).__name__} has no {part}: MTP heads need a model built like Llama"
                 )
+        (kind,) = vars(config).get("layer_types") or ("full_attention",)
+        if not kind.endswith("_attention") or kind == "linear_attention":
+            raise ValueError(
+                f"the last layer of {type(model).__name__} is of type {kind}, which would carry "
+                "one document's state into the next: MTP heads need attention"
+            )
+        self.initialise: Callable[[nn.Module], None] = model._init_weights
         self.layer: Any = type(model.layers[-1])
         self.rotary: Any = type(model.rotary_emb)
         self._norm: Any = type(model.norm)
         self._epsilon = getattr(config, "rms_norm_eps", None)
+
+    @staticmethod
+    def _model(config: PreTrainedConfig, attention: str) -> Any:
+        config._attn_implementation = attention
+        with torch.device("meta"):
+            return AutoModel.from_config(config)
 
     def make_norm(self, width: int) -> nn.Module:
         """Return a norm like the base's final one."""
