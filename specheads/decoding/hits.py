@@ -48,7 +48,9 @@ class Hits:
         norms: [S, K, G], logsumexp of all logits divided by each of ``TEMPERATURES``.
         ended: whether the text ends after these positions.
         hidden: [S, d], what the heads read; None for parallel heads, which are not asked again.
+            Of sequential MTP heads [P - 1 + S, d], all that the base made up to the last root.
         tokens: [S, K + 1], the root and what came after it, -1 beyond the end; None likewise.
+        ahead: [P - 1 + S], of sequential MTP heads: the token after each hidden state; else None.
     """
 
     ranks: Tensor
@@ -58,6 +60,7 @@ class Hits:
     ended: bool
     hidden: Tensor | None = None
     tokens: Tensor | None = None
+    ahead: Tensor | None = None
 
 
 @torch.inference_mode()
@@ -82,9 +85,9 @@ def measure_hits(
     """
     with capture_hidden(base, (heads.tap,)) as captured:
         base(input_ids=sequence, use_cache=False, logits_to_keep=1)
-    hidden, embed = captured.at[heads.tap], embedding(base, heads)
-    places = torch.arange(hidden.shape[1], device=hidden.device)[None]
-    hidden = heads.contextual(hidden, places, sequence.to(hidden.device), embed).squeeze(-3)
+    whole, embed = captured.at[heads.tap], embedding(base, heads)
+    places = torch.arange(whole.shape[1], device=whole.device)[None]
+    hidden = heads.contextual(whole, places, sequence.to(whole.device), embed).squeeze(-3)
     new = sequence[0, num_prompt:].to(hidden.device)
     num_new, num_heads = len(new), heads.num_heads
     # There is no step with the last token as its root, and near a cut the limit hides guesses: a
@@ -112,9 +115,13 @@ def measure_hits(
         each.transpose(0, 1).cpu() for each in (ranks, best.values, came, norms)
     )
     found = Hits(ranks, values, came, norms, ended)
-    if not heads.sequential or heads.kind == "mtp":  # MTP heads read more than one hidden state
+    if not heads.sequential:
         return found
-    return replace(found, hidden=hidden.cpu(), tokens=tokens.masked_fill(~known, -1).cpu())
+    found = replace(found, tokens=tokens.masked_fill(~known, -1).cpu())
+    if heads.kind != "mtp":
+        return replace(found, hidden=hidden.cpu())
+    end = start + positions  # MTP heads read more than one hidden state
+    return replace(found, hidden=whole[0, :end].cpu(), ahead=sequence[0, 1 : end + 1].cpu())
 
 
 def collect_hits(

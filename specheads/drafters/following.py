@@ -14,6 +14,7 @@ from specheads.drafters.contract import Prefill, StepResult
 if TYPE_CHECKING:
     from specheads.models.base import OutputLayer
     from specheads.models.kinds import Heads
+    from specheads.models.stepwise import Embed
 
 
 class Memory(Protocol):
@@ -68,18 +69,19 @@ class Follower:
     Args:
         heads: the heads.
         output: the base model's output layer.
+        embed: the base's input embedding, where layers of the heads read tokens through it.
 
     Attributes:
         device: of the heads.
     """
 
-    def __init__(self, heads: Heads, output: OutputLayer) -> None:
+    def __init__(self, heads: Heads, output: OutputLayer, embed: Embed | None = None) -> None:
         self.device = next((p.device for p in heads.parameters()), output.weight.device)
-        self._heads = heads
+        self._heads, self._embed = heads, embed
 
     def start(self, prefill: Prefill, predict: Any) -> HeadsState:
         """Start behind the prompt."""
-        memory: Memory | None = self._heads.memory(len(prefill.num_tokens))
+        memory: Memory | None = self._heads.memory(len(prefill.num_tokens), self._embed)
         tap = self._heads.tap
         if memory is None:
             return HeadsState(prefill.root, prefill.last_hidden(tap).to(self.device), predict)

@@ -26,7 +26,7 @@ def static_drafter(
     """Return a drafter that fills ``tree`` at every step.
 
     Args:
-        base: the base model, whose input embedding Hydra heads read tokens through.
+        base: the base model, whose input embedding some sequential heads read tokens through.
         heads: of any kind.
         output: the base's output layer.
         tree: at most as deep as there are heads.
@@ -92,7 +92,7 @@ def embedding(base: PreTrainedModel, heads: Heads) -> Embed | None:
         return None
     module, place = base.get_input_embeddings(), input_device(base)
     if module is None:
-        raise ValueError(f"{type(base).__name__} has no input embedding that Hydra heads could use")
+        raise ValueError(f"{type(base).__name__} has no input embedding that the heads could use")
 
     def embed(tokens: Tensor) -> Tensor:
         found: Tensor = module(tokens.to(place))

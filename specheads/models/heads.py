@@ -123,8 +123,9 @@ class MedusaHeads(nn.Module):
         """Which hidden state of the base the heads read."""
         return FINAL
 
-    def memory(self, num_rows: int) -> PrefixKeys | None:
+    def memory(self, num_rows: int, embed: object = None) -> PrefixKeys | None:
         """Return what the prefix layer remembers of texts while decoding, before any was read."""
+        del embed
         return None if self.prefix is None else PrefixKeys.empty(self.prefix, num_rows)
 
     def head(self, i: int) -> MedusaHead:
