@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from specheads.config import LossConfig
 from specheads.losses import IGNORE, count_valid
@@ -224,9 +223,8 @@ def plain_losses(objective: HeadsObjective, case: Case, batches: Sequence[Batch]
                 here = segments == number
                 ids, wanted = batch["input_ids"][row][here], batch["labels"][row][here]
                 for i, hidden in enumerate(plain_features(base, heads, case, ids)):
-                    matrix = base.lm_head.weight
-                    if i and case.lm_head == "own":
-                        matrix = heads.layer(i - 1).lm_head.weight
+                    owner: Any = heads.layer(i - 1) if i and case.lm_head == "own" else base
+                    matrix = owner.lm_head.weight
                     rows = max(0, len(ids) - 1 - i)
                     logits[i].append(hidden[:rows] @ matrix.t())
                     labels[i].append(wanted[1 + i :])
