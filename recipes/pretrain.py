@@ -9,13 +9,9 @@ import torch
 
 from specheads import dist
 from specheads.config import ConfigError, TrainConfig
+from specheads.data.tokenizers import choose_tokenizer, complete_init
 from specheads.log import RunLog
-from specheads.models.base import (
-    build_from_init,
-    check_tokenizer,
-    load_tokenizer,
-    output_layer,
-)
+from specheads.models.base import build_from_init, check_tokenizer, output_layer
 from specheads.models.checkpoint import save_plain_model
 from specheads.training.describe import describe_costs, describe_run
 from specheads.training.heldout import heldout_loss
@@ -37,8 +33,8 @@ def run(cfg: TrainConfig) -> None:
         )
     check_no_cache(cfg)
     torch.manual_seed(cfg.seed)
-    tokenizer = load_tokenizer(cfg.model.name, revision=cfg.model.revision)
-    base = build_from_init(cfg.model.init, attn=cfg.model.attn)
+    tokenizer = choose_tokenizer(cfg)
+    base = build_from_init(complete_init(cfg.model.init, tokenizer), attn=cfg.model.attn)
     base.to(dist.device())  # type: ignore[arg-type]
     check_tokenizer(tokenizer, base)
     data = load_data(cfg, base, tokenizer, train_base=True, learn_all=True)

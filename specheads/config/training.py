@@ -247,6 +247,10 @@ class TrainConfig:
     autocast: str = "none"  # none, bfloat16 (fp32 weights, bf16 matrix products)
     resume: str = ""  # "auto": newest checkpoint of this run; or the path of one
     dry_run: bool = False  # check everything, print the plan, train nothing
+    # models trained from scratch: byte (no vocabulary to learn), bpe (learned from the training
+    # data), a folder or hub name (that model's); empty: the one of model.name
+    tokenizer: str = ""
+    tokenizer_size: int = 4096  # bpe: tokens in all, 256 bytes and 16 special ones among them
     model: ModelConfig = field(default_factory=ModelConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -266,6 +270,7 @@ class TrainConfig:
         check(self.max_steps >= 0, "max_steps", self.max_steps, "at least 0")
         check(0 <= self.warmup_heads < 1, "warmup_heads", self.warmup_heads, "in [0, 1)")
         one_of("autocast", self.autocast, "none", "bfloat16")
+        check(self.tokenizer_size > 272, "tokenizer_size", self.tokenizer_size, "more than 272")
         check(
             self.loss.base == "labels" or self.adapter.kind == "lora",
             "loss.base",

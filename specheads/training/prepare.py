@@ -131,6 +131,11 @@ def load_base(
         ConfigError: if one of them is missing, or they or the loss do not fit together.
     """
     model = cfg.model
+    if cfg.tokenizer:
+        raise ConfigError(
+            f"tokenizer={cfg.tokenizer} is for models trained from scratch;"
+            f" model.name={model.name} has its own"
+        )
     if train_base:
         check_tunable(model.quantization, cfg.adapter)
         check_no_cache(cfg)
