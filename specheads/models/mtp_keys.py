@@ -41,7 +41,7 @@ class MtpKeys:
             stack, of causal ones in one stack each.
         keys: per stack [B, n * H, C, h], rotated; slots behind a row's length hold nothing.
         values: likewise.
-        waves: cosines, and sines with their sign, of all positions, [2, h, C].
+        waves: cosines, and sines with their sign, of all positions, [2, C, h].
         window: a position sees so many, itself included; None for all before it.
         lengths: per row the positions remembered.
     """
@@ -89,13 +89,13 @@ class MtpKeys:
         del tokens
         memory = self._with_room(hidden.shape[1])
         step = Step(memory, counts, hidden.shape[1])
-        columns = hidden.to(memory.waves.dtype).flatten(0, 1).T  # [d, B * T]
+        source = hidden.to(memory.waves.dtype).flatten(0, 1)  # [B * T, d]
         found = []
         for stack, keys, values in zip(memory.stacks, memory.keys, memory.values, strict=True):
             chained = stack is not memory.stacks[-1]
-            output = stack.run(columns, step, keys, values, every=chained)
+            output = stack.run(source, step, keys, values, every=chained)
             if chained:
-                columns, output = output[0], output[..., step.last]
+                source, output = output[0], output[:, step.last]
             found.append(stack.finish(output))
         features = found[0] if len(found) == 1 else torch.cat(found)
         return replace(memory, lengths=step.lengths), features
@@ -111,18 +111,18 @@ class MtpKeys:
         )
 
     def _with_room(self, num_new: int) -> MtpKeys:
-        capacity, needed = self.waves.shape[2], max(self.lengths) + num_new
+        capacity, needed = self.waves.shape[1], max(self.lengths) + num_new
         if needed <= capacity:
             return self
         added = -(-max(needed, 2 * capacity) // BLOCK) * BLOCK - capacity
         positions = torch.arange(capacity + added, device=self.waves.device)[None]
-        cos, sin = (each[0].T for each in self.heads.rotary_emb(self.waves, positions))
-        half = len(sin) // 2
+        cos, sin = (each[0] for each in self.heads.rotary_emb(self.waves, positions))
+        half = sin.shape[1] // 2
         return replace(
             self,
             keys=tuple(F.pad(each, (0, 0, 0, added)) for each in self.keys),
             values=tuple(F.pad(each, (0, 0, 0, added)) for each in self.values),
-            waves=torch.stack([cos, torch.cat([-sin[:half], sin[half:]])]),
+            waves=torch.stack([cos, torch.cat([-sin[:, :half], sin[:, half:]], dim=1)]),
         )
 
 
@@ -131,12 +131,12 @@ def _empty(heads: MtpHeads, num_rows: int) -> MtpKeys:
     groups = [layers] if heads.variant == "parallel" else [[layer] for layer in layers]
     stacks = tuple(map(Stack.of, groups))
     keys = tuple(each.down.new_zeros(num_rows, each.num_keys, 0, each.width) for each in stacks)
-    waves = stacks[0].down.new_zeros(2, stacks[0].width, 0)
+    waves = stacks[0].down.new_zeros(2, 0, stacks[0].width)
     return MtpKeys(heads, stacks, keys, keys, waves, window_of(heads.config), (0,) * num_rows)
 
 
 class Step:
-    """Where the columns of one ``append`` go, and what they see.
+    """Where the positions of one ``append`` go, and what they see.
 
     Args:
         memory: with room for them.
@@ -144,8 +144,8 @@ class Step:
         num_new: T.
 
     Attributes:
-        last: the columns of the rows' last positions.
-        waves: [2, h, B * T], those of the columns.
+        last: places of the rows' last ones among all.
+        waves: [2, B * T, h], theirs.
         lengths: per row the positions remembered afterwards.
     """
 
@@ -161,22 +161,21 @@ class Step:
         if self.num_rows == 1:
             self._position = before[0] + final[0]
             self.last = slice(final[0], final[0] + 1)
-            self.waves = memory.waves[..., before[0] : before[0] + num_new]
+            self.waves = memory.waves[:, before[0] : before[0] + num_new]
             return
         self._rows = torch.arange(self.num_rows, device=device)[:, None]
         starts, ends = torch.tensor([before, final], device=device)
         self._ahead = starts[:, None] + torch.arange(num_new, device=device)  # [B, T]
         self._ends = (starts + ends)[:, None]
         self.last = self._rows[:, 0] * num_new + ends
-        self.waves = memory.waves[..., self._ahead.flatten()]
+        self.waves = memory.waves[:, self._ahead.flatten()]
 
     def store(self, buffer: Tensor, new: Tensor) -> None:
-        """Write ``new`` [n * H, h, B * T] into ``buffer`` [B, n * H, C, h]."""
+        """Write ``new`` [B * T, n * H, h] into ``buffer`` [B, n * H, C, h]."""
         if self.num_rows == 1:
-            buffer[0, :, self._start : self._start + self.num_new] = new.transpose(1, 2)
+            buffer[0, :, self._start : self._start + self.num_new] = new.transpose(0, 1)
         else:
-            shaped = new.unflatten(2, (self.num_rows, self.num_new)).permute(2, 3, 0, 1)
-            buffer[self._rows, :, self._ahead] = shaped
+            buffer[self._rows, :, self._ahead] = new.unflatten(0, (self.num_rows, self.num_new))
 
     def spans(self, *, every: bool) -> list[tuple[slice, slice, Tensor | None]]:
         """Return who attends to what: places among a row's queries, slots, and their mask.

@@ -1,9 +1,7 @@
 """Layers of MTP heads side by side: a single product makes all their queries, keys and values.
 
-Shapes: B rows, T new positions, n layers, H key heads of width h in each with G queries each, d
-hidden size, I inner size. Activations lie columnwise, [..., d, columns], because a product
-``weight @ columns`` takes half the time of ``columns @ weight.T`` where there are few columns (246
-to 436 us for seven [1376, 256] matrices and one column on one core).
+Shapes: B rows, T new positions, N = B * T, n layers, H key heads of width h in each with G queries
+each, d hidden size, I inner size.
 """
 
 from __future__ import annotations
@@ -20,7 +18,8 @@ if TYPE_CHECKING:
     from specheads.models.mtp import MtpLayer
     from specheads.models.mtp_keys import Step
 
-_JOINT = 16  # columns; beyond, queries of positions that nobody asks about are not computed
+_JOINT = 16  # positions; beyond, queries that nobody asks about are not computed
+_FEW = 8  # positions for which float32 products are faster the other way round
 
 
 @dataclass(frozen=True)
@@ -28,12 +27,12 @@ class Stack:
     """The weights of n layers that read the same. Those of norms are multiplied into what follows.
 
     Attributes:
-        read: [(2 + G) * n * H * h, d], rows for all values, then keys, then queries.
-        read_bias: [(2 + G) * n * H * h, 1].
-        turned_norm: [(1 + G) * n * H, h, 1], norms of keys and queries.
-        out: [n, d, G * H * h]; ``out_bias`` [n, d, 1].
-        up: [n, 2 * I, d], gate and up; ``up_bias`` [n, 2 * I, 1].
-        down: [n, d, I]; ``down_bias`` [n, d, 1].
+        read: [2, (1 + G / 2) * n * H * h, d], rows for all values, then keys, then queries.
+        read_bias: [(2 + G) * n * H * h].
+        turned_norm: [(1 + G) * n * H, h], norms of keys and queries.
+        out: [n, d, G * H * h]; ``out_bias`` [n, 1, d].
+        up: [n, 2 * I, d], gate and up; ``up_bias`` [n, 1, 2 * I].
+        down: [n, d, I]; ``down_bias`` [n, 1, d].
         norm: [n, 1, d], the heads' last.
         num_keys: n * H.
         width: h.
@@ -73,9 +72,11 @@ class Stack:
         if getattr(first, "q_norm", None) is not None:
             norms = [each.k_norm.weight.repeat(heads[1], 1) for each in attentions]
             norms += [each.q_norm.weight.repeat(heads[2], 1) for each in attentions]
-            turned_norm = torch.cat(norms)[..., None]
+            turned_norm = torch.cat(norms)
         return Stack(
-            read=torch.cat([(_weights(part) * before).flatten(0, 1) for part in read]),
+            read=torch.cat([(_weights(part) * before).flatten(0, 1) for part in read]).unflatten(
+                0, (2, -1)
+            ),
             read_bias=_bias(*read, flat=True),
             turned_norm=turned_norm,
             out=_weights(outs),
@@ -93,79 +94,81 @@ class Stack:
         )
 
     def run(
-        self, columns: Tensor, step: Step, keys: Tensor, values: Tensor, *, every: bool
+        self, hidden: Tensor, step: Step, keys: Tensor, values: Tensor, *, every: bool
     ) -> Tensor:
         """Remember new positions, and return what the layers make of them, before the last norm.
 
         Args:
-            columns: [d, B * T], what they read.
+            hidden: [N, d], what they read.
             step: where they go.
             keys: [B, n * H, C, h], of these layers; written to.
             values: likewise.
-            every: return [n, d, B * T], and not [n, d, B] at the last positions.
+            every: return [n, N, d], and not [n, B, d] at the last positions.
         """
         last = slice(None) if every else step.last
-        normed = self._normed(columns)
+        normed = self._normed(hidden)
         size = self.num_keys * self.width
-        if every or columns.shape[1] <= _JOINT:
+        if every or len(hidden) <= _JOINT:
             read = self._read(normed, 0, None)
-            turned = self._turned(read[size:], step.waves, 0)
-            new_keys, queries = turned[: self.num_keys], turned[self.num_keys :][..., last]
+            turned = self._turned(read[:, size:], step.waves, 0)
+            new_keys, queries = turned[:, : self.num_keys], turned[last, self.num_keys :]
         else:
             read = self._read(normed, 0, 2 * size)
-            new_keys = self._turned(read[size:], step.waves, 0)
-            queries = self._read(normed[:, last], 2 * size, None)
-            queries = self._turned(queries, step.waves[..., last], self.num_keys)
-        step.store(values, read[:size].unflatten(0, (self.num_keys, self.width)))
+            new_keys = self._turned(read[:, size:], step.waves, 0)
+            queries = self._read(normed[last], 2 * size, None)
+            queries = self._turned(queries, step.waves[:, last], self.num_keys)
+        step.store(values, read[:, :size].unflatten(1, (self.num_keys, self.width)))
         step.store(keys, new_keys)
-        output = self._attend(queries, step, keys, values, every=every)
-        output = torch.baddbmm(columns[:, last][None], self.out, output)
+        found = self._attend(queries, step, keys, values, every=every)
+        output = _product(self.out, found, hidden[last])
         if self.out_bias is not None:
             output = output + self.out_bias
         inner = _product(self.up, self._normed(output), self.up_bias)
-        gate, up = inner.chunk(2, dim=1)
-        output = torch.baddbmm(output, self.down, self.activate(gate) * up)
+        gate, up = inner.chunk(2, dim=-1)
+        output = _product(self.down, self.activate(gate) * up, output)
         return output if self.down_bias is None else output + self.down_bias
 
     def finish(self, output: Tensor) -> Tensor:
-        """Return what the output matrices read, [n, B, d], of the layers' output [n, d, B]."""
-        normed = F.rms_norm(output.transpose(1, 2), output.shape[1:2], eps=self.epsilon)
-        return normed * self.norm
+        """Return what the output matrices read, [n, B, d], of the layers' output [n, B, d]."""
+        return self._normed(output) * self.norm
 
-    def _normed(self, columns: Tensor) -> Tensor:
-        """Return columns [..., d, columns] at unit root mean square."""
-        rows = columns.transpose(-1, -2)
-        return F.rms_norm(rows, rows.shape[-1:], eps=self.epsilon).transpose(-1, -2)
+    def _normed(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], eps=self.epsilon)
 
     def _read(self, normed: Tensor, first: int, end: int | None) -> Tensor:
-        weight = self.read[first:end]
-        if self.read_bias is None:
-            return weight @ normed
-        return torch.addmm(self.read_bias[first:end], weight, normed)
+        """Return rows ``first`` to ``end`` of what is made of ``normed`` [N, d], [N, rows]."""
+        if first == 0 and end is None and _turns(normed):
+            # one matrix in two halves, for a batch of one is multiplied the slow way
+            read = torch.bmm(self.read, normed.T.expand(2, -1, -1)).flatten(0, 1).T
+        else:
+            read = F.linear(normed, self.read.flatten(0, 1)[first:end])
+        return read if self.read_bias is None else read + self.read_bias[first:end]
 
     def _turned(self, read: Tensor, waves: Tensor, first: int) -> Tensor:
-        """Return keys or queries [heads, h, columns], normed and rotated.
+        """Return keys or queries [N, heads, h], normed and rotated.
 
         Args:
-            read: [heads * h, columns].
-            waves: [2, h, columns].
+            read: [N, heads * h].
+            waves: [2, N, h].
             first: the place of the first of them among all keys and queries.
         """
-        shaped = read.unflatten(0, (-1, self.width))
+        shaped = read.unflatten(1, (-1, self.width))
         if self.turned_norm is not None:
-            shaped = self._normed(shaped) * self.turned_norm[first : first + len(shaped)]
-        return torch.addcmul(shaped * waves[0], shaped.roll(self.width // 2, 1), waves[1])
+            norm = self.turned_norm[first : first + shaped.shape[1]]
+            shaped = self._normed(shaped) * norm
+        cos, sin = waves[:, :, None]
+        return torch.addcmul(shaped * cos, shaped.roll(self.width // 2, -1), sin)
 
     def _attend(
         self, queries: Tensor, step: Step, keys: Tensor, values: Tensor, *, every: bool
     ) -> Tensor:
-        """Return what queries [n * H * G, h, columns] read, [n, G * H * h, columns].
+        """Return what queries [positions, n * H * G, h] read, [n, positions, G * H * h].
 
-        The queries that share a key head lie one behind the other in the query's length.
+        Queries that share a key head lie one behind the other in the query's length.
         """
-        groups = len(queries) // self.num_keys
-        queries = queries.view(self.num_keys, groups, self.width, step.num_rows, -1)
-        queries = queries.permute(3, 0, 1, 4, 2)  # [B, n * H, G, queries, h]
+        groups = queries.shape[1] // self.num_keys
+        queries = queries.unflatten(0, (step.num_rows, -1)).unflatten(2, (self.num_keys, groups))
+        queries = queries.permute(0, 2, 3, 1, 4).contiguous()  # [B, n * H, G, positions, h]
         found = []
         for places, slots, mask in step.spans(every=every):
             if mask is not None and mask.shape[2] > 1:
@@ -179,11 +182,35 @@ class Stack:
             )
             found.append(read.unflatten(2, (groups, -1)))
         together = found[0] if len(found) == 1 else torch.cat(found, dim=3)
-        return together.permute(1, 2, 4, 0, 3).reshape(len(self.out), self.out.shape[2], -1)
+        together = together.unflatten(1, (len(self.out), -1))  # [B, n, H, G, positions, h]
+        return together.permute(1, 0, 4, 2, 3, 5).reshape(len(self.out), -1, self.out.shape[2])
 
 
-def _product(weight: Tensor, columns: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.bmm(weight, columns) if bias is None else torch.baddbmm(bias, weight, columns)
+def _product(weight: Tensor, x: Tensor, added: Tensor | None) -> Tensor:
+    """Return ``x @ weight.T + added``, [n, N, outputs], per layer.
+
+    Args:
+        weight: [n, outputs, inputs].
+        x: [n, N, inputs].
+        added: [N, outputs] or [n, N or 1, outputs], or None.
+    """
+    if not _turns(x):
+        matrix = weight.transpose(1, 2)
+        return torch.bmm(x, matrix) if added is None else torch.baddbmm(added, x, matrix)
+    # through a flat view, so that strides of single rows are those by which kernels are chosen
+    columns = x.reshape(-1).view(x.shape).transpose(1, 2)
+    if added is None:
+        return torch.bmm(weight, columns).transpose(1, 2)
+    return torch.baddbmm(added.transpose(-1, -2), weight, columns).transpose(1, 2)
+
+
+def _turns(x: Tensor) -> bool:
+    """Whether ``weight @ x.T`` is faster than ``x @ weight.T``, x [..., N, inputs].
+
+    On a CPU, float32, seven [1376, 256] matrices read from memory: 360 to 704 us for one position,
+    926 to 1215 for eight, 2225 to 1423 for twelve; bfloat16 850 to 438 for one.
+    """
+    return x.shape[-2] <= _FEW and x.device.type == "cpu" and x.dtype.itemsize >= 4
 
 
 def _weights(parts: Sequence[nn.Linear]) -> Tensor:
@@ -191,18 +218,18 @@ def _weights(parts: Sequence[nn.Linear]) -> Tensor:
 
 
 def _bias(*kinds: Sequence[nn.Linear], flat: bool = False) -> Tensor | None:
-    """Return the biases of n layers, [n, outputs of all kinds, 1]; None if there are none.
+    """Return the biases of n layers, [n, 1, outputs of all kinds]; None if there are none.
 
     Args:
         kinds: per kind of product the n layers'.
-        flat: return [n * outputs, 1] instead, one kind after the other.
+        flat: return [n * outputs] instead, one kind after the other.
     """
     if all(part.bias is None for parts in kinds for part in parts):
         return None
     found = [torch.stack([_bias_of(part) for part in parts]) for parts in kinds]
     if flat:
-        return torch.cat([each.flatten() for each in found])[:, None]
-    return torch.cat(found, dim=1)[..., None]
+        return torch.cat([each.flatten() for each in found])
+    return torch.cat(found, dim=1)[:, None]
 
 
 def _bias_of(part: nn.Linear) -> Tensor:
