@@ -27,8 +27,8 @@ class Stack:
     """The weights of n layers that read the same. Those of norms are multiplied into what follows.
 
     Attributes:
-        read: [2, (1 + G / 2) * n * H * h, d], rows for all values, then keys, then queries.
-        read_bias: [(2 + G) * n * H * h].
+        read: [(2 + G) * n * H * h, d], rows for all values, then keys, then queries.
+        read_bias: [1, (2 + G) * n * H * h].
         turned_norm: [(1 + G) * n * H, h], norms of keys and queries.
         out: [n, d, G * H * h]; ``out_bias`` [n, 1, d].
         up: [n, 2 * I, d], gate and up; ``up_bias`` [n, 1, 2 * I].
@@ -74,9 +74,7 @@ class Stack:
             norms += [each.q_norm.weight.repeat(heads[2], 1) for each in attentions]
             turned_norm = torch.cat(norms)
         return Stack(
-            read=torch.cat([(_weights(part) * before).flatten(0, 1) for part in read]).unflatten(
-                0, (2, -1)
-            ),
+            read=torch.cat([(_weights(part) * before).flatten(0, 1) for part in read]),
             read_bias=_bias(*read, flat=True),
             turned_norm=turned_norm,
             out=_weights(outs),
@@ -137,12 +135,8 @@ class Stack:
 
     def _read(self, normed: Tensor, first: int, end: int | None) -> Tensor:
         """Return rows ``first`` to ``end`` of what is made of ``normed`` [N, d], [N, rows]."""
-        if first == 0 and end is None and _turns(normed):
-            # one matrix in two halves, for a batch of one is multiplied the slow way
-            read = torch.bmm(self.read, normed.T.expand(2, -1, -1)).flatten(0, 1).T
-        else:
-            read = F.linear(normed, self.read.flatten(0, 1)[first:end])
-        return read if self.read_bias is None else read + self.read_bias[first:end]
+        bias = None if self.read_bias is None else self.read_bias[:, first:end]
+        return _product(self.read[None, first:end], normed[None], bias)[0]
 
     def _turned(self, read: Tensor, waves: Tensor, first: int) -> Tensor:
         """Return keys or queries [N, heads, h], normed and rotated.
@@ -192,16 +186,24 @@ def _product(weight: Tensor, x: Tensor, added: Tensor | None) -> Tensor:
     Args:
         weight: [n, outputs, inputs].
         x: [n, N, inputs].
-        added: [N, outputs] or [n, N or 1, outputs], or None.
+        added: [N or 1, outputs] or [n, N or 1, outputs], or None.
     """
     if not _turns(x):
         matrix = weight.transpose(1, 2)
         return torch.bmm(x, matrix) if added is None else torch.baddbmm(added, x, matrix)
     # through a flat view, so that strides of single rows are those by which kernels are chosen
     columns = x.reshape(-1).view(x.shape).transpose(1, 2)
+    num_layers, num_outputs, num_inputs = weight.shape
+    if num_layers == 1:  # in two halves, for a batch of one is multiplied the slow way
+        weight = weight.reshape(2, -1, num_inputs)
+        columns = columns.expand(2, -1, -1)
     if added is None:
-        return torch.bmm(weight, columns).transpose(1, 2)
-    return torch.baddbmm(added.transpose(-1, -2), weight, columns).transpose(1, 2)
+        found = torch.bmm(weight, columns)
+    else:
+        added = added.transpose(-1, -2)
+        added = added.reshape(-1, weight.shape[1], added.shape[-1])
+        found = torch.baddbmm(added, weight, columns)
+    return found.reshape(num_layers, num_outputs, -1).transpose(1, 2)
 
 
 def _turns(x: Tensor) -> bool:
@@ -222,13 +224,13 @@ def _bias(*kinds: Sequence[nn.Linear], flat: bool = False) -> Tensor | None:
 
     Args:
         kinds: per kind of product the n layers'.
-        flat: return [n * outputs] instead, one kind after the other.
+        flat: return [1, n * outputs] instead, one kind after the other.
     """
     if all(part.bias is None for parts in kinds for part in parts):
         return None
     found = [torch.stack([_bias_of(part) for part in parts]) for parts in kinds]
     if flat:
-        return torch.cat([each.flatten() for each in found])
+        return torch.cat([each.flatten() for each in found])[None]
     return torch.cat(found, dim=1)[:, None]
 
 
