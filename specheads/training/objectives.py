@@ -209,7 +209,8 @@ class HeadsObjective(nn.Module):
     def _loss(self, rows: _Rows, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weighted sum of all groups' losses, and their statistics [G, 3]."""
         # a matrix that gets no gradient, as under an adapter, needs no call for all together
-        together = self.heads.lm_head == "shared" and self.output.weight.requires_grad
+        trained = self.train_base and self.output.weight.requires_grad
+        together = self.heads.lm_head == "shared" and trained
         plain = self.heads_loss.kind == "hard" and not self.distill_base
         if together and plain and not self.heads.markov_rank:
             return self._one_matrix(rows, weights)

@@ -19,7 +19,7 @@ from specheads.data.dropped import Dropped
 from specheads.data.pack import PackedBatches, check_isolation, one_pass
 from specheads.data.records import Record, load_records, read_jsonl
 from specheads.losses import check_implementation
-from specheads.models.adapters import add_adapter, check_tunable
+from specheads.models.adapters import add_adapter, check_tunable, require_grad
 from specheads.models.base import (
     OutputLayer,
     check_tokenizer,
@@ -158,6 +158,8 @@ def load_base(
         add_adapter(base, cfg.adapter, seed=cfg.seed)
     if train_base and model.gradient_checkpointing:
         checkpoint_layers(base)
+    if not train_base:  # also where a cache of features stands in for it, and nobody else asks
+        require_grad(base, False)
     return base, output, tokenizer
 
 
