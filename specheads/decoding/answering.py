@@ -69,8 +69,8 @@ def who_answers(config: RegenerateConfig, client: Client | None = None) -> Answe
     if not config.model or Path(config.model).resolve() != tuned.resolve():
         raise ConfigError(
             f"{config.checkpoint} brings a tuned base, so the answers would not be those of"
-            f" {config.model or info['name']}; leave checkpoint out, or ask for the tuned base's"
-            f" answers with model={tuned}"
+            f" {config.model or info['name'] or 'tinycode'}; leave checkpoint out, or ask for the"
+            f" tuned base's answers with model={tuned}"
         )
     return Answering(str(tuned), _tuned_digest(tuned, info), tuned=True, quantization=method)
 
