@@ -279,6 +279,19 @@ def heldout_loss(base: PreTrainedModel, run: Path, options: argparse.Namespace) 
     }
 
 
+def check_same_texts(entries: Sequence[dict[str, Any]]) -> None:
+    """Refuse to compare losses on other texts, or in other tokens of the same name.
+
+    Raises:
+        SystemExit: naming what differs.
+    """
+    for name in {"", *(entry["tokenizer"] for entry in entries)}:
+        of = [entry["loss"] for entry in entries if name in ("", entry["tokenizer"])]
+        for key in ("num_bytes", "bytes_per_token") if name else ("num_bytes",):
+            if len(found := {loss[key] for loss in of}) > 1:
+                raise SystemExit(f"held-out texts differ: {name} {key} {sorted(found)}")
+
+
 def prompts_of(model: Model, name: str, options: argparse.Namespace) -> list[Prompt]:
     """Return prompts of a file of tinycode's, in the model's own tokens and chat template."""
     found, _ = read_prompts(
@@ -603,6 +616,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             }
             entries.append((entry, run))
             print(f"{arm.name} seed {seed}: {loss['bits_per_byte']:.4f} bits per byte", flush=True)
+    check_same_texts([entry for entry, _ in entries])
     if options.train_only:
         return
     hardware.pin_threads(0)
