@@ -274,6 +274,19 @@ def test_narrow_heads_draft_behind_a_wide_base() -> None:
 
 
 @torch.no_grad()
+def test_a_window_ends_within_the_tree() -> None:
+    """A node that sees its whole path where the layer looks back upon fewer tokens."""
+    base, heads = build("mistral-window", num_heads=4)
+    heads.config.sliding_window = 2
+    output, chain = output_layer(base), Tree.chain(4)
+    watched, _ = run(base, static_drafter(base, heads, output, chain), prompts((1, 5)))
+    for texts, candidates in watched.proposed:
+        for row, text in enumerate(texts):
+            expected = slow_paths(slow_logits(base, heads, output, text), chain)
+            assert paths_of(candidates, row) == expected
+
+
+@torch.no_grad()
 def test_reading_in_pieces_is_reading_at_once() -> None:
     """Room that grows, rows that wait, and rows that are dropped must not lose what was read."""
     base, heads = build("mistral-window")
