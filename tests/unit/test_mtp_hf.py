@@ -5,10 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.modeling_layers import MtpModel
@@ -99,12 +100,16 @@ def test_bfloat16_and_what_must_stay_float32(
     experts = zoo.build("deepseek_v3", vocab_size=VOCAB)
     drafting = MtpHeads(1, block_config(experts.config), VOCAB, variant="sequential")
     zoo.redraw(drafting)  # type: ignore[arg-type]
+    gate = cast(Any, drafting.layer(0).block).mlp.gate
+    gate.e_score_correction_bias.normal_()
     folder = tmp_path / "experts"
     mtp_standard.write(folder, experts, drafting, byte_tokenizer, dtype=torch.bfloat16)
-    found = mtp_standard.read(folder).state_dict()
-    for name, tensor in drafting.state_dict().items():
-        kept = name.endswith("e_score_correction_bias")
-        assert torch.equal(found[name], tensor if kept else tensor.bfloat16())
+    written = load_file(folder / "model.safetensors")
+    kept = {name for name, tensor in written.items() if tensor.dtype == torch.float32}
+    assert kept == {f"model.layers.{n}.mlp.gate.e_score_correction_bias" for n in (1, 2)}
+    bias = written["model.layers.2.mlp.gate.e_score_correction_bias"]
+    assert torch.equal(bias, gate.e_score_correction_bias)
+    assert torch.equal(written["model.layers.2.mlp.gate.weight"], gate.weight.bfloat16())
 
 
 def test_heads_can_be_left_on_disk(tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast) -> None:
