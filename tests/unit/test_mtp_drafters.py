@@ -21,7 +21,7 @@ from specheads.decoding.sampling import Sampler
 from specheads.drafters.contract import Candidates, Prefill, StepResult
 from specheads.drafters.following import HeadsState
 from specheads.drafters.made import dynamic_drafter, static_drafter
-from specheads.models.base import TRUNK, capture_hidden, output_layer
+from specheads.models.base import TRUNK, capture_hidden, input_embedding, output_layer
 from specheads.models.mtp import MtpHeads, block_config
 from specheads.tree import Tree, batched, default_tree
 from tests.zoo import VOCAB, build
@@ -46,7 +46,7 @@ def counting(name: str, variant: str) -> tuple[PreTrainedModel, MtpHeads]:
     matrices are the base's, so many tokens further. So guesses hit often and not always.
     """
     base = build(name).requires_grad_(False)
-    embeddings = base.get_input_embeddings().weight
+    embeddings = input_embedding(base)
     base.get_output_embeddings().weight.copy_(6 * F.normalize(embeddings, dim=1).roll(1, 0))
     for key, parameter in base.named_parameters():
         if "o_proj" in key or "down" in key:
