@@ -88,7 +88,9 @@ def _check(config: ExportConfig) -> list[Record]:
         and not config.merge
         and config.dtype is None
     ):
-        raise ConfigError("nothing to change: give format=, lm_head=, merge=true or dtype=")
+        raise ConfigError(
+            "nothing to change: give lm_head=, merge=true or dtype=, or another format="
+        )
     output = Path(config.output)
     if output.exists():
         raise ConfigError(f"output is {output}, which exists: give a new folder")
