@@ -6,7 +6,7 @@ answers hold most often. ``merge=true`` adds a separate adapter to the base mode
 the tensors in another one. What is decoded stays the base's own output; how much of it is guessed
 right changes, and with it the best tree.
 
-``format=`` writes a Hugging Face folder instead, an adapter merged: ``plain`` the base alone; ``hf``
+``format=`` writes a Hugging Face folder, with any adapter merged: ``plain`` the base alone; ``hf``
 base and MTP heads as one model, which the Auto classes load once specheads is imported;
 ``mtp_standard`` sequential MTP heads as ``generate(use_mtp=True)`` and serving engines read them.
 """
