@@ -113,6 +113,8 @@ class LossConfig:
         check(0 < self.decay <= 1, "loss.decay", self.decay, "in (0, 1]")
         check(self.lambda_0 >= 0, "loss.lambda_0", self.lambda_0, "at least 0")
         one_of("loss.lambda_schedule", self.lambda_schedule, "constant", "linear", "sine", "step")
+        if self.lambda_schedule == "step":  # lambda_end is reached by a factor of it
+            check(self.lambda_0 > 0, "loss.lambda_0", self.lambda_0, "positive with a step")
         check(self.lambda_end >= 0, "loss.lambda_end", self.lambda_end, "at least 0")
         check(0 < self.lambda_ramp <= 1, "loss.lambda_ramp", self.lambda_ramp, "in (0, 1]")
         check(self.chunk_size >= 0, "loss.chunk_size", self.chunk_size, "at least 0")

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from specheads.losses import IGNORE, shift_labels
 from specheads.models.adapters import original, require_grad
-from specheads.models.base import OutputLayer, output_layer
+from specheads.models.base import FINAL, OutputLayer, output_layer
 from specheads.models.kinds import Heads
 from specheads.training.output_loss import (
     Batch,
@@ -172,6 +172,10 @@ class HeadsObjective(nn.Module):
         """Run the base, and keep the positions where something is learned."""
         train_base = self.train_base and torch.is_grad_enabled()
         if "hidden" in batch:
+            if self.heads.tap != FINAL:
+                raise ValueError(
+                    f"a batch has no hidden states at {self.heads.tap}, which heads read"
+                )
             hidden = tapped = batch["hidden"]
         else:
             assert self.base is not None
@@ -213,18 +217,20 @@ class HeadsObjective(nn.Module):
         together = self.heads.lm_head == "shared" and trained
         plain = self.heads_loss.kind == "hard" and not self.distill_base
         if together and plain and not self.heads.markov_rank:
-            return self._one_matrix(rows, weights)
+            features = (self._features(i, rows) for i in range(self.num_heads))
+            joined, labels = torch.cat([rows.hidden, *features]), rows.labels
+            del features, rows  # copied, and K times as large as the base's hidden states
+            return self._one_matrix(joined, labels, weights)
         return self._one_by_one(rows, weights)
 
-    def _one_matrix(self, rows: _Rows, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def _one_matrix(self, joined: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """All groups in one call, so that one gradient buffer of the shared matrix exists."""
-        num_groups, num_rows = rows.labels.shape
-        features = [self._features(i, rows) for i in range(self.num_heads)]
+        num_groups, num_rows = labels.shape
         groups = torch.arange(num_groups, device=weights.device).repeat_interleave(num_rows)
         return self.loss(
-            torch.cat([rows.hidden, *features]),
+            joined,
             self.output.weight,
-            rows.labels.flatten(),
+            labels.flatten(),
             weights.repeat_interleave(num_rows),
             groups=groups,
             num_groups=num_groups,

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specheads.config import LossConfig
+from specheads.config import ConfigError, LossConfig
 from specheads.losses import IGNORE, count_valid
 from specheads.models.base import checkpoint_layers
 from specheads.models.mtp import MtpHeads, block_config
@@ -377,3 +377,19 @@ def test_without_labels_every_gradient_is_zero(variant: str, lm_head: str) -> No
         last = [g for name, g in grads.items() if "layers.2." in name and "heads" in name]
         assert not any(g.any() for g in last)
         assert any(g.any() for g in first) != ignore_all
+
+
+def test_stored_hidden_states_are_not_those_of_the_trunk() -> None:
+    """Trained on final hidden states, heads on the trunk would meet others while decoding."""
+    batch = pack([[torch.arange(10)]])
+    batch["hidden"] = torch.zeros(1, LENGTH, 32)
+    objective = build(Case("llama", "sequential", train_base=False))
+    assert objective(batch)[0] > 0
+    with pytest.raises(ValueError, match="no hidden states at trunk"):
+        build(Case("llama", "parallel", train_base=False))(batch)
+
+
+def test_a_step_needs_something_to_fall_from() -> None:
+    """Divided by a lambda of 0, the run would end where the step is."""
+    with pytest.raises(ConfigError, match=r"loss.lambda_0"):
+        LossConfig(lambda_0=0.0, lambda_schedule="step")
