@@ -21,7 +21,7 @@ class ModelConfig:
     quantization: str = "none"
     gradient_checkpointing: bool = False  # recompute the base's layers in backward
     trust_remote_code: bool = False
-    # pretrain only: a transformers config to build from scratch (model_type and sizes)
+    # pretrain, mtp: a transformers config to build from scratch (model_type and sizes)
     init: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
