@@ -7,16 +7,15 @@ the shared output matrix) beside the naive loop: all layers' activations and all
 once, torch's cross entropy, one backward. Heads are counted as in arXiv:2404.19737: the next-token
 head is the first, the base's own last layer, so that n = 1 is a plain language model.
 
-A step is a micro-batch, forward and backward, with every .grad already there and no optimizer:
-parameters, gradients and Adam's moments grow with every further layer anyway. What is subtracted
-from the peak of the allocator is exactly what a head owns: its parameters and their gradients,
-counted; and, in ``beyond_layers``, the growth of the same peak at a vocabulary of 64 words, where
-there are no logits to speak of: what its layer's activations take, measured. Embeddings are tied
-and the trunk is one layer, as whatever does not grow would only bring the growth nearer to 0.
+A step is a micro-batch, forward and backward, with every .grad already there and no optimizer.
+From the peak of the allocator only the heads' parameters and their gradients are subtracted,
+counted; activations, which grow with the heads too, are not. Embeddings are tied and the trunk is
+one layer, as whatever does not grow would only bring the growth nearer to 0.
 
-Peaks are taken in processes of their own, times in one further process, the cases taking turns,
-with an allocator that keeps what is freed, as our trainer sets it: the system's own would let the
-naive loop wait for its pages. On a machine that is not idle, trust the processor time.
+Peaks are taken in processes of their own. Times are taken in two more, ours and the naive loop
+taking turns: with an allocator that keeps what is freed, as our trainer sets it, and with the
+system's, where the naive loop waits for the pages of its logits. On a machine that is not idle,
+trust the processor time.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ from specheads.training.output_loss import LMObjective
 
 MIB = 2**20
 SIDES = ("ours", "naive")
-FEW_WORDS = 64
+ALLOCATORS = ("kept", "system")
 COLORS = {"ours": "#2f6f9f", "naive": "#e0b15e"}
 
 
@@ -148,18 +147,17 @@ def allocator_peak(case: Case) -> dict[str, float]:
     return {"peak": peak, "owned": setup.owned_bytes(), "loss": loss}
 
 
-def both_peaks(case: Case) -> dict[str, float]:
-    """Return :func:`allocator_peak`, and ``few_words``, what it is without logits to speak of."""
-    few_words = allocator_peak(replace(case, vocab=FEW_WORDS))
-    return {**allocator_peak(case), "few_words": few_words["peak"]}
-
-
-def in_subprocess(case: Case) -> dict[str, float]:
-    """Run :func:`both_peaks` in a fresh process."""
-    command = [sys.executable, __file__, "--case", json.dumps(asdict(case))]
+def in_subprocess(*arguments: str) -> dict[str, Any]:
+    """Run this program with ``arguments`` in a fresh process; return what it prints."""
+    command = [sys.executable, __file__, *arguments]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def fresh_peak(case: Case) -> dict[str, float]:
+    """Run :func:`allocator_peak` in a fresh process."""
+    return in_subprocess("--case", json.dumps(asdict(case)))
 
 
 def take_peaks(
@@ -175,7 +173,6 @@ def take_peaks(
                 **asdict(case),
                 "allocator_peak": found["peak"],
                 "owned_bytes": found["owned"],
-                "few_words_peak": found["few_words"],
                 "loss": found["loss"],
             }
         )
@@ -183,15 +180,14 @@ def take_peaks(
     for row in rows:
         first = next(each for each in rows if each["side"] == row["side"])
         rest, start = row["allocator_peak"] - row["owned_bytes"], first["allocator_peak"]
-        layers = row["few_words_peak"] - row["owned_bytes"] - first["few_words_peak"]
         row["growth"] = rest / start - 1
-        row["growth_beyond_layers"] = (rest - layers) / start - 1
     return rows
 
 
-def take_times(cases: list[Case], repeats: int) -> dict[str, Any]:
+def take_times(cases: list[Case], repeats: int, allocator: str) -> dict[str, Any]:
     """Time ``repeats`` steps of every case, the cases taking turns."""
-    keep_freed_memory()
+    if allocator == "kept":
+        keep_freed_memory()
     setups = {case.side: Setup(case) for case in cases}
     found: dict[str, Any] = {side: {"seconds": [], "processor_seconds": []} for side in setups}
     for setup in setups.values():
@@ -208,27 +204,23 @@ def take_times(cases: list[Case], repeats: int) -> dict[str, Any]:
             for ours, naive in zip(found["ours"][kind], found["naive"][kind], strict=True)
         ]
         found[f"{kind}_vs_naive"] = statistics.median(ratios)
-    return {"num_heads": cases[0].num_heads, **found}
+    return {"allocator": allocator, "num_heads": cases[0].num_heads, **found}
 
 
-def table(rows: list[dict[str, Any]], times: dict[str, Any] | None) -> str:
+def table(rows: list[dict[str, Any]], times: list[dict[str, Any]]) -> str:
     """Lay the report out as text."""
-    lines = ["side   heads  peak MiB  owned MiB  growth  beyond layers"]
+    lines = ["side   heads  peak MiB  owned MiB  growth beyond"]
     lines += [
         f"{row['side']:5}  {row['num_heads']:5}  {row['allocator_peak'] / MIB:8.1f}"
-        f"  {row['owned_bytes'] / MIB:9.1f}  {row['growth']:6.1%}"
-        f"  {row['growth_beyond_layers']:13.1%}"
+        f"  {row['owned_bytes'] / MIB:9.1f}  {row['growth']:13.1%}"
         for row in rows
     ]
-    if times:
-        for side in SIDES:
-            clock, used = (
-                statistics.median(times[side][kind]) for kind in ("seconds", "processor_seconds")
-            )
-            lines.append(f"{side}: {clock:.2f} s per step, {used:.2f} s of the processor")
+    for each in times:
+        ours, naive = (statistics.median(each[side]["processor_seconds"]) for side in SIDES)
         lines.append(
-            f"ours / naive at {times['num_heads']} heads: {times['seconds_vs_naive']:.3f} by the"
-            f" clock, {times['processor_seconds_vs_naive']:.3f} by the processor"
+            f"{each['num_heads']} heads, {each['allocator']} allocator: {ours:.2f} and {naive:.2f}"
+            f" processor seconds per step; ours / naive {each['processor_seconds_vs_naive']:.3f},"
+            f" by the clock {each['seconds_vs_naive']:.3f}"
         )
     return "\n".join(lines)
 
@@ -280,9 +272,14 @@ def main() -> None:
     parser.add_argument("--figure", type=Path, help="draw an SVG there")
     parser.add_argument("--draw", type=Path, help="draw that JSON only, to --figure")
     parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--times", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.case:
-        print(json.dumps(both_peaks(Case(**json.loads(args.case)))))
+        print(json.dumps(allocator_peak(Case(**json.loads(args.case)))))
+        return
+    if args.times:
+        cases, repeats, allocator = json.loads(args.times)
+        print(json.dumps(take_times([Case(**each) for each in cases], repeats, allocator)))
         return
     if args.draw:
         draw(json.loads(args.draw.read_text()), args.figure)
@@ -293,10 +290,14 @@ def main() -> None:
     cases = [
         Case(side, args.variant, count, *sizes) for side in SIDES for count in sorted(args.heads)
     ]
-    timed = [Case(side, args.variant, args.timed_heads, *sizes) for side in SIDES]
-    rows = [] if args.no_memory else take_peaks(cases, in_subprocess)
-    times = take_times(timed, args.repeats) if args.repeats else None
-    hidden = ("case", "out", "figure", "draw")
+    timed = [asdict(Case(side, args.variant, args.timed_heads, *sizes)) for side in SIDES]
+    rows = [] if args.no_memory else take_peaks(cases, fresh_peak)
+    times = [
+        in_subprocess("--times", json.dumps([timed, args.repeats, allocator]))
+        for allocator in ALLOCATORS
+        if args.repeats
+    ]
+    hidden = ("case", "times", "out", "figure", "draw")
     settings = {key: value for key, value in vars(args).items() if key not in hidden}
     report = {"environment": environment(), "settings": settings, "rows": rows, "times": times}
     text = json.dumps(report, indent=1)

@@ -19,9 +19,8 @@ def bench() -> ModuleType:
 def test_eight_heads_take_hardly_more_memory_than_one(bench: ModuleType, variant: str) -> None:
     """Logits or activations kept per head grow the peak with the heads; nothing else notices."""
     cases = [bench.Case("ours", variant, n, 8000, 64, 256, 64, 1) for n in (1, 8)]
-    rows = bench.take_peaks(cases, bench.both_peaks)
+    rows = bench.take_peaks(cases, bench.allocator_peak)
     assert rows[1]["growth"] <= 0.15
-    assert rows[1]["growth_beyond_layers"] <= rows[1]["growth"]
     # what is subtracted is what the heads own, and no more
     assert 0 == rows[0]["owned_bytes"] < rows[1]["owned_bytes"] < 0.3 * rows[1]["allocator_peak"]
 
