@@ -40,8 +40,9 @@ from specheads.data.chat import Encoded
 from specheads.data.feature_plan import plan_features, readable
 from specheads.data.features import Features, write_features
 from specheads.data.pack import PackedBatches
-from specheads.models.base import load_base_model, output_layer
+from specheads.models.base import load_base_model
 from specheads.models.heads import MedusaHeads
+from specheads.models.output import output_layer
 from specheads.training.cached import CachedBatches
 from specheads.training.engine import TorchEngine
 from specheads.training.loop import gather, run_micro_batches

@@ -74,10 +74,11 @@ from specheads.decoding.stats import ratio_ci95, rep8
 from specheads.drafters.contract import Candidates, Drafter, Prefill, StepResult
 from specheads.drafters.made import static_drafter
 from specheads.drafters.ngram import NgramDrafter
-from specheads.models.base import load_base_model, load_tokenizer, output_layer
+from specheads.models.base import load_base_model, load_tokenizer
 from specheads.models.checkpoint import load_export
 from specheads.models.kinds import Heads
 from specheads.models.manifest import write_json
+from specheads.models.output import output_layer
 from specheads.tree import Tree
 
 ROOT = Path(__file__).resolve().parents[1]

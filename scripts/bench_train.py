@@ -40,8 +40,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specheads.hardware import environment, peak_memory, pin_threads
 from specheads.losses import IGNORE
-from specheads.models.base import output_layer
 from specheads.models.heads import MedusaHeads
+from specheads.models.output import output_layer
 from specheads.train import keep_freed_memory
 from specheads.training.objectives import HeadsObjective
 

@@ -34,9 +34,10 @@ from specheads.drafters.contract import Candidates, Prefill, StepResult
 from specheads.drafters.following import HeadsState
 from specheads.drafters.heads import HeadsDrafter
 from specheads.drafters.ngram import NgramDrafter
-from specheads.models.base import load_tokenizer, output_layer
+from specheads.models.base import load_tokenizer
 from specheads.models.checkpoint import Export, load_export, save_export
 from specheads.models.heads import MedusaHeads
+from specheads.models.output import output_layer
 from specheads.training.objectives import HeadsObjective
 from specheads.tree import Tree
 

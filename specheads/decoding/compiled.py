@@ -21,7 +21,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 from specheads.grouped_attention import grouped_attention_traced
 from specheads.kv_cache import BLOCK, TreeCache
-from specheads.models.base import FINAL, TRUNK, Captured, capture_hidden, last_layer
+from specheads.models.hidden import FINAL, TRUNK, Captured, capture_hidden, last_layer
 from specheads.tree import RowTrees, Tree
 from specheads.tree_mask import tree_attention
 

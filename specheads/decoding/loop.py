@@ -29,7 +29,7 @@ from specheads.decoding.result import DecodeResult, OnTokens, Output, Stopping, 
 from specheads.decoding.sampling import Sampler
 from specheads.drafters.contract import FINAL, TRUNK, Candidates, Drafter, Prefill
 from specheads.kv_cache import TreeCache
-from specheads.models.base import capture_hidden
+from specheads.models.hidden import capture_hidden
 from specheads.tree import Tree, batched
 from specheads.tree_support import check_tree_support
 

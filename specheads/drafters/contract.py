@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from specheads.models.base import FINAL, TRUNK
+from specheads.models.hidden import FINAL, TRUNK
 from specheads.tree import RowTrees, Tree
 
 __all__ = ["FINAL", "TRUNK", "Candidates", "Drafter", "Prefill", "StepResult"]

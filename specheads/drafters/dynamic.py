@@ -23,8 +23,8 @@ from specheads.drafters.following import Follower, HeadsState
 from specheads.tree import RowTrees
 
 if TYPE_CHECKING:
-    from specheads.models.base import OutputLayer
     from specheads.models.kinds import Heads
+    from specheads.models.output import OutputLayer
 
 NUM_RANKS = 10  # guesses per head that a tree may use, as measured for static trees
 HOSTS = ("cpu",)  # devices where Python need not wait for anything, and small ops cost more

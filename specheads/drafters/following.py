@@ -12,8 +12,8 @@ from torch import Tensor
 from specheads.drafters.contract import Prefill, StepResult
 
 if TYPE_CHECKING:
-    from specheads.models.base import OutputLayer
     from specheads.models.kinds import Heads
+    from specheads.models.output import OutputLayer
     from specheads.models.stepwise import Embed
 
 

@@ -32,8 +32,8 @@ from specheads.models.stepwise import Steps, Walk
 from specheads.tree import RowTrees
 
 if TYPE_CHECKING:
-    from specheads.models.base import OutputLayer
     from specheads.models.kinds import Heads
+    from specheads.models.output import OutputLayer
     from specheads.models.stepwise import Embed
 
 # Nodes of a level below which a head is asked. Trees of up to 32 nodes of Hydra heads on the

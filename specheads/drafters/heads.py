@@ -16,8 +16,8 @@ from specheads.drafters.following import Follower, HeadsState
 from specheads.tree import Tree
 
 if TYPE_CHECKING:
-    from specheads.models.base import OutputLayer
     from specheads.models.kinds import Heads
+    from specheads.models.output import OutputLayer
 
 
 class HeadsDrafter:

@@ -11,8 +11,9 @@ from specheads.drafters.dynamic import NUM_RANKS, DynamicHeadsDrafter
 from specheads.drafters.grown import DynamicSequentialDrafter
 from specheads.drafters.heads import HeadsDrafter
 from specheads.drafters.sequential import SequentialDrafter
-from specheads.models.base import OutputLayer, input_device
+from specheads.models.base import input_device
 from specheads.models.kinds import Heads
+from specheads.models.output import OutputLayer
 from specheads.models.stepwise import Embed
 from specheads.tree import Tree
 

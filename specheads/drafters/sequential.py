@@ -24,8 +24,8 @@ from specheads.models.stepwise import Steps, Tables
 from specheads.tree import Tree
 
 if TYPE_CHECKING:
-    from specheads.models.base import OutputLayer
     from specheads.models.kinds import Heads
+    from specheads.models.output import OutputLayer
     from specheads.models.stepwise import Embed
 
 

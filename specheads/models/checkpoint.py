@@ -21,12 +21,7 @@ from specheads.config import ConfigError
 from specheads.files import whole_folder
 from specheads.models.adapter_files import load_adapter, save_adapter
 from specheads.models.adapters import has_adapter, merges
-from specheads.models.base import (
-    check_tokenizer,
-    load_base_model,
-    load_tokenizer,
-    torch_dtype,
-)
+from specheads.models.base import check_tokenizer, load_base_model, load_tokenizer, torch_dtype
 from specheads.models.digest import base_digest as digest_of_base
 from specheads.models.digest import file_sha256
 from specheads.models.heads_files import (

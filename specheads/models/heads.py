@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specheads.losses import IGNORE
-from specheads.models.base import FINAL
 from specheads.models.blocks import MedusaHead
+from specheads.models.hidden import FINAL
 from specheads.models.prefix import PrefixLayer
 from specheads.models.prefix_keys import PrefixKeys
 
 if TYPE_CHECKING:
-    from specheads.models.base import OutputLayer
+    from specheads.models.output import OutputLayer
 
 LM_HEADS = ("own", "shared", "low_rank", "pruned")
 _MAX_STACKED = 1 << 22  # parameters that a snapshot may copy

@@ -20,7 +20,8 @@ from specheads.models.base import output_device
 from specheads.models.heads import MedusaHeads
 from specheads.models.hf import cast_tensors
 from specheads.models.kinds import Heads
-from specheads.models.mtp import MtpHeads, config_from_json
+from specheads.models.mtp import MtpHeads
+from specheads.models.mtp_layer import config_from_json
 
 HEADS_FILE = "model.safetensors"
 _SMALL_HEADS = 1 << 23  # parameters: 32 MB in float32

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from specheads.models.mtp import MtpLayer
     from specheads.models.mtp_keys import Step
+    from specheads.models.mtp_layer import MtpLayer
 
 _JOINT = 16  # positions; beyond, queries that nobody asks about are not computed
 _FEW = 8  # positions for which float32 products are faster the other way round

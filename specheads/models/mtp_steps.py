@@ -19,8 +19,8 @@ from specheads.models.mtp_texts import MtpTexts, Pass, additive, hide, window_of
 from specheads.models.stepwise import Level
 
 if TYPE_CHECKING:
-    from specheads.models.base import OutputLayer
     from specheads.models.mtp import Embed, MtpHeads
+    from specheads.models.output import OutputLayer
 
 
 class MtpSteps:

@@ -20,7 +20,7 @@ from torch import Tensor
 from specheads.models.heads import MedusaHeads, normalised
 
 if TYPE_CHECKING:
-    from specheads.models.base import OutputLayer
+    from specheads.models.output import OutputLayer
 
 Embed = Callable[[Tensor], Tensor]
 

@@ -19,8 +19,9 @@ from specheads.data.chat import Encoded
 from specheads.data.feature_plan import Plan, plan_features, readable
 from specheads.data.features import Features, Progress, write_features
 from specheads.data.pack import Batch, PackedBatches
-from specheads.models.base import input_device, packed_hidden
+from specheads.models.base import input_device
 from specheads.models.digest import base_digest
+from specheads.models.hidden import packed_hidden
 from specheads.training.describe import clock
 from specheads.training.loop import Batches
 from specheads.training.plan import StandInFeatures, seconds_per_pass

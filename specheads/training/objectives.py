@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 
 from specheads.losses import IGNORE, shift_labels
 from specheads.models.adapters import original, require_grad
-from specheads.models.base import FINAL, OutputLayer, output_layer
+from specheads.models.hidden import FINAL
 from specheads.models.kinds import Heads
+from specheads.models.output import OutputLayer, output_layer
 from specheads.training.output_loss import (
     Batch,
     Metrics,

@@ -25,8 +25,9 @@ from specheads.losses import (
     shift_labels,
 )
 from specheads.models.adapters import require_grad
-from specheads.models.base import FINAL, OutputLayer, output_layer, packed_taps
+from specheads.models.hidden import FINAL, packed_taps
 from specheads.models.kinds import Heads
+from specheads.models.output import OutputLayer, output_layer
 from specheads.soft_loss import Teacher, linear_soft_loss
 
 Batch = dict[str, Any]

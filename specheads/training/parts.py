@@ -14,11 +14,12 @@ from specheads import dist
 from specheads.config import ConfigError, TrainConfig
 from specheads.data.chat import Encoded
 from specheads.losses import IGNORE, count_valid
-from specheads.models.base import OutputLayer
 from specheads.models.checkpoint import load_heads
 from specheads.models.heads import MedusaHeads
 from specheads.models.kinds import Heads
-from specheads.models.mtp import MtpHeads, block_config
+from specheads.models.mtp import MtpHeads
+from specheads.models.mtp_layer import block_config
+from specheads.models.output import OutputLayer
 from specheads.models.prefix import prefix_sizes
 from specheads.models.quantize import METHODS, quantization_of
 from specheads.training.objectives import HeadsLoss, HeadsObjective

@@ -21,14 +21,13 @@ from specheads.data.records import Record, load_records, read_jsonl
 from specheads.losses import check_implementation
 from specheads.models.adapters import add_adapter, check_tunable, require_grad
 from specheads.models.base import (
-    OutputLayer,
     check_tokenizer,
     checkpoint_layers,
     context_length,
     load_base_model,
     load_tokenizer,
-    output_layer,
 )
+from specheads.models.output import OutputLayer, output_layer
 
 
 class GrowingBatches:

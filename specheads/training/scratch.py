@@ -9,13 +9,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specheads import dist
 from specheads.config import ConfigError, TrainConfig
 from specheads.data.tokenizers import choose_tokenizer, complete_init
-from specheads.models.base import (
-    OutputLayer,
-    build_from_init,
-    check_tokenizer,
-    checkpoint_layers,
-    output_layer,
-)
+from specheads.models.base import build_from_init, check_tokenizer, checkpoint_layers
+from specheads.models.output import OutputLayer, output_layer
 from specheads.training.prepare import check_loss, check_no_cache
 
 

@@ -17,7 +17,8 @@ from transformers import LlamaForCausalLM
 from specheads.config import TrainConfig, register_schemas, to_config
 from specheads.data.tokenizers import byte_tokenizer, complete_init
 from specheads.models.base import build_from_init, load_tokenizer
-from specheads.models.mtp import MtpHeads, block_config
+from specheads.models.mtp import MtpHeads
+from specheads.models.mtp_layer import block_config
 from tests.end_to_end.commands import start
 from tests.scripts import load_script
 

@@ -19,11 +19,13 @@ from transformers.generation.candidate_generator import MTPCandidateGenerator
 from specheads import export
 from specheads.config import ConfigError, ExportConfig
 from specheads.formats import mtp_standard
-from specheads.models.base import load_base_model, load_tokenizer, output_layer
+from specheads.models.base import load_base_model, load_tokenizer
 from specheads.models.checkpoint import save_export
 from specheads.models.digest import base_digest
 from specheads.models.heads import MedusaHeads
-from specheads.models.mtp import MtpHeads, block_config
+from specheads.models.mtp import MtpHeads
+from specheads.models.mtp_layer import block_config
+from specheads.models.output import output_layer
 from specheads.tree import default_tree
 from tests import zoo
 

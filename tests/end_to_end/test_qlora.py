@@ -28,10 +28,11 @@ from specheads.decoding.sampling import Sampler
 from specheads.drafters.made import static_drafter
 from specheads.log import RunLog
 from specheads.models.adapters import adapter_parameters, add_adapter, original
-from specheads.models.base import load_base_model, output_layer
+from specheads.models.base import load_base_model
 from specheads.models.checkpoint import Export, load_export, save_export
 from specheads.models.digest import base_digest
 from specheads.models.heads import MedusaHeads
+from specheads.models.output import output_layer
 from specheads.models.quantize import quantization_of
 from specheads.training.loop import fit
 from specheads.training.parts import build_heads, heads_objective

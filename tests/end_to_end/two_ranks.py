@@ -19,7 +19,8 @@ from specheads import dist
 from specheads.log import RunLog
 from specheads.models.heads import MedusaHeads
 from specheads.models.kinds import Heads
-from specheads.models.mtp import MtpHeads, block_config
+from specheads.models.mtp import MtpHeads
+from specheads.models.mtp_layer import block_config
 from specheads.training.loop import fit
 from specheads.training.objectives import HeadsObjective
 from specheads.training.schedule import param_groups

@@ -21,7 +21,7 @@ from transformers import (
 
 from specheads.config import ConfigError, RunError
 from specheads.models import checkpoint, heads_files
-from specheads.models.base import OutputLayer, load_base_model
+from specheads.models.base import load_base_model
 from specheads.models.checkpoint import (
     load_export,
     read_config,
@@ -32,6 +32,7 @@ from specheads.models.checkpoint import (
 from specheads.models.digest import base_digest
 from specheads.models.heads import MedusaHeads
 from specheads.models.manifest import check_manifest, write_manifest
+from specheads.models.output import OutputLayer
 from specheads.tree import Tree
 
 TREE = Tree.from_choices([[0], [1], [0, 0], [0, 0, 0]])

@@ -32,8 +32,9 @@ from specheads.data.feature_plan import STORED, Plan, header_bytes, metadata, pl
 from specheads.data.features import Features, write_features
 from specheads.data.pack import PackedBatches, one_pass
 from specheads.losses import IGNORE
-from specheads.models.base import output_layer, packed_hidden
 from specheads.models.heads import MedusaHeads
+from specheads.models.hidden import packed_hidden
+from specheads.models.output import output_layer
 from specheads.training.cached import CachedBatches, FeatureCache
 from specheads.training.objectives import HeadsObjective
 

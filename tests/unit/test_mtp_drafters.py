@@ -21,8 +21,11 @@ from specheads.decoding.sampling import Sampler
 from specheads.drafters.contract import Candidates, Prefill, StepResult
 from specheads.drafters.following import HeadsState
 from specheads.drafters.made import dynamic_drafter, static_drafter
-from specheads.models.base import TRUNK, capture_hidden, input_embedding, output_layer
-from specheads.models.mtp import MtpHeads, block_config
+from specheads.models.base import input_embedding
+from specheads.models.hidden import TRUNK, capture_hidden
+from specheads.models.mtp import MtpHeads
+from specheads.models.mtp_layer import block_config
+from specheads.models.output import output_layer
 from specheads.tree import Tree, batched, default_tree
 from tests.zoo import VOCAB, build
 

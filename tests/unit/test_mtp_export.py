@@ -15,11 +15,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from specheads.config import AdapterConfig, ConfigError
 from specheads.models.adapters import adapter_parameters, add_adapter
-from specheads.models.base import TRUNK, load_base_model, packed_taps
+from specheads.models.base import load_base_model
 from specheads.models.checkpoint import load_export, load_heads, read_config, save_export
 from specheads.models.digest import base_digest
+from specheads.models.hidden import TRUNK, packed_taps
 from specheads.models.manifest import write_manifest
-from specheads.models.mtp import VARIANTS, MtpHeads, block_config
+from specheads.models.mtp import VARIANTS, MtpHeads
+from specheads.models.mtp_layer import block_config
 from specheads.tree import Tree
 
 TREE = Tree.from_choices([[0], [1], [0, 0]])

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from specheads.config import ConfigError, LossConfig
 from specheads.losses import IGNORE, count_valid
 from specheads.models.base import checkpoint_layers
-from specheads.models.mtp import MtpHeads, block_config
+from specheads.models.mtp import MtpHeads
+from specheads.models.mtp_layer import block_config
 from specheads.training.objectives import HeadsObjective
 from specheads.training.output_loss import Batch
 from specheads.training.schedule import lambda_scale

@@ -14,8 +14,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from specheads.config import ConfigError
 from specheads.models import mtp_check, mtp_keys, mtp_stack
-from specheads.models.mtp import MtpHeads, block_config
+from specheads.models.mtp import MtpHeads
 from specheads.models.mtp_keys import MtpKeys
+from specheads.models.mtp_layer import block_config
 from tests.zoo import MODELS, SMALL, WINDOW, redraw
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}

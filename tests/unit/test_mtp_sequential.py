@@ -22,10 +22,12 @@ from specheads.drafters import grown
 from specheads.drafters.contract import FINAL, Candidates, Drafter, Prefill, StepResult
 from specheads.drafters.made import DynamicDrafter, dynamic_drafter, static_drafter
 from specheads.drafters.sequential import SequentialDrafter
-from specheads.models.base import OutputLayer, capture_hidden, output_layer
-from specheads.models.mtp import MtpHeads, block_config
+from specheads.models.hidden import capture_hidden
+from specheads.models.mtp import MtpHeads
+from specheads.models.mtp_layer import block_config
 from specheads.models.mtp_steps import MtpSteps
 from specheads.models.mtp_texts import MtpTexts
+from specheads.models.output import OutputLayer, output_layer
 from specheads.tree import RowTrees, Tree
 from tests import zoo
 

@@ -17,8 +17,9 @@ from transformers import LlamaForCausalLM
 from specheads.config import AdapterConfig
 from specheads.losses import IGNORE, count_valid, shift_labels
 from specheads.models.adapters import adapter_parameters, add_adapter
-from specheads.models.base import OutputLayer, packed_hidden
 from specheads.models.heads import MedusaHeads
+from specheads.models.hidden import packed_hidden
+from specheads.models.output import OutputLayer
 from specheads.training.objectives import HeadsLoss, HeadsObjective
 from specheads.training.output_loss import Batch, LMObjective
 
