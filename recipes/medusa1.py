@@ -21,15 +21,16 @@ from specheads.decoding.expected import describe_expected, expect
 from specheads.decoding.measure import end_tokens
 from specheads.log import RunLog
 from specheads.models.base import context_length
-from specheads.models.checkpoint import Export, as_loaded, read_config, save_export
+from specheads.models.checkpoint import Export, read_config, save_export
 from specheads.models.digest import base_digest
+from specheads.models.heads_files import as_loaded
 from specheads.models.quantize import quantization_of
 from specheads.training.best import chosen as chosen_step
 from specheads.training.cached import FeatureCache
-from specheads.training.describe import clock, describe_costs, describe_run
+from specheads.training.describe import describe_costs, describe_run
 from specheads.training.loop import Batches, fit
-from specheads.training.parts import build_heads, heads_accuracy, medusa_objective
-from specheads.training.plan import StandInFeatures, plan_stage, seconds_per_pass
+from specheads.training.parts import build_heads, heads_accuracy, heads_objective
+from specheads.training.plan import plan_stage
 from specheads.training.prepare import load_base, load_data, prompt_records
 from specheads.training.schedule import param_groups
 
@@ -47,18 +48,15 @@ def run(cfg: TrainConfig) -> None:
 
     with RunLog(cfg) as log:
         log.say(describe_run(cfg, data, base=base, heads=heads))
-        objective = medusa_objective(
+        objective = heads_objective(
             cfg, None if cache else base, heads, output, embed=base.get_input_embeddings()
         )
         groups = param_groups(cfg.optim, heads=(heads, cfg.optim.lr))
+        batches: Batches = data.train
+        notes: list[str] = []
         if cfg.dry_run:
-            batches: Batches = data.train
-            notes: list[str] = []
             if cache:
-                batches = StandInFeatures(data.train, output.weight.shape[1], base.dtype)
-                passes = data.rows_per_epoch / cfg.data.rows
-                filling = clock(passes * seconds_per_pass(base, data.train))
-                notes = [cache.describe(), f"time to fill it: {filling}"]
+                batches, notes = cache.stand_in(base)
             parts = {"base": base, "heads": heads}
             plan = plan_stage(
                 "heads", cfg.steps, objective, batches, groups, cfg,
@@ -74,7 +72,7 @@ def run(cfg: TrainConfig) -> None:
         data.quarantine(log.dir)
         if cache:
             log.say(cache.describe())
-        heldout, batches = data.heldout, data.train
+        heldout = data.heldout
         if cache:
             batches, heldout = cache.open(base)
         steps = fit(

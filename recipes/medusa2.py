@@ -24,13 +24,14 @@ from specheads.decoding.measure import end_tokens
 from specheads.log import RunLog
 from specheads.models.adapters import has_adapter, merge_adapter, merges
 from specheads.models.base import context_length
-from specheads.models.checkpoint import Export, as_loaded, read_config, save_export
+from specheads.models.checkpoint import Export, read_config, save_export
 from specheads.models.digest import base_digest
+from specheads.models.heads_files import as_loaded
 from specheads.training.best import chosen as chosen_step
 from specheads.training.describe import describe_costs, describe_run
 from specheads.training.heldout import heldout_loss, remember_original
 from specheads.training.loop import fit
-from specheads.training.parts import build_heads, heads_accuracy, medusa_objective
+from specheads.training.parts import build_heads, heads_accuracy, heads_objective
 from specheads.training.plan import plan_stage
 from specheads.training.prepare import load_base, load_data, prompt_records
 from specheads.training.schedule import param_groups
@@ -57,7 +58,7 @@ def run(cfg: TrainConfig) -> None:
         steps, plans = 0, []
         for stage, first, last in stages[0 if warmup else 1 :]:
             joint = stage == "joint"
-            objective = medusa_objective(cfg, base, heads, output, train_base=joint)
+            objective = heads_objective(cfg, base, heads, output, train_base=joint)
             parts: dict[str, tuple[nn.Module, float]] = {"heads": (heads, cfg.optim.lr)}
             if joint:
                 parts["base"] = (base, cfg.optim.base_lr)

@@ -8,42 +8,24 @@ from pathlib import Path
 import torch
 
 from specheads import dist
-from specheads.config import ConfigError, TrainConfig
+from specheads.config import TrainConfig
 from specheads.log import RunLog
-from specheads.models.base import (
-    build_from_init,
-    check_tokenizer,
-    load_tokenizer,
-    output_layer,
-)
 from specheads.models.checkpoint import save_plain_model
 from specheads.training.describe import describe_costs, describe_run
 from specheads.training.heldout import heldout_loss
 from specheads.training.loop import fit
 from specheads.training.output_loss import LMObjective
 from specheads.training.plan import plan_stage
-from specheads.training.prepare import check_loss, check_no_cache, load_data
+from specheads.training.prepare import load_data
 from specheads.training.schedule import param_groups
+from specheads.training.scratch import new_base
 
 
 def run(cfg: TrainConfig) -> None:
     """Build the model that model.init describes, train it, save it as a Hugging Face folder."""
-    if not cfg.model.init:
-        raise ConfigError("pretrain builds its model from model.init, which is empty")
-    if cfg.model.dtype != "float32":
-        raise ConfigError(
-            f"pretrain keeps float32 weights, got model.dtype={cfg.model.dtype}; "
-            "for bfloat16 matrix products set autocast=bfloat16"
-        )
-    check_no_cache(cfg)
     torch.manual_seed(cfg.seed)
-    tokenizer = load_tokenizer(cfg.model.name, revision=cfg.model.revision)
-    base = build_from_init(cfg.model.init, attn=cfg.model.attn)
-    base.to(dist.device())  # type: ignore[arg-type]
-    check_tokenizer(tokenizer, base)
+    base, output, tokenizer = new_base(cfg)
     data = load_data(cfg, base, tokenizer, train_base=True, learn_all=True)
-    output = output_layer(base)
-    check_loss(cfg, output)
     objective = LMObjective(
         base,
         chunk_size=cfg.loss.chunk_size,

@@ -40,12 +40,13 @@ from specheads.data.chat import Encoded
 from specheads.data.feature_plan import plan_features, readable
 from specheads.data.features import Features, write_features
 from specheads.data.pack import PackedBatches
-from specheads.models.base import load_base_model, output_layer
+from specheads.models.base import load_base_model
 from specheads.models.heads import MedusaHeads
+from specheads.models.output import output_layer
 from specheads.training.cached import CachedBatches
 from specheads.training.engine import TorchEngine
 from specheads.training.loop import gather, run_micro_batches
-from specheads.training.objectives import MedusaObjective
+from specheads.training.objectives import HeadsObjective
 from specheads.training.schedule import param_groups
 
 SHARE = 0.9  # of the speed that is possible: the aim
@@ -102,7 +103,7 @@ class Side:
         heads = MedusaHeads(args.heads, 1, hidden, vocab, args.lm_head, **low_rank).to(self.device)
         heads.init_from_output(output.weight)
         cached = isinstance(batches, CachedBatches)
-        self.objective = MedusaObjective(
+        self.objective = HeadsObjective(
             None if cached else base, heads, train_base=False, output=output
         )
         cfg = TrainConfig(

@@ -46,8 +46,8 @@ from specheads.drafters.contract import Candidates
 from specheads.grouped_attention import grouped_attention, grouped_attention_traced
 from specheads.hardware import environment, peak_memory
 from specheads.kv_cache import TreeCache
-from specheads.models.base import OutputLayer
 from specheads.models.heads import MedusaHeads
+from specheads.models.output import OutputLayer
 from specheads.tree import Tree, default_tree
 from specheads.tree_mask import tree_attention
 

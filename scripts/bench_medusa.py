@@ -35,9 +35,9 @@ from specheads.decoding.measure import Prompt, clock, drafted_method, end_tokens
 from specheads.decoding.stats import ratio_ci95
 from specheads.drafters.made import static_drafter
 from specheads.hardware import environment
-from specheads.models.base import output_layer
 from specheads.models.checkpoint import Export, load_export, read_config
 from specheads.models.manifest import write_json
+from specheads.models.output import output_layer
 
 ROOT = Path(__file__).resolve().parents[1]
 CALIBRATION = ROOT / "data" / "tinycode" / "calibration.jsonl"

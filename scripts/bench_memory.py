@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from specheads.hardware import environment, peak_memory, pin_threads
-from specheads.models.base import OutputLayer
 from specheads.models.heads import MedusaHeads
-from specheads.training.objectives import MedusaObjective
+from specheads.models.output import OutputLayer
+from specheads.training.objectives import HeadsObjective
 
 MIB = 2**20
 NUM_MICRO_BATCHES = 2
@@ -86,7 +86,7 @@ class Setup:
         output = OutputLayer(base.lm_head)
         heads = MedusaHeads(case.num_heads, 1, case.hidden, case.vocab, case.lm_head)
         heads.init_from_output(output.weight)
-        self.objective = MedusaObjective(
+        self.objective = HeadsObjective(
             base,
             heads,
             train_base=case.recipe == "medusa2",

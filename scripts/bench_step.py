@@ -42,8 +42,9 @@ from specheads.decoding.sampling import Sampler
 from specheads.drafters.contract import Candidates
 from specheads.drafters.made import static_drafter
 from specheads.kv_cache import TreeCache
-from specheads.models.base import context_length, output_layer
+from specheads.models.base import context_length
 from specheads.models.checkpoint import Export, load_export
+from specheads.models.output import output_layer
 from specheads.tree import default_tree
 
 SHARE_LIMIT, MS_LIMIT = 0.08, 0.3  # of the overhead: one of the two is to be kept

@@ -5,7 +5,7 @@
 The reference is Medusa's own trainer (medusa/train/train_legacy.py) with the heads of the paper:
 the frozen base under no_grad, the logits of all heads stacked to [K, B, T, V], then for each head
 a cross entropy over what the shift leaves, averaged over its labels, and its top-1. Ours is
-``MedusaObjective`` as the recipe medusa1 uses it, top-1 and top-5 counted, with decay 1, since the
+``HeadsObjective`` as the recipe medusa1 uses it, top-1 and top-5 counted, with decay 1, since the
 reference knows none; before anything is timed, losses and gradients of the two are compared.
 
 A step is forward, backward, clipping and a fused AdamW step. Times are taken in one process, the
@@ -40,10 +40,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specheads.hardware import environment, peak_memory, pin_threads
 from specheads.losses import IGNORE
-from specheads.models.base import output_layer
 from specheads.models.heads import MedusaHeads
+from specheads.models.output import output_layer
 from specheads.train import keep_freed_memory
-from specheads.training.objectives import MedusaObjective
+from specheads.training.objectives import HeadsObjective
 
 MIB = 2**20
 SPEED_TARGET, MEMORY_TARGET = 1.1, 0.5
@@ -128,7 +128,7 @@ class Setup:
         self.heads.init_from_output(output.weight)
         self.objective: nn.Module
         if side == "ours":
-            self.objective = MedusaObjective(
+            self.objective = HeadsObjective(
                 base,
                 self.heads,
                 train_base=False,

@@ -35,9 +35,9 @@ from specheads.decoding.report import rep8
 from specheads.decoding.stats import ratio_ci95
 from specheads.drafters.made import static_drafter
 from specheads.hardware import environment
-from specheads.models.base import output_layer
 from specheads.models.checkpoint import load_export
 from specheads.models.manifest import write_json
+from specheads.models.output import output_layer
 
 THRESHOLDS = (0.05, 0.09, 0.15)
 MAX_NEW_TOKENS = 128

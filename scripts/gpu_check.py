@@ -45,9 +45,9 @@ from specheads.drafters.made import dynamic_drafter, static_drafter
 from specheads.drafters.ngram import NgramDrafter
 from specheads.hardware import environment
 from specheads.kv_cache import TreeCache
-from specheads.models.base import output_layer
 from specheads.models.checkpoint import load_export
 from specheads.models.heads import MedusaHeads
+from specheads.models.output import output_layer
 from specheads.models.prefix import prefix_sizes
 from specheads.tree import Tree, default_tree
 from specheads.tree_support import tree_support

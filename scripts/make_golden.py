@@ -34,10 +34,11 @@ from specheads.drafters.contract import Candidates, Prefill, StepResult
 from specheads.drafters.following import HeadsState
 from specheads.drafters.heads import HeadsDrafter
 from specheads.drafters.ngram import NgramDrafter
-from specheads.models.base import load_tokenizer, output_layer
+from specheads.models.base import load_tokenizer
 from specheads.models.checkpoint import Export, load_export, save_export
 from specheads.models.heads import MedusaHeads
-from specheads.training.objectives import MedusaObjective
+from specheads.models.output import output_layer
+from specheads.training.objectives import HeadsObjective
 from specheads.tree import Tree
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -121,7 +122,7 @@ def make(path: Path, steps: int) -> None:
     texts = [render(tokenizer, record["messages"]) for record in records()]
     heads = MedusaHeads(NUM_HEADS, 1, config.hidden_size, config.vocab_size, "shared")
     # together: the states of so small a model foresee nothing unless the heads ask for it
-    train(MedusaObjective(base, heads, train_base=True, lambda_0=0.5), texts, steps)
+    train(HeadsObjective(base, heads, train_base=True, lambda_0=0.5), texts, steps)
     base.eval()
     save_export(
         path,

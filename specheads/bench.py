@@ -73,8 +73,8 @@ def run(config: BenchConfig) -> None:
         format_kinds,
         format_table,
     )
-    from specheads.models.base import output_layer
     from specheads.models.checkpoint import load_export
+    from specheads.models.output import output_layer
 
     out = Path(config.out)
     if not out.parent.is_dir():
@@ -178,7 +178,7 @@ def _other_trees(export: Export, config: BenchConfig, eos: tuple[int, ...]) -> l
     from specheads.decoding.grow import grow_static
     from specheads.decoding.hits import collect_hits
     from specheads.decoding.measure import read_prompts
-    from specheads.models.base import output_layer
+    from specheads.models.output import output_layer
 
     prompts, _ = read_prompts(
         prompt_file("", config.checkpoint, "calibration.jsonl"),

@@ -14,7 +14,7 @@ COMMANDS = {
     "tree": ("specheads.tree_search", "measure and store the fastest tree of a checkpoint"),
     "regenerate": ("specheads.regenerate", "let the base model answer the prompts itself"),
     "preview": ("specheads.preview", "show records with their loss masks"),
-    "export": ("specheads.export", "make smaller heads, or merge an adapter, of a checkpoint"),
+    "export": ("specheads.export", "make smaller heads, or another format, of a checkpoint"),
     "doctor": ("specheads.doctor", "say what a base model can be decoded with"),
 }
 

@@ -5,6 +5,10 @@
 answers hold most often. ``merge=true`` adds a separate adapter to the base model, ``dtype=`` writes
 the tensors in another one. What is decoded stays the base's own output; how much of it is guessed
 right changes, and with it the best tree.
+
+``format=`` writes a Hugging Face folder, with any adapter merged: ``plain`` the base alone; ``hf``
+base and MTP heads as one model, which the Auto classes load once specheads is imported;
+``mtp_standard`` sequential MTP heads as ``generate(use_mtp=True)`` and serving engines read them.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from specheads.data.records import Record
-    from specheads.models.heads import MedusaHeads
+    from specheads.models.kinds import Heads
 
 _PROMPTS = ("prompts.jsonl", "calibration.jsonl")  # what bench and tree_search read of an export
 
@@ -36,6 +40,9 @@ def run(config: ExportConfig) -> None:
     records = _check(config)
     hardware.quiet_loading()
     info = read_config(config.checkpoint)
+    if config.format != "native":
+        _write_foreign(config, info)
+        return
     _check_heads(config, info)
     tree = Tree.from_json(info["tree"]["choices"])
     tokenizer = load_tokenizer(config.checkpoint)
@@ -75,8 +82,15 @@ def _check(config: ExportConfig) -> list[Record]:
     """Check the settings before anything is loaded; return the records to count, if any."""
     from specheads.data.records import read_jsonl
 
-    if config.lm_head == "keep" and not config.merge and config.dtype is None:
-        raise ConfigError("nothing to change: give lm_head=, merge=true or dtype=")
+    if (
+        config.format == "native"
+        and config.lm_head == "keep"
+        and not config.merge
+        and config.dtype is None
+    ):
+        raise ConfigError(
+            "nothing to change: give lm_head=, merge=true or dtype=, or another format="
+        )
     output = Path(config.output)
     if output.exists():
         raise ConfigError(f"output is {output}, which exists: give a new folder")
@@ -94,6 +108,8 @@ def _check(config: ExportConfig) -> list[Record]:
 
 def _check_heads(config: ExportConfig, info: dict[str, Any]) -> None:
     """Refuse what cannot be done to the heads, from config.json alone."""
+    if config.lm_head != "keep" and info["kind"] == "mtp":
+        raise ConfigError(f"{_choice(config)} is not for MTP heads, which {config.checkpoint} has")
     if config.lm_head == "pruned" and config.num_kept > info["vocab_size"]:
         raise ConfigError(
             f"num_kept is {config.num_kept}, the vocabulary of {config.checkpoint} has"
@@ -109,17 +125,53 @@ def _check_heads(config: ExportConfig, info: dict[str, Any]) -> None:
         raise ConfigError(f"merge=true, but {config.checkpoint} has no separate adapter")
 
 
+def _write_foreign(config: ExportConfig, info: dict[str, Any]) -> None:
+    """Write the folder of another format, and say how to use it."""
+    from specheads.formats import mtp_standard
+    from specheads.models import mtp_hf
+    from specheads.models.checkpoint import load_export, save_plain_model
+    from specheads.models.mtp import MtpHeads
+
+    output, form = config.output, config.format
+    if form != "plain" and info["kind"] != "mtp":
+        raise ConfigError(f"format={form} is for MTP heads, {config.checkpoint} is {info['kind']}")
+    export = load_export(config.checkpoint, dtype=config.dtype)
+    base, heads, tokenizer = export.base, export.heads, export.tokenizer
+    if form == "plain":
+        save_plain_model(output, base, tokenizer, dtype=config.dtype)
+        print(f"wrote {output}: AutoModelForCausalLM.from_pretrained loads it")
+        return
+    assert isinstance(heads, MtpHeads)
+    if form == "hf":
+        mtp_hf.write(output, base, heads, tokenizer)
+        print(
+            f"wrote {output}: after `import specheads` AutoModelForCausalLM.from_pretrained loads"
+            " it, its heads as model.mtp; without them: mtp_heads=None"
+        )
+        return
+    mtp_standard.write(output, base, heads, tokenizer)
+    after = "" if base.config.model_type in mtp_standard.NATIVE else " after `import specheads`"
+    print(f"wrote {output}: for generate(use_mtp=True) of transformers >= 5.20{after}")
+    if layers := mtp_standard.unlisted_layers(base, heads.num_heads):
+        pattern = rf"model\.layers\.({'|'.join(map(str, layers))})\."
+        print(
+            f"{type(base).__name__} of transformers does not look for layers {layers} by itself;"
+            f" first do: model._keys_to_ignore_on_load_unexpected.add(r'{pattern}')"
+        )
+
+
 def _changed(
     config: ExportConfig,
-    heads: MedusaHeads,
+    heads: Heads,
     tokenizer: PreTrainedTokenizerBase,
     records: list[Record],
-) -> tuple[MedusaHeads, dict[str, Any]]:
+) -> tuple[Heads, dict[str, Any]]:
     """Return the heads that are asked for, and what the new export says about how they came."""
     from specheads import dist
     from specheads.models.compress import low_rank_heads, pruned_heads, relative_errors
+    from specheads.models.mtp import MtpHeads
 
-    if config.lm_head == "keep":
+    if config.lm_head == "keep" or isinstance(heads, MtpHeads):
         return heads, {}
     try:
         if config.lm_head == "low_rank":
@@ -136,7 +188,7 @@ def _changed(
 
 def _most_frequent(
     config: ExportConfig,
-    heads: MedusaHeads,
+    heads: Heads,
     tokenizer: PreTrainedTokenizerBase,
     records: list[Record],
 ) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -177,7 +229,7 @@ def _choice(config: ExportConfig) -> str:
     return f"lm_head=pruned num_kept={config.num_kept}"
 
 
-def num_bytes(heads: MedusaHeads, dtype: str | None = None) -> int:
+def num_bytes(heads: Heads, dtype: str | None = None) -> int:
     """Return the size of all tensors of ``heads``, as they are or in ``dtype``."""
     from specheads.models.base import torch_dtype
 
@@ -188,7 +240,7 @@ def num_bytes(heads: MedusaHeads, dtype: str | None = None) -> int:
     )
 
 
-def _size(heads: MedusaHeads, dtype: str | None = None) -> str:
+def _size(heads: Heads, dtype: str | None = None) -> str:
     parameters = sum(parameter.numel() for parameter in heads.parameters())
     return f"{parameters:,} parameters in {num_bytes(heads, dtype) / 1e6:,.2f} MB"
 

@@ -33,8 +33,8 @@ def run(config: TreeSearchConfig) -> None:
     from specheads.decoding.calibrate import calibrate
     from specheads.decoding.draw_tree import tree_svg, tree_text
     from specheads.decoding.measure import end_tokens
-    from specheads.models.base import output_layer
     from specheads.models.checkpoint import load_export, set_tree
+    from specheads.models.output import output_layer
 
     picture = Path(config.out or Path(config.checkpoint) / "tree.svg")
     if config.out and not picture.parent.is_dir():
@@ -145,7 +145,7 @@ def check(
 
     from specheads.decoding.gains import decoded_gains
     from specheads.drafters.made import dynamic_drafter, static_drafter
-    from specheads.models.base import output_layer
+    from specheads.models.output import output_layer
 
     def gain(name: str, drafter: Drafter, expected: float) -> dict[str, Any]:
         gains = decoded_gains(

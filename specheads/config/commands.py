@@ -167,6 +167,8 @@ class ExportConfig:
 
     checkpoint: str = MISSING
     output: str = MISSING  # a new folder
+    # native: ours; plain: the base alone; hf: base and MTP heads as one model of transformers;
+    # mtp_standard: sequential MTP heads as generate(use_mtp=True) and serving engines read them
     format: str = "native"
     lm_head: str = "keep"  # keep; low_rank: by SVD of the trained heads; pruned: fewer tokens
     rank: int = 64  # low_rank
@@ -176,7 +178,10 @@ class ExportConfig:
     dtype: str | None = None  # of the written tensors; None keeps them
 
     def __post_init__(self) -> None:
-        one_of("format", self.format, "native")
+        one_of("format", self.format, "native", "hf", "plain", "mtp_standard")
+        if self.format != "native":
+            expected = f"keep with format={self.format}"
+            check(self.lm_head == "keep", "lm_head", self.lm_head, expected)
         one_of("lm_head", self.lm_head, "keep", "low_rank", "pruned")
         check(self.rank >= 1, "rank", self.rank, "at least 1")
         check(self.num_kept >= 1, "num_kept", self.num_kept, "at least 1")

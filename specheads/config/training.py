@@ -21,7 +21,7 @@ class ModelConfig:
     quantization: str = "none"
     gradient_checkpointing: bool = False  # recompute the base's layers in backward
     trust_remote_code: bool = False
-    # pretrain only: a transformers config to build from scratch (model_type and sizes)
+    # pretrain, mtp: a transformers config to build from scratch (model_type and sizes)
     init: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -63,6 +63,25 @@ class HeadsConfig:
 
 
 @dataclass
+class MtpConfig:
+    """Multi-token prediction (arXiv:2404.19737), or DeepSeek-V3's modules (arXiv:2412.19437)."""
+
+    num_heads: int = 4  # n of the paper: the next-token head counts, n - 1 are drafting heads
+    variant: str = "parallel"  # parallel, causal, or sequential (DeepSeek-V3's)
+    lm_head: str = "shared"  # shared (the base's output matrix), or own (one per head)
+    parity: bool = True  # mtp: take n - 1 layers from the trunk, as many as heads are added
+    hidden_first: bool = False  # sequential: [hidden; embedding], as in the paper
+    start: str = "base"  # mtp_finetune: base (copies of its last layer), or random
+    train_base: bool = False  # mtp_finetune: tune the base too, whole or by its adapter
+
+    def __post_init__(self) -> None:
+        check(self.num_heads >= 2, "mtp.num_heads", self.num_heads, "at least 2")
+        one_of("mtp.variant", self.variant, "parallel", "causal", "sequential")
+        one_of("mtp.lm_head", self.lm_head, "shared", "own")
+        one_of("mtp.start", self.start, "base", "random")
+
+
+@dataclass
 class LossConfig:
     """L = L_LM + lambda_0 * sum_i decay^(i+1) * L_i; each L_i a mean over its own labels."""
 
@@ -77,8 +96,11 @@ class LossConfig:
     base: str = "labels"
     decay: float = 0.8
     lambda_0: float = 0.2  # weight of the heads' loss beside L_LM (medusa2); medusa1 uses 1
-    lambda_schedule: str = "constant"  # constant, linear, or sine: sin(pi/2 * progress)
-    lambda_ramp: float = 1.0  # linear, sine: share of the stage after which lambda_0 is reached
+    average: bool = False  # divide the heads' losses by their number (DeepSeek-V3, equation 25)
+    # constant; linear or sine, sin(pi/2 * progress): it rises; step: it falls to lambda_end
+    lambda_schedule: str = "constant"
+    lambda_ramp: float = 1.0  # share of the stage after which lambda_0 is reached; step: is left
+    lambda_end: float = 0.1  # step: what lambda_0 is then
     chunk_size: int = 0  # tokens whose logits exist at one time; 0: by the vocabulary
     implementation: str = "fused"  # fused (ours), torch, liger, naive
 
@@ -90,7 +112,10 @@ class LossConfig:
         one_of("loss.base", self.base, "labels", "distill")
         check(0 < self.decay <= 1, "loss.decay", self.decay, "in (0, 1]")
         check(self.lambda_0 >= 0, "loss.lambda_0", self.lambda_0, "at least 0")
-        one_of("loss.lambda_schedule", self.lambda_schedule, "constant", "linear", "sine")
+        one_of("loss.lambda_schedule", self.lambda_schedule, "constant", "linear", "sine", "step")
+        if self.lambda_schedule == "step":  # lambda_end is reached by a factor of it
+            check(self.lambda_0 > 0, "loss.lambda_0", self.lambda_0, "positive with a step")
+        check(self.lambda_end >= 0, "loss.lambda_end", self.lambda_end, "at least 0")
         check(0 < self.lambda_ramp <= 1, "loss.lambda_ramp", self.lambda_ramp, "in (0, 1]")
         check(self.chunk_size >= 0, "loss.chunk_size", self.chunk_size, "at least 0")
         one_of("loss.implementation", self.implementation, "fused", "torch", "liger", "naive")
@@ -224,11 +249,16 @@ class TrainConfig:
     autocast: str = "none"  # none, bfloat16 (fp32 weights, bf16 matrix products)
     resume: str = ""  # "auto": newest checkpoint of this run; or the path of one
     dry_run: bool = False  # check everything, print the plan, train nothing
+    # models trained from scratch: byte (no vocabulary to learn), bpe (learned from the training
+    # data), a folder or hub name (that model's); empty: the one of model.name
+    tokenizer: str = ""
+    tokenizer_size: int = 4096  # bpe: tokens in all, 256 bytes and 16 special ones among them
     model: ModelConfig = field(default_factory=ModelConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     data: DataConfig = field(default_factory=DataConfig)
     features: FeaturesConfig = field(default_factory=FeaturesConfig)
     heads: HeadsConfig = field(default_factory=HeadsConfig)
+    mtp: MtpConfig = field(default_factory=MtpConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     tree: TreeConfig = field(default_factory=TreeConfig)
@@ -242,6 +272,7 @@ class TrainConfig:
         check(self.max_steps >= 0, "max_steps", self.max_steps, "at least 0")
         check(0 <= self.warmup_heads < 1, "warmup_heads", self.warmup_heads, "in [0, 1)")
         one_of("autocast", self.autocast, "none", "bfloat16")
+        check(self.tokenizer_size > 272, "tokenizer_size", self.tokenizer_size, "more than 272")
         check(
             self.loss.base == "labels" or self.adapter.kind == "lora",
             "loss.base",

@@ -28,7 +28,8 @@ from specheads.data.chat import Encoded
 from specheads.data.feature_plan import INDEX, STORED, Plan, Shard, damaged, metadata, readable
 from specheads.data.pack import collate, pack_lengths
 from specheads.files import whole_file
-from specheads.models.base import input_device, packed_hidden
+from specheads.models.base import input_device
+from specheads.models.hidden import packed_hidden
 
 _FREE_MARGIN = 1 << 20  # bytes that a file system needs beside the files themselves
 

@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 from specheads.config import ConfigError
 from specheads.data.chat import Encoded
 from specheads.losses import IGNORE
-from specheads.models.base import input_embedding, packed_hidden
+from specheads.models.base import input_embedding
+from specheads.models.hidden import packed_hidden
 
 Batch = dict[str, Any]
 

@@ -15,12 +15,7 @@ from specheads.data.outcome import Sampling
 from specheads.decoding.exported import exported_drafter
 from specheads.decoding.measure import end_tokens
 from specheads.decoding.regenerate import Engine
-from specheads.models.base import (
-    check_tokenizer,
-    load_base_model,
-    load_tokenizer,
-    resolve_name,
-)
+from specheads.models.base import check_tokenizer, load_base_model, load_tokenizer, resolve_name
 from specheads.models.checkpoint import load_export, read_config
 from specheads.models.digest import base_digest, file_sha256, model_folder, weight_files
 
@@ -69,8 +64,8 @@ def who_answers(config: RegenerateConfig, client: Client | None = None) -> Answe
     if not config.model or Path(config.model).resolve() != tuned.resolve():
         raise ConfigError(
             f"{config.checkpoint} brings a tuned base, so the answers would not be those of"
-            f" {config.model or info['name']}; leave checkpoint out, or ask for the tuned base's"
-            f" answers with model={tuned}"
+            f" {config.model or info['name'] or 'tinycode'}; leave checkpoint out, or ask for the"
+            f" tuned base's answers with model={tuned}"
         )
     return Answering(str(tuned), _tuned_digest(tuned, info), tuned=True, quantization=method)
 

@@ -25,8 +25,8 @@ from specheads.decoding.sampling import Sampler
 from specheads.drafters.made import DynamicDrafter, StaticDrafter, static_drafter
 from specheads.drafters.ngram import NgramDrafter
 from specheads.hardware import environment
-from specheads.models.base import OutputLayer
-from specheads.models.heads import MedusaHeads
+from specheads.models.kinds import Heads
+from specheads.models.output import OutputLayer
 from specheads.tree import Tree
 
 # Prompt lookup at its best on the embedded model's calibration answers: longer matches first, any
@@ -38,7 +38,7 @@ Clocked = Mapping[tuple[float, int], dict[str, Runs]]  # (temperature, batch siz
 
 def make_methods(
     base: PreTrainedModel,
-    heads: MedusaHeads,
+    heads: Heads,
     output: OutputLayer,
     trees: Sequence[Tree],
     *,

@@ -22,8 +22,8 @@ from specheads.decoding.hits import collect_hits, fit_temperatures
 from specheads.decoding.stats import median
 from specheads.drafters.contract import Drafter
 from specheads.drafters.made import DynamicDrafter, dynamic_drafter, static_drafter
-from specheads.models.base import OutputLayer
-from specheads.models.heads import MedusaHeads
+from specheads.models.kinds import Heads
+from specheads.models.output import OutputLayer
 from specheads.tree import Tree
 
 SIZES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # clocked; those between are interpolated
@@ -100,7 +100,7 @@ def fastest(lengths: Sequence[float], curve: CostCurve) -> int:
 
 def calibrate(
     base: PreTrainedModel,
-    heads: MedusaHeads,
+    heads: Heads,
     output: OutputLayer,
     prompts: Sequence[Tensor],
     *,

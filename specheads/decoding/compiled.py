@@ -9,7 +9,7 @@ want every shape to repeat: keys are then shown up to a multiple of the cache's 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,11 +21,13 @@ from transformers.masking_utils import create_masks_for_generate
 
 from specheads.grouped_attention import grouped_attention_traced
 from specheads.kv_cache import BLOCK, TreeCache
-from specheads.models.base import Captured, capture_hidden
+from specheads.models.hidden import FINAL, TRUNK, Captured, capture_hidden, last_layer
 from specheads.tree import RowTrees, Tree
 from specheads.tree_mask import tree_attention
 
-_captured: WeakKeyDictionary[PreTrainedModel, tuple[Captured, object]] = WeakKeyDictionary()
+_captured: WeakKeyDictionary[PreTrainedModel, tuple[Captured, set[str], object]] = (
+    WeakKeyDictionary()
+)
 
 
 def check_compilable(model: PreTrainedModel, *, chain_only: bool) -> None:
@@ -56,21 +58,30 @@ def _compiled_forward(mode: str | None) -> Callable[..., Tensor]:
 
 
 @contextlib.contextmanager
-def capture_traced(model: PreTrainedModel) -> Iterator[Captured]:
+def capture_traced(model: PreTrainedModel, taps: Collection[str] = (FINAL,)) -> Iterator[Captured]:
     """As ``capture_hidden``, but for good: a hook is part of what is compiled.
 
     torch.compile does not look whether hooks have come or gone since, so that one that goes with
     its context would leave passes that record into nowhere. And a pass that was compiled before the
     hook came would go on without it: so it comes with the first compiled pass, needed or not.
     """
-    yield _capture_for_good(model)
+    captured = _capture_for_good(model)
+    if missing := set(taps) - captured[1]:
+        raise ValueError(
+            f"a compiled {type(model).__name__} records no hidden states at {sorted(missing)}"
+        )
+    yield captured[0]
 
 
-def _capture_for_good(model: PreTrainedModel) -> Captured:
+def _capture_for_good(model: PreTrainedModel) -> tuple[Captured, set[str]]:
     if model not in _captured:
-        forever = capture_hidden(model, every_thread=True)
-        _captured[model] = (forever.__enter__(), forever)
-    return _captured[model][0]
+        taps = {FINAL}
+        with contextlib.suppress(ValueError):  # a model without a list of layers has no trunk
+            last_layer(model)
+            taps.add(TRUNK)
+        forever = capture_hidden(model, taps, every_thread=True)
+        _captured[model] = (forever.__enter__(), taps, forever)
+    return _captured[model][:2]
 
 
 def run_compiled(

@@ -28,8 +28,8 @@ from specheads.models.base import (
     input_device,
     input_embedding,
     output_device,
-    output_layer,
 )
+from specheads.models.output import output_layer
 from specheads.tree import Tree, default_tree
 from specheads.tree_support import compare, tree_support
 

@@ -26,9 +26,10 @@ from specheads.decoding.measure import (
 )
 from specheads.decoding.stats import mean_accept_length, ratio_ci95, rep8
 from specheads.drafters.made import static_drafter
-from specheads.models.base import OutputLayer, context_length, output_layer
+from specheads.models.base import context_length
 from specheads.models.checkpoint import Export
-from specheads.models.heads import MedusaHeads
+from specheads.models.kinds import Heads
+from specheads.models.output import OutputLayer, output_layer
 from specheads.tree import Tree, default_tree
 
 SEED = 0  # of what is drawn, in all runs alike, so that they differ by their weights only; bench's
@@ -51,7 +52,7 @@ def undisturbed(*modules: nn.Module) -> Iterator[None]:
 
 def decode_heldout(
     base: PreTrainedModel,
-    heads: MedusaHeads,
+    heads: Heads,
     output: OutputLayer,
     prompts: Sequence[Tensor],
     evaluate: EvaluateConfig,
@@ -106,7 +107,7 @@ def _mean(values: Iterable[float]) -> float:
 
 def measure(
     base: PreTrainedModel,
-    heads: MedusaHeads,
+    heads: Heads,
     output: OutputLayer,
     shapes: Mapping[str, Tree],
     prompts: Sequence[Prompt],
@@ -267,7 +268,7 @@ def final_evaluation(export: Export, path: Path, evaluate: EvaluateConfig) -> di
 
 def choose_tree(
     base: PreTrainedModel,
-    heads: MedusaHeads,
+    heads: Heads,
     output: OutputLayer,
     prompts: Sequence[Tensor],
     tree: TreeConfig,

@@ -18,9 +18,9 @@ from specheads.decoding.cost import clock_steps, ratios, runner
 from specheads.decoding.evaluate import undisturbed
 from specheads.decoding.stats import median
 from specheads.drafters.made import static_drafter
-from specheads.models.base import OutputLayer
 from specheads.models.checkpoint import read_config
-from specheads.models.heads import MedusaHeads
+from specheads.models.kinds import Heads
+from specheads.models.output import OutputLayer
 from specheads.tree import Choice, Tree, grow_tree
 
 # Top-1 and top-5 accuracy of the five Medusa-1 heads of Vicuna-7B v1.3 after an epoch of ShareGPT:
@@ -122,7 +122,7 @@ def assumed(
 
 def expect(
     base: PreTrainedModel,
-    heads: MedusaHeads,
+    heads: Heads,
     output: OutputLayer,
     prompts: Sequence[Tensor],
     tree: TreeConfig,

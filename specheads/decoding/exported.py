@@ -12,8 +12,8 @@ from specheads.drafters.made import (
     dynamic_drafter,
     static_drafter,
 )
-from specheads.models.base import output_layer
 from specheads.models.checkpoint import Export
+from specheads.models.output import output_layer
 
 
 def exported_drafter(

@@ -19,11 +19,15 @@ from specheads.drafters.contract import Drafter
 from specheads.drafters.dynamic import best_trees
 from specheads.drafters.grown import DynamicSequentialDrafter
 from specheads.drafters.made import DynamicDrafter
+from specheads.models.mtp_steps import MtpSteps, MtpWalk
+from specheads.models.mtp_texts import MtpTexts
+from specheads.models.stepwise import Walk
 from specheads.tree import Choice, Tree
 
 _FOLDS = 5
 _CHUNK = 1024  # positions whose trees are grown at once
 _NUMBERS = 1 << 22  # logits in memory where sequential heads are asked
+_COPIED = 1 << 26  # numbers of hidden states of the texts that MTP heads read side by side
 
 
 def replay(tree: Tree, ranks: Tensor, *, ended: bool) -> Iterator[int]:
@@ -108,14 +112,10 @@ def grown_sizes(hits: Hits, drafter: DynamicSequentialDrafter) -> Tensor:
     Returns:
         [S, K] long, as :func:`static_sizes`.
     """
-    assert hits.hidden is not None and hits.tokens is not None
+    assert hits.tokens is not None
     found = torch.full_like(hits.ranks, MISS)
-    steps = drafter.steps()
-    device = next(drafter.heads.parameters()).device
-    num_rows = max(1, _NUMBERS // (drafter.width * drafter.heads.num_outputs))
-    for chunk in torch.arange(len(found)).split(num_rows):
+    for chunk, walk in _walks(hits, drafter):
         tokens = hits.tokens[chunk]
-        walk = steps.begin(hits.hidden[chunk].to(device), tokens[:, 0].to(device))
         grown = drafter.grow(walk)
         parents, guesses, values = (
             each.cpu() for each in (grown.parents, grown.tokens, grown.values)
@@ -129,6 +129,33 @@ def grown_sizes(hits: Hits, drafter: DynamicSequentialDrafter) -> Tensor:
             node = torch.where(alive[:, None], here.int().argmax(1, keepdim=True), node)
             found[chunk, d] = torch.where(alive, places.gather(1, node)[:, 0], MISS)
     return found
+
+
+def _walks(
+    hits: Hits, drafter: DynamicSequentialDrafter
+) -> Iterator[tuple[Tensor, Walk | MtpWalk]]:
+    """Yield some positions [n] of a text, and the heads at the roots that stand there, n rows."""
+    if not len(hits.ranks):
+        return
+    assert hits.hidden is not None and hits.tokens is not None
+    steps = drafter.steps()
+    device = next(drafter.heads.parameters()).device
+    num_rows = max(1, _NUMBERS // (drafter.width * drafter.heads.num_outputs))
+    positions, roots = torch.arange(len(hits.ranks)), hits.tokens[:, 0].to(device)
+    if not isinstance(steps, MtpSteps):
+        for chunk in positions.split(num_rows):
+            yield chunk, steps.begin(hits.hidden[chunk].to(device), roots[chunk])
+        return
+    assert hits.ahead is not None
+    num_read = len(hits.hidden)
+    text, every = MtpTexts.empty(steps.heads, 1, steps.embed).read(
+        hits.hidden[None].to(device), [num_read], hits.ahead[None].to(device)
+    )
+    first = num_read - len(positions) + 1
+    for chunk in positions.split(max(1, min(num_rows, _COPIED // hits.hidden.numel()))):
+        # the same text many times over, each read up to another root
+        memory = text.as_it_was((first + chunk).tolist(), every)
+        yield chunk, steps.begin(memory.root, roots[chunk], memory)
 
 
 def gained(sizes_needed: Tensor, sizes: Tensor, *, ended: bool) -> tuple[Tensor, Tensor]:

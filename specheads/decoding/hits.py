@@ -19,8 +19,9 @@ from transformers import PreTrainedModel
 from specheads.decoding.plain import plain_decode
 from specheads.decoding.sampling import Sampler
 from specheads.drafters.made import embedding
-from specheads.models.base import OutputLayer, capture_hidden
-from specheads.models.heads import MedusaHeads
+from specheads.models.hidden import capture_hidden
+from specheads.models.kinds import Heads
+from specheads.models.output import OutputLayer
 
 MISS = 1 << 30  # the rank of a token that no tree may hold: too unlikely, or beyond the end
 NUM_RANKS = 10  # guesses per head that a tree may use
@@ -48,7 +49,9 @@ class Hits:
         norms: [S, K, G], logsumexp of all logits divided by each of ``TEMPERATURES``.
         ended: whether the text ends after these positions.
         hidden: [S, d], what the heads read; None for parallel heads, which are not asked again.
+            Of sequential MTP heads [P - 1 + S, d], all that the base made up to the last root.
         tokens: [S, K + 1], the root and what came after it, -1 beyond the end; None likewise.
+        ahead: [P - 1 + S], of sequential MTP heads: the token after each hidden state; else None.
     """
 
     ranks: Tensor
@@ -58,12 +61,13 @@ class Hits:
     ended: bool
     hidden: Tensor | None = None
     tokens: Tensor | None = None
+    ahead: Tensor | None = None
 
 
 @torch.inference_mode()
 def measure_hits(
     base: PreTrainedModel,
-    heads: MedusaHeads,
+    heads: Heads,
     output: OutputLayer,
     sequence: Tensor,
     num_prompt: int,
@@ -80,11 +84,11 @@ def measure_hits(
         num_prompt: P.
         ended: whether the last token is an end of text.
     """
-    with capture_hidden(base) as captured:
+    with capture_hidden(base, (heads.tap,)) as captured:
         base(input_ids=sequence, use_cache=False, logits_to_keep=1)
-    hidden = captured.hidden
-    assert hidden is not None
-    hidden = heads.contextual(hidden, torch.arange(hidden.shape[1], device=hidden.device)[None])[0]
+    whole, embed = captured.at[heads.tap], embedding(base, heads)
+    places = torch.arange(whole.shape[1], device=whole.device)[None]
+    hidden = heads.contextual(whole, places, sequence.to(whole.device), embed).squeeze(-3)
     new = sequence[0, num_prompt:].to(hidden.device)
     num_new, num_heads = len(new), heads.num_heads
     # There is no step with the last token as its root, and near a cut the limit hides guesses: a
@@ -92,14 +96,14 @@ def measure_hits(
     positions = max(num_new - (1 if ended else num_heads + 1), 0)
     # The root's own hidden state is not known yet when the heads guess: theirs is the one before.
     start = num_prompt - 1
-    hidden = hidden[start : start + positions]
+    hidden = hidden[..., start : start + positions, :]
     places = torch.arange(num_heads + 1, device=new.device) + torch.arange(
         positions, device=new.device
     ).view(-1, 1)
     known = places < num_new
     tokens = new[places.clamp(max=num_new - 1)]  # [S, K + 1]
     # what a head reads beyond the end is nothing that it could be asked about
-    logits = heads.logits(hidden, output, tokens, embedding(base, heads)).float()  # [K, S, V']
+    logits = heads.logits(hidden, output, tokens, embed).float()  # [K, S, V']
     # in the order of the drafter's own top-k, for equal logits are common in bfloat16
     best = logits.topk(min(NUM_RANKS, logits.shape[-1]), dim=-1)
     wanted = heads.map_labels(tokens[:, 1:]).T.masked_fill(~known[:, 1:].T, -1)  # [K, S]
@@ -114,12 +118,16 @@ def measure_hits(
     found = Hits(ranks, values, came, norms, ended)
     if not heads.sequential:
         return found
-    return replace(found, hidden=hidden.cpu(), tokens=tokens.masked_fill(~known, -1).cpu())
+    found = replace(found, tokens=tokens.masked_fill(~known, -1).cpu())
+    if heads.kind != "mtp":
+        return replace(found, hidden=hidden.cpu())
+    end = start + positions  # MTP heads read more than one hidden state
+    return replace(found, hidden=whole[0, :end].cpu(), ahead=sequence[0, 1 : end + 1].cpu())
 
 
 def collect_hits(
     base: PreTrainedModel,
-    heads: MedusaHeads,
+    heads: Heads,
     output: OutputLayer,
     prompts: Sequence[Tensor],
     *,

@@ -27,9 +27,9 @@ from specheads.decoding.forward import BasePass
 from specheads.decoding.plain import prompt_tokens
 from specheads.decoding.result import DecodeResult, OnTokens, Output, Stopping, read_prompts
 from specheads.decoding.sampling import Sampler
-from specheads.drafters.contract import FINAL, Candidates, Drafter, Prefill
+from specheads.drafters.contract import FINAL, TRUNK, Candidates, Drafter, Prefill
 from specheads.kv_cache import TreeCache
-from specheads.models.base import capture_hidden
+from specheads.models.hidden import capture_hidden
 from specheads.tree import Tree, batched
 from specheads.tree_support import check_tree_support
 
@@ -135,19 +135,14 @@ def tapped(base: BasePass, taps: Collection[str]) -> Iterator[Callable[[], dict[
     Raises:
         ValueError: for an unknown tap.
     """
-    if unknown := set(taps) - {FINAL}:
-        raise ValueError(f"taps must be among ({FINAL},), got {sorted(unknown)}")
+    if unknown := set(taps) - {FINAL, TRUNK}:
+        raise ValueError(f"taps must be among ({FINAL}, {TRUNK}), got {sorted(unknown)}")
     if not taps:
         yield dict
         return
     capture = capture_traced if base.compiled else capture_hidden
-    with capture(base.model) as captured:
-
-        def latest() -> dict[str, Tensor]:
-            assert captured.hidden is not None
-            return {FINAL: captured.hidden}
-
-        yield latest
+    with capture(base.model, taps) as captured:
+        yield lambda: {tap: captured.at[tap] for tap in taps}
 
 
 def propose(

@@ -17,7 +17,7 @@ from specheads.decoding.forward import BasePass
 from specheads.decoding.result import Output
 from specheads.drafters.made import DynamicDrafter, StaticDrafter
 from specheads.kv_cache import TreeCache
-from specheads.models.base import OutputLayer
+from specheads.models.output import OutputLayer
 from specheads.models.prefix_keys import PrefixKeys
 from specheads.models.stepwise import Steps, Walk
 

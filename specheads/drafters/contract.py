@@ -9,9 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from specheads.models.hidden import FINAL, TRUNK
 from specheads.tree import RowTrees, Tree
 
-FINAL = "final"  # tap: what the base model hands to its output layer, after the last norm
+__all__ = ["FINAL", "TRUNK", "Candidates", "Drafter", "Prefill", "StepResult"]
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Drafter(Protocol):
     A row of a batch must be proposed what it would be proposed alone.
 
     Attributes:
-        taps: which hidden states of the base model it needs, of those in this module.
+        taps: which hidden states of the base model it needs: ``FINAL``, ``TRUNK``.
         deterministic: its candidates are a function of the prefix: by the default rule, tokens are
             then those of plain decoding with the seed, and not of its distribution only.
     """

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specheads.drafters.contract import FINAL, Candidates, Prefill, StepResult
+from specheads.drafters.contract import Candidates, Prefill, StepResult
 from specheads.drafters.following import Follower, HeadsState
 from specheads.tree import RowTrees
 
 if TYPE_CHECKING:
-    from specheads.models.base import OutputLayer
-    from specheads.models.heads import MedusaHeads
+    from specheads.models.kinds import Heads
+    from specheads.models.output import OutputLayer
 
 NUM_RANKS = 10  # guesses per head that a tree may use, as measured for static trees
 HOSTS = ("cpu",)  # devices where Python need not wait for anything, and small ops cost more
@@ -161,7 +161,7 @@ class GrownShape:
 
     @staticmethod
     def of(
-        heads: MedusaHeads,
+        heads: Heads,
         num_nodes: int,
         max_depth: int | None,
         num_ranks: int,
@@ -211,12 +211,11 @@ class DynamicHeadsDrafter:
         ValueError: if a number is out of range, or the number of temperatures is not that of heads.
     """
 
-    taps = (FINAL,)
     deterministic = True
 
     def __init__(
         self,
-        heads: MedusaHeads,
+        heads: Heads,
         output: OutputLayer,
         num_nodes: int,
         *,
@@ -228,6 +227,7 @@ class DynamicHeadsDrafter:
         self.heads, self.output = heads, output
         self.num_nodes, self.max_depth = num_nodes, shape.max_depth
         self.num_ranks = shape.num_ranks
+        self.taps = (heads.tap,)
         self._follower = Follower(heads, output)
         self._scales: Tensor | None = None
         if shape.scales is not None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from specheads.drafters.contract import FINAL, Candidates, Prefill, StepResult
+from specheads.drafters.contract import Candidates, Prefill, StepResult
 from specheads.drafters.dynamic import (
     HOSTS,
     NUM_RANKS,
@@ -26,12 +26,14 @@ from specheads.drafters.dynamic import (
     keep_best,
 )
 from specheads.drafters.following import Follower, HeadsState
-from specheads.models.stepwise import Steps, Tables, Walk
+from specheads.drafters.sequential import steps_of
+from specheads.models.mtp_steps import MtpSteps, MtpWalk
+from specheads.models.stepwise import Steps, Walk
 from specheads.tree import RowTrees
 
 if TYPE_CHECKING:
-    from specheads.models.base import OutputLayer
-    from specheads.models.heads import MedusaHeads
+    from specheads.models.kinds import Heads
+    from specheads.models.output import OutputLayer
     from specheads.models.stepwise import Embed
 
 # Nodes of a level below which a head is asked. Trees of up to 32 nodes of Hydra heads on the
@@ -62,8 +64,8 @@ class DynamicSequentialDrafter:
     Args:
         heads: sequential ones.
         output: the base model's output layer, which shared heads go through.
-        embed: the base model's input embedding, for heads with a condition; takes and returns
-            tensors on the heads' device.
+        embed: the base model's input embedding, for heads that read tokens through it; takes and
+            returns tensors on the heads' device.
         num_nodes: N of every tree, root included.
         max_depth: deepest node; None is the number of heads.
         num_ranks: guesses per node to choose from.
@@ -74,12 +76,11 @@ class DynamicSequentialDrafter:
         ValueError: if a number is out of range, or the number of temperatures is not that of heads.
     """
 
-    taps = (FINAL,)
     deterministic = True
 
     def __init__(
         self,
-        heads: MedusaHeads,
+        heads: Heads,
         output: OutputLayer,
         embed: Embed | None,
         num_nodes: int,
@@ -96,12 +97,13 @@ class DynamicSequentialDrafter:
         self.num_nodes, self.max_depth = num_nodes, shape.max_depth
         self.num_ranks, self.width = shape.num_ranks, width
         self._scales = shape.scales
-        self._follower = Follower(heads, output)
-        self._tables = Tables(heads, embed, shape.max_depth)
+        self.taps = (heads.tap,)
+        self._follower = Follower(heads, output, embed)
+        self._steps = steps_of(heads, output, embed, shape.max_depth)
 
-    def steps(self) -> Steps:
+    def steps(self) -> Steps | MtpSteps:
         """Return the heads as they are now."""
-        return Steps(self.heads, self.output, self._tables)
+        return self._steps()
 
     def start(self, prefill: Prefill) -> HeadsState:
         """Start from the prompt's last hidden state."""
@@ -111,7 +113,7 @@ class DynamicSequentialDrafter:
     def propose(self, state: HeadsState) -> Candidates:
         """One pass of a head per level, as far down as it may pay."""
         root = state.root
-        walk = state.predict.begin(state.hidden, root.to(self._follower.device))
+        walk = state.predict.begin(state.hidden, root.to(self._follower.device), state.memory)
         if state.hidden.device.type in HOSTS:
             parents, tokens = self._grow_on_host(walk, root.tolist())
             tree = RowTrees.from_lists(parents, self.max_depth)
@@ -128,7 +130,7 @@ class DynamicSequentialDrafter:
         """Keep some rows."""
         return self._follower.select(state, rows)
 
-    def _guesses(self, walk: Walk) -> tuple[Tensor, Tensor]:
+    def _guesses(self, walk: Walk | MtpWalk) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and token ids of the best guesses at the nodes, [B, n, R]."""
         logits = walk.logits().float()
         if self._scales is not None and self._scales[walk.level.depth] != 1:
@@ -137,7 +139,7 @@ class DynamicSequentialDrafter:
         return log_probs, self.heads.token_ids(places)
 
     @torch.no_grad()
-    def grow(self, walk: Walk) -> Grown:
+    def grow(self, walk: Walk | MtpWalk) -> Grown:
         """Grow trees; shapes depend on the arguments' shapes only, nothing waits for the device.
 
         Args:
@@ -166,7 +168,7 @@ class DynamicSequentialDrafter:
         )
 
     def _grow_on_host(
-        self, walk: Walk, roots: Sequence[int]
+        self, walk: Walk | MtpWalk, roots: Sequence[int]
     ) -> tuple[list[list[int]], list[list[int]]]:
         """Grow the same trees in Python, and stop where no node can come among the best any more.
 

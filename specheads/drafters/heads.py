@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specheads.drafters.contract import FINAL, Candidates, Prefill, StepResult
+from specheads.drafters.contract import Candidates, Prefill, StepResult
 from specheads.drafters.following import Follower, HeadsState
 from specheads.tree import Tree
 
 if TYPE_CHECKING:
-    from specheads.models.base import OutputLayer
-    from specheads.models.heads import MedusaHeads
+    from specheads.models.kinds import Heads
+    from specheads.models.output import OutputLayer
 
 
 class HeadsDrafter:
@@ -32,14 +32,14 @@ class HeadsDrafter:
         ValueError: if the tree is deeper than the heads or wider than the tokens they can guess.
     """
 
-    taps = (FINAL,)
     deterministic = True
 
-    def __init__(self, heads: MedusaHeads, output: OutputLayer, tree: Tree) -> None:
+    def __init__(self, heads: Heads, output: OutputLayer, tree: Tree) -> None:
         check_tree(tree, heads)
         self.heads = heads
         self.output = output
         self.tree = tree
+        self.taps = (heads.tap,)
         self._follower = Follower(heads, output)
         self._num_ranks = tree.max_rank + 1
         # node -> its place in the heads' top-k lists laid end to end, [N - 1]
@@ -73,7 +73,7 @@ class HeadsDrafter:
         return self._follower.select(state, rows)
 
 
-def check_tree(tree: Tree, heads: MedusaHeads) -> None:
+def check_tree(tree: Tree, heads: Heads) -> None:
     """Refuse a tree that the heads cannot fill.
 
     Raises:

@@ -11,8 +11,9 @@ from specheads.drafters.dynamic import NUM_RANKS, DynamicHeadsDrafter
 from specheads.drafters.grown import DynamicSequentialDrafter
 from specheads.drafters.heads import HeadsDrafter
 from specheads.drafters.sequential import SequentialDrafter
-from specheads.models.base import OutputLayer, input_device
-from specheads.models.heads import MedusaHeads
+from specheads.models.base import input_device
+from specheads.models.kinds import Heads
+from specheads.models.output import OutputLayer
 from specheads.models.stepwise import Embed
 from specheads.tree import Tree
 
@@ -21,12 +22,12 @@ DynamicDrafter = DynamicHeadsDrafter | DynamicSequentialDrafter
 
 
 def static_drafter(
-    base: PreTrainedModel, heads: MedusaHeads, output: OutputLayer, tree: Tree
+    base: PreTrainedModel, heads: Heads, output: OutputLayer, tree: Tree
 ) -> StaticDrafter:
     """Return a drafter that fills ``tree`` at every step.
 
     Args:
-        base: the base model, whose input embedding Hydra heads read tokens through.
+        base: the base model, whose input embedding some sequential heads read tokens through.
         heads: of any kind.
         output: the base's output layer.
         tree: at most as deep as there are heads.
@@ -41,7 +42,7 @@ def static_drafter(
 
 def dynamic_drafter(
     base: PreTrainedModel,
-    heads: MedusaHeads,
+    heads: Heads,
     output: OutputLayer,
     num_nodes: int,
     *,
@@ -83,7 +84,7 @@ def dynamic_drafter(
     )
 
 
-def embedding(base: PreTrainedModel, heads: MedusaHeads) -> Embed | None:
+def embedding(base: PreTrainedModel, heads: Heads) -> Embed | None:
     """Return the base's input embedding as a function that may be called where the heads lie.
 
     None where the heads do not read tokens through it.
@@ -92,7 +93,7 @@ def embedding(base: PreTrainedModel, heads: MedusaHeads) -> Embed | None:
         return None
     module, place = base.get_input_embeddings(), input_device(base)
     if module is None:
-        raise ValueError(f"{type(base).__name__} has no input embedding that Hydra heads could use")
+        raise ValueError(f"{type(base).__name__} has no input embedding that the heads could use")
 
     def embed(tokens: Tensor) -> Tensor:
         found: Tensor = module(tokens.to(place))

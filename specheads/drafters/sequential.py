@@ -1,4 +1,4 @@
-"""Sequential heads (Hydra, Markov) as a drafter: a static tree filled from the root down.
+"""Sequential heads (Hydra, Markov, MTP) as a drafter: a static tree filled from the root down.
 
 Ankner et al., arXiv:2402.05109: head i reads the tokens drafted before its own, so that the same
 rank under two parents is two different tokens. Each head is asked once per level, for all nodes of
@@ -8,21 +8,24 @@ no two siblings are equal. Guesses are a function of the prefix, and sample-and-
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from specheads.drafters.contract import FINAL, Candidates, Prefill, StepResult
+from specheads.drafters.contract import Candidates, Prefill, StepResult
 from specheads.drafters.following import Follower, HeadsState
 from specheads.drafters.heads import check_tree
+from specheads.models.mtp import MtpHeads
+from specheads.models.mtp_steps import MtpSteps
 from specheads.models.stepwise import Steps, Tables
 from specheads.tree import Tree
 
 if TYPE_CHECKING:
-    from specheads.models.base import OutputLayer
-    from specheads.models.heads import MedusaHeads
+    from specheads.models.kinds import Heads
+    from specheads.models.output import OutputLayer
     from specheads.models.stepwise import Embed
 
 
@@ -70,36 +73,55 @@ def levels_of(tree: Tree, device: torch.device) -> list[Level]:
     return levels
 
 
+def steps_of(
+    heads: Heads, output: OutputLayer, embed: Embed | None, depth: int
+) -> Callable[[], Steps | MtpSteps]:
+    """Return a function that returns the heads as they are when it is called.
+
+    Args:
+        heads: sequential ones.
+        output: the base's output layer.
+        embed: the base's input embedding, for heads that read tokens through it.
+        depth: how many of the heads will be asked.
+
+    Raises:
+        ValueError: for parallel heads, or if the embedding is missing.
+    """
+    if isinstance(heads, MtpHeads):
+        mtp = MtpSteps(heads, output, embed)
+        return lambda: mtp
+    tables = Tables(heads, embed, depth)
+    return lambda: Steps(heads, output, tables)
+
+
 class SequentialDrafter:
     """Fills a static tree with the best guesses of heads that read the tokens drafted before.
 
     Args:
         heads: sequential ones.
         output: the base model's output layer, which shared heads go through.
-        embed: the base model's input embedding, for heads with a condition; takes and returns
-            tensors on the heads' device.
+        embed: the base model's input embedding, for heads that read tokens through it; takes and
+            returns tensors on the heads' device.
         tree: at most as deep as there are heads.
 
     Raises:
         ValueError: if the tree is deeper than the heads or wider than the tokens they can guess.
     """
 
-    taps = (FINAL,)
     deterministic = True
 
-    def __init__(
-        self, heads: MedusaHeads, output: OutputLayer, embed: Embed | None, tree: Tree
-    ) -> None:
+    def __init__(self, heads: Heads, output: OutputLayer, embed: Embed | None, tree: Tree) -> None:
         check_tree(tree, heads)
         self.heads, self.output, self.tree = heads, output, tree
-        self._follower = Follower(heads, output)
-        self._tables = Tables(heads, embed, tree.max_depth)
+        self.taps = (heads.tap,)
+        self._follower = Follower(heads, output, embed)
+        self._steps = steps_of(heads, output, embed, tree.max_depth)
         self._levels = levels_of(tree, self._follower.device)
 
     def start(self, prefill: Prefill) -> HeadsState:
         """Start from the prompt's last hidden state."""
         # for every text anew: the heads may have been trained on in between
-        steps = Steps(self.heads, self.output, self._tables)
+        steps = self._steps()
         self.tree = self.tree.to(prefill.root.device)
         return self._follower.start(prefill, steps)
 
@@ -109,7 +131,8 @@ class SequentialDrafter:
         root = state.root[:, None]
         if not self._levels:
             return Candidates(root, self.tree)
-        walk = state.predict.begin(state.hidden, state.root.to(self._follower.device))
+        there = state.root.to(self._follower.device)
+        walk = state.predict.begin(state.hidden, there, state.memory)
         found = []
         for number, level in enumerate(self._levels, start=1):
             best = walk.logits().topk(level.num_ranks, dim=-1).indices.flatten(1)

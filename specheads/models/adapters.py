@@ -187,17 +187,23 @@ def _make_plain(base: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def merged_state(base: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+def merged_state(
+    base: PreTrainedModel, dtype: torch.dtype, part: nn.Module | None = None
+) -> dict[str, Tensor]:
     """Return the state_dict that ``base`` would have with its adapter merged, dequantised.
 
     Args:
         base: with or without adapter; it stays as it is.
         dtype: of the matrices that are merged or dequantised.
+        part: a module of ``base``, whose state_dict alone is wanted.
 
     Raises:
         ConfigError: if the base is quantised in a way that cannot be undone.
     """
-    weights = _merged_weights(base, dtype)
+    inside = ""
+    if part is not None:
+        inside = next(name for name, module in base.named_modules() if module is part) + "."
+    weights = _merged_weights(base, dtype, inside)
     state: dict[str, Tensor] = {}
     for key, tensor in base.state_dict().items():
         owner = _owner(key, weights)
@@ -205,7 +211,8 @@ def merged_state(base: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]
             state[key] = tensor
         elif key.removeprefix(owner) in (".bias", ".base_layer.bias"):
             state[f"{owner}.bias"] = tensor
-    return state | {f"{name}.weight": weight for name, weight in weights.items()}
+    state |= {f"{name}.weight": weight for name, weight in weights.items()}
+    return {k.removeprefix(inside): v for k, v in state.items() if k.startswith(inside)}
 
 
 def inject(base: PreTrainedModel, names: Sequence[str], **settings: Any) -> None:
@@ -279,14 +286,19 @@ def _targets(base: PreTrainedModel, wanted: list[str]) -> list[str]:
     return chosen
 
 
-def _merged_weights(base: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+def _merged_weights(
+    base: PreTrainedModel, dtype: torch.dtype, inside: str = ""
+) -> dict[str, Tensor]:
     """Return the matrices that merging or dequantising makes, by the names of their layers.
 
+    Of all layers, or of those whose names begin with ``inside``.
     Sums are formed in float32 at least, and rounded once.
     """
     layers = _layers(base)
     weights = {}
     for name, module in base.named_modules():
+        if not name.startswith(inside):
+            continue
         if name in layers:
             weight = plain_weight(module.base_layer)
             keep = dtype if is_quantized_linear(module.base_layer) else weight.dtype

@@ -15,25 +15,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.config import ConfigError
 from specheads.files import whole_folder
 from specheads.models.adapter_files import load_adapter, save_adapter
 from specheads.models.adapters import has_adapter, merges
-from specheads.models.base import (
-    check_tokenizer,
-    load_base_model,
-    load_tokenizer,
-    output_device,
-    torch_dtype,
-)
+from specheads.models.base import check_tokenizer, load_base_model, load_tokenizer, torch_dtype
 from specheads.models.digest import base_digest as digest_of_base
 from specheads.models.digest import file_sha256
-from specheads.models.heads import MedusaHeads
-from specheads.models.hf import cast_tensors, save_hf
+from specheads.models.heads_files import (
+    HEADS_FILE,
+    KIND_KEYS,
+    as_loaded,
+    heads_section,
+    load_heads_file,
+    save_heads,
+)
+from specheads.models.hf import save_hf
+from specheads.models.kinds import Heads
 from specheads.models.manifest import (
     MANIFEST,
     check_manifest,
@@ -46,10 +46,8 @@ from specheads.models.quantize import METHODS, quantization_of
 from specheads.tree import Tree
 
 FORMAT_VERSION = 1
-_SMALL_HEADS = 1 << 23  # parameters: 32 MB in float32
-_TENSORS, _CONFIG, _BASE, _ADAPTER = "model.safetensors", "config.json", "base", "adapter"
+_CONFIG, _BASE, _ADAPTER = "config.json", "base", "adapter"
 _SECTIONS: dict[str, tuple[str, ...]] = {
-    "": ("num_heads", "num_layers", "lm_head", "hidden_size", "vocab_size"),
     "base": ("name", "tuned", "revision", "digest", "dtype"),
     "tree": ("choices",),
 }
@@ -60,7 +58,7 @@ class Export:
     """A loaded export, in eval mode; ``config`` is what its config.json holds."""
 
     base: PreTrainedModel
-    heads: MedusaHeads
+    heads: Heads
     tokenizer: PreTrainedTokenizerBase
     tree: Tree
     config: dict[str, Any]
@@ -68,7 +66,7 @@ class Export:
 
 def save_export(
     path: str | Path,
-    heads: MedusaHeads,
+    heads: Heads,
     *,
     base_name: str,
     base_digest: str,
@@ -89,8 +87,10 @@ def save_export(
     Args:
         path: the folder.
         heads: to save.
-        base_name: of the original base model, as the user gave it.
-        base_digest: of the original base model, see :func:`specheads.models.digest.base_digest`.
+        base_name: of the original base model, as the user gave it; empty where there is none,
+            because the base was trained from scratch. ``tuned_base`` is then all there is.
+        base_digest: of the original base model, see :func:`specheads.models.digest.base_digest`;
+            empty likewise.
         tokenizer: saved with its chat template.
         tree: to decode with.
         training: JSON for the ``training`` section: recipe, steps, data, held-out losses.
@@ -106,12 +106,15 @@ def save_export(
         measured_on: JSON about that measurement.
 
     Raises:
-        ValueError: if the tree is deeper than there are heads.
+        ValueError: if the tree is deeper than there are heads, or there is neither an original
+            nor a tuned base.
         ConfigError: if a base is to be dequantised whose quantisation cannot be undone.
         RunError: if the disk is full.
     """
     path = Path(path)
     _check_depth(tree, heads.num_heads, ValueError)
+    if not base_name and tuned_base is None:
+        raise ValueError("base_name is empty, and there is no tuned_base to be found instead")
     target = None if dtype is None else torch_dtype(dtype)
     adapter = False
     if tuned_base is not None:
@@ -119,8 +122,7 @@ def save_export(
         base_quantization = quantization_of(tuned_base) if adapter else None
         base_dtype = tuned_base.dtype if adapter else target or tuned_base.dtype
     with whole_folder(path) as folder:
-        tensors = {k: v.detach().cpu().contiguous() for k, v in heads.state_dict().items()}
-        save_file(cast_tensors(tensors, target), folder / _TENSORS, metadata={"format": "pt"})
+        save_heads(folder, heads, target)
         tokenizer.save_pretrained(folder)
         if tuned_base is not None and adapter:
             save_adapter(folder / _ADAPTER, tuned_base, _findable(base_name), base_revision)
@@ -128,7 +130,7 @@ def save_export(
             save_hf(folder / _BASE, tuned_base, tokenizer, target)
         config = {
             "format_version": FORMAT_VERSION,
-            **_heads_section(heads),
+            **heads_section(heads),
             "base": {
                 "name": _findable(base_name),
                 "tuned": tuned_base is not None,
@@ -182,8 +184,12 @@ def load_export(
     inside = _holds_base(config)
     if inside and base is not None:
         raise ConfigError(f"{path} brings its own tuned base model; base={base} cannot replace it")
+    if not (inside or base or info["name"]):
+        raise ConfigError(
+            f"{path / _CONFIG}: base.name is empty, and the export has no base of its own"
+        )
     dtype = torch_dtype(dtype or info["dtype"])
-    heads = _load_heads(path, config)
+    heads = load_heads_file(path, config, path / _CONFIG)
     name = str(path / _BASE) if inside else base or info["name"]
     revision = info["revision"] if base is None and not inside else None
     quantization = _quantization(path, info)
@@ -210,28 +216,7 @@ def load_export(
     return Export(model, as_loaded(heads, model, dtype), tokenizer, tree, config)
 
 
-def as_loaded(
-    heads: MedusaHeads, base: PreTrainedModel, dtype: torch.dtype | None = None
-) -> MedusaHeads:
-    """Put heads where and how an export's are that is loaded, and return them: to decode with.
-
-    They take the base's dtype, but small ones are float32 on a CPU, which takes several times as
-    long for a product of one row with a small bfloat16 matrix, and they make dozens of them in a
-    step. Which tokens come depends on the base model alone.
-
-    Args:
-        heads: changed in place.
-        base: their base model.
-        dtype: None takes the base's.
-    """
-    place, dtype = output_device(base), dtype or base.dtype
-    small = sum(parameter.numel() for parameter in heads.parameters()) <= _SMALL_HEADS
-    if small and place.type == "cpu" and dtype.itemsize < 4:
-        dtype = torch.float32
-    return heads.to(device=place, dtype=dtype).eval()
-
-
-def load_heads(path: str | Path) -> MedusaHeads:
+def load_heads(path: str | Path) -> Heads:
     """Load the heads of an export without its base model, to go on training them.
 
     Raises:
@@ -240,7 +225,7 @@ def load_heads(path: str | Path) -> MedusaHeads:
     path = Path(path)
     config = read_config(path)
     check_manifest(path)
-    return _load_heads(path, config)
+    return load_heads_file(path, config, path / _CONFIG)
 
 
 def set_tree(
@@ -300,13 +285,16 @@ def read_config(path: str | Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path} has format version {version}, this specheads reads {FORMAT_VERSION}"
         )
-    if kind not in ("medusa", "hydra"):
-        raise ConfigError(f"{path} holds kind {kind!r}, this specheads reads 'medusa' and 'hydra'")
-    for section, keys in _SECTIONS.items():
+    if kind not in KIND_KEYS:
+        known = ", ".join(map(repr, KIND_KEYS))
+        raise ConfigError(f"{path} holds kind {kind!r}, this specheads reads {known}")
+    for section, keys in {"": KIND_KEYS[kind], **_SECTIONS}.items():
         values = config.get(section) if section else config
         for key in keys:
             if not isinstance(values, dict) or key not in values:
                 raise ConfigError(f"{path / _CONFIG} lacks {f'{section}.{key}'.lstrip('.')}")
+    if type(config["num_heads"]) is not int:
+        raise ConfigError(f"{path / _CONFIG}: num_heads is {config['num_heads']!r}, not a number")
     return config
 
 
@@ -330,64 +318,6 @@ def _check_rank(tree: Tree, config: dict[str, Any], where: str = "") -> None:
 def _check_depth(tree: Tree, num_heads: int, error: type[ValueError], where: str = "") -> None:
     if tree.max_depth > num_heads:
         raise error(f"{where}the tree is {tree.max_depth} deep, but there are {num_heads} heads")
-
-
-def _heads_section(heads: MedusaHeads) -> dict[str, Any]:
-    """Return what ``_build_heads`` builds the same heads from."""
-    return {
-        "kind": heads.kind,
-        "num_heads": heads.num_heads,
-        "num_layers": heads.num_layers,
-        "lm_head": heads.lm_head,
-        "rank": heads.rank,
-        "num_kept": 0 if heads.token_map is None else heads.num_outputs,
-        "correction": "markov" if heads.markov_rank else "none",
-        "markov_rank": heads.markov_rank,
-        "prefix_layer": heads.prefix is not None,
-        "prefix": None if heads.prefix is None else heads.prefix.sizes,
-        "hidden_size": heads.hidden_size,
-        "vocab_size": heads.vocab_size,
-    }
-
-
-def _build_heads(config: dict[str, Any]) -> MedusaHeads:
-    keys = ("num_heads", "num_layers", "hidden_size", "vocab_size", "lm_head")
-    optional = ("rank", "num_kept", "markov_rank", "prefix")  # exports of 0.1 have none
-    return MedusaHeads(
-        **{key: config[key] for key in keys},
-        **{key: config[key] for key in optional if key in config},
-        condition=config["kind"] == "hydra",
-    )
-
-
-def _load_heads(path: Path, config: dict[str, Any]) -> MedusaHeads:
-    # drawing weights that are replaced at once costs seconds; a prefix layer computes a table that
-    # no file holds
-    with torch.device("cpu" if config.get("prefix") else "meta"):
-        try:
-            heads = _build_heads(config)
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"{path / _CONFIG}: {error}") from None
-    file = path / _TENSORS
-    wanted = {name: list(tensor.shape) for name, tensor in heads.state_dict().items()}
-    try:
-        tensors = load_file(file)
-    except SafetensorError as error:
-        raise ConfigError(f"{file} is damaged: {error}") from None
-    if missing := sorted(wanted.keys() - tensors.keys()):
-        raise ConfigError(
-            f"{file} lacks {len(missing)} of {len(wanted)} tensors, first {missing[0]}"
-        )
-    if extra := sorted(tensors.keys() - wanted.keys()):
-        raise ConfigError(
-            f"{file} has {len(tensors)} tensors where {len(wanted)} are expected;"
-            f" unexpected: {extra[0]}"
-        )
-    for name, tensor in tensors.items():
-        if (shape := list(tensor.shape)) != wanted[name]:
-            raise ConfigError(f"{file}: {name} has shape {shape}, expected {wanted[name]}")
-    heads.load_state_dict(tensors, assign=True)
-    return heads
 
 
 def _check_base(
@@ -430,6 +360,8 @@ def _quantization(path: Path, info: dict[str, Any]) -> str:
 
 
 def _findable(name: str) -> str:
+    if not name:
+        return name  # there is no original, and the current folder is none
     # a relative path would mean another folder for whoever loads the export
     folder = Path(name).expanduser()
     return str(folder.resolve()) if name != "tinycode" and folder.is_dir() else name
@@ -446,6 +378,6 @@ def _tree_section(
 
 
 def _tokenizer_digest(folder: Path) -> str:
-    files = sorted(file for file in folder.iterdir() if file.is_file() and file.name != _TENSORS)
+    files = sorted(file for file in folder.iterdir() if file.is_file() and file.name != HEADS_FILE)
     lines = [f"{file.name}\0{file_sha256(file)}\n" for file in files]
     return hashlib.sha256("".join(lines).encode()).hexdigest()

@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 from specheads.losses import IGNORE
 from specheads.models.blocks import MedusaHead
+from specheads.models.hidden import FINAL
 from specheads.models.prefix import PrefixLayer
+from specheads.models.prefix_keys import PrefixKeys
 
 if TYPE_CHECKING:
-    from specheads.models.base import OutputLayer
+    from specheads.models.output import OutputLayer
 
 LM_HEADS = ("own", "shared", "low_rank", "pruned")
 _MAX_STACKED = 1 << 22  # parameters that a snapshot may copy
@@ -116,6 +118,16 @@ class MedusaHeads(nn.Module):
         """Whether a head reads tokens drafted before its own."""
         return self.condition or self.markov_rank > 0
 
+    @property
+    def tap(self) -> str:
+        """Which hidden state of the base the heads read."""
+        return FINAL
+
+    def memory(self, num_rows: int, embed: object = None) -> PrefixKeys | None:
+        """Return what the prefix layer remembers of texts while decoding, before any was read."""
+        del embed
+        return None if self.prefix is None else PrefixKeys.empty(self.prefix, num_rows)
+
     def head(self, i: int) -> MedusaHead:
         """Return head ``i``."""
         head = self.heads[i]
@@ -160,13 +172,22 @@ class MedusaHeads(nn.Module):
                 own = weight if self.token_map is None else weight[self.token_map.to(weight.device)]
                 head.get_parameter("lm_head.weight").copy_(own)
 
-    def contextual(self, hidden: Tensor, position_ids: Tensor) -> Tensor:
+    def contextual(
+        self,
+        hidden: Tensor,
+        position_ids: Tensor,
+        tokens: Tensor | None = None,
+        embed: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
         """Return what the heads read: ``hidden`` [B, T, d] behind the prefix layer, if any.
 
         Args:
             hidden: last hidden states of whole documents, several in a row if packed.
             position_ids: [B, T], restarting at 0 with every document.
+            tokens: not read here.
+            embed: not used here.
         """
+        del tokens, embed
         return hidden if self.prefix is None else self.prefix(hidden, position_ids)
 
     def features(

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.models.adapters import has_adapter, merged_state
 from specheads.models.manifest import read_json, write_json
-from specheads.models.quantize import as_if_plain
+from specheads.models.quantize import as_if_plain, quantization_of
 
 
 def save_hf(
@@ -31,18 +33,62 @@ def save_hf(
         state, plain = merged_state(model, model.dtype), as_if_plain(model)
     else:
         state = model.state_dict()
+    with plain, _quiet():
+        model.save_pretrained(folder, state_dict=cast_tensors(state, dtype))
+    if dtype is not None:
+        _set_dtype(folder, dtype)
+    tokenizer.save_pretrained(folder)
+
+
+def save_as(
+    folder: Path,
+    kind: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    base: PreTrainedModel,
+    extra: dict[str, Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype | None,
+) -> None:
+    """Write ``base`` and more tensors as a model of class ``kind``, with its names for them.
+
+    An adapter is merged and a quantised base dequantised in what is written. All tensors get one
+    dtype, the base's if it is None, but those that the class keeps in float32.
+
+    Raises:
+        ConfigError: if the base is quantised in a way that cannot be undone.
+    """
+    plain = not has_adapter(base) and quantization_of(base) is None
+    state = (base.state_dict() if plain else merged_state(base, base.dtype)) | extra
+    dtype = dtype or base.dtype
+    with torch.device("meta"):
+        model: Any = kind(config)  # only its class and config are used
+    if base.can_generate():
+        model.generation_config = base.generation_config
+    exact = {
+        name: tensor
+        for name, tensor in state.items()
+        if any(part in name for part in model._keep_in_fp32_modules_strict)
+    }
+    with _quiet():
+        model.save_pretrained(folder, state_dict=cast_tensors(state, dtype) | exact)
+    _set_dtype(folder, dtype)
+    tokenizer.save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
     silenced = logging.root.manager.disable
     logging.disable(logging.WARNING)  # to unwrap the model accelerate imports deepspeed: it warns
     try:
-        with plain:
-            model.save_pretrained(folder, state_dict=cast_tensors(state, dtype))
+        yield
     finally:
         logging.disable(silenced)
-    if dtype is not None:
-        config = read_json(folder / "config.json", "")
-        config["dtype"] = str(dtype).removeprefix("torch.")
-        write_json(folder / "config.json", config)
-    tokenizer.save_pretrained(folder)
+
+
+def _set_dtype(folder: Path, dtype: torch.dtype) -> None:
+    config = read_json(folder / "config.json", "")
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    write_json(folder / "config.json", config)
 
 
 def cast_tensors(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:

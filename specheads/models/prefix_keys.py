@@ -48,16 +48,20 @@ class PrefixKeys:
         return PrefixKeys(layer, keys, keys, keys[:0, 0], (0,) * num_rows)
 
     @torch.no_grad()
-    def append(self, hidden: Tensor, counts: Sequence[int]) -> tuple[PrefixKeys, Tensor]:
+    def append(
+        self, hidden: Tensor, counts: Sequence[int], tokens: Tensor | None = None
+    ) -> tuple[PrefixKeys, Tensor]:
         """Read on.
 
         Args:
             hidden: [B, T, d], the base's hidden states of the positions that follow, right-padded.
             counts: per row how many of the T are real; where it is 0, the output means nothing.
+            tokens: not read.
 
         Returns:
             The memory with them, and the layer's output [B, d] at each row's last position.
         """
+        del tokens
         memory = self._with_room(hidden.shape[1])
         parts = _parts(self.layer)
         attention = parts.self_attn

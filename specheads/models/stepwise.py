@@ -20,7 +20,7 @@ from torch import Tensor
 from specheads.models.heads import MedusaHeads, normalised
 
 if TYPE_CHECKING:
-    from specheads.models.base import OutputLayer
+    from specheads.models.output import OutputLayer
 
 Embed = Callable[[Tensor], Tensor]
 
@@ -148,13 +148,15 @@ class Steps:
         elif not heads.condition:
             self._products = heads.own_products(output)
 
-    def begin(self, hidden: Tensor, root: Tensor) -> Walk:
+    def begin(self, hidden: Tensor, root: Tensor, memory: object = None) -> Walk:
         """Start at the roots.
 
         Args:
             hidden: [B, d], behind the prefix layer if there is one.
             root: [B], the tokens that the base chose from there.
+            memory: not used: what the prefix layer remembers is in ``hidden``.
         """
+        del memory
         own = None if self._products is None else self._products(hidden)
         return Walk(self, hidden, root[:, None], own)
 

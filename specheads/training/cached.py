@@ -19,8 +19,12 @@ from specheads.data.chat import Encoded
 from specheads.data.feature_plan import Plan, plan_features, readable
 from specheads.data.features import Features, Progress, write_features
 from specheads.data.pack import Batch, PackedBatches
-from specheads.models.base import input_device, packed_hidden
+from specheads.models.base import input_device
 from specheads.models.digest import base_digest
+from specheads.models.hidden import packed_hidden
+from specheads.training.describe import clock
+from specheads.training.loop import Batches
+from specheads.training.plan import StandInFeatures, seconds_per_pass
 
 
 class CachedBatches:
@@ -136,6 +140,18 @@ class FeatureCache:
                 hidden = features.rows(places, batch["input_ids"].shape[1])
                 heldout.append({**batch, "hidden": hidden})
         return CachedBatches(self.batches, train), heldout
+
+    def stand_in(self, base: PreTrainedModel) -> tuple[Batches, list[str]]:
+        """Return batches as the cache's, without hidden states, and what a plan has to say of it.
+
+        For ``dry_run=true``: nothing is written, ``base`` runs on a few micro-batches.
+        """
+        batches, cfg = self.batches, self.cfg
+        size, dtype = self.plan.hidden_size, base.dtype
+        passes = batches.rows_per_epoch / cfg.data.rows
+        filling = clock(passes * seconds_per_pass(base, batches))
+        notes = [self.describe(), f"time to fill it: {filling}"]
+        return StandInFeatures(batches, size, dtype), notes
 
     def _open(
         self,

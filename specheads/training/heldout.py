@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.losses import IGNORE, kl_divergence, shift_labels
-from specheads.models.base import OutputLayer, packed_hidden
+from specheads.models.hidden import packed_hidden
+from specheads.models.output import OutputLayer
 
 Batch = dict[str, Any]
 

@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 
 from specheads.losses import IGNORE, shift_labels
 from specheads.models.adapters import original, require_grad
-from specheads.models.base import OutputLayer, output_layer
-from specheads.models.heads import MedusaHeads
+from specheads.models.hidden import FINAL
+from specheads.models.kinds import Heads
+from specheads.models.output import OutputLayer, output_layer
 from specheads.training.output_loss import (
     Batch,
     Metrics,
@@ -59,8 +60,11 @@ class HeadsLoss:
         }
 
 
-class MedusaObjective(nn.Module):
+class HeadsObjective(nn.Module):
     """Loss of heads, with or without the base model (arXiv:2401.10774, sections 2.2).
+
+    With a decay and lambda_0 of 1 it is the sum of n = K + 1 losses of multi-token prediction
+    (arXiv:2404.19737, equation 2), each a mean over its own labels.
 
     ``train_base=False`` (Medusa-1): sum_i decay^(i+1) L_i; the base, output matrix included, is
     frozen and runs in eval mode without gradients. ``train_base=True`` (Medusa-2):
@@ -76,6 +80,7 @@ class MedusaObjective(nn.Module):
         train_base: whether the base is trained too; one with an adapter trains that alone.
         decay: weight of each head's loss relative to the head before.
         lambda_0: weight of the heads' losses beside the base's; unused if the base is frozen.
+        average: divide the heads' losses by K (DeepSeek-V3, arXiv:2412.19437, equation 25).
         heads_loss: what the heads learn from.
         distill_base: hold the base to its original instead of to the labels.
         chunk_size: rows whose logits exist at one time, 0 for the fastest.
@@ -96,11 +101,12 @@ class MedusaObjective(nn.Module):
     def __init__(
         self,
         base: PreTrainedModel | None,
-        heads: MedusaHeads,
+        heads: Heads,
         *,
         train_base: bool,
         decay: float = 0.8,
         lambda_0: float = 0.2,
+        average: bool = False,
         heads_loss: HeadsLoss | None = None,
         distill_base: bool = False,
         chunk_size: int = 0,
@@ -128,13 +134,13 @@ class MedusaObjective(nn.Module):
         self.heads_loss = heads_loss or HeadsLoss()
         self.num_heads, self.train_base = heads.num_heads, train_base
         self.distill_base = distill_base
-        self.decay, self.lambda_0 = decay, lambda_0
+        self.decay, self.lambda_0, self.average = decay, lambda_0, average
         self.lambda_scale = self.engine_scale = 1.0
         if base is not None:
             require_grad(base, train_base)
         self.train(self.training)
 
-    def train(self, mode: bool = True) -> MedusaObjective:
+    def train(self, mode: bool = True) -> HeadsObjective:
         """Set the mode of heads and base; a frozen base stays in eval mode."""
         super().train(mode)
         if self.base is not None and not self.train_base:
@@ -146,7 +152,8 @@ class MedusaObjective(nn.Module):
 
         Metrics: ``loss``, ``head_{i}/loss|top1|top5``, and ``lm/...`` where the base is trained.
         """
-        factors = [self.decay ** (i + 1) for i in range(self.num_heads)]
+        share = 1.0 / self.num_heads if self.average else 1.0
+        factors = [share * self.decay ** (i + 1) for i in range(self.num_heads)]
         if self.train_base:
             factors = [1.0, *(self.lambda_0 * self.lambda_scale * factor for factor in factors)]
         num_groups = len(factors)  # the heads, behind the language model where it is trained
@@ -166,21 +173,27 @@ class MedusaObjective(nn.Module):
         """Run the base, and keep the positions where something is learned."""
         train_base = self.train_base and torch.is_grad_enabled()
         if "hidden" in batch:
-            hidden = batch["hidden"]
+            if self.heads.tap != FINAL:
+                raise ValueError(
+                    f"a batch has no hidden states at {self.heads.tap}, which heads read"
+                )
+            hidden = tapped = batch["hidden"]
         else:
             assert self.base is not None
             with torch.set_grad_enabled(train_base):
-                hidden = hidden_states(self.base, batch)
-        source = self.heads.contextual(hidden, batch["position_ids"]).flatten(0, 1)
+                hidden, tapped = hidden_states(self.base, batch, self.heads.tap)
+        places_of = batch["position_ids"], batch["input_ids"]
+        source = self.heads.contextual(tapped, *places_of, self._embed[0])
+        same = source is hidden
+        source = source.flatten(-3, -2)
         teacher = self._teacher(batch, hidden)
         hidden = hidden.flatten(0, 1)
         used = (labels != IGNORE).any(0).nonzero().squeeze(1)
         num_rows = hidden.shape[0]
         places = None
         if used.numel() < num_rows:  # blocks need not run where nothing is learned
-            same = source is hidden or self.heads.prefix is None
             hidden, labels = hidden.index_select(0, used), labels.index_select(1, used)
-            source = hidden if same else source.index_select(0, used)
+            source = hidden if same else source.index_select(-2, used)
             places = used
         tokens = None
         if self.heads.sequential:
@@ -195,27 +208,30 @@ class MedusaObjective(nn.Module):
         if self.distill_base:
             assert self.base is not None
             with torch.no_grad(), original(self.base):
-                return hidden_states(self.base, batch).flatten(0, 1)
+                return hidden_states(self.base, batch)[0].flatten(0, 1)
         return None if self.heads_loss.kind == "hard" else hidden.detach().flatten(0, 1)
 
     def _loss(self, rows: _Rows, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weighted sum of all groups' losses, and their statistics [G, 3]."""
         # a matrix that gets no gradient, as under an adapter, needs no call for all together
-        together = self.heads.lm_head == "shared" and self.output.weight.requires_grad
+        trained = self.train_base and self.output.weight.requires_grad
+        together = self.heads.lm_head == "shared" and trained
         plain = self.heads_loss.kind == "hard" and not self.distill_base
         if together and plain and not self.heads.markov_rank:
-            return self._one_matrix(rows, weights)
+            features = (self._features(i, rows) for i in range(self.num_heads))
+            joined, labels = torch.cat([rows.hidden, *features]), rows.labels
+            del features, rows  # copied, and K times as large as the base's hidden states
+            return self._one_matrix(joined, labels, weights)
         return self._one_by_one(rows, weights)
 
-    def _one_matrix(self, rows: _Rows, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def _one_matrix(self, joined: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """All groups in one call, so that one gradient buffer of the shared matrix exists."""
-        num_groups, num_rows = rows.labels.shape
-        features = [self._features(i, rows) for i in range(self.num_heads)]
+        num_groups, num_rows = labels.shape
         groups = torch.arange(num_groups, device=weights.device).repeat_interleave(num_rows)
         return self.loss(
-            torch.cat([rows.hidden, *features]),
+            joined,
             self.output.weight,
-            rows.labels.flatten(),
+            labels.flatten(),
             weights.repeat_interleave(num_rows),
             groups=groups,
             num_groups=num_groups,
@@ -271,9 +287,9 @@ class MedusaObjective(nn.Module):
 class _Rows:
     """The M positions of a batch where something is learned.
 
-    ``hidden`` [M, d] of the base and ``source`` [M, d], what the heads read of it; ``labels``
-    [G, M]; ``tokens`` [M, K], those that follow; ``teacher`` [N, d], hidden states of all
-    positions, and ``places`` [M], where among them the rows stand (None: everywhere).
+    ``hidden`` [M, d] of the base and ``source``, what the heads read of it: [M, d], or [K, M, d];
+    ``labels`` [G, M]; ``tokens`` [M, K], those that follow; ``teacher`` [N, d], hidden
+    states of all positions, and ``places`` [M], where among them the rows stand (None: everywhere).
     """
 
     hidden: Tensor

@@ -25,8 +25,9 @@ from specheads.losses import (
     shift_labels,
 )
 from specheads.models.adapters import require_grad
-from specheads.models.base import OutputLayer, output_layer, packed_hidden
-from specheads.models.heads import MedusaHeads
+from specheads.models.hidden import FINAL, packed_taps
+from specheads.models.kinds import Heads
+from specheads.models.output import OutputLayer, output_layer
 from specheads.soft_loss import Teacher, linear_soft_loss
 
 Batch = dict[str, Any]
@@ -59,7 +60,7 @@ class OutputLoss:
         labels: Tensor,
         row_weight: Tensor,
         *,
-        heads: MedusaHeads | None = None,
+        heads: Heads | None = None,
         **groups: Any,
     ) -> tuple[Tensor, Tensor]:
         """Return ``losses.linear_cross_entropy`` of ``hidden`` [N, d] under ``weight`` [V, d].
@@ -90,7 +91,7 @@ class OutputLoss:
         teacher_hidden: Tensor,
         *,
         kind: str = "soft",
-        heads: MedusaHeads | None = None,
+        heads: Heads | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
         """Return ``soft_loss.linear_soft_loss`` against the base at ``teacher_hidden`` [N, d]."""
@@ -145,16 +146,16 @@ class LMObjective(nn.Module):
         """Return this micro-batch's share of the mean loss, and of ``lm/loss|top1|top5``."""
         num_valid = num_valid_of(batch, 0)
         labels = shift_labels(batch["labels"], batch["segment_ids"], 1).flatten()
-        hidden = hidden_states(self.base, batch).flatten(0, 1)
+        hidden = hidden_states(self.base, batch)[0].flatten(0, 1)
         row_weight = per_label([1.0], num_valid).expand_as(labels)
         loss, stats = self.loss(hidden, self.output.weight, labels, row_weight)
         metrics = metrics_of(["lm"], loss, stats, num_valid, self.loss.count_hits)
         return loss * self.engine_scale, metrics
 
 
-def hidden_states(base: PreTrainedModel, batch: Batch) -> Tensor:
-    """Return the base's final hidden states [B, T, d] of a batch."""
-    return packed_hidden(base, batch["input_ids"], batch["position_ids"])
+def hidden_states(base: PreTrainedModel, batch: Batch, tap: str = FINAL) -> tuple[Tensor, Tensor]:
+    """Return the base's final hidden states [B, T, d] of a batch, and those at ``tap``."""
+    return packed_taps(base, batch["input_ids"], batch["position_ids"], tap)
 
 
 def num_valid_of(batch: Batch, num_heads: int) -> Tensor:

@@ -19,7 +19,7 @@ from specheads import dist
 from specheads.config import TrainConfig
 from specheads.fused_loss import rows_at_once
 from specheads.hardware import peak_memory
-from specheads.models.base import packed_hidden
+from specheads.models.hidden import packed_hidden
 from specheads.training.engine import TorchEngine
 from specheads.training.loop import Batches, gather
 from specheads.training.state import same_random_state

@@ -19,16 +19,15 @@ from specheads.data.dropped import Dropped
 from specheads.data.pack import PackedBatches, check_isolation, one_pass
 from specheads.data.records import Record, load_records, read_jsonl
 from specheads.losses import check_implementation
-from specheads.models.adapters import add_adapter, check_tunable
+from specheads.models.adapters import add_adapter, check_tunable, require_grad
 from specheads.models.base import (
-    OutputLayer,
     check_tokenizer,
     checkpoint_layers,
     context_length,
     load_base_model,
     load_tokenizer,
-    output_layer,
 )
+from specheads.models.output import OutputLayer, output_layer
 
 
 class GrowingBatches:
@@ -131,6 +130,11 @@ def load_base(
         ConfigError: if one of them is missing, or they or the loss do not fit together.
     """
     model = cfg.model
+    if cfg.tokenizer:
+        raise ConfigError(
+            f"tokenizer={cfg.tokenizer} is for models trained from scratch;"
+            f" model.name={model.name} has its own"
+        )
     if train_base:
         check_tunable(model.quantization, cfg.adapter)
         check_no_cache(cfg)
@@ -153,6 +157,8 @@ def load_base(
         add_adapter(base, cfg.adapter, seed=cfg.seed)
     if train_base and model.gradient_checkpointing:
         checkpoint_layers(base)
+    if not train_base:  # also where a cache of features stands in for it, and nobody else asks
+        require_grad(base, False)
     return base, output, tokenizer
 
 

@@ -36,13 +36,18 @@ def lr_factor(step: int, first_step: int, last_step: int, optim: OptimConfig, st
 
 
 def lambda_scale(step: int, first_step: int, last_step: int, loss: LossConfig) -> float:
-    """Return the factor of lambda_0 in optimizer step ``step``: it rises with the stage's progress.
+    """Return the factor of lambda_0 in optimizer step ``step``, by the stage's progress.
 
     1, the progress, or ``sin(pi/2 * progress)``, where the progress is complete after the share
-    ``loss.lambda_ramp`` of the stage. arXiv:2401.10774, section 2.2.2, lets the weight rise.
+    ``loss.lambda_ramp`` of the stage. arXiv:2401.10774, section 2.2.2, lets the weight rise. With
+    ``step`` it is 1 until then, and what makes lambda_0 ``loss.lambda_end`` from then on, as
+    DeepSeek-V3's falls from 0.3 to 0.1 (arXiv:2412.19437, section 4.2).
     """
     if loss.lambda_schedule == "constant":
         return 1.0
+    if loss.lambda_schedule == "step":
+        early = step - first_step < (last_step - first_step) * loss.lambda_ramp
+        return 1.0 if early else loss.lambda_end / loss.lambda_0
     done = (step - first_step + 1) / ((last_step - first_step) * loss.lambda_ramp)
     progress = min(1.0, done)
     return progress if loss.lambda_schedule == "linear" else math.sin(math.pi / 2 * progress)

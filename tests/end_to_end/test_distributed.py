@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("two_ranks.py")
+MEDUSA, MTP = ["medusa1", "medusa2"], ["mtp_parallel", "mtp_sequential"]
 
 
 def missing() -> str:
@@ -39,8 +40,16 @@ def start(command: list[str]) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.skipif(bool(missing()), reason=f"DeepSpeed cannot compile without {missing()}")
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_two_ranks_equal_one_process(tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "kinds"),
+    [
+        (2, [*MEDUSA, "mtp_sequential"]),
+        pytest.param(2, ["mtp_parallel"], marks=pytest.mark.slow),
+        *(pytest.param(stage, MTP, marks=pytest.mark.slow) for stage in (0, 1)),
+        pytest.param(3, [*MEDUSA, *MTP], marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks_equal_one_process(tmp_path: Path, stage: int, kinds: list[str]) -> None:
     """Ranks agree with each other even when both are wrong; only a reference shows it.
 
     Labels are unequal per rank and per micro-batch, so that a mean of means differs too.
@@ -48,12 +57,13 @@ def test_two_ranks_equal_one_process(tmp_path: Path, stage: int) -> None:
     zero: dict[str, object] = {"stage": stage}
     if stage == 3:  # else parameters this small are never split
         zero["stage3_param_persistence_threshold"] = 0
-    start([sys.executable, str(SCRIPT), str(tmp_path / "one"), "{}"])
+    start([sys.executable, str(SCRIPT), str(tmp_path / "one"), "{}", *kinds])
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    start([*launcher, str(SCRIPT), str(tmp_path / "two"), json.dumps({"zero_optimization": zero})])
-    for recipe in ("medusa1", "medusa2"):
-        one = load_file(tmp_path / f"one-{recipe}.safetensors")
-        two = load_file(tmp_path / f"two-{recipe}.safetensors")
+    engine = json.dumps({"zero_optimization": zero})
+    start([*launcher, str(SCRIPT), str(tmp_path / "two"), engine, *kinds])
+    for kind in kinds:
+        one = load_file(tmp_path / f"one-{kind}.safetensors")
+        two = load_file(tmp_path / f"two-{kind}.safetensors")
         assert one.keys() == two.keys()
         for name, expected in one.items():
             torch.testing.assert_close(two[name], expected, rtol=1e-5, atol=1e-6, msg=name)

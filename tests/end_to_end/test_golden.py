@@ -14,8 +14,8 @@ from specheads.decoding.plain import plain_decode
 from specheads.decoding.sampling import Sampler
 from specheads.drafters.dynamic import DynamicHeadsDrafter
 from specheads.drafters.heads import HeadsDrafter
-from specheads.models.base import output_layer
 from specheads.models.checkpoint import Export, load_export
+from specheads.models.output import output_layer
 from specheads.tree import Tree
 from tests.scripts import load_script
 

@@ -28,13 +28,14 @@ from specheads.decoding.sampling import Sampler
 from specheads.drafters.made import static_drafter
 from specheads.log import RunLog
 from specheads.models.adapters import adapter_parameters, add_adapter, original
-from specheads.models.base import load_base_model, output_layer
+from specheads.models.base import load_base_model
 from specheads.models.checkpoint import Export, load_export, save_export
 from specheads.models.digest import base_digest
 from specheads.models.heads import MedusaHeads
+from specheads.models.output import output_layer
 from specheads.models.quantize import quantization_of
 from specheads.training.loop import fit
-from specheads.training.parts import build_heads, medusa_objective
+from specheads.training.parts import build_heads, heads_objective
 from specheads.training.prepare import load_base, load_data
 from specheads.training.schedule import param_groups
 from specheads.tree import Tree
@@ -85,7 +86,7 @@ def train(cfg: TrainConfig) -> tuple[PreTrainedModel, MedusaHeads]:
             if stage == "joint":
                 parts["base"] = (base, cfg.optim.base_lr)
             fit(
-                medusa_objective(cfg, base, heads, output, train_base=stage == "joint"),
+                heads_objective(cfg, base, heads, output, train_base=stage == "joint"),
                 data.train,
                 cfg,
                 groups=param_groups(cfg.optim, **parts),
@@ -241,13 +242,13 @@ def test_the_second_stage_starts_where_the_first_one_ended(
     base, output, tokenizer = load_base(cfg, train_base=True)
     data = load_data(cfg, base, tokenizer, train_base=True)
     heads = build_heads(cfg, base, output, data)
-    first = medusa_objective(cfg, base, heads, output, train_base=False)
+    first = heads_objective(cfg, base, heads, output, train_base=False)
     with RunLog(cfg) as log:
         groups = param_groups(cfg.optim, heads=(heads, cfg.optim.lr))
         fit(first, data.train, cfg, groups=groups, run=log, stage="heads", last_step=WARMUP)
     batch = fixed_batch()
     _, ended = first.train()(batch)
-    _, started = medusa_objective(cfg, base, heads, output, train_base=True).train()(batch)
+    _, started = heads_objective(cfg, base, heads, output, train_base=True).train()(batch)
     for i in range(2):
         was, found = float(ended[f"head_{i}/loss"]), float(started[f"head_{i}/loss"])
         assert found == was

@@ -17,6 +17,8 @@ from tests.end_to_end.commands import SHORT, on_files, start
 PINNED = {
     "medusa1": [7.79074, 7.49051, 7.66689, 7.50087],
     "medusa2": [7.79074, 7.43832, 10.95992, 10.55338],
+    "mtp": [16.81610, 16.72301, 16.56307, 16.43793],
+    "mtp_finetune": [7.79074, 7.48793, 7.66915, 7.49747],
     "pretrain": [5.58126, 5.48584, 5.30085, 5.14577],
 }
 PRETRAIN = (
@@ -26,6 +28,17 @@ PRETRAIN = (
     "data.growth=[[32, 0.5]]",
     "autocast=none",
 )
+MTP = ("mtp.num_heads=3", "autocast=none")
+OWN = {
+    "pretrain": PRETRAIN,
+    "mtp": (
+        "tokenizer=",
+        "model.init={vocab_size: 272, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 4,"
+        " num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 512}",
+        *MTP,
+    ),
+    "mtp_finetune": MTP,
+}
 
 
 def rows_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -45,7 +58,7 @@ def test_four_steps_have_pinned_losses(
     """A changed default, order of data or normalisation moves every figure, and fails nothing."""
     run_dir = tmp_path / "run"
     # bfloat16 products round differently on processors without them
-    own = PRETRAIN if recipe == "pretrain" else ("autocast=none",)
+    own = OWN.get(recipe, ("autocast=none",))
     arguments = [f"+recipe={recipe}", *on_files(tiny_model_dir, tiny_jsonl, run_dir), *SHORT, *own]
     assert start(monkeypatch, *arguments) == 0
     rows = rows_of(run_dir)

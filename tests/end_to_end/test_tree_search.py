@@ -22,8 +22,8 @@ from specheads.decoding.measure import end_tokens, read_prompts
 from specheads.drafters.contract import Drafter
 from specheads.drafters.dynamic import DynamicHeadsDrafter
 from specheads.drafters.heads import HeadsDrafter
-from specheads.models.base import output_layer
 from specheads.models.checkpoint import Export, load_export
+from specheads.models.output import output_layer
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "export"
 NUM_NODES = 10

@@ -1,9 +1,10 @@
-"""Train medusa1 and medusa2 objectives for a few steps; started by test_distributed.py.
+"""Train objectives of the recipes' kinds for a few steps; started by test_distributed.py.
 
 Alone it is the reference, with as many micro-batches as all ranks together would see:
-``python two_ranks.py OUT {}``; under ``torchrun --nproc-per-node 2`` it is what is compared:
-``two_ranks.py OUT '{"zero_optimization": {"stage": 2}}'``. Every micro-batch has another number of
-labels; medusa1 stops and resumes; medusa2 has two stages, so that its heads are wrapped twice.
+``python two_ranks.py OUT {} KIND...``; under ``torchrun --nproc-per-node 2`` it is what is
+compared: ``two_ranks.py OUT '{"zero_optimization": {"stage": 2}}' KIND...``. Every micro-batch has
+another number of labels; medusa1 stops and resumes; medusa2 has two stages, so that its heads are
+wrapped twice; mtp trains base and heads at once, on one output matrix.
 """
 
 import json
@@ -17,10 +18,13 @@ from safetensors.torch import save_file
 from specheads import dist
 from specheads.log import RunLog
 from specheads.models.heads import MedusaHeads
+from specheads.models.kinds import Heads
+from specheads.models.mtp import MtpHeads
+from specheads.models.mtp_layer import block_config
 from specheads.training.loop import fit
-from specheads.training.objectives import MedusaObjective
+from specheads.training.objectives import HeadsObjective
 from specheads.training.schedule import param_groups
-from tests.conftest import build_tiny_llama
+from tests.conftest import build_tiny_llama, redraw
 from tests.toys import toy_config
 
 STEPS, MICRO_BATCHES, ROWS, SEQ_LEN, VOCAB_SIZE = 3, 4, 2, 24, 272
@@ -59,14 +63,31 @@ class Labelled:
         self.position = state["position"]
 
 
-STAGES = {"medusa1": [("heads", 0, STEPS)], "medusa2": [("heads", 0, 1), ("joint", 1, STEPS)]}
+STAGES = {
+    "medusa1": [("heads", 0, STEPS)],
+    "medusa2": [("heads", 0, 1), ("joint", 1, STEPS)],
+    "mtp_parallel": [("joint", 0, STEPS)],
+    "mtp_sequential": [("joint", 0, STEPS)],
+}
+
+
+def build_heads(kind: str, base: Any) -> tuple[Heads, dict[str, Any]]:
+    """Return heads of a kind, and how their losses are weighed."""
+    if kind.startswith("medusa"):
+        medusa = MedusaHeads(3, 1, 16, VOCAB_SIZE, "shared" if kind == "medusa2" else "own")
+        medusa.init_from_output(base.get_output_embeddings().weight)
+        return medusa, {}
+    variant = kind.removeprefix("mtp_")
+    mtp = MtpHeads(3, block_config(base.config), VOCAB_SIZE, variant=variant)
+    redraw(mtp, seed=1)
+    share = {"lambda_0": 0.3, "average": True} if variant == "sequential" else {"lambda_0": 1.0}
+    return mtp, {"decay": 1.0, **share}
 
 
 def train(out: Path, kind: str, deepspeed: dict[str, Any], **changes: Any) -> None:
     """Train what recipe ``kind`` trains and save all its weights beside ``out``."""
     base = build_tiny_llama(hidden_size=16, intermediate_size=32)
-    heads = MedusaHeads(3, 1, 16, VOCAB_SIZE, "shared" if kind == "medusa2" else "own")
-    heads.init_from_output(base.get_output_embeddings().weight)
+    heads, weights = build_heads(kind, base)
     world = dist.world_size()
     cfg = toy_config(
         out.with_name(f"{out.name}-{kind}-run"),
@@ -81,7 +102,7 @@ def train(out: Path, kind: str, deepspeed: dict[str, Any], **changes: Any) -> No
     batches = Labelled(dist.rank(), world)
     with RunLog(cfg) as log:
         for stage, first, last in STAGES[kind]:
-            objective = MedusaObjective(base, heads, train_base=stage == "joint")
+            objective = HeadsObjective(base, heads, train_base=stage == "joint", **weights)
             fit(
                 objective,
                 batches,
@@ -99,8 +120,8 @@ def train(out: Path, kind: str, deepspeed: dict[str, Any], **changes: Any) -> No
 
 if __name__ == "__main__":
     target, engine = Path(sys.argv[1]), json.loads(sys.argv[2])
-    if engine:  # what is compared also stops and resumes
-        train(target, "medusa1", engine, max_steps=2)
-    train(target, "medusa1", engine, resume="auto")
-    train(target, "medusa2", engine)
+    for name in sys.argv[3:]:
+        if engine and name == "medusa1":  # what is compared also stops and resumes
+            train(target, name, engine, max_steps=2)
+        train(target, name, engine, resume="auto" if name == "medusa1" else "")
     dist.shutdown()

@@ -28,13 +28,9 @@ from specheads.models.adapters import (
     original,
     require_grad,
 )
-from specheads.models.base import (
-    capture_hidden,
-    checkpoint_layers,
-    load_base_model,
-    output_layer,
-    packed_hidden,
-)
+from specheads.models.base import checkpoint_layers, load_base_model
+from specheads.models.hidden import capture_hidden, packed_hidden
+from specheads.models.output import output_layer
 from specheads.models.quantize import quantization_of
 from tests import zoo
 

@@ -21,13 +21,13 @@ from specheads.config import ConfigError
 from specheads.models import base, digest
 from specheads.models.base import (
     build_from_init,
-    capture_hidden,
     check_tokenizer,
     context_length,
     load_base_model,
     load_tokenizer,
-    output_layer,
 )
+from specheads.models.hidden import capture_hidden
+from specheads.models.output import output_layer
 
 IDS = torch.arange(10, 30)[None]
 SMALL: dict[str, Any] = {

@@ -23,8 +23,8 @@ from specheads.decoding.sampling import Sampler
 from specheads.drafters.heads import HeadsDrafter
 from specheads.drafters.ngram import NgramDrafter
 from specheads.kv_cache import TreeCache
-from specheads.models.base import output_layer
 from specheads.models.heads import MedusaHeads
+from specheads.models.output import output_layer
 from specheads.tree import Tree, default_tree
 from tests.scripted import MODELS, VOCAB, ScriptedDrafter, build
 

@@ -16,8 +16,8 @@ from specheads.decoding.cost import CostCurve
 from specheads.decoding.gains import Gains, static_gains
 from specheads.decoding.hits import Hits
 from specheads.drafters.dynamic import DynamicHeadsDrafter
-from specheads.models.base import OutputLayer, output_layer
 from specheads.models.heads import MedusaHeads
+from specheads.models.output import OutputLayer, output_layer
 from specheads.tree import Tree
 
 Medusa = tuple[LlamaForCausalLM, MedusaHeads, OutputLayer]

@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from specheads.config import ConfigError, RunError
-from specheads.models import checkpoint
-from specheads.models.base import OutputLayer, load_base_model
+from specheads.models import checkpoint, heads_files
+from specheads.models.base import load_base_model
 from specheads.models.checkpoint import (
     load_export,
     read_config,
@@ -32,6 +32,7 @@ from specheads.models.checkpoint import (
 from specheads.models.digest import base_digest
 from specheads.models.heads import MedusaHeads
 from specheads.models.manifest import check_manifest, write_manifest
+from specheads.models.output import OutputLayer
 from specheads.tree import Tree
 
 TREE = Tree.from_choices([[0], [1], [0, 0], [0, 0, 0]])
@@ -103,7 +104,7 @@ def test_round_trip(
     assert loaded.tree == TREE
     assert loaded.tokenizer.chat_template == byte_tokenizer.chat_template
     assert loaded.tokenizer("é<eos>").input_ids == byte_tokenizer("é<eos>").input_ids
-    monkeypatch.setattr(checkpoint, "_SMALL_HEADS", 0)
+    monkeypatch.setattr(heads_files, "_SMALL_HEADS", 0)
     narrow = load_export(path, dtype="bfloat16")
     assert all(p.dtype is torch.bfloat16 for p in narrow.heads.parameters())
     monkeypatch.undo()
@@ -216,7 +217,9 @@ def test_a_tokenizer_beyond_the_base_is_refused(
     [
         ({"format_version": 9}, "format version 9, this specheads reads 1"),
         ({"format_version": None}, "is not an export"),
-        ({"kind": "mtp"}, "kind 'mtp', this specheads reads 'medusa' and 'hydra'"),
+        ({"kind": "draft"}, "kind 'draft', this specheads reads 'medusa', 'hydra', 'mtp'"),
+        ({"kind": "mtp"}, "lacks variant"),
+        ({"base__name": ""}, "base.name is empty, and the export has no base of its own"),
         ({"tree__choices": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}, "4 deep, but .* 3 heads"),
         ({"tree__choices": [[0, 0]]}, "tree: .*parent"),
         ({"tree__choices": [[272]]}, "rank 272, the vocabulary has 272"),
@@ -289,9 +292,14 @@ def test_a_full_disk_leaves_the_earlier_export(
     def full(*_args: object, **_kwargs: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    for place in ("save_file", "write_json", "write_manifest"):
+    places = (
+        (heads_files, "save_file"),
+        (checkpoint, "write_json"),
+        (checkpoint, "write_manifest"),
+    )
+    for module, place in places:
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoint, place, full)
+            patch.setattr(module, place, full)
             with pytest.raises(RunError, match="disk full.*untouched"):
                 _save(export, tiny_model_dir, byte_tokenizer, tree=Tree.chain(1))
     with monkeypatch.context() as patch:

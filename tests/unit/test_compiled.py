@@ -13,7 +13,7 @@ from specheads.decoding.plain import plain_decode
 from specheads.decoding.sampling import Sampler
 from specheads.drafters.contract import Candidates
 from specheads.drafters.ngram import NgramDrafter
-from specheads.models.base import capture_hidden
+from specheads.models.hidden import capture_hidden
 from specheads.tree import Tree, default_tree
 from tests.scripted import ScriptedDrafter, build
 from tests.unit.test_batch import alone, left_padded, prompts

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from specheads.models.base import OutputLayer
 from specheads.models.compress import (
     low_rank_heads,
     output_matrix,
@@ -17,6 +16,7 @@ from specheads.models.compress import (
     relative_errors,
 )
 from specheads.models.heads import MedusaHeads
+from specheads.models.output import OutputLayer
 
 VOCAB, SIZE, NUM_HEADS = 20, 8, 3
 PREFIX = {"hidden_size": SIZE, "intermediate_size": 12, "num_attention_heads": 2}

@@ -29,7 +29,7 @@ from specheads.decoding.sampling import Sampler
 from specheads.drafters.contract import FINAL, StepResult
 from specheads.drafters.ngram import NgramDrafter
 from specheads.kv_cache import TreeCache
-from specheads.models.base import output_layer
+from specheads.models.output import output_layer
 from specheads.tree import Tree, default_tree
 from tests.ragged import NUM_NEW, PAD, ROWS, After, Alternate, new_tokens, padded, texts_of
 from tests.scripted import VOCAB, ScriptedDrafter, build

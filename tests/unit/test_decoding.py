@@ -28,8 +28,8 @@ from specheads.decoding.sampling import Sampler
 from specheads.drafters.contract import Candidates
 from specheads.drafters.heads import HeadsDrafter
 from specheads.drafters.ngram import NgramDrafter
-from specheads.models.base import output_layer
 from specheads.models.heads import MedusaHeads
+from specheads.models.output import output_layer
 from specheads.tree import Tree, default_tree
 from tests.scripted import MODELS, VOCAB, ScriptedDrafter, build
 
@@ -293,7 +293,7 @@ def test_bad_requests_are_refused(llama: PreTrainedModel) -> None:
             plain_decode(llama, ids, max_new_tokens=3)
     with pytest.raises(ValueError, match="max_new_tokens must be at least 1, got 0"):
         decode(llama, drafter, prompt(), max_new_tokens=0)
-    drafter.taps = ("trunk",)
+    drafter.taps = ("middle",)
     with pytest.raises(ValueError, match="taps must be among"):
         decode(llama, drafter, prompt(), max_new_tokens=3)
 

@@ -10,8 +10,8 @@ from transformers import LlamaForCausalLM
 from specheads.drafters.contract import FINAL, Prefill, StepResult
 from specheads.drafters.heads import HeadsDrafter
 from specheads.drafters.ngram import NgramDrafter
-from specheads.models.base import OutputLayer, output_layer
 from specheads.models.heads import MedusaHeads
+from specheads.models.output import OutputLayer, output_layer
 from specheads.tree import Tree, default_tree
 
 

@@ -21,8 +21,8 @@ from specheads.drafters import dynamic
 from specheads.drafters.contract import FINAL, Prefill
 from specheads.drafters.dynamic import DynamicHeadsDrafter, best_tree_on_host, best_trees
 from specheads.drafters.following import HeadsState
-from specheads.models.base import OutputLayer, output_layer
 from specheads.models.heads import MedusaHeads
+from specheads.models.output import OutputLayer, output_layer
 from specheads.tree import RowTrees, grow_tree
 
 Paths = dict[tuple[int, ...], float]

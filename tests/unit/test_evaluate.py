@@ -26,8 +26,8 @@ from specheads.decoding.sampling import Sampler
 from specheads.decoding.stats import rep8
 from specheads.drafters.contract import StepResult
 from specheads.drafters.heads import HeadsDrafter
-from specheads.models.base import OutputLayer, output_layer
 from specheads.models.heads import MedusaHeads
+from specheads.models.output import OutputLayer, output_layer
 from specheads.tree import Tree, default_tree
 
 Medusa = tuple[LlamaForCausalLM, MedusaHeads, OutputLayer]

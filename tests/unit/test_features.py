@@ -32,10 +32,11 @@ from specheads.data.feature_plan import STORED, Plan, header_bytes, metadata, pl
 from specheads.data.features import Features, write_features
 from specheads.data.pack import PackedBatches, one_pass
 from specheads.losses import IGNORE
-from specheads.models.base import output_layer, packed_hidden
 from specheads.models.heads import MedusaHeads
+from specheads.models.hidden import packed_hidden
+from specheads.models.output import output_layer
 from specheads.training.cached import CachedBatches, FeatureCache
-from specheads.training.objectives import MedusaObjective
+from specheads.training.objectives import HeadsObjective
 
 SEQ_LEN, ROWS, PAD = 64, 3, 256
 DTYPES = ("float32", "bfloat16", "int8")
@@ -80,7 +81,7 @@ def _losses(
     output = output_layer(base)
     heads = MedusaHeads(2, 1, base.config.hidden_size, base.config.vocab_size, "own")
     heads.init_from_output(output.weight)
-    objective = MedusaObjective(None if cached else base, heads, train_base=False, output=output)
+    objective = HeadsObjective(None if cached else base, heads, train_base=False, output=output)
     optimizer = torch.optim.AdamW(heads.parameters(), lr=3e-3)
     losses = []
     for _ in range(steps):

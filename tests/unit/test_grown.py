@@ -14,8 +14,8 @@ from specheads.drafters import grown
 from specheads.drafters.contract import FINAL, Candidates
 from specheads.drafters.grown import DynamicSequentialDrafter
 from specheads.drafters.made import dynamic_drafter, embedding
-from specheads.models.base import OutputLayer, output_layer
 from specheads.models.heads import MedusaHeads
+from specheads.models.output import OutputLayer, output_layer
 from specheads.tree import RowTrees
 from tests.unit.test_sequential import build, check_decoding, one_by_one, prefill
 

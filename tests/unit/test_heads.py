@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from specheads.losses import IGNORE
-from specheads.models.base import OutputLayer, capture_hidden, output_layer
 from specheads.models.heads import MedusaHeads
+from specheads.models.hidden import capture_hidden
+from specheads.models.output import OutputLayer, output_layer
 
 
 def build(

@@ -26,8 +26,8 @@ from specheads.drafters.contract import Drafter
 from specheads.drafters.dynamic import best_trees
 from specheads.drafters.grown import DynamicSequentialDrafter
 from specheads.drafters.made import dynamic_drafter, static_drafter
-from specheads.models.base import OutputLayer, output_layer
 from specheads.models.heads import MedusaHeads
+from specheads.models.output import OutputLayer, output_layer
 from specheads.models.prefix import prefix_sizes
 from specheads.tree import Tree
 

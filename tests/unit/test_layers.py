@@ -12,7 +12,7 @@ PACKAGE = ROOT / "specheads"
 
 # Lowest first. A part imports its own layer and the layers before it.
 LAYERS = [
-    {"__init__", "assets", "config", "dist", "log", "hardware", "files"},
+    {"__init__", "assets", "config", "dist", "log", "hardware", "files", "registration"},
     {
         "tree", "acceptance", "rejection", "lossy", "losses", "fused_loss", "soft_loss", "kv_cache",
         "tree_mask", "grouped_attention",

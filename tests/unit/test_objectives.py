@@ -17,9 +17,10 @@ from transformers import LlamaForCausalLM
 from specheads.config import AdapterConfig
 from specheads.losses import IGNORE, count_valid, shift_labels
 from specheads.models.adapters import adapter_parameters, add_adapter
-from specheads.models.base import OutputLayer, packed_hidden
 from specheads.models.heads import MedusaHeads
-from specheads.training.objectives import HeadsLoss, MedusaObjective
+from specheads.models.hidden import packed_hidden
+from specheads.models.output import OutputLayer
+from specheads.training.objectives import HeadsLoss, HeadsObjective
 from specheads.training.output_loss import Batch, LMObjective
 
 RECIPES = [(kind, train) for kind in ("own", "shared") for train in (False, True)]
@@ -75,9 +76,7 @@ def random_batch(seed: int, num_rows: int = 2, masked: float = 0.4) -> Batch:
     return batch
 
 
-def build(
-    base: LlamaForCausalLM, lm_head: str, train_base: bool, **options: Any
-) -> MedusaObjective:
+def build(base: LlamaForCausalLM, lm_head: str, train_base: bool, **options: Any) -> HeadsObjective:
     """Return an objective with three heads that have moved a little from their start."""
     torch.manual_seed(1)
     heads = MedusaHeads(3, 1, base.config.hidden_size, base.config.vocab_size, lm_head)
@@ -85,7 +84,7 @@ def build(
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
-    return MedusaObjective(base, heads, train_base=train_base, chunk_size=16, **options)
+    return HeadsObjective(base, heads, train_base=train_base, chunk_size=16, **options)
 
 
 def gradients(objective: nn.Module, *batches: Batch) -> dict[str, Tensor]:
@@ -134,7 +133,7 @@ def test_head_i_learns_the_token_i_plus_2_ahead() -> None:
         weight = torch.zeros(vocab, vocab)
         weight[(torch.arange(vocab) + i + 2) % vocab, torch.arange(vocab)] = 50.0
         heads.get_parameter(f"heads.{i}.lm_head.weight").data.copy_(weight)
-    objective = MedusaObjective(base, heads, train_base=True, output=OutputLayer(base.lm_head))
+    objective = HeadsObjective(base, heads, train_base=True, output=OutputLayer(base.lm_head))
     # neighbouring documents count from elsewhere, so a label across the border is a wrong one
     rows = [[list(range(3, 10)), [20, 21], list(range(11, 18))], [[5], list(range(8, 20))]]
     batch = pack(rows, 20)
@@ -177,7 +176,7 @@ def test_a_frozen_base_thaws_for_the_second_stage(
     base = make_tiny_llama()
     first = build(base, "shared", train_base=False)
     assert not any(parameter.requires_grad for parameter in base.parameters())
-    second = MedusaObjective(base, first.heads, train_base=True)
+    second = HeadsObjective(base, first.heads, train_base=True)
     grads = gradients(second, random_batch(0, masked=0.0))
     assert all(f"base.{name}" in grads for name, _ in base.named_parameters())
 
@@ -366,7 +365,7 @@ def test_misuse_names_both_numbers(tiny_llama: LlamaForCausalLM) -> None:
         objective(batch)
     heads = MedusaHeads(3, 1, 32, 100)
     with pytest.raises(ValueError, match=r"\(100, 32\), the base has \(272, 32\)"):
-        MedusaObjective(tiny_llama, heads, train_base=False)
+        HeadsObjective(tiny_llama, heads, train_base=False)
     with pytest.raises(ValueError, match="'fast'"):
         LMObjective(tiny_llama, implementation="fast")
 
@@ -412,7 +411,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def build_kind(base: LlamaForCausalLM, kind: str, **options: Any) -> MedusaObjective:
+def build_kind(base: LlamaForCausalLM, kind: str, **options: Any) -> HeadsObjective:
     """Return an objective with three heads of a kind, moved a little from their start."""
     torch.manual_seed(1)
     vocab_size, hidden_size = base.lm_head.weight.shape
@@ -421,7 +420,7 @@ def build_kind(base: LlamaForCausalLM, kind: str, **options: Any) -> MedusaObjec
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
-    return MedusaObjective(base, heads, chunk_size=16, **options)
+    return HeadsObjective(base, heads, chunk_size=16, **options)
 
 
 def distance(kind: str, logits: Tensor, expected: Tensor, label: int, kept: Tensor) -> Tensor:
@@ -443,7 +442,7 @@ def distance(kind: str, logits: Tensor, expected: Tensor, label: int, kept: Tens
     return share * kl + (1 - share) * (1 - acceptance)
 
 
-def one_by_one(objective: MedusaObjective, batch: Batch, kind: str) -> Tensor:
+def one_by_one(objective: HeadsObjective, batch: Batch, kind: str) -> Tensor:
     """Return the heads' loss from its definition: document by document, position by position."""
     base, heads = objective.base, objective.heads
     assert base is not None
@@ -513,7 +512,7 @@ def test_kept_hidden_states_are_the_base_s(
     expected = gradients(online, batch)
     with torch.no_grad():
         hidden = packed_hidden(base, batch["input_ids"], batch["position_ids"])
-    offline = MedusaObjective(
+    offline = HeadsObjective(
         None,
         online.heads,
         train_base=False,
@@ -524,9 +523,9 @@ def test_kept_hidden_states_are_the_base_s(
     )
     assert_same(gradients(offline, {**batch, "hidden": hidden}), expected)
     with pytest.raises(ValueError, match="without a base model, heads that read tokens need embed"):
-        MedusaObjective(None, online.heads, train_base=False, output=online.output)
+        HeadsObjective(None, online.heads, train_base=False, output=online.output)
     with pytest.raises(ValueError, match="without a base model there must be output"):
-        MedusaObjective(None, online.heads, train_base=True, output=online.output)
+        HeadsObjective(None, online.heads, train_base=True, output=online.output)
 
 
 def test_the_distilled_base_is_held_to_its_original(
@@ -559,4 +558,4 @@ def test_the_distilled_base_is_held_to_its_original(
         f"base.{name}" for name in adapter_parameters(base)
     }
     with pytest.raises(ValueError, match="train_base=True"):
-        MedusaObjective(base, objective.heads, train_base=False, distill_base=True)
+        HeadsObjective(base, objective.heads, train_base=False, distill_base=True)

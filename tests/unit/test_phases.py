@@ -11,8 +11,8 @@ from specheads.decoding import loop
 from specheads.decoding.forward import BasePass
 from specheads.decoding.phases import FORWARD, HEADS, PHASES, Phases
 from specheads.drafters.made import static_drafter
-from specheads.models.base import OutputLayer
 from specheads.models.heads import MedusaHeads
+from specheads.models.output import OutputLayer
 from specheads.tree import default_tree
 
 

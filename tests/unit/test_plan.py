@@ -22,9 +22,10 @@ from specheads.decoding.expected import (
     expected_length,
     published_rates,
 )
-from specheads.models.base import load_tokenizer, output_layer
+from specheads.models.base import load_tokenizer
 from specheads.models.checkpoint import save_export
 from specheads.models.heads import MedusaHeads
+from specheads.models.output import output_layer
 from specheads.training import plan as plan_module
 from specheads.training.describe import clock, describe_costs, export_bytes
 from specheads.training.engine import make_optimizers

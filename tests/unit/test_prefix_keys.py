@@ -17,8 +17,9 @@ from specheads.drafters.following import HeadsState
 from specheads.drafters.made import static_drafter
 from specheads.kv_cache import TreeCache
 from specheads.models import prefix_keys
-from specheads.models.base import capture_hidden, output_layer
 from specheads.models.heads import MedusaHeads
+from specheads.models.hidden import capture_hidden
+from specheads.models.output import output_layer
 from specheads.models.prefix import prefix_sizes
 from specheads.models.prefix_keys import PrefixKeys
 from specheads.tree import Tree, default_tree

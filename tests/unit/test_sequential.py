@@ -19,8 +19,8 @@ from specheads.drafters.heads import HeadsDrafter
 from specheads.drafters.made import embedding, static_drafter
 from specheads.drafters.sequential import SequentialDrafter
 from specheads.models import stepwise
-from specheads.models.base import OutputLayer, output_layer
 from specheads.models.heads import MedusaHeads
+from specheads.models.output import OutputLayer, output_layer
 from specheads.models.prefix import prefix_sizes
 from specheads.models.stepwise import Steps, Tables
 from specheads.tree import Tree, default_tree

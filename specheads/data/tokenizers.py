@@ -1,0 +1,281 @@
+"""Tokenizers of models that are trained from scratch: bytes, byte-level BPE, or another model's.
+
+Both kinds made here know every text: ids 0 to 255 are the bytes, id b is byte b, then come the
+merged pairs (BPE, in the order learned; bytes alone have none), then :data:`SPECIAL` and reserved
+tokens, :data:`NUM_SPECIAL` in all. No text is added around what is encoded, so that
+``decode(encode(text)) == text``, special tokens spelled out in it included.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import CONFIG_MAPPING, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from specheads import dist
+from specheads.config import ConfigError, RunError, TrainConfig
+from specheads.data.dropped import Dropped
+from specheads.data.records import load_records
+from specheads.data.rows import Record
+from specheads.data.stored import tokenizer_digest
+from specheads.files import whole_folder
+from specheads.log import is_used
+from specheads.models.base import load_tokenizer
+
+SPECIAL = ("<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|system|>")
+NUM_SPECIAL = 16  # with <|reserved_0|> and so on, for those who tune the model to more roles
+CHAT_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}"
+    "{{ '<|assistant|>' }}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+    "{% elif message['role'] in ('user', 'system') %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% else %}{{ raise_exception('unknown role ' + message['role']) }}"
+    "{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+_FOLDER, _MADE_FROM = "tokenizer", "made_from.json"
+_ROUND = 64  # rows of a new model's embedding come in multiples of it: matrix products like that
+_PATIENCE = 3 * 3600.0  # seconds that other ranks wait for the one that learns the merges
+
+
+def choose_tokenizer(cfg: TrainConfig) -> PreTrainedTokenizerBase:
+    """Return the tokenizer that ``cfg.tokenizer`` asks for, on every rank the same.
+
+    ``byte``: :func:`byte_tokenizer`. ``bpe``: :func:`bpe_tokenizer` of the run's training records,
+    kept in ``tokenizer/`` of the run directory, where a resumed run and the other ranks find it.
+    A folder or a name on the hub: that model's. Empty: that of ``model.name``.
+
+    Raises:
+        ConfigError: if there is none of that name, or the one of the run to resume is missing or
+            was changed.
+        RunError: if rank 0 does not write it in time, or the disk is full.
+    """
+    trust = cfg.model.trust_remote_code
+    if cfg.tokenizer == "byte":
+        return byte_tokenizer(_context(cfg))
+    if cfg.tokenizer == "bpe":
+        return _bpe_of_run(cfg)
+    if not cfg.tokenizer:
+        return load_tokenizer(cfg.model.name, revision=cfg.model.revision, trust_remote_code=trust)
+    try:
+        return load_tokenizer(cfg.tokenizer, trust_remote_code=trust)
+    except ConfigError as error:
+        close = difflib.get_close_matches(cfg.tokenizer, ("byte", "bpe"), n=1)
+        detail = str(error).removeprefix(f"model.name={cfg.tokenizer}: ")
+        raise ConfigError(
+            f"tokenizer={cfg.tokenizer} is neither byte nor bpe nor a model that has one"
+            + (f"; did you mean {close[0]}?" if close else f": {detail}")
+        ) from None
+
+
+def byte_tokenizer(context: int | None = None) -> PreTrainedTokenizerFast:
+    """Return the tokenizer whose id b is byte b, followed by the special tokens; 272 in all.
+
+    Args:
+        context: the longest text that its model takes, in tokens, where that is known.
+    """
+    return _assemble([], "byte", context)
+
+
+def bpe_tokenizer(
+    texts: Iterable[str], size: int, context: int | None = None
+) -> PreTrainedTokenizerFast:
+    """Learn byte-level BPE (Sennrich et al., arXiv:1508.07909; on bytes: GPT-2); deterministic.
+
+    Texts are first cut into words as GPT-2 does; no merge crosses a cut.
+
+    Args:
+        texts: what the merges are learned from.
+        size: tokens in all. There are fewer where no pair occurs twice any more.
+        context: the longest text that its model takes, in tokens, where that is known.
+
+    Raises:
+        ValueError: if ``size`` leaves no room beside bytes and special tokens.
+    """
+    if size <= 256 + NUM_SPECIAL:
+        raise ValueError(f"size must be more than {256 + NUM_SPECIAL}, got {size}")
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size - NUM_SPECIAL,
+        min_frequency=2,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    learner.train_from_iterator(texts, trainer)
+    merges = json.loads(learner.to_str())["model"]["merges"]
+    return _assemble([(left, right) for left, right in merges], "bpe", context)
+
+
+def _assemble(
+    merges: list[tuple[str, str]], name: str, context: int | None
+) -> PreTrainedTokenizerFast:
+    # the learner orders bytes by the characters that stand for them; here id b is byte b
+    vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
+    for left, right in merges:
+        vocabulary.setdefault(left + right, len(vocabulary))  # two merges may spell one token
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=bool(merges)
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    reserved = [f"<|reserved_{number}|>" for number in range(NUM_SPECIAL - len(SPECIAL))]
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in [*SPECIAL, *reserved]]
+    )
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        bos_token="<|bos|>",
+        eos_token="<|eos|>",
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        **({"model_max_length": context} if context else {}),
+    )
+    made.name_or_path = name
+    return made
+
+
+def byte_characters() -> list[str]:
+    """Return the character that the byte-level pre-tokenizer writes for each byte (GPT-2's)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+def complete_init(init: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return ``model.init`` with what follows from the tokenizer, to build a model from.
+
+    ``vocab_size``, where it is absent or 0, becomes the number of token ids rounded up to a
+    multiple of 64. ``pad_token_id``, ``bos_token_id`` and ``eos_token_id``, where absent, become
+    the tokenizer's: transformers' defaults are ids of Llama's vocabulary, at which generation
+    would stop, and whose embedding, for the padding, never learns.
+
+    Raises:
+        ConfigError: if a given ``vocab_size`` is too small, or a given id is another token's.
+    """
+    values = dict(init)
+    if values.get("model_type") not in CONFIG_MAPPING:
+        return values  # build_from_init says so
+    known, name = CONFIG_MAPPING[values["model_type"]](), tokenizer.name_or_path
+    num_ids = max(tokenizer.get_vocab().values(), default=-1) + 1
+    given = values.get("vocab_size")
+    if hasattr(known, "vocab_size") and not given:
+        values["vocab_size"] = -(-num_ids // _ROUND) * _ROUND
+    elif isinstance(given, int) and given < num_ids:
+        raise ConfigError(
+            f"model.init.vocab_size is {given}, the tokenizer {name} has {num_ids} token ids;"
+            " 0 takes it from the tokenizer"
+        )
+    for role in ("pad", "bos", "eos"):
+        key = f"{role}_token_id"
+        own = getattr(tokenizer, key)
+        if own is None or not hasattr(known, key):
+            continue
+        if values.get(key) is not None:
+            ids = values[key] if isinstance(values[key], list) else [values[key]]
+            if own not in ids:
+                raise ConfigError(
+                    f"model.init.{key} is {values[key]}, {role} of the tokenizer {name} is {own};"
+                    " left out, it is the tokenizer's"
+                )
+        elif role != "pad" or own != tokenizer.eos_token_id:  # else eos would never be learned
+            values[key] = own
+    return values
+
+
+def _bpe_of_run(cfg: TrainConfig) -> PreTrainedTokenizerBase:
+    own = Path(cfg.run_dir) / _FOLDER
+    wanted: dict[str, Any] = {"tokenizer": cfg.tokenizer, "tokenizer_size": cfg.tokenizer_size}
+    if cfg.resume and (cfg.resume != "auto" or is_used(own.parent)):
+        # the weights know this one, whatever the data and the library have become since
+        kept = own if cfg.resume == "auto" else Path(cfg.resume).resolve().parent.parent / _FOLDER
+        if not _agrees(kept, wanted):
+            raise ConfigError(
+                f"resume={cfg.resume}: the run has no tokenizer in {kept} that was made with"
+                f" tokenizer={cfg.tokenizer} tokenizer_size={cfg.tokenizer_size}"
+            )
+        tokenizer = _load(kept)
+        if dist.is_main() and kept != own and not cfg.dry_run:
+            _keep(own, tokenizer, _read(kept))
+        return tokenizer
+    records = load_records(cfg.data, "train", dropped=Dropped())
+    if cfg.dry_run:  # leaves nothing behind
+        return bpe_tokenizer(_texts(records), cfg.tokenizer_size, _context(cfg))
+    wanted["text"] = _digest(_texts(records))  # an earlier attempt in this folder had its own
+    if not dist.is_main():
+        _wait(own, wanted)
+    elif not _agrees(own, wanted):
+        learned = bpe_tokenizer(_texts(records), cfg.tokenizer_size, _context(cfg))
+        _keep(own, learned, {**wanted, "digest": tokenizer_digest(learned)})
+        print(
+            f"tokenizer: {len(learned):,} tokens (tokenizer_size={cfg.tokenizer_size})"
+            f" learned from {len(records):,} records, kept in {own}",
+            flush=True,
+        )
+    return _load(own)
+
+
+def _texts(records: Iterable[Record]) -> Iterator[str]:
+    for record in records:
+        yield from (message["content"] for message in record.get("messages", ()))
+        yield from (record[key] for key in ("prompt", "completion", "text") if key in record)
+
+
+def _digest(texts: Iterable[str]) -> str:
+    total = hashlib.sha256()
+    for text in texts:
+        data = text.encode()
+        total.update(len(data).to_bytes(8, "big") + data)
+    return total.hexdigest()
+
+
+def _context(cfg: TrainConfig) -> int | None:
+    length = cfg.model.init.get("max_position_embeddings")
+    return length if isinstance(length, int) else None
+
+
+def _keep(folder: Path, tokenizer: PreTrainedTokenizerBase, made_from: dict[str, Any]) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with whole_folder(folder) as fresh:
+        tokenizer.save_pretrained(fresh)
+        (fresh / _MADE_FROM).write_text(json.dumps(made_from, indent=2) + "\n")
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    path = folder / _MADE_FROM
+    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return found
+
+
+def _agrees(folder: Path, wanted: Mapping[str, Any]) -> bool:
+    return wanted.items() <= _read(folder).items()
+
+
+def _load(folder: Path) -> PreTrainedTokenizerBase:
+    tokenizer = load_tokenizer(str(folder))
+    if tokenizer_digest(tokenizer) != _read(folder)["digest"]:
+        raise ConfigError(f"{folder} was changed after the run began to train with it")
+    return tokenizer
+
+
+def _wait(folder: Path, wanted: Mapping[str, Any]) -> None:
+    # there is no process group yet: the engine makes it, after model and data
+    end = time.monotonic() + _PATIENCE
+    while not _agrees(folder, wanted):
+        if time.monotonic() > end:
+            raise RunError(
+                f"rank {dist.rank()} waited for rank 0 to write {folder}; all ranks need one disk"
+                " for the run directory, and the same data"
+            )
+        time.sleep(0.1)

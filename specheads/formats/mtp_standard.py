@@ -1,0 +1,232 @@
+"""Sequential heads in the MTP standard of transformers: one folder for it and what builds on it.
+
+``generate(use_mtp=True)`` of transformers >= 5.20 and vLLM's transformers backend read it through
+``transformers.modeling_layers.MtpModel``; the layout is DeepSeek-V3's (arXiv:2412.19437). Head k is
+layer N + k of the checkpoint, N being the base's layers: ``model.layers.{N+k}.`` in front of
+``enorm``, ``hnorm``, ``eh_proj``, the decoder layer's own names and ``shared_head.norm``. Embedding
+and output matrix are the base's. The config's ``num_mtp_layers`` says how many heads there are.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from specheads.config import ConfigError
+from specheads.files import whole_folder
+from specheads.models.hf import save_as
+from specheads.models.kinds import Heads
+from specheads.models.mtp import MtpHeads
+from specheads.models.mtp_hf import CLASSES, our_config, plain_config
+from specheads.models.mtp_layer import block_config
+
+NATIVE = ("deepseek_v3", "glm4_moe")  # whose own classes know such layers
+# of a layer's config, but not of what it computes
+_IRRELEVANT = {
+    "architectures", "attention_dropout", "bos_token_id", "dtype", "eos_token_id",
+    "initializer_range", "num_nextn_predict_layers", "pad_token_id", "quantization_config",
+    "tie_word_embeddings", "transformers_version", "use_cache",
+}  # fmt: skip
+_READ_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, StrictDataclassError)
+
+
+def write(
+    folder: str | Path,
+    base: PreTrainedModel,
+    heads: Heads,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write base and heads, whole or not at all.
+
+    ``eh_proj`` is written for ``[embedding; hidden]``, whichever order the heads were trained in:
+    that is what every engine takes, and only some know a key for the other one.
+
+    Args:
+        folder: a new one, or one to replace.
+        base: the plain model; an adapter is merged in what is written.
+        heads: sequential ones that share the base's output matrix.
+        tokenizer: written beside them.
+        dtype: of all tensors; None takes the base's.
+
+    Raises:
+        ConfigError: if the standard cannot hold these heads, or does not know such a base.
+        RunError: if the disk is full.
+    """
+    heads = check(base, heads)
+    number = heads.num_heads
+    kind: type[PreTrainedModel] = type(base)
+    if base.config.model_type in NATIVE:
+        config = copy.deepcopy(base.config)
+        config.num_mtp_layers = number
+        vars(config).pop("quantization_config", None)
+    else:
+        kind = CLASSES[base.config.model_type].model
+        types = getattr(heads.config, "layer_types", None)
+        more = {"mtp_layer_types": list(types) * number} if types else {}
+        config = our_config(base.config, num_mtp_layers=number, **more)
+    first = base.config.num_hidden_layers
+    extra = {
+        _standard_name(name, first): tensor for name, tensor in _embedding_first(heads).items()
+    }
+    with whole_folder(Path(folder)) as fresh:
+        save_as(fresh, kind, config, base, extra, tokenizer, dtype)
+
+
+def check(base: PreTrainedModel, heads: Heads) -> MtpHeads:
+    """Return ``heads`` if the standard can hold them.
+
+    Raises:
+        ConfigError: with what is in the way.
+    """
+    if not isinstance(heads, MtpHeads) or not heads.sequential:
+        variant = heads.variant if isinstance(heads, MtpHeads) else heads.kind
+        raise ConfigError(
+            f"format=mtp_standard holds sequential MTP heads, these are {variant} ones"
+        )
+    if heads.lm_head != "shared":
+        raise ConfigError(
+            "format=mtp_standard holds heads that share the base's output matrix, these have"
+            " their own"
+        )
+    if (kind := base.config.model_type) not in (*CLASSES, *NATIVE):
+        raise ConfigError(
+            f"format=mtp_standard: the base model is of type {kind!r}, the standard is known for"
+            f" {', '.join((*CLASSES, *NATIVE))}"
+        )
+    expected, found = block_config(base.config).to_dict(), heads.config.to_dict()
+    for key in sorted(found.keys() - _IRRELEVANT):
+        if not key.startswith("_") and found[key] != expected.get(key):
+            raise ConfigError(
+                f"format=mtp_standard: the heads' layers must be like the base's last one, but"
+                f" their {key} is {found[key]!r}, the base's {expected.get(key)!r}"
+            )
+    return heads
+
+
+def unlisted_layers(base: PreTrainedModel, num_heads: int) -> list[int]:
+    """Return the layers of written heads that transformers' class of a native base passes over.
+
+    It looks for those of the published models, such as layer 61 of DeepSeek-V3, and for no others.
+    ``generate(use_mtp=True)`` needs a pattern in ``model._keys_to_ignore_on_load_unexpected`` for
+    each. Engines with a class of their own do not look at that.
+    """
+    if base.config.model_type not in NATIVE:
+        return []
+    first = base.config.num_hidden_layers
+    patterns = list(type(base)._keys_to_ignore_on_load_unexpected or [])
+    return [
+        layer
+        for layer in range(first, first + num_heads)
+        if not any(re.search(pattern, f"model.layers.{layer}.eh_proj") for pattern in patterns)
+    ]
+
+
+def read(folder: str | Path) -> MtpHeads:
+    """Read the heads of a folder in the standard, whoever wrote it, as transformers would.
+
+    Args:
+        folder: with ``num_mtp_layers`` in its config.
+
+    Returns:
+        sequential heads on the CPU, in the dtype of the files, in eval mode.
+
+    Raises:
+        ConfigError: if there are none, or not of a kind that can be read.
+    """
+    try:
+        from transformers.modeling_layers import MtpModel
+    except ImportError:
+        raise ConfigError("reading the MTP standard needs transformers >= 5.20") from None
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} is no model folder: it has no config.json")
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        number = _number_of_layers(folder, config)
+        with torch.device("meta"):
+            base: Any = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+        base.config.name_or_path = str(folder)
+        first = config.num_hidden_layers
+        base._keys_to_ignore_on_load_unexpected = {
+            rf"^model\.layers\.{layer}\." for layer in range(first, first + number)
+        }
+        loaded = MtpModel.from_pretrained(base, device_map={"": torch.device("cpu")})
+        heads = _heads_of(loaded, config, number)
+    except ConfigError:
+        raise
+    except _READ_ERRORS as error:
+        reason = str(error).strip().splitlines()[0]
+        if "ignore_mismatched_sizes" in reason:  # an option that nobody here can set
+            reason = "they have other shapes than its config asks for; the report above names them"
+        raise ConfigError(f"{folder}: its MTP layers cannot be read: {reason}") from None
+    return heads
+
+
+def _number_of_layers(folder: Path, config: PreTrainedConfig) -> int:
+    kind = plain_config(config).model_type
+    if kind not in (*CLASSES, *NATIVE):
+        raise ConfigError(
+            f"{folder} holds a model of type {config.model_type!r}, the MTP standard is known for"
+            f" {', '.join((*CLASSES, *NATIVE))}"
+        )
+    number = getattr(config, "num_mtp_layers", None)
+    if not number:
+        raise ConfigError(f"{folder} holds no MTP layers: num_mtp_layers is {number}")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(f"{folder} is quantised: its MTP layers cannot be read")
+    return int(number)
+
+
+def _heads_of(loaded: Any, config: PreTrainedConfig, number: int) -> MtpHeads:
+    """Return the heads whose tensors transformers' MtpModel has loaded."""
+    block = block_config(plain_config(config))
+    if types := getattr(config, "mtp_layer_types", None):
+        if len(set(types)) > 1:
+            raise ConfigError(f"mtp_layer_types is {types}: layers of several kinds are not known")
+        block.layer_types = types[:1]
+    heads = MtpHeads(
+        number,
+        block,
+        config.vocab_size,
+        variant="sequential",
+        hidden_first=bool(getattr(config, "mtp_hidden_states_first", False)),
+    )
+    state = {}
+    for name, tensor in loaded.state_dict().items():
+        if name.startswith("layers."):
+            name = name.replace(".mtp_block.", ".block.").replace(".post_norm.", ".norm.")
+            state[name] = tensor
+    heads.load_state_dict(state, assign=True)
+    return heads.eval()
+
+
+def _embedding_first(heads: MtpHeads) -> dict[str, Tensor]:
+    state = dict(heads.state_dict())
+    if heads.hidden_first:
+        for name, tensor in state.items():
+            if name.endswith(".eh_proj.weight"):
+                state[name] = tensor.roll(heads.hidden_size, dims=1)
+    return state
+
+
+def _standard_name(name: str, first: int) -> str:
+    """Return the name in the checkpoint of ``layers.{k}.<rest>`` of :class:`MtpHeads`."""
+    _, layer, rest = name.split(".", 2)
+    if rest.startswith("norm."):
+        rest = f"shared_head.{rest}"
+    return f"model.layers.{first + int(layer)}.{rest.removeprefix('block.')}"

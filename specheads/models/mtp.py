@@ -1,0 +1,371 @@
+"""Multi-token-prediction heads: each one decoder layer of the base model's own kind.
+
+Head i (counted from 0) predicts the token i + 2 positions ahead. ``parallel`` ones read the trunk,
+which is all of the base but its last layer, side by side; ``causal`` ones read it one behind the
+other (Gloeckle et al., arXiv:2404.19737, section 2 and figure S11). The base's own last layer is
+the paper's first head, so that its n heads are the base and K = n - 1 of these. ``sequential`` ones
+read the base's final hidden state, one behind the other, and each the embedding of one more token
+(DeepSeek-V3, arXiv:2412.19437, equations 21 to 24). Shapes: K heads, d hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_masks_for_generate
+
+from specheads.models.adapters import merged_state
+from specheads.models.hidden import FINAL, TRUNK, final_norm, last_layer
+from specheads.models.mtp_layer import MtpLayer, Parts
+from specheads.models.mtp_texts import MtpTexts
+from specheads.models.output import OutputLayer
+
+if TYPE_CHECKING:
+    from specheads.models.mtp_keys import MtpKeys
+
+VARIANTS = ("parallel", "causal", "sequential")
+MTP_LM_HEADS = ("shared", "own")
+Embed = Callable[[Tensor], Tensor]
+
+
+class MtpHeads(nn.Module):
+    """K heads of one layer each.
+
+    They keep the interface of :class:`specheads.models.heads.MedusaHeads`, so that objective,
+    drafters and calibration serve both. ``contextual`` runs the layers over whole texts.
+
+    Args:
+        num_heads: K.
+        config: of one layer, see :func:`block_config`.
+        vocab_size: V of the base model.
+        variant: ``parallel``, ``causal`` or ``sequential``.
+        lm_head: ``shared``, the base's output matrix, or ``own``, one per head.
+        hidden_first: sequential: ``[hidden; embedding]`` as the paper has it, and not
+            ``[embedding; hidden]`` as Megatron, transformers and vLLM do.
+
+    Raises:
+        ValueError: for an unknown variant or output matrix, or numbers out of range.
+    """
+
+    token_map = None
+    prefix = None
+    markov_rank = 0
+    rank = 0
+    num_layers = 0  # residual blocks, of which these heads have none
+    kind = "mtp"
+
+    def __init__(
+        self,
+        num_heads: int,
+        config: PreTrainedConfig,
+        vocab_size: int,
+        *,
+        variant: str = "parallel",
+        lm_head: str = "shared",
+        hidden_first: bool = False,
+    ) -> None:
+        super().__init__()
+        if variant not in VARIANTS:
+            raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}")
+        if lm_head not in MTP_LM_HEADS:
+            raise ValueError(f"lm_head must be one of {', '.join(MTP_LM_HEADS)}, got {lm_head!r}")
+        if num_heads < 1:
+            raise ValueError(f"num_heads must be at least 1, got {num_heads}")
+        self.num_heads, self.vocab_size, self.num_outputs = num_heads, vocab_size, vocab_size
+        self.hidden_size = int(config.hidden_size)
+        self.variant, self.lm_head, self.hidden_first = variant, lm_head, hidden_first
+        self.config = config = copy.deepcopy(config)
+        parts = Parts(config)
+        self.layers = nn.ModuleList(
+            MtpLayer(
+                parts,
+                config,
+                sequential=self.sequential,
+                own_outputs=vocab_size if lm_head == "own" else 0,
+            )
+            for _ in range(num_heads)
+        )
+        self.rotary_emb = parts.rotary(config=config)
+        for module in self.layers.modules():
+            parts.initialise(module)
+        # the same masks in forward and backward; without dropout nothing is drawn
+        self._draws = any(value for key, value in vars(config).items() if "drop" in key)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MtpHeads:
+        """Move or cast everything but the rotary table, which would be rounded: it only moves."""
+        tables = dict(self.rotary_emb.named_buffers())
+        super()._apply(fn, recurse)
+        for name, table in tables.items():
+            moved = self.rotary_emb.get_buffer(name)
+            setattr(self.rotary_emb, name, table if moved.is_meta else table.to(moved.device))
+        return self
+
+    @property
+    def sequential(self) -> bool:
+        """Whether a head reads tokens drafted before its own."""
+        return self.variant == "sequential"
+
+    @property
+    def condition(self) -> bool:
+        """Whether it reads them through the base's input embedding."""
+        return self.sequential
+
+    @property
+    def tap(self) -> str:
+        """Which hidden state of the base the heads read."""
+        return FINAL if self.sequential else TRUNK
+
+    @property
+    def block(self) -> dict[str, Any]:
+        """The config of one layer as plain JSON."""
+        values = self.config.to_diff_dict()
+        dropped = ("transformers_version", "architectures", "dtype", "_name_or_path")
+        return {key: value for key, value in values.items() if key not in dropped}
+
+    def layer(self, i: int) -> MtpLayer:
+        """Return the layer of head ``i``."""
+        layer = self.layers[i]
+        assert isinstance(layer, MtpLayer)
+        return layer
+
+    def waves(self, hidden: Tensor, position_ids: Tensor) -> Any:
+        """Return what the layers turn queries and keys by, as the base makes it for its last one.
+
+        Args:
+            hidden: any tensor of the device and dtype in question.
+            position_ids: [B, T].
+        """
+        if hasattr(self.rotary_emb, "inv_freq"):
+            return self.rotary_emb(hidden, position_ids)
+        # Gemma 3 has a table for each type of layer
+        return self.rotary_emb(hidden, position_ids, self.config.layer_types[0])
+
+    @torch.no_grad()
+    def init_from_base(self, base: PreTrainedModel) -> None:
+        """Make every head a copy of the base's last layer and final norm, dequantised.
+
+        So parallel heads start by predicting what the base predicts, causal ones repeat the layer,
+        and sequential ones pass the hidden state through it, ignoring the token.
+
+        Raises:
+            ValueError: if the base's last layer has other tensors than these.
+        """
+        state = merged_state(base, base.dtype, last_layer(base))
+        norm = final_norm(base).state_dict()
+        matrix = cast(Tensor, base.get_output_embeddings().weight)
+        for layer in map(self.layer, range(self.num_heads)):
+            try:
+                layer.block.load_state_dict(state)
+                layer.norm.load_state_dict(norm)
+            except RuntimeError as error:
+                reason = str(error).splitlines()[-1].strip()
+                raise ValueError(f"the base's last layer is of another kind: {reason}") from None
+            if layer.eh_proj is not None:
+                size, first = self.hidden_size, 0 if self.hidden_first else self.hidden_size
+                layer.eh_proj.weight.zero_()
+                layer.eh_proj.weight[:, first : first + size].copy_(torch.eye(size))
+            if layer.lm_head is not None:
+                layer.lm_head.weight.copy_(matrix)
+
+    def contextual(
+        self,
+        hidden: Tensor,
+        position_ids: Tensor,
+        tokens: Tensor | None = None,
+        embed: Embed | None = None,
+    ) -> Tensor:
+        """Return what the output matrices read, [K, B, T, d]: one head's layer behind the other.
+
+        Each layer's inner activations are made again in backward, so that those of one layer exist
+        at a time.
+
+        Args:
+            hidden: [B, T, d], at :attr:`tap`, of whole documents, several in a row if packed.
+            position_ids: [B, T], restarting at 0 with every document.
+            tokens: [B, T], for sequential heads: the texts. Head i reads the token i + 1 ahead;
+                near the end of a document that is another document's, where the head has no label.
+            embed: the base's input embedding, for sequential heads.
+        """
+        weight = next(self.parameters())
+        hidden = hidden.to(weight.dtype)
+        mask = self._mask(hidden, position_ids)
+        waves = self.waves(hidden, position_ids)
+        embedded = None
+        if self.sequential:
+            if tokens is None or embed is None:
+                raise ValueError("these heads read tokens through embed, and one of both is None")
+            embedded = embed(tokens).to(weight.dtype)
+        found, before = [], hidden
+        for i in range(self.num_heads):
+            source = hidden if self.variant == "parallel" else before
+            arguments = (i, source, embedded, mask, position_ids, waves)
+            if torch.is_grad_enabled() and self.training:
+                before, output = checkpoint(
+                    self._run, *arguments, use_reentrant=False, preserve_rng_state=self._draws
+                )
+            else:
+                before, output = self._run(*arguments)
+            found.append(output)
+        return torch.stack(found)
+
+    def _run(
+        self,
+        i: int,
+        hidden: Tensor,
+        embedded: Tensor | None,
+        mask: Tensor | None,
+        position_ids: Tensor,
+        waves: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the next head reads, and what this one's output matrix reads."""
+        layer = self.layer(i)
+        if embedded is not None:
+            # in here, so that no head's shifted copy is kept for backward
+            ahead = embedded.roll(-1 - i, dims=1)
+            hidden = layer.join(hidden, ahead, hidden_first=self.hidden_first)
+        return self.attend(i, hidden, mask, position_ids, waves)
+
+    def attend(
+        self,
+        i: int,
+        hidden: Tensor,
+        mask: Tensor | None,
+        position_ids: Tensor,
+        waves: Any,
+        cache: Any = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layer of head ``i``; return what :meth:`contextual` needs of it.
+
+        Args:
+            i: the head.
+            hidden: [B, T, d], the trunk, what the head before made, or what was joined.
+            mask: as transformers makes it, or what the layer adds to its scores, [B, 1, T, L].
+            position_ids: [B, T].
+            waves: of these positions, see :meth:`waves`.
+            cache: takes the layer's keys and values and gives back those to look at.
+
+        Returns:
+            What the next head reads, and what this one's output matrix reads, [B, T, d] each.
+        """
+        layer = self.layer(i)
+        found = layer.block(
+            hidden,
+            attention_mask=mask,
+            position_ids=position_ids,
+            position_embeddings=waves,
+            past_key_values=cache,
+            use_cache=cache is not None,
+        )
+        found = found[0] if isinstance(found, tuple) else found
+        output = layer.norm(found)
+        return (output if self.sequential else found), output
+
+    def _mask(self, hidden: Tensor, position_ids: Tensor) -> Any:
+        """Return the mask of the layers, packed documents apart, as transformers would make it."""
+        masks = create_masks_for_generate(self.config, hidden, None, None, position_ids)
+        return next(iter(masks.values())) if isinstance(masks, dict) else masks
+
+    def features(
+        self,
+        i: int,
+        hidden: Tensor,
+        tokens: Tensor | None = None,
+        embed: Embed | None = None,
+    ) -> Tensor:
+        """Return what the output matrix of head ``i`` reads, [..., d], of ``contextual``'s."""
+        del tokens, embed
+        return hidden[i]
+
+    def output_weight(self, i: int, base_weight: Tensor) -> Tensor:
+        """Return the output matrix [V, d] of head ``i``."""
+        own = self.layer(i).lm_head
+        return base_weight if own is None else own.weight
+
+    def output_bias(self, bias: Tensor | None) -> Tensor | None:
+        """Return the base's output bias [V], which all heads use."""
+        return bias
+
+    def token_ids(self, places: Tensor) -> Tensor:
+        """Return ``places``: these heads know all tokens."""
+        return places
+
+    def map_labels(self, labels: Tensor) -> Tensor:
+        """Return ``labels``: these heads know all tokens."""
+        return labels
+
+    def full_logits(self, logits: Tensor) -> Tensor:
+        """Return ``logits``: these heads know all tokens."""
+        return logits
+
+    def logits(
+        self,
+        hidden: Tensor,
+        output: OutputLayer,
+        tokens: Tensor | None = None,
+        embed: Embed | None = None,
+    ) -> Tensor:
+        """Return the logits [K, ..., V] of all heads, computed as the base computes its own.
+
+        Args:
+            hidden: [K, ..., d], from ``contextual``.
+            output: the base's output layer; its matrix is used where the heads share it.
+            tokens: not used: ``contextual`` has read them.
+            embed: not used either.
+        """
+        del tokens, embed
+        if self.lm_head == "shared":
+            products = F.linear(hidden.to(output.weight.dtype), output.weight)
+        else:
+            products = torch.stack(
+                [F.linear(each, self.output_weight(i, each)) for i, each in enumerate(hidden)]
+            )
+        return self.finish(products, output)
+
+    def forward(self, hidden: Tensor, output: OutputLayer, **sequential: Any) -> Tensor:
+        """Return the logits of all heads; see ``logits``."""
+        return self.logits(hidden, output, **sequential)
+
+    @torch.no_grad()
+    def snapshot(self, output: OutputLayer) -> Callable[[Tensor], Tensor]:
+        """Return a function like ``logits``, for decoding: the weights as they are now, stacked.
+
+        Raises:
+            ValueError: if the heads are sequential.
+        """
+        if self.sequential:
+            raise ValueError("sequential heads cannot guess all at once")
+        if self.lm_head == "shared":
+            return lambda hidden: self.logits(hidden, output)
+        matrices = torch.stack(
+            [self.output_weight(i, output.weight) for i in range(self.num_heads)]
+        ).transpose(1, 2)
+        return lambda hidden: self.finish(
+            torch.bmm(hidden.flatten(1, -2), matrices).view(*hidden.shape[:-1], -1), output
+        )
+
+    def memory(self, num_rows: int, embed: Embed | None = None) -> MtpKeys | MtpTexts:
+        """Return what the layers remember of texts while decoding, before anything was read.
+
+        Args:
+            num_rows: texts.
+            embed: the base's input embedding, for sequential heads.
+
+        Raises:
+            ValueError: if it is missing, or the layers' attention is of a kind that cannot draft.
+        """
+        if self.sequential:
+            return MtpTexts.empty(self, num_rows, embed)
+        from specheads.models.mtp_keys import MtpKeys
+
+        return MtpKeys.empty(self, num_rows)
+
+    def finish(self, products: Tensor, output: OutputLayer) -> Tensor:
+        """Return logits [..., V] as the base makes its own: with its bias, scale and softcap."""
+        return output.finish(products if output.bias is None else products + output.bias)
