@@ -117,7 +117,12 @@ def arms(regenerated: Path) -> list[Arm]:
             f"optim.base_lr={base_rate}",
             "warmup_heads=0.2",
         )
-        for weight, base_rate in (("0.75", "5e-4"), ("0.3", "5e-4"), ("0.2", "3e-4"))
+        for weight, base_rate in (
+            ("0.75", "5e-4"),
+            ("0.4", "4e-4"),
+            ("0.3", "5e-4"),
+            ("0.2", "3e-4"),
+        )
     )
     own = ("data=jsonl", f"data.path={regenerated}", f"data.eval_path={CALIBRATION}")
     medusa1, medusa2 = (

@@ -68,6 +68,14 @@ def test_tuning_keeps_to_the_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         assert rates == (f"a={best}",) and len(tried) == 3
 
 
+def test_speeds_of_stages_add_up_as_times() -> None:
+    """The mean of a fast short stage and a slow long one is a speed that no run ever has."""
+    seconds = 0.2 * 500 / 20 + 0.8 * 500 / 5
+    speed = bench.whole_run([20.0, 5.0], ["optim.lr=1", "warmup_heads=0.2"])
+    assert speed == pytest.approx(500 / seconds)
+    assert bench.whole_run([20.0], ["optim.lr=1"]) == 20
+
+
 def test_likelihood_and_entropy_by_the_definition(tiny_llama: LlamaForCausalLM) -> None:
     """Scored one position off, every text looks as unlikely as noise."""
     prompt = Prompt("p", "k", torch.tensor([[5, 9, 2]]))
