@@ -10,8 +10,8 @@ from torch import Tensor
 from specheads.acceptance import walk, walk_on_host
 from specheads.decoding.choosing import Chooser
 from specheads.decoding.deciding import Acceptance
-from specheads.decoding.sampling import Chance
 from specheads.drafters.contract import Candidates, StepResult
+from specheads.sampling import Chance
 from specheads.tree import Tree
 
 

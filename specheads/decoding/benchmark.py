@@ -21,12 +21,12 @@ from specheads.decoding.measure import (
     hf_generate_method,
     plain_method,
 )
-from specheads.decoding.sampling import Sampler
 from specheads.drafters.made import DynamicDrafter, StaticDrafter, static_drafter
 from specheads.drafters.ngram import NgramDrafter
 from specheads.hardware import environment
 from specheads.models.kinds import Heads
 from specheads.models.output import OutputLayer
+from specheads.sampling import Sampler
 from specheads.tree import Tree
 
 # Prompt lookup at its best on the embedded model's calibration answers: longer matches first, any

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
-from specheads.decoding.forward import replay
 from specheads.decoding.processors import RowProcessors, bind
 from specheads.decoding.result import Output
-from specheads.decoding.sampling import Sampler
 from specheads.drafters.contract import Candidates
+from specheads.models.forward import replay
+from specheads.sampling import Sampler
 from specheads.tree import Tree
 
 EXACT_DTYPES = (torch.float32, torch.float64)

@@ -25,9 +25,9 @@ from specheads.decoding.deciding import Acceptance
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
 from specheads.decoding.result import DecodeResult
-from specheads.decoding.sampling import Sampler
 from specheads.drafters.contract import Drafter
 from specheads.hardware import peak_memory
+from specheads.sampling import Sampler
 
 
 @dataclass(frozen=True)
