@@ -61,6 +61,19 @@ class Alpha:
     per_prompt: list[float]
     texts: list[Agreement]
 
+    @staticmethod
+    def of(texts: Sequence[Agreement]) -> Alpha:
+        """Sum up texts."""
+        num = sum(len(text.shared) for text in texts)
+        singly = total(replay_chain(text.kept, 1, text.limit) for text in texts)
+        return Alpha(
+            alpha=sum(sum(text.shared) for text in texts) / max(1, num),
+            acceptance_rate=singly.acceptance_rate,
+            num_tokens=num,
+            per_prompt=[sum(text.shared) / max(1, len(text.shared)) for text in texts],
+            texts=list(texts),
+        )
+
     def chain(self, num_tokens: int, *, sampled: bool = True) -> Gained:
         """Return what chains of ``num_tokens`` guesses are expected to gain on these texts.
 
@@ -169,16 +182,7 @@ def measure_alpha(
         )
         text = [*prompt[0].tolist(), *result.new_tokens]
         texts.append(agreement(base, draft, text, prompt.shape[1] + 1, sampler, max_new_tokens - 1))
-    num = sum(len(text.shared) for text in texts)
-    return Alpha(
-        alpha=sum(sum(text.shared) for text in texts) / max(1, num),
-        acceptance_rate=total(
-            replay_chain(text.kept, 1, text.limit) for text in texts
-        ).acceptance_rate,
-        num_tokens=num,
-        per_prompt=[sum(text.shared) / max(1, len(text.shared)) for text in texts],
-        texts=texts,
-    )
+    return Alpha.of(texts)
 
 
 @torch.inference_mode()
