@@ -105,7 +105,9 @@ def _decode(
     logits = base.read(tokens, counts)
     chosen = chooser.next_tokens(logits, rows)
     root = torch.tensor(chosen, device=logits.device)
-    prefill = Prefill(output.prompts, tokens, counts, hidden(), root, chooser.sampler)
+    prefill = Prefill(
+        output.prompts, tokens, counts, hidden(), root, chooser.sampler, logits.shape[-1]
+    )
     state = drafter.start(prefill)
     output.emit(rows, [[token] for token in chosen])
     while True:

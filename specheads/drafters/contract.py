@@ -57,6 +57,7 @@ class Prefill:
         root: [B], the first new token.
         sampler: how the base model's tokens are drawn, which a drafter that samples imitates. Row b
             draws with its seed + b.
+        vocab_size: V, how many tokens the base model has logits for; 0: unknown.
     """
 
     ids: Sequence[Sequence[int]]
@@ -65,6 +66,7 @@ class Prefill:
     hidden: Mapping[str, Tensor]
     root: Tensor
     sampler: Sampler = Sampler()
+    vocab_size: int = 0
 
     def last_hidden(self, tap: str) -> Tensor:
         """Return the hidden states [B, d] at each row's last real token."""
