@@ -192,6 +192,7 @@ def propose(
         None if probs is None else probs[:, : tree.num_nodes],
         candidates.sampling,
         probes,
+        candidates.own,
     )
 
 
@@ -203,9 +204,12 @@ def first_chain(candidates: Candidates) -> Candidates:
         if parent == path[-1] and not probed[node]:
             path.append(node)
     probs = candidates.draft_probs
+    own = torch.full_like(candidates.tokens, -1)
+    own[:, path] = torch.arange(len(path), device=own.device)
     return Candidates(
         candidates.tokens[:, path],
         Tree.chain(len(path) - 1),
         None if probs is None else probs[:, path],
         "none" if probs is None else "chain",
+        own=own,
     )

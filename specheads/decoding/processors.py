@@ -193,7 +193,7 @@ class RowProcessors:
         if self.prefix_free:
             return self._finish(logits.flatten(0, 1)).view_as(logits)
         tree = candidates.tree
-        tokens = candidates.tokens.clamp(min=0).to(logits.device)
+        tokens = candidates.inputs.clamp(min=0).to(logits.device)
         lines = batched(tree, tree.ancestors).to(logits.device).expand(len(rows), -1, -1)
         scores = logits.float().clone()
         levels = _levels(tree, len(rows))

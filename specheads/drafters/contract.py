@@ -30,6 +30,7 @@ class Candidates:
         probes: [B, N] what the base model reads, where it reads more than ``tokens``: a node whose
             token is negative and whose probe is not is read, never accepted, and
             ``StepResult.base_tokens`` says what follows it. None: the tokens.
+        own: [B, n], see ``StepResult``; set by the loop where it verifies a part of the proposal.
     """
 
     tokens: Tensor
@@ -37,6 +38,7 @@ class Candidates:
     draft_probs: Tensor | None = None
     sampling: str = "none"
     probes: Tensor | None = None
+    own: Tensor | None = None
 
     @property
     def inputs(self) -> Tensor:
