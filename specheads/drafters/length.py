@@ -50,13 +50,14 @@ class Length(Protocol):
         """
 
     def observe(self, state: Any, num_proposed: int, num_accepted: int) -> Any:
-        """Return the state of a row after a step in which it was proposed something.
+        """Return the state of a row after a step for which it was asked.
 
         Args:
             state: before the step.
             num_proposed: guesses on which the step has decided: where ``num_accepted`` is smaller,
                 the guess after the accepted ones was refused, and about later ones nothing is
-                known. Guesses that nobody verified, as near the token limit, do not count.
+                known. Guesses that nobody verified, as near the token limit, do not count. It is 0
+                after a limit of 0.
             num_accepted: 0..num_proposed.
         """
 
