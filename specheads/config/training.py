@@ -94,6 +94,7 @@ class DraftConfig:
     layers: int = 1  # random, base: layers of the draft model
     hidden: int = 0  # random: its hidden size, of the base's head width; 0: the base's
     keep: list[int] = field(default_factory=list)  # base: these layers; empty: evenly spread ones
+    learn_prompts: bool = False  # learn all tokens, not the answers alone: for draft.start=random
     # labels (the data's tokens, black box), or the base's distribution: forward_kl, reverse_kl,
     # jsd, tv, lk_alpha, lk_lambda. loss.temperature, loss.top_k, loss.lk_eta go with them
     loss: str = "forward_kl"
