@@ -139,9 +139,89 @@ class DraftObjective(nn.Module):
             ValueError: if the loss needs a teacher, and there is neither a base nor a stored one;
                 or what is stored cannot give the distribution that is asked for.
         """
-        raise NotImplementedError
+        num_valid = num_valid_of(batch, self.num_heads)
+        labels = shift_labels(batch["labels"], batch["segment_ids"], 1).flatten()
+        row_weight = per_label([1.0], num_valid).expand_as(labels)
+        teacher = self._teacher(batch)  # first, or the base's activations meet the draft's graph
+        hidden = hidden_states(self.draft, batch)[0].flatten(0, 1)
+        share = 1.0 / num_valid[0].clamp_min(1.0)
+        sums: dict[str, Tensor] = {}
+        if self.kind == LABELS:
+            loss, stats = self.loss(hidden, self.output.weight, labels, row_weight)
+            sums = {"draft/loss": stats[0, 0], "lm/loss": stats[0, 0], "lm/top1": stats[0, 1]}
+            if teacher is not None:  # in a pass of its own, which forms no gradient
+                with torch.no_grad():
+                    measured = self._soft(hidden, labels, row_weight, teacher)[1]
+                sums[_alpha_name(teacher)] = measured[0, 4]
+        else:
+            if teacher is None:
+                raise ValueError(
+                    f"loss {self.kind} needs a base model, or teacher_ids and teacher_log_probs"
+                    " in the batch"
+                )
+            loss, stats = self._soft(hidden, labels, row_weight, teacher)
+            names = ("draft/loss", "lm/top1", None, "lm/loss", _alpha_name(teacher))
+            sums = {name: s for name, s in zip(names, stats[0], strict=True) if name}
+        if not self.count_hits:
+            del sums["lm/top1"]
+        metrics = {"loss": loss.detach()} | {name: s * share for name, s in sums.items()}
+        return loss * self.engine_scale, metrics
+
+    @torch.no_grad()
+    def _teacher(self, batch: Batch) -> Teacher | StoredTeacher | None:
+        """Return the teacher of all N = B * T positions, where there is one."""
+        if "teacher_ids" in batch:
+            ids, log_probs = batch["teacher_ids"], batch["teacher_log_probs"]
+            return StoredTeacher(ids.flatten(0, 1), log_probs.flatten(0, 1))
+        if self.base is None:
+            return None
+        layer, size = self.base_output, self.vocab_size
+        assert layer is not None
+        hidden = hidden_states(self.base, batch)[0].flatten(0, 1)
+        bias = None if layer.bias is None else _first(layer.bias, size)
+        return Teacher(hidden, _first(layer.weight, size), bias, layer.scale, layer.softcap)
+
+    def _soft(
+        self, hidden: Tensor, labels: Tensor, row_weight: Tensor, teacher: Teacher | StoredTeacher
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss and its statistics [1, 5], see ``linear_soft_loss``."""
+        layer, size = self.output, self.vocab_size
+        return linear_soft_loss(
+            hidden,
+            _first(layer.weight, size),
+            teacher,
+            labels,
+            row_weight,
+            bias=None if layer.bias is None else _first(layer.bias, size),
+            scale=layer.scale,
+            softcap=layer.softcap,
+            chunk_size=self.chunk_size,
+            count_hits=self.count_hits,
+            compare=True,
+            **self.options,
+        )
+
+
+def _first(tensor: Tensor, size: int) -> Tensor:
+    """Return the first rows; the tensor itself where these are all, which costs no copy."""
+    return tensor if tensor.shape[0] == size else tensor[:size]
+
+
+def _alpha_name(teacher: Teacher | StoredTeacher) -> str:
+    return "draft/alpha_top" if isinstance(teacher, StoredTeacher) else "draft/alpha"
 
 
 def _compared(ours: OutputLayer, theirs: OutputLayer | None, vocab_size: int | None) -> int:
     """Return how many tokens two output layers are compared over."""
-    raise NotImplementedError
+    draft = ours.weight.shape[0]
+    base = draft if theirs is None else theirs.weight.shape[0]
+    if vocab_size is None and base != draft:
+        raise ValueError(
+            f"the base model has {base} outputs, the draft model {draft}: vocab_size is missing"
+        )
+    size = draft if vocab_size is None else vocab_size
+    if not 0 < size <= min(base, draft):
+        raise ValueError(
+            f"vocab_size is {size}, the base model has {base} outputs, the draft model {draft}"
+        )
+    return size
