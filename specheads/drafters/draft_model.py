@@ -165,12 +165,13 @@ class DraftModelDrafter:
             drafted = [row[:num] for row, num in zip(guesses, counts, strict=True)]
         matched = state.cache.follow(new_tokens, drafted)
         state.ended = [not new for new in new_tokens]
+        own = None if result.own is None else result.own.tolist()
         if counts is not None:  # else it was not asked
             for row, (new, num_proposed, num) in enumerate(
                 zip(new_tokens, counts, matched, strict=True)
             ):
-                if not new:
-                    continue
+                if not new or (own is not None and max(own[row], default=-1) < 0):
+                    continue  # it has ended, or only other rows of the batch wanted guesses
                 if not self.deterministic:
                     # a token drawn in place of a refused guess may be the same one
                     num = min(num, len(new) - 1)
