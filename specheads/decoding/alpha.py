@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.decoding.plain import plain_decode
-from specheads.models.base import input_device
+from specheads.models.base import input_device, input_embedding
 from specheads.sampling import Sampler
 
 _AT_ONCE = 1 << 24  # probabilities compared at one time
@@ -241,6 +241,8 @@ def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
 
 def _logits_before(model: PreTrainedModel, text: Sequence[int], num: int) -> Tensor:
     """Return the logits [num, V] that the last ``num`` tokens of ``text`` are chosen from."""
+    # a draft has no embedding for what the base alone pads its vocabulary with
     ids = torch.tensor([text[:-1]], device=input_device(model))
+    ids = ids.clamp(max=input_embedding(model).shape[0] - 1)
     logits: Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=num).logits
     return logits[0, -num:]
