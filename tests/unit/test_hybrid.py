@@ -19,7 +19,9 @@ from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
 from specheads.drafters.adaptive import StepCosts
 from specheads.drafters.contract import FINAL, TRUNK, Candidates, Drafter, Prefill, StepResult
+from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.hybrid import HybridDrafter
+from specheads.drafters.length import FixedLength
 from specheads.drafters.lookahead import LookaheadDrafter
 from specheads.drafters.made import dynamic_drafter, static_drafter
 from specheads.drafters.ngram import NgramDrafter
@@ -247,14 +249,24 @@ def lazy(num_nodes: int = 0) -> HybridDrafter:
     return HybridDrafter([SuffixDrafter(6), medusa(num_nodes)], enough=2.0)
 
 
-MIXES = {"heads": medusa, "lookahead": windowed, "lazy": lazy}
+def perfect(num_nodes: int = 0) -> HybridDrafter:
+    """Return a hybrid with a draft model that says and draws what the base does."""
+    draft = build("llama", std=0.5)
+    coupled = DraftModelDrafter(draft, FixedLength(3), sampling="coupled")
+    return HybridDrafter([NgramDrafter(), coupled], num_nodes)
 
 
-@pytest.mark.parametrize("num_nodes", [0, 4])
-@pytest.mark.parametrize("mix", MIXES)
+MIXES = {"heads": medusa, "lookahead": windowed, "lazy": lazy, "draft": perfect}
+
+
+@pytest.mark.parametrize(
+    ("mix", "num_nodes"),
+    [("heads", 4), ("lookahead", 0), ("lookahead", 4), ("lazy", 0), ("draft", 0)],
+)
 def test_hybrids_keep_the_laws(mix: str, num_nodes: int) -> None:
     """What holds for each drafter has to hold for all of them at once, cut short or not."""
-    check_deterministic(build("llama", std=0.5), lambda: MIXES[mix](num_nodes))
+    length = check_deterministic(build("llama", std=0.5), lambda: MIXES[mix](num_nodes))
+    assert mix != "draft" or length > 3, "the draft model lost the text"
 
 
 @pytest.mark.parametrize(("name", "rows"), [("llama", 1), ("llama", 3), ("bloom", 1)])
