@@ -185,14 +185,14 @@ def propose(
         tokens = tokens.masked_fill(batched(tree, tree.depths) > limits.clamp(min=0), -1)
     if tokens is candidates.tokens:
         return candidates
-    probs = candidates.draft_probs
+    probs, own = candidates.draft_probs, candidates.own
     return Candidates(
         tokens,
         tree,
         None if probs is None else probs[:, : tree.num_nodes],
         candidates.sampling,
         probes,
-        candidates.own,
+        None if own is None else own.masked_fill(own >= tree.num_nodes, -1),
     )
 
 
