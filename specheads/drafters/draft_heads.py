@@ -139,8 +139,8 @@ class DraftHeadsDrafter:
             rows.cache.forward.cache.shorten(certain)
         end = self._inner.propose(heads).tokens.tolist()
         trees = [
-            self._hang(text[-1], *each, rows.vocab_size)
-            for text, *each in zip(rows.cache.texts, chains, end, limits, strict=True)
+            self._hang([text[-1], *chain], below, limit, rows.vocab_size)
+            for text, chain, below, limit in zip(rows.cache.texts, chains, end, limits, strict=True)
         ]
         return merged(trees, root)
 
@@ -185,24 +185,23 @@ class DraftHeadsDrafter:
         return self._inner.observe(heads, result)
 
     def _hang(
-        self, root: int, chain: list[int], end: list[int], limit: int, vocab_size: int
+        self, chain: list[int], end: list[int], limit: int, vocab_size: int
     ) -> tuple[list[int], list[int]]:
         """Return parents and tokens of a chain and of the heads' tree ``end`` below it.
 
         Args:
-            root: the last certain token.
-            chain: of the draft model.
+            chain: of the draft model, behind the last certain token.
             end: the heads' tree, whose root is the chain's last token.
             limit: the deepest node that stays.
             vocab_size: of the base model, if known; tokens beyond it become padding.
         """
-        length = len(chain)
+        length = len(chain) - 1
         depths = [*range(length), *(length + depth for depth in self.tree.depths.tolist())]
         parents = [
             *range(-1, length),
             *(length + above for above in self.tree.parents.tolist()[1:]),
         ]
-        tokens = [root, *chain, *end[1:]]
+        tokens = [*chain, *end[1:]]
         size = sum(depth <= limit for depth in depths)  # nodes are sorted by depth
         if vocab_size:
             tokens = [token if token < vocab_size else -1 for token in tokens]
