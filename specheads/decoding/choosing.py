@@ -41,6 +41,13 @@ class Chooser:
     processors: RowProcessors | None = None
     replay: Callable[[Tensor, int], Tensor] | None = None
 
+    @property
+    def imitable(self) -> Sampler:
+        """How tokens are drawn, the processors' part of it included: what drafters imitate."""
+        if self.processors is None:
+            return self.sampler
+        return self.processors.imitated(self.sampler)
+
     def next_tokens(self, logits: Tensor, rows: Sequence[int]) -> list[int]:
         """Choose the token after the texts of ``rows`` [B] from logits [B, V]."""
         processed, scores = self._scores_after(logits, rows)

@@ -106,7 +106,7 @@ def _decode(
     chosen = chooser.next_tokens(logits, rows)
     root = torch.tensor(chosen, device=logits.device)
     prefill = Prefill(
-        output.prompts, tokens, counts, hidden(), root, chooser.sampler, logits.shape[-1]
+        output.prompts, tokens, counts, hidden(), root, chooser.imitable, logits.shape[-1]
     )
     state = drafter.start(prefill)
     output.emit(rows, [[token] for token in chosen])
