@@ -13,17 +13,20 @@ def _check_device_map(device_map: str) -> None:
     check(device_map in ("", *options), "device_map", device_map, expected)
 
 
-# what proposes: heads (the export's), draft (a draft model's chain), draft_tree, lookup (n-grams of
-# the text), suffix (its longest repeat), lookahead, or several of them merged, joined by a plus
-DRAFTERS = ("heads", "draft", "draft_tree", "lookup", "suffix", "lookahead")
+# what proposes: heads (the export's), draft (a draft model's chain), draft_tree, draft_heads (a
+# draft model with heads of its own), lookup (n-grams of the text), suffix (its longest repeat),
+# lookahead, or several of them merged, joined by a plus
+DRAFTERS = ("heads", "draft", "draft_tree", "draft_heads", "lookup", "suffix", "lookahead")
 
 
 @dataclass
 class DecodeConfig:
     """How guesses are made, and accepted."""
 
-    drafter: str = "auto"  # one of DRAFTERS, or several as heads+suffix; auto: heads if there are
-    draft: str = ""  # draft, draft_tree: folder or hub name of the draft model
+    # one of DRAFTERS, or several as heads+suffix; auto: the draft model if one is given, else heads
+    # if there are, else suffix
+    drafter: str = "auto"
+    draft: str = ""  # draft...: folder or hub name of the draft model; or an export of its heads
     draft_tokens: int = 0  # draft: tokens per step; 0: as many as pay, adapted while decoding
     draft_sampling: str = "greedy"  # greedy, sampled, coupled: see drafters/draft_model.py
     window: int = 7  # lookahead: W
@@ -31,7 +34,8 @@ class DecodeConfig:
     guesses: int = 7  # lookahead: G
     # static: the export's; dynamic: grown at each step; auto: what tree_search found faster
     tree: str = "auto"
-    num_nodes: int = 0  # of a dynamic tree, root included; 0: what tree_search found
+    # of a tree that is grown at each step or merged, root included; 0: what tree_search found, all
+    num_nodes: int = 0
     compile: bool = False  # torch.compile the base's passes, CUDA graphs on a GPU; slow to start
     acceptance: str = "exact"  # exact; lossy_typical, lossy_lenient: NOT the base's distribution
     epsilon: float = 0.09  # of lossy_typical, larger is stricter
@@ -44,7 +48,7 @@ class DecodeConfig:
             one_of("decode.drafter", name, "auto", *DRAFTERS)
         check(len(set(names)) == len(names), "decode.drafter", self.drafter, "without repetition")
         check(
-            bool(self.draft) or not {"draft", "draft_tree"} & set(names),
+            bool(self.draft) or not {"draft", "draft_tree", "draft_heads"} & set(names),
             "decode.draft",
             self.draft,
             f"a draft model with decode.drafter={self.drafter}",
@@ -71,7 +75,7 @@ class DecodeConfig:
 class GenerateConfig:
     """Everything ``python -m specheads.generate`` accepts."""
 
-    checkpoint: str = MISSING
+    checkpoint: str = MISSING  # an export, or a base model: a folder, a hub name, tinycode
     base: str | None = None  # where the original base model is now, if it was moved
     prompt: str = ""  # empty: read standard input
     prompts: str = ""  # a .jsonl of texts or chats instead, decoded in batches; writes JSON lines
@@ -113,7 +117,7 @@ class GenerateConfig:
 class BenchConfig:
     """Everything ``python -m specheads.bench`` accepts."""
 
-    checkpoint: str = MISSING
+    checkpoint: str = MISSING  # an export, or a base model: a folder, a hub name, tinycode
     base: str = ""  # where the export's base model is now, if it was moved
     out: str = "bench.json"
     prompts: str = ""  # a .jsonl of prompts; empty: the export's or the embedded set
@@ -126,6 +130,7 @@ class BenchConfig:
     threads: int = 0  # 0: all
     seed: int = 0
     tree_nodes: list[int] = field(default_factory=list)  # other sizes beside the export's tree
+    drafters: list[str] = field(default_factory=list)  # more of decode.drafter's names, a row each
     decode: DecodeConfig = field(default_factory=DecodeConfig)
 
     def __post_init__(self) -> None:
@@ -142,7 +147,7 @@ class BenchConfig:
 class CompareConfig:
     """Everything ``python -m specheads.compare`` accepts."""
 
-    model: str = MISSING  # the base model: a folder, a hub name, tinycode, or an export
+    model: str = ""  # the base model: a folder, a hub name, tinycode, or an export
     candidates: list[str] = field(default_factory=list)  # draft models: folders or hub names
     prompts: str = ""  # a .jsonl of prompts; empty: the embedded set
     num_prompts: int = 24  # to measure alpha and c on

@@ -38,8 +38,8 @@ Clocked = Mapping[tuple[float, int], dict[str, Runs]]  # (temperature, batch siz
 
 def make_methods(
     base: PreTrainedModel,
-    heads: Heads,
-    output: OutputLayer,
+    heads: Heads | None,
+    output: OutputLayer | None,
     trees: Sequence[Tree],
     *,
     eos: tuple[int, ...],
@@ -53,8 +53,8 @@ def make_methods(
 
     Args:
         base: base model.
-        heads: heads on it.
-        output: its output layer.
+        heads: heads on it; None for the baselines alone, with no trees.
+        output: its output layer, for the heads.
         trees: static ones.
         eos: tokens that end a text.
         pad: padding of transformers' generate.
@@ -63,7 +63,6 @@ def make_methods(
         lossy: a rule that the first tree is decoded by once more, named in the row.
         compile: compile the base's passes in our own loops, the plain one included.
     """
-    extra = sum(parameter.numel() for parameter in heads.parameters())
     methods = [
         plain_method(base, eos, max_new_tokens, compile=compile),
         hf_generate_method(base, eos, pad, max_new_tokens),
@@ -77,6 +76,9 @@ def make_methods(
             compile=compile,
         ),
     ]
+    if heads is None or output is None:
+        return methods
+    extra = sum(parameter.numel() for parameter in heads.parameters())
     drafted: list[tuple[str, StaticDrafter | DynamicDrafter, int, Acceptance | None]] = [
         (
             f"tree_{tree.num_nodes}" if index else "tree",
