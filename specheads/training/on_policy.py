@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ class OnPolicyBatches:
         share: float,
         max_new_tokens: int,
         seed: int,
+        vocab_size: int,
         pad_token_id: int = 0,
     ) -> None:
         """Take the batches.
@@ -62,11 +64,13 @@ class OnPolicyBatches:
             share: of the batches, in [0, 1]; they are evenly spread.
             max_new_tokens: of an answer.
             seed: of the run.
+            vocab_size: tokens that base and draft model both have; an answer ends before the first
+                one that is not among them.
             pad_token_id: fills what a shorter answer leaves free.
         """
         self.batches, self.generate = batches, generate
         self.share, self.max_new_tokens = share, max_new_tokens
-        self.seed, self.pad_token_id = seed, pad_token_id
+        self.seed, self.vocab_size, self.pad_token_id = seed, vocab_size, pad_token_id
         self.taken = 0
 
     def __next__(self) -> Batch:
@@ -89,7 +93,10 @@ class OnPolicyBatches:
         prompts = [ids[p.row, p.start : p.cut].tolist() for p in places]
         limits = [min(self.max_new_tokens, p.stop - p.cut) for p in places]
         seeds = [_hash(self.seed, dist.rank(), number, i) for i in range(len(places))]
-        answers = self.generate(prompts, limits, seeds)
+        answers = [
+            list(takewhile(lambda token: token < self.vocab_size, answer))
+            for answer in self.generate(prompts, limits, seeds)
+        ]
         return _laid_out(batch, places, answers, self.pad_token_id)
 
     def state_dict(self) -> dict[str, Any]:

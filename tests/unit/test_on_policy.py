@@ -70,7 +70,8 @@ class Writer:
 
 def on_policy(documents: list[Encoded], writer: Any = None, **changes: Any) -> OnPolicyBatches:
     """Return batches all of which are the draft model's own, unless ``changes`` say otherwise."""
-    options: dict[str, Any] = {"share": 1.0, "max_new_tokens": 6, "seed": 7, "pad_token_id": PAD}
+    options: dict[str, Any] = {"share": 1.0, "max_new_tokens": 6, "seed": 7, "vocab_size": 64}
+    options["pad_token_id"] = PAD
     return OnPolicyBatches(packed(documents), writer or Writer(), **options | changes)
 
 
@@ -166,6 +167,17 @@ def test_texts_are_continued_from_anywhere_behind_their_begin() -> None:
         for _ in range(30):
             next(batches)
         assert {len(p) for prompts, _, _ in writer.asked for p in prompts} == set(range(1, 9))
+
+
+def test_an_answer_ends_before_what_the_base_does_not_have() -> None:
+    """The base has no embedding for what the draft model alone pads its vocabulary with."""
+    batch = next(
+        on_policy(some_documents(), lambda _, limits, __: [[5, 64, 5][:n] for n in limits])
+    )
+    assert set(batch["labels"].flatten().tolist()) == {IGNORE, 5}
+    batch = next(on_policy(some_documents(), lambda prompts, _, __: [[64] for _ in prompts]))
+    assert set(batch["labels"].flatten().tolist()) == {IGNORE}
+    assert batch["input_ids"].max() < 64
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.0, 0), (0.3, 3), (0.5, 5), (0.7, 7), (1.0, 10)])
