@@ -122,7 +122,8 @@ class DraftModelDrafter:
         logits = self._known(state.cache.sync(), state)
         noise = self._noise(state, max(limits), logits)
         keeps_probs = noise is not None and self.sampling == "sampled"
-        tokens_of, probs_of = [], []
+        tokens_of: list[Tensor] = []
+        probs_of: list[Tensor] = []
         said: list[tuple[list[float], list[float]]] = [([], []) for _ in limits]
         going = [limit > 0 for limit in limits]
         while True:
