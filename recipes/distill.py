@@ -117,7 +117,8 @@ def run(cfg: TrainConfig) -> None:
             f" loss {heldout['loss']:.4f} nats per token"
         )
         write_prompts(log.dir / "prompts.jsonl", records)
-        exported = copy.deepcopy(draft).to(torch_dtype(cfg.model.dtype)).eval()
+        exported = copy.deepcopy(draft).eval()
+        exported.to(torch_dtype(cfg.model.dtype))
         measured = final_draft_evaluation(
             base, exported, tokenizer, log.dir / "prompts.jsonl", cfg.evaluate
         )

@@ -138,7 +138,8 @@ def pruned(
             " base without model.quantization, or choose draft.start=random"
         )
     config = _with_layers(base.config.get_text_config(), listed, {})
-    made = new_draft(config, attn=base.config._attn_implementation, dtype=dtype).to(base.device)
+    made = new_draft(config, attn=base.config._attn_implementation, dtype=dtype)
+    made.to(base.device)  # type: ignore[arg-type]
     prefix = _layers_name(base, total) + "."
     place = {f"{prefix}{layer}.": f"{prefix}{i}." for i, layer in enumerate(listed)}
     state = {}

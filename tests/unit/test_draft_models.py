@@ -107,7 +107,9 @@ def test_a_pruned_base_is_the_base_without_those_layers(kind: str) -> None:
     keep = [0, 2, 4]
     found = pruned(base, keep)
     slow = copy.deepcopy(base)
-    owner = next(m for m in slow.modules() if isinstance(getattr(m, "layers", None), nn.ModuleList))
+    owner: Any = next(
+        m for m in slow.modules() if isinstance(getattr(m, "layers", None), nn.ModuleList)
+    )
     owner.layers = nn.ModuleList([owner.layers[i] for i in keep])
     kinds = getattr(base.config, "layer_types", None)
     if kinds:
@@ -171,7 +173,7 @@ def test_tokenizers_that_cut_otherwise_are_told_apart() -> None:
         )
     check_same_tokenizer(both[0], both[0], "draft=x")
     with pytest.raises(ConfigError, match="cuts texts otherwise: 'def add.*301.*300"):
-        check_same_tokenizer(*both, "draft=x")
+        check_same_tokenizer(both[0], both[1], "draft=x")
     split = build_byte_tokenizer()
     split.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     with pytest.raises(ConfigError, match="cuts texts otherwise"):
