@@ -93,8 +93,12 @@ class Exact(Sampler):
     """Keeps distributions in float64."""
 
     def warp(self, logits: Tensor) -> Tensor:
-        """Apply the temperature alone."""
-        return logits.double() / self.temperature
+        """Apply temperature and top-k."""
+        scores = logits.double() / self.temperature
+        if self.top_k:
+            kth = scores.topk(self.top_k, dim=-1).values[..., -1:]
+            scores = scores.masked_fill(scores < kth, float("-inf"))
+        return scores
 
 
 VOCAB_SIZE = 3
@@ -112,7 +116,7 @@ Filler = Callable[[Tensor, Outcomes], tuple[Tensor, Tensor]]
 
 
 def enumerated(
-    drafter: SampledTreeDrafter, model: PrefixModel, patch: pytest.MonkeyPatch
+    drafter: SampledTreeDrafter, model: PrefixModel, sampler: Sampler, patch: pytest.MonkeyPatch
 ) -> Filler:
     """Return the drafter as a function of contexts and outcomes; its draws are outcomes."""
 
@@ -124,6 +128,9 @@ def enumerated(
         def one_place(probs: Tensor, num: int, site: int) -> Tensor:
             tokens: list[Tensor] = []
             for i in range(num):
+                if float(probs.sum()) == 0:  # nothing is left, in any row
+                    tokens.append(torch.full_like(contexts, -1))
+                    continue
                 tokens.append(chance.draw(probs, DRAFT_SITES * (site + 1) + i))
                 probs = without_tokens(probs, tokens[-1][:, None])
             return torch.stack(tokens, dim=1)
@@ -136,14 +143,14 @@ def enumerated(
         def top_and_one(probs: Tensor, num: int, noise: Tensor) -> tuple[Tensor, Tensor]:
             best = probs.topk(num - 1, dim=-1).indices
             rest = probs.scatter(-1, best, 0.0)
-            rest = rest / rest.sum(-1, keepdim=True)
+            rest = (rest / rest.sum(-1, keepdim=True)).nan_to_num(0.0)
             return torch.cat([siblings(rest, 1, noise), best], dim=-1), rest
 
         patch.setattr(sampled_tree, "draft_noise", numbers)
         patch.setattr(sampled_tree, "sample_siblings", siblings)
         patch.setattr(sampled_tree, "sample_top_and_one", top_and_one)
         texts = [PROMPT + model.text(context) for context in contexts.tolist()]
-        prefill = prefill_of(texts, Exact(temperature=1.0), VOCAB_SIZE)
+        prefill = prefill_of(texts, sampler, VOCAB_SIZE)
         candidates = drafter.propose(drafter.start(prefill))
         assert candidates.draft_probs is not None
         return candidates.tokens, candidates.draft_probs
@@ -151,7 +158,9 @@ def enumerated(
     return fill
 
 
-def error(sampling: str, tree: Tree, patch: pytest.MonkeyPatch, broken: str = "") -> float:
+def error(
+    sampling: str, tree: Tree, patch: pytest.MonkeyPatch, broken: str = "", top_k: int = 0
+) -> float:
     """Return the total variation distance of decoded tokens to the base model's."""
     model = PrefixModel(VOCAB_SIZE, seed=1, longest=6)
     drafter = SampledTreeDrafter(tiny_draft(), tree, sampling=sampling)
@@ -167,8 +176,8 @@ def error(sampling: str, tree: Tree, patch: pytest.MonkeyPatch, broken: str = ""
         candidates = Candidates(tokens, tree, draft_probs, sampling)
         return Acceptance().decide(candidates, base_probs, chance, greedy=False)
 
-    step = verified(model, tree, enumerated(drafter, model, patch), rule)
-    assert expected_accepted(step, int(model.context((1, 2)))) > 0.5
+    step = verified(model, tree, enumerated(drafter, model, Exact(1.0, top_k), patch), rule)
+    assert expected_accepted(step, int(model.context((1, 2)))) > 0.3
     return distance(model, step, num_tokens=3)
 
 
@@ -177,16 +186,17 @@ BREAKS: dict[str, Callable[[sampled_tree.Family], sampled_tree.Family]] = {
     "distributions of other nodes": lambda each: replace(each, nodes=each.nodes.flip(0) + 1),
 }
 DEEP = Tree.from_choices([(0,), (1,), (0, 0), (1, 0), (1, 1)])
+WIDE = Tree.from_choices([(0,), (1,), (2,), (0, 0), (1, 0)])  # more than a top-k may leave
 CHAINS = Tree.from_choices([(0,), (1,), (0, 0), (0, 0, 0)])
 
 
-@pytest.mark.parametrize("tree", [DEEP, CHAINS], ids=["deep", "chains"])
+@pytest.mark.parametrize("tree", [DEEP, CHAINS, WIDE], ids=["deep", "chains", "wide"])
 @pytest.mark.parametrize("sampling", ["without_replacement", "top_and_one"])
 def test_the_distribution_is_the_base_models(
     sampling: str, tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prevents every bias, however small, of the drafter and its rule together."""
-    assert error(sampling, tree, monkeypatch) < 1e-9
+    assert error(sampling, tree, monkeypatch, top_k=2 if tree is WIDE else 0) < 1e-9
 
 
 @pytest.mark.parametrize("broken", BREAKS)
@@ -307,6 +317,24 @@ def test_the_laws_of_samples_hold(
         alone = decode(base, make(), row, sampler=Sampler(0.8, top_p=0.9, seed=4 + i), **settings)
         assert together.rows[i].new_tokens == alone.new_tokens
         assert together.rows[i].accept_lengths == alone.accept_lengths
+
+
+@pytest.mark.parametrize("sampling", ["without_replacement", "top_and_one"])
+def test_siblings_that_cannot_be_drawn_are_padding(
+    sampling: str, base: PreTrainedModel, draft: PreTrainedModel
+) -> None:
+    """Prevents tokens of no probability in place of siblings for which nothing is left."""
+    drafter = SampledTreeDrafter(draft, MIXED, sampling=sampling)
+    sampler = Sampler(1.0, top_k=1 if sampling == "top_and_one" else 2, seed=5)
+    candidates = drafter.propose(drafter.start(prefill_of([[3, 5, 8], [7, 1]], sampler)))
+    padding = 1 if sampling == "top_and_one" else 3  # the one that is drawn, or the last
+    assert (candidates.tokens[:, padding] == -1).all()
+    assert (candidates.tokens[:, 2] >= 0).all()
+    for rule in ("exact", "walk"):
+        settings: dict[str, Any] = {"acceptance": Acceptance(rule), "max_new_tokens": 12}
+        together = decode(base, drafter, **padded(ROWS), sampler=sampler, **settings)
+        alone = decode(base, drafter, ROWS[0], sampler=sampler, **settings)
+        assert alone.new_tokens == together.rows[0].new_tokens
 
 
 def test_coupled_guesses_are_better_than_the_best(
