@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.length import FixedLength
 from specheads.drafters.ngram import NgramDrafter
 from tests.ragged import ROWS, padded
-from tests.zoo import build
+from tests.zoo import build, disturbed
 
 NUM_NEW = 24
 
@@ -26,12 +25,7 @@ NUM_NEW = 24
 def pair(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Return a base model and a draft model that often agrees with it."""
     base = build(request.param)
-    generator = torch.Generator().manual_seed(1)
-    draft = copy.deepcopy(base)
-    with torch.no_grad():
-        for weight in draft.parameters():
-            weight += torch.randn(weight.shape, generator=generator) * 0.2 * weight.std()
-    return base, draft.eval()
+    return base, disturbed(base)
 
 
 def generated(base: PreTrainedModel, prompt: torch.Tensor, **settings: Any) -> list[int]:

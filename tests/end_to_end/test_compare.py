@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from specheads.compare import run
 from specheads.config import CompareConfig, ConfigError
 from tests.conftest import build_byte_tokenizer, build_tiny_llama
+from tests.zoo import disturbed
 
 Program = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -24,11 +24,7 @@ def candidates(tmp_path: Path) -> list[str]:
     """Return folders of a draft model that agrees with the base often, and of one that does not."""
     folders = []
     for name, noise in (("near", 0.2), ("far", 3.0)):
-        model = build_tiny_llama()
-        generator = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight += torch.randn(weight.shape, generator=generator) * noise * weight.std()
+        model = disturbed(build_tiny_llama(), noise)
         model.save_pretrained(tmp_path / name)
         build_byte_tokenizer().save_pretrained(tmp_path / name)
         folders.append(str(tmp_path / name))
@@ -144,7 +140,7 @@ def test_mistakes_are_named_before_anything_is_measured(
     tokenizer = build_byte_tokenizer()
     tokenizer.add_tokens(["<extra>"])
     tokenizer.save_pretrained(other)
-    for folders, more, message in [
+    mistakes: list[tuple[list[str], dict[str, Any], str]] = [
         ([str(other)], {}, r"candidates=.*other: its tokenizer is not the base model's"),
         ([], {}, r"candidates must name at least 1 draft model, got \[\]"),
         ([candidates[0]] * 2, {}, "candidates names .*near twice"),
@@ -152,7 +148,8 @@ def test_mistakes_are_named_before_anything_is_measured(
         (candidates, {"out": "nowhere/compare.json"}, "no folder nowhere"),
         (candidates, {"num_prompts": 6}, "leaves no prompts to measure on beside the 6"),
         (candidates, {"max_new_tokens": 600}, "600.*context is 512"),
-    ]:
+    ]
+    for folders, more, message in mistakes:
         config = settings_of(tiny_model_dir, folders, questions, **more)
         with pytest.raises(ConfigError, match=message):
             run(config)

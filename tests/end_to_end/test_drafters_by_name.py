@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from specheads.bench import run as bench
 from specheads.config import BenchConfig, ConfigError, DecodeConfig, GenerateConfig
@@ -22,16 +20,7 @@ from specheads.drafters.adaptive import StepCosts
 from specheads.generate import run as generate
 from specheads.sampling import Sampler
 from tests.conftest import build_byte_tokenizer, build_tiny_llama
-
-
-def disturbed(model: PreTrainedModel, noise: float = 0.2) -> PreTrainedModel:
-    """Return a model that often agrees with ``model``."""
-    generator = torch.Generator().manual_seed(1)
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        for weight in other.parameters():
-            weight += torch.randn(weight.shape, generator=generator) * noise * weight.std()
-    return other.eval()
+from tests.zoo import disturbed
 
 
 @pytest.fixture(scope="module")
@@ -291,3 +280,25 @@ def test_bench_does_not_compare_what_was_sampled(
     assert rows["draft", 0.0]["identical"] == 2
     assert rows["draft", 1.0]["identical"] is None and rows["draft", 1.0]["compared"] == 0
     assert rows["tree", 1.0]["identical"] == 2 and result["headline"]["method"] == "draft"
+
+
+def test_a_draft_model_may_bring_heads(
+    tiny_export: Path, tiny_model_dir: Path, draft_dir: Path
+) -> None:
+    """Prevents an export that is refused as a draft model, or whose heads are left aside."""
+    subject = load_subject(str(tiny_model_dir))
+    prompt = torch.tensor([list(b"def f(x): def f(x):")])
+    expected = plain_decode(subject.base, prompt, max_new_tokens=20)
+    for name in ("draft", "draft_heads", "suffix+draft_heads"):
+        decoding = DecodeConfig(drafter=name, draft=str(tiny_export), draft_tokens=4)
+        chosen = choose_drafter(subject, decoding)
+        found = decode(subject.base, chosen.drafter, prompt, max_new_tokens=20)
+        assert found.new_tokens == expected.new_tokens
+        assert found.num_steps < expected.num_steps, "the draft model is the base itself"
+    with_heads = choose_drafter(
+        subject, DecodeConfig(drafter="draft_heads", draft=str(tiny_export))
+    )
+    alone = choose_drafter(subject, DecodeConfig(drafter="draft", draft=str(tiny_export)))
+    assert with_heads.extra_parameters > alone.extra_parameters > 0
+    with pytest.raises(ConfigError, match="draft_heads needs Medusa or Hydra heads of a draft"):
+        choose_drafter(subject, DecodeConfig(drafter="draft_heads", draft=str(draft_dir)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import cache
 
 import pytest
@@ -18,26 +17,16 @@ from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.length import FixedLength
 from specheads.sampling import Sampler
 from tests.ragged import ROWS
-from tests.zoo import VOCAB, build
+from tests.zoo import VOCAB, build, disturbed
 
 NUM_NEW = 18
-
-
-def like(base: PreTrainedModel, noise: float, seed: int = 0) -> PreTrainedModel:
-    """Return a model that often agrees with ``base``: its weights, disturbed."""
-    generator = torch.Generator().manual_seed(seed)
-    draft = copy.deepcopy(base)
-    with torch.no_grad():
-        for weight in draft.parameters():
-            weight += torch.randn(weight.shape, generator=generator) * noise * weight.std()
-    return draft.eval()
 
 
 @pytest.fixture(scope="module")
 def pair() -> tuple[PreTrainedModel, PreTrainedModel]:
     """Return a base model and a draft model that agrees with it now and then."""
     base = build("llama")
-    return base, like(base, 0.2)
+    return base, disturbed(base, seed=0)
 
 
 @given(
