@@ -148,15 +148,17 @@ def test_one_answer_of_a_dialogue_is_written_anew_and_what_follows_is_left_out()
     """The user's next question belongs to another answer than the one that was just written."""
     ids = list(range(12))
     learned = [i in (2, 3, 8, 9, 10, 11) for i in ids]
-    cuts = set()
+    cuts, draws = set(), []
     writer = Writer()
     batches = on_policy([document("a", ids, learned)], writer)
     for _ in range(12):
         next(batches)
-    for prompts, limits, _ in writer.asked:
+    for prompts, limits, seeds in writer.asked:
+        draws += seeds
         cuts |= {len(prompt) for prompt in prompts}
         assert all(limit == min(6, 12 - len(p)) for p, limit in zip(prompts, limits, strict=True))
     assert cuts == {2, 8}
+    assert len(set(draws)) == len(draws)  # or every visit would draw the same answer
 
 
 def test_texts_are_continued_from_anywhere_behind_their_begin() -> None:
