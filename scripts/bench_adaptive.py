@@ -196,7 +196,13 @@ def main() -> None:
     make: Callable[[int], DraftModelDrafter] = lambda num: drafter(FixedLength(num))  # noqa: E731
     text = max(calibration, key=lambda prompt: prompt.input_ids.shape[1]).input_ids
     measured = clock_drafts(
-        base, {"draft": make}, text, max_tokens=asked.max_tokens, temperature=asked.temperature
+        base,
+        {"draft": make},
+        text,
+        max_tokens=asked.max_tokens,
+        temperature=asked.temperature,
+        max_new_tokens=min(48, asked.max_new_tokens),
+        repeats=max(1, asked.repeats),
     )["draft"]
     costs = StepCosts(
         measured.draft, [0.0, *(measured.verify.at(n) for n in range(1, asked.max_tokens + 2))]

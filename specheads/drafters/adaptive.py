@@ -137,9 +137,11 @@ class RunningRates:
 class AdaptiveLength:
     """Drafts as many tokens as have paid lately; a ``Length`` of :mod:`specheads.drafters.length`.
 
-    Every row of a batch learns alone. With ``chances`` the draft model's confidence ends a draft
-    too: a token is drafted only where its chance to be reached, times its prior rate, is worth more
-    than it costs at the speed that the prior promises.
+    Every row of a batch learns alone. With ``chances`` the draft model's confidence ends drafts: a
+    token is drafted only where its chance to be reached, times its prior rate, is worth more than
+    it costs at the speed that the prior promises. What was accepted lately then decides whether to
+    draft at all, and no longer how much: it was accepted of tokens that had been sure enough, so
+    that it says little of what a draft without regard to confidence would gain.
 
     Args:
         costs: of drafting and verifying.
@@ -199,8 +201,12 @@ class AdaptiveLength:
         return RunningRates.unseen(self.max_tokens)
 
     def limit(self, state: RunningRates) -> int:
-        """Return the draft length with the most expected tokens per cost, 0..max_tokens."""
-        return best_length(state.estimate(self.prior, self.weight), self.costs)[0]
+        """Return the draft length with the most expected tokens per cost, 0..max_tokens.
+
+        Where confidence ends drafts, 0 or ``max_tokens``.
+        """
+        length, _ = best_length(state.estimate(self.prior, self.weight), self.costs)
+        return self.max_tokens if length and self.asks else length
 
     def goes_on(self, probs: Sequence[float], entropies: Sequence[float]) -> bool:
         """Say whether one more token is worth its cost after those with these probabilities."""

@@ -161,3 +161,13 @@ def test_wrong_settings_are_refused() -> None:
         StepCosts(0.1, [1])
     with pytest.raises(ValueError, match="3 tokens accepted of 2 proposed"):
         RunningRates.unseen(3).after(2, 3, 10)
+
+
+def test_with_confidence_the_limit_only_says_whether_to_draft() -> None:
+    """Rates of tokens that were sure enough, read as those of all, cut confident drafts short."""
+    length = AdaptiveLength(StepCosts(0.3, [0] + [1] * 7), 5, chances=[0.5, 0.9], memory=20)
+    state = length.start()
+    assert 0 < best_length(length.prior, length.costs)[0] < 5 == length.limit(state)
+    for _ in range(30):
+        state = length.observe(state, 3, 0)
+    assert length.limit(state) == 0
