@@ -47,7 +47,7 @@ def run(config: CompareConfig) -> None:
     trust = config.trust_remote_code
     _check_tokenizers(config)
     subject = load_subject(config.model, dtype=dtype, device=device, trust_remote_code=trust)
-    prompts, measured, digests = _prompts(config, subject)
+    prompts, measured, digests = chosen_prompts(config, subject)
     drafts = {
         name: load_draft(
             name,
@@ -116,7 +116,7 @@ def _check_tokenizers(config: CompareConfig) -> None:
         check_same_tokenizer(own, other, f"candidates={name}")
 
 
-def _prompts(
+def chosen_prompts(
     config: CompareConfig, subject: Subject
 ) -> tuple[list[Prompt], list[Prompt], dict[str, str]]:
     """Return prompts to predict on, others to measure on, and what to record of them.

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from specheads.compare import run
+from specheads.compare import chosen_prompts, run
 from specheads.config import CompareConfig, ConfigError
+from specheads.decoding.subject import load_subject
 from tests.conftest import build_byte_tokenizer, build_tiny_llama
 from tests.zoo import disturbed
 
@@ -155,3 +156,22 @@ def test_mistakes_are_named_before_anything_is_measured(
             run(config)
     with pytest.raises(ConfigError, match="no value given for model"):
         run(CompareConfig(candidates=candidates))
+
+
+def test_prompts_are_predicted_on_or_measured_on(
+    tiny_model_dir: Path, candidates: list[str], questions: Path, prompt_file: Path
+) -> None:
+    """A speed-up that is predicted on the measured prompts agrees with itself."""
+    subject = load_subject(str(tiny_model_dir))
+
+    def texts(path: Path) -> tuple[list[str], list[str]]:
+        config = settings_of(tiny_model_dir, candidates, path, num_prompts=3, num_measured=3)
+        found = chosen_prompts(config, subject)
+        return tuple(  # type: ignore[return-value]
+            [bytes(each.input_ids[0].tolist()).decode() for each in part] for part in found[:2]
+        )
+
+    first, others = texts(questions)
+    assert len(first) == len(others) == 3 and not set(first) & set(others)
+    first, others = texts(prompt_file)  # whose two kinds ask the same three questions
+    assert len(first) == 3 and others and not set(first) & set(others)
