@@ -385,6 +385,9 @@ def test_nodes_go_to_whoever_is_right_of_late() -> None:
         state = hybrid.observe(state, result_of(merged, [[5, 6, 7, 1]]))
     assert merged.tokens.tolist() == [[1, 5, 6, 7]]
     assert isinstance(merged.tree, Tree) and merged.tree.max_depth == 3
+    both = HybridDrafter([wrong, right])
+    first = both.propose(replace(both.start(prefill(1)), rates=state.rates)).tokens[0, 1:3]
+    assert first.tolist() == [5, 8], "models that take chains only follow the first child"
     for _ in range(3 * MEMORY):  # what was left out is judged too, or nobody ever came back
         merged = hybrid.propose(state)
         state = hybrid.observe(state, result_of(merged, [[8, 8, 8, 1]]))
