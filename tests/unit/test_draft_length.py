@@ -50,7 +50,7 @@ class StoppingChain:
             live = torch.tensor(going)
             drawn_from = torch.where(live[:, None], here, certain)
             drawn = chance.draw(drawn_from, DRAFT_SITES * (level + 1))
-            probs[:, level] = torch.where(live[:, None], here, 0.0)
+            probs[:, level] = here  # of rows that have ended: whatever, it must not be looked at
             for row, goes in enumerate(going):
                 if not goes:
                     continue
