@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specheads.drafters.adaptive import MEMORY, PRIOR, WEIGHT, RunningRates, StepCosts
@@ -230,15 +231,16 @@ class ChoosingDrafter:
         for row, new_tokens in zip(state.rows, result.new_tokens, strict=True):
             if not new_tokens:
                 continue
-            for arm in (*row.arms, row.total):
-                arm.fade(kept)
-            row.total.add(len(new_tokens), row.spent)
-            row.arms[row.chosen].add(len(new_tokens), row.spent)
+            if state.asked:  # which in a hybrid may not be
+                for arm in (*row.arms, row.total):
+                    arm.fade(kept)
+                row.total.add(len(new_tokens), row.spent)
+                row.arms[row.chosen].add(len(new_tokens), row.spent)
             row.pending = [each for each in row.pending if not self._settle(row, each, new_tokens)]
         for index, member in enumerate(self.members):
             seen = result
             if not (state.whole and state.rows[0].chosen == index):
-                seen = replace(result, own=self._own(state, index, result.tokens))
+                seen = replace(result, own=self._own(state, index, result))
             state.members[index] = member.observe(state.members[index], seen)
         state.asked = {}
         return state
@@ -262,14 +264,16 @@ class ChoosingDrafter:
             row.rates[pending.member] = rates.after(right + refused, right, self.memory)
         return True
 
-    def _own(self, state: ChoosingState, member: int, tokens: Tensor) -> Tensor:
-        """Return where in the verified trees a member's nodes stand: in front, or nowhere."""
-        num_nodes = state.asked.get(member, 0)
-        places = torch.arange(num_nodes, device=tokens.device)
-        places = places.where(places < tokens.shape[1], -1)
-        chosen = [row.chosen == member for row in state.rows]
-        asked = torch.tensor(chosen, device=tokens.device)[:, None]
-        return places.expand(len(chosen), -1).where(asked, -1)
+    def _own(self, state: ChoosingState, member: int, result: StepResult) -> Tensor:
+        """Return where in the verified trees a member's nodes stand: where the chosen's do."""
+        num_nodes, device = state.asked.get(member, 0), result.tokens.device
+        chosen = torch.tensor([row.chosen == member for row in state.rows], device=device)
+        places = result.own
+        if places is None:
+            places = torch.arange(result.tokens.shape[1], device=device).expand(len(chosen), -1)
+        # another row's chosen member may have more nodes, or fewer
+        own = F.pad(places[:, :num_nodes], (0, max(num_nodes - places.shape[1], 0)), value=-1)
+        return own.where(chosen[:, None], -1)
 
     def select(self, state: ChoosingState, rows: Tensor) -> ChoosingState:
         """Keep some rows, of all members."""

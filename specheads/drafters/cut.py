@@ -171,11 +171,19 @@ class CutDrafter:
 
     def observe(self, state: CutState, result: StepResult) -> CutState:
         """Learn from what was decided, and let the member follow."""
+        if not state.kept:  # nobody has asked for a proposal
+            nowhere = result.tokens.new_empty(len(state.rows), 0)
+            state.member = self.member.observe(state.member, replace(result, own=nowhere))
+            return state
         fade, num_verified = math.exp(-1 / self.memory), result.tokens.shape[1]
         paths, tokens = result.path.tolist(), result.tokens.tolist()
+        theirs = None if result.own is None else result.own.tolist()
         own = []
         for index, row in enumerate(state.rows):
-            places = verified_places(state.parents[index], state.probed[index], num_verified)
+            if theirs is None:
+                places = verified_places(state.parents[index], state.probed[index], num_verified)
+            else:
+                places = theirs[index][: len(state.kept[index])]
             where = [-1] * state.num_nodes
             for node, place in zip(state.kept[index], places, strict=True):
                 where[node] = place
@@ -190,6 +198,7 @@ class CutDrafter:
                     row.note(state.ranks[index][i], hit=place in path)
         seen = replace(result, own=torch.tensor(own, device=result.tokens.device))
         state.member = self.member.observe(state.member, seen)
+        state.kept = []
         return state
 
     def select(self, state: CutState, rows: Tensor) -> CutState:
