@@ -379,3 +379,23 @@ def test_what_cannot_draft_is_refused(base: PreTrainedModel) -> None:
         DraftModelDrafter(base, FixedLength(2), sampling="sample")
     with pytest.raises(ConfigError, match="recurrent state"):
         DraftModelDrafter(build("mamba"), FixedLength(2))
+
+
+def test_coupled_guesses_are_accepted_as_promised(
+    base: PreTrainedModel, draft: PreTrainedModel
+) -> None:
+    """Prevents noise that is the base's, but of another position, token or row."""
+    num_rows = 600
+    prompt = ROWS[1].expand(num_rows, -1)
+    drafter = DraftModelDrafter(draft, FixedLength(1), sampling="coupled")
+    result = decode(base, drafter, prompt, max_new_tokens=3, sampler=Sampler(1.0, seed=1))
+    accepted = torch.tensor([row.accept_lengths[0] - 1.0 for row in result.rows])
+    read = result.sequences[:, : prompt.shape[1] + 1]
+    with torch.no_grad():
+        shared = [model(read).logits[:, -1].softmax(-1) for model in (base, draft)]
+    distance = (shared[0] - shared[1]).abs().sum(-1) / 2
+    margin = 4 * 0.5 / num_rows**0.5
+    assert 0.1 < float(distance.mean()) < 0.9
+    least = float(((1 - distance) / (1 + distance)).mean())
+    assert least - margin < float(accepted.mean()) < float((1 - distance).mean()) + margin
+    assert least > margin + 0.1  # independent draws would be equal much more rarely
