@@ -134,12 +134,12 @@ class SuffixDrafter:
 
     def __init__(
         self,
-        num_nodes: int = 11,
+        num_nodes: int = 16,
         *,
         max_depth: int | None = None,
         min_match: int = 1,
-        per_match: float | None = 4.0,
-        min_share: float = 0.1,
+        per_match: float | None = 3.0,
+        min_share: float = 0.3,
     ) -> None:
         if num_nodes < 2:
             raise ValueError(f"num_nodes must be at least 2, got {num_nodes}")
