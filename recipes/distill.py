@@ -15,11 +15,15 @@ from pathlib import Path
 import torch
 
 from specheads import dist
-from specheads.config import TrainConfig
+from specheads.config import ConfigError, TrainConfig
 from specheads.data.chat import Encoder, pad_token_id
 from specheads.decoding.continuing import continue_prompts
 from specheads.decoding.evaluate import write_prompts
-from specheads.decoding.evaluate_draft import decode_with_draft, final_draft_evaluation
+from specheads.decoding.evaluate_draft import (
+    decode_with_draft,
+    describe_costs_of_drafting,
+    final_draft_evaluation,
+)
 from specheads.decoding.measure import end_tokens
 from specheads.log import RunLog
 from specheads.models.base import context_length, torch_dtype
@@ -53,6 +57,11 @@ def run(cfg: TrainConfig) -> None:
     lengths = [length for model in (base, draft) if (length := context_length(model))]
     records = prompt_records(cfg, data, tokenizer, min(lengths, default=None))
     prompts = [torch.tensor([Encoder(tokenizer).prompt(r)], device=base.device) for r in records]
+    if not prompts:
+        raise ConfigError(
+            "no held-out record has a prompt that leaves room for evaluate.max_new_tokens="
+            f"{cfg.evaluate.max_new_tokens}, to decode with the draft model"
+        )
     eos = end_tokens(base, tokenizer)
 
     judge = draft_objective(cfg, draft, base, compared=compared, base_output=output)
@@ -102,6 +111,8 @@ def run(cfg: TrainConfig) -> None:
             if cfg.draft.on_policy:
                 notes.append("answers that the draft model writes itself: their time on top")
             log.say(describe_costs(cfg, [plan], parts, *notes))
+            if dist.is_main():
+                log.say(describe_costs_of_drafting(base, draft, prompts[0], cfg.evaluate))
             return
         data.quarantine(log.dir)
         if stored:

@@ -1,4 +1,4 @@
-"""Decode held-out prompts with a draft model, during and after its training."""
+"""Decode held-out prompts with a draft model: before, during and after its training."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from specheads.decoding.measure import (
     plain_method,
     read_prompts,
 )
+from specheads.decoding.speculation import clock_drafts, expected_tokens
 from specheads.decoding.stats import rep8
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.length import FixedLength
@@ -171,3 +172,44 @@ def _alpha(
             agreement(base, draft, [*ids, *decoded.tokens], len(ids) + 1, sampler, limit - 1)
         )
     return Alpha.of(texts).alpha
+
+
+def describe_costs_of_drafting(
+    base: PreTrainedModel, draft: PreTrainedModel, prompt: Tensor, evaluate: EvaluateConfig
+) -> str:
+    """Return a line for before the training: how good the draft model has to become to pay.
+
+    What a pass costs does not depend on weights, so it is clocked now; the expected tokens of a
+    step are those of arXiv:2211.17192, equation 1.
+
+    Args:
+        base: base model.
+        draft: draft model, trained or not.
+        prompt: [1, P], continued by both.
+        evaluate: how many new tokens.
+    """
+
+    def make(num_tokens: int) -> DraftModelDrafter:
+        return DraftModelDrafter(draft, FixedLength(num_tokens))
+
+    with undisturbed(base, draft):
+        costs = clock_drafts(
+            base,
+            {"draft": make},
+            prompt,
+            max_tokens=NUM_TOKENS,
+            max_new_tokens=evaluate.max_new_tokens,
+            repeats=2,
+        )["draft"]
+
+    def best(alpha: float) -> float:
+        lengths = range(1, NUM_TOKENS + 1)
+        return max(expected_tokens(alpha, n) / costs.step(n) for n in lengths)
+
+    percent = next((number for number in range(101) if best(number / 100) > 1), None)
+    promised = ", ".join(f"{best(alpha):.2f}x at alpha {alpha}" for alpha in (0.5, 0.7, 0.9))
+    pays = "pay at no alpha" if percent is None else f"pay from alpha {percent / 100} on"
+    return (
+        f"drafting: a pass of the draft model costs {costs.draft:.2f} plain steps here; chains of"
+        f" up to {NUM_TOKENS} tokens {pays}: {promised}"
+    )

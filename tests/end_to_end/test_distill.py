@@ -212,6 +212,7 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(
     assert train(monkeypatch, mode, tiny_model_dir, tiny_jsonl, given, run_dir, dry) == 0
     printed = capsys.readouterr().out
     assert "4 steps of 128 tokens" in printed
+    assert re.search(r"a pass of the draft model costs \d+\.\d\d plain steps .* 0\.9\n", printed)
     assert re.search(r"draft 0\.\d+ M trained", printed)
     assert re.search(r"export (?!0 )\d", printed)
     assert ("stored" in printed) == (mode == "stored")
@@ -234,6 +235,7 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(
         ("new", "adapter=lora", "adapter.kind=lora tunes the base; distill trains a draft model"),
         ("new", "features.dir=f", "features.dir=f keeps hidden states for heads"),
         ("new", "draft.loss=kl", "draft.loss must be one of labels, forward_kl"),
+        ("new", "evaluate.max_new_tokens=500", "no held-out record has a prompt that leaves room"),
         ("given", "draft.start=/no/such", "draft.start=/no/such: there is no such folder"),
         ("new", "tokenizer=byte", "tokenizer=byte is for models trained from scratch"),
     ],
