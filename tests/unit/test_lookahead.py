@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.utils import counters
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from specheads.decoding.loop import decode
@@ -23,6 +24,7 @@ from specheads.drafters.lookahead import (
     preset,
 )
 from specheads.kv_cache import TreeCache
+from specheads.models import compiled
 from specheads.models.forward import ModelPass
 from specheads.sampling import Sampler
 from specheads.tree import RowTrees
@@ -235,7 +237,7 @@ def test_it_finds_its_nodes_in_a_merged_tree() -> None:
     assert new_tokens(part) == new_tokens(alone)
 
 
-def test_one_size_is_compiled_once() -> None:
+def test_one_size_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prevents trees of ever new sizes, each of which a compiled pass is compiled for anew."""
     model, ids = build("llama", seed=LOOPING), prompt()
     drafter, free = Recording(4, 4, 3, fixed_size=True), Recording(4, 4, 3)
@@ -244,6 +246,14 @@ def test_one_size_is_compiled_once() -> None:
     assert first.accept_lengths == second.accept_lengths
     assert {each.tree.num_nodes for each in drafter.proposed} == {drafter.num_nodes}
     assert max(each.tree.num_nodes for each in free.proposed) <= drafter.num_nodes
+    compiled._compiled_forward.cache_clear()
+    real = torch.compile  # tracing is what tells; the code generator's work takes minutes
+    monkeypatch.setattr(torch, "compile", lambda f, mode=None: real(f, backend="eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    result = decode(model, drafter, ids, max_new_tokens=40, compile=True)
+    assert result.accept_lengths == first.accept_lengths
+    assert counters["stats"]["unique_graphs"] <= 2
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4)), max_size=60), st.integers(1, 3))
