@@ -22,7 +22,7 @@ from specheads.models.output import output_layer
 from specheads.models.prefix import prefix_sizes
 from specheads.sampling import Sampler
 from specheads.tree import Tree
-from tests.drafter_laws import check_deterministic
+from tests.drafter_laws import check_deterministic, check_greedy_identity
 from tests.ragged import ROWS, new_tokens, padded
 from tests.unit.test_draft_model import near
 from tests.unit.test_draft_tree import check_fresh, paths_of, prefill_of
@@ -145,14 +145,9 @@ def test_the_chain_is_the_draft_models_own_text(
     assert again.tokens.equal(candidates.tokens)
 
 
-@pytest.mark.parametrize("num_passes", [1, 3])
-def test_the_laws_hold(
-    num_passes: int, base: PreTrainedModel, draft: PreTrainedModel, heads: MedusaHeads
-) -> None:
+def test_the_laws_hold(base: PreTrainedModel, draft: PreTrainedModel, heads: MedusaHeads) -> None:
     """Prevents other tokens than plain decoding's, and rows that depend on the rest of a batch."""
-    make = partial(
-        DraftHeadsDrafter, draft, heads, output_layer(draft), TREE, num_passes=num_passes
-    )
+    make = partial(DraftHeadsDrafter, draft, heads, output_layer(draft), TREE, num_passes=3)
     assert check_deterministic(base, make) > 1.5
     check_fresh(base, make, Sampler())
 
@@ -165,7 +160,7 @@ def test_a_prefix_layer_follows_the_text(base: PreTrainedModel, draft: PreTraine
         for parameter in heads.prefix.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     make = partial(DraftHeadsDrafter, draft, heads, output_layer(draft), TREE, num_passes=2)
-    assert check_deterministic(base, make) > 1.5
+    assert check_greedy_identity(base, make) > 1.5
     check_fresh(base, make, Sampler())
 
 
