@@ -129,7 +129,7 @@ def test_only_what_was_decided_is_counted() -> None:
     # left out: the second guesses below the first level
     assert candidates.tokens.tolist() == [[9, 1, 2, 3, 6]]
     tokens = candidates.tokens.clone()
-    tokens[0, 4] = -1  # beyond the limit
+    tokens[0, 3:] = -1  # beyond the limit
     result = StepResult(
         candidates.tree,
         tokens,
@@ -141,8 +141,8 @@ def test_only_what_was_decided_is_counted() -> None:
         [[1, 7]],
     )
     state = drafter.observe(state, result)
-    assert state.rows[0].trials == {(1, 0): 1.0, (1, 1): 1.0, (2, 0): 1.0}
-    assert state.rows[0].hits == {(1, 0): 1.0, (1, 1): 0.0, (2, 0): 0.0}
+    assert state.rows[0].trials == {(1, 0): 1.0, (1, 1): 1.0}
+    assert state.rows[0].hits == {(1, 0): 1.0, (1, 1): 0.0}
     assert member.own == [[0, 1, 2, 3, -1, -1, 4]]
 
 
