@@ -18,6 +18,7 @@ from specheads.decoding.drafting import (
 )
 from specheads.decoding.measure import Method, drafted_method
 from specheads.decoding.subject import Subject
+from specheads.models.draft import vocab_size
 
 HF_TOKENS = 4  # of transformers' assistant where our own draft's length adapts itself
 
@@ -71,7 +72,8 @@ def other_methods(
     if decode.draft:
         draft = draft_model(subject, decode)
         num_tokens, alone = decode.draft_tokens or HF_TOKENS, model_of(draft)
-        methods.append(hf_assisted_method(base, alone, num_tokens, eos, max_new_tokens))
+        if vocab_size(alone) == vocab_size(base):  # transformers takes no others
+            methods.append(hf_assisted_method(base, alone, num_tokens, eos, max_new_tokens))
     if names & {"lookup", "suffix"}:
         methods.append(hf_lookup_method(base, LOOKUP_TOKENS, LOOKUP_NGRAM, eos, max_new_tokens))
     chosen = [choose_drafter(subject, each, draft=draft) for each in asked]
