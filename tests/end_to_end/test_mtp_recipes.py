@@ -40,6 +40,7 @@ SCRATCH = (
     "autocast=none",
     "evaluate.max_new_tokens=8",
     "data.documents=0",
+    "data.growth=[]",
     "model.init={model_type: llama, vocab_size: 0, hidden_size: 32, intermediate_size: 64,"
     " num_hidden_layers: 4, num_attention_heads: 4, num_key_value_heads: 2,"
     " max_position_embeddings: 512, tie_word_embeddings: false}",
