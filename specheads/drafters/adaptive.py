@@ -142,6 +142,8 @@ class AdaptiveLength:
     it costs at the speed that the prior promises. What was accepted lately then decides whether to
     draft at all, and no longer how much: it was accepted of tokens that had been sure enough, so
     that it says little of what a draft without regard to confidence would gain.
+    Without ``chances`` a text of some hundred tokens is short to learn from: lengths then wander by
+    a token or two around the best one.
 
     Args:
         costs: of drafting and verifying.
