@@ -33,7 +33,7 @@ from specheads.decoding.measure import (
 from specheads.decoding.recording import Recording, record
 from specheads.decoding.speculation import clock_drafts
 from specheads.decoding.stats import median, ratio_ci95
-from specheads.drafters.adaptive import AdaptiveLength, StepCosts
+from specheads.drafters.adaptive import CALIBRATED, AdaptiveLength, StepCosts
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.length import ConfidentLength, EntropyLength, FixedLength
 from specheads.hardware import environment
@@ -54,7 +54,8 @@ MIX = "mix"
 def rules(costs: StepCosts, max_tokens: int, calibration: Sequence[Recording]) -> dict[str, Length]:
     """Return the rules that are compared beside fixed lengths, by name.
 
-    Confidence and entropy alone get the threshold that is best on the calibration prompts.
+    The unmeasured one knows the costs only, as a user's first run does. Confidence and entropy
+    alone get the threshold that is best on the calibration prompts.
     """
     prior = learn_rates(calibration, max_tokens)
     chances = learn_chances(calibration)
@@ -65,6 +66,7 @@ def rules(costs: StepCosts, max_tokens: int, calibration: Sequence[Recording]) -
     thresholds = [i / 20 for i in range(1, 20)]
     return {
         "adaptive": AdaptiveLength(costs, max_tokens, prior=prior),
+        "adaptive, unmeasured": AdaptiveLength(costs, max_tokens, chances=CALIBRATED),
         "adaptive+confidence": AdaptiveLength(costs, max_tokens, prior=prior, chances=chances),
         "confidence": best([ConfidentLength(max_tokens, each) for each in thresholds]),
         "entropy": best([EntropyLength(max_tokens, each) for each in thresholds]),

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specheads.drafters.adaptive import AdaptiveLength, RunningRates, StepCosts, best_length
+from specheads.drafters.adaptive import (
+    CALIBRATED,
+    AdaptiveLength,
+    RunningRates,
+    StepCosts,
+    best_length,
+)
 
 RATES = st.lists(st.floats(0, 1), min_size=1, max_size=6)
 NEVER_FADING = 1e12
@@ -171,3 +177,10 @@ def test_with_confidence_the_limit_only_says_whether_to_draft() -> None:
     for _ in range(30):
         state = length.observe(state, 3, 0)
     assert length.limit(state) == 0
+
+
+def test_an_unmeasured_draft_model_is_taken_at_its_word() -> None:
+    """Bins that are shifted by one draft on where the draft model itself has doubts."""
+    length = AdaptiveLength(StepCosts(0.3, [0] + [1] * 7), 5, prior=0.5, chances=CALIBRATED)
+    bar = best_length([0.5] * 5, length.costs)[1] * 0.3 / 0.5
+    assert length.goes_on([bar + 0.02], [0.0]) and not length.goes_on([bar - 0.02], [0.0])

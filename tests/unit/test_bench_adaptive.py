@@ -55,7 +55,8 @@ def test_rules_learn_from_the_calibration_only() -> None:
     known = [Recording("a", 3, 13, (3,) * 12, (3,) * 9 + (2, 1, 0), sure, sure)]
     costs = StepCosts(0.1, [0, 1, 1, 1, 1])
     found = bench.rules(costs, 3, known)
-    assert set(found) == {"adaptive", "adaptive+confidence", "confidence", "entropy"}
+    names = {"adaptive", "adaptive, unmeasured", "adaptive+confidence", "confidence", "entropy"}
+    assert set(found) == names
     assert found["adaptive"].prior == tuple(bench.learn_rates(known, 3))
     assert found["adaptive+confidence"].asks and not found["adaptive"].asks
 
