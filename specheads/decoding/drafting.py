@@ -14,7 +14,7 @@ from specheads.decoding.benchmark import LOOKUP_NGRAM, LOOKUP_TOKENS
 from specheads.decoding.exported import exported_drafter
 from specheads.decoding.speculation import clock_drafts
 from specheads.decoding.subject import Subject, is_plain_model
-from specheads.drafters.adaptive import AdaptiveLength, StepCosts
+from specheads.drafters.adaptive import CALIBRATED, AdaptiveLength, StepCosts
 from specheads.drafters.contract import Drafter
 from specheads.drafters.draft_heads import NUM_PASSES, DraftHeadsDrafter
 from specheads.drafters.draft_model import DraftModelDrafter
@@ -192,7 +192,7 @@ def _member(name: str, subject: Subject, decode: DecodeConfig, loaded: Draft | N
         length = FixedLength(decode.draft_tokens)
     else:
         costs = step_costs(subject.base, draft, ADAPTIVE_TOKENS)
-        length = AdaptiveLength(costs, ADAPTIVE_TOKENS)
+        length = AdaptiveLength(costs, ADAPTIVE_TOKENS, chances=CALIBRATED)
     chain = DraftModelDrafter(draft, length, sampling=decode.draft_sampling)
     return Chosen(name, chain, length.max_tokens + 1, num_parameters(draft))
 
