@@ -71,6 +71,7 @@ def run(config: BenchConfig) -> None:
     from specheads.decoding.contenders import asked_for, other_methods
     from specheads.decoding.exported import acceptance_rule
     from specheads.decoding.measure import end_tokens, read_prompts
+    from specheads.decoding.paired import format_pairs
     from specheads.decoding.report import failures
     from specheads.decoding.subject import is_plain_model, load_subject
     from specheads.decoding.tables import (
@@ -150,6 +151,8 @@ def run(config: BenchConfig) -> None:
     if len(batch_sizes) > 1:
         print("\nTokens/s (speed-up over plain decoding in batches of that size)")
         print(format_batches(result["rows"]))
+    if result["pairs"]:
+        print(f"\nSide by side (95%)\n{format_pairs(result['pairs'])}")
     if divergences := format_divergences(result):
         print(f"\n{divergences}")
     first = result["headline"]

@@ -21,6 +21,7 @@ from specheads.decoding.measure import (
     hf_generate_method,
     plain_method,
 )
+from specheads.decoding.paired import pairs
 from specheads.drafters.made import DynamicDrafter, StaticDrafter, static_drafter
 from specheads.drafters.ngram import NgramDrafter
 from specheads.hardware import environment
@@ -201,6 +202,7 @@ def benchmark(
         },
         "headline": report.headline(rows, headline),
         "crossover": report.crossovers(rows),
+        "pairs": pairs(clocked),
         "rows": rows,
     }
 

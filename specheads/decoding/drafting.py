@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 
 from specheads.config import ConfigError, DecodeConfig
 from specheads.decoding.benchmark import LOOKUP_NGRAM, LOOKUP_TOKENS
+from specheads.decoding.cost import CostCurve, clock_steps, ratios, runner
 from specheads.decoding.exported import exported_drafter
-from specheads.decoding.speculation import clock_drafts
+from specheads.decoding.speculation import Blank, clock_drafts, clocked_lengths
 from specheads.decoding.subject import Subject, is_plain_model
 from specheads.drafters.adaptive import CALIBRATED, AdaptiveLength, StepCosts
 from specheads.drafters.contract import Drafter
@@ -89,11 +90,6 @@ def check_drafter(decode: DecodeConfig, *, has_heads: bool) -> list[str]:
             f"decode.drafter={decode.drafter} merges guesses, which sampled ones cannot be:"
             " decode.draft_sampling must be greedy or coupled, got 'sampled'"
         )
-    if decode.draft_sampling == "coupled" and "draft_tree" in names:
-        raise ConfigError(
-            "decode.draft_sampling must be greedy or sampled with decode.drafter=draft_tree, got"
-            " 'coupled'"
-        )
     return names
 
 
@@ -107,7 +103,8 @@ def choose_drafter(
     """Make the drafter that ``decode`` asks for; several are merged into one tree.
 
     With ``decode.draft_tokens=0`` the costs of the draft model are clocked first, for a second or
-    some, on which the length of drafts then depends.
+    some, on which the length of drafts then depends; so are, where several are merged and
+    ``decode.num_nodes=0``, verify steps of several sizes, on which depends how much is verified.
 
     Args:
         subject: the base model, its tokenizer, and its heads, if any.
@@ -126,10 +123,12 @@ def choose_drafter(
     if len(members) == 1:
         return members[0]
     extra = {id(draft) if each.name in _OF_A_MODEL else each.name: each for each in members}
+    num_nodes = decode.num_nodes or sum(each.num_nodes - 1 for each in members) + 1
+    costs = None if decode.num_nodes else StepCosts(0, verify_costs(subject.base, num_nodes))
     return Chosen(
         "+".join(names),
-        HybridDrafter([each.drafter for each in members], decode.num_nodes),
-        decode.num_nodes or sum(each.num_nodes - 1 for each in members) + 1,
+        HybridDrafter([each.drafter for each in members], decode.num_nodes, costs=costs),
+        num_nodes,
         sum(each.extra_parameters for each in extra.values()),
     )
 
@@ -212,9 +211,11 @@ def _draft_heads(draft: Draft, decode: DecodeConfig) -> Chosen:
 def _draft_tree(base: PreTrainedModel, draft: PreTrainedModel, decode: DecodeConfig) -> Chosen:
     num_nodes, depth = decode.num_nodes or TREE_NODES, decode.draft_tokens or TREE_DEPTH
     tree: Drafter
-    if decode.draft_sampling == "sampled":
+    if decode.draft_sampling != "greedy":
         shape, _ = sequoia_tree(ASSUMED_RATES, num_nodes, depth)
-        tree = SampledTreeDrafter(draft, shape)
+        coupled = decode.draft_sampling == "coupled"
+        sampling = "coupled" if coupled else "without_replacement"
+        tree = SampledTreeDrafter(draft, shape, sampling=sampling)
     else:
         gain = 0.0 if decode.draft_tokens else step_costs(base, draft, 2).draft
         tree = DraftTreeDrafter(draft, num_nodes, max_depth=depth, min_gain=gain)
@@ -240,6 +241,25 @@ def step_costs(base: PreTrainedModel, draft: PreTrainedModel, max_tokens: int) -
         repeats=_CLOCK_REPEATS,
     )["draft"]
     return StepCosts(costs.draft, [costs.verify.at(max(1, n)) for n in range(max_tokens + 2)])
+
+
+def verify_costs(base: PreTrainedModel, max_nodes: int) -> list[float]:
+    """Clock briefly what verify steps cost, in plain steps: of n nodes at index n, up to the most.
+
+    Args:
+        base: base model.
+        max_nodes: largest tree, root included.
+    """
+    vocab_size = input_embedding(base).shape[0]
+    prompt = torch.arange(_CLOCK_PROMPT, device=input_device(base))[None] % vocab_size
+    sizes = [length + 1 for length in clocked_lengths(max(1, max_nodes - 1))]
+    runs = [
+        runner(base, None if size == 1 else Blank(size - 1), prompt, max_new_tokens=_CLOCK_TOKENS)
+        for size in (1, *sizes)
+    ]
+    costs = ratios(clock_steps(runs, repeats=_CLOCK_REPEATS))
+    curve = CostCurve.through(dict(zip((1, *sizes), costs, strict=True)))
+    return [curve.at(max(1, n)) for n in range(max_nodes + 1)]
 
 
 def num_parameters(model: nn.Module) -> int:

@@ -18,6 +18,7 @@ from specheads.decoding.plain import plain_decode
 from specheads.decoding.subject import Subject, is_plain_model, load_subject
 from specheads.drafters.adaptive import StepCosts
 from specheads.generate import run as generate
+from specheads.models.base import load_base_model
 from specheads.sampling import Sampler
 from tests.conftest import build_byte_tokenizer, build_tiny_llama
 from tests.zoo import disturbed
@@ -32,12 +33,33 @@ def draft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+VERIFY_COSTS = drafting.verify_costs  # as it is, where tests do without it
+
+
 @pytest.fixture(autouse=True)
 def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
     # clocking would make lengths, hence these tests, depend on the machine
     monkeypatch.setattr(
         drafting, "step_costs", lambda base, draft, n: StepCosts(0.1, [1.0] * (n + 2))
     )
+    monkeypatch.setattr(drafting, "verify_costs", lambda base, n: [1.0] * (n + 1))
+
+
+def test_verify_steps_are_clocked_up_to_the_largest_tree(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents merged trees that are cut by the costs of other sizes."""
+    asked: list[int] = []
+
+    def clock(runs: Any, *, repeats: int) -> list[list[float]]:
+        del repeats
+        asked.append(len(runs))
+        return [[1.0 + i] for i in range(len(runs))]
+
+    monkeypatch.setattr(drafting, "clock_steps", clock)
+    costs = VERIFY_COSTS(load_base_model(str(tiny_model_dir)), 9)
+    assert asked == [1 + 4], "a plain step, and trees of 2, 3, 5 and 9 nodes"
+    assert costs == [1.0, 1.0, 2.0, 3.0, 3.5, 4.0, 4.25, 4.5, 4.75, 5.0]
 
 
 EVERY: list[dict[str, Any]] = [
@@ -48,6 +70,7 @@ EVERY: list[dict[str, Any]] = [
     {"drafter": "draft"},
     {"drafter": "draft", "draft_tokens": 3},
     {"drafter": "draft", "draft_sampling": "coupled"},
+    {"drafter": "draft_tree", "draft_sampling": "coupled"},
     {"drafter": "draft_tree"},
     {"drafter": "draft_tree", "draft_tokens": 2, "num_nodes": 6},
     {"drafter": "draft+suffix", "num_nodes": 8},
@@ -160,10 +183,6 @@ def test_auto_is_what_there_is(tiny_export: Path, tiny_model_dir: Path, draft_di
         (
             {"drafter": "draft+suffix", "draft": "x", "draft_sampling": "sampled"},
             "must be greedy or coupled, got 'sampled'",
-        ),
-        (
-            {"drafter": "draft_tree", "draft": "x", "draft_sampling": "coupled"},
-            "must be greedy or sampled with decode.drafter=draft_tree, got 'coupled'",
         ),
         (
             {"drafter": "draft", "draft": "/no/such"},
