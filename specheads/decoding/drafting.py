@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from specheads.config import ConfigError, DecodeConfig
 from specheads.decoding.benchmark import LOOKUP_NGRAM, LOOKUP_TOKENS
-from specheads.decoding.cost import CostCurve, clock_steps, ratios, runner
+from specheads.decoding.clocking import OF_A_MODEL, member_costs, step_costs, verify_costs
 from specheads.decoding.exported import exported_drafter
-from specheads.decoding.speculation import Blank, clock_drafts, clocked_lengths
 from specheads.decoding.subject import Subject, is_plain_model
 from specheads.drafters.adaptive import CALIBRATED, AdaptiveLength, StepCosts
+from specheads.drafters.choosing import ChoosingDrafter
 from specheads.drafters.contract import Drafter
 from specheads.drafters.draft_heads import NUM_PASSES, DraftHeadsDrafter
 from specheads.drafters.draft_model import DraftModelDrafter
@@ -27,7 +26,7 @@ from specheads.drafters.ngram import NgramDrafter
 from specheads.drafters.sampled_tree import SampledTreeDrafter
 from specheads.drafters.sequoia import sequoia_tree
 from specheads.drafters.suffix import SuffixDrafter
-from specheads.models.base import input_device, input_embedding
+from specheads.models.base import input_device
 from specheads.models.checkpoint import Export, load_export
 from specheads.models.draft import check_same_tokenizer, load_draft
 from specheads.models.heads import MedusaHeads
@@ -36,8 +35,6 @@ ADAPTIVE_TOKENS = 8  # longest draft where the length adapts itself
 TREE_NODES, TREE_DEPTH = 12, 4  # of a draft model's tree where the settings say nothing
 # per child of a node, how often it is accepted; shapes sampled trees, whose own rates are unknown
 ASSUMED_RATES = (0.7, 0.12, 0.05, 0.03)
-_CLOCK_TOKENS, _CLOCK_REPEATS, _CLOCK_PROMPT = 16, 2, 16  # to learn what a draft costs, briefly
-_OF_A_MODEL = {"draft", "draft_tree", "draft_heads"}
 
 Draft = PreTrainedModel | Export  # alone, or with heads of its own
 
@@ -85,7 +82,7 @@ def check_drafter(decode: DecodeConfig, *, has_heads: bool) -> list[str]:
         ConfigError: naming what does not go together.
     """
     names = drafter_names(decode, has_heads=has_heads)
-    if decode.draft_sampling == "sampled" and len(names) > 1 and _OF_A_MODEL & set(names):
+    if decode.draft_sampling == "sampled" and len(names) > 1 and OF_A_MODEL & set(names):
         raise ConfigError(
             f"decode.drafter={decode.drafter} merges guesses, which sampled ones cannot be:"
             " decode.draft_sampling must be greedy or coupled, got 'sampled'"
@@ -117,19 +114,25 @@ def choose_drafter(
             merged.
     """
     names = check_drafter(decode, has_heads=subject.export is not None)
-    if draft is None and _OF_A_MODEL & set(names):
+    if draft is None and OF_A_MODEL & set(names):
         draft = draft_model(subject, decode, trust_remote_code=trust_remote_code)
     members = [_member(name, subject, decode, draft) for name in names]
     if len(members) == 1:
         return members[0]
-    extra = {id(draft) if each.name in _OF_A_MODEL else each.name: each for each in members}
+    extra = {id(draft) if each.name in OF_A_MODEL else each.name: each for each in members}
     num_nodes = decode.num_nodes or sum(each.num_nodes - 1 for each in members) + 1
-    costs = None if decode.num_nodes else StepCosts(0, verify_costs(subject.base, num_nodes))
+    parts = [each.drafter for each in members]
+    merged: Drafter
+    if decode.merge == "choose":
+        num_nodes = max(each.num_nodes for each in members)
+        sizes = [each.num_nodes for each in members]
+        model = None if draft is None else model_of(draft)
+        merged = ChoosingDrafter(parts, member_costs(subject.base, names, parts, sizes, model))
+    else:
+        costs = None if decode.num_nodes else StepCosts(0, verify_costs(subject.base, num_nodes))
+        merged = HybridDrafter(parts, decode.num_nodes, costs=costs)
     return Chosen(
-        "+".join(names),
-        HybridDrafter([each.drafter for each in members], decode.num_nodes, costs=costs),
-        num_nodes,
-        sum(each.extra_parameters for each in extra.values()),
+        "+".join(names), merged, num_nodes, sum(each.extra_parameters for each in extra.values())
     )
 
 
@@ -220,46 +223,6 @@ def _draft_tree(base: PreTrainedModel, draft: PreTrainedModel, decode: DecodeCon
         gain = 0.0 if decode.draft_tokens else step_costs(base, draft, 2).draft
         tree = DraftTreeDrafter(draft, num_nodes, max_depth=depth, min_gain=gain)
     return Chosen("draft_tree", tree, num_nodes, num_parameters(draft))
-
-
-def step_costs(base: PreTrainedModel, draft: PreTrainedModel, max_tokens: int) -> StepCosts:
-    """Clock briefly, on tokens that mean nothing, what drafting and verifying cost here.
-
-    Args:
-        base: base model.
-        draft: draft model.
-        max_tokens: longest chain.
-    """
-    vocab_size = min(input_embedding(model).shape[0] for model in (base, draft))
-    prompt = torch.arange(_CLOCK_PROMPT, device=input_device(base))[None] % vocab_size
-    costs = clock_drafts(
-        base,
-        {"draft": lambda n: DraftModelDrafter(draft, FixedLength(n))},
-        prompt,
-        max_tokens=max_tokens,
-        max_new_tokens=_CLOCK_TOKENS,
-        repeats=_CLOCK_REPEATS,
-    )["draft"]
-    return StepCosts(costs.draft, [costs.verify.at(max(1, n)) for n in range(max_tokens + 2)])
-
-
-def verify_costs(base: PreTrainedModel, max_nodes: int) -> list[float]:
-    """Clock briefly what verify steps cost, in plain steps: of n nodes at index n, up to the most.
-
-    Args:
-        base: base model.
-        max_nodes: largest tree, root included.
-    """
-    vocab_size = input_embedding(base).shape[0]
-    prompt = torch.arange(_CLOCK_PROMPT, device=input_device(base))[None] % vocab_size
-    sizes = [length + 1 for length in clocked_lengths(max(1, max_nodes - 1))]
-    runs = [
-        runner(base, None if size == 1 else Blank(size - 1), prompt, max_new_tokens=_CLOCK_TOKENS)
-        for size in (1, *sizes)
-    ]
-    costs = ratios(clock_steps(runs, repeats=_CLOCK_REPEATS))
-    curve = CostCurve.through(dict(zip((1, *sizes), costs, strict=True)))
-    return [curve.at(max(1, n)) for n in range(max_nodes + 1)]
 
 
 def num_parameters(model: nn.Module) -> int:

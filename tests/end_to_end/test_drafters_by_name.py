@@ -11,7 +11,7 @@ import torch
 
 from specheads.bench import run as bench
 from specheads.config import BenchConfig, ConfigError, DecodeConfig, GenerateConfig
-from specheads.decoding import drafting
+from specheads.decoding import clocking, drafting
 from specheads.decoding.drafting import check_drafter, choose_drafter
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
@@ -33,7 +33,11 @@ def draft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-VERIFY_COSTS = drafting.verify_costs  # as it is, where tests do without it
+COSTS = {
+    name: StepCosts(0.1 * (name in clocking.OF_A_MODEL), [0.0, *[1.0] * 20])
+    for name in ("draft", "draft_tree", "suffix", "lookahead", "lookup")
+}
+VERIFY_COSTS = clocking.verify_costs  # as it is, where tests do without it
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +47,9 @@ def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
         drafting, "step_costs", lambda base, draft, n: StepCosts(0.1, [1.0] * (n + 2))
     )
     monkeypatch.setattr(drafting, "verify_costs", lambda base, n: [1.0] * (n + 1))
+    monkeypatch.setattr(
+        drafting, "member_costs", lambda base, names, *rest: [COSTS[name] for name in names]
+    )
 
 
 def test_verify_steps_are_clocked_up_to_the_largest_tree(
@@ -56,7 +63,7 @@ def test_verify_steps_are_clocked_up_to_the_largest_tree(
         asked.append(len(runs))
         return [[1.0 + i] for i in range(len(runs))]
 
-    monkeypatch.setattr(drafting, "clock_steps", clock)
+    monkeypatch.setattr(clocking, "clock_steps", clock)
     costs = VERIFY_COSTS(load_base_model(str(tiny_model_dir)), 9)
     assert asked == [1 + 4], "a plain step, and trees of 2, 3, 5 and 9 nodes"
     assert costs == [1.0, 1.0, 2.0, 3.0, 3.5, 4.0, 4.25, 4.5, 4.75, 5.0]
@@ -75,6 +82,8 @@ EVERY: list[dict[str, Any]] = [
     {"drafter": "draft_tree", "draft_tokens": 2, "num_nodes": 6},
     {"drafter": "draft+suffix", "num_nodes": 8},
     {"drafter": "lookahead+lookup+draft_tree"},
+    {"drafter": "draft+suffix", "merge": "choose"},
+    {"drafter": "suffix+draft_tree", "draft_sampling": "coupled", "merge": "choose"},
 ]
 
 
