@@ -40,12 +40,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.masking_utils import create_masks_for_generate
 
-from specheads.decoding.compiled import run_compiled
-from specheads.decoding.forward import BasePass
-from specheads.drafters.contract import Candidates
 from specheads.grouped_attention import grouped_attention, grouped_attention_traced
 from specheads.hardware import environment, peak_memory
 from specheads.kv_cache import TreeCache
+from specheads.models.compiled import run_compiled
+from specheads.models.forward import ModelPass
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer
 from specheads.tree import Tree, default_tree
@@ -199,7 +198,7 @@ class Step:
 
     def __init__(self, model: PreTrainedModel, tree: Tree, context: int) -> None:
         self.model, self.tree, self.device = model, tree.to(model.device), model.device
-        self.base = BasePass(model, TreeCache())
+        self.base = ModelPass(model, TreeCache())
         self.cache = self.base.cache
         generator = torch.Generator().manual_seed(0)
         vocab_size = model.config.vocab_size
@@ -211,7 +210,7 @@ class Step:
 
     def eager(self) -> Tensor:
         """Run as the decoding loop does; logits [1, N, V]."""
-        return self.base.verify(Candidates(self.tokens, self.tree))
+        return self.base.verify(self.tokens, self.tree)
 
     def loop_compiled(self) -> Tensor:
         """Run as the decoding loop does with compile."""

@@ -33,18 +33,18 @@ from torch import Tensor
 from specheads import dist, hardware
 from specheads.bench import max_prompt_length, prompt_file
 from specheads.decoding import loop
-from specheads.decoding.forward import BasePass
 from specheads.decoding.measure import Prompt, end_tokens, read_prompts
 from specheads.decoding.phases import FORWARD, HEADS, PHASES, Phases, now
 from specheads.decoding.plain import plain_decode
 from specheads.decoding.result import DecodeResult
-from specheads.decoding.sampling import Sampler
 from specheads.drafters.contract import Candidates
 from specheads.drafters.made import static_drafter
 from specheads.kv_cache import TreeCache
 from specheads.models.base import context_length
 from specheads.models.checkpoint import Export, load_export
+from specheads.models.forward import ModelPass
 from specheads.models.output import output_layer
+from specheads.sampling import Sampler
 from specheads.tree import default_tree
 
 SHARE_LIMIT, MS_LIMIT = 0.08, 0.3  # of the overhead: one of the two is to be kept
@@ -143,7 +143,7 @@ def measure_verify(export: Export, num_nodes: int, args: argparse.Namespace) -> 
     def random_tokens(count: int) -> Tensor:
         return torch.randint(vocab, (1, count), generator=generator).to(device)
 
-    step = BasePass(base, TreeCache())
+    step = ModelPass(base, TreeCache())
     step.read(random_tokens(args.context), [args.context])
     tree = default_tree(export.heads.num_heads, num_nodes).to(device)
     nodes = random_tokens(tree.num_nodes)
@@ -156,7 +156,10 @@ def measure_verify(export: Export, num_nodes: int, args: argparse.Namespace) -> 
         ).logits
         return logits
 
-    calls: dict[str, Callable[[], Tensor]] = {"verify": lambda: step.verify(candidates), "raw": raw}
+    calls: dict[str, Callable[[], Tensor]] = {
+        "verify": lambda: step.verify(candidates.tokens, candidates.tree),
+        "raw": raw,
+    }
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for pair in range(-10, args.calls):
         for name in ("verify", "raw") if pair % 2 else ("raw", "verify"):

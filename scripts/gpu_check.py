@@ -37,7 +37,6 @@ from specheads.decoding.identity import Divergence, Rounding, compare
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
 from specheads.decoding.result import DecodeResult
-from specheads.decoding.sampling import Sampler
 from specheads.drafters.contract import Candidates, Prefill, StepResult
 from specheads.drafters.dynamic import DynamicHeadsDrafter
 from specheads.drafters.heads import HeadsDrafter
@@ -49,6 +48,7 @@ from specheads.models.checkpoint import load_export
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
 from specheads.models.prefix import prefix_sizes
+from specheads.sampling import Sampler
 from specheads.tree import Tree, default_tree
 from specheads.tree_support import tree_support
 from tests.zoo import TREE_MODELS, build

@@ -29,7 +29,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
 from specheads.decoding.result import DecodeResult
-from specheads.decoding.sampling import Sampler
 from specheads.drafters.contract import Candidates, Prefill, StepResult
 from specheads.drafters.following import HeadsState
 from specheads.drafters.heads import HeadsDrafter
@@ -38,6 +37,7 @@ from specheads.models.base import load_tokenizer
 from specheads.models.checkpoint import Export, load_export, save_export
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
+from specheads.sampling import Sampler
 from specheads.training.objectives import HeadsObjective
 from specheads.tree import Tree
 

@@ -26,11 +26,11 @@ from specheads.decoding.loop import decode
 from specheads.decoding.measure import Prompt, end_tokens, read_prompts
 from specheads.decoding.plain import plain_decode
 from specheads.decoding.report import LOOPING_HEADLINE, REP8_LIMIT
-from specheads.decoding.sampling import Sampler
 from specheads.decoding.show import StepPrinter
 from specheads.drafters.made import DynamicDrafter
 from specheads.models.checkpoint import Export, load_export
 from specheads.models.output import output_layer
+from specheads.sampling import Sampler
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_PROMPTS, MAX_NEW_TOKENS = 12, 96

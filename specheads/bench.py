@@ -1,12 +1,14 @@
-"""Measure an export beside its baselines: ``python -m specheads.bench checkpoint=<export>``.
+"""Measure ways to decode beside their baselines: ``python -m specheads.bench checkpoint=<export>``.
 
 Writes bench.json and prints its rows. The baselines are our own loop of one token at a time,
-transformers' generate, and prompt lookup. Fails (exit code 1, after writing) where outputs differ
-from plain decoding's by more than rounding explains.
+transformers' generate, and prompt lookup. ``drafters=[suffix,heads+suffix]`` measures more beside
+the heads; a base model without heads is a checkpoint too. Fails (exit code 1, after writing) where
+outputs differ from plain decoding's by more than rounding explains.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +17,8 @@ from specheads.config import BenchConfig, ConfigError, RunError
 from specheads.entry import hydra_main
 
 if TYPE_CHECKING:
+    from specheads.config import DecodeConfig
+    from specheads.decoding.subject import Subject
     from specheads.drafters.made import DynamicDrafter
     from specheads.models.checkpoint import Export
     from specheads.tree import Tree
@@ -32,7 +36,7 @@ def prompt_file(given: str, checkpoint: str, name: str) -> Path:
     return own if own.is_file() else tinycode_dir() / name
 
 
-def max_prompt_length(export: Export, max_new_tokens: int) -> int:
+def max_prompt_length(export: Export | Subject, max_new_tokens: int) -> int:
     """Return the longest prompt that leaves room for the new tokens.
 
     Raises:
@@ -64,16 +68,18 @@ def run(config: BenchConfig) -> None:
 
     from specheads import dist, hardware
     from specheads.decoding.benchmark import benchmark, make_methods
-    from specheads.decoding.exported import acceptance_rule, tree_kind
+    from specheads.decoding.contenders import asked_for, other_methods
+    from specheads.decoding.exported import acceptance_rule
     from specheads.decoding.measure import end_tokens, read_prompts
+    from specheads.decoding.paired import format_pairs
     from specheads.decoding.report import failures
+    from specheads.decoding.subject import is_plain_model, load_subject
     from specheads.decoding.tables import (
         format_batches,
         format_divergences,
         format_kinds,
         format_table,
     )
-    from specheads.models.checkpoint import load_export
     from specheads.models.output import output_layer
 
     out = Path(config.out)
@@ -83,36 +89,43 @@ def run(config: BenchConfig) -> None:
     threads = hardware.pin_threads(config.threads)
     dtype = hardware.pick_dtype(config.dtype, device)
     hardware.quiet_loading()
-    export = load_export(config.checkpoint, base=config.base or None, dtype=dtype, device=device)
+    has_heads = not is_plain_model(config.checkpoint)
+    asked = asked_for(config.decode, config.drafters, has_heads=has_heads)
+    subject = load_subject(config.checkpoint, base=config.base, dtype=dtype, device=device)
+    base, export = subject.base, subject.export
     prompts, digest = read_prompts(
         prompt_file(config.prompts, config.checkpoint, "prompts.jsonl"),
-        export.tokenizer,
+        subject.tokenizer,
         config.num_prompts,
-        max_length=max_prompt_length(export, config.max_new_tokens),
+        max_length=max_prompt_length(subject, config.max_new_tokens),
         device=device,
     )
-    eos = end_tokens(export.base, export.tokenizer)
-    trees = [export.tree, *_other_trees(export, config, eos)]
+    eos = end_tokens(base, subject.tokenizer)
     rule = acceptance_rule(config.decode)
+    lossy = None if rule.lossless else rule
     methods = make_methods(
-        export.base,
-        export.heads,
-        output_layer(export.base),
-        trees,
+        base,
+        export.heads if export else None,
+        output_layer(base) if export else None,
+        [export.tree, *_other_trees(export, config, eos)] if export else [],
         eos=eos,
-        pad=export.tokenizer.pad_token_id,
+        pad=subject.tokenizer.pad_token_id,
         max_new_tokens=config.max_new_tokens,
-        dynamic=_dynamic(export, config),
-        lossy=None if rule.lossless else rule,
+        dynamic=_dynamic(export, config) if export else None,
+        lossy=lossy,
         compile=config.decode.compile,
     )
+    methods += other_methods(
+        subject, asked, eos=eos, max_new_tokens=config.max_new_tokens, lossy=lossy
+    )
+    headline = _headline(config, asked, export)
     temperatures = sorted({*config.temperatures, *ALWAYS})
     batch_sizes = sorted({1, *config.batch_sizes})
     rounds = len(temperatures) * len(batch_sizes) * config.repeats
     total = len(methods) * len(prompts) * rounds
     with tqdm(total=total, unit="text", disable=None) as bar:
         result = benchmark(
-            export.base,
+            base,
             methods,
             prompts,
             temperatures=temperatures,
@@ -121,13 +134,14 @@ def run(config: BenchConfig) -> None:
             seed=config.seed,
             settings={
                 "checkpoint": config.checkpoint,
-                "tree": export.tree.to_json(),
+                "tree": export.tree.to_json() if export else None,
+                "drafters": [each.drafter for each in asked],
                 "num_prompts": len(prompts),
                 "prompts_sha256": digest,
                 "max_new_tokens": config.max_new_tokens,
                 "decode": asdict(config.decode),
             },
-            headline="tree_dynamic" if tree_kind(export, config.decode) == "dynamic" else "tree",
+            headline=headline,
             tick=bar.update,
         )
     out.write_text(json.dumps(result, indent=1) + "\n")
@@ -137,6 +151,8 @@ def run(config: BenchConfig) -> None:
     if len(batch_sizes) > 1:
         print("\nTokens/s (speed-up over plain decoding in batches of that size)")
         print(format_batches(result["rows"]))
+    if result["pairs"]:
+        print(f"\nSide by side (95%)\n{format_pairs(result['pairs'])}")
     if divergences := format_divergences(result):
         print(f"\n{divergences}")
     first = result["headline"]
@@ -156,6 +172,15 @@ def run(config: BenchConfig) -> None:
     if failed := failures(result):
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
         raise RunError(f"rounding does not explain that {failed[0]}{more}")
+
+
+def _headline(config: BenchConfig, asked: Sequence[DecodeConfig], export: Export | None) -> str:
+    """Return the method to quote: what generate would decode with, given the same settings."""
+    from specheads.decoding.exported import tree_kind
+
+    if export is None or config.decode.draft or config.decode.drafter not in ("auto", "heads"):
+        return asked[0].drafter
+    return "tree_dynamic" if tree_kind(export, config.decode) == "dynamic" else "tree"
 
 
 def _dynamic(export: Export, config: BenchConfig) -> DynamicDrafter | None:

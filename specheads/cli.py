@@ -15,6 +15,7 @@ COMMANDS = {
     "regenerate": ("specheads.regenerate", "let the base model answer the prompts itself"),
     "preview": ("specheads.preview", "show records with their loss masks"),
     "export": ("specheads.export", "make smaller heads, or another format, of a checkpoint"),
+    "compare": ("specheads.compare", "find out which draft model pays, if any"),
     "doctor": ("specheads.doctor", "say what a base model can be decoded with"),
 }
 

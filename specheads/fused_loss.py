@@ -51,7 +51,8 @@ class Finishing(Protocol):
 
 
 # (numbers of the rows [n], their logits [n, V], labels [n, 1], factors [n, 1], slope) -> losses
-# [n, 1] and hits [n, 2]. With slope, the logits are replaced by factor * d loss / d logits.
+# [n, 1] and hits [n, 2], or other columns that are summed like them. With slope, the logits are
+# replaced by factor * d loss / d logits.
 RowLoss = Callable[[Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 
 
@@ -122,12 +123,17 @@ def fused_cross_entropy(inputs: LossInputs) -> tuple[Tensor, Tensor]:
     return fused_loss(inputs, row_loss)
 
 
-def fused_loss(inputs: LossInputs, row_loss: RowLoss) -> tuple[Tensor, Tensor]:
-    """Return the weighted sum of ``row_loss`` over the valid rows, and the statistics."""
+def fused_loss(
+    inputs: LossInputs, row_loss: RowLoss, *, num_columns: int = 2
+) -> tuple[Tensor, Tensor]:
+    """Return the weighted sum of ``row_loss`` over the valid rows, and the statistics.
+
+    These are [num_groups, 1 + num_columns]: the sums of the losses and of what comes with them.
+    """
     # Inside Function.forward gradients are always off, so the caller's mode is read here.
     on = torch.is_grad_enabled()
     needs = [on and x is not None and x.requires_grad for x in inputs[:3]]
-    loss, stats = _FusedLoss.apply(*inputs[:3], inputs[3:], needs, row_loss)
+    loss, stats = _FusedLoss.apply(*inputs[:3], inputs[3:], needs, row_loss, num_columns)
     return loss, stats
 
 
@@ -143,9 +149,10 @@ class _FusedLoss(torch.autograd.Function):
         others: tuple[Any, ...],
         needs: list[bool],
         row_loss: RowLoss,
+        num_columns: int,
     ) -> tuple[Tensor, Tensor]:
         inputs = LossInputs(hidden, weight, bias, *others)
-        loss, stats, unit, grads = _loss_and_grads(inputs, needs, row_loss)
+        loss, stats, unit, grads = _loss_and_grads(inputs, needs, row_loss, num_columns)
         grad_hidden, grad_weight, grad_bias = grads
         if grad_weight is not None and weight.dtype == torch.bfloat16:
             grad_weight = grad_weight.to(weight.dtype)  # float32's range: no loss scale to await
@@ -165,7 +172,7 @@ class _FusedLoss(torch.autograd.Function):
                 "linear_cross_entropy has one with implementation='naive'"
             )
         if grad_loss is None:
-            return (None,) * 6
+            return (None,) * 7
         if ctx.grads is None:
             raise RuntimeError(
                 "the fused loss hands out its gradients once: add the losses up and call "
@@ -173,11 +180,11 @@ class _FusedLoss(torch.autograd.Function):
             )
         grads, ctx.grads = ctx.grads, None
         factor = grad_loss.to(ctx.unit.dtype) * ctx.unit
-        return (*map(_scale, grads, [factor] * 3, ctx.dtypes), None, None, None)
+        return (*map(_scale, grads, [factor] * 3, ctx.dtypes), None, None, None, None)
 
 
 def _loss_and_grads(
-    inputs: LossInputs, needs: list[bool], row_loss: RowLoss
+    inputs: LossInputs, needs: list[bool], row_loss: RowLoss, num_columns: int
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
     """Go over the valid rows once.
 
@@ -213,7 +220,7 @@ def _loss_and_grads(
     grad_bias = weight.new_zeros(weight.shape[:1], dtype=exact) if needs[2] else None
     loss = factors.new_zeros(())
     # wide, so that the sums do not depend on which rows share a chunk
-    stats = factors.new_zeros(inputs.num_groups, 3, dtype=torch.float64)
+    stats = factors.new_zeros(inputs.num_groups, 1 + num_columns, dtype=torch.float64)
 
     for start in range(0, count, inputs.chunk_size):
         picked = rows[start : start + inputs.chunk_size]

@@ -1,5 +1,7 @@
 r"""Continue prompts: ``python -m specheads.generate checkpoint=<export> prompt="def add(a, b):"``.
 
+The checkpoint may be a base model without heads too; what drafts for it is ``decode.drafter``.
+
 The prompt is taken as it stands, whatever characters it holds, and so is every ``stop="..."``;
 without a prompt, standard input is read. The text goes to standard output, tokens and time to
 standard error. ``prompts=<file>.jsonl`` decodes many in batches and writes a JSON line for each.
@@ -53,23 +55,26 @@ def run(config: GenerateConfig) -> None:
     """Load, decode, print."""
     from specheads import dist, hardware
     from specheads.data.chat import Encoder
-    from specheads.decoding.exported import acceptance_rule, exported_drafter
+    from specheads.decoding.drafting import check_drafter, choose_drafter
+    from specheads.decoding.exported import acceptance_rule
     from specheads.decoding.generate import SpecDecoder
+    from specheads.decoding.subject import is_plain_model, load_subject
     from specheads.models.base import context_length
-    from specheads.models.checkpoint import load_export
     from specheads.tree_support import tree_support
 
+    if not config.plain:
+        check_drafter(config.decode, has_heads=not is_plain_model(config.checkpoint))
     device = dist.device()
     dtype = hardware.pick_dtype(config.dtype, device)
     hardware.quiet_loading()
-    export = load_export(
+    subject = load_subject(
         config.checkpoint,
         base=config.base,
         dtype=dtype,
         device=device,
         device_map=config.device_map or None,
     )
-    base, tokenizer = export.base, export.tokenizer
+    base, tokenizer = subject.base, subject.tokenizer
     if tree_support(base).kind == "chain":
         config = replace(config, batch_size=1)  # its rows can only be decoded alone
     records = _records(config, has_template=tokenizer.chat_template is not None)
@@ -85,7 +90,7 @@ def run(config: GenerateConfig) -> None:
             )
     decoder = SpecDecoder(
         base,
-        None if config.plain else exported_drafter(export, config.decode),
+        None if config.plain else choose_drafter(subject, config.decode).drafter,
         tokenizer=tokenizer,
         acceptance=acceptance_rule(config.decode),
         compile=config.decode.compile,

@@ -29,7 +29,8 @@ from specheads.config import ConfigError, LogConfig
 
 USED = ("config.yaml", "metrics.jsonl", "checkpoints", "export")
 # of an evaluation's many figures those for the console; all are in metrics.jsonl
-_EVALUATED = re.compile(r"eval/[^/]+|final/(accept_length|speedup)/[^/]+")
+_EVALUATED = re.compile(r"eval/[^/]+|final/(accept_length|alpha|speedup)/[^/]+")
+_ALPHA = ("draft/alpha", "draft/alpha_top", "heldout/alpha")  # of a draft model
 PACKAGES = ("torch", "transformers", "safetensors", "deepspeed", "hydra-core", "wandb")
 
 
@@ -120,6 +121,8 @@ def format_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
             parts.append(f"{name.removesuffix('/loss')} {value:7.4f}")
         elif name.endswith("top1"):
             parts.append(f"{100 * value:4.1f}%")
+        elif name in _ALPHA:
+            parts.append(f"{name.removeprefix('draft/')} {value:.4f}")
         elif name.startswith("lr/"):
             parts.append(f"{name} {value:.1e}")
         elif name == "grad_norm":

@@ -146,7 +146,9 @@ def block(
 
     Guarantee: exact, and no exact rule accepts more of a single sampled chain on average; testing
     token by token accepts less or equal. Tokens must have been drawn one after another from
-    ``draft_probs``, and the length must not depend on what was drawn.
+    ``draft_probs``. Whether a chain ends at a token may depend on the tokens up to it, as where a
+    draft model stops once it is unsure: the proof goes prefix by prefix. But no token that was
+    drawn may be left out.
 
     Args:
         tokens: [B, N], node i + 1 the only child of node i. From the first negative token on a

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from specheads.decoding.sampling import draft_noise
 from specheads.drafters.contract import Candidates, Prefill, StepResult
+from specheads.noise import draft_noise
 from specheads.rejection import sample_siblings, sample_top_and_one
 from specheads.tree import Tree
 

@@ -6,6 +6,7 @@ equal, so that a wrong mask would change nothing a test can see.
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -146,3 +147,19 @@ def redraw(model: PreTrainedModel, *, seed: int = 1, std: float = 0.3) -> None:
             noise = torch.randn(parameter.shape, generator=generator) * std
             is_norm = ("norm" in name or ".ln_" in name) and name.endswith("weight")
             parameter.copy_(noise * 0.3 + 1 if is_norm else noise)
+
+
+def disturbed(model: PreTrainedModel, noise: float = 0.2, *, seed: int = 1) -> PreTrainedModel:
+    """Return a copy of ``model`` that often agrees with it: a draft model for it.
+
+    Args:
+        model: left as it is.
+        noise: added to each weight tensor, in units of its standard deviation.
+        seed: of the noise.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.add_(torch.randn(weight.shape, generator=generator) * noise * weight.std())
+    return other.eval()

@@ -7,6 +7,7 @@ the library imports it for its errors, and runs where Hydra is not installed.
 
 from specheads.config.commands import (
     BenchConfig,
+    CompareConfig,
     DecodeConfig,
     DoctorConfig,
     ExportConfig,
@@ -25,6 +26,7 @@ from specheads.config.errors import MISSING, ConfigError, InterruptedRunError, R
 from specheads.config.training import (
     AdapterConfig,
     CheckpointConfig,
+    DraftConfig,
     EvaluateConfig,
     HeadsConfig,
     LogConfig,
@@ -40,10 +42,12 @@ __all__ = [
     "AdapterConfig",
     "BenchConfig",
     "CheckpointConfig",
+    "CompareConfig",
     "ConfigError",
     "DataConfig",
     "DecodeConfig",
     "DoctorConfig",
+    "DraftConfig",
     "EvaluateConfig",
     "ExportConfig",
     "FeaturesConfig",

@@ -13,13 +13,30 @@ def _check_device_map(device_map: str) -> None:
     check(device_map in ("", *options), "device_map", device_map, expected)
 
 
+# what proposes: heads (the export's), draft (a draft model's chain), draft_tree, draft_heads (a
+# draft model with heads of its own), lookup (n-grams of the text), suffix (its longest repeat),
+# lookahead, or several of them merged, joined by a plus
+DRAFTERS = ("heads", "draft", "draft_tree", "draft_heads", "lookup", "suffix", "lookahead")
+
+
 @dataclass
 class DecodeConfig:
-    """How the heads of an export are decoded with."""
+    """How guesses are made, and accepted."""
 
+    # one of DRAFTERS, or several as heads+suffix; auto: the draft model if one is given, else heads
+    # if there are, else suffix
+    drafter: str = "auto"
+    draft: str = ""  # draft...: folder or hub name of the draft model; or an export of its heads
+    draft_tokens: int = 0  # draft: tokens per step; 0: as many as pay, adapted while decoding
+    merge: str = "tree"  # several drafters: tree, merged into one; choose: one asked per step
+    draft_sampling: str = "greedy"  # greedy, sampled, coupled: see drafters/draft_model.py
+    window: int = 7  # lookahead: W
+    ngram: int = 4  # lookahead: N
+    guesses: int = 7  # lookahead: G
     # static: the export's; dynamic: grown at each step; auto: what tree_search found faster
     tree: str = "auto"
-    num_nodes: int = 0  # of a dynamic tree, root included; 0: what tree_search found
+    # of a tree that is grown at each step or merged, root included; 0: what tree_search found, all
+    num_nodes: int = 0
     compile: bool = False  # torch.compile the base's passes, CUDA graphs on a GPU; slow to start
     acceptance: str = "exact"  # exact; lossy_typical, lossy_lenient: NOT the base's distribution
     epsilon: float = 0.09  # of lossy_typical, larger is stricter
@@ -27,6 +44,22 @@ class DecodeConfig:
     lenience: float = 0.5  # of lossy_lenient, 1 is exact
 
     def __post_init__(self) -> None:
+        names = [] if self.drafter == "auto" else self.drafter.split("+")
+        for name in names:
+            one_of("decode.drafter", name, "auto", *DRAFTERS)
+        check(len(set(names)) == len(names), "decode.drafter", self.drafter, "without repetition")
+        check(
+            bool(self.draft) or not {"draft", "draft_tree", "draft_heads"} & set(names),
+            "decode.draft",
+            self.draft,
+            f"a draft model with decode.drafter={self.drafter}",
+        )
+        check(self.draft_tokens >= 0, "decode.draft_tokens", self.draft_tokens, "at least 0")
+        one_of("decode.merge", self.merge, "tree", "choose")
+        one_of("decode.draft_sampling", self.draft_sampling, "greedy", "sampled", "coupled")
+        check(self.window >= 2, "decode.window", self.window, "at least 2")
+        check(self.ngram >= 2, "decode.ngram", self.ngram, "at least 2")
+        check(self.guesses >= 1, "decode.guesses", self.guesses, "at least 1")
         one_of("decode.tree", self.tree, "auto", "static", "dynamic")
         check(
             self.num_nodes == 0 or self.num_nodes >= 2,
@@ -44,7 +77,7 @@ class DecodeConfig:
 class GenerateConfig:
     """Everything ``python -m specheads.generate`` accepts."""
 
-    checkpoint: str = MISSING
+    checkpoint: str = MISSING  # an export, or a base model: a folder, a hub name, tinycode
     base: str | None = None  # where the original base model is now, if it was moved
     prompt: str = ""  # empty: read standard input
     prompts: str = ""  # a .jsonl of texts or chats instead, decoded in batches; writes JSON lines
@@ -86,7 +119,7 @@ class GenerateConfig:
 class BenchConfig:
     """Everything ``python -m specheads.bench`` accepts."""
 
-    checkpoint: str = MISSING
+    checkpoint: str = MISSING  # an export, or a base model: a folder, a hub name, tinycode
     base: str = ""  # where the export's base model is now, if it was moved
     out: str = "bench.json"
     prompts: str = ""  # a .jsonl of prompts; empty: the export's or the embedded set
@@ -99,6 +132,7 @@ class BenchConfig:
     threads: int = 0  # 0: all
     seed: int = 0
     tree_nodes: list[int] = field(default_factory=list)  # other sizes beside the export's tree
+    drafters: list[str] = field(default_factory=list)  # more of decode.drafter's names, a row each
     decode: DecodeConfig = field(default_factory=DecodeConfig)
 
     def __post_init__(self) -> None:
@@ -109,6 +143,35 @@ class BenchConfig:
             check(temperature >= 0, "temperatures", temperature, "at least 0")
         for size in self.batch_sizes:
             check(size >= 1, "batch_sizes", size, "at least 1")
+
+
+@dataclass
+class CompareConfig:
+    """Everything ``python -m specheads.compare`` accepts."""
+
+    model: str = ""  # the base model: a folder, a hub name, tinycode, or an export
+    candidates: list[str] = field(default_factory=list)  # draft models: folders or hub names
+    prompts: str = ""  # a .jsonl of prompts; empty: the embedded set
+    num_prompts: int = 24  # to measure alpha and c on
+    num_measured: int = 24  # others, to measure the speed-up on
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    max_tokens: int = 8  # longest draft to consider
+    repeats: int = 3
+    dtype: str = "auto"
+    threads: int = 0
+    seed: int = 0
+    out: str = "compare.json"
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        check(self.num_prompts >= 1, "num_prompts", self.num_prompts, "at least 1")
+        check(self.num_measured >= 1, "num_measured", self.num_measured, "at least 1")
+        check(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1")
+        check(self.temperature >= 0, "temperature", self.temperature, "at least 0")
+        check(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
+        check(self.repeats >= 1, "repeats", self.repeats, "at least 1")
+        one_of("dtype", self.dtype, "auto", "float32", "bfloat16", "float16")
 
 
 @dataclass

@@ -76,6 +76,7 @@ def register_schemas() -> None:
     store.store(name="train_schema", node=training.TrainConfig)
     store.store(name="generate_schema", node=commands.GenerateConfig)
     store.store(name="bench_schema", node=commands.BenchConfig)
+    store.store(name="compare_schema", node=commands.CompareConfig)
     store.store(name="tree_search_schema", node=commands.TreeSearchConfig)
     store.store(name="doctor_schema", node=commands.DoctorConfig)
     store.store(name="export_schema", node=commands.ExportConfig)

@@ -81,6 +81,52 @@ class MtpConfig:
         one_of("mtp.start", self.start, "base", "random")
 
 
+DRAFT_LOSSES = ("labels", "forward_kl", "reverse_kl", "jsd", "tv", "lk_alpha", "lk_lambda")
+
+
+@dataclass
+class DraftConfig:
+    """A draft model, distilled from its base (arXiv:2310.08461)."""
+
+    # random (the base's architecture, smaller), base (some of its layers), or a folder or hub name
+    # of a smaller model with the same tokenizer
+    start: str = "random"
+    layers: int = 1  # random, base: layers of the draft model
+    hidden: int = 0  # random: its hidden size, of the base's head width; 0: the base's
+    keep: list[int] = field(default_factory=list)  # base: these layers; empty: evenly spread ones
+    learn_prompts: bool = False  # learn all tokens, not the answers alone: for draft.start=random
+    # labels (the data's tokens, black box), or the base's distribution: forward_kl, reverse_kl,
+    # jsd, tv, lk_alpha, lk_lambda. loss.temperature, loss.top_k, loss.lk_eta go with them
+    loss: str = "forward_kl"
+    jsd_beta: float = 0.5  # jsd: weight of the base in the mixture; towards 0 forward, 1 reverse KL
+    on_policy: float = 0.0  # share of steps on the draft's own answers (2306.13649)
+    on_policy_temperature: float = 1.0
+    on_policy_tokens: int = 128  # longest answer
+    stored: str = ""  # folder of the base's top-k log-probabilities, made if it is not there
+    stored_top_k: int = 32
+
+    def __post_init__(self) -> None:
+        one_of("draft.loss", self.loss, *DRAFT_LOSSES)
+        check(self.layers >= 1, "draft.layers", self.layers, "at least 1")
+        check(self.hidden >= 0, "draft.hidden", self.hidden, "at least 0")
+        check(0 < self.jsd_beta < 1, "draft.jsd_beta", self.jsd_beta, "in (0, 1)")
+        check(0 <= self.on_policy <= 1, "draft.on_policy", self.on_policy, "in [0, 1]")
+        check(
+            self.on_policy_temperature > 0,
+            "draft.on_policy_temperature",
+            self.on_policy_temperature,
+            "positive",
+        )
+        for key in ("on_policy_tokens", "stored_top_k"):
+            check(getattr(self, key) >= 1, f"draft.{key}", getattr(self, key), "at least 1")
+        check(
+            not (self.stored and self.on_policy),
+            "draft.stored",
+            self.stored,
+            "empty with draft.on_policy, whose answers nobody has stored",
+        )
+
+
 @dataclass
 class LossConfig:
     """L = L_LM + lambda_0 * sum_i decay^(i+1) * L_i; each L_i a mean over its own labels."""
@@ -259,6 +305,7 @@ class TrainConfig:
     features: FeaturesConfig = field(default_factory=FeaturesConfig)
     heads: HeadsConfig = field(default_factory=HeadsConfig)
     mtp: MtpConfig = field(default_factory=MtpConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     tree: TreeConfig = field(default_factory=TreeConfig)

@@ -82,7 +82,7 @@ class Plan:
     @property
     def fingerprint(self) -> str:
         """Digest of ``made_of``, which every shard carries."""
-        return _digest(self.made_of)
+        return digest_of(self.made_of)
 
     def index(self) -> bytes:
         """Return the contents of the index."""
@@ -214,17 +214,25 @@ def _stored_plan(plan: Plan) -> Plan:
         raise ConfigError(
             f"{path} is no index of features ({error!r}); delete the folder"
         ) from None
-    odd = [key for key, value in plan.made_of.items() if stored.made_of.get(key) != value]
-    if odd:
-        differences = ", ".join(
-            f"{key} ({_short(stored.made_of.get(key))} there, {_short(plan.made_of[key])} here)"
-            for key in odd
-        )
-        raise ConfigError(
-            f"features.dir={plan.folder} was made with another {differences};"
-            " name another folder, or delete this one"
-        )
+    check_made_of(f"features.dir={plan.folder}", stored.made_of, plan.made_of)
     return stored
+
+
+def check_made_of(where: str, there: dict[str, str], here: dict[str, str]) -> None:
+    """Refuse a cache that was made of something else.
+
+    Raises:
+        ConfigError: naming ``where`` it lies and what differs.
+    """
+    differences = ", ".join(
+        f"{key} ({_short(there.get(key))} there, {_short(value)} here)"
+        for key, value in here.items()
+        if there.get(key) != value
+    )
+    if differences:
+        raise ConfigError(
+            f"{where} was made with another {differences}; name another folder, or delete this one"
+        )
 
 
 def _sizes(shard: dict[str, Any]) -> tuple[int, int]:
@@ -236,7 +244,8 @@ def _short(value: str | None) -> str:
     return str(value)[:12] if digest else str(value)
 
 
-def _digest(values: dict[str, str]) -> str:
+def digest_of(values: dict[str, str]) -> str:
+    """Return a sha256 over what a cache was made of."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 

@@ -65,7 +65,7 @@ def write_features(
     """
     if not plan.missing():
         return
-    with _locked(plan.folder):
+    with locked(plan.folder, "features.dir"):
         missing = plan.missing()
         if not missing:
             return
@@ -90,7 +90,7 @@ def write_features(
             for number in missing:
                 shard = plan.shards[number]
                 tensors = _run(plan, shard, documents, base, seq_len, rows, autocast, count)
-                sha256 = _contents_sha256(tensors)
+                sha256 = contents_sha256(tensors)
                 with whole_file(plan.folder / shard.file) as path:
                     save_file(tensors, path, metadata=metadata(plan, sha256))
         finally:
@@ -110,34 +110,51 @@ def _run(
 ) -> dict[str, Tensor]:
     """Return the tensors of one shard."""
     first, stop = shard.documents
-    device = input_device(base)
     tensors = {"hidden": torch.empty(shard.tokens, plan.hidden_size, dtype=STORED[plan.dtype])}
     if plan.dtype == "int8":
         tensors["scale"] = torch.empty(shard.tokens)
-    starts = _starts(plan.lengths[first:stop])
-    packed = pack_lengths(plan.lengths[first:stop], seq_len)
+    starts = starts_of(plan.lengths[first:stop])
+    inside = [documents[i] for i in range(first, stop)]
+    for i, states in packed_states(inside, base, seq_len, rows, autocast, count):
+        _store(tensors, starts[i], states.cpu())
+    return tensors
+
+
+def packed_states(
+    documents: Sequence[Encoded],
+    base: PreTrainedModel,
+    seq_len: int,
+    rows: int,
+    autocast: bool,
+    count: Callable[[int], None],
+) -> Iterator[tuple[int, Tensor]]:
+    """Run the base over documents; yield the number of each and its final hidden states [n, d].
+
+    Raises:
+        RunError: if they are not finite, naming the record.
+    """
+    device = input_device(base)
+    packed = pack_lengths([len(document.input_ids) for document in documents], seq_len)
     for begin in range(0, len(packed), rows):
         places = packed[begin : begin + rows]
         # what stands in the padding is seen by nothing that is kept
-        batch = collate([[documents[first + i] for i in row] for row in places], seq_len, 0)
+        batch = collate([[documents[i] for i in row] for row in places], seq_len, 0)
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             hidden = packed_hidden(
                 base, batch["input_ids"].to(device), batch["position_ids"].to(device)
-            ).cpu()
+            )
         for b, row in enumerate(places):
             at = 0
             for i in row:
-                length = plan.lengths[first + i]
+                length = len(documents[i].input_ids)
                 states = hidden[b, at : at + length]
                 if not bool(states.isfinite().all()):
                     raise RunError(
-                        f"the base model's hidden states of record {documents[first + i].id} are"
-                        " not finite"
+                        f"the base model's hidden states of record {documents[i].id} are not finite"
                     )
-                _store(tensors, starts[i], states)
+                yield i, states
                 at += length
             count(at)
-    return tensors
 
 
 def _store(tensors: dict[str, Tensor], start: int, states: Tensor) -> None:
@@ -151,11 +168,13 @@ def _store(tensors: dict[str, Tensor], start: int, states: Tensor) -> None:
     tensors["hidden"][place] = (states.float() / scale[:, None]).round().clamp(-127, 127)
 
 
-def _starts(lengths: Sequence[int]) -> list[int]:
+def starts_of(lengths: Sequence[int]) -> list[int]:
+    """Return where each document starts when they lie one after the other, and the end."""
     return [0, *np.cumsum(lengths).tolist()]
 
 
-def _contents_sha256(tensors: dict[str, Tensor]) -> str:
+def contents_sha256(tensors: dict[str, Tensor]) -> str:
+    """Return a sha256 over the numbers of a shard."""
     digest = hashlib.sha256()
     for _, tensor in sorted(tensors.items()):
         digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
@@ -178,7 +197,7 @@ def _check_contents(plan: Plan, shard: Shard) -> None:
     path = plan.folder / shard.file
     file = _opened(plan, path)
     names = ["hidden", "scale"] if plan.dtype == "int8" else ["hidden"]
-    found = _contents_sha256({name: file.get_tensor(name) for name in names})
+    found = contents_sha256({name: file.get_tensor(name) for name in names})
     if found != file.metadata()["sha256"]:
         raise damaged(path, "its numbers are not those that were written")
 
@@ -195,14 +214,18 @@ def _opened(plan: Plan, path: Path) -> Any:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Make ``folder`` and hold it locked; the lock dies with its process, others wait for it."""
+def locked(folder: Path, key: str) -> Iterator[None]:
+    """Make ``folder`` and hold it locked; the lock dies with its process, others wait for it.
+
+    Raises:
+        ConfigError: if it cannot be written, naming the ``key`` that asked for it.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle = (folder / "LOCK").open("a")
         fcntl.flock(handle, fcntl.LOCK_EX)
     except OSError as error:
-        raise ConfigError(f"features.dir={folder} cannot be written: {error}") from None
+        raise ConfigError(f"{key}={folder} cannot be written: {error}") from None
     with handle:
         yield
 
@@ -227,7 +250,7 @@ class Features:
             file = _opened(plan, plan.folder / shard.file)
             scale = file.get_slice("scale") if plan.dtype == "int8" else None
             self._shards.append((file.get_slice("hidden"), scale))
-            starts = _starts(plan.lengths[slice(*shard.documents)])
+            starts = starts_of(plan.lengths[slice(*shard.documents)])
             self._places += [(number, start) for start in starts[:-1]]
 
     def __getitem__(self, document: int) -> Tensor:

@@ -10,8 +10,8 @@ from torch import Tensor
 from specheads.acceptance import walk, walk_on_host
 from specheads.decoding.choosing import Chooser
 from specheads.decoding.deciding import Acceptance
-from specheads.decoding.sampling import Chance
 from specheads.drafters.contract import Candidates, StepResult
+from specheads.sampling import Chance
 from specheads.tree import Tree
 
 
@@ -70,6 +70,7 @@ def accept_by_walk(
         num_accepted=num_accepted,
         next_root=next_root,
         new_tokens=gained,
+        own=candidates.own,
     )
 
 
@@ -143,4 +144,5 @@ def accept_by_rule(
         num_accepted=num_accepted,
         next_root=next_token,
         new_tokens=[[token for token in row if token >= 0] for row in gained],
+        own=candidates.own,
     )

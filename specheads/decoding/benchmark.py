@@ -21,12 +21,13 @@ from specheads.decoding.measure import (
     hf_generate_method,
     plain_method,
 )
-from specheads.decoding.sampling import Sampler
+from specheads.decoding.paired import pairs
 from specheads.drafters.made import DynamicDrafter, StaticDrafter, static_drafter
 from specheads.drafters.ngram import NgramDrafter
 from specheads.hardware import environment
 from specheads.models.kinds import Heads
 from specheads.models.output import OutputLayer
+from specheads.sampling import Sampler
 from specheads.tree import Tree
 
 # Prompt lookup at its best on the embedded model's calibration answers: longer matches first, any
@@ -38,8 +39,8 @@ Clocked = Mapping[tuple[float, int], dict[str, Runs]]  # (temperature, batch siz
 
 def make_methods(
     base: PreTrainedModel,
-    heads: Heads,
-    output: OutputLayer,
+    heads: Heads | None,
+    output: OutputLayer | None,
     trees: Sequence[Tree],
     *,
     eos: tuple[int, ...],
@@ -53,8 +54,8 @@ def make_methods(
 
     Args:
         base: base model.
-        heads: heads on it.
-        output: its output layer.
+        heads: heads on it; None for the baselines alone, with no trees.
+        output: its output layer, for the heads.
         trees: static ones.
         eos: tokens that end a text.
         pad: padding of transformers' generate.
@@ -63,7 +64,6 @@ def make_methods(
         lossy: a rule that the first tree is decoded by once more, named in the row.
         compile: compile the base's passes in our own loops, the plain one included.
     """
-    extra = sum(parameter.numel() for parameter in heads.parameters())
     methods = [
         plain_method(base, eos, max_new_tokens, compile=compile),
         hf_generate_method(base, eos, pad, max_new_tokens),
@@ -77,6 +77,9 @@ def make_methods(
             compile=compile,
         ),
     ]
+    if heads is None or output is None:
+        return methods
+    extra = sum(parameter.numel() for parameter in heads.parameters())
     drafted: list[tuple[str, StaticDrafter | DynamicDrafter, int, Acceptance | None]] = [
         (
             f"tree_{tree.num_nodes}" if index else "tree",
@@ -199,6 +202,7 @@ def benchmark(
         },
         "headline": report.headline(rows, headline),
         "crossover": report.crossovers(rows),
+        "pairs": pairs(clocked),
         "rows": rows,
     }
 

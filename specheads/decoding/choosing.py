@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
-from specheads.decoding.forward import replay
 from specheads.decoding.processors import RowProcessors, bind
 from specheads.decoding.result import Output
-from specheads.decoding.sampling import Sampler
 from specheads.drafters.contract import Candidates
+from specheads.models.forward import replay
+from specheads.sampling import Sampler
 from specheads.tree import Tree
 
 EXACT_DTYPES = (torch.float32, torch.float64)
@@ -40,6 +40,13 @@ class Chooser:
     output: Output
     processors: RowProcessors | None = None
     replay: Callable[[Tensor, int], Tensor] | None = None
+
+    @property
+    def imitable(self) -> Sampler:
+        """How tokens are drawn, the processors' part of it included: what drafters imitate."""
+        if self.processors is None:
+            return self.sampler
+        return self.processors.imitated(self.sampler)
 
     def next_tokens(self, logits: Tensor, rows: Sequence[int]) -> list[int]:
         """Choose the token after the texts of ``rows`` [B] from logits [B, V]."""

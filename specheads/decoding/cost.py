@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
-from specheads.decoding.sampling import Sampler
 from specheads.decoding.stats import median
 from specheads.drafters.contract import Drafter
+from specheads.sampling import Sampler
 
 Run = Callable[[Callable[[], None]], object]  # decodes; calls its argument after every step
 

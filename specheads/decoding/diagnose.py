@@ -15,11 +15,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.config import ConfigError
-from specheads.decoding.forward import BasePass
 from specheads.decoding.loop import decode
 from specheads.decoding.measure import end_tokens
 from specheads.decoding.plain import plain_decode
-from specheads.drafters.contract import Candidates
 from specheads.drafters.ngram import NgramDrafter
 from specheads.kv_cache import TreeCache, TreeLayer
 from specheads.models.base import (
@@ -29,6 +27,7 @@ from specheads.models.base import (
     input_embedding,
     output_device,
 )
+from specheads.models.forward import ModelPass
 from specheads.models.output import output_layer
 from specheads.tree import Tree, default_tree
 from specheads.tree_support import compare, tree_support
@@ -160,7 +159,7 @@ def _output(model: PreTrainedModel) -> Finding:
 @torch.no_grad()
 def _cache(model: PreTrainedModel) -> Finding:
     cache = TreeCache()
-    BasePass(model, cache, chain_only=True).read(_random_ids(model, 1, 4), [4])
+    ModelPass(model, cache, chain_only=True).read(_random_ids(model, 1, 4), [4])
     layers = [layer for layer in cache.layers if isinstance(layer, TreeLayer)]
     buffers = [t for x in layers for t in (x.keys, x.values) if t is not None]
     num_bytes = sum(t.shape[1] * t.shape[3] * t.element_size() for t in buffers)
@@ -213,10 +212,10 @@ def _rows(model: PreTrainedModel) -> tuple[bool, str]:
     nodes = _random_ids(model, len(lengths), tree.num_nodes, seed=1)
 
     def verify(rows: slice) -> Tensor:
-        base = BasePass(model, TreeCache())
+        base = ModelPass(model, TreeCache())
         counts = lengths[rows]
         base.read(prompts[rows, : max(counts)], counts)
-        return base.verify(Candidates(nodes[rows], tree)).float()
+        return base.verify(nodes[rows], tree).float()
 
     together = verify(slice(None))
     alone = torch.cat([verify(slice(row, row + 1)) for row in range(len(lengths))])

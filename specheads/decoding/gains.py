@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from specheads.decoding.grow import grow_nodes, static_sizes
 from specheads.decoding.hits import MISS, ROWS, TEMPERATURES, Hits, pad_left
 from specheads.decoding.loop import decode
-from specheads.decoding.sampling import Sampler
 from specheads.decoding.stats import ratio_ci95
 from specheads.drafters.contract import Drafter
 from specheads.drafters.dynamic import best_trees
@@ -22,6 +21,7 @@ from specheads.drafters.made import DynamicDrafter
 from specheads.models.mtp_steps import MtpSteps, MtpWalk
 from specheads.models.mtp_texts import MtpTexts
 from specheads.models.stepwise import Walk
+from specheads.sampling import Sampler
 from specheads.tree import Choice, Tree
 
 _FOLDS = 5

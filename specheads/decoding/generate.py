@@ -34,7 +34,6 @@ from specheads.decoding.deciding import Acceptance
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
 from specheads.decoding.result import DecodeResult, OnTokens
-from specheads.decoding.sampling import Sampler
 from specheads.decoding.settings import (
     check_settings,
     eos_tokens,
@@ -43,6 +42,7 @@ from specheads.decoding.settings import (
     tree_cache,
 )
 from specheads.drafters.contract import Drafter
+from specheads.sampling import Sampler
 from specheads.tree_support import check_tree_support
 
 Decoded = Tensor | GenerateDecoderOnlyOutput

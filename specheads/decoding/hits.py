@@ -17,11 +17,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.decoding.plain import plain_decode
-from specheads.decoding.sampling import Sampler
 from specheads.drafters.made import embedding
 from specheads.models.hidden import capture_hidden
 from specheads.models.kinds import Heads
 from specheads.models.output import OutputLayer
+from specheads.sampling import Sampler
 
 MISS = 1 << 30  # the rank of a token that no tree may hold: too unlikely, or beyond the end
 NUM_RANKS = 10  # guesses per head that a tree may use

@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from specheads.decoding.forward import replay
-from specheads.decoding.sampling import Sampler, gumbel_noise
 from specheads.decoding.stats import first_difference
 from specheads.models.adapters import in_float32
+from specheads.models.forward import replay
+from specheads.noise import gumbel_noise
+from specheads.sampling import Sampler
 
 CONTENDERS = 32  # the likeliest tokens; others are hardly ever chosen between
 EXACT = (torch.float32, torch.float64)

@@ -21,15 +21,15 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from specheads.decoding.accepting import accept
 from specheads.decoding.choosing import Chooser, make_chooser
-from specheads.decoding.compiled import capture_traced
 from specheads.decoding.deciding import Acceptance
-from specheads.decoding.forward import BasePass
 from specheads.decoding.plain import prompt_tokens
 from specheads.decoding.result import DecodeResult, OnTokens, Output, Stopping, read_prompts
-from specheads.decoding.sampling import Sampler
 from specheads.drafters.contract import FINAL, TRUNK, Candidates, Drafter, Prefill
 from specheads.kv_cache import TreeCache
+from specheads.models.compiled import capture_traced
+from specheads.models.forward import ModelPass
 from specheads.models.hidden import capture_hidden
+from specheads.sampling import Sampler
 from specheads.tree import Tree, batched
 from specheads.tree_support import check_tree_support
 
@@ -71,7 +71,7 @@ def decode(
         prompts, input_ids.device, max_new_tokens, eos_token_ids, stopping_criteria, on_tokens
     )
     output.keep_scores(keep_scores)
-    base = BasePass(
+    base = ModelPass(
         model, TreeCache() if cache is None else cache, chain_only=chain_only, compiled=compile
     )
     chooser = make_chooser(
@@ -90,7 +90,7 @@ def decode(
 
 
 def _decode(
-    base: BasePass,
+    base: ModelPass,
     drafter: Drafter,
     output: Output,
     chooser: Chooser,
@@ -105,7 +105,10 @@ def _decode(
     logits = base.read(tokens, counts)
     chosen = chooser.next_tokens(logits, rows)
     root = torch.tensor(chosen, device=logits.device)
-    state = drafter.start(Prefill(output.prompts, tokens, counts, hidden(), root))
+    prefill = Prefill(
+        output.prompts, tokens, counts, hidden(), root, chooser.imitable, logits.shape[-1]
+    )
+    state = drafter.start(prefill)
     output.emit(rows, [[token] for token in chosen])
     while True:
         going = [i for i, row in enumerate(rows) if output.budget(row)]
@@ -120,7 +123,7 @@ def _decode(
         candidates = propose(
             drafter, state, budgets, chain_only=base.chain_only, trim=not base.compiled
         )
-        logits = base.verify(candidates)
+        logits = base.verify(candidates.inputs, candidates.tree)
         result = accept(candidates, logits, hidden(), chooser, rows, acceptance)
         counts = output.emit(rows, result.new_tokens)
         base.cache.commit(result.path, counts)
@@ -129,7 +132,7 @@ def _decode(
 
 
 @contextlib.contextmanager
-def tapped(base: BasePass, taps: Collection[str]) -> Iterator[Callable[[], dict[str, Tensor]]]:
+def tapped(base: ModelPass, taps: Collection[str]) -> Iterator[Callable[[], dict[str, Tensor]]]:
     """Give a function that returns the latest forward pass's hidden states, tap -> [B, T, d].
 
     Raises:
@@ -172,31 +175,41 @@ def propose(
         )
     if chain_only:
         candidates = first_chain(candidates)
-    tree, tokens = candidates.tree, candidates.tokens
+    tree, tokens, probes = candidates.tree, candidates.tokens, candidates.probes
     if trim and isinstance(tree, Tree):
         tree = tree.trim(max(max(budgets) - 1, 0))
         tokens = tokens[:, : tree.num_nodes]
+        probes = None if probes is None else probes[:, : tree.num_nodes]
     if min(budgets) - 1 < tree.max_depth:
         limits = torch.tensor(budgets, device=tokens.device)[:, None] - 1
         tokens = tokens.masked_fill(batched(tree, tree.depths) > limits.clamp(min=0), -1)
     if tokens is candidates.tokens:
         return candidates
-    probs = candidates.draft_probs
+    probs, own = candidates.draft_probs, candidates.own
     return Candidates(
-        tokens, tree, None if probs is None else probs[:, : tree.num_nodes], candidates.sampling
+        tokens,
+        tree,
+        None if probs is None else probs[:, : tree.num_nodes],
+        candidates.sampling,
+        probes,
+        None if own is None else own.masked_fill(own >= tree.num_nodes, -1),
     )
 
 
 def first_chain(candidates: Candidates) -> Candidates:
     """Return the one row's chain of first children, which are drawn as a chain's nodes are."""
     tree, path = candidates.tree, [0]
+    probed = (candidates.tokens < candidates.inputs)[0].tolist()
     for node, parent in enumerate(batched(tree, tree.parents)[0].tolist()):
-        if parent == path[-1]:
+        if parent == path[-1] and not probed[node]:
             path.append(node)
     probs = candidates.draft_probs
+    own = torch.full_like(candidates.tokens, -1)
+    own[:, path] = torch.arange(len(path), device=own.device)
     return Candidates(
         candidates.tokens[:, path],
         Tree.chain(len(path) - 1),
         None if probs is None else probs[:, path],
         "none" if probs is None else "chain",
+        own=own,
     )

@@ -25,9 +25,9 @@ from specheads.decoding.deciding import Acceptance
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
 from specheads.decoding.result import DecodeResult
-from specheads.decoding.sampling import Sampler
 from specheads.drafters.contract import Drafter
 from specheads.hardware import peak_memory
+from specheads.sampling import Sampler
 
 
 @dataclass(frozen=True)
@@ -202,8 +202,13 @@ def drafted_method(
     extra_parameters: int = 0,
     acceptance: Acceptance | None = None,
     compile: bool = False,
+    drafter_name: str | None = None,
 ) -> Method:
-    """Return the decoding loop with ``drafter``; a lossy rule's tokens are not compared."""
+    """Return the decoding loop with ``drafter``, called ``drafter_name``, else by its class.
+
+    Tokens are compared where the rule is lossless and, when sampling, the candidates are not
+    themselves sampled.
+    """
 
     def run(batch: Batch, temperature: float, seed: int) -> list[Decoded]:
         result = decode(
@@ -219,9 +224,10 @@ def drafted_method(
         )
         return as_decoded(result)
 
-    kind = type(drafter).__name__.removesuffix("Drafter").lower()
+    kind = drafter_name or type(drafter).__name__.removesuffix("Drafter").lower()
     lossless = acceptance is None or acceptance.lossless
-    return Method(name, run, kind, tree_nodes, extra_parameters, lossless, lossless, compile)
+    seeded = lossless and drafter.deterministic
+    return Method(name, run, kind, tree_nodes, extra_parameters, seeded, lossless, compile)
 
 
 def hf_generate_method(

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.decoding import compiled, loop
-from specheads.decoding.forward import BasePass
+from specheads.decoding import loop
 from specheads.decoding.result import Output
 from specheads.drafters.made import DynamicDrafter, StaticDrafter
 from specheads.kv_cache import TreeCache
+from specheads.models import compiled
+from specheads.models.forward import ModelPass
 from specheads.models.output import OutputLayer
 from specheads.models.prefix_keys import PrefixKeys
 from specheads.models.stepwise import Steps, Walk
@@ -99,7 +100,7 @@ class Phases:
         places: list[tuple[Any, str, str]] = [
             (loop, "propose", "propose"),
             (loop, "accept", "accept"),
-            (BasePass, "verify", "verify"),
+            (ModelPass, "verify", "verify"),
             (Output, "emit", "emit"),
             (TreeCache, "commit", "commit"),
             (drafter, "observe", "observe"),

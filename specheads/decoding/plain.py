@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from specheads.decoding.choosing import Chooser, make_chooser
-from specheads.decoding.forward import BasePass, pad_rows
 from specheads.decoding.result import DecodeResult, OnTokens, Output, Stopping, read_prompts
-from specheads.decoding.sampling import Sampler
 from specheads.kv_cache import TreeCache
+from specheads.models.forward import ModelPass, pad_rows
+from specheads.sampling import Sampler
 from specheads.tree_support import check_tree_support
 
 
@@ -71,7 +71,7 @@ def plain_decode(
         prompts, input_ids.device, max_new_tokens, eos_token_ids, stopping_criteria, on_tokens
     )
     output.keep_scores(keep_scores)
-    base = BasePass(
+    base = ModelPass(
         model, TreeCache() if cache is None else cache, chain_only=chain_only, compiled=compile
     )
     with torch.inference_mode():
@@ -95,7 +95,7 @@ def plain_decode(
 
 
 def _decode(
-    base: BasePass, output: Output, chooser: Chooser, known: list[int], *, drop: bool
+    base: ModelPass, output: Output, chooser: Chooser, known: list[int], *, drop: bool
 ) -> None:
     tokens, counts = prompt_tokens(output, known)
     rows = list(range(len(counts)))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -52,6 +52,7 @@ from transformers import (
 from transformers.generation.logits_process import TopHLogitsWarper
 
 from specheads.drafters.contract import Candidates
+from specheads.sampling import Sampler
 from specheads.tree import RowTrees, Tree, batched
 
 # they look at the logits alone: one call serves all nodes of all rows
@@ -149,6 +150,22 @@ class RowProcessors:
         warpers = (p for p in (*self.rows[0], *self.rest) if type(p) is TemperatureLogitsWarper)
         return math.prod(warper.temperature for warper in warpers)
 
+    def imitated(self, sampler: Sampler) -> Sampler:
+        """Return a sampler that draws as ``sampler`` does behind these processors, or nearly so.
+
+        It has their temperature, top-k and top-p; what looks at the text, and rarer cuts, it lacks.
+        """
+        if sampler.temperature == 0:
+            return sampler
+        top_k, top_p = sampler.top_k, sampler.top_p
+        for each in (*self.rows[0], *self.rest):
+            if type(each) is TopKLogitsWarper:
+                top_k = min(top_k or each.top_k, each.top_k)
+            elif type(each) is TopPLogitsWarper:
+                top_p = min(top_p, each.top_p)
+        temperature = sampler.temperature * self.temperature
+        return replace(sampler, temperature=temperature, top_k=top_k, top_p=top_p)
+
     @property
     def stateless(self) -> bool:
         """Whether they may be asked about texts that will never be."""
@@ -193,7 +210,7 @@ class RowProcessors:
         if self.prefix_free:
             return self._finish(logits.flatten(0, 1)).view_as(logits)
         tree = candidates.tree
-        tokens = candidates.tokens.clamp(min=0).to(logits.device)
+        tokens = candidates.inputs.clamp(min=0).to(logits.device)
         lines = batched(tree, tree.ancestors).to(logits.device).expand(len(rows), -1, -1)
         scores = logits.float().clone()
         levels = _levels(tree, len(rows))

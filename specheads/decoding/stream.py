@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.decoding.choosing import make_chooser
-from specheads.decoding.forward import BasePass, pad_rows
 from specheads.decoding.result import DecodedRow, Output
-from specheads.decoding.sampling import Sampler
 from specheads.kv_cache import TreeCache
+from specheads.models.forward import ModelPass, pad_rows
+from specheads.sampling import Sampler
 from specheads.tree import RowTrees, Tree
 from specheads.tree_support import check_tree_support
 
@@ -118,7 +118,7 @@ class PlainStream:
         self._chooser = make_chooser(
             model, self._output, seeded, None, num_prompt_tokens=0, exact=True
         )
-        self._base: BasePass | None = None
+        self._base: ModelPass | None = None
         self._rows: list[int] = []  # of the cache: which jobs they belong to
         self._last: list[int] = []  # their latest tokens
         self._ended: list[int] = []
@@ -145,7 +145,7 @@ class PlainStream:
             self._seeds.append(job.seed)
             self._prompts.append(job.ids)
             self._output.rows.append(DecodedRow())
-        base = BasePass(self.model, TreeCache(), chain_only=self._chain_only)
+        base = ModelPass(self.model, TreeCache(), chain_only=self._chain_only)
         counts = [len(job.ids) for job in jobs]
         rows, chosen = self._emit(
             base, pad_rows([job.ids for job in jobs], base.device), counts, rows
@@ -169,7 +169,7 @@ class PlainStream:
             self._base = None
 
     def _emit(
-        self, base: BasePass, tokens: Tensor, counts: list[int], rows: list[int]
+        self, base: ModelPass, tokens: Tensor, counts: list[int], rows: list[int]
     ) -> tuple[list[int], list[int]]:
         """Read tokens, choose the next ones; return the rows that go on, and their tokens."""
         chosen = self._chooser.next_tokens(base.read(tokens, counts), rows)

@@ -116,3 +116,43 @@ def format_divergences(result: dict[str, Any]) -> str:
                 f"{each['index']:>5}{margins}  {verdict:<12}  {each['prompt']}"
             )
     return "\n".join(lines)
+
+
+def format_compared(result: dict[str, Any]) -> str:
+    """Return what ``compare`` found: a row per candidate, its draft lengths, and the advice.
+
+    Args:
+        result: the content of compare.json.
+    """
+    settings = result["settings"]
+    head = (
+        f"{'smaller':>8}{'alpha':>7}{'c':>6}{'n':>3}{'Leviathan':>10}{'predicted':>10}"
+        f"{'measured':>9}{'95%':>11}{'accept':>7}{'rate':>6}  candidate"
+    )
+    lines = [head]
+    for each in result["candidates"]:
+        best, found = each["predicted"], each["measured"]
+        low, high = found["speedup_ci95"]
+        lines.append(
+            f"{each['times_smaller']:>7.1f}x{each['alpha']:>7.3f}{each['c']:>6.2f}"
+            f"{each['num_tokens']:>3}{best['leviathan']:>9.2f}x{best['predicted']:>9.2f}x"
+            f"{found['speedup']:>8.2f}x{f'{low:.2f}-{high:.2f}':>11}"
+            f"{found['accept_length']:>7.2f}{found['acceptance_rate']:>6.2f}  {each['name']}"
+        )
+    kinds = sorted({kind for each in result["candidates"] for kind in each["per_kind"]})
+    if len(kinds) > 1:
+        lines.append("\nPer kind of prompt: alpha, predicted and measured speed-up, accept length")
+        lines += [
+            f"{kind:<16.16}{of['alpha']:>7.3f}{of['predicted']:>7.2f}x{of['speedup']:>7.2f}x"
+            f"{of['accept_length']:>7.2f}  {each['name']}"
+            for each in result["candidates"]
+            for kind in kinds
+            if (of := each["per_kind"].get(kind))
+        ]
+    costs = ", ".join(f"{n}: {cost:.2f}" for n, cost in result["verify_cost"].items())
+    lines.append(
+        f"\nT={settings['temperature']:g}, {settings['sampling']} drafts, {settings['dtype']},"
+        f" {settings['threads']} threads, plain rep8 {result['plain']['rep8']:.2f}. Cost of a"
+        f" verify step by nodes, in plain steps: {costs}"
+    )
+    return "\n".join([*lines, *result["advice"]])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specheads.models.hidden import FINAL, TRUNK
+from specheads.sampling import Sampler
 from specheads.tree import RowTrees, Tree
 
 __all__ = ["FINAL", "TRUNK", "Candidates", "Drafter", "Prefill", "StepResult"]
@@ -26,12 +27,23 @@ class Candidates:
         draft_probs: what sampled candidates were drawn from, [B, N, V]: row i is the distribution
             of the first child of node i. None for deterministic candidates.
         sampling: how siblings were drawn from it, see :mod:`specheads.rejection`.
+        probes: [B, N] what the base model reads, where it reads more than ``tokens``: a node whose
+            token is negative and whose probe is not is read, never accepted, and
+            ``StepResult.base_tokens`` says what follows it. None: the tokens.
+        own: [B, n], see ``StepResult``; set by the loop where it verifies a part of the proposal.
     """
 
     tokens: Tensor
     tree: Tree | RowTrees
     draft_probs: Tensor | None = None
     sampling: str = "none"
+    probes: Tensor | None = None
+    own: Tensor | None = None
+
+    @property
+    def inputs(self) -> Tensor:
+        """[B, N], what the base model reads; negative where it is padding."""
+        return self.tokens if self.probes is None else self.probes
 
 
 @dataclass(frozen=True)
@@ -45,6 +57,9 @@ class Prefill:
         num_tokens: per row how many of the T are real, at least 1.
         hidden: tap -> [B, T, d].
         root: [B], the first new token.
+        sampler: how the base model's tokens are drawn, which a drafter that samples imitates. Row b
+            draws with its seed + b.
+        vocab_size: V, how many tokens the base model has logits for; 0: unknown.
     """
 
     ids: Sequence[Sequence[int]]
@@ -52,6 +67,8 @@ class Prefill:
     num_tokens: Sequence[int]
     hidden: Mapping[str, Tensor]
     root: Tensor
+    sampler: Sampler = Sampler()
+    vocab_size: int = 0
 
     def last_hidden(self, tap: str) -> Tensor:
         """Return the hidden states [B, d] at each row's last real token."""
@@ -75,6 +92,8 @@ class StepResult:
         num_accepted: [B], 0..D.
         next_root: [B], the base model's token after the last accepted node.
         new_tokens: per row the tokens gained: those accepted, then ``next_root``.
+        own: [B, n], where in the verified tree the n nodes stand that this drafter proposed; -1 for
+            one that was not verified. None: the tree is its own, or the front of it.
     """
 
     tree: Tree | RowTrees
@@ -85,6 +104,7 @@ class StepResult:
     num_accepted: Tensor
     next_root: Tensor
     new_tokens: list[list[int]]
+    own: Tensor | None = None
 
     @property
     def last_node(self) -> Tensor:

@@ -175,7 +175,7 @@ class DynamicSequentialDrafter:
         Returns:
             parents and tokens, per row.
         """
-        rows = [_Row(root, self.num_nodes) for root in roots]
+        rows = [GrowingRow(root, self.num_nodes) for root in roots]
         for depth in range(self.max_depth):
             log_probs, guesses = (each.tolist() for each in self._guesses(walk))
             for row, of_row, tokens in zip(rows, log_probs, guesses, strict=True):
@@ -207,8 +207,12 @@ class _Asked(NamedTuple):
     token: int
 
 
-class _Row:
-    """One row's tree while it grows on the host."""
+class GrowingRow:
+    """One row's tree while it grows on the host, a level at a time.
+
+    Attributes:
+        asked: the nodes below which is asked next, the most valuable of the last level.
+    """
 
     def __init__(self, root: int, num_nodes: int) -> None:
         self.root, self.most = root, num_nodes - 1

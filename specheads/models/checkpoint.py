@@ -160,6 +160,8 @@ def load_export(
 ) -> Export:
     """Load base model, heads, tokenizer and tree, and check that they belong together.
 
+    The heads are to be decoded with: they do not learn until ``heads.requires_grad_()``.
+
     Args:
         path: an export folder.
         base: where the original base model is now, if not under its recorded name.
@@ -213,7 +215,8 @@ def load_export(
     check_tokenizer(tokenizer, model)
     if heads.lm_head == "shared" and model.get_output_embeddings().weight.is_meta:
         raise ConfigError(f"{path}: its heads share the output layer; device_map offloads that one")
-    return Export(model, as_loaded(heads, model, dtype), tokenizer, tree, config)
+    heads = as_loaded(heads, model, dtype).requires_grad_(False)
+    return Export(model, heads, tokenizer, tree, config)
 
 
 def load_heads(path: str | Path) -> Heads:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -59,7 +60,8 @@ class MtpKeys:
     def empty(heads: MtpHeads, num_rows: int) -> MtpKeys:
         """Return the memory of rows of which nothing was read yet.
 
-        It holds a copy of the layers' weights, for training may change them between texts.
+        It holds a copy of the layers' weights, for training may change them between texts; heads
+        that do not learn (``requires_grad_(False)``, as exports are loaded) are copied once.
 
         Raises:
             ConfigError: if the heads' layers are of a kind that is not computed here.
@@ -126,10 +128,30 @@ class MtpKeys:
         )
 
 
-def _empty(heads: MtpHeads, num_rows: int) -> MtpKeys:
+_stacked: WeakKeyDictionary[MtpHeads, tuple[list[tuple[int, int]], tuple[Stack, ...]]] = (
+    WeakKeyDictionary()
+)
+
+
+def _stacks(heads: MtpHeads) -> tuple[Stack, ...]:
+    """Return the layers' weights as they are now; of heads that do not learn they are copied once.
+
+    Engines write to weights that learn behind autograd's back, so those are copied for every text:
+    half of what a short prompt costs the heads of a small model.
+    """
     layers = [heads.layer(i) for i in range(heads.num_heads)]
     groups = [layers] if heads.variant == "parallel" else [[layer] for layer in layers]
-    stacks = tuple(map(Stack.of, groups))
+    if any(each.requires_grad or each.is_inference() for each in heads.parameters()):
+        return tuple(map(Stack.of, groups))
+    state = [(each.data_ptr(), each._version) for each in heads.parameters()]
+    known = _stacked.get(heads)
+    if known is None or known[0] != state:
+        known = _stacked[heads] = (state, tuple(map(Stack.of, groups)))
+    return known[1]
+
+
+def _empty(heads: MtpHeads, num_rows: int) -> MtpKeys:
+    stacks = _stacks(heads)
     keys = tuple(each.down.new_zeros(num_rows, each.num_keys, 0, each.width) for each in stacks)
     waves = stacks[0].down.new_zeros(2, 0, stacks[0].width)
     return MtpKeys(heads, stacks, keys, keys, waves, window_of(heads.config), (0,) * num_rows)

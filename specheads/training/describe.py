@@ -46,7 +46,7 @@ def describe_costs(
     Args:
         cfg: the run's settings.
         plans: of all stages.
-        parts: ``base``, ``heads``.
+        parts: ``base``, ``heads`` or ``draft``.
         *notes: more lines about disk, as that of a feature cache.
     """
     checkpoint = max(plan.trained_bytes + plan.optimizer_bytes for plan in plans)
@@ -96,12 +96,13 @@ def _stage(plan: StagePlan) -> str:
 def export_bytes(
     cfg: TrainConfig, plans: Sequence[StagePlan], parts: Mapping[str, nn.Module]
 ) -> int:
-    """Return the size of what is exported, in the dtypes of now: heads, and what was tuned."""
+    """Return the size of what is exported, in the dtypes of now: what was made or tuned."""
     tuned = {part for plan in plans for part, (trained, _) in plan.parameters.items() if trained}
     merged = cfg.adapter.merge == "true" or (
         cfg.adapter.merge == "auto" and cfg.model.quantization == "none"
     )
-    total = tensor_bytes([*parts["heads"].parameters()]) if "heads" in parts else 0
+    made = [part for name, part in parts.items() if name in ("heads", "draft")]
+    total = tensor_bytes(p for part in made for p in part.parameters())
     if "base" in parts and ("base" in tuned or ("adapter" in tuned and merged)):
         return total + tensor_bytes(
             [p for n, p in parts["base"].named_parameters() if ".lora_" not in n]

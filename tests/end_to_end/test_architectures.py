@@ -26,7 +26,7 @@ from transformers import (
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
 from specheads.decoding.result import DecodeResult
-from specheads.decoding.sampling import Sampler
+from specheads.sampling import Sampler
 from specheads.tree import Tree, default_tree
 from tests.scripted import ScriptedDrafter
 from tests.zoo import CHAIN_MODELS, TREE_MODELS, VOCAB, WINDOW, build

@@ -19,8 +19,8 @@ from tests.end_to_end.commands import SHORT, on_files, start
 Start = Callable[..., tuple[int, str]]
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = (
-    "hydra", "medusa1", "medusa2", "medusa2_distilled", "mtp", "mtp_finetune", "mtp_sequential",
-    "pretrain",
+    "distill", "hydra", "medusa1", "medusa2", "medusa2_distilled", "mtp", "mtp_finetune",
+    "mtp_sequential", "pretrain",
 )  # fmt: skip
 
 

@@ -9,11 +9,12 @@ import torch
 
 from specheads.bench import run as bench
 from specheads.config import BenchConfig, ConfigError, DecodeConfig, GenerateConfig
-from specheads.decoding import compiled, exported
+from specheads.decoding import exported
 from specheads.decoding.exported import exported_drafter, tree_kind
 from specheads.drafters.dynamic import DynamicHeadsDrafter
 from specheads.drafters.made import DynamicDrafter
 from specheads.generate import run as generate
+from specheads.models import compiled
 from specheads.models.checkpoint import load_export, set_tree
 
 DYNAMIC = {"num_nodes": 5, "temperatures": [1.0, 2.0, 0.5]}

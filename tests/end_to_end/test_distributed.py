@@ -43,10 +43,10 @@ def start(command: list[str]) -> None:
 @pytest.mark.parametrize(
     ("stage", "kinds"),
     [
-        (2, [*MEDUSA, "mtp_sequential"]),
+        (2, [*MEDUSA, "mtp_sequential", "draft"]),
         pytest.param(2, ["mtp_parallel"], marks=pytest.mark.slow),
         *(pytest.param(stage, MTP, marks=pytest.mark.slow) for stage in (0, 1)),
-        pytest.param(3, [*MEDUSA, *MTP], marks=pytest.mark.slow),
+        pytest.param(3, [*MEDUSA, *MTP, "draft"], marks=pytest.mark.slow),
     ],
 )
 def test_two_ranks_equal_one_process(tmp_path: Path, stage: int, kinds: list[str]) -> None:

@@ -21,8 +21,8 @@ from specheads.decoding import accepting
 from specheads.decoding.deciding import Acceptance
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
-from specheads.decoding.sampling import Chance, Sampler
 from specheads.kv_cache import TreeCache
+from specheads.sampling import Chance, Sampler
 from specheads.tree import Tree
 from tests.sampled import SampledDrafter
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from specheads.decoding.plain import plain_decode
-from specheads.decoding.sampling import Sampler
 from specheads.drafters.dynamic import DynamicHeadsDrafter
 from specheads.drafters.heads import HeadsDrafter
 from specheads.models.checkpoint import Export, load_export
 from specheads.models.output import output_layer
+from specheads.sampling import Sampler
 from specheads.tree import Tree
 from tests.scripts import load_script
 

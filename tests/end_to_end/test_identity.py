@@ -9,11 +9,11 @@ from specheads.assets import tinycode_dir
 from specheads.decoding.loop import decode
 from specheads.decoding.measure import Prompt, end_tokens, read_prompts
 from specheads.decoding.plain import plain_decode
-from specheads.decoding.sampling import Sampler
 from specheads.drafters.heads import HeadsDrafter
 from specheads.models.base import load_base_model, load_tokenizer
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
+from specheads.sampling import Sampler
 from specheads.tree import default_tree
 
 NUM_PROMPTS, MAX_NEW_TOKENS = 40, 128

@@ -24,10 +24,10 @@ from specheads.config import (
 from specheads.decoding.exported import exported_drafter
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
-from specheads.decoding.sampling import Sampler
 from specheads.generate import run as generate
 from specheads.models.checkpoint import Export, load_export, read_config
 from specheads.models.mtp import VARIANTS
+from specheads.sampling import Sampler
 from specheads.training.scratch import new_base
 from specheads.tree_search import run as tree_search
 from tests.end_to_end.commands import SHORT, on_files, start

@@ -24,7 +24,6 @@ from specheads.config import (
 )
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
-from specheads.decoding.sampling import Sampler
 from specheads.drafters.made import static_drafter
 from specheads.log import RunLog
 from specheads.models.adapters import adapter_parameters, add_adapter, original
@@ -34,6 +33,7 @@ from specheads.models.digest import base_digest
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
 from specheads.models.quantize import quantization_of
+from specheads.sampling import Sampler
 from specheads.training.loop import fit
 from specheads.training.parts import build_heads, heads_objective
 from specheads.training.prepare import load_base, load_data

@@ -28,6 +28,7 @@ SCHEMAS = {
     "export": config.ExportConfig,
     "preview": config.PreviewConfig,
     "regenerate": config.RegenerateConfig,
+    "compare": config.CompareConfig,
 }
 
 

@@ -26,13 +26,13 @@ from specheads.data.outcome import record_seed
 from specheads.data.records import read_jsonl
 from specheads.decoding import answering
 from specheads.decoding.plain import plain_decode
-from specheads.decoding.sampling import Sampler
 from specheads.losses import IGNORE
 from specheads.models.adapters import add_adapter
 from specheads.models.base import load_base_model, load_tokenizer
 from specheads.models.checkpoint import save_export
 from specheads.models.digest import base_digest
 from specheads.models.heads import MedusaHeads
+from specheads.sampling import Sampler
 from specheads.tree import default_tree
 
 ROOT = Path(__file__).parents[2]

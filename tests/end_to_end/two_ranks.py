@@ -4,7 +4,8 @@ Alone it is the reference, with as many micro-batches as all ranks together woul
 ``python two_ranks.py OUT {} KIND...``; under ``torchrun --nproc-per-node 2`` it is what is
 compared: ``two_ranks.py OUT '{"zero_optimization": {"stage": 2}}' KIND...``. Every micro-batch has
 another number of labels; medusa1 stops and resumes; medusa2 has two stages, so that its heads are
-wrapped twice; mtp trains base and heads at once, on one output matrix.
+wrapped twice; mtp trains base and heads at once, on one output matrix; draft trains a model of its
+own against the frozen base.
 """
 
 import json
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from specheads import dist
 from specheads.log import RunLog
@@ -21,6 +23,7 @@ from specheads.models.heads import MedusaHeads
 from specheads.models.kinds import Heads
 from specheads.models.mtp import MtpHeads
 from specheads.models.mtp_layer import block_config
+from specheads.training.draft_objective import DraftObjective
 from specheads.training.loop import fit
 from specheads.training.objectives import HeadsObjective
 from specheads.training.schedule import param_groups
@@ -68,6 +71,7 @@ STAGES = {
     "medusa2": [("heads", 0, 1), ("joint", 1, STEPS)],
     "mtp_parallel": [("joint", 0, STEPS)],
     "mtp_sequential": [("joint", 0, STEPS)],
+    "draft": [("train", 0, STEPS)],
 }
 
 
@@ -84,10 +88,21 @@ def build_heads(kind: str, base: Any) -> tuple[Heads, dict[str, Any]]:
     return mtp, {"decay": 1.0, **share}
 
 
+def build_objective(
+    kind: str, base: Any, stage: str, heads: Any = None
+) -> tuple[nn.Module, nn.Module]:
+    """Return what a stage trains besides the base, from an earlier stage if any, and the loss."""
+    if kind == "draft":  # its teacher is a frozen module of the objective
+        draft = build_tiny_llama(seed=3, hidden_size=8, intermediate_size=16, num_hidden_layers=1)
+        return draft, DraftObjective(draft, base, loss="lk_lambda")
+    made, weights = build_heads(kind, base)
+    heads = heads or made
+    return heads, HeadsObjective(base, heads, train_base=stage == "joint", **weights)
+
+
 def train(out: Path, kind: str, deepspeed: dict[str, Any], **changes: Any) -> None:
     """Train what recipe ``kind`` trains and save all its weights beside ``out``."""
     base = build_tiny_llama(hidden_size=16, intermediate_size=32)
-    heads, weights = build_heads(kind, base)
     world = dist.world_size()
     cfg = toy_config(
         out.with_name(f"{out.name}-{kind}-run"),
@@ -101,8 +116,9 @@ def train(out: Path, kind: str, deepspeed: dict[str, Any], **changes: Any) -> No
     )
     batches = Labelled(dist.rank(), world)
     with RunLog(cfg) as log:
+        heads = None
         for stage, first, last in STAGES[kind]:
-            objective = HeadsObjective(base, heads, train_base=stage == "joint", **weights)
+            heads, objective = build_objective(kind, base, stage, heads)
             fit(
                 objective,
                 batches,

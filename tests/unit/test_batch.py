@@ -15,16 +15,17 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from specheads.decoding import accepting, sampling
-from specheads.decoding.forward import BasePass
+from specheads import sampling
+from specheads.decoding import accepting
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
-from specheads.decoding.sampling import Sampler
 from specheads.drafters.heads import HeadsDrafter
 from specheads.drafters.ngram import NgramDrafter
 from specheads.kv_cache import TreeCache
+from specheads.models.forward import ModelPass
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
+from specheads.sampling import Sampler
 from specheads.tree import Tree, default_tree
 from tests.scripted import MODELS, VOCAB, ScriptedDrafter, build
 
@@ -144,14 +145,14 @@ def test_ended_rows_cost_nothing_more(llama: PreTrainedModel) -> None:
     rows = prompts((5, 5, 5))
     free = alone(llama, rows, max_new_tokens=NUM_NEW)
     sizes = []
-    read = BasePass.verify
+    read = ModelPass.verify
 
-    def watch(base: BasePass, candidates: Any) -> Tensor:
-        sizes.append(candidates.tokens.shape[0])
-        return read(base, candidates)
+    def watch(base: ModelPass, tokens: Tensor, tree: Any) -> Tensor:
+        sizes.append(tokens.shape[0])
+        return read(base, tokens, tree)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BasePass, "verify", watch)
+        patch.setattr(ModelPass, "verify", watch)
         decode(
             llama,
             NgramDrafter(),
@@ -210,9 +211,9 @@ def test_a_conversation_goes_on_without_a_new_prefill(name: str, num_rows: int) 
     texts = [row[0].tolist() for row in prompts()[:num_rows]]
     caches = TreeCache(), TreeCache()
     num_read: list[int] = []
-    read = BasePass.read
+    read = ModelPass.read
 
-    def watch(base: BasePass, tokens: Tensor, counts: Any) -> Tensor:
+    def watch(base: ModelPass, tokens: Tensor, counts: Any) -> Tensor:
         num_read.append(max(counts))
         return read(base, tokens, counts)
 
@@ -235,7 +236,7 @@ def test_a_conversation_goes_on_without_a_new_prefill(name: str, num_rows: int) 
             "sampler": sampler,
         }
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(BasePass, "read", watch)
+            patch.setattr(ModelPass, "read", watch)
             num_read.clear()
             result = decode(model, drafter, ids, cache=caches[0], **settings)
         # the last token of the answer, and what the user said

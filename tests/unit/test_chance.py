@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from specheads.decoding.sampling import Chance, draft_noise, gumbel_noise
+from specheads.noise import draft_noise, gumbel_noise
+from specheads.sampling import Chance
 
 NUM = 20_000
 

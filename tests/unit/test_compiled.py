@@ -10,10 +10,10 @@ from torch._dynamo.utils import counters
 
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
-from specheads.decoding.sampling import Sampler
 from specheads.drafters.contract import Candidates
 from specheads.drafters.ngram import NgramDrafter
 from specheads.models.hidden import capture_hidden
+from specheads.sampling import Sampler
 from specheads.tree import Tree, default_tree
 from tests.scripted import ScriptedDrafter, build
 from tests.unit.test_batch import alone, left_padded, prompts
@@ -22,7 +22,7 @@ from tests.unit.test_batch import alone, left_padded, prompts
 @pytest.fixture(autouse=True)
 def _traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
     # tracing is what can go wrong here; the code generator's work takes minutes
-    from specheads.decoding import compiled
+    from specheads.models import compiled
 
     compiled._compiled_forward.cache_clear()
     real = torch.compile

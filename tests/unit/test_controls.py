@@ -20,16 +20,16 @@ from transformers import (
 )
 
 from specheads.decoding.choosing import Chooser
-from specheads.decoding.forward import BasePass
 from specheads.decoding.generate import SpecDecoder
 from specheads.decoding.loop import decode
 from specheads.decoding.processors import bind
 from specheads.decoding.result import DecodeResult, Output
-from specheads.decoding.sampling import Sampler
 from specheads.drafters.contract import FINAL, StepResult
 from specheads.drafters.ngram import NgramDrafter
 from specheads.kv_cache import TreeCache
+from specheads.models.forward import ModelPass
 from specheads.models.output import output_layer
+from specheads.sampling import Sampler
 from specheads.tree import Tree, default_tree
 from tests.ragged import NUM_NEW, PAD, ROWS, After, Alternate, new_tokens, padded, texts_of
 from tests.scripted import VOCAB, ScriptedDrafter, build
@@ -264,9 +264,9 @@ def test_return_sequences_are_the_seeds_in_a_row(llama: PreTrainedModel) -> None
 def test_conversations_go_on_behind_the_cache(llama: PreTrainedModel) -> None:
     """Prevents a second turn that reads everything anew, at either door."""
     num_read: list[int] = []
-    read = BasePass.read
+    read = ModelPass.read
 
-    def watch(base: BasePass, tokens: Tensor, counts: Any) -> Tensor:
+    def watch(base: ModelPass, tokens: Tensor, counts: Any) -> Tensor:
         num_read.append(max(counts))
         return read(base, tokens, counts)
 
@@ -281,7 +281,7 @@ def test_conversations_go_on_behind_the_cache(llama: PreTrainedModel) -> None:
         cache = first.cache if isinstance(first, DecodeResult) else first.past_key_values
         ids = torch.cat([first.sequences, ROWS[1]], dim=1)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(BasePass, "read", watch)
+            patch.setattr(ModelPass, "read", watch)
             num_read.clear()
             second = door(ids, past_key_values=cache)
         assert num_read == [1 + ROWS[1].shape[1]]

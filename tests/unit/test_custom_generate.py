@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from specheads.decoding.generate import SpecDecoder
 from specheads.decoding.plain import plain_decode
-from specheads.decoding.sampling import Sampler
+from specheads.sampling import Sampler
 from specheads.tree import default_tree
 from tests.scripted import VOCAB, ScriptedDrafter, build
 

@@ -20,16 +20,16 @@ from transformers import (
     TopKLogitsWarper,
 )
 
-from specheads.decoding import sampling
-from specheads.decoding.forward import BasePass
+from specheads import sampling
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
-from specheads.decoding.sampling import Sampler
 from specheads.drafters.contract import Candidates
 from specheads.drafters.heads import HeadsDrafter
 from specheads.drafters.ngram import NgramDrafter
+from specheads.models.forward import ModelPass
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
+from specheads.sampling import Sampler
 from specheads.tree import Tree, default_tree
 from tests.scripted import MODELS, VOCAB, ScriptedDrafter, build
 
@@ -191,13 +191,13 @@ def test_near_ties_are_settled_as_plain_decoding_does(
     plain = plain_decode(llama, ids, **settings)
     drafter = ScriptedDrafter(TREES["grown"], plain.sequences[0].tolist(), 0.7)
     assert decode(llama, drafter, ids, **settings).num_replays < 3
-    verify = BasePass.verify
+    verify = ModelPass.verify
 
-    def coarse(base: BasePass, candidates: Candidates) -> torch.Tensor:
-        logits = verify(base, candidates)
+    def coarse(base: ModelPass, tokens: torch.Tensor, tree: Tree) -> torch.Tensor:
+        logits = verify(base, tokens, tree)
         return logits + logits.abs().amax() * 0.05 * torch.empty_like(logits).uniform_(-1, 1)
 
-    monkeypatch.setattr(BasePass, "verify", coarse)
+    monkeypatch.setattr(ModelPass, "verify", coarse)
     careless = decode(llama, drafter, ids, **settings)
     assert not careless.sequences.equal(plain.sequences), "the test would prove nothing"
     monkeypatch.setattr(sampling, "ROUNDING", 0.1)

@@ -16,13 +16,13 @@ from transformers import LlamaForCausalLM
 from specheads.decoding.hits import pad_left
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
-from specheads.decoding.sampling import Sampler
 from specheads.drafters import dynamic
 from specheads.drafters.contract import FINAL, Prefill
 from specheads.drafters.dynamic import DynamicHeadsDrafter, best_tree_on_host, best_trees
 from specheads.drafters.following import HeadsState
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer, output_layer
+from specheads.sampling import Sampler
 from specheads.tree import RowTrees, grow_tree
 
 Paths = dict[tuple[int, ...], float]

@@ -22,12 +22,12 @@ from specheads.decoding.evaluate import (
 from specheads.decoding.loop import decode
 from specheads.decoding.measure import Decoded, read_prompts
 from specheads.decoding.plain import plain_decode
-from specheads.decoding.sampling import Sampler
 from specheads.decoding.stats import rep8
 from specheads.drafters.contract import StepResult
 from specheads.drafters.heads import HeadsDrafter
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer, output_layer
+from specheads.sampling import Sampler
 from specheads.tree import Tree, default_tree
 
 Medusa = tuple[LlamaForCausalLM, MedusaHeads, OutputLayer]

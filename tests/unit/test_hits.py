@@ -21,7 +21,6 @@ from specheads.decoding.hits import (
 )
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
-from specheads.decoding.sampling import Sampler
 from specheads.drafters.contract import Drafter
 from specheads.drafters.dynamic import best_trees
 from specheads.drafters.grown import DynamicSequentialDrafter
@@ -29,6 +28,7 @@ from specheads.drafters.made import dynamic_drafter, static_drafter
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer, output_layer
 from specheads.models.prefix import prefix_sizes
+from specheads.sampling import Sampler
 from specheads.tree import Tree
 
 Medusa = tuple[LlamaForCausalLM, MedusaHeads, OutputLayer]

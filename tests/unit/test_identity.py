@@ -18,7 +18,7 @@ from specheads.decoding.identity import (
 )
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
-from specheads.decoding.sampling import Sampler
+from specheads.sampling import Sampler
 from specheads.tree import default_tree
 from tests.scripted import ScriptedDrafter
 

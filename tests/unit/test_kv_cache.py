@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specheads.decoding.forward import BasePass, pad_rows
-from specheads.drafters.contract import Candidates
 from specheads.kv_cache import BLOCK, TreeCache
+from specheads.models.forward import ModelPass, pad_rows
 from specheads.tree import RowTrees, Tree
 from tests.scripted import build
 
@@ -176,19 +175,19 @@ def test_after_a_commit_the_cache_is_that_of_a_prefill(name: str, own_trees: boo
         texts = [
             torch.randint(64, (n,), generator=generator).tolist() for n in (11, 4, 7)[:num_rows]
         ]
-        base = BasePass(model, TreeCache())
+        base = ModelPass(model, TreeCache())
         base.read(pad_rows(texts, base.device), [len(text) for text in texts])
         tree: Tree | RowTrees = shape
         if own_trees:
             tree = RowTrees.from_parents(shape.parents.expand(num_rows, -1), 2)
         for counts in ([3, 2, 0], [2, 1, 3], [1, 2, 1]):
             nodes = torch.randint(64, (num_rows, 5), generator=generator)
-            base.verify(Candidates(nodes, tree))
+            base.verify(nodes, tree)
             base.cache.commit(paths[:num_rows], counts[:num_rows])
             for row, text in enumerate(texts):
                 text += nodes[row, paths[row, : counts[row]]].tolist()
         for row, text in enumerate(texts):
-            fresh = BasePass(model, TreeCache())
+            fresh = ModelPass(model, TreeCache())
             fresh.read(torch.tensor([text]), [len(text)])
             for ours, theirs in zip(base.cache.layers, fresh.cache.layers, strict=True):
                 for found, true in (

@@ -14,8 +14,8 @@ PACKAGE = ROOT / "specheads"
 LAYERS = [
     {"__init__", "assets", "config", "dist", "log", "hardware", "files", "registration"},
     {
-        "tree", "acceptance", "rejection", "lossy", "losses", "fused_loss", "soft_loss", "kv_cache",
-        "tree_mask", "grouped_attention",
+        "tree", "acceptance", "rejection", "lossy", "losses", "fused_loss", "soft_loss",
+        "distances", "teachers", "kv_cache", "tree_mask", "grouped_attention", "noise", "sampling",
     },
     {"models", "data", "formats", "tree_support"},
     {"drafters"},

@@ -17,7 +17,6 @@ from specheads.decoding.gains import dynamic_sizes, replay
 from specheads.decoding.hits import fit_temperatures, measure_hits, pad_left
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
-from specheads.decoding.sampling import Sampler
 from specheads.drafters.contract import Candidates, Prefill, StepResult
 from specheads.drafters.following import HeadsState
 from specheads.drafters.made import dynamic_drafter, static_drafter
@@ -26,6 +25,7 @@ from specheads.models.hidden import TRUNK, capture_hidden
 from specheads.models.mtp import MtpHeads
 from specheads.models.mtp_layer import block_config
 from specheads.models.output import output_layer
+from specheads.sampling import Sampler
 from specheads.tree import Tree, batched, default_tree
 from tests.zoo import VOCAB, build
 

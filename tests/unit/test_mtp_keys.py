@@ -227,3 +227,24 @@ def test_heads_trained_in_between_are_noticed(variant: str) -> None:
         parameter.data = parameter + 0.1 * torch.randn_like(parameter)  # unseen by autograd
     _, found = MtpKeys.empty(heads, 1).append(hidden, [9])
     torch.testing.assert_close(found[:, 0], whole(heads, hidden[0])[:, -1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", ["in place", "replaced", "moved"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_frozen_heads_are_copied_once_and_changes_are_noticed(variant: str, change: str) -> None:
+    """Prevents stale weights where others were loaded into frozen heads, or a copy per text."""
+    heads, hidden = make("llama", {}, variant).requires_grad_(False), torch.randn(1, 9, 32)
+    first = MtpKeys.empty(heads, 1)
+    assert MtpKeys.empty(heads, 1).stacks is first.stacks
+    state = {k: v + 0.1 * torch.randn_like(v) for k, v in heads.state_dict().items()}
+    if change == "in place":
+        heads.load_state_dict(state)
+    elif change == "replaced":
+        heads.load_state_dict(state, assign=True)
+    else:
+        heads.double().float()
+        heads.get_parameter("layers.0.norm.weight").mul_(2)
+    assert MtpKeys.empty(heads, 1).stacks is not first.stacks
+    _, found = MtpKeys.empty(heads, 1).append(hidden, [9])
+    torch.testing.assert_close(found[:, 0], whole(heads, hidden[0])[:, -1], rtol=1e-4, atol=1e-5)

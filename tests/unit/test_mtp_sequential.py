@@ -17,7 +17,6 @@ from specheads.decoding.grow import grow_nodes, static_sizes
 from specheads.decoding.hits import collect_hits, pad_left
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
-from specheads.decoding.sampling import Sampler
 from specheads.drafters import grown
 from specheads.drafters.contract import FINAL, Candidates, Drafter, Prefill, StepResult
 from specheads.drafters.made import DynamicDrafter, dynamic_drafter, static_drafter
@@ -28,6 +27,7 @@ from specheads.models.mtp_layer import block_config
 from specheads.models.mtp_steps import MtpSteps
 from specheads.models.mtp_texts import MtpTexts
 from specheads.models.output import OutputLayer, output_layer
+from specheads.sampling import Sampler
 from specheads.tree import RowTrees, Tree
 from tests import zoo
 

@@ -6,11 +6,11 @@ import torch
 
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
-from specheads.decoding.sampling import Sampler
 from specheads.drafters.made import static_drafter
 from specheads.models.mtp import MtpHeads
 from specheads.models.mtp_layer import block_config
 from specheads.models.output import output_layer
+from specheads.sampling import Sampler
 from specheads.training.objectives import HeadsObjective
 from specheads.tree import Tree
 from tests import zoo

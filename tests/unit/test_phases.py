@@ -8,9 +8,9 @@ import torch
 from transformers import LlamaForCausalLM
 
 from specheads.decoding import loop
-from specheads.decoding.forward import BasePass
 from specheads.decoding.phases import FORWARD, HEADS, PHASES, Phases
 from specheads.drafters.made import static_drafter
+from specheads.models.forward import ModelPass
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer
 from specheads.tree import default_tree
@@ -32,7 +32,7 @@ def test_phases_add_up_to_their_step(
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(tiny_llama, "forward", slow_forward)
-    verify, propose = BasePass.verify, loop.propose
+    verify, propose = ModelPass.verify, loop.propose
     ids = torch.randint(0, 256, (1, 6))
     wanted = loop.decode(tiny_llama, drafter, ids, max_new_tokens=24)
     phases = Phases(torch.device("cpu"))
@@ -40,7 +40,7 @@ def test_phases_add_up_to_their_step(
         with phases.watching(tiny_llama, drafter):
             found = loop.decode(tiny_llama, drafter, ids, max_new_tokens=24)
         assert found.new_tokens == wanted.new_tokens
-    assert (BasePass.verify, loop.propose) == (verify, propose), "the clocks are gone again"
+    assert (ModelPass.verify, loop.propose) == (verify, propose), "the clocks are gone again"
     assert len(phases.steps) == 2 * (wanted.num_steps - 1), "the last of each text has no end"
     for step in phases.steps:
         assert step.keys() == {*PHASES, "step"}

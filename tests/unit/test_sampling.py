@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from specheads.decoding.sampling import Sampler, gumbel_noise, noise_ahead
+from specheads.noise import gumbel_noise, noise_ahead
+from specheads.sampling import Sampler
 from specheads.tree import default_tree
 
 

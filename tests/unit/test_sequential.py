@@ -13,7 +13,6 @@ from transformers import LlamaForCausalLM
 from specheads.decoding.hits import pad_left
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
-from specheads.decoding.sampling import Sampler
 from specheads.drafters.contract import FINAL, Prefill
 from specheads.drafters.heads import HeadsDrafter
 from specheads.drafters.made import embedding, static_drafter
@@ -23,6 +22,7 @@ from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer, output_layer
 from specheads.models.prefix import prefix_sizes
 from specheads.models.stepwise import Steps, Tables
+from specheads.sampling import Sampler
 from specheads.tree import Tree, default_tree
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -16,6 +16,7 @@ from specheads.soft_loss import KINDS, Teacher, linear_soft_loss
 
 VOCAB = 37
 TOKEN_MAP = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(5))[:11]
+BOUNDED = tuple(kind for kind in KINDS if kind != "reverse_kl")  # where the teacher has top_k
 
 
 class Watch(TorchDispatchMode):
@@ -81,6 +82,12 @@ def logits_of(
     return z if softcap is None else softcap * torch.tanh(z / softcap)
 
 
+def kl_of(a: Tensor, b: Tensor) -> Tensor:
+    """Return KL(a || b) of two vectors of probabilities; tokens that a has not add nothing."""
+    there = a > 0
+    return (a[there] * (a[there] / b[there]).log()).sum()
+
+
 def reference(p: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
     """Return loss and statistics by the definitions, row by row, all probabilities at hand."""
     p = {**p, **options}
@@ -105,9 +112,14 @@ def reference(p: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
             t, order = t[token_map], token_map[order]
         there = t > 0
         accepted = torch.where(s < t, s, t).sum()
-        kl = (t[there] / t.sum() * (t[there] / t.sum() / s[there]).log()).sum()
+        u, b = t / t.sum(), p.get("jsd_beta", 0.5)
+        kl = kl_of(u, s)
         distance = {
             "soft": lambda kl=kl: kl,
+            "reverse_kl": lambda s=s, u=u: kl_of(s, u),
+            "jsd": lambda s=s, u=u, b=b: (
+                b * kl_of(u, b * u + (1 - b) * s) + (1 - b) * kl_of(s, b * u + (1 - b) * s)
+            ),
             "tv": lambda accepted=accepted: 1 - accepted,
             "lk_alpha": lambda accepted=accepted: -accepted.log(),
             "lk_lambda": lambda kl=kl, accepted=accepted: (
@@ -134,19 +146,21 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "top_k"), [(kind, k) for kind in KINDS for k in (0, 1, 6) if not k or kind in BOUNDED]
+)
 @pytest.mark.parametrize("token_map", [None, TOKEN_MAP], ids=["full", "pruned"])
-@pytest.mark.parametrize("top_k", [0, 1, 6])
 @pytest.mark.parametrize("finished", [False, True])
 def test_loss_and_gradients_are_those_of_the_definition(
     kind: str, token_map: Tensor | None, top_k: int, finished: bool
 ) -> None:
     """Gradients made by hand that are off by a factor only show as slightly worse training."""
     p = problem(token_map=token_map, finished=finished)
-    for chunk_size, (temperature, eta) in zip(
-        (0, 1, 7, 64), itertools.cycle([(1.0, 3.0), (0.6, 10.0)]), strict=False
+    for chunk_size, (temperature, eta, beta) in zip(
+        (0, 1, 7, 64), itertools.cycle([(1.0, 3.0, 0.5), (0.6, 10.0, 0.1)]), strict=False
     ):
-        options = {"kind": kind, "top_k": top_k, "temperature": temperature, "eta": eta}
+        options = {"kind": kind, "top_k": top_k, "temperature": temperature}
+        options |= {"eta": eta, "jsd_beta": beta}
         loss, stats = reference(p, **options)
         expected = gradients(3.0 * loss, p)
         found, found_stats = linear_soft_loss(**p, **options, chunk_size=chunk_size)
@@ -233,6 +247,39 @@ def test_a_perfect_student_has_no_loss_and_no_gradient(kind: str, dtype: torch.d
     assert float(stats[0, 0]) < 1e-5 and float(grad.abs().max()) < 1e-5
 
 
+def test_jsd_tends_to_either_kl() -> None:
+    """With the two sides of the mixture exchanged, beta would pull towards the wrong one."""
+    p, beta = problem(), 1e-9
+    for kind, near in (("soft", beta), ("reverse_kl", 1 - beta)):
+        expected, _ = linear_soft_loss(**p, kind=kind)
+        found, _ = linear_soft_loss(**p, kind="jsd", jsd_beta=near)
+        assert distance((found / beta).detach(), expected.detach()) < 1e-3
+        for name, grad in gradients(found / beta, p).items():
+            again = gradients(linear_soft_loss(**p, kind=kind)[0], p)[name]
+            assert distance(grad, again) < 1e-3, name
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"temperature": 0.5, "top_k": 9}])
+@pytest.mark.parametrize("kind", BOUNDED)
+def test_what_is_compared_does_not_depend_on_the_loss(kind: str, options: dict[str, Any]) -> None:
+    """An acceptance at the loss's own temperature and top_k is another quantity than alpha."""
+    p = problem(finished=True)
+    loss, stats = linear_soft_loss(**p, kind=kind, **options, chunk_size=7)
+    again, more = linear_soft_loss(**p, kind=kind, **options, chunk_size=7, compare=True)
+    assert torch.allclose(loss, again, rtol=1e-12) and torch.allclose(stats, more[:, :3])
+    found, expected = gradients(again, p), gradients(loss, p)
+    assert all(distance(found[name], grad) < 1e-12 for name, grad in expected.items())
+    teacher, labels = p["teacher"], p["labels"]
+    student = logits_of(p["hidden"], p["weight"], p["bias"], p["scale"], p["softcap"]).detach()
+    theirs = logits_of(teacher.hidden, teacher.weight, teacher.bias, teacher.scale, teacher.softcap)
+    accepted = torch.minimum(student.softmax(1), theirs.softmax(1)).sum(1)
+    ce = -student.log_softmax(1).gather(1, labels.clamp_min(0)[:, None]).squeeze(1)
+    for group in range(3):
+        rows = (p["groups"] == group) & (labels != IGNORE)
+        assert more[group, 3].item() == pytest.approx(ce[rows].sum().item(), rel=1e-6)
+        assert more[group, 4].item() == pytest.approx(accepted[rows].sum().item(), rel=1e-6)
+
+
 def test_one_token_makes_lk_alpha_and_soft_the_cross_entropy() -> None:
     """Hard labels are the case of one token; top_k=1 makes them of the teacher's best one."""
     p = problem(num_rows=30)
@@ -274,7 +321,7 @@ def test_what_the_token_map_drops_is_rejected() -> None:
     assert lossy(student, teacher_logits, "soft", token_map=kept)[0].item() == pytest.approx(0.0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BOUNDED)
 def test_rows_whose_teacher_keeps_nothing_do_not_poison_the_rest(kind: str) -> None:
     """The logarithm of an acceptance of 0 is -inf; one such row would end the run."""
     teacher_logits = torch.tensor([[9.0, 0.0, 1.0], [0.0, 9.0, 1.0]])
@@ -398,7 +445,7 @@ def test_never_more_than_one_chunk_of_logits(kind: str, token_map: Tensor | None
     """All of the teacher's logits are as many as all of the student's: neither may exist."""
     p = problem(num_rows=256, vocab=400, token_map=token_map)
     with Watch() as watch:
-        loss, _ = linear_soft_loss(**p, kind=kind, top_k=5, chunk_size=16)
+        loss, _ = linear_soft_loss(**p, kind=kind, top_k=5 * (kind in BOUNDED), chunk_size=16)
         loss.backward()
     assert watch.largest == 16 * 400
 
@@ -433,10 +480,13 @@ def test_misuse_names_both_numbers() -> None:
     p = problem(num_rows=10)
     hidden, weight = p["teacher"].hidden, p["teacher"].weight
     for change, message in (
-        ({"kind": "kl"}, "one of soft, tv, lk_alpha, lk_lambda, got 'kl'"),
+        ({"kind": "kl"}, "one of soft, reverse_kl, jsd, tv, lk_alpha, lk_lambda, got 'kl'"),
         ({"top_k": -1}, "top_k must be at least 0, got -1"),
         ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
         ({"eta": 0.0}, "eta must be positive"),
+        ({"jsd_beta": 1.0}, "jsd_beta must be between 0 and 1, got 1.0"),
+        ({"kind": "reverse_kl", "top_k": 4}, "top_k must be 0 for reverse_kl"),
+        ({"compare": True, "token_map": TOKEN_MAP, "weight": p["weight"][:11]}, "compare is not"),
         ({"teacher": Teacher(hidden[:9], weight)}, "teacher has 9 rows, hidden has 10"),
         ({"teacher": Teacher(hidden, weight[:, 1:])}, r"\(10, 8\) and weight \(37, 7\)"),
         ({"teacher": Teacher(hidden, weight[1:])}, "37 rows, the teacher's 36: token_map is"),

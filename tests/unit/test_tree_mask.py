@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from specheads.decoding.forward import BasePass, pad_rows
 from specheads.kv_cache import TreeCache
+from specheads.models.forward import ModelPass, pad_rows
 from specheads.tree import RowTrees, Tree, default_tree
 from specheads.tree_mask import causal_tree_mask, tree_attention
 from specheads.tree_support import check_tree_support
@@ -29,7 +29,7 @@ def test_every_node_sees_its_own_path(name: str, lengths: list[int], shape: str)
     tree = Tree.chain(8) if shape == "run" else TREE
     texts = [torch.randint(64, (n,)).tolist() for n in lengths]
     nodes = torch.randint(64, (len(lengths), tree.num_nodes))
-    base = BasePass(model, TreeCache())
+    base = ModelPass(model, TreeCache())
     base.read(pad_rows(texts, base.device), lengths)
     active: Tree | RowTrees | None = None if shape == "run" else tree
     if shape == "own":

@@ -1,4 +1,4 @@
-"""The base model's forward pass, compiled: the same pass at fewer microseconds per layer.
+"""A model's forward pass, compiled: the same pass at fewer microseconds per layer.
 
 What changes from step to step (tokens, positions, slots, mask) enters as tensors. The mask is made
 outside, by the functions that the model itself would call, since they ask Python what tree is

@@ -1,4 +1,4 @@
-"""The base model's forward passes: read tokens, or verify a tree, behind what the cache holds."""
+"""A model's forward passes: read tokens, or verify a tree, behind what the cache holds."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.decoding.compiled import check_compilable, run_compiled
-from specheads.drafters.contract import Candidates
 from specheads.grouped_attention import grouped_attention
 from specheads.kv_cache import TreeCache
 from specheads.models.base import context_length, input_device
+from specheads.models.compiled import check_compilable, run_compiled
 from specheads.tree import RowTrees, Tree, batched
 from specheads.tree_mask import tree_attention
 
 
-class BasePass:
-    """Runs the base model over new tokens of every row of a cache.
+class ModelPass:
+    """Runs the base model, or a draft model, over new tokens of every row of a cache.
 
     Args:
-        model: the base model.
+        model: the model.
         cache: empty, or holding the rows' texts so far.
         chain_only: the model masks by itself, so that no mask of ours may be asked for: one row,
             and a chain in place of a tree.
@@ -63,8 +62,7 @@ class BasePass:
         cache = self.cache
         cache.reserve(num_rows, num_tokens)
         if self.compiled and num_tokens == 1 and cache.layers:
-            root = Candidates(tokens, Tree.chain(0))
-            logits = self._run_compiled(root)[:, -1]
+            logits = self._run_compiled(tokens, Tree.chain(0))[:, -1]
             cache.extend(counts)
             return logits
         last = [max(count, 1) - 1 for count in counts]
@@ -89,16 +87,19 @@ class BasePass:
         rows = torch.arange(num_rows, device=logits.device)
         return logits[rows, torch.tensor(last, device=logits.device)]
 
-    def verify(self, candidates: Candidates) -> Tensor:
-        """Run the base model over all nodes at once; the cache is to be committed after.
+    def verify(self, tokens: Tensor, tree: Tree | RowTrees) -> Tensor:
+        """Run the model over all nodes at once; the cache is to be committed after.
+
+        Args:
+            tokens: [B, N]; negative ones are padding.
+            tree: their shape.
 
         Returns:
             Logits [B, N, V].
         """
-        tree, tokens = candidates.tree, candidates.tokens
         self.cache.reserve(*tokens.shape)
         if self.compiled:
-            return self._run_compiled(candidates)
+            return self._run_compiled(tokens, tree)
         # a root alone behind rows of one length is a plain step
         plain = self.chain_only or (tree.num_nodes == 1 and self.cache.rows.uniform)
         with contextlib.nullcontext() if plain else masked(tree, self.cache):
@@ -110,10 +111,9 @@ class BasePass:
             ).logits
         return logits
 
-    def _run_compiled(self, candidates: Candidates) -> Tensor:
-        tree = candidates.tree
+    def _run_compiled(self, tokens: Tensor, tree: Tree | RowTrees) -> Tensor:
         depths = batched(tree, tree.depths).to(self.device)
-        tokens = candidates.tokens.clamp(min=0).to(self.device)
+        tokens = tokens.clamp(min=0).to(self.device)
         return run_compiled(self.model, self.cache, tokens, self._positions(depths), tree)
 
     def _positions(self, ahead: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def pad_rows(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 
 def replay(model: PreTrainedModel, ids: Tensor, num_prompt_tokens: int) -> Tensor:
     """Return the logits [1, V] after ``ids`` [1, T] to the last bit as plain decoding sees them."""
-    base = BasePass(model, TreeCache())
+    base = ModelPass(model, TreeCache())
     logits = base.read(ids[:, :num_prompt_tokens], [num_prompt_tokens])
     for i in range(num_prompt_tokens, ids.shape[1]):
         logits = base.read(ids[:, i : i + 1], [1])

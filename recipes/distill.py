@@ -1,0 +1,157 @@
+"""A draft model, distilled from the base model it is to draft for; an ordinary model of its own.
+
+Zhou et al., arXiv:2310.08461: a smaller model (new, the base with fewer layers, or one that exists)
+learns the base's distribution, on texts, on the base's own answers, or on its own
+(draft.on_policy), from the running base or from what was stored of it (draft.stored); or, where
+only the base's texts are known, from those (draft.loss=labels).
+python -m specheads.train +recipe=distill
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from specheads import dist
+from specheads.config import ConfigError, TrainConfig
+from specheads.data.chat import Encoder, pad_token_id
+from specheads.decoding.continuing import continue_prompts
+from specheads.decoding.evaluate import write_prompts
+from specheads.decoding.evaluate_draft import (
+    decode_with_draft,
+    describe_costs_of_drafting,
+    final_draft_evaluation,
+)
+from specheads.decoding.measure import end_tokens
+from specheads.log import RunLog
+from specheads.models.base import context_length, torch_dtype
+from specheads.models.digest import base_digest
+from specheads.models.draft import num_ids, shared_vocabulary, vocab_size
+from specheads.models.draft_files import save_draft
+from specheads.training.best import chosen as chosen_step
+from specheads.training.describe import describe_costs, describe_run, tokens_per_step
+from specheads.training.drafts import (
+    StoredTeacher,
+    build_draft,
+    check_draft,
+    draft_objective,
+    heldout_agreement,
+)
+from specheads.training.loop import Batches, fit
+from specheads.training.on_policy import OnPolicyBatches
+from specheads.training.plan import count_parameters, plan_stage
+from specheads.training.prepare import load_base, load_data, prompt_records
+from specheads.training.schedule import param_groups
+
+
+def run(cfg: TrainConfig) -> None:
+    """Train a draft model, decode with it, export it as a plain Hugging Face folder."""
+    torch.manual_seed(cfg.seed)
+    check_draft(cfg)
+    base, output, tokenizer = load_base(cfg)
+    draft = build_draft(cfg, base, tokenizer)
+    data = load_data(cfg, base, tokenizer, train_base=False, learn_all=cfg.draft.learn_prompts)
+    compared = shared_vocabulary(vocab_size(base), vocab_size(draft), num_ids(tokenizer))
+    lengths = [length for model in (base, draft) if (length := context_length(model))]
+    records = prompt_records(cfg, data, tokenizer, min(lengths, default=None))
+    prompts = [torch.tensor([Encoder(tokenizer).prompt(r)], device=base.device) for r in records]
+    if not prompts:
+        raise ConfigError(
+            "no held-out record has a prompt that leaves room for evaluate.max_new_tokens="
+            f"{cfg.evaluate.max_new_tokens}, to decode with the draft model"
+        )
+    eos = end_tokens(base, tokenizer)
+
+    judge = draft_objective(cfg, draft, base, compared=compared, base_output=output)
+    taught = cfg.draft.loss != "labels" and not cfg.draft.stored
+    objective = judge if taught else draft_objective(cfg, draft, None, compared=compared)
+    stored = None
+    if cfg.draft.stored:
+        stored = StoredTeacher(cfg, base, output, data, compared=compared)
+
+    def write(
+        prompts: Sequence[Sequence[int]], limits: Sequence[int], seeds: Sequence[int]
+    ) -> list[list[int]]:
+        temperature = cfg.draft.on_policy_temperature
+        return continue_prompts(
+            draft, prompts, limits, seeds, temperature=temperature, eos_token_ids=eos
+        )
+
+    def evaluate(step: int) -> dict[str, float]:
+        del step
+        found = decode_with_draft(base, draft, prompts, cfg.evaluate, eos)
+        heldout = heldout_agreement(judge, data.heldout)
+        return found | {f"heldout/{key}": value for key, value in heldout.items()}
+
+    with RunLog(cfg) as log:
+        log.say(describe_run(cfg, data, base=base, draft=draft))
+        ratio = count_parameters(base) / count_parameters(draft)
+        log.say(f"the draft model is {ratio:.1f} times as small as its base")
+        groups = param_groups(cfg.optim, draft=(draft, cfg.optim.lr))
+        batches: Batches = data.train
+        if cfg.draft.on_policy:
+            batches = OnPolicyBatches(
+                data.train,
+                write,
+                share=cfg.draft.on_policy,
+                max_new_tokens=cfg.draft.on_policy_tokens,
+                seed=cfg.seed,
+                vocab_size=compared,
+                pad_token_id=pad_token_id(tokenizer),
+            )
+        if cfg.dry_run:
+            parts = {"base": base, "draft": draft}
+            plan = plan_stage(
+                "draft", cfg.steps, objective, stored.stand_in() if stored else batches, groups,
+                cfg, output_weight=draft.get_output_embeddings().weight, parts=parts,
+            )  # fmt: skip
+            notes = [stored.describe()] if stored else []
+            if cfg.draft.on_policy:
+                notes.append("answers that the draft model writes itself: their time on top")
+            log.say(describe_costs(cfg, [plan], parts, *notes))
+            if dist.is_main():
+                log.say(describe_costs_of_drafting(base, draft, prompts[0], cfg.evaluate))
+            return
+        data.quarantine(log.dir)
+        if stored:
+            log.say(stored.describe())
+            batches = stored.open()
+        steps = fit(objective, batches, cfg, groups=groups, run=log, evaluate=evaluate)
+        if not dist.is_main():
+            return
+        heldout = heldout_agreement(judge, data.heldout)
+        log.record(steps, {f"heldout/{key}": value for key, value in heldout.items()})
+        log.say(
+            f"held-out alpha {heldout['alpha']:.4f}, the share of drawn guesses that is accepted;"
+            f" loss {heldout['loss']:.4f} nats per token"
+        )
+        write_prompts(log.dir / "prompts.jsonl", records)
+        exported = copy.deepcopy(draft).eval()
+        exported.to(torch_dtype(cfg.model.dtype))
+        measured = final_draft_evaluation(
+            base, exported, tokenizer, log.dir / "prompts.jsonl", cfg.evaluate
+        )
+        export = Path(cfg.run_dir) / "export"
+        save_draft(
+            export,
+            exported,
+            tokenizer,
+            base_name=cfg.model.name,
+            base_revision=cfg.model.revision,
+            base_digest=base_digest(cfg.model.name, revision=cfg.model.revision),
+            base_dtype=cfg.model.dtype,
+            training={
+                "recipe": cfg.recipe,
+                "draft": asdict(cfg.draft),
+                "steps": steps,
+                "positions": steps * tokens_per_step(cfg),
+                "data": data.summary,
+                "heldout": heldout,
+                "best": chosen_step(log.dir),
+            },
+            measured=measured,
+        )
+        log.say(f"saved to {export}")
+        log.metrics(steps, measured)

@@ -1,0 +1,168 @@
+"""Find out which draft model pays: ``python -m specheads.compare model=<base> candidates=[...]``.
+
+Per candidate it measures alpha and costs, predicts the best draft length and the speed-up, measures
+the speed-up on other prompts, and recommends one of them, or none. Writes compare.json.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specheads.bench import max_prompt_length, prompt_file
+from specheads.config import CompareConfig, ConfigError
+from specheads.entry import hydra_main
+from specheads.generate import take_literal
+
+if TYPE_CHECKING:
+    from specheads.decoding.measure import Prompt
+    from specheads.decoding.subject import Subject
+
+
+def run(config: CompareConfig) -> None:
+    """Load, predict, measure, print, write.
+
+    Raises:
+        ConfigError: for wrong settings or files, or a candidate with another tokenizer.
+    """
+    import json
+
+    from tqdm import tqdm
+
+    from specheads import dist, hardware
+    from specheads.decoding.comparing import Settings, compare_drafts
+    from specheads.decoding.measure import end_tokens
+    from specheads.decoding.subject import load_subject
+    from specheads.decoding.tables import format_compared
+    from specheads.models.base import input_device
+    from specheads.models.draft import load_draft
+
+    _check(config)
+    device = dist.device()
+    threads = hardware.pin_threads(config.threads)
+    dtype = hardware.pick_dtype(config.dtype, device)
+    hardware.quiet_loading()
+    trust = config.trust_remote_code
+    _check_tokenizers(config)
+    subject = load_subject(config.model, dtype=dtype, device=device, trust_remote_code=trust)
+    prompts, measured, digests = chosen_prompts(config, subject)
+    drafts = {
+        name: load_draft(
+            name,
+            tokenizer=subject.tokenizer,
+            where="candidates",
+            dtype=dtype,
+            device=input_device(subject.base),
+            trust_remote_code=trust,
+        )
+        for name in config.candidates
+    }
+    settings = Settings(
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        max_tokens=config.max_tokens,
+        repeats=config.repeats,
+        eos_token_ids=end_tokens(subject.base, subject.tokenizer),
+        seed=config.seed,
+    )
+    before = hardware.environment()
+    total = (len(drafts) + 1) * len(measured) * config.repeats
+    with tqdm(total=total, unit="text", disable=None) as bar:
+        found = compare_drafts(
+            subject.base,
+            drafts,
+            prompts,
+            measured,
+            settings,
+            progress=bar.set_description,
+            tick=bar.update,
+        )
+    shown = {**asdict(config), **digests, "threads": threads}
+    shown |= {"dtype": str(dtype).removeprefix("torch."), "sampling": settings.sampling}
+    result = {"environment": before, "settings": shown, **found}
+    out = Path(config.out)
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    print(format_compared(result))
+    print(f"wrote {out}")
+
+
+def _check(config: CompareConfig) -> None:
+    if not config.model:
+        raise ConfigError("no value given for model: a folder, a name on the hub, or tinycode")
+    if not config.candidates:
+        raise ConfigError("candidates must name at least 1 draft model, got []")
+    twice = sorted({name for name in config.candidates if config.candidates.count(name) > 1})
+    if twice:
+        raise ConfigError(f"candidates names {twice[0]} twice")
+    out = Path(config.out)
+    if not out.parent.is_dir():
+        raise ConfigError(f"out is {out}, but there is no folder {out.parent}")
+
+
+def _check_tokenizers(config: CompareConfig) -> None:
+    """Refuse candidates with another tokenizer before any model is loaded."""
+    from specheads.models.base import load_tokenizer
+    from specheads.models.draft import check_same_tokenizer
+
+    trust = config.trust_remote_code
+    own = load_tokenizer(config.model, trust_remote_code=trust)
+    for name in config.candidates:
+        try:
+            other = load_tokenizer(name, trust_remote_code=trust)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("model.name=", "candidates=")) from None
+        check_same_tokenizer(own, other, f"candidates={name}")
+
+
+def chosen_prompts(
+    config: CompareConfig, subject: Subject
+) -> tuple[list[Prompt], list[Prompt], dict[str, str]]:
+    """Return prompts to predict on, others to measure on, and what to record of them.
+
+    Raises:
+        ConfigError: if there are not enough of them.
+    """
+    from specheads.decoding.measure import read_prompts
+
+    def read(path: Path, number: int) -> list[Prompt]:
+        length, device = max_prompt_length(subject, config.max_new_tokens), subject.base.device
+        found, digest = read_prompts(
+            path, subject.tokenizer, number, max_length=length, device=device
+        )
+        digests[path.name] = digest
+        return found
+
+    digests: dict[str, str] = {}
+    wanted = config.num_prompts + config.num_measured
+    if config.prompts:
+        path = Path(config.prompts)
+        every = read(path, wanted)
+        first, others = every[: config.num_prompts], every[config.num_prompts :]
+    else:
+        first = read(prompt_file("", config.model, "calibration.jsonl"), config.num_prompts)
+        path = prompt_file("", config.model, "prompts.jsonl")
+        others = read(path, config.num_measured)
+    known = {tuple(prompt.input_ids[0].tolist()) for prompt in first}
+    others = [each for each in others if tuple(each.input_ids[0].tolist()) not in known]
+    if not others:
+        raise ConfigError(
+            f"{path} leaves no prompts to measure on beside the {len(first)} that alpha is measured"
+            f" on: num_prompts is {config.num_prompts}, num_measured {config.num_measured}"
+        )
+    return first, others, {f"sha256_{name}": digest for name, digest in digests.items()}
+
+
+def main() -> None:
+    """Entry point."""
+    sys.argv[1:], model = take_literal(sys.argv[1:], "model")
+
+    def task(config: CompareConfig) -> None:
+        run(config if model is None else replace(config, model=model))
+
+    hydra_main("compare", CompareConfig, task)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""transformers' own speculative decoding, to compare with: an assistant model, prompt lookup."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from specheads.decoding.measure import Batch, Decoded, Method
+
+
+def hf_assisted_method(
+    base: PreTrainedModel,
+    draft: PreTrainedModel,
+    num_tokens: int,
+    eos: tuple[int, ...],
+    max_new_tokens: int,
+) -> Method:
+    """Return ``generate(assistant_model=draft)`` with as many guesses at every step.
+
+    Its confidence threshold is 0 and its schedule constant, so that it drafts what a chain of fixed
+    length drafts here. It takes one prompt at a time: rows of a batch follow each other.
+
+    Args:
+        base: base model.
+        draft: the assistant; its generation settings are changed while it runs.
+        num_tokens: guesses per step.
+        eos: tokens that end a text.
+        max_new_tokens: limit per prompt.
+    """
+
+    def run(batch: Batch, temperature: float, seed: int) -> list[Decoded]:
+        with fixed_assistant(draft, num_tokens):
+            options = {"assistant_model": draft, "max_new_tokens": max_new_tokens}
+            return _rows(base, batch, temperature, seed, eos, options)
+
+    extra = sum(parameter.numel() for parameter in draft.parameters())
+    return Method("hf_assisted", run, "hf assistant", num_tokens + 1, extra, seeded=False)
+
+
+def hf_lookup_method(
+    base: PreTrainedModel,
+    num_tokens: int,
+    ngram: int,
+    eos: tuple[int, ...],
+    max_new_tokens: int,
+) -> Method:
+    """Return ``generate(prompt_lookup_num_tokens=...)``, one prompt at a time.
+
+    Args:
+        base: base model.
+        num_tokens: tokens copied per step.
+        ngram: longest match.
+        eos: tokens that end a text.
+        max_new_tokens: limit per prompt.
+    """
+
+    def run(batch: Batch, temperature: float, seed: int) -> list[Decoded]:
+        options = {
+            "prompt_lookup_num_tokens": num_tokens,
+            "max_matching_ngram_size": ngram,
+            "max_new_tokens": max_new_tokens,
+        }
+        return _rows(base, batch, temperature, seed, eos, options)
+
+    return Method("hf_lookup", run, "hf prompt lookup", num_tokens + 1, seeded=False)
+
+
+@contextlib.contextmanager
+def fixed_assistant(draft: PreTrainedModel, num_tokens: int) -> Iterator[None]:
+    """While open, transformers drafts ``num_tokens`` with ``draft``, never fewer for lack of trust.
+
+    It reads that from the assistant's own generation settings.
+    """
+    settings: Any = draft.generation_config
+    wanted = {
+        "num_assistant_tokens": num_tokens,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": 0.0,
+    }
+    before = {name: getattr(settings, name, None) for name in wanted}
+    for name, value in wanted.items():
+        setattr(settings, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(settings, name, value)
+
+
+def _rows(
+    base: PreTrainedModel,
+    batch: Batch,
+    temperature: float,
+    seed: int,
+    eos: tuple[int, ...],
+    options: dict[str, Any],
+) -> list[Decoded]:
+    sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+    texts = []
+    for row, (ids, mask) in enumerate(zip(batch.input_ids, batch.attention_mask, strict=True)):
+        torch.manual_seed(seed + row)
+        prompt = ids[mask.bool()][None]
+        found = base.generate(  # type: ignore[operator]
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=temperature > 0,
+            eos_token_id=list(eos) or None,
+            # there is no padding; any other token would be hidden from the assistant in the prompt
+            pad_token_id=eos[0] if eos else None,
+            **sampling,
+            **options,
+        )
+        tokens = found[0, prompt.shape[1] :].tolist()
+        # how many steps it took, generate() does not say
+        texts.append(Decoded(tokens, [1] * (len(tokens) - 1), bool(eos) and tokens[-1] in eos))
+    return texts

@@ -1,0 +1,250 @@
+"""A draft model with heads of its own: they let it draft faster, and go on where its chain ends.
+
+Within a step the draft model decodes greedily as a base model with Medusa heads would: each pass
+verifies what its heads guess, and its own tokens are the chain. What the heads guess last, no pass
+of the draft model has verified; it hangs below the chain's end. All of it is a function of the
+prefix, and sample-and-walk stays exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specheads.acceptance import walk_on_host
+from specheads.drafters.contract import Candidates, Prefill, StepResult
+from specheads.drafters.draft_cache import DraftCache
+from specheads.drafters.draft_tree import DraftRows, check_reads_trees, merged
+from specheads.drafters.following import HeadsState
+from specheads.drafters.made import static_drafter
+from specheads.models.forward import pad_rows
+from specheads.models.heads import MedusaHeads
+from specheads.models.hidden import Captured, capture_hidden
+from specheads.models.output import OutputLayer, output_layer
+from specheads.tree import Tree
+
+if TYPE_CHECKING:
+    from specheads.models.checkpoint import Export
+
+NUM_PASSES = 2
+
+
+@dataclass
+class DraftHeadsState:
+    """Where the rows stand.
+
+    Attributes:
+        rows: the draft model's view of them.
+        heads: where its heads stand, behind the last token that it has read; its root is what the
+            draft model says there. None before it has read any.
+        num_read: per row how many tokens that were.
+    """
+
+    rows: DraftRows
+    heads: HeadsState | None = None
+    num_read: list[int] = field(default_factory=list)
+
+
+class DraftHeadsDrafter:
+    """Proposes what a draft model and its heads find most likely.
+
+    Args:
+        draft: the draft model, in eval mode; of the base model's token ids.
+        heads: Medusa or Hydra heads of the draft model.
+        output: the draft model's output layer.
+        tree: what the heads fill, at every pass and at the end.
+        num_passes: of the draft model per step; the first one gives one token of the chain, each
+            further one as many as it accepts of its heads' guesses, and one.
+        max_tokens: deepest guess; 0 for no limit.
+
+    Raises:
+        ValueError: if a number is out of range, for other heads, or if the tree is deeper than the
+            heads or wider than the tokens they can guess.
+        ConfigError: for a draft model that cannot read a tree.
+    """
+
+    taps: tuple[str, ...] = ()
+    deterministic = True
+
+    def __init__(
+        self,
+        draft: PreTrainedModel,
+        heads: MedusaHeads,
+        output: OutputLayer,
+        tree: Tree,
+        *,
+        num_passes: int = NUM_PASSES,
+        max_tokens: int = 0,
+    ) -> None:
+        if not isinstance(heads, MedusaHeads):  # MTP modules read tokens that are not certain yet
+            raise ValueError(
+                f"the heads of a draft model must be Medusa or Hydra heads, got {heads.kind}"
+            )
+        if num_passes < 1 or max_tokens < 0:
+            raise ValueError(
+                "num_passes must be at least 1 and max_tokens at least 0, got"
+                f" {num_passes} and {max_tokens}"
+            )
+        check_reads_trees(draft)
+        self.draft, self.heads, self.tree = draft, heads, tree
+        self.num_passes, self.max_tokens = num_passes, max_tokens
+        self._inner = static_drafter(draft, heads, output, tree)
+        self._latest: DraftCache | None = None  # a conversation may go on
+
+    @staticmethod
+    def of_export(
+        export: Export, *, num_passes: int = NUM_PASSES, max_tokens: int = 0
+    ) -> DraftHeadsDrafter:
+        """Return the drafter of an export of heads whose base is the draft model.
+
+        Raises:
+            ValueError: as the class does.
+            ConfigError: as the class does, and if the heads cannot use the output layer.
+        """
+        assert isinstance(export.heads, MedusaHeads)
+        return DraftHeadsDrafter(
+            export.base,
+            export.heads,
+            output_layer(export.base),
+            export.tree,
+            num_passes=num_passes,
+            max_tokens=max_tokens,
+        )
+
+    def start(self, prefill: Prefill) -> DraftHeadsState:
+        """Start behind the prompt; the draft model reads it with the first guesses."""
+        state = DraftRows.start(self.draft, prefill, self._latest)
+        self._latest = state.cache
+        return DraftHeadsState(state)
+
+    @torch.inference_mode()
+    def propose(self, state: DraftHeadsState) -> Candidates:
+        """Decode with the heads for some passes, and let them guess once more."""
+        rows, root = state.rows, state.rows.root
+        deepest = self.num_passes * (self.tree.max_depth + 1)
+        limits = rows.limits(min(deepest, self.max_tokens or deepest))
+        if not any(limits):
+            return Candidates(root[:, None], Tree.chain(0).to(root.device))
+        with capture_hidden(self.draft, self._inner.taps) as captured:
+            heads = self._read(state, captured)
+            certain = list(rows.cache.lengths)
+            chains = [[token] for token in heads.root.tolist()]
+            for _ in range(self.num_passes - 1):
+                heads = self._pass(rows, heads, chains, captured)
+            rows.cache.forward.cache.shorten(certain)
+        end = self._inner.propose(heads).tokens.tolist()
+        trees = [
+            self._hang([text[-1], *chain], below, limit, rows.vocab_size)
+            for text, chain, below, limit in zip(rows.cache.texts, chains, end, limits, strict=True)
+        ]
+        return merged(trees, root)
+
+    def _read(self, state: DraftHeadsState, captured: Captured) -> HeadsState:
+        """Let the draft model and its heads read what they have not; return where heads stand."""
+        rows, cache = state.rows, state.rows.cache
+        lengths = [len(text) for text in cache.texts]
+        if state.heads is not None and state.num_read == lengths:
+            return state.heads  # asked twice
+        before = [min(*each) for each in zip(cache.lengths, (n - 1 for n in lengths), strict=True)]
+        said = rows.shared(cache.sync()).argmax(-1)
+        unread = [text[n:] for text, n in zip(cache.texts, before, strict=True)]
+        tokens, counts = pad_rows(unread, said.device), [len(each) for each in unread]
+        if state.heads is None:
+            prefill = Prefill(cache.texts, tokens, counts, dict(captured.at), said)
+            heads = self._inner.start(prefill)
+        else:
+            nodes = [[*range(count)] for count in counts]
+            new = [[*each[1:], last] for each, last in zip(unread, said.tolist(), strict=True)]
+            result = _result(Tree.chain(tokens.shape[1] - 1), tokens, nodes, new, captured)
+            heads = self._inner.observe(state.heads, result)
+        state.heads, state.num_read = heads, lengths
+        return heads
+
+    def _pass(
+        self, rows: DraftRows, heads: HeadsState, chains: list[list[int]], captured: Captured
+    ) -> HeadsState:
+        """Verify what the heads guess behind the chains, which grow by what the draft model says.
+
+        The cache is to be shortened after.
+        """
+        guesses = self._inner.propose(heads)
+        forward = rows.cache.forward
+        said = rows.shared(forward.verify(guesses.tokens, self.tree)).argmax(-1).tolist()
+        parents = self.tree.parents.tolist()
+        paths = walk_on_host(guesses.tokens.tolist(), [parents] * len(said), said)
+        new = [[row[node] for node in path] for row, path in zip(said, paths, strict=True)]
+        result = _result(self.tree, guesses.tokens, paths, new, captured)
+        forward.cache.commit(result.path, [len(path) for path in paths])
+        for chain, more in zip(chains, new, strict=True):
+            chain += more
+        return self._inner.observe(heads, result)
+
+    def _hang(
+        self, chain: list[int], end: list[int], limit: int, vocab_size: int
+    ) -> tuple[list[int], list[int]]:
+        """Return parents and tokens of a chain and of the heads' tree ``end`` below it.
+
+        Args:
+            chain: of the draft model, behind the last certain token.
+            end: the heads' tree, whose root is the chain's last token.
+            limit: the deepest node that stays.
+            vocab_size: of the base model, if known; tokens beyond it become padding.
+        """
+        length = len(chain) - 1
+        depths = [*range(length), *(length + depth for depth in self.tree.depths.tolist())]
+        parents = [
+            *range(-1, length),
+            *(length + above for above in self.tree.parents.tolist()[1:]),
+        ]
+        tokens = [*chain, *end[1:]]
+        size = sum(depth <= limit for depth in depths)  # nodes are sorted by depth
+        if vocab_size:
+            tokens = [token if token < vocab_size else -1 for token in tokens]
+        return parents[:size], tokens[:size]
+
+    def observe(self, state: DraftHeadsState, result: StepResult) -> DraftHeadsState:
+        """Append the tokens gained."""
+        return replace(state, rows=state.rows.observe(result))
+
+    def select(self, state: DraftHeadsState, rows: Tensor) -> DraftHeadsState:
+        """Keep some rows."""
+        if state.heads is None:
+            return DraftHeadsState(state.rows.select(rows))
+        heads = self._inner.select(state.heads, rows.to(state.heads.root.device))
+        num_read = [state.num_read[row] for row in rows.tolist()]
+        return DraftHeadsState(state.rows.select(rows), heads, num_read)
+
+
+def _result(
+    tree: Tree,
+    tokens: Tensor,
+    paths: Sequence[Sequence[int]],
+    new_tokens: list[list[int]],
+    captured: Captured,
+) -> StepResult:
+    """Return what heads are told after a pass of the draft model.
+
+    Args:
+        tree: of the tokens that were read.
+        tokens: [B, N].
+        paths: per row the nodes that stay, from the root.
+        new_tokens: per row what the draft model says after each of them.
+        captured: the pass's hidden states.
+    """
+    width, device = tree.max_depth + 1, tokens.device
+    padded = [[*path, *[-1] * (width - len(path))] for path in paths]
+    return StepResult(
+        tree=tree,
+        tokens=tokens,
+        base_tokens=tokens,  # heads look at those of the path only
+        hidden=dict(captured.at),
+        path=torch.tensor(padded, device=device),
+        num_accepted=torch.tensor([len(path) - 1 for path in paths], device=device),
+        next_root=torch.tensor([new[-1] for new in new_tokens], device=device),
+        new_tokens=new_tokens,
+    )

@@ -1,0 +1,260 @@
+"""A smaller language model as a drafter: it writes a few tokens ahead, the base verifies them.
+
+Leviathan et al., arXiv:2211.17192. The draft model runs with a cache of its own and makes one pass
+per drafted token; the first pass of a step also reads what the text has gained. Vocabularies may
+differ in padding: tokens that the base does not have are never proposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specheads.drafters.contract import Candidates, Prefill, StepResult
+from specheads.drafters.draft_cache import DraftCache
+from specheads.drafters.length import Length
+from specheads.noise import draft_noise, noise_ahead
+from specheads.sampling import Sampler
+from specheads.tree import Tree
+from specheads.tree_support import tree_support
+
+SAMPLINGS = ("greedy", "sampled", "coupled")
+
+
+@dataclass
+class DraftState:
+    """Where the rows of one batch stand.
+
+    Attributes:
+        cache: the rows' texts in the draft model.
+        root: [B], the last certain token.
+        rows: which rows of the batch these are, for their seeds.
+        lengths: per row the state of the rule that says how long drafts are.
+        sampler: how the base model's tokens are drawn.
+        vocab_size: of the base model.
+        ended: which rows gained nothing lately, and will gain nothing any more.
+        drafted: [B, n], the guesses of this step; None before they are made.
+        counts: per row how many of them are its own.
+    """
+
+    cache: DraftCache
+    root: Tensor
+    rows: list[int]
+    lengths: list[Any]
+    sampler: Sampler
+    vocab_size: int
+    ended: list[bool]
+    drafted: Tensor | None = None
+    counts: list[int] | None = None
+
+
+class DraftModelDrafter:
+    """Proposes a chain that a draft model wrote.
+
+    It keeps the cache of its latest texts, for the next turn of a conversation.
+
+    Args:
+        draft: the draft model, in eval mode, with the base's token ids; device and dtype are its
+            own.
+        length: how many tokens it writes, see :mod:`specheads.drafters.length`. Rows of a batch
+            stop alone. Near the end of what the draft model has positions for there are fewer, and
+            none behind it.
+        sampling: how they are chosen, by the base's temperature, top-k and top-p:
+            greedy: the draft's most likely token. At a temperature above 0 a guess is accepted with
+            the base's probability of it.
+            sampled: drawn from the draft's distribution, with noise that nothing else uses;
+            verified as a block, which accepts at least 1 - TV (total variation distance) per token
+            and is the best that an exact rule can do. Output has the base's distribution, but is
+            not plain decoding's for the seed.
+            coupled: drawn from the draft's distribution with the very noise that the base will draw
+            with at that position; accepted where both draw the same, at least with probability
+            (1 - TV) / (1 + TV) (arXiv:2408.07978). A function of text and seed, so that output is
+            plain decoding's for the seed.
+            At temperature 0 all three are greedy.
+
+    Raises:
+        ValueError: for an unknown ``sampling``, or a draft model in training mode.
+        ConfigError: for a draft model that cannot be decoded step by step.
+    """
+
+    taps: tuple[str, ...] = ()
+
+    def __init__(self, draft: PreTrainedModel, length: Length, *, sampling: str = "greedy") -> None:
+        if sampling not in SAMPLINGS:
+            raise ValueError(f"sampling must be one of {SAMPLINGS}, got {sampling!r}")
+        tree_support(draft)  # so that it is refused before the base reads anything
+        self.draft, self.length, self.sampling = draft, length, sampling
+        self._latest: DraftCache | None = None
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether the candidates are a function of text and seed."""
+        return self.sampling != "sampled"
+
+    def start(self, prefill: Prefill) -> DraftState:
+        """Take the texts; they are read with the first proposal."""
+        self._latest = DraftCache.start(self.draft, prefill, self._latest)
+        num_rows = len(prefill.ids)
+        return DraftState(
+            cache=self._latest,
+            root=prefill.root,
+            rows=list(range(num_rows)),
+            lengths=[self.length.start() for _ in range(num_rows)],
+            sampler=prefill.sampler,
+            vocab_size=prefill.vocab_size,
+            ended=[False] * num_rows,
+        )
+
+    @torch.inference_mode()
+    def propose(self, state: DraftState) -> Candidates:
+        """One pass of the draft model per token, for all rows that go on."""
+        limits = self._limits(state)
+        state.counts, state.drafted = [0] * len(limits), None
+        root = state.root[:, None]
+        if not any(limits):
+            return Candidates(root, Tree.chain(0).to(root.device))
+        counts, length, sampler = state.counts, self.length, state.sampler
+        logits = self._known(state.cache.sync(), state)
+        noise = self._noise(state, max(limits), logits)
+        keeps_probs = noise is not None and self.sampling == "sampled"
+        tokens_of: list[Tensor] = []
+        probs_of: list[Tensor] = []
+        said: list[tuple[list[float], list[float]]] = [([], []) for _ in limits]
+        going = [limit > 0 for limit in limits]
+        while True:
+            if noise is None:
+                tokens = logits.argmax(-1)
+            else:
+                logits = sampler.warp(logits)
+                tokens = (logits + noise[:, len(tokens_of)]).argmax(-1)
+            tokens_of.append(tokens)
+            for row, goes in enumerate(going):
+                counts[row] += goes
+                going[row] = goes and counts[row] < limits[row]
+            if keeps_probs or (length.asks and any(going)):
+                probs = sampler.probs(logits) if noise is None else logits.softmax(-1)
+                if keeps_probs:
+                    probs_of.append(probs)
+                if length.asks:
+                    _ask(length, probs, tokens, said, going)
+            if not any(going):
+                break
+            logits = self._known(state.cache.read(tokens, going), state)
+        drafted = torch.stack(tokens_of, dim=1).to(root.device)
+        if min(counts) < len(tokens_of):
+            level = torch.arange(len(tokens_of), device=root.device)
+            own = level < torch.tensor(counts, device=root.device)[:, None]
+            drafted = drafted.masked_fill(~own, -1)
+        state.drafted = drafted
+        tree = Tree.chain(len(tokens_of)).to(root.device)
+        tokens = torch.cat([root, drafted], dim=1)
+        if not keeps_probs:
+            return Candidates(tokens, tree)
+        return Candidates(tokens, tree, _draft_probs(probs_of, state.vocab_size), "chain")
+
+    def observe(self, state: DraftState, result: StepResult) -> DraftState:
+        """Note what was gained; it is read with the next proposal."""
+        counts, new_tokens = state.counts, result.new_tokens
+        drafted = None
+        if counts is not None and state.drafted is not None:
+            guesses = state.drafted.tolist()
+            drafted = [row[:num] for row, num in zip(guesses, counts, strict=True)]
+        matched = state.cache.follow(new_tokens, drafted)
+        state.ended = [not new for new in new_tokens]
+        own = None if result.own is None else result.own.tolist()
+        if counts is not None:  # else it was not asked
+            for row, (new, num_proposed, num) in enumerate(
+                zip(new_tokens, counts, matched, strict=True)
+            ):
+                if not new or (own is not None and max(own[row], default=-1) < 0):
+                    continue  # it has ended, or only other rows of the batch wanted guesses
+                if not self.deterministic:
+                    # a token drawn in place of a refused guess may be the same one
+                    num = min(num, len(new) - 1)
+                if num == len(new):  # what was drafted behind that, nobody has verified
+                    num_proposed = num
+                state.lengths[row] = self.length.observe(state.lengths[row], num_proposed, num)
+        state.root, state.drafted, state.counts = result.next_root, None, None
+        return state
+
+    def select(self, state: DraftState, rows: Tensor) -> DraftState:
+        """Keep some rows."""
+        state.cache.select(rows)
+        kept = rows.tolist()
+        return DraftState(
+            cache=state.cache,
+            root=state.root[rows],
+            rows=[state.rows[row] for row in kept],
+            lengths=[state.lengths[row] for row in kept],
+            sampler=state.sampler,
+            vocab_size=state.vocab_size,
+            ended=[state.ended[row] for row in kept],
+        )
+
+    def _limits(self, state: DraftState) -> list[int]:
+        """Return per row how many tokens it is to be proposed at most."""
+        limits = [
+            0 if ended else self.length.limit(each)
+            for each, ended in zip(state.lengths, state.ended, strict=True)
+        ]
+        if (room := state.cache.room) is None:
+            return limits
+        return [  # the last token drafted is not read
+            max(0, min(limit, room - len(text) + 1))
+            for limit, text in zip(limits, state.cache.texts, strict=True)
+        ]
+
+    def _known(self, logits: Tensor, state: DraftState) -> Tensor:
+        """Return logits [B, V'] without the outputs that the base model does not have."""
+        if 0 < state.vocab_size < logits.shape[-1]:
+            return logits[:, : state.vocab_size]
+        return logits
+
+    def _noise(self, state: DraftState, num_levels: int, logits: Tensor) -> Tensor | None:
+        """Return [B, n, V'] for draws at n levels; None where there is nothing to draw."""
+        if self.sampling == "greedy" or state.sampler.temperature == 0:
+            return None
+        seed, num, device = state.sampler.seed, logits.shape[-1], logits.device
+        after = [len(text) for text in state.cache.texts]  # where the first guess stands
+        if self.sampling == "coupled":
+            whole = max(num, state.vocab_size)  # the base keeps noise of its own vocabulary
+            return noise_ahead(seed, after, num_levels, whole, device, state.rows)[..., :num]
+        roots = torch.tensor(after, device=device) - 1
+        return draft_noise(seed, roots, num_levels, num, state.rows)
+
+
+def _ask(
+    length: Length,
+    probs: Tensor,
+    tokens: Tensor,
+    said: Sequence[tuple[list[float], list[float]]],
+    going: list[bool],
+) -> None:
+    """Ask for every row that might go on whether it does; ``going`` and ``said`` are changed.
+
+    Args:
+        length: the rule.
+        probs: [B, V'], the draft's distribution.
+        tokens: [B], what was chosen from it.
+        said: per row the probabilities and entropies of this step so far.
+        going: per row.
+    """
+    chosen = probs.gather(1, tokens[:, None])[:, 0]
+    both = torch.stack([chosen, torch.special.entr(probs).sum(-1)]).tolist()
+    for row, (prob, entropy) in enumerate(zip(*both, strict=True)):
+        if going[row]:
+            said[row][0].append(prob)
+            said[row][1].append(entropy)
+            going[row] = length.goes_on(*said[row])
+
+
+def _draft_probs(probs_of: Sequence[Tensor], vocab_size: int) -> Tensor:
+    """Return [B, n + 1, V] of the base's vocabulary from n times [B, V']; the last are zeros."""
+    probs = torch.stack([*probs_of, torch.zeros_like(probs_of[0])], dim=1)
+    missing = vocab_size - probs.shape[-1]
+    return torch.nn.functional.pad(probs, (0, missing)) if missing > 0 else probs

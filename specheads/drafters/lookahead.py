@@ -1,0 +1,248 @@
+"""Lookahead decoding: the base model drafts for itself, by Jacobi iteration beside verification.
+
+Fu et al., arXiv:2402.02057. A window of W columns and N - 1 rows holds tokens at the positions
+ahead of the root. Row 0 begins with the root itself; every other row is what the base model said,
+one step earlier, after the tokens above it. A step reads the whole window, and what is said after
+its last row completes N tokens in line in every column. Such an n-gram goes into a pool under its
+first token, and those under the root are the guesses of a step. Nothing is trained.
+
+The published mask is that of a tree: row 0 is a chain below the root, and column j of row l is the
+child of column j of row l - 1, at depth j + l. So the window's nodes are probes, read and never
+accepted, in the tree whose other nodes are the guesses. When sampling, what the base model says in
+the window is drawn with the noise of the position, as all its tokens are: the guesses are a
+function of prefix and seed, and sample-and-walk returns plain decoding's tokens.
+
+It differs from the authors' program in this: guesses that begin alike share nodes; an n-gram that
+is accepted whole is followed by the base model's next token in the same step; filling begins after
+the prefill and not with it. Models that take chains only never read a window: they are guessed the
+latest n-gram of the text itself.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specheads.drafters.contract import Candidates, Prefill, StepResult
+from specheads.tree import RowTrees
+
+
+class Preset(NamedTuple):
+    """W, N and G of :class:`LookaheadDrafter`."""
+
+    window: int
+    ngram: int
+    guesses: int
+
+
+def preset(num_parameters: float) -> Preset:
+    """Return the published setting for a base model of about that size.
+
+    They are for GPUs with arithmetic to spare: 120, 80 and 56 tokens a step. On a CPU, or in a
+    batch, a step of so many tokens costs several plain ones.
+
+    Args:
+        num_parameters: of the base model. Published for 7, 13 and 33 billion; the limits between
+            them are ours.
+    """
+    if num_parameters < 1e10:
+        return Preset(15, 5, 15)
+    return Preset(10, 5, 10) if num_parameters < 2e10 else Preset(7, 5, 7)
+
+
+class NgramPool:
+    """The n-grams met latest, for every first token at most ``capacity`` of them."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._known: dict[int, dict[tuple[int, ...], None]] = {}  # the latest last
+
+    def add(self, first: int, rest: tuple[int, ...]) -> None:
+        """Enter an n-gram, or make it the latest again; the oldest gives way."""
+        known = self._known.setdefault(first, {})
+        known.pop(rest, None)
+        known[rest] = None
+        if len(known) > self.capacity:
+            del known[next(iter(known))]
+
+    def latest(self, first: int) -> list[tuple[int, ...]]:
+        """Return what followed ``first``, the latest first."""
+        return list(reversed(self._known.get(first, {})))
+
+
+@dataclass
+class LookaheadRow:
+    """One row's window and pool.
+
+    Attributes:
+        text: its last N tokens, the root included.
+        window: the rows of the window so far, at most N - 1. Row 0 is without the root.
+        pool: n-grams.
+        last: where the last row's columns stand in the tree that was proposed; empty after a step.
+        reads: the window was read in the last step.
+    """
+
+    text: deque[int]
+    window: list[list[int]]
+    pool: NgramPool
+    last: list[int] = field(default_factory=list)
+    reads: bool = True
+
+
+@dataclass(frozen=True)
+class LookaheadState:
+    """The rows, and the device where candidates go."""
+
+    rows: list[LookaheadRow]
+    device: torch.device
+
+
+class Node(NamedTuple):
+    """A node of a row's tree; ``token`` is -1 in the window."""
+
+    depth: int
+    parent: int
+    token: int
+    probe: int
+
+
+class LookaheadDrafter:
+    """Proposes the pool's n-grams under the root, and has the window read beside them.
+
+    The first N - 2 steps fill the window, and guess nothing while they do. It moves by one column
+    at each step, however many tokens were accepted.
+
+    Args:
+        window: W, columns.
+        ngram: N, tokens of an n-gram; a step accepts at most N - 1.
+        guesses: G, n-grams kept under each token, and guessed at once.
+        pool_from_text: enter the n-grams of prompt and output too.
+        fixed_size: pad all trees to the largest number of nodes, for compiled passes.
+
+    Raises:
+        ValueError: for W or N below 2, or G below 1.
+    """
+
+    taps: tuple[str, ...] = ()
+    deterministic = True
+
+    def __init__(
+        self,
+        window: int = 7,
+        ngram: int = 4,
+        guesses: int = 7,
+        *,
+        pool_from_text: bool = True,
+        fixed_size: bool = False,
+    ) -> None:
+        if window < 2 or ngram < 2 or guesses < 1:
+            raise ValueError(
+                "window and ngram must be at least 2 and guesses at least 1, got"
+                f" {window}, {ngram} and {guesses}"
+            )
+        self.window, self.ngram, self.guesses = window, ngram, guesses
+        self.pool_from_text = pool_from_text
+        self.max_depth = window + ngram - 3
+        # while it fills, the window has fewer rows of more columns
+        sizes = [(rows + 1) * (self.max_depth + 1 - rows) for rows in range(ngram - 1)]
+        self.num_nodes = max(sizes) + guesses * (ngram - 1) if fixed_size else 0
+
+    def start(self, prefill: Prefill) -> LookaheadState:
+        """Fill row 0 with tokens of the prompt."""
+        rows = []
+        for ids, root in zip(prefill.ids, prefill.root.tolist(), strict=True):
+            text = [*ids, root]
+            # any tokens do; drawn alike for a row alone and in a batch
+            first = random.Random(0).choices(text, k=self.max_depth)
+            row = LookaheadRow(deque(maxlen=self.ngram), [first], NgramPool(self.guesses))
+            self._extend(row, text)
+            rows.append(row)
+        return LookaheadState(rows, prefill.root.device)
+
+    def propose(self, state: LookaheadState) -> Candidates:
+        """Plant the windows, and the guesses beside them."""
+        planted = [self._plant(row) for row in state.rows]
+        num_nodes = max(self.num_nodes, *map(len, planted)) if planted else 0
+        for nodes in planted:
+            deepest = nodes[-1]
+            padding = Node(deepest.depth, deepest.parent, -1, -1)  # nodes stay sorted by depth
+            nodes += [padding] * (num_nodes - len(nodes))
+        _, parents, tokens, probes = torch.tensor(planted, device=state.device).unbind(-1)
+        tree = RowTrees.from_parents(parents.contiguous(), self.max_depth)
+        return Candidates(tokens.contiguous(), tree, probes=probes.contiguous())
+
+    def observe(self, state: LookaheadState, result: StepResult) -> LookaheadState:
+        """Harvest the window's n-grams and those of the new tokens; move the window on."""
+        said = result.base_tokens.tolist()
+        own = None if result.own is None else result.own.tolist()
+        for i, (row, new_tokens) in enumerate(zip(state.rows, result.new_tokens, strict=True)):
+            places = _verified(row.last, len(said[i]), None if own is None else own[i])
+            row.last, row.reads = [], bool(places)
+            if places:
+                self._advance(row, [said[i][place] for place in places])
+            self._extend(row, new_tokens)
+        return state
+
+    def select(self, state: LookaheadState, rows: Tensor) -> LookaheadState:
+        """Keep some rows."""
+        return LookaheadState([state.rows[row] for row in rows.tolist()], state.device)
+
+    def _plant(self, row: LookaheadRow) -> list[Node]:
+        """Return the nodes of the row's tree, sorted by depth."""
+        root = row.text[-1]
+        nodes = [Node(0, -1, root, root)]
+        for depth, token in enumerate(row.window[0], start=1):
+            nodes.append(Node(depth, depth - 1, -1, token))
+        above = range(len(nodes))
+        for level, tokens in enumerate(row.window[1:], start=1):
+            nodes += [
+                Node(level + column, above[column], -1, token)
+                for column, token in enumerate(tokens)
+            ]
+            above = range(len(nodes) - len(tokens), len(nodes))
+        # where no window is read there is nothing to wait for
+        if len(row.window) == self.ngram - 1 or not row.reads:
+            known: dict[tuple[int, int], int] = {}
+            for guess in row.pool.latest(root):
+                parent = 0
+                for depth, token in enumerate(guess, start=1):
+                    if (parent, token) not in known:
+                        known[parent, token] = len(nodes)
+                        nodes.append(Node(depth, parent, token, token))
+                    parent = known[parent, token]
+        order = sorted(range(len(nodes)), key=lambda number: nodes[number].depth)
+        place = {number: i for i, number in enumerate(order)} | {-1: -1}
+        row.last = [place[number] for number in above]
+        return [nodes[number]._replace(parent=place[nodes[number].parent]) for number in order]
+
+    def _advance(self, row: LookaheadRow, said: list[int]) -> None:
+        """Take the base model's tokens after the last row's columns, the root's first in row 0."""
+        window = row.window
+        if len(window) < self.ngram - 1:  # filling: every row gives up its first column
+            row.window = [level[1:] for level in [*window, said]]
+            return
+        levels = [*window[1:], said]
+        for first, *rest in zip([row.text[-1], *window[0]], *levels, strict=True):
+            row.pool.add(first, tuple(rest))
+        # row 1 becomes row 0, and its first column the next root's
+        row.window = [levels[0][1:], *levels[1:]]
+
+    def _extend(self, row: LookaheadRow, new_tokens: Sequence[int]) -> None:
+        for token in new_tokens:
+            row.text.append(token)
+            if self.pool_from_text and len(row.text) == self.ngram:
+                first, *rest = row.text
+                row.pool.add(first, tuple(rest))
+
+
+def _verified(nodes: Sequence[int], num_nodes: int, own: Sequence[int] | None) -> list[int]:
+    """Return where nodes stand in the verified tree; nothing if one of them was left out."""
+    own = range(num_nodes) if own is None else own
+    places = [own[node] if node < len(own) else -1 for node in nodes]
+    return places if -1 not in places else []

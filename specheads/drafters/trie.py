@@ -1,0 +1,191 @@
+"""The guesses of several drafters in one trie, and how often guesses of each kind were right.
+
+Everything here is of one row and in Python: trees of some tens of nodes, where tensors would cost
+more than they compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+# A kind of guesses: who proposes them (a bit per drafter), at which depth, and with which rank
+# among their siblings, the best of those that the drafters give it.
+Kind = tuple[int, int, int]
+
+# What is believed of a guess of rank r before anything was seen: FIRST * LATER**r. It counts as
+# much as PRIOR observations; later on, an observation counts for about MEMORY steps.
+FIRST, LATER, PRIOR, MEMORY = 0.6, 0.4, 3, 12
+
+
+class Rates:
+    """How often the guesses of a kind are right of late, given that those above them are."""
+
+    def __init__(self) -> None:
+        self._known: dict[Kind, tuple[float, int]] = {}  # the rate, and how much stands behind it
+
+    def of(self, kind: Kind) -> float:
+        """Return the rate of a kind, in 0..1."""
+        found = self._known.get(kind)
+        return _prior(kind[0], kind[2]) if found is None else found[0]
+
+    def learn(self, kind: Kind, right: bool) -> None:
+        """Take note of one guess that was right, or not."""
+        rate, weight = self._known.get(kind) or (_prior(kind[0], kind[2]), PRIOR)
+        weight = min(weight + 1, MEMORY)
+        self._known[kind] = rate + (right - rate) / weight, weight
+
+
+@lru_cache(maxsize=256)
+def _prior(members: int, rank: int) -> float:
+    """Return the chance that a guess is right if drafters that agree err independently."""
+    return float(1 - (1 - FIRST * LATER**rank) ** members.bit_count())
+
+
+def _best_size(
+    values: Sequence[float], tokens: float, num_nodes: int, costs: Sequence[float]
+) -> int:
+    """Return how many more nodes give the most tokens for the cost; of equals the fewest.
+
+    Args:
+        values: of the nodes, falling.
+        tokens: expected without them.
+        num_nodes: without them.
+        costs: of a step of n nodes at index n.
+    """
+    last = len(costs) - 1
+    best, speed = 0, tokens / costs[min(num_nodes, last)]
+    for more, value in enumerate(values[: max(0, last - num_nodes)], start=1):
+        tokens += value
+        if tokens / costs[num_nodes + more] > speed:
+            best, speed = more, tokens / costs[num_nodes + more]
+    return best
+
+
+class Trie:
+    """Trees with equal prefixes shared. Node 0 is the root; a parent comes before its children.
+
+    Attributes:
+        inputs: per node what the base model reads there.
+        tokens: likewise, but -1 where that is a probe, which is read and never accepted.
+        parents: per node the one above; -1 for the root.
+        children: per node its children's numbers, by token; by -1 - token where they are probes.
+        kinds: per node what is to be learned about it; None for the root and for probes.
+    """
+
+    def __init__(self, root: int) -> None:
+        self.inputs, self.tokens, self.parents = [root], [root], [-1]
+        self.children: list[dict[int, int]] = [{}]
+        self.kinds: list[Kind | None] = [None]
+        self._depths = [0]
+
+    def add(
+        self, member: int, tokens: Sequence[int], parents: Sequence[int], inputs: Sequence[int]
+    ) -> list[int]:
+        """Add the tree of drafter number ``member``.
+
+        Args:
+            member: its number.
+            tokens: [n], the root first; negative ones are padding or probes.
+            parents: [n], nodes after their parents.
+            inputs: [n], what the base model reads; negative where it is padding.
+
+        Returns:
+            [n], where each node now stands; -1 for padding.
+        """
+        bit, where = 1 << member, [0]
+        ranks: dict[int, int] = {}
+        for node in range(1, len(tokens)):
+            above, token = where[parents[node]], inputs[node]
+            if above < 0 or token < 0:
+                where.append(-1)
+                continue
+            probed = tokens[node] < 0
+            key = -1 - token if probed else token
+            at = self.children[above].get(key)
+            if at is None:
+                at = self.children[above][key] = len(self.tokens)
+                self.inputs.append(token)
+                self.tokens.append(-1 if probed else token)
+                self.parents.append(above)
+                self.children.append({})
+                self.kinds.append(None)
+                self._depths.append(self._depths[above] + 1)
+            where.append(at)
+            if not probed:
+                rank = ranks[above] = ranks.get(above, -1) + 1
+                members, _, best = self.kinds[at] or (0, 0, rank)
+                self.kinds[at] = members | bit, self._depths[at], min(best, rank)
+        return where
+
+    def values(self, rates: Rates) -> list[float]:
+        """Return per node how likely its whole path is to be accepted; 1 for probes."""
+        values = [1.0]
+        for above, kind in zip(self.parents[1:], self.kinds[1:], strict=True):
+            values.append(1.0 if kind is None else values[above] * rates.of(kind))
+        return values
+
+    def promise(self, rates: Rates) -> float:
+        """Return the expected accept length of all guesses."""
+        values = self.values(rates)
+        return 1 + sum(values[node] for node, kind in enumerate(self.kinds) if kind is not None)
+
+    def order(
+        self, values: Sequence[float], num_nodes: int = 0, costs: Sequence[float] = ()
+    ) -> list[int]:
+        """Choose the nodes to verify, sorted by depth, the more valuable siblings first.
+
+        Args:
+            values: per node, none above its parent's.
+            num_nodes: keep so many, root included, the most valuable; 0 keeps all. Probes, and what
+                stands above them, are kept and not counted.
+            costs: of a step of n nodes, with n from 1 on at index n: keep as many as give the most
+                tokens for the cost, and no more than there are costs for. Empty: do not look at it.
+        """
+        kept: set[int] | None = None
+        if num_nodes or costs:
+            free = self._with_probes()
+            # of equals the earlier: no node is kept without its parent
+            best = sorted(range(1, len(values)), key=lambda node: (-values[node], node))
+            counted = [node for node in best if node not in free]
+            if num_nodes:
+                del counted[num_nodes - 1 :]
+            if costs:
+                taken = 1 + sum(values[node] for node in free if self.kinds[node] is not None)
+                worth = [values[node] for node in counted]
+                del counted[_best_size(worth, taken, 1 + len(free), costs) :]
+            kept = free.union(counted)
+        order = [0]
+        for node in order:  # which grows
+            below: list[int] = list(self.children[node].values())
+            if kept is not None:
+                below = [child for child in below if child in kept]
+            if len(below) > 1:
+                below.sort(key=lambda child: -values[child])
+            order += below
+        return order
+
+    def _with_probes(self) -> set[int]:
+        found: set[int] = set()
+        for node in range(1, len(self.kinds)):
+            if self.kinds[node] is None:
+                while node > 0 and node not in found:
+                    found.add(node)
+                    node = self.parents[node]
+        return found
+
+    def learn(self, rates: Rates, text: Sequence[int]) -> None:
+        """Learn from the text that followed the root, of which no guess below its end is judged.
+
+        Guesses that were left out are judged as well: whether they were right shows in the text.
+        """
+        node: int | None = 0
+        for token in text:
+            if node is None:
+                break
+            children = self.children[node]
+            for guess, child in children.items():
+                kind = self.kinds[child]
+                if kind is not None:
+                    rates.learn(kind, guess == token)
+            node = children.get(token)

@@ -1,0 +1,317 @@
+"""Draft models: a smaller model for a base, the base with fewer layers, or one that exists.
+
+All of them read and write the base's token ids. What a draft model says about ids that the base
+does not have is never proposed, so the two may pad their vocabularies to different sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from specheads.config import ConfigError
+from specheads.models.base import load_base_model, load_tokenizer
+from specheads.models.quantize import quantization_of
+
+_ROUND = 16  # sizes of matrices come in multiples of it
+# what two tokenizers of one vocabulary may still cut differently
+_PROBES = (
+    "def add(a, b):\n    return a + b\n\n\n",
+    "The year 1234567, 3.14159 and -42.",
+    "  two spaces\tand a tab, naïve café — ½ ≠ 0.5",
+    "北京 привет こんにちは 🙂",
+    "It's John's; DON'T! x=y==z",
+)
+
+
+def draft_config(config: PreTrainedConfig, layers: int, hidden: int = 0) -> PreTrainedConfig:
+    """Return the settings of a smaller model of the same architecture and vocabulary.
+
+    The number of heads and the inner size of the MLP shrink in proportion to the hidden size, so
+    that heads stay as wide as they are. Where layers differ in kind (sliding and full attention),
+    the kinds are those of evenly spread layers.
+
+    Args:
+        config: of the base model.
+        layers: of the draft model.
+        hidden: its hidden size; 0 is the base's.
+
+    Raises:
+        ConfigError: if the base has fewer layers, or the hidden size holds no whole heads.
+    """
+    text = config.get_text_config()
+    total = int(text.num_hidden_layers)
+    if layers > total:
+        raise ConfigError(f"draft.layers is {layers}, the base model has {total} layers")
+    changes: dict[str, Any] = {}
+    size = int(text.hidden_size)
+    if hidden and hidden != size:
+        heads = int(text.num_attention_heads)
+        step = size // math.gcd(heads, size)
+        if hidden % step:
+            raise ConfigError(
+                f"draft.hidden is {hidden}, which holds no whole heads of the base model, {heads}"
+                f" in {size}: expected a multiple of {step}"
+            )
+        fewer = heads * hidden // size
+        changes = {"hidden_size": hidden, "num_attention_heads": fewer}
+        grouped = getattr(text, "num_key_value_heads", None)
+        if grouped:
+            groups = heads // int(grouped)
+            kept = fewer // groups if fewer % groups == 0 else math.gcd(fewer, int(grouped))
+            changes["num_key_value_heads"] = kept
+        for key in ("intermediate_size", "ffn_dim", "n_inner", "word_embed_proj_dim"):
+            if inner := getattr(text, key, None):
+                scaled = inner * hidden / size
+                whole = key == "word_embed_proj_dim"
+                changes[key] = round(scaled) if whole else max(1, round(scaled / _ROUND)) * _ROUND
+    return _with_layers(text, spread(total, layers), changes)
+
+
+def new_draft(
+    config: PreTrainedConfig, *, attn: str = "sdpa", dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """Return a randomly initialised model of ``config`` (:func:`draft_config`), in eval mode.
+
+    Raises:
+        ConfigError: if transformers cannot build it.
+    """
+    try:
+        made = AutoModelForCausalLM.from_config(
+            config, attn_implementation=None if attn == "auto" else attn, dtype=dtype
+        )
+    except (ValueError, TypeError, ImportError, RuntimeError, AttributeError) as error:
+        raise ConfigError(
+            f"draft.start: a smaller {config.model_type} model cannot be built:"
+            f" {str(error).strip().splitlines()[0]}"
+        ) from None
+    assert isinstance(made, PreTrainedModel)
+    return made.eval()
+
+
+def spread(total: int, number: int) -> list[int]:
+    """Return ``number`` of the layers 0 to ``total`` - 1, evenly spread; the first is among them.
+
+    Of two or more the last one is, too.
+    """
+    if number == 1:
+        return [0]
+    return [round(i * (total - 1) / (number - 1)) for i in range(number)]
+
+
+def pruned(
+    base: PreTrainedModel, keep: Sequence[int], *, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """Return a copy of ``base`` with the layers ``keep`` alone, in eval mode.
+
+    Nothing is shared with the base: training the copy leaves the base as it is.
+
+    Args:
+        base: not quantised.
+        keep: rising numbers of layers, counted from 0.
+        dtype: of the copy's weights.
+
+    Raises:
+        ConfigError: if these are no such numbers, the base is quantised, or its layers are not of
+            a kind that can be taken out.
+    """
+    total = int(base.config.get_text_config().num_hidden_layers)
+    listed = list(keep)
+    if not listed or listed != sorted(set(listed)) or not 0 <= listed[0] <= listed[-1] < total:
+        raise ConfigError(
+            f"draft.keep is {listed}, expected rising layers of the base model, 0 to {total - 1}"
+        )
+    if found := quantization_of(base):
+        raise ConfigError(
+            f"draft.start=base copies layers, which {found['method']} has quantised here; load the"
+            " base without model.quantization, or choose draft.start=random"
+        )
+    config = _with_layers(base.config.get_text_config(), listed, {})
+    made = new_draft(config, attn=base.config._attn_implementation, dtype=dtype)
+    made.to(base.device)  # type: ignore[arg-type]
+    prefix = _layers_name(base, total) + "."
+    place = {f"{prefix}{layer}.": f"{prefix}{i}." for i, layer in enumerate(listed)}
+    state = {}
+    for name, tensor in base.state_dict().items():
+        if not name.startswith(prefix):
+            state[name] = tensor
+            continue
+        layer = name[: name.index(".", len(prefix)) + 1]
+        if layer in place:
+            state[place[layer] + name.removeprefix(layer)] = tensor
+    try:
+        made.load_state_dict(state)
+    except RuntimeError as error:
+        lines = str(error).splitlines()
+        raise ConfigError(
+            f"draft.start=base: {type(base).__name__} with the layers {listed} is another model:"
+            f" {lines[min(1, len(lines) - 1)].strip()}"
+        ) from None
+    return made
+
+
+def load_draft(
+    name: str,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    where: str = "draft",
+    revision: str | None = None,
+    dtype: str | torch.dtype = "float32",
+    device: str | torch.device = "cpu",
+    attn: str = "auto",
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Load a draft model, in eval mode.
+
+    Args:
+        name: a folder, a name on the hub, or ``tinycode``.
+        tokenizer: the base model's; its identity is checked before the model is loaded. None
+            checks nothing.
+        where: the setting that names the draft model, for messages.
+        revision: of a hub model.
+        dtype: of the weights.
+        device: where they go.
+        attn: transformers' attention implementation; ``auto`` is sdpa where the model has it.
+        trust_remote_code: run modelling code that comes with the model.
+
+    Raises:
+        ConfigError: if it cannot be found or loaded, its tokenizer is another one, or it has fewer
+            outputs than the tokenizer has ids.
+    """
+    try:
+        if tokenizer is not None:
+            own = load_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
+            check_same_tokenizer(tokenizer, own, f"{where}={name}")
+        draft = load_base_model(
+            name,
+            revision=revision,
+            dtype=dtype,
+            device=device,
+            attn=attn,
+            trust_remote_code=trust_remote_code,
+        )
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.name=", f"{where}=")) from None
+    if tokenizer is not None:
+        size, ids = vocab_size(draft), num_ids(tokenizer)
+        if size < ids:
+            raise ConfigError(
+                f"{where}={name} has {size} outputs, the tokenizer has {ids} token ids"
+            )
+    return draft
+
+
+def check_same_tokenizer(
+    base_tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase, where: str
+) -> None:
+    """Check that token ids mean the same to a base model and to its draft model.
+
+    Compared are all tokens with their ids, and the ids of some texts. Chat template and end of text
+    may differ, as they do between a base and its chat version: they are the base's.
+
+    Args:
+        base_tokenizer: the base model's.
+        draft_tokenizer: the draft model's.
+        where: the setting that names the draft model, the beginning of the message.
+
+    Raises:
+        ConfigError: naming what differs first.
+    """
+    base, draft = base_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
+    if base != draft:
+        odd = [token for token in base.keys() | draft.keys() if base.get(token) != draft.get(token)]
+        first = min(odd, key=lambda token: (base.get(token, draft.get(token, 0)), token))
+        ids = [str(each.get(first, "missing")) for each in (base, draft)]
+        raise ConfigError(
+            f"{where}: its tokenizer is not the base model's: {len(odd)} of {len(base)} tokens"
+            f" differ, first {first!r}, {ids[0]} in the base's, {ids[1]} in the draft model's"
+        )
+    for text in _PROBES:
+        found = [
+            tokenizer(text, add_special_tokens=False)["input_ids"]
+            for tokenizer in (base_tokenizer, draft_tokenizer)
+        ]
+        if found[0] != found[1]:
+            at = next((i for i, (a, b) in enumerate(zip(*found, strict=False)) if a != b), 0)
+            raise ConfigError(
+                f"{where}: its tokenizer has the base model's tokens, but cuts texts otherwise:"
+                f" {text!r} is {found[0][at : at + 4]} ... in the base's,"
+                f" {found[1][at : at + 4]} ... in the draft model's, from token {at} on"
+            )
+
+
+def shared_vocabulary(base_size: int, draft_size: int, num_tokens: int) -> int:
+    """Return over how many tokens the distributions of base and draft model compare.
+
+    Args:
+        base_size: outputs of the base model, padding included.
+        draft_size: outputs of the draft model.
+        num_tokens: ids of their tokenizer, :func:`num_ids`; what lies beyond is padding.
+
+    Raises:
+        ConfigError: if one of them lacks tokens.
+    """
+    shared = min(base_size, draft_size)
+    if shared < num_tokens:
+        raise ConfigError(
+            f"the base model has {base_size} outputs, the draft model {draft_size}, and their"
+            f" tokenizer {num_tokens} token ids: both need one output for each"
+        )
+    return shared
+
+
+def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the number of token ids, the largest id + 1."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
+def vocab_size(model: PreTrainedModel) -> int:
+    """Return the number of a model's outputs, padding included."""
+    return int(model.get_output_embeddings().weight.shape[0])
+
+
+def _with_layers(
+    config: PreTrainedConfig, kept: Sequence[int], changes: dict[str, Any]
+) -> PreTrainedConfig:
+    """Return a copy of ``config`` of the layers ``kept``, and with ``changes``."""
+    names: dict[str, str] = getattr(config, "attribute_map", {})
+    values, total = config.to_dict(), int(config.num_hidden_layers)
+    for key, value in values.items():  # what there is one of for each layer
+        if "layer" in key and isinstance(value, list) and len(value) == total:
+            values[key] = [value[layer] for layer in kept]
+    for key in ("quantization_config", "_name_or_path"):
+        values.pop(key, None)
+    for key, value in {"num_hidden_layers": len(kept), **changes}.items():
+        values[names.get(key, key)] = value
+    try:
+        return type(config).from_dict(values)
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise ConfigError(
+            f"draft.layers: a {config.model_type} model of {len(kept)} layers cannot be described:"
+            f" {str(error).strip().splitlines()[0]}"
+        ) from None
+
+
+def _layers_name(model: nn.Module, total: int) -> str:
+    found = (
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == total
+    )
+    name = next(found, None)
+    if name is None:
+        raise ConfigError(
+            f"draft.start=base: {type(model).__name__} keeps no list of {total} layers"
+        )
+    return name

@@ -1,0 +1,145 @@
+"""The best fixed shapes, against all shapes there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specheads.drafters.sequoia import child_rates, fastest_tree, sequoia_tree
+from specheads.noise import draft_noise
+from specheads.sampling import Chance
+from specheads.tree import Tree, grow_tree
+
+Shape = tuple["Shape", ...]  # a node, by its children
+RATES = st.lists(st.floats(0, 1), min_size=0, max_size=4)
+
+
+@lru_cache
+def shapes(num_nodes: int) -> list[Shape]:
+    """Return all ordered trees of a size."""
+    return list(forests(num_nodes - 1))
+
+
+def forests(num_nodes: int) -> Iterator[Shape]:
+    """Yield all rows of trees that have so many nodes together."""
+    if num_nodes == 0:
+        yield ()
+    for first in range(1, num_nodes + 1):
+        for child in shapes(first):
+            for others in forests(num_nodes - first):
+                yield (child, *others)
+
+
+def value_of(shape: Shape, rates: list[float]) -> float:
+    """Return the accept length that is expected; later children than there are rates never hit."""
+    known = zip(shape, rates, strict=False)
+    return 1 + sum(rate * value_of(child, rates) for child, rate in known)
+
+
+def depth_of(shape: Shape) -> int:
+    """Return the depth of the deepest node."""
+    return max((1 + depth_of(child) for child in shape), default=0)
+
+
+def value_of_tree(tree: Tree, rates: list[float]) -> float:
+    """Return the same of a tree, node by node."""
+    total = 1.0
+    for choice in tree.choices:
+        value = 1.0
+        for rank in choice:
+            value *= rates[rank]
+        total += value
+    return total
+
+
+@given(RATES, st.integers(1, 7), st.integers(0, 4))
+@settings(max_examples=40, deadline=None)
+def test_no_shape_is_better(rates: list[float], num_nodes: int, max_depth: int) -> None:
+    """A table read one node off grows a tree that is merely good, and nothing else shows it."""
+    tree, expected = sequoia_tree(rates, num_nodes, max_depth)
+    assert tree.num_nodes <= num_nodes and tree.max_depth <= max_depth
+    assert value_of_tree(tree, rates) == pytest.approx(expected)
+    for choice in tree.choices:  # nobody draws a second child before the first
+        assert choice[-1] == 0 or (*choice[:-1], choice[-1] - 1) in tree.choices
+    best = max(
+        value_of(shape, rates)
+        for size in range(1, num_nodes + 1)
+        for shape in shapes(size)
+        if depth_of(shape) <= max_depth
+    )
+    assert expected == pytest.approx(best)
+
+
+def test_falling_rates_need_no_table() -> None:
+    """Prevents a limit of the program's own on large trees, where nothing else can be counted."""
+    rates = [0.6 * 0.5**rank for rank in range(12)]
+    _, expected = sequoia_tree(rates, 64, 7)
+    assert expected == pytest.approx(grow_tree([rates] * 7, 64)[1])
+
+
+def test_rates_that_rise_are_looked_through() -> None:
+    """Taking the most valuable node next would stay in the chain of the sampled children."""
+    tree, expected = sequoia_tree([0.3, 0.9], 3, 2)
+    assert tree.choices == ((0,), (1,)) and expected == pytest.approx(2.2)
+
+
+@given(RATES, st.lists(st.floats(0.5, 3), min_size=1, max_size=6).map(sorted), st.floats(0, 0.5))
+@settings(max_examples=25, deadline=None)
+def test_no_shape_is_faster(rates: list[float], costs: list[float], draft_cost: float) -> None:
+    """A size paired with another one's cost picks trees that are slower than plain decoding."""
+    tree, speed = fastest_tree(rates, draft_cost, [0.0, *costs], 3)
+    best = max(
+        value_of(shape, rates) / (depth_of(shape) * draft_cost + costs[size - 1])
+        for size in range(1, len(costs) + 1)
+        for shape in shapes(size)
+        if depth_of(shape) <= 3
+    )
+    assert speed == pytest.approx(best)
+    own = tree.max_depth * draft_cost + min(costs[tree.num_nodes - 1 :])
+    assert value_of_tree(tree, rates) / own >= speed - 1e-9
+
+
+def test_a_draft_that_costs_too_much_is_not_asked() -> None:
+    """Prevents a tree where plain decoding is faster."""
+    assert fastest_tree([0.5, 0.2], 2.0, [0, 1, 1.1, 1.2], 4)[0].num_nodes == 1
+    assert fastest_tree([0.5, 0.2], 0.01, [0, 1, 1.1, 1.2], 4)[0].num_nodes == 3
+
+
+def test_rates_are_those_of_the_rule() -> None:
+    """Rates of another rule than the one that decides give shapes that are best for nothing."""
+    base = torch.tensor([0.05, 0.3, 0.1, 0.15, 0.02, 0.18, 0.2])
+    draft = torch.tensor([0.3, 0.25, 0.17, 0.1, 0.08, 0.06, 0.04])
+    num = 20_000
+    positions = torch.arange(num)
+    noise = draft_noise(0, positions, 1, 7, rows=[0] * num)[:, 0]
+
+    def rates(num_children: int, sampling: str) -> list[float]:
+        chance = Chance(0, positions, [0] * num, num_children + 1)
+        of_all = (base.expand(num, -1), draft.expand(num, -1))
+        return child_rates(*of_all, num_children, sampling, noise, chance)
+
+    overlap = float(torch.minimum(base, draft).sum())
+    assert rates(1, "without_replacement") == pytest.approx([overlap], abs=0.015)
+    three = rates(3, "without_replacement")
+    assert three[0] == pytest.approx(overlap, abs=0.015) and three[0] > three[1] > three[2] > 0.02
+    rest = draft.clone()
+    rest[0] = 0
+    first = float(torch.minimum(base, rest / rest.sum()).sum())
+    assert rates(2, "top_and_one") == pytest.approx([first, 0.05], abs=0.015)
+    with pytest.raises(ValueError, match="without_replacement or top_and_one, got 'none'"):
+        rates(1, "none")
+
+
+def test_settings_are_checked() -> None:
+    """Prevents shapes from numbers that mean nothing."""
+    with pytest.raises(ValueError, match=r"rates must lie in \[0, 1\]"):
+        sequoia_tree([1.2], 4, 2)
+    with pytest.raises(ValueError, match="num_nodes must be at least 1"):
+        sequoia_tree([0.5], 0, 2)
+    with pytest.raises(ValueError, match="positive costs"):
+        fastest_tree([0.5], 0.1, [1.0], 2)
