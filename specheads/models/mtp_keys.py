@@ -43,6 +43,7 @@ class MtpKeys:
         keys: per stack [B, n * H, C, h], rotated; slots behind a row's length hold nothing.
         values: likewise.
         waves: cosines, and sines with their sign, of all positions, [2, C, h].
+        known_waves: those of other capacities, shared by texts.
         window: a position sees so many, itself included; None for all before it.
         lengths: per row the positions remembered.
     """
@@ -52,6 +53,7 @@ class MtpKeys:
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     waves: Tensor
+    known_waves: dict[int, Tensor]
     window: int | None
     lengths: tuple[int, ...]
 
@@ -117,23 +119,36 @@ class MtpKeys:
         if needed <= capacity:
             return self
         added = -(-max(needed, 2 * capacity) // BLOCK) * BLOCK - capacity
-        positions = torch.arange(capacity + added, device=self.waves.device)[None]
-        cos, sin = (each[0] for each in self.heads.rotary_emb(self.waves, positions))
-        half = sin.shape[1] // 2
         return replace(
             self,
             keys=tuple(F.pad(each, (0, 0, 0, added)) for each in self.keys),
             values=tuple(F.pad(each, (0, 0, 0, added)) for each in self.values),
-            waves=torch.stack([cos, torch.cat([-sin[:, :half], sin[:, half:]], dim=1)]),
+            waves=self._waves(capacity + added),
         )
 
+    def _waves(self, capacity: int) -> Tensor:
+        if capacity not in self.known_waves:
+            positions = torch.arange(capacity, device=self.waves.device)[None]
+            cos, sin = (each[0] for each in self.heads.rotary_emb(self.waves, positions))
+            half = sin.shape[1] // 2
+            turned = torch.stack([cos, torch.cat([-sin[:, :half], sin[:, half:]], dim=1)])
+            self.known_waves[capacity] = turned
+        return self.known_waves[capacity]
 
-_stacked: WeakKeyDictionary[MtpHeads, tuple[list[tuple[int, int]], tuple[Stack, ...]]] = (
-    WeakKeyDictionary()
-)
+
+@dataclass(frozen=True)
+class _Kept:
+    """What is made of heads that do not learn, as long as their tensors stay as they are."""
+
+    state: list[tuple[int, int]]
+    stacks: tuple[Stack, ...]
+    waves: dict[int, Tensor]  # by capacity
 
 
-def _stacks(heads: MtpHeads) -> tuple[Stack, ...]:
+_kept: WeakKeyDictionary[MtpHeads, _Kept] = WeakKeyDictionary()
+
+
+def _made_of(heads: MtpHeads) -> _Kept:
     """Return the layers' weights as they are now; of heads that do not learn they are copied once.
 
     Engines write to weights that learn behind autograd's back, so those are copied for every text:
@@ -141,20 +156,24 @@ def _stacks(heads: MtpHeads) -> tuple[Stack, ...]:
     """
     layers = [heads.layer(i) for i in range(heads.num_heads)]
     groups = [layers] if heads.variant == "parallel" else [[layer] for layer in layers]
-    if any(each.requires_grad or each.is_inference() for each in heads.parameters()):
-        return tuple(map(Stack.of, groups))
-    state = [(each.data_ptr(), each._version) for each in heads.parameters()]
-    known = _stacked.get(heads)
-    if known is None or known[0] != state:
-        known = _stacked[heads] = (state, tuple(map(Stack.of, groups)))
-    return known[1]
+    tensors = list(heads.parameters())
+    if any(each.requires_grad or each.is_inference() for each in tensors):
+        return _Kept([], tuple(map(Stack.of, groups)), {})
+    tensors += heads.rotary_emb.buffers()
+    state = [(each.data_ptr(), each._version) for each in tensors]
+    known = _kept.get(heads)
+    if known is None or known.state != state:
+        known = _kept[heads] = _Kept(state, tuple(map(Stack.of, groups)), {})
+    return known
 
 
 def _empty(heads: MtpHeads, num_rows: int) -> MtpKeys:
-    stacks = _stacks(heads)
+    made = _made_of(heads)
+    stacks = made.stacks
     keys = tuple(each.down.new_zeros(num_rows, each.num_keys, 0, each.width) for each in stacks)
     waves = stacks[0].down.new_zeros(2, 0, stacks[0].width)
-    return MtpKeys(heads, stacks, keys, keys, waves, window_of(heads.config), (0,) * num_rows)
+    window = window_of(heads.config)
+    return MtpKeys(heads, stacks, keys, keys, waves, made.waves, window, (0,) * num_rows)
 
 
 class Step:
