@@ -175,6 +175,11 @@ def rate_overrides(rate: str) -> list[str]:
     return [f"optim.lr={rate}", f"optim.base_lr={rate}"]
 
 
+def length_overrides(steps: int, seed: int) -> list[str]:
+    """Return how long to train, and the seed."""
+    return [f"steps={steps}", f"seed={seed}", f"optim.warmup_steps={min(50, steps // 5)}"]
+
+
 def train(run: Path, arguments: Sequence[str]) -> None:
     """Train unless the export is there.
 
@@ -198,8 +203,7 @@ def trained(
 ) -> tuple[Path, dict[str, float]]:
     """Train one model; return its run directory and its held-out loss."""
     run = options.runs / f"{arm.name}-{rate}-{steps}-{seed}"
-    length = [f"steps={steps}", f"seed={seed}", f"optim.warmup_steps={min(50, steps // 5)}"]
-    train(run, [*overrides(arm, options), *rate_overrides(rate), *length])
+    train(run, [*overrides(arm, options), *rate_overrides(rate), *length_overrides(steps, seed)])
     kept = run / f"heldout-{options.num_texts}.json"
     if not kept.is_file():
         write_json(kept, heldout_loss(load(run, torch.bfloat16).base.float(), run, options))

@@ -41,7 +41,11 @@ def test_all_models_get_the_same() -> None:
     """More layers, tokens or weight decay on one side win or lose for that reason."""
     options = bench.parse(["--variants", "parallel", "sequential", "--heads", "4", "8"])
     settings = {
-        arm.name: compose(*bench.overrides(arm, options), *bench.rate_overrides("3e-3"))
+        arm.name: compose(
+            *bench.overrides(arm, options),
+            *bench.rate_overrides("3e-3"),
+            *bench.length_overrides(600, 0),
+        )
         for arm in bench.arms(options)
     }
     assert len(settings) == 2 * (1 + 2 * 2)
