@@ -62,14 +62,15 @@ def test_the_best_and_the_plain_arm_get_all_seeds(
     out = tmp_path / "table.json"
     losses = ["--losses", *better, "--data", "corpus", "--rates", "1", "2"]
     bench.main([*losses, "--runs", str(tmp_path / "runs"), "--out", str(out)])
-    whole = [(name, rate, seed) for name, rate, steps, seed in asked if steps == 300]
-    assert sorted(whole) == sorted(
-        [("forward_kl-corpus", "2", 0)]
-        + [(f"{loss}-corpus", "2", seed) for loss in ("labels", "tv") for seed in (0, 1, 2)]
-    )
+    table = [(name, rate, seed) for name, rate, steps, seed in asked if steps == 300]
+    assert sorted(table) == [(f"{loss}-corpus", "2", 0) for loss in ("forward_kl", "labels", "tv")]
+    claim = [(name, rate, seed) for name, rate, steps, seed in asked if steps == 700]
+    assert claim == [
+        (f"{loss}-corpus", "2", seed) for loss in ("labels", "tv") for seed in (0, 1, 2)
+    ]
     tuned = {name for name, _, steps, _ in asked if steps == 100}
     assert tuned == {"labels-corpus", "forward_kl-corpus"}
-    assert len(json.loads(out.read_text())["rows"]) == len(whole)
+    assert len(json.loads(out.read_text())["rows"]) == len(table) + len(claim)
 
 
 @pytest.mark.slow
@@ -78,11 +79,12 @@ def test_a_short_table(tmp_path: Path) -> None:
     out = tmp_path / "table.json"
     bench.main(
         f"--steps 2 --tuning-steps 1 --losses labels tv --data corpus --seeds 0 1 --rates 3e-3"
-        f" --num-prompts 2 --max-new-tokens 8 --rows 1 --draft draft.hidden=64"
+        f" --num-prompts 2 --max-new-tokens 8 --rows 1 --draft draft.hidden=64 --claim-steps 3"
         f" --runs {tmp_path / 'runs'} --out {out}".split()
     )
     rows = json.loads(out.read_text())["rows"]
-    assert [(row["loss"], row["seed"]) for row in rows] == [
-        ("labels", 0), ("tv", 0), ("labels", 1), ("tv", 1),
+    assert [(row["loss"], row["steps"], row["seed"]) for row in rows] == [
+        ("labels", 2, 0), ("tv", 2, 0),
+        ("labels", 3, 0), ("labels", 3, 1), ("tv", 3, 0), ("tv", 3, 1),
     ]  # fmt: skip
     assert all(0 < row["t1"]["alpha"] < 1 for row in rows)
