@@ -1,12 +1,13 @@
 """Compare losses and data for draft models of the embedded base, on equal terms: BENCHMARKS.md.
 
 Every draft model has one layer and is trained from scratch for as many tokens. ``labels`` on the
-corpus is what anyone gets who trains a small model on the same texts; the others learn the base's
-distribution (arXiv:2310.08461): on the corpus, on the base's own answers to the corpus's prompts,
-or half on what the draft itself answers. Learning rates are chosen by alpha, the mean of
-sum_x min(base, draft) at T=1, on the base's own continuations of calibration.jsonl, on shorter
-runs: for ``labels`` and for ``forward_kl``, whose rate the other distances take. The best arm of
-one seed each and ``labels`` on the corpus are then trained longer, with three seeds: that is the
+corpus is what anyone gets who trains a small model on the prompts and their reference answers, and
+on documents who trains it as the base was pre-trained, half on whole files of the same packages.
+The others learn the base's distribution (arXiv:2310.08461): on the corpus, on the base's own
+answers to the corpus's prompts, or half on what the draft itself answers. Learning rates are chosen
+by alpha, the mean of sum_x min(base, draft) at T=1, on the base's own continuations of
+calibration.jsonl: for ``labels`` on either data and for ``forward_kl``, whose rate the other
+distances take. The best arm of one seed each and ``labels`` then get three seeds: that is the
 claim. Figures are on prompts.jsonl.
 
 Every run is a command of its own, and what is there already is not made again: the script can be
@@ -16,7 +17,7 @@ stopped and started, and two can work on different ``--losses``.
     python scripts/bench_distill.py
 
 A look at what it does: --steps 2 --tuning-steps 1 --losses labels tv --data corpus --seeds 0 1
---rates 3e-3 --num-prompts 2 --max-new-tokens 8 --rows 1 --draft draft.hidden=64 --claim-steps 3.
+--rates 3e-3 --num-prompts 2 --max-new-tokens 8 --rows 1 --draft draft.hidden=64.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from specheads.models.draft import load_draft
 from specheads.models.manifest import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
-DATA = ("corpus", "regenerated", "on_policy")
+DATA = ("documents", "corpus", "regenerated", "on_policy")
 CALIBRATION = tinycode_dir() / "calibration.jsonl"
 CORPUS = (
     "data=pycode",
@@ -60,7 +61,6 @@ COMMON = (
     "log.wandb=disabled",
     "checkpoint.every=1000",
 )
-TUNED_BY = {"labels": "labels"}  # the others take the rate of forward_kl
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,24 @@ class Arm:
         """Of its runs."""
         return f"{self.loss}-{self.data}"
 
+    @property
+    def tuned_as(self) -> Arm:
+        """The arm whose learning rate it takes."""
+        if self.loss == "labels":
+            return Arm("labels", "documents" if self.data == "documents" else "corpus")
+        return Arm("forward_kl", "corpus")
+
 
 def arms(options: argparse.Namespace) -> list[Arm]:
-    """Return the arms; the labels of its own answers would teach a draft nothing."""
+    """Return the arms; the labels of its own answers would teach a draft nothing.
+
+    Documents are what labels are learned from where nobody has thought of prompts.
+    """
     return [
         Arm(loss, data)
         for loss in options.losses
         for data in options.data
-        if (loss, data) != ("labels", "on_policy")
+        if data != ("on_policy" if loss == "labels" else "documents")
     ]
 
 
@@ -104,6 +114,8 @@ def overrides(arm: Arm, options: argparse.Namespace) -> list[str]:
     data: tuple[str, ...] = CORPUS
     if arm.data == "regenerated":
         data = ("data=jsonl", f"data.path={options.answers}", f"data.eval_path={CALIBRATION}")
+    elif arm.data == "documents":
+        data = (*CORPUS, "data.documents=0.5")
     mix = ["draft.on_policy=0.5"] if arm.data == "on_policy" else []
     rows = [f"data.rows={options.rows}", "draft.layers=1"]
     return ["+recipe=distill", f"draft.loss={arm.loss}", *data, *mix, *rows, *options.draft]
@@ -178,16 +190,16 @@ def alphas(export: Path, prompts: Path, options: argparse.Namespace) -> dict[str
     return found
 
 
-def tune(loss: str, options: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
+def tune(arm: Arm, options: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
     """Return the rate with the highest alpha at T=1 on other prompts, and what each one gave."""
     if len(options.rates) == 1:
         return options.rates[0], []
     tried = []
     for rate in options.rates:
-        export = trained(Arm(loss, "corpus"), options, rate, options.tuning_steps, 0)
+        export = trained(arm, options, rate, options.tuning_steps, options.seeds[0])
         alpha = alphas(export, CALIBRATION, options)["t1"]["alpha"]
         tried.append({"rate": rate, "alpha": alpha})
-        print(f"{loss} at {rate}: alpha {alpha:.4f}", flush=True)
+        print(f"{arm.name} at {rate}: alpha {alpha:.4f}", flush=True)
     return max(tried, key=lambda each: each["alpha"])["rate"], tried
 
 
@@ -222,9 +234,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--draft", nargs="*", default=[], help="settings of the draft model")
     parser.add_argument("--rows", type=int, default=8, help="of 512 tokens, per step")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--claim-steps", type=int, default=700)
-    parser.add_argument("--tuning-steps", type=int, default=100)
-    parser.add_argument("--rates", nargs="+", default=["1.5e-3", "3e-3", "6e-3"])
+    parser.add_argument("--tuning-steps", type=int, default=300)
+    parser.add_argument("--rates", nargs="+", default=["3e-3", "6e-3", "1.2e-2"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--num-prompts", type=int, default=48)
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -242,32 +253,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.runs.mkdir(parents=True, exist_ok=True)
     if "regenerated" in options.data and not options.train_only:
         regenerate(options)
-    tuned: dict[str, tuple[str, list[dict[str, Any]]]] = {}
+    tuned: dict[Arm, tuple[str, list[dict[str, Any]]]] = {}
     rows: list[dict[str, Any]] = []
 
-    def add(arm: Arm, steps: int, seed: int) -> dict[str, Any]:
-        by = TUNED_BY.get(arm.loss, "forward_kl")
+    def add(arm: Arm, seed: int) -> dict[str, Any]:
+        by = arm.tuned_as
         if by not in tuned:
             tuned[by] = tune(by, options)
         rate, tried = tuned[by]
-        found = alphas(
-            trained(arm, options, rate, steps, seed), tinycode_dir() / "prompts.jsonl", options
-        )
-        row = {"loss": arm.loss, "data": arm.data, "steps": steps, "seed": seed}
-        rows.append(row | {"rate": rate, "tried": tried} | found)
-        at = f"{arm.name} after {steps} steps, seed {seed}"
-        print(f"{at}: alpha {found['t1']['alpha']:.4f}", flush=True)
+        export = trained(arm, options, rate, options.steps, seed)
+        found = alphas(export, tinycode_dir() / "prompts.jsonl", options)
+        row = {"loss": arm.loss, "data": arm.data, "seed": seed, "rate": rate, "tried": tried}
+        rows.append(row | found)
+        print(f"{arm.name} seed {seed}: alpha {found['t1']['alpha']:.4f}", flush=True)
         return rows[-1]
 
-    firsts = [add(arm, options.steps, options.seeds[0]) for arm in arms(options)]
+    first, *more = options.seeds
+    firsts = [add(arm, first) for arm in arms(options)]
     if options.train_only:
         return
     taught = [row for row in firsts if row["loss"] != "labels"]
-    if taught and "labels" in options.losses and "corpus" in options.data:
+    if taught:
         best = max(taught, key=lambda row: float(row["t1"]["alpha"]))
-        for arm in (Arm("labels", "corpus"), Arm(best["loss"], best["data"])):
-            for seed in options.seeds:
-                add(arm, options.claim_steps, seed)
+        plain = [row for row in firsts if row["loss"] == "labels" and row["data"] in DATA[:2]]
+        for row in [*plain, best]:
+            for seed in more:
+                add(Arm(row["loss"], row["data"]), seed)
     hidden = ("runs", "out", "answers", "train_only")
     settings = {key: value for key, value in vars(options).items() if key not in hidden}
     settings |= {"common": list(COMMON), "tokens_per_step": options.rows * 512}
@@ -275,9 +286,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         options.out,
         {"environment": hardware.environment(), "settings": settings, "rows": rows},
     )
-    for steps in dict.fromkeys(row["steps"] for row in rows):
-        print(f"\n{steps} steps, {steps * options.rows * 512:,} tokens: alpha at T=1, T=0")
-        print(table([row for row in rows if row["steps"] == steps]))
+    print(table(rows))
     print(f"wrote {options.out}")
 
 

@@ -31,11 +31,12 @@ def test_all_draft_models_get_the_same() -> None:
     """More tokens, layers or decay on one side win or lose for that reason."""
     options = bench.parse([])
     settings = {arm: compose(*bench.overrides(arm, options)) for arm in bench.arms(options)}
-    assert len(settings) == 3 * len(DRAFT_LOSSES) - 1
+    assert len(settings) == 3 * len(DRAFT_LOSSES)
     like = next(iter(settings.values()))
     for arm, cfg in settings.items():
         assert (cfg.draft.loss, bool(cfg.draft.on_policy)) == (arm.loss, arm.data == "on_policy")
         assert (cfg.data.source == "jsonl") == (arm.data == "regenerated")
+        assert (cfg.data.documents > 0) == (arm.data == "documents") <= (arm.loss == "labels")
         assert (cfg.data.rows, cfg.data.seq_len) == (like.data.rows, like.data.seq_len)
         assert (cfg.optim, cfg.loss, cfg.draft.layers) == (like.optim, like.loss, like.draft.layers)
         assert cfg.draft.learn_prompts == like.draft.learn_prompts
@@ -60,17 +61,17 @@ def test_the_best_and_the_plain_arm_get_all_seeds(
     monkeypatch.setattr(bench, "trained", train)
     monkeypatch.setattr(bench, "alphas", alphas)
     out = tmp_path / "table.json"
-    losses = ["--losses", *better, "--data", "corpus", "--rates", "1", "2"]
+    losses = ["--losses", *better, "--data", "documents", "corpus"]
+    losses += ["--rates", "1", "2", "--tuning-steps", "100"]
     bench.main([*losses, "--runs", str(tmp_path / "runs"), "--out", str(out)])
-    table = [(name, rate, seed) for name, rate, steps, seed in asked if steps == 300]
-    assert sorted(table) == [(f"{loss}-corpus", "2", 0) for loss in ("forward_kl", "labels", "tv")]
-    claim = [(name, rate, seed) for name, rate, steps, seed in asked if steps == 700]
-    assert claim == [
-        (f"{loss}-corpus", "2", seed) for loss in ("labels", "tv") for seed in (0, 1, 2)
-    ]
+    whole = [(name, rate, seed) for name, rate, steps, seed in asked if steps == 300]
+    names = ["labels-documents", "labels-corpus", "tv-corpus"]
+    assert sorted(whole) == sorted(
+        [("forward_kl-corpus", "2", 0), *((name, "2", seed) for name in names for seed in range(3))]
+    )
     tuned = {name for name, _, steps, _ in asked if steps == 100}
-    assert tuned == {"labels-corpus", "forward_kl-corpus"}
-    assert len(json.loads(out.read_text())["rows"]) == len(table) + len(claim)
+    assert tuned == {"labels-documents", "labels-corpus", "forward_kl-corpus"}
+    assert len(json.loads(out.read_text())["rows"]) == len(whole)
 
 
 @pytest.mark.slow
@@ -79,12 +80,11 @@ def test_a_short_table(tmp_path: Path) -> None:
     out = tmp_path / "table.json"
     bench.main(
         f"--steps 2 --tuning-steps 1 --losses labels tv --data corpus --seeds 0 1 --rates 3e-3"
-        f" --num-prompts 2 --max-new-tokens 8 --rows 1 --draft draft.hidden=64 --claim-steps 3"
+        f" --num-prompts 2 --max-new-tokens 8 --rows 1 --draft draft.hidden=64"
         f" --runs {tmp_path / 'runs'} --out {out}".split()
     )
     rows = json.loads(out.read_text())["rows"]
-    assert [(row["loss"], row["steps"], row["seed"]) for row in rows] == [
-        ("labels", 2, 0), ("tv", 2, 0),
-        ("labels", 3, 0), ("labels", 3, 1), ("tv", 3, 0), ("tv", 3, 1),
+    assert [(row["loss"], row["seed"]) for row in rows] == [
+        ("labels", 0), ("tv", 0), ("labels", 1), ("tv", 1),
     ]  # fmt: skip
     assert all(0 < row["t1"]["alpha"] < 1 for row in rows)
