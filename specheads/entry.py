@@ -52,6 +52,8 @@ def tidy_arguments(argv: list[str]) -> list[str]:
         key, _, value = arg.partition("=")
         if key.startswith("data.columns"):
             return f"++{arg}"
+        if key == "resume.trust":  # resume itself is a word, which has no keys below it
+            return f"resume_trust={value}"
         if key != "model" or "/" not in value:
             return arg
         plain = re.fullmatch(r"[\w./:@~+,-]+", value)  # anything else must be quoted for Hydra

@@ -274,7 +274,9 @@ class CheckpointConfig:
     """Resumable state under checkpoints/step-*/."""
 
     every: int = 0  # optimizer steps; 0: only when the run stops
-    keep: int = 2
+    keep: int = 2  # the newest ones
+    # save one at every evaluation that is the best so far, and keep it until a better one
+    keep_best: bool = False
 
     def __post_init__(self) -> None:
         check(self.every >= 0, "checkpoint.every", self.every, "at least 0")
@@ -294,6 +296,8 @@ class TrainConfig:
     warmup_heads: float = 0.2  # medusa2: share of the steps that train the heads alone
     autocast: str = "none"  # none, bfloat16 (fp32 weights, bf16 matrix products)
     resume: str = ""  # "auto": newest checkpoint of this run; or the path of one
+    # resume.trust=true: load DeepSpeed's state, which is pickle, from another run's directory too
+    resume_trust: bool = False
     dry_run: bool = False  # check everything, print the plan, train nothing
     # models trained from scratch: byte (no vocabulary to learn), bpe (learned from the training
     # data), a folder or hub name (that model's); empty: the one of model.name

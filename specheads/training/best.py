@@ -19,13 +19,8 @@ from specheads import dist
 from specheads.config import ConfigError, TrainConfig
 from specheads.files import aside, whole_folder
 from specheads.log import RunLog
-from specheads.training.state import (
-    Progress,
-    checkpoints_of,
-    load_progress,
-    load_tensors,
-    save_tensors,
-)
+from specheads.training.checkpoints import checkpoints_of
+from specheads.training.state import Progress, load_progress, load_tensors, save_tensors
 
 KEY = "eval/accept_length"
 _TENSORS, _FIGURES, _CHOSEN = "model.safetensors", "best.json", "chosen.json"

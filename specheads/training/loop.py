@@ -25,15 +25,13 @@ from specheads.config import InterruptedRunError, RunError, TrainConfig
 from specheads.log import RunLog
 from specheads.losses import count_valid
 from specheads.training import best
+from specheads.training.checkpoints import checkpoint_to_resume, new_checkpoint, prune, verify
 from specheads.training.engine import Batch, Engine, Objective, learning_rates, open_engine
 from specheads.training.schedule import lambda_scale, lr_factor
 from specheads.training.state import (
     Progress,
-    checkpoint_to_resume,
     load_progress,
     load_rank,
-    new_checkpoint,
-    prune,
     same_random_state,
     save_rank,
 )
@@ -251,6 +249,7 @@ def fit(
     parameters = best.trained(objective, groups)
     engine = open_engine(objective, groups, cfg)
     if checkpoint is not None:
+        verify(checkpoint)
         engine.load(checkpoint)
         batches.load_state_dict(load_rank(checkpoint))
     run.begin(progress.step)
@@ -302,4 +301,5 @@ def _save(engine: Engine, batches: Batches, cfg: TrainConfig, run: RunLog, now: 
     with new_checkpoint(run.dir, now.step) as folder:
         engine.save(folder)
         save_rank(folder, cfg, now, batches.state_dict())
-    prune(run.dir, cfg.checkpoint.keep)
+    best_step = now.best_step if cfg.checkpoint.keep_best else 0
+    prune(run.dir, cfg.checkpoint.keep, newest=now.step, best=best_step)

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import json
 import random
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,12 @@ from torch import Tensor
 
 from specheads import dist
 from specheads.config import ConfigError, TrainConfig
-from specheads.files import aside, publish, writing
+from specheads.models.manifest import read_json
 
 # These may differ between a run and its continuation; anything else would change the numbers.
-FREE_TO_CHANGE = ("name", "run_dir", "max_steps", "resume", "dry_run", "log", "checkpoint")
+FREE_TO_CHANGE = (
+    "name", "run_dir", "max_steps", "resume", "resume_trust", "dry_run", "log", "checkpoint",
+)  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -59,29 +60,37 @@ def flatten_settings(cfg: TrainConfig) -> dict[str, Any]:
     return dict(walk("", {k: v for k, v in settings.items() if k not in FREE_TO_CHANGE}))
 
 
-def checkpoints_of(run_dir: Path) -> list[Path]:
-    """Return the whole checkpoints of a run, oldest first."""
-    return sorted(path for path in (run_dir / "checkpoints").glob("step-*") if path.is_dir())
-
-
-def checkpoint_to_resume(cfg: TrainConfig) -> Path | None:
-    """Return the checkpoint that ``cfg.resume`` means, None to start from the beginning.
+def read_state(folder: Path) -> dict[str, Any]:
+    """Return what ``state.json`` of a checkpoint says.
 
     Raises:
-        ConfigError: if there is none, or if it was written with other settings.
+        ConfigError: if it is missing or is not what ``save_rank`` writes.
     """
-    if not cfg.resume:
-        return None
-    if cfg.resume == "auto":
-        found = checkpoints_of(Path(cfg.run_dir))
-        if not found:
-            return None
-        path = found[-1]
-    else:
-        path = Path(cfg.resume)
-    if not (path / "state.json").is_file():
-        raise ConfigError(f"resume={cfg.resume}: no checkpoint at {path}")
-    state = json.loads((path / "state.json").read_text())
+    state = read_json(folder / "state.json", f"{folder} is not a whole checkpoint")
+    kinds = {"world_size": int, "settings": dict}
+    kinds |= {field.name: type(field.default) for field in _simple_fields()}
+    kinds["window"] = dict
+    for key, kind in kinds.items():
+        if type(state.get(key)) not in ({kind, int} if kind is float else {kind}):
+            raise ConfigError(
+                f"{folder / 'state.json'}: {key} must be {kind.__name__}, "
+                f"found {state.get(key)!r:.40}"
+            )
+    if state["world_size"] < 1 or min(state["step"], state["best_step"]) < 0:
+        raise ConfigError(f"{folder / 'state.json'} counts below zero")
+    return state
+
+
+def _simple_fields() -> list[dataclasses.Field[Any]]:
+    return [f for f in dataclasses.fields(Progress) if f.default is not dataclasses.MISSING]
+
+
+def check_settings(path: Path, state: Mapping[str, Any], cfg: TrainConfig) -> None:
+    """Refuse to go on with other settings than those that a checkpoint was written with.
+
+    Raises:
+        ConfigError: naming the setting, what it was and what it is.
+    """
     if state["world_size"] != dist.world_size():
         raise ConfigError(
             f"{path} was written by {state['world_size']} processes, this run has "
@@ -94,7 +103,6 @@ def checkpoint_to_resume(cfg: TrainConfig) -> Path | None:
             raise ConfigError(
                 f"cannot resume {path}: {key} was {before.get(key)!r}, is {now.get(key)!r}"
             )
-    return path
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -138,33 +146,6 @@ def same_random_state() -> Iterator[None]:
         set_random_state(tensors, values)
 
 
-@contextlib.contextmanager
-def new_checkpoint(run_dir: Path, step: int) -> Iterator[Path]:
-    """Write ``checkpoints/step-<step>`` from all ranks; it appears whole or not at all."""
-    path = run_dir / "checkpoints" / f"step-{step:07d}"
-    with writing(path) as folder:
-        if dist.is_main():
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-        dist.barrier()
-        yield folder
-        dist.barrier()
-        if dist.is_main():
-            publish(path)
-        dist.barrier()
-
-
-def prune(run_dir: Path, keep: int) -> None:
-    """Remove all but the newest ``keep`` checkpoints, and what killed runs left half-written."""
-    if not dist.is_main():
-        return
-    for path in checkpoints_of(run_dir)[:-keep]:
-        # renamed first: a half-removed checkpoint must not look like a whole one
-        path.rename(aside(path))
-    for path in (run_dir / "checkpoints").glob(".step-*.tmp"):
-        shutil.rmtree(path)
-
-
 def save_rank(folder: Path, cfg: TrainConfig, progress: Progress, data: dict[str, Any]) -> None:
     """Write this rank's random generators and data position; rank 0 also the common part."""
     tensors, values = random_state()
@@ -182,7 +163,7 @@ def save_rank(folder: Path, cfg: TrainConfig, progress: Progress, data: dict[str
 
 def load_progress(folder: Path) -> Progress:
     """Read how far the run had come."""
-    state = json.loads((folder / "state.json").read_text())
+    state = read_state(folder)
     return Progress(**{field.name: state[field.name] for field in dataclasses.fields(Progress)})
 
 

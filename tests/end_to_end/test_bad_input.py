@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from specheads import train
-from specheads.training.state import checkpoints_of
+from specheads.training.checkpoints import checkpoints_of
 from tests.end_to_end.commands import SHORT, on_files, start
 
 Start = Callable[..., tuple[int, str]]

@@ -20,7 +20,7 @@ from specheads.training.best import chosen
 from specheads.training.engine import TorchEngine
 from specheads.training.loop import fit
 from specheads.training.schedule import param_groups
-from specheads.training.state import checkpoints_of
+from specheads.training.checkpoints import checkpoints_of
 from tests.toys import ToyBatches, ToyObjective, toy_config
 from tests.unit.test_loop import assert_same, rows_of
 

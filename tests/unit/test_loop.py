@@ -15,7 +15,7 @@ from specheads.config import InterruptedRunError, RunError, TrainConfig
 from specheads.log import RunLog
 from specheads.training.loop import fit
 from specheads.training.schedule import param_groups
-from specheads.training.state import checkpoints_of
+from specheads.training.checkpoints import checkpoints_of
 from tests.toys import ToyBatches, ToyObjective, toy_config
 
 

@@ -15,14 +15,16 @@ import torch
 
 from specheads.config import ConfigError, RunError
 from specheads.files import aside, whole_folder
-from specheads.training.state import (
-    Progress,
+from specheads.training.checkpoints import (
     checkpoint_to_resume,
     checkpoints_of,
-    load_progress,
-    load_rank,
     new_checkpoint,
     prune,
+)
+from specheads.training.state import (
+    Progress,
+    load_progress,
+    load_rank,
     save_rank,
     save_tensors,
 )
@@ -130,5 +132,7 @@ def test_state_is_json_and_safetensors_only(tmp_path: Path) -> None:
     """A pickle in a checkpoint runs code when somebody else's run is resumed."""
     save_step(tmp_path, 1)
     names = sorted(path.name for path in checkpoints_of(tmp_path)[0].iterdir())
-    assert names == ["model.safetensors", "random-0.safetensors", "rank-0.json", "state.json"]
+    assert names == [
+        "manifest.json", "model.safetensors", "random-0.safetensors", "rank-0.json", "state.json",
+    ]  # fmt: skip
     json.loads((checkpoints_of(tmp_path)[0] / "rank-0.json").read_text())
