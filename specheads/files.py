@@ -28,7 +28,7 @@ def flush_folder(folder: Path) -> None:
     flush_file(folder)
 
 
-def _no_room(error: BaseException) -> bool:
+def no_room(error: BaseException) -> bool:
     """Return whether ``error`` says that the disk (or the quota, or the file size) is used up."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return True
@@ -67,7 +67,7 @@ def writing(path: Path) -> Iterator[Path]:
         yield aside(path)
     except BaseException as error:
         shutil.rmtree(aside(path), ignore_errors=True)
-        if _no_room(error):
+        if no_room(error):
             raise RunError(
                 f"no room to write {path} (disk full?); what was saved before is untouched"
             ) from error
@@ -109,6 +109,6 @@ def whole_file(path: Path) -> Iterator[Path]:
         flush_file(path.parent)
     except BaseException as error:
         fresh.unlink(missing_ok=True)
-        if _no_room(error):
+        if no_room(error):
             raise RunError(f"no room to write {path} (disk full?)") from error
         raise
