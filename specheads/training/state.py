@@ -27,6 +27,7 @@ from specheads.models.manifest import read_json
 # These may differ between a run and its continuation; anything else would change the numbers.
 FREE_TO_CHANGE = (
     "name", "run_dir", "max_steps", "resume", "resume_trust", "dry_run", "log", "checkpoint",
+    "dist_timeout", "optim.skip_nonfinite",
 )  # fmt: skip
 
 
@@ -44,6 +45,8 @@ class Progress:
     best: float = 0.0
     since_best: int = 0  # evaluations after it
     stopped: bool = False  # the stage ended early, by evaluate.patience
+    skipped: int = 0  # steps of the whole run left out, as a loss or gradient was not finite
+    unevaluated: bool = False  # stopped before or in the evaluation that is due at this step
 
 
 def flatten_settings(cfg: TrainConfig) -> dict[str, Any]:
@@ -57,7 +60,11 @@ def flatten_settings(cfg: TrainConfig) -> dict[str, Any]:
             yield prefix, value
 
     settings = dataclasses.asdict(cfg)
-    return dict(walk("", {k: v for k, v in settings.items() if k not in FREE_TO_CHANGE}))
+    return {
+        key: value
+        for key, value in walk("", settings)
+        if key not in FREE_TO_CHANGE and key.split(".")[0] not in FREE_TO_CHANGE
+    }
 
 
 def read_state(folder: Path) -> dict[str, Any]:
