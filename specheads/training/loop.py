@@ -8,6 +8,7 @@ exact (each loss is a sum divided by the count of the whole step).
 from __future__ import annotations
 
 import contextlib
+import math
 import resource
 import signal
 import sys
@@ -264,7 +265,9 @@ def fit(
             micro, tokens = gather(batches, cfg.optim.accumulation, trained.num_heads, device)
             metrics, stopping = run_micro_batches(engine, micro, step, lambda: bool(signals.name))
             factor = lr_factor(step, first_step, last_step, cfg.optim, cfg.steps)
-            metrics["grad_norm"] = engine.step(factor)
+            norm = metrics["grad_norm"] = engine.step(factor)
+            if not (math.isfinite(norm) or engine.overflowed):
+                raise RunError(f"the gradient norm is {norm}; stopped before the optimizer step")
             progress.step += 1
             meter.add(metrics, tokens)
             run.advance()
