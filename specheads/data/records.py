@@ -17,6 +17,7 @@ from specheads.config import ConfigError, DataConfig, mixture_parts
 from specheads.data import sources
 from specheads.data.dropped import Dropped
 from specheads.data.mixture import Part, lowest, mix, without
+from specheads.data.readers import json_reader
 from specheads.data.rows import Record
 
 __all__ = ["Progress", "Record", "SPLITS", "load_records", "read_jsonl"]
@@ -36,8 +37,8 @@ def read_jsonl(path: str | Path) -> list[Record]:
     Raises:
         ConfigError: if the file is missing, empty, or a line is not a record; names file and line.
     """
-    path = Path(path)
-    return sources.collect(sources.json_rows(path), str(path), {}, 0, Dropped())
+    rows = json_reader(Path(path), DataConfig().max_row_bytes).read()
+    return sources.collect(rows, str(path), {}, 0, Dropped())
 
 
 def load_records(
