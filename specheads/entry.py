@@ -27,6 +27,7 @@ from specheads.config import (
     register_schemas,
     to_config,
 )
+from specheads.redact import redact
 
 T = TypeVar("T")
 
@@ -35,7 +36,7 @@ EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 75
 
 def stop(message: str, code: int) -> NoReturn:
     """Print ``message`` as one line on stderr and leave with ``code``."""
-    print(f"specheads: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    print(f"specheads: {redact(' '.join(message.split()))}", file=sys.stderr, flush=True)
     raise SystemExit(code)
 
 
