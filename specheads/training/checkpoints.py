@@ -8,6 +8,7 @@ torn copy leaves and not a checkpoint. ``state.py`` knows what the files hold.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +20,7 @@ from specheads import dist
 from specheads.config import ConfigError, TrainConfig
 from specheads.files import aside, flush_folder, publish, writing
 from specheads.models.manifest import MANIFEST, read_json, write_json
-from specheads.training.state import check_settings, read_state
+from specheads.training.state import accumulation_here, check_settings, read_state
 
 _SMALL = 1 << 20  # bytes; every rank hashes these files itself, the larger ones are shared out
 
@@ -155,6 +156,35 @@ def checkpoint_to_resume(cfg: TrainConfig, say: Callable[[str], None] | None = N
     _refuse_foreign_pickle(path, cfg)
     check_settings(path, read_state(path), cfg)
     return path
+
+
+def ready_to_resume(cfg: TrainConfig, say: Callable[[str], None]) -> TrainConfig:
+    """Check what ``cfg.resume`` means, all of it, before a model is loaded.
+
+    Args:
+        cfg: the run's settings.
+        say: told of incomplete checkpoints, and of what another number of ranks changes.
+
+    Returns:
+        ``cfg``, on another number of ranks than before with the ``optim.accumulation`` that keeps
+        the global batch.
+
+    Raises:
+        ConfigError: if it cannot be resumed; see :func:`checkpoint_to_resume`, :func:`verify`.
+    """
+    path = checkpoint_to_resume(cfg, say)
+    if path is None:
+        return cfg
+    verify(path)
+    state = read_state(path)
+    if state["world_size"] == dist.world_size():
+        return cfg
+    needed = accumulation_here(path, state)
+    say(
+        f"{path} was written by {state['world_size']} processes, this run has {dist.world_size()}: "
+        f"optim.accumulation={needed} keeps the global batch, the random generators are seeded anew"
+    )
+    return dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, accumulation=needed))
 
 
 def _newest_whole(run_dir: Path, say: Callable[[str], None] | None) -> Path | None:

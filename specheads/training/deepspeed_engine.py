@@ -27,6 +27,8 @@ from specheads import dist
 from specheads.config import ConfigError, RunError, TrainConfig
 from specheads.models.quantize import is_quantized_linear
 from specheads.training.engine import Batch, Groups, check_names, learning_rates, make_optimizers
+from specheads.training.state import read_state
+from specheads.training.universal import converted, load_universal
 
 
 def need_compiler() -> None:
@@ -148,6 +150,7 @@ class DeepSpeedEngine:
             },
         )[0]
         self.groups = groups
+        self.run_dir = Path(cfg.run_dir)
         self.overflowed = False
         scaler = getattr(self.engine.optimizer, "loss_scaler", None)
         if hasattr(scaler, "raise_error_at_min_scale"):
@@ -266,9 +269,18 @@ class DeepSpeedEngine:
             (folder / "trained.json").write_text(json.dumps(self.names))
 
     def load(self, folder: Path) -> None:
-        """Restore DeepSpeed's own checkpoint, written by this run."""
+        """Restore DeepSpeed's own checkpoint, also one of another number of ranks.
+
+        Raises:
+            ConfigError: if it is of another model, or cannot be converted for this many ranks.
+        """
         stored = json.loads((folder / "trained.json").read_text())
         check_names(folder, stored, self.names)  # the frozen ones are not stored: no strict load
+        before = read_state(folder)["world_size"]
+        if before != dist.world_size() and self.engine.zero_optimization_stage() > 0:
+            with converted(folder, self.run_dir) as universal:
+                load_universal(self.engine, universal)
+            return
         found, _ = self.engine.load_checkpoint(
             str(folder / "deepspeed"), tag="state", load_module_strict=False
         )

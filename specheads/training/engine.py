@@ -18,8 +18,14 @@ from torch import Tensor, nn
 
 from specheads import dist
 from specheads.config import ConfigError, OptimConfig, TrainConfig
+from specheads.models.manifest import read_json
 from specheads.models.quantize import need_bitsandbytes
-from specheads.training.state import load_tensors, save_tensors
+from specheads.training.tensor_files import (
+    check_moments,
+    check_tensors,
+    load_tensors,
+    save_tensors,
+)
 
 Batch = dict[str, Any]
 Groups = list[dict[str, Any]]
@@ -200,19 +206,24 @@ class TorchEngine:
         (folder / "optimizer.json").write_text(json.dumps(values))
 
     def load(self, folder: Path) -> None:
-        """Restore weights and optimizer state; every name must match.
+        """Restore weights and optimizer state; every name and shape must match.
 
         Raises:
-            ConfigError: if the checkpoint is of another model.
+            ConfigError: if the checkpoint is of another model, before anything is changed.
         """
+        trained = dict(zip(self.names, self.trained, strict=True))
+        check_tensors(folder / "model.safetensors", trained)
+        check_moments(folder / "optimizer.safetensors", trained)
+        values = read_json(folder / "optimizer.json", f"{folder} is not a whole checkpoint")
+        if odd := [n for n, v in values.items() if type(v) not in (bool, int, float)]:
+            raise ConfigError(f"{folder / 'optimizer.json'}: {odd[0]} must be a number")
         weights = load_tensors(folder / "model.safetensors")
-        check_names(folder, weights.keys(), self.names)
         with torch.no_grad():
-            for name, parameter in zip(self.names, self.trained, strict=True):
+            for name, parameter in trained.items():
                 parameter.copy_(weights[name])
         state: dict[str, dict[str, Any]] = {}
         stored = load_tensors(folder / "optimizer.safetensors")
-        for name, value in (stored | json.loads((folder / "optimizer.json").read_text())).items():
+        for name, value in (stored | values).items():
             parameter_name, _, key = name.rpartition("/")
             state.setdefault(parameter_name, {})[key] = value
         names = dict(zip(map(id, self.trained), self.names, strict=True))

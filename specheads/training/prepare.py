@@ -58,12 +58,13 @@ class GrowingBatches:
         return next(batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the run and in every packing; plain JSON."""
-        return {"taken": self.taken, "stages": [b.state_dict() for _, b in self.stages]}
+        """Return the place in the run and in every packing, for any number of ranks; plain JSON."""
+        taken = self.taken * dist.world_size()  # by all ranks together
+        return {"taken": taken, "stages": [b.state_dict() for _, b in self.stages]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved place."""
-        self.taken = state["taken"]
+        self.taken = int(state["taken"]) // dist.world_size()
         for (_, batches), inner in zip(self.stages, state["stages"], strict=True):
             batches.load_state_dict(inner)
 

@@ -9,26 +9,36 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specheads import dist
 from specheads.config import ConfigError, TrainConfig
 from specheads.models.manifest import read_json
+from specheads.redact import redact
+from specheads.training.tensor_files import load_tensors, save_tensors
 
 # These may differ between a run and its continuation; anything else would change the numbers.
 FREE_TO_CHANGE = (
     "name", "run_dir", "max_steps", "resume", "resume_trust", "dry_run", "log", "checkpoint",
-    "dist_timeout", "optim.skip_nonfinite",
+    "dist_timeout", "optim.skip_nonfinite", "evaluate.keep_best",
 )  # fmt: skip
+
+
+class Resumable(Protocol):
+    """What has a place that is saved and restored (``loop.Batches``)."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a position."""
+        ...
 
 
 @dataclasses.dataclass
@@ -50,7 +60,10 @@ class Progress:
 
 
 def flatten_settings(cfg: TrainConfig) -> dict[str, Any]:
-    """Return the settings that decide a run's numbers, as ``{"optim.lr": 0.001, ...}``."""
+    """Return the settings that decide a run's numbers, as ``{"optim.lr": 0.001, ...}``.
+
+    Secrets in them are hidden: checkpoints keep what is returned, and later runs compare with it.
+    """
 
     def walk(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(value, Mapping) and value:
@@ -59,7 +72,7 @@ def flatten_settings(cfg: TrainConfig) -> dict[str, Any]:
         else:
             yield prefix, value
 
-    settings = dataclasses.asdict(cfg)
+    settings = redact(dataclasses.asdict(cfg))
     return {
         key: value
         for key, value in walk("", settings)
@@ -92,34 +105,55 @@ def _simple_fields() -> list[dataclasses.Field[Any]]:
     return [f for f in dataclasses.fields(Progress) if f.default is not dataclasses.MISSING]
 
 
+def accumulation_here(path: Path, state: Mapping[str, Any]) -> int:
+    """Return the micro-batches per rank and step with which the global batch stays what it was.
+
+    Args:
+        path: a checkpoint.
+        state: its ``state.json``.
+
+    Raises:
+        ConfigError: if this number of ranks cannot share the global batch out.
+    """
+    before, now = state["world_size"], dist.world_size()
+    try:
+        micro = int(state["settings"]["optim.accumulation"])
+        rows = micro * before * int(state["settings"]["data.rows"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path / 'state.json'}: settings lack {error}") from None
+    if micro * before % now:
+        raise ConfigError(
+            f"{path} was written by {before} processes, this run has {now}: the {rows} rows of a "
+            f"step, {micro * before} micro-batches, cannot be shared out evenly; start a number of "
+            f"processes that divides {micro * before}"
+        )
+    return micro * before // now
+
+
 def check_settings(path: Path, state: Mapping[str, Any], cfg: TrainConfig) -> None:
     """Refuse to go on with other settings than those that a checkpoint was written with.
+
+    ``optim.accumulation`` may be what it was, or what keeps the global batch on this number of
+    ranks (see :func:`accumulation_here`).
 
     Raises:
         ConfigError: naming the setting, what it was and what it is.
     """
-    if state["world_size"] != dist.world_size():
-        raise ConfigError(
-            f"{path} was written by {state['world_size']} processes, this run has "
-            f"{dist.world_size()}"
-        )
+    needed = accumulation_here(path, state)
     now = json.loads(json.dumps(flatten_settings(cfg)))
     before = state["settings"]
     for key in sorted(now.keys() | before.keys()):
+        if key == "optim.accumulation" and now[key] == needed:
+            continue
         if now.get(key) != before.get(key):
             raise ConfigError(
                 f"cannot resume {path}: {key} was {before.get(key)!r}, is {now.get(key)!r}"
             )
-
-
-def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write ``tensors`` as safetensors, copied to the CPU, none sharing memory with another."""
-    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
-
-
-def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a file that ``save_tensors`` wrote."""
-    return load_file(path)
+    if state["world_size"] != dist.world_size() and not cfg.deepspeed:
+        raise ConfigError(
+            f"{path} was written by {state['world_size']} processes, this run has "
+            f"{dist.world_size()}"
+        )
 
 
 def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -175,8 +209,52 @@ def load_progress(folder: Path) -> Progress:
 
 
 def load_rank(folder: Path) -> dict[str, Any]:
-    """Restore this rank's random generators and return its data position."""
-    mine: dict[str, Any] = json.loads((folder / f"rank-{dist.rank()}.json").read_text())
-    set_random_state(load_tensors(folder / f"random-{dist.rank()}.safetensors"), mine["random"])
-    data: dict[str, Any] = mine["data"]
+    """Restore this rank's random generators and return its data position.
+
+    Where another number of ranks wrote the checkpoint, the generators are seeded anew, and the
+    data position is that of rank 0: it counts the rows of all ranks.
+
+    Raises:
+        ConfigError: naming the file that is missing or does not hold what ``save_rank`` writes.
+    """
+    state = read_state(folder)
+    same = state["world_size"] == dist.world_size()
+    file = folder / f"rank-{dist.rank() if same else 0}.json"
+    mine = read_json(file, f"{folder} is not a whole checkpoint")
+    data = mine.get("data")
+    if not isinstance(data, dict):
+        raise ConfigError(f"{file}: data must be an object, found {data!r:.40}")
+    if not same:
+        numbers = (state["settings"].get("seed"), state["step"], dist.world_size(), dist.rank())
+        digest = hashlib.sha256(repr(numbers).encode()).digest()
+        seed = int.from_bytes(digest[:4], "big")
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        return data
+    tensors = folder / f"random-{dist.rank()}.safetensors"
+    stored = load_tensors(tensors)
+    try:
+        set_random_state(stored, mine["random"])
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ConfigError(
+            f"{file} and {tensors.name} hold no state of the random generators: {error}"
+        ) from None
     return data
+
+
+def restore_rank(folder: Path, batches: Resumable) -> None:
+    """Put this rank's random generators and its data back to where the checkpoint was written.
+
+    Raises:
+        ConfigError: if a file of it cannot be used, or is of other data.
+    """
+    data = load_rank(folder)
+    try:
+        batches.load_state_dict(data)
+    except ConfigError:
+        raise
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise ConfigError(
+            f"{folder} holds no place in this data: {type(error).__name__}: {error}"
+        ) from None

@@ -243,5 +243,7 @@ def test_the_kept_weights_are_safetensors_and_json(tmp_path: Path) -> None:
     """A pickle would run code when somebody else's best weights are looked at."""
     Evaluated().fit(toy_config(tmp_path, evaluate__every=2))
     folder = tmp_path / "best" / "step-0000004"
-    assert sorted(path.name for path in folder.iterdir()) == ["best.json", "model.safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "best.json", "manifest.json", "model.safetensors",
+    ]  # fmt: skip
     assert json.loads((folder / "best.json").read_text())["metrics"][KEY] == 3.0

@@ -26,8 +26,8 @@ from specheads.training.state import (
     load_progress,
     load_rank,
     save_rank,
-    save_tensors,
 )
+from specheads.training.tensor_files import save_tensors
 from tests.toys import toy_config
 
 
