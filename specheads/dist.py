@@ -73,6 +73,25 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return total
 
 
+def gather_texts(text: str) -> list[str]:
+    """Return the ``text`` of every rank, in their order; every rank must call it."""
+    import torch
+    import torch.distributed as group
+
+    if not _group_exists() or world_size() == 1:
+        return [text]
+    data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8).to(device())
+    lengths = torch.zeros(world_size(), dtype=torch.long, device=data.device)
+    lengths[rank()] = len(data)
+    group.all_reduce(lengths)
+    padded = torch.zeros(int(lengths.max()), dtype=torch.uint8, device=data.device)
+    padded[: len(data)] = data
+    gathered = [torch.empty_like(padded) for _ in range(world_size())]
+    group.all_gather(gathered, padded)
+    found = zip(gathered, lengths.tolist(), strict=True)
+    return [bytes(part[:n].tolist()).decode().strip("\0") for part, n in found]
+
+
 def barrier() -> None:
     """Wait for all ranks."""
     import torch.distributed as group
