@@ -21,7 +21,7 @@ from specheads import dist
 from specheads.assets import conf_dir, recipes_dir
 from specheads.config import ConfigError, TrainConfig
 from specheads.entry import hydra_main, raise_on_sigterm
-from specheads.log import check_run_dir
+from specheads.run_dir import check_run_dir
 
 Recipe = Callable[[TrainConfig], None]
 

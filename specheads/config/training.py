@@ -267,9 +267,14 @@ class LogConfig:
     every: int = 10
     wandb: str = "auto"  # auto (online with a key, else offline), online, offline, disabled
     project: str = "specheads"
+    samples: int = 4  # decoded texts at the end: samples.jsonl, and a table on wandb
+    # sent to wandb: none, export (at the end), or checkpoints (each of them, and the export)
+    artifacts: str = "none"
 
     def __post_init__(self) -> None:
         check(self.every >= 1, "log.every", self.every, "at least 1")
+        check(self.samples >= 0, "log.samples", self.samples, "at least 0")
+        one_of("log.artifacts", self.artifacts, "none", "export", "checkpoints")
         one_of("log.wandb", self.wandb, "auto", "online", "offline", "disabled")
 
 

@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
     """Two runs in one directory interleave their metrics and overwrite their checkpoints."""
     code = (
-        "import sys; from pathlib import Path; from specheads.log import _lock\n"
-        f"held = _lock(Path({str(tmp_path / 'LOCK')!r}))\n"
+        "import sys; from pathlib import Path; from specheads.run_dir import lock\n"
+        f"held = lock(Path({str(tmp_path / 'LOCK')!r}))\n"
         "print('locked', flush=True); sys.stdin.read()\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
