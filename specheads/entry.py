@@ -27,6 +27,7 @@ from specheads.config import (
     register_schemas,
     to_config,
 )
+from specheads.launch import take_local_rank
 from specheads.redact import redact
 
 T = TypeVar("T")
@@ -98,7 +99,7 @@ def hydra_main(name: str, schema: type[T], task: Callable[[T], None]) -> None:
     register_schemas()
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors reach us instead of printing many lines
-    sys.argv[1:] = tidy_arguments(sys.argv[1:])
+    sys.argv[1:] = tidy_arguments(take_local_rank(sys.argv[1:]))
     try:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=name)(checked)()
     except (HydraException, OmegaConfBaseException) as error:

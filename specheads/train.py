@@ -21,6 +21,7 @@ from specheads import dist
 from specheads.assets import conf_dir, recipes_dir
 from specheads.config import ConfigError, TrainConfig
 from specheads.entry import hydra_main, raise_on_sigterm
+from specheads.launch import read_launcher
 from specheads.run_dir import check_run_dir
 
 Recipe = Callable[[TrainConfig], None]
@@ -72,6 +73,7 @@ def train(cfg: TrainConfig) -> None:
         raise ConfigError(
             f"{dist.world_size()} processes were started, but deepspeed=none trains with one; "
             "choose deepspeed=zero1, zero2 or zero3"
+    read_launcher()
         )
     if not cfg.recipe:
         names = sorted(path.stem for path in (conf_dir() / "recipe").glob("*.yaml"))

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "specheads"
 LAYERS = [
     {
         "__init__", "assets", "config", "dist", "redact", "log", "run_dir", "metrics_file",
-        "wandb_log", "hardware", "files", "registration",
+        "wandb_log", "hardware", "files", "registration", "launch",
     },
     {
         "tree", "acceptance", "rejection", "lossy", "losses", "fused_loss", "soft_loss",
