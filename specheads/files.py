@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import shutil
@@ -41,16 +42,28 @@ def aside(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
 
 
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two folders swap their names at once; False where the system cannot."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)  # Linux
+    if rename is None:
+        return False
+    at_cwd, swap = -100, 2
+    return bool(rename(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), swap) == 0)
+
+
 def publish(path: Path) -> None:
     """Flush the folder written aside and put it in the place of ``path``."""
     fresh, old = aside(path), path.with_name(f".{path.name}.old")
     flush_folder(fresh)
     shutil.rmtree(old, ignore_errors=True)
-    if path.exists():
+    if not path.exists():
+        fresh.rename(path)
+    elif not _exchange(fresh, path):  # killed between these two, there would be neither
         path.rename(old)
-    fresh.rename(path)
+        fresh.rename(path)
     flush_file(path.parent)
     shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(fresh, ignore_errors=True)
 
 
 @contextlib.contextmanager

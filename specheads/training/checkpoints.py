@@ -112,11 +112,13 @@ def whole_before(path: Path) -> Path | None:
 
 
 def _refuse_unlisted(path: Path, listed: dict[str, Any]) -> None:
-    # DeepSpeed takes whatever lies in its folder, and it is pickle
-    for file in (path / "deepspeed").rglob("*"):
+    for file in path.rglob("*"):
         name = file.relative_to(path).as_posix()
-        if not file.is_dir() and name not in listed:
-            raise ConfigError(f"{path} holds {name}, which its {MANIFEST} does not list")
+        # DeepSpeed takes whatever lies in its folder, and it is pickle
+        harmless = file.suffix == ".md" or file.name.startswith(".") or name == MANIFEST
+        if file.is_dir() or name in listed or (harmless and not name.startswith("deepspeed/")):
+            continue
+        raise ConfigError(f"{path} holds {name}, which its {MANIFEST} does not list")
 
 
 def _known_sha256(file: Path) -> str:

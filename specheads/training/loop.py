@@ -305,6 +305,8 @@ def fit(
     engine = open_engine(objective, groups, cfg)
     if checkpoint is not None:
         verify(checkpoint)
+        if cfg.evaluate.keep_best and dist.is_main():
+            best.bring(run.dir, checkpoint, progress)
         engine.load(checkpoint)
         restore_rank(checkpoint, batches)
     run.begin(progress.step, checkpoint)
