@@ -18,6 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from specheads import dist
 from specheads.assets import conf_dir
 from specheads.config import (
     ConfigError,
@@ -90,11 +91,15 @@ def hydra_main(name: str, schema: type[T], task: Callable[[T], None]) -> None:
         except RunError as error:
             if wants_traceback:
                 raise
+            if error.on_every_rank and not dist.is_main():
+                raise SystemExit(EXIT_FAILED) from None
             stop(str(error), EXIT_FAILED)
         except InterruptedRunError as error:
+            if not dist.is_main():  # all ranks stop alike
+                raise SystemExit(EXIT_INTERRUPTED) from None
             stop(str(error), EXIT_INTERRUPTED)
-        except KeyboardInterrupt:
-            stop("interrupted", EXIT_INTERRUPTED)
+        except KeyboardInterrupt as error:
+            stop(str(error) or "interrupted", EXIT_INTERRUPTED)
 
     register_schemas()
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"

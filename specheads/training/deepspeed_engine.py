@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from specheads import dist
+from specheads import dist, heartbeat
 from specheads.config import ConfigError, RunError, TrainConfig
 from specheads.models.quantize import is_quantized_linear
 from specheads.training.engine import Batch, Groups, check_names, learning_rates, make_optimizers
@@ -126,9 +126,10 @@ class DeepSpeedEngine:
                 "on this processor; choose bfloat16 or none"
             )
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        # the other ranks wait while rank 0 measures and exports at the end
-        patience = timedelta(hours=3)
+        # the heartbeat knows earlier of a process that is gone; this is for one that is stuck
+        patience = timedelta(seconds=cfg.dist_timeout + 30)
         deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=patience)
+        heartbeat.start(cfg.dist_timeout)
         trained = {id(p) for group in groups for p in group["params"]}
         named = dict(objective.named_parameters())
         self.names = [name for name, p in named.items() if id(p) in trained]

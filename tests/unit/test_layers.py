@@ -14,7 +14,7 @@ PACKAGE = ROOT / "specheads"
 LAYERS = [
     {
         "__init__", "assets", "config", "dist", "redact", "log", "run_dir", "metrics_file",
-        "wandb_log", "hardware", "files", "registration", "launch",
+        "wandb_log", "hardware", "files", "registration", "launch", "heartbeat",
     },
     {
         "tree", "acceptance", "rejection", "lossy", "losses", "fused_loss", "soft_loss",
@@ -26,7 +26,7 @@ LAYERS = [
     {"recipes"},
     {
         "entry", "train", "generate", "chat", "bench", "tree_search", "export", "regenerate",
-        "preview", "compare", "doctor", "cli",
+        "preview", "compare", "doctor", "cli", "torchrun",
     },
 ]  # fmt: skip
 # Siblings that must not know each other though they share a layer.
