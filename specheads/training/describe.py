@@ -20,14 +20,16 @@ def describe_run(cfg: TrainConfig, data: Data, **parts: nn.Module) -> str:
     """Return the first lines of every run: parameters by part, steps, tokens, epochs, where to."""
     per_step = tokens_per_step(cfg)
     rows = data.rows_per_epoch
-    epochs = cfg.steps * per_step / cfg.data.seq_len / rows
+    epochs = "rows streamed"
+    if rows:
+        epochs = f"{cfg.steps * per_step / cfg.data.seq_len / rows:.2f} epochs of {rows:,} rows"
     lines = [
         f"{name}: {count_parameters(part) / 1e6:.2f} M parameters" for name, part in parts.items()
     ]
     lines.append(
         f"{cfg.steps} steps of {per_step:,} tokens ({cfg.data.rows} rows of {cfg.data.seq_len}"
         f" x {cfg.optim.accumulation} micro-batches x {dist.world_size()} processes),"
-        f" {epochs:.2f} epochs of {rows:,} rows {100 * data.efficiency:.0f}% full"
+        f" {epochs} {100 * data.efficiency:.0f}% full"
     )
     lines.append(f"into {cfg.run_dir}")
     return "\n".join(lines)
