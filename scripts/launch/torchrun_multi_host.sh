@@ -9,7 +9,8 @@ set -u
 GPUS="${GPUS:-$(python -c 'import torch; print(max(1, torch.cuda.device_count()))')}"
 # one thread per process, or the processes of a machine fight for its cores
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-torchrun --nnodes "$HOSTS" --nproc-per-node "$GPUS" \
+# torchrun that ends with what its processes end with: 75 where they can be resumed
+python -m specheads.torchrun --nnodes "$HOSTS" --nproc-per-node "$GPUS" \
     --rdzv-backend c10d --rdzv-endpoint "$HEAD:29500" --rdzv-id "${JOB:-specheads}" \
     -m specheads.train +recipe=medusa1 deepspeed=zero2 name="${JOB:-multi_host}" resume=auto \
     checkpoint.every=500 "$@"

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from specheads.assets import conf_dir
 from specheads.config import ConfigError, TrainConfig, register_schemas, to_config
 from specheads.entry import tidy_arguments
 from specheads.launch import check_launcher, first_host, read_launcher, take_local_rank
+from specheads.training.deepspeed_engine import need_compiler
 
 TEMPLATES = Path(__file__).parents[2] / "scripts" / "launch"
 TORCHRUN = {
@@ -197,3 +201,50 @@ def strings(value: object) -> list[str]:
     if isinstance(value, list):
         return [each for inner in value for each in strings(inner)]
     return []
+
+
+MEET = """
+import os, torch
+from specheads import dist
+from specheads.launch import read_launcher
+read_launcher()
+torch.distributed.init_process_group("gloo")
+print(dist.rank(), int(dist.sum_over_ranks(torch.tensor([dist.rank() + 1.0]))[0]), flush=True)
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.distributed
+def test_two_tasks_of_srun_meet() -> None:
+    """Variables that look right and lead nowhere end in a timeout of half an hour."""
+    number = os.getpid() % 1_000
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, "-c", MEET],
+            env={
+                **{k: v for k, v in os.environ.items() if k not in TORCHRUN},
+                **SRUN,
+                "PYTHONPATH": str(TEMPLATES.parents[1]),
+                "SLURM_PROCID": str(rank),
+                "SLURM_LOCALID": str(rank),
+                "SLURM_STEP_NUM_TASKS": "2",
+                "SLURM_JOB_NODELIST": "localhost",
+                "SLURM_JOB_ID": str(number),
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    assert [task.communicate(timeout=60)[0].split() for task in tasks] == [["0", "3"], ["1", "3"]]
+
+
+def test_missing_build_tools_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's own error is fifty lines long, and comes after the model was loaded."""
+    monkeypatch.setattr(shutil, "which", lambda name, **_: None)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    with pytest.raises(ConfigError) as caught:
+        need_compiler()
+    for word in ("ninja", "g++", "python3-dev", "deepspeed=none"):
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
