@@ -10,6 +10,8 @@ import os
 import socket
 from typing import TYPE_CHECKING
 
+from specheads.config import ConfigError
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -36,12 +38,21 @@ def is_main() -> bool:
 
 
 def device() -> torch.device:
-    """Return the device of this rank: its GPU where there is one, else the CPU."""
+    """Return the device of this rank: its GPU where there is one, else the CPU.
+
+    Raises:
+        ConfigError: if more processes were started on this machine than it has GPUs.
+    """
     import torch
 
-    if torch.cuda.is_available():
-        return torch.device("cuda", local_rank())
-    return torch.device("cpu")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank() >= (count := torch.cuda.device_count()):
+        raise ConfigError(
+            f"LOCAL_RANK is {local_rank()}, but this process sees {count} GPUs: start as many "
+            "processes per machine as it has GPUs"
+        )
+    return torch.device("cuda", local_rank())
 
 
 def set_defaults() -> None:

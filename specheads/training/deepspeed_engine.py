@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 import sysconfig
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -119,6 +120,8 @@ class DeepSpeedEngine:
         from deepspeed.utils import logger
 
         logger.setLevel(logging.WARNING)
+        # DeepSpeed calls functions of torch that have newer names, on every rank
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
         precision = precision_settings(cfg)
         if precision["fp16"]["enabled"] and not get_accelerator().is_fp16_supported():
             raise ConfigError(
