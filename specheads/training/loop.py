@@ -220,7 +220,7 @@ class _Stage:
         row["train/peak_memory"] = peak_memory(device)
         if self.progress.skipped:
             row["train/skipped"] = float(self.progress.skipped)
-        if self.cfg.autocast == "float16":
+        if "float16" in (self.cfg.autocast, self.cfg.model.dtype):
             row["train/loss_scale"] = self.engine.loss_scale
         left = self.meter.seconds_per_step * (self.cfg.steps - step)
         self.run.metrics(step, row, seconds_left=left)
