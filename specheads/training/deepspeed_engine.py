@@ -122,8 +122,9 @@ class DeepSpeedEngine:
         logger.setLevel(logging.WARNING)
         # DeepSpeed calls functions of torch that have newer names, on every rank
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-        precision = precision_settings(cfg)
-        if precision["fp16"]["enabled"] and not get_accelerator().is_fp16_supported():
+        precision = {**precision_settings(cfg), **cfg.deepspeed}
+        half = bool(precision["fp16"].get("enabled"))
+        if half and not get_accelerator().is_fp16_supported():
             raise ConfigError(
                 f"autocast={cfg.autocast} model.dtype={cfg.model.dtype}: DeepSpeed has no float16 "
                 "on this processor; choose bfloat16 or none"
@@ -139,7 +140,7 @@ class DeepSpeedEngine:
         self.dtypes = {name: p.dtype for name, p in named.items()}
         # with float16 DeepSpeed rounds what it wraps, and keeps masters of what learns only
         rounded = [n for n, p in named.items() if id(p) not in trained and p.dtype == torch.float32]
-        rounded = rounded if precision["fp16"]["enabled"] else []
+        rounded = rounded if half else []
         self.frozen = {name: named[name].detach().to("cpu", copy=True) for name in rounded}
         self.engine: Any = deepspeed.initialize(
             model=objective,
@@ -150,13 +151,12 @@ class DeepSpeedEngine:
                 "gradient_clipping": cfg.optim.grad_clip,
                 "steps_per_print": 10**9,
                 **precision,
-                **cfg.deepspeed,
             },
         )[0]
         self.groups = groups
         self.run_dir = Path(cfg.run_dir)
         self.overflowed = False
-        scaler = getattr(self.engine.optimizer, "loss_scaler", None)
+        scaler: Any = getattr(self.engine.optimizer, "loss_scaler", None)
         if hasattr(scaler, "raise_error_at_min_scale"):
             scaler.raise_error_at_min_scale = False  # the loop decides, as for other precisions
         scale = dist.world_size() * cfg.optim.accumulation
