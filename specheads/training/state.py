@@ -22,6 +22,7 @@ from torch import Tensor
 
 from specheads import dist
 from specheads.config import ConfigError, TrainConfig
+from specheads.models.fingerprint import base_fingerprint
 from specheads.models.manifest import read_json
 from specheads.redact import redact
 from specheads.training.tensor_files import load_tensors, save_tensors
@@ -134,7 +135,8 @@ def check_settings(path: Path, state: Mapping[str, Any], cfg: TrainConfig) -> No
     """Refuse to go on with other settings than those that a checkpoint was written with.
 
     ``optim.accumulation`` may be what it was, or what keeps the global batch on this number of
-    ranks (see :func:`accumulation_here`).
+    ranks (see :func:`accumulation_here`). The base model may have another name, but no other
+    weights.
 
     Raises:
         ConfigError: naming the setting, what it was and what it is.
@@ -142,9 +144,12 @@ def check_settings(path: Path, state: Mapping[str, Any], cfg: TrainConfig) -> No
     needed = accumulation_here(path, state)
     now = json.loads(json.dumps(flatten_settings(cfg)))
     before = state["settings"]
+    same_base = _check_base(path, state.get("base"), cfg)
     for key in sorted(now.keys() | before.keys()):
         if key == "optim.accumulation" and now[key] == needed:
             continue
+        if key in ("model.name", "model.revision") and same_base:
+            continue  # the base was moved or renamed
         if now.get(key) != before.get(key):
             raise ConfigError(
                 f"cannot resume {path}: {key} was {before.get(key)!r}, is {now.get(key)!r}"
@@ -154,6 +159,28 @@ def check_settings(path: Path, state: Mapping[str, Any], cfg: TrainConfig) -> No
             f"{path} was written by {state['world_size']} processes, this run has "
             f"{dist.world_size()}"
         )
+
+
+def _base_of(cfg: TrainConfig) -> str:
+    """Return what the base model is recognised by, empty where there is none."""
+    return "" if cfg.model.init else base_fingerprint(cfg.model.name, cfg.model.revision)
+
+
+def _check_base(path: Path, before: object, cfg: TrainConfig) -> bool:
+    """Return whether the base is known to be that of checkpoint ``path``, whatever its name.
+
+    Raises:
+        ConfigError: if it is known to be another one.
+    """
+    now = _base_of(cfg)
+    if not (before and now):
+        return False
+    if now != before:
+        raise ConfigError(
+            f"cannot resume {path}: it was written with other weights than model.name="
+            f"{cfg.model.name} holds now"
+        )
+    return True
 
 
 def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -198,6 +225,7 @@ def save_rank(folder: Path, cfg: TrainConfig, progress: Progress, data: dict[str
             **dataclasses.asdict(progress),
             "world_size": dist.world_size(),
             "settings": flatten_settings(cfg),
+            "base": _base_of(cfg),
         }
         (folder / "state.json").write_text(json.dumps(state, indent=1))
 
