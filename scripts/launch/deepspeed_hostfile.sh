@@ -3,8 +3,8 @@
 #   scripts/launch/deepspeed_hostfile.sh hostfile data=jsonl data.path=/data/train.jsonl
 # The hostfile has a line per machine, "worker-1 slots=8"; all of them are reached by ssh without a
 # password, through pdsh, which has to be installed here, and have this folder at the same place.
-# What they need of the environment is
-# named in ~/.deepspeed_env or in .deepspeed_env here (HF_HOME=..., WANDB_MODE=...).
+# What they need of the environment is named in ~/.deepspeed_env or in .deepspeed_env here
+# (HF_HOME=..., WANDB_MODE=...).
 set -u
 hostfile="${1:?name the hostfile}"
 shift
