@@ -80,8 +80,11 @@ def hydra_main(name: str, schema: type[T], task: Callable[[T], None]) -> None:
         schema: the dataclass the composed config is checked against.
         task: gets the checked config.
     """
+    started = False
 
     def checked(cfg: DictConfig) -> None:
+        nonlocal started
+        started = True
         try:
             task(to_config(cfg, schema))
         except ConfigError as error:
@@ -111,6 +114,11 @@ def hydra_main(name: str, schema: type[T], task: Callable[[T], None]) -> None:
         if wants_traceback:
             raise
         stop(explain(error), EXIT_USAGE)
+    except OSError as error:
+        if started or wants_traceback:
+            raise
+        reason = error.strerror or error  # Hydra makes the folder before the task can look at it
+        stop(f"run directory {error.filename} cannot be made: {reason}", EXIT_USAGE)
     finally:
         if not wants_traceback:
             os.environ.pop("HYDRA_FULL_ERROR", None)
