@@ -135,8 +135,8 @@ class Stable:
     ) -> Forked:
         """Fork ``python -m specheads.train ARGUMENTS``, in the namespaces of a process if not 0."""
         files = {kind: str(log.with_suffix(f".{kind}")) for kind in ("out", "err", "code")}
-        for name in files.values():
-            Path(name).unlink(missing_ok=True)
+        for kind in ("out", "err"):
+            Path(files[kind]).touch()
         asked = {"argv": list(arguments), "env": dict(env), "namespace": namespace, **files}
         assert self.process.stdin is not None and self.process.stdout is not None
         with self.lock:
