@@ -69,7 +69,7 @@ class StopSignal:
         first, when = self._first
         if not first:
             self._first = (number, time.monotonic())
-            if dist.is_main() and not self.at_once:
+            if dist.is_main() and not (self.at_once or self.saved):
                 self._say(f"{signal.Signals(number).name}: stopping after this step, then saving")
             return
         if time.monotonic() - when < _ONE_REQUEST_SECONDS:
