@@ -156,9 +156,8 @@ class Trial:
         Raises:
             RuntimeError: if a process fails by itself.
         """
-        checkpoints, metrics = (
-            self.folder / name / part for part in ("checkpoints", "metrics.jsonl")
-        )
+        run = self.folder / name
+        checkpoints, metrics = run / "checkpoints", run / "metrics.jsonl"
         patience = seconds * draw.random()
         goal = self.newest_checkpoint(name) + draw.randint(1, 3)
         times = {path: path.stat().st_mtime_ns for path in checkpoints.glob(".step-*.tmp")}
@@ -188,9 +187,13 @@ class Trial:
                 raise RuntimeError(f"rank {rank} ended with {code}:\n{self.printed(name, rank)}")
         if any(code == -signal.SIGKILL for code in codes):
             half = [path for path in checkpoints.glob(".step-*.tmp") if _changed(path, times)]
-            self.kills.append(
-                Kill(moment, self.last_step(name), max(newest, default=0), bool(half))
-            )
+            left = self.newest_checkpoint(name)
+            self.kills.append(Kill(moment, self.last_step(name), left, bool(half)))
+
+    def newest_checkpoint(self, name: str) -> int:
+        """Return the step of the newest checkpoint, 0 without one."""
+        found = (self.folder / name / "checkpoints").glob("step-*")
+        return max((int(path.name.removeprefix("step-")) for path in found), default=0)
 
     def last_step(self, name: str) -> int:
         """Return the step of the last row of metrics.jsonl, 0 without one."""
