@@ -115,7 +115,7 @@ class LineReader:
         """Yield the lines; a place is a byte and the number of lines before it."""
         offset, number = place or (0, 0)
         try:
-            with self.path.open("rb") as file:
+            with self.path.open("rb", buffering=1 << 20) as file:
                 file.seek(offset)
                 for line, size in self._lines(file):
                     offset, number = offset + size, number + 1
@@ -132,13 +132,12 @@ class LineReader:
             raise ConfigError(f"cannot read {self.path}: {error.strerror or error}") from None
 
     def _lines(self, file: Any) -> Iterator[tuple[bytes, int]]:
-        """Yield lines with their bytes; of a larger one than ``max_bytes`` only the beginning."""
+        """Yield lines and their sizes; a much larger one than ``max_bytes`` is passed over."""
         while line := file.readline(self.max_bytes + 2):  # a line end may be two bytes
             size = len(line)
             if size == self.max_bytes + 2 and not line.endswith(b"\n"):
-                line = line[:60]
                 while more := file.readline(1 << 20):
-                    size += len(more)
+                    line, size = b"...", size + len(more)
                     if more.endswith(b"\n"):
                         break
             yield line, size
@@ -146,7 +145,7 @@ class LineReader:
     def _row(self, line: bytes, size: int, number: int) -> Row:
         where, content = f"{self.path}:{number}", line.rstrip(b"\r\n")
         value: object
-        if len(line) < size or len(content) > self.max_bytes:
+        if size > self.max_bytes + 2 or len(content) > self.max_bytes:
             value = _too_large(where, size, self.max_bytes)
         else:
             value = _parsed(content, where)
