@@ -18,7 +18,7 @@ from typing import Any, Protocol, Self
 from tqdm import tqdm
 
 from specheads import dist
-from specheads.config import LogConfig, RunError
+from specheads.config import InterruptedRunError, LogConfig, RunError
 from specheads.files import whole_file
 from specheads.metrics_file import MetricsFile, read_rows
 from specheads.redact import redact
@@ -136,7 +136,8 @@ class RunLog:
         if self._wandb is not None:
             if kind is None:
                 self._wandb.export(self.dir / "export")
-            self._wandb.close(failed=kind is not None)
+            interrupted = isinstance(error, InterruptedRunError | KeyboardInterrupt)
+            self._wandb.close(failed=kind is not None, interrupted=interrupted)
         trouble = self.trouble
         unlock(self.dir, self._handle)
         if lost and kind is None:

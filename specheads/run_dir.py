@@ -26,7 +26,7 @@ from specheads.redact import redact
 USED = ("config.yaml", "metrics.jsonl", "checkpoints", "export")
 PACKAGES = ("torch", "transformers", "safetensors", "deepspeed", "hydra-core", "wandb")
 
-_PROBE = 1 << 20  # bytes: less room than this, and not even the metrics of a run fit
+_PROBE = 1 << 16  # bytes: with less room than this not even the metrics of a run fit
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 

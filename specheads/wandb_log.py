@@ -21,7 +21,8 @@ from specheads.config import LogConfig
 from specheads.files import whole_file
 
 _START = 30.0  # seconds for the server to answer at the start; wandb's own limit is 90
-_FINISH, _FINISH_ARTIFACTS = 60.0, 900.0  # seconds for the rest of the upload at the end
+# seconds for the rest of the upload at the end; torchrun kills 30 after it passed a SIGTERM on
+_FINISH, _FINISH_ARTIFACTS = 20.0, 900.0
 
 # one panel for all heads: metric -> panel and line
 _TRAINED = re.compile(r"train/head_(\d+)/(loss|top1)")
@@ -263,11 +264,13 @@ class WandbLog:
         artifact.add_dir(str(folder), policy="immutable")
         self._run.log_artifact(artifact, aliases=["latest", alias])
 
-    def close(self, *, failed: bool) -> None:
+    def close(self, *, failed: bool, interrupted: bool) -> None:
         """Wait for the upload, within bounds, and say how to upload what is left."""
         if self._run is None:
             return
-        with self._guarded("did not take everything in time"):
+        with self._guarded("did not take everything"):
+            if interrupted:
+                self._run.mark_preempting()  # shown as such, not as crashed
             self._run.finish(exit_code=int(failed))
             if not self._offline:
                 shutil.rmtree(self._dir / "wandb" / "artifacts", ignore_errors=True)

@@ -6,14 +6,19 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from specheads import wandb_log
 from specheads.files import whole_file
 from specheads.log import Outcome, RunLog
+from specheads.metrics_file import read_rows
 from specheads.wandb_log import has_credentials, head_lines, run_id, wanted_mode
+from tests.fake_wandb import FakeServer
 from tests.toys import toy_config
 from tests.wandb_records import offline_run
 
@@ -29,12 +34,20 @@ EVALUATED = {
 
 
 @pytest.fixture(autouse=True)
-def no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Keep the machine's own account and settings out of the tests."""
+def no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Keep the machine's own account and settings out of the tests, and each one's out of others.
+
+    Wandb reads the environment once per process and service.
+    """
+    import wandb
+
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
     monkeypatch.setenv("HOME", str(tmp_path))
+    wandb.teardown()
+    yield
+    wandb.teardown()
 
 
 def test_an_offline_run_is_complete(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -123,12 +136,44 @@ def test_an_unreachable_server_is_one_line(
     assert [row["train/loss"] for row in found["history"]] == [2.0]
 
 
+def test_a_network_that_goes_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With the network gone a finished run would hold its rented machine for ever."""
+    monkeypatch.setattr(wandb_log, "_FINISH", 2.0)
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    cfg = toy_config(tmp_path, log__wandb="auto")
+    with FakeServer() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        with RunLog(cfg) as log:
+            log.begin(0)
+            log.metrics(2, TRAINED)
+        assert [row["train/loss"] for row in server.rows] == [2.0]
+        assert set(server.ids) == {run_id(tmp_path)}
+        out, err = capfd.readouterr()
+        assert f"Weights & Biases: {server.url}/" in out and "wandb sync" not in out
+
+        cfg.resume = "auto"
+        with RunLog(cfg) as log:
+            log.begin(2)
+            server.leave()
+            log.metrics(4, TRAINED)
+            begin = time.monotonic()
+        assert time.monotonic() - begin < 10
+        assert set(server.ids) == {run_id(tmp_path)}
+    out, err = capfd.readouterr()
+    assert out.count("did not take everything") == out.count("wandb sync") == 1
+    assert "Traceback" not in out + err
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [2, 4]
+
+
 def test_a_service_that_dies_is_one_line(tmp_path: Path) -> None:
     """Wandb's own process may be killed for memory; the training must not see its broken pipe."""
     code = f"""
 import os, signal, subprocess, time
 from pathlib import Path
 from specheads.log import RunLog
+from tests.fake_wandb import FakeServer
 from tests.toys import toy_config
 with RunLog(toy_config(Path({str(tmp_path)!r}), log__wandb="offline")) as log:
     log.begin(0)
@@ -178,7 +223,7 @@ class FakeRun:
 def test_the_end_waits_within_bounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the network gone a finished run would hold its rented machine for ever."""
+    """Wandb's own limits are 90 seconds at the start and none at the end."""
     import wandb
 
     asked: dict[str, Any] = {}
@@ -188,7 +233,7 @@ def test_the_end_waits_within_bounds(
     assert 0 < asked["settings"].finish_timeout <= 60
     assert 0 < asked["settings"].init_timeout <= 30
     out = capsys.readouterr().out
-    assert "did not take everything in time (timed out)" in out and "wandb sync" in out
+    assert "did not take everything (timed out)" in out and "wandb sync" in out
 
 
 def test_steps_taken_again_are_not_sent_twice(
