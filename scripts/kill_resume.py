@@ -186,9 +186,9 @@ class Trial:
             if code not in (0, -signal.SIGKILL):
                 raise RuntimeError(f"rank {rank} ended with {code}:\n{self.printed(name, rank)}")
         if any(code == -signal.SIGKILL for code in codes):
-            half = [path for path in checkpoints.glob(".step-*.tmp") if _changed(path, times)]
+            inside = any(_changed(path, times) for path in checkpoints.glob(".step-*.tmp"))
             left = self.newest_checkpoint(name)
-            self.kills.append(Kill(moment, self.last_step(name), left, bool(half)))
+            self.kills.append(Kill(moment, self.last_step(name), left, inside))
 
     def newest_checkpoint(self, name: str) -> int:
         """Return the step of the newest checkpoint, 0 without one."""
