@@ -111,7 +111,7 @@ class RunLog:
 
     def _settings(self) -> dict[str, Any]:
         settings: dict[str, Any] = dataclasses.asdict(self.cfg)  # type: ignore[call-overload]
-        return redact(settings)  # type: ignore[no-any-return]
+        return redact(settings)
 
     def __enter__(self) -> Self:
         """Return self; the directory is already locked."""

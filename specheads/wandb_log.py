@@ -165,7 +165,7 @@ class WandbLog:
             project=self._cfg.project,
             name=name,
             dir=str(self._dir),
-            mode=mode,  # type: ignore[arg-type]
+            mode=mode,
             id=run_id(self._dir),
             resume="allow",
             config=dict(settings),
