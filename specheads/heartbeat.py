@@ -12,6 +12,7 @@ The main thread comes first: it has a few seconds to end by an error of its own.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import sys
@@ -24,6 +25,7 @@ from specheads import dist
 from specheads.config import InterruptedRunError, RunError
 
 _GONE, _DONE = "gone", "done"
+_LAUNCHER = {"rank": 0, "text": "or its launcher is gone", "code": 1}
 _GRACE = 5.0  # seconds that the main thread has to end by itself
 _COLLECTIVE = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "TCPStore")
 
@@ -50,15 +52,15 @@ class _Heart:
         self.ending = threading.Event()  # this process has its own reason to end
         everybody = range(dist.world_size())
         self.watched = [r for r in everybody if r > 0] if dist.is_main() else [0]
-        self.thread = threading.Thread(target=self._beat, daemon=True)
-        self.thread.start()
+        now = time.monotonic()
+        self.answered = now  # when the store last did
+        self.changed = {rank: (0, now) for rank in self.watched}  # their counts, since when
+        self.threads = [threading.Thread(target=f, daemon=True) for f in (self._beat, self._judge)]
+        for thread in self.threads:
+            thread.start()
 
     def key(self, name: str | int) -> str:
         return f"{self.prefix}/{name}"
-
-    def counters(self) -> dict[int, int]:
-        """Return how often each watched process has counted, 0 before its first time."""
-        return {rank: self.store.add(self.key(rank), 0) for rank in self.watched}
 
     def announce(self, rank: int, text: str, code: int) -> None:
         """Tell all processes that ``rank`` is gone; of several the first counts."""
@@ -66,26 +68,45 @@ class _Heart:
         self.store.compare_set(self.key(_GONE), "", said)
 
     def _beat(self) -> None:
-        seen: dict[int, tuple[int, float]] = {}
         while not self.ending.wait(self.interval):
             try:
                 self.store.add(self.key(dist.rank()), 1)
-                now = time.monotonic()
-                for rank, count in self.counters().items():
-                    if rank not in seen or seen[rank][0] != count:
-                        seen[rank] = count, now
-                    elif now - seen[rank][1] > self.timeout:
-                        silence = f"has not answered for {self.timeout:g} s (dist_timeout)"
-                        self.announce(rank, silence, 1)
+                for rank in self.watched:
+                    count = self.store.add(self.key(rank), 0)
+                    if count != self.changed[rank][0]:
+                        self.changed[rank] = count, time.monotonic()
                 if self.store.check([self.key(_GONE)]):
-                    self.gone = json.loads(self.store.get(self.key(_GONE)))
-                    break
-            except (RuntimeError, OSError):  # the store is gone, and with it who kept it
-                self.gone = {"rank": 0, "text": "or its launcher is gone", "code": 1}
-                break
-        if not self.ending.wait(_GRACE):
-            print(f"specheads: {self.sentence()}", file=sys.stderr, flush=True)
-            os._exit(self.gone["code"])
+                    gone = json.loads(self.store.get(self.key(_GONE)))
+                    self.gone = gone if gone["rank"] != dist.rank() else {}
+                    return
+            except (RuntimeError, OSError):
+                self.gone = _LAUNCHER
+                return
+            self.answered = time.monotonic()
+
+    def _judge(self) -> None:
+        # a thread of its own: where rank 0 keeps the store and is stopped, the other one waits
+        while not self.gone and not self.ending.wait(self.interval):
+            late = self.late(self.timeout)
+            if late:
+                silence = f"has not answered for {self.timeout:g} s (dist_timeout)"
+                if late is not _LAUNCHER and dist.is_main():  # the others do not watch that rank
+                    self.announce(late["rank"], silence, 1)
+                self.gone = {**late, "text": silence}
+        if self.ending.wait(_GRACE):
+            return
+        print(f"specheads: {self.sentence()}", file=sys.stderr, flush=True)
+        os._exit(self.gone["code"])
+
+    def late(self, seconds: float) -> dict[str, Any]:
+        """Return who has given no sign of life for so long, if anybody."""
+        now = time.monotonic()
+        if now - self.answered > seconds:
+            return _LAUNCHER
+        for rank, (_, since) in self.changed.items():
+            if now - since > seconds:
+                return {"rank": rank, "text": "has died or hangs", "code": 1}
+        return {}
 
     def sentence(self) -> str:
         """Return what to tell the user."""
@@ -96,17 +117,10 @@ class _Heart:
 
     def look(self) -> dict[str, Any]:
         """Find out within some beats who is gone, if anybody is."""
-        before = self.counters()
-        deadline = time.monotonic() + 3 * self.interval + 1
+        deadline = time.monotonic() + 4 * self.interval
         while time.monotonic() < deadline and not self.gone:
-            time.sleep(0.1)
-        if not self.gone:
-            after = self.counters()
-            still = [rank for rank in after if after[rank] == before[rank]]
-            if still:
-                self.announce(still[0], "has died or hangs", 1)
-                return {"rank": still[0], "text": "has died or hangs", "code": 1}
-        return self.gone
+            time.sleep(0.05)
+        return self.gone or self.late(2.5 * self.interval)
 
 
 _heart: _Heart | None = None
@@ -127,11 +141,9 @@ def start(timeout: float) -> None:
 def announce(text: str, code: int) -> None:
     """Tell the other processes that this one is ending, why, and with what exit code."""
     if _heart is not None and not _heart.gone:
-        _heart.ending.set()
-        try:
+        with contextlib.suppress(RuntimeError, OSError):  # nobody may be left who could be told
             _heart.announce(dist.rank(), f"stopped: {' '.join(text.split())}", code)
-        except (RuntimeError, OSError):
-            return  # nobody is left who could be told
+        _heart.ending.set()
 
 
 def stop() -> None:
@@ -139,7 +151,8 @@ def stop() -> None:
     global _heart
     if _heart is not None:
         _heart.ending.set()
-        _heart.thread.join(timeout=_GRACE)
+        for thread in _heart.threads:
+            thread.join(timeout=_GRACE)
         _heart = None
 
 
@@ -157,15 +170,13 @@ def is_collective(error: RuntimeError) -> bool:
 
 def explain(error: RuntimeError) -> RunError:
     """Return what to raise for an error of a collective: who is gone, as far as can be told."""
-    found: dict[str, Any] = {}
     if _heart is not None:
-        try:
-            found = _heart.look()
-        except (RuntimeError, OSError):
-            found = {"rank": 0, "text": "or its launcher is gone", "code": 1}
-        _heart.gone = found
+        _heart.gone = _heart.look()
+        if _heart.gone not in ({}, _LAUNCHER) and dist.is_main():
+            with contextlib.suppress(RuntimeError, OSError):
+                _heart.announce(_heart.gone["rank"], _heart.gone["text"], 1)
         _heart.ending.set()
-        if found:
+        if _heart.gone:
             return RunError(_heart.sentence())
     first = str(error).strip().splitlines()[0]
     return RunError(f"rank {dist.rank()} stops, as it lost the other processes: {first:.200}")
