@@ -226,9 +226,10 @@ def optimizer_bytes(group: dict[str, Any], cfg: TrainConfig) -> int:
 
 
 def _width(tensor: Tensor, cfg: TrainConfig, spread: Spread) -> int:
-    """Return the bytes of a number; DeepSpeed casts all weights to a ``model.dtype`` of 16 bits."""
+    """Return the bytes of a number; DeepSpeed casts all weights where they are of 16 bits."""
     size = tensor.element_size()
-    return min(size, 2) if spread.deepspeed and "16" in cfg.model.dtype else size
+    halved = "16" in cfg.model.dtype or cfg.autocast == "float16"
+    return min(size, 2) if spread.deepspeed and halved else size
 
 
 def _logits_bytes(cfg: TrainConfig, objective: nn.Module, output_weight: Tensor) -> int:

@@ -159,7 +159,9 @@ def load_of(
         formed=float(head_size * matrices + (size * matrix if base_trained else 0)),
         accumulation=accumulation,
         flops=tokens
-        * _flops_per_token(shape, kind, num_heads, blocks, adapters, seq_len, checkpointed),
+        * _flops_per_token(
+            shape, kind, num_heads, own_heads, blocks, adapters, seq_len, checkpointed
+        ),
         outer=matrix * (1 + (num_heads if own_heads else 0)),
         gathers=1 if kind == "frozen" else 2,
     )
@@ -190,6 +192,7 @@ def _flops_per_token(
     shape: Shape,
     kind: str,
     num_heads: int,
+    own_heads: bool,
     blocks: int,
     adapters: int,
     seq_len: int,
@@ -199,7 +202,8 @@ def _flops_per_token(
     attention = 4 * seq_len * shape.hidden  # no part of the mask is skipped
     forward = shape.layers * (2 * shape.layer_matrices + attention)
     matrix = shape.vocab * shape.hidden
-    heads = num_heads * 6 * matrix + 8 * blocks  # blocks are computed again in backward
+    learned = own_heads or kind == "full"  # a frozen matrix gets no gradient of its own
+    heads = num_heads * (6 if learned else 4) * matrix + 8 * blocks  # blocks run again in backward
     passes = {"frozen": 1, "lora": 2, "full": 3}[kind]
     if checkpointed and kind != "frozen":
         passes += 1

@@ -137,6 +137,8 @@ def test_kinds_train_what_they_say() -> None:
     assert mixed.trained == {4: 3 * block, 2: base}
     assert (frozen.gathers, lora.gathers) == (1, 2)
     assert frozen.flops < lora.flops < full.flops
+    shared = load_of(shape, "frozen", own_heads=False, **options)
+    assert frozen.flops - shared.flops == 10 * 3 * 2 * matrix  # a frozen matrix learns nothing
     assert frozen.activations < load_of(shape, "lora", checkpointed=False, **options).activations
     with pytest.raises(ValueError, match="kind must be frozen, lora or full"):
         load_of(shape, "qlora", tokens=1)
