@@ -28,6 +28,8 @@ from specheads.training.checkpoints import (
     verify,
 )
 from specheads.training.engine import open_engine
+from specheads.training.growing import GrowingBatches
+from specheads.training.on_policy import OnPolicyBatches
 from specheads.training.schedule import param_groups
 from specheads.training.state import (
     Progress,
@@ -371,3 +373,40 @@ def test_sizes_are_enough_to_find_one(tmp_path: Path) -> None:
     check_whole(path)
     with pytest.raises(ConfigError, match="rank-0.json was changed"):
         verify(path)
+
+
+class Counted:
+    """Batches whose place is given."""
+
+    def __next__(self) -> dict[str, object]:
+        return {}
+
+    def state_dict(self) -> dict[str, object]:
+        """Return no place."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Have none."""
+
+
+@pytest.mark.parametrize("kind", ["growing", "on_policy"])
+def test_places_count_all_ranks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted per rank, half as many ranks would change to longer rows twice as late."""
+
+    def make() -> GrowingBatches | OnPolicyBatches:
+        if kind == "growing":
+            return GrowingBatches([(6, Counted()), (9, Counted())])  # type: ignore[list-item]
+        options = {"share": 0.0, "max_new_tokens": 1, "seed": 0, "vocab_size": 1}
+        return OnPolicyBatches(Counted(), lambda *_: [], **options)  # type: ignore[arg-type]
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    before = make()
+    for _ in range(4):
+        next(before)
+    place = json.loads(json.dumps(before.state_dict()))
+    for ranks, taken in ((1, 8), (2, 4), (4, 2)):
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        after = make()
+        after.load_state_dict(place)
+        assert after.taken == taken
+        assert after.state_dict() == place
