@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 import sysconfig
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,9 +32,11 @@ from specheads.training.engine import Batch, Groups, check_names, learning_rates
 from specheads.training.state import read_state
 from specheads.training.universal import converted, load_universal
 
+LONGEST_BUILD = 900.0  # seconds
+
 
 def need_compiler() -> None:
-    """Check what DeepSpeed compiles with, before its own error of fifty lines.
+    """Check what DeepSpeed compiles its Adam for offload with, before its own error of fifty lines.
 
     Raises:
         ConfigError: naming what is missing.
@@ -49,8 +52,24 @@ def need_compiler() -> None:
         missing.append("the Python headers (python3-dev)")
     if missing:
         raise ConfigError(
-            f"DeepSpeed needs {' and '.join(missing)} on this machine; "
-            "install that, or use deepspeed=none"
+            f"DeepSpeed needs {' and '.join(missing)} on this machine for offload; "
+            "install that, or use deepspeed=zero2 or zero3"
+        )
+
+
+def check_build_lock() -> None:
+    """Check that no build that was killed holds DeepSpeed's Adam for offload back.
+
+    Raises:
+        ConfigError: naming the file that its builds wait for, if it is older than any build takes.
+    """
+    from torch.utils.cpp_extension import _get_build_directory
+
+    lock = Path(_get_build_directory("cpu_adam", False)) / "lock"
+    if lock.is_file() and (age := time.time() - lock.stat().st_mtime) > LONGEST_BUILD:
+        raise ConfigError(
+            f"DeepSpeed would wait for a build that began {age / 60:.0f} minutes ago; it was "
+            f"probably killed: remove {lock}"
         )
 
 
@@ -111,8 +130,9 @@ class DeepSpeedEngine:
                 device has no float16.
         """
         check_deepspeed(objective, cfg)
-        if not torch.cuda.is_available() or _offloads(cfg):
+        if _offloads(cfg):
             need_compiler()
+            check_build_lock()
         dist.set_defaults()
         os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
         import deepspeed
@@ -129,6 +149,9 @@ class DeepSpeedEngine:
                 f"autocast={cfg.autocast} model.dtype={cfg.model.dtype}: DeepSpeed has no float16 "
                 "on this processor; choose bfloat16 or none"
             )
+        # on a processor it would compile a part that only its inference uses, whose lock outlives
+        # a process that is killed, and then every later start waits for it without end
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         # the heartbeat knows earlier of a process that is gone; this is for one that is stuck
         patience = timedelta(seconds=cfg.dist_timeout + 30)
