@@ -20,7 +20,7 @@ from tqdm import tqdm
 from specheads import dist
 from specheads.config import InterruptedRunError, LogConfig, RunError
 from specheads.files import whole_file
-from specheads.metrics_file import MetricsFile, read_rows
+from specheads.metrics_file import MetricsFile
 from specheads.redact import redact
 from specheads.run_dir import describe, lock, refuse_used, unlock
 from specheads.wandb_log import WandbLog
@@ -40,7 +40,7 @@ class Outcome:
         tree_svg: a picture of the tree; empty where there is none.
     """
 
-    figures: Mapping[str, float]
+    figures: dict[str, float]
     samples: Sequence[Mapping[str, Any]] = ()
     tree_svg: str = ""
 
@@ -185,7 +185,7 @@ class RunLog:
         self._metrics.append({"step": step, **values})
         self._wandb.log(step, values)
         if any(key.startswith("eval/") for key in values):
-            self._wandb.charts(step, read_rows(self._metrics.path))
+            self._wandb.charts(step, self._metrics.path)
 
     def metrics(self, step: int, values: Mapping[str, float], *, seconds_left: float = 0) -> None:
         """Write one row to metrics.jsonl, wandb and the console."""
@@ -210,7 +210,7 @@ class RunLog:
             if text:
                 with whole_file(self.dir / name) as file:
                     file.write_text(text, encoding="utf-8")
-        self._wandb.charts(step, read_rows(self._metrics.path))
+        self._wandb.charts(step, self._metrics.path)
         self._wandb.outcome(step, found.samples, found.tree_svg)
 
     def save(self, folder: Path) -> None:

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from specheads.config import LogConfig
 from specheads.files import whole_file
+from specheads.metrics_file import read_rows
 
 _START = 30.0  # seconds for the server to answer at the start; wandb's own limit is 90
 # seconds for the rest of the upload at the end; torchrun kills 30 after it passed a SIGTERM on
@@ -123,7 +124,8 @@ class WandbLog:
         """
         self._cfg, self._dir, self._say = cfg, run_dir, say
         self._run: Any = None
-        self._offline = False
+        self._offline = True
+        self._folder = run_dir / "wandb"  # what wandb sync is to read
         self._asked = cfg.wandb != "auto" or bool(os.environ.get("WANDB_MODE"))
         mode = wanted_mode(cfg.wandb)
         if mode == "disabled":
@@ -175,7 +177,9 @@ class WandbLog:
         run.define_metric("*", step_metric="step")
         for key, best in (("eval/accept_length", "max"), ("train/loss", "min")):
             run.define_metric(key, step_metric="step", summary=best)
-        self._run, self._offline = run, mode != "online"
+        self._run, self._offline = run, mode == "offline"
+        if not self._offline:
+            self._folder = Path(run.settings.sync_dir)
 
     @contextlib.contextmanager
     def _guarded(self, problem: str) -> Iterator[None]:
@@ -198,7 +202,7 @@ class WandbLog:
     @property
     def sync_command(self) -> str:
         """The command that uploads what this run kept on disk."""
-        return f"wandb sync --include-online {self._dir / 'wandb'}"
+        return f"wandb sync {'' if self._offline else '--include-online '}{self._folder}"
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Send figures of a step.
@@ -212,13 +216,13 @@ class WandbLog:
             if step + 1 >= self._run.step:
                 self._run.log({"step": step, **values}, step=max(step, self._run.step))
 
-    def charts(self, step: int, rows: Sequence[Row]) -> None:
-        """Send the panels in which all heads share the axes."""
+    def charts(self, step: int, metrics: Path) -> None:
+        """Send the panels in which all heads share the axes, of the rows in ``metrics``."""
         if self._run is None:
             return
         with self._guarded("is lost"):
             found = {}
-            for panel, heads in head_lines(rows).items():
+            for panel, heads in head_lines(read_rows(metrics)).items():
                 steps, values = zip(*heads.values(), strict=True)
                 found[panel] = self._wandb.plot.line_series(
                     steps, values, keys=list(heads), title=panel, xname="step"
