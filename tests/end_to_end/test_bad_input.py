@@ -139,6 +139,15 @@ def test_a_run_directory_is_used_once(run: Start, tmp_path: Path) -> None:
     assert "optim.lr was 0.001, is 0.5" in error
 
 
+def test_a_file_in_place_of_the_run_directory(run: Start, tmp_path: Path) -> None:
+    """Hydra makes the folder before anything of ours looks at it: its error is a traceback."""
+    (tmp_path / "run").write_text("mine\n")
+    code, error = run()
+    assert code == 2
+    assert f"run directory {tmp_path / 'run'} cannot be made" in error
+    assert (tmp_path / "run").read_text() == "mine\n"
+
+
 def test_a_full_disk_keeps_the_earlier_checkpoint(run: Start, tmp_path: Path) -> None:
     """The run that dies of a full disk must be resumable once there is room."""
     assert run("max_steps=2")[0] == 0
