@@ -195,7 +195,7 @@ class Lab:
             return self.shop.stable.start(arguments, log, env, namespace)
         command = [*(self.disk.enter if self.disk else []), sys.executable]
         if self.ranks > 1:
-            command += ["-m", "torch.distributed.run", "--standalone"]
+            command += ["-m", "specheads.torchrun", "--standalone"]
             command += [f"--nproc-per-node={self.ranks}"]
         with log.with_suffix(".out").open("w") as out, log.with_suffix(".err").open("w") as err:
             return subprocess.Popen(

@@ -310,12 +310,15 @@ class SmallDisk:
     def __init__(self, at: Path, size: str) -> None:
         at.mkdir(parents=True, exist_ok=True)
         self.at = at
-        shell = f"mount -t tmpfs -o size={size} none '{at}' && echo ready && exec sleep 3600"
+        shell = f"mount -t tmpfs -o size={size} none '{at}' && echo ready && exec cat"
         try:
             self.holder = subprocess.Popen(
                 ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", shell],
-                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )  # fmt: skip  (it ends with this process, which holds the other end of its stdin)
         except OSError as error:
             raise NotRun(f"no small disk here: {error}") from None
         assert self.holder.stdout is not None
@@ -344,7 +347,7 @@ class SmallDisk:
     def close(self) -> None:
         """Let the disk go."""
         self.holder.kill()
-        self.holder.wait()
+        self.holder.communicate()
 
 
 def need_deepspeed() -> None:
