@@ -351,6 +351,13 @@ class TrainConfig:
             "adapter=lora beside it: the original is the same weights with the adapter off",
         )
         zero = self.deepspeed.get("zero_optimization") or {}
+        half = self.deepspeed and "float16" in (self.autocast, self.model.dtype)
+        check(  # its stage 0 divides gradients by a loss scale that no loss was multiplied by
+            not half or zero.get("stage", 0) > 0,
+            "deepspeed",
+            "zero0",
+            "zero1, zero2 or zero3 with autocast=float16 or model.dtype=float16",
+        )
         check(
             not self.evaluate.every or zero.get("stage") != 3,
             "evaluate.every",

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from specheads.assets import conf_dir
 from specheads.config import ConfigError, TrainConfig, register_schemas, to_config
 from specheads.entry import tidy_arguments
 from specheads.launch import check_launcher, first_host, read_launcher, take_local_rank
-from specheads.training.deepspeed_engine import need_compiler
+from specheads.training.deepspeed_engine import check_build_lock, need_compiler
 
 TEMPLATES = Path(__file__).parents[2] / "scripts" / "launch"
 TORCHRUN = {
@@ -147,10 +148,15 @@ def test_the_launchers_local_rank_goes_to_the_environment(
 
 @pytest.mark.parametrize("autocast", ["float16"])
 def test_float16_needs_a_loss_scale(autocast: str) -> None:
-    """Plain torch scales no loss: small gradients would be zero, and nothing would say so."""
+    """Plain torch scales no loss: small gradients would be zero, and nothing would say so.
+
+    DeepSpeed's stage 0 scales none either, and divides the gradients by the scale all the same.
+    """
     with pytest.raises(ConfigError, match="autocast must be bfloat16 or none with deepspeed=none"):
         TrainConfig(run_dir="x", autocast=autocast)
     TrainConfig(run_dir="x", autocast=autocast, deepspeed={"zero_optimization": {"stage": 2}})
+    with pytest.raises(ConfigError, match="deepspeed must be zero1, zero2 or zero3 with autocast"):
+        TrainConfig(run_dir="x", autocast=autocast, deepspeed={"zero_optimization": {"stage": 0}})
 
 
 def commands(text: str) -> list[list[str]]:
@@ -252,12 +258,26 @@ def test_two_tasks_of_srun_meet() -> None:
     assert [task.communicate(timeout=60)[0].split() for task in tasks] == [["0", "3"], ["1", "3"]]
 
 
+def test_a_build_that_was_killed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed waits for its lock file without end, and without a word."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    check_build_lock()
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    check_build_lock()  # somebody may be at it
+    before = time.time() - 3600
+    os.utime(lock, (before, before))
+    with pytest.raises(ConfigError, match="a build that began 60 minutes ago.*remove .*lock"):
+        check_build_lock()
+
+
 def test_missing_build_tools_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed's own error is fifty lines long, and comes after the model was loaded."""
     monkeypatch.setattr(shutil, "which", lambda name, **_: None)
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     with pytest.raises(ConfigError) as caught:
         need_compiler()
-    for word in ("ninja", "g++", "python3-dev", "deepspeed=none"):
+    for word in ("ninja", "g++", "python3-dev", "for offload", "deepspeed=zero2 or zero3"):
         assert word in str(caught.value)
     assert "\n" not in str(caught.value)
