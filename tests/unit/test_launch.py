@@ -263,7 +263,7 @@ def test_a_build_that_was_killed_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     check_build_lock()
     lock = tmp_path / "cpu_adam" / "lock"
-    lock.parent.mkdir()
+    lock.parent.mkdir(exist_ok=True)
     lock.touch()
     check_build_lock()  # somebody may be at it
     before = time.time() - 3600
