@@ -510,7 +510,8 @@ def try_fault(shop: Workshop, name: str) -> dict[str, Any]:
         traceback.print_exc()
         row |= {"lost": f"not known: {type(error).__name__}: {error}", "verdict": "FAILED"}
     row["seconds"] = round(time.monotonic() - begin, 1)
-    print(f"{row['verdict']:>7}  {name} ({row['seconds']:.0f} s)", file=sys.stderr, flush=True)
+    why = "" if row["verdict"] == "ok" else f": {row['lost']}"
+    print(f"{row['verdict']:>7}  {name} ({row['seconds']:.0f} s){why}", file=sys.stderr, flush=True)
     return row
 
 
