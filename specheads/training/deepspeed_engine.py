@@ -301,7 +301,10 @@ class DeepSpeedEngine:
         Raises:
             ConfigError: if it is of another model, or cannot be converted for this many ranks.
         """
-        stored = json.loads((folder / "trained.json").read_text())
+        try:
+            stored = [str(name) for name in json.loads((folder / "trained.json").read_text())]
+        except (OSError, TypeError, ValueError) as error:
+            raise ConfigError(f"cannot read {folder / 'trained.json'}: {error}") from None
         check_names(folder, stored, self.names)  # the frozen ones are not stored: no strict load
         before = read_state(folder)["world_size"]
         if before != dist.world_size() and self.engine.zero_optimization_stage() > 0:
