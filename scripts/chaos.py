@@ -547,9 +547,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where the runs are left")
     parser.add_argument("--list", action="store_true", help="print the names of the faults")
     args = parser.parse_args(argv)
-    names = [*FAULTS, *TWO_RANKS]
+    faults = FAULTS | TWO_RANKS
+    names = list(faults)
     if args.only:
-        names = [name for name in names if any(text in name for text in args.only)]
+        named = {name: f"{name} {fault.__name__}" for name, fault in faults.items()}
+        names = [name for name in names if any(text in named[name] for text in args.only)]
         if not names:
             parser.error(f"no fault is named like {' or '.join(args.only)}; see --list")
     if args.list:
