@@ -52,7 +52,8 @@ FORMAT_VERSION = 1
 _CONFIG, _BASE, _ADAPTER = "config.json", "base", "adapter"
 _SECTIONS: dict[str, tuple[str, ...]] = {
     "base": ("name", "tuned", "revision", "digest", "dtype"),
-    "tree": ("choices",),
+    "tokenizer": ("digest",),
+    "tree": ("choices", "expected_accept_length", "measured_on"),
 }
 
 
@@ -418,9 +419,9 @@ def _digest_of(files: dict[str, str]) -> str:
 
 
 def _check_tokenizer_files(path: Path, config: dict[str, Any], manifest: dict[str, Any]) -> None:
-    recorded = (config.get("tokenizer") or {}).get("digest")
+    recorded = config["tokenizer"]["digest"]
     listed = {n: entry["sha256"] for n, entry in manifest["files"].items() if "/" not in n}
-    if recorded is not None and (found := _digest_of(listed)) != recorded:
+    if (found := _digest_of(listed)) != recorded:
         raise ConfigError(
             f"{path} has another tokenizer than it was saved with: digest"
             f" {recorded!r:.14} recorded, {found[:12]} found"

@@ -72,7 +72,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path / MANIFEST} must hold an object 'files'")
     for name, entry in files.items():
         plain = PurePosixPath(name)
-        if plain.is_absolute() or ".." in plain.parts or str(plain) != name or "\\" in name:
+        odd = plain.is_absolute() or ".." in plain.parts or not plain.parts or "\\" in name
+        if odd or str(plain) != name or "\0" in name:
             raise ConfigError(
                 f"{path / MANIFEST} lists {name!r:.80}, which is no file of that folder"
             )

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
 from specheads.config import ConfigError
 from specheads.models.digest import weight_files
 from specheads.models.foreign import one_line
 from specheads.models.manifest import MANIFEST, check_inside, check_manifest, read_json
+from specheads.models.names import check_recorded
 from specheads.models.tensor_headers import read_header
 
 PROVENANCE = "specheads.json"  # beside a draft model of ours
@@ -85,6 +86,17 @@ def read_provenance(folder: Path) -> dict[str, Any]:
     for key in ("base", "training", "measured"):
         if not isinstance(found.get(key), dict):
             raise ConfigError(f"{file}: {key} must be an object, found {found.get(key)!r:.40}")
+    base = found["base"]
+    try:
+        check_recorded(base.get("name"), base.get("revision"))
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    for key in ("digest", "dtype"):
+        if not isinstance(base.get(key), str):
+            raise ConfigError(f"{file}: base.{key} is {base.get(key)!r:.40}, expected a string")
+    for key, value in found["measured"].items():
+        if value is not None and type(value) not in (int, float):
+            raise ConfigError(f"{file}: measured.{key:.40} is {value!r:.40}, expected a number")
     return found
 
 
@@ -135,6 +147,7 @@ def _check_sizes(folder: Path, files: list[Path], trust_remote_code: bool) -> No
             model: Any = AutoModelForCausalLM.from_config(
                 known, trust_remote_code=trust_remote_code
             )
+    _check_generation(folder / "generation_config.json", known.get_text_config().vocab_size)
     wanted = sum(parameter.numel() for parameter in model.parameters())
     tables = sum(buffer.numel() for buffer in model.buffers())
     if wanted > 2 * stored or tables > max(stored, 1 << 28):
@@ -142,6 +155,20 @@ def _check_sizes(folder: Path, files: list[Path], trust_remote_code: bool) -> No
             f"{about} describes a model of {wanted:,} weights and {tables:,} numbers in tables,"
             f" its files hold {stored:,}"
         )
+
+
+def _check_generation(file: Path, vocab_size: int) -> None:
+    """Check what transformers would pass over without a word, and decoding ends by."""
+    if not file.is_file():
+        return
+    found = read_json(file, "", strict=False)
+    for key, value in found.items():
+        if key.endswith("_token_id"):
+            ids = value if isinstance(value, list) else [] if value is None else [value]
+            if not all(type(each) is int and -1 <= each < vocab_size for each in ids):
+                raise ConfigError(f"{file}: {key} is {value!r:.40}, expected 0 to {vocab_size - 1}")
+    with one_line(f"{file} cannot be used"):
+        GenerationConfig.from_dict(found).validate()
 
 
 def _settings(values: Any) -> list[tuple[str, Any]]:
