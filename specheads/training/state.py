@@ -141,6 +141,11 @@ def check_settings(path: Path, state: Mapping[str, Any], cfg: TrainConfig) -> No
     Raises:
         ConfigError: naming the setting, what it was and what it is.
     """
+    if cfg.data.streaming and state["world_size"] != dist.world_size():
+        raise ConfigError(
+            f"{path} was written by {state['world_size']} processes, this run has"
+            f" {dist.world_size()}; with data.streaming=true a run goes on with as many as before"
+        )
     needed = accumulation_here(path, state)
     now = json.loads(json.dumps(flatten_settings(cfg)))
     before = state["settings"]
