@@ -128,7 +128,7 @@ class Need:
         gradients: likewise, as they stay until the step.
         optimizer: likewise, float32 weights of DeepSpeed among it.
         buckets: of communication.
-        gathered: weights of other ranks, while they are computed with.
+        gathered: weights of other ranks; some of them are still there in the optimizer's step.
         activations: as in :class:`Load`.
         logits: likewise.
         formed: gradients that exist when backward begins.
@@ -160,8 +160,8 @@ class Need:
     def training(self) -> float:
         """The peak of a step: where backward begins, where it ends, or in the optimizer."""
         computing = self.activations + self.logits + self.formed
-        fixed = self.weights + self.optimizer + self.buckets
-        return fixed + max(computing + self.gathered, self.reducing + self.gathered, self.stepping)
+        fixed = self.weights + self.optimizer + self.buckets + self.gathered
+        return fixed + max(computing, self.reducing, self.stepping)
 
     @property
     def peak(self) -> float:

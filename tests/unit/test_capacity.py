@@ -88,10 +88,8 @@ def test_two_ranks_by_hand(
     assert (found.activations, found.logits, found.formed, found.host) == (60, 40, 400, 0)
     assert found.buckets == (4 * 10 if spread.stage else 0)
     assert found.gathered == (1500 * 4 if spread.stage == 3 else 0)
-    fixed = weights + optimizer + found.buckets
-    assert found.training == fixed + max(
-        60 + 40 + 400 + found.gathered, reducing + found.gathered, stepping
-    )
+    fixed = weights + optimizer + found.buckets + found.gathered
+    assert found.training == fixed + max(60 + 40 + 400, reducing, stepping)
     assert found.peak == max(found.training, loading)
     assert found.fits(found.peak + RESERVED) and not found.fits(found.peak + RESERVED - 1)
 
