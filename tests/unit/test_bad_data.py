@@ -35,7 +35,7 @@ ASKED = [("human", "q"), ("gpt", "a")]
 def good(i: int) -> dict[str, Any]:
     """A record of one of the kinds."""
     turns = [{"role": "user", "content": f"q {i}"}, {"role": "assistant", "content": f"ä {i}"}]
-    return [
+    kinds: list[dict[str, Any]] = [
         {"id": f"r{i}", "messages": turns},
         {"id": f"r{i}", "prompt": f"p {i}", "completion": f"c {i}"},
         {"text": f"t {i} \u2028"},
@@ -43,7 +43,8 @@ def good(i: int) -> dict[str, Any]:
             "id": i,
             "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}],
         },
-    ][i % 4]
+    ]
+    return kinds[i % 4]
 
 
 # what a line may be instead; none of them is a record

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -38,12 +39,12 @@ class Numbers:
         assert place is None or place == [row]
         for number in range(row, self.n):
             at = [number + 1] if self.with_places else None
-            yield Raw(lambda number=number: Row("", "", number), at)
+            yield Raw(partial(Row, "", "", number), at)
 
 
-def numbers_of(taken: Iterable[tuple[Raw, Place]]) -> list[object]:
+def numbers_of(taken: Iterable[tuple[Raw, Place]]) -> list[int]:
     """The numbers of the rows."""
-    return [raw.parse().value for raw, _ in taken]
+    return [cast(int, raw.parse().value) for raw, _ in taken]
 
 
 @settings(max_examples=60, deadline=None)
