@@ -10,7 +10,6 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import NoReturn, TypeVar
 
 import hydra
@@ -64,12 +63,6 @@ def tidy_arguments(argv: list[str]) -> list[str]:
 
     flags = [arg for arg in argv if arg in ("-m", "--multirun")]
     return flags + [rewrite(arg) for arg in argv if arg not in flags]
-
-
-def raise_on_sigterm(signum: int, frame: FrameType | None) -> None:
-    """Treat SIGTERM like Ctrl-C while nothing better is installed."""
-    del signum, frame
-    raise KeyboardInterrupt
 
 
 def hydra_main(name: str, schema: type[T], task: Callable[[T], None]) -> None:

@@ -43,10 +43,12 @@ class StopSignal:
 
     installed: ClassVar[StopSignal | None] = None
 
-    def __init__(self, *, at_once: bool = False) -> None:
-        """Start without a signal."""
+    def __init__(
+        self, *, at_once: bool = False, advice: str = "nothing was lost, resume=auto goes on"
+    ) -> None:
+        """Start without a signal; ``advice`` is what :class:`StopAsked` says besides its name."""
         self.name = ""
-        self.at_once = at_once
+        self.at_once, self.advice = at_once, advice
         self.saved = False
         self._before: dict[int, Any] = {}
         self._first = (0, 0.0)  # number and time of the first signal, as the thread saw it
@@ -56,7 +58,7 @@ class StopSignal:
         self.name = self.name or signal.Signals(signum).name
         if self.at_once:
             self.at_once = False  # what cleans up is not to be interrupted by the same request
-            raise StopAsked(f"stopped by {self.name}; nothing was lost, resume=auto goes on")
+            raise StopAsked(f"stopped by {self.name}; {self.advice}")
 
     def _watch(self, pipe: int) -> None:
         while numbers := os.read(pipe, 64):
