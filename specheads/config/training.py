@@ -338,7 +338,7 @@ class TrainConfig:
         check(0 <= self.warmup_heads < 1, "warmup_heads", self.warmup_heads, "in [0, 1)")
         one_of("autocast", self.autocast, "none", "bfloat16", "float16")
         check(
-            self.autocast != "float16" or (self.deepspeed and self.model.dtype != "bfloat16"),
+            self.autocast != "float16" or (bool(self.deepspeed) and self.model.dtype != "bfloat16"),
             "autocast",
             self.autocast,
             "bfloat16 or none with deepspeed=none, which scales no loss, or model.dtype=bfloat16",
@@ -351,7 +351,7 @@ class TrainConfig:
             "adapter=lora beside it: the original is the same weights with the adapter off",
         )
         zero = self.deepspeed.get("zero_optimization") or {}
-        half = self.deepspeed and "float16" in (self.autocast, self.model.dtype)
+        half = bool(self.deepspeed) and "float16" in (self.autocast, self.model.dtype)
         check(  # its stage 0 divides gradients by a loss scale that no loss was multiplied by
             not half or zero.get("stage", 0) > 0,
             "deepspeed",
