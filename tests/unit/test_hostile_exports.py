@@ -99,7 +99,7 @@ CONFIGS: list[tuple[str, str, dict[str, Any], str]] = [
     ("mtp", "", {"block.hidden_size": 10**15}, "block.hidden_size is 1000000000000000, at most"),
     ("mtp", "", {"block.attn_implementation": "some/kernel"}, "must not be there"),
     ("mtp", "", {"block.rope_parameters.partial_rotary_factor": 1e9}, "expected 0 to 1"),
-    ("mtp", "", {"num_heads": 200, "tree.choices": []}, "lacks 2574 of 2600 tensors"),
+    ("mtp", "", {"num_heads": 9}, "lacks 91 of 117 tensors"),
     ("adapter", "adapter/adapter_config", {"r": 10**9}, "r is 1000000000, the tensors have [4]"),
     ("adapter", "adapter/adapter_config", {"lora_alpha": 1e300}, "lora_alpha is 1e+300"),
     ("adapter", "adapter/adapter_config", {"use_rslora": True}, "use_rslora is True, specheads'"),
@@ -140,6 +140,7 @@ def test_numbers_of_a_config(
         assert str(shared[kind]) in refused(shared[kind], complaint)
     finally:
         file.write_bytes(before)
+        write_manifest(shared[kind])
 
 
 @pytest.mark.parametrize(
