@@ -136,9 +136,15 @@ class Trial:
         Raises:
             RuntimeError: with what a process printed, if one fails.
         """
-        for rank, process in enumerate(self.start(name)):
-            if code := process.wait(timeout=600):
-                raise RuntimeError(f"rank {rank} ended with {code}:\n{self.printed(name, rank)}")
+        processes = self.start(name)
+        try:
+            for rank, process in enumerate(processes):
+                if code := process.wait(timeout=600):
+                    printed = self.printed(name, rank)
+                    raise RuntimeError(f"rank {rank} ended with {code}:\n{printed}")
+        finally:
+            for process in processes:
+                process.kill()  # nothing, where it has ended
 
     def printed(self, name: str, rank: int) -> str:
         """Return the end of what a rank printed."""
@@ -246,15 +252,13 @@ def differences(trial: Trial, tolerance: float) -> list[str]:
     return found
 
 
-def table(kills: Sequence[Kill]) -> str:
-    """Return one line per kill."""
-    lines = ["kill  meant for  at step  checkpoint left  inside a save"]
-    for number, kill in enumerate(kills, 1):
-        inside = "yes" if kill.inside_save else "no"
-        lines.append(
-            f"{number:4d}  {kill.moment:9s}  {kill.step:7d}  {kill.checkpoint:15d}  {inside:>13s}"
-        )
-    return "\n".join(lines)
+HEADER = "kill  meant for  at step  checkpoint left  inside a save"
+
+
+def line(number: int, kill: Kill) -> str:
+    """Return a line of the table."""
+    inside = "yes" if kill.inside_save else "no"
+    return f"{number:4d}  {kill.moment:9s}  {kill.step:7d}  {kill.checkpoint:15d}  {inside:>13s}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -268,6 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", help="keep everything in this new folder")
     parser.add_argument("--json", help="write kills and differences to this file")
     given = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended on the way
     folder = Path(given.out or tempfile.mkdtemp(prefix="kill-resume-"))
     folder.mkdir(parents=True, exist_ok=True)
     deepspeed = given.deepspeed or ("none" if given.ranks == 1 else "zero2")
@@ -279,15 +284,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         seconds = 0.7 * (time.monotonic() - begin)  # until somewhere in the middle of training
         draw = random.Random(given.seed)
         starts = 0
+        print(HEADER, flush=True)
         while len(trial.kills) < given.kills and starts < 3 * given.kills:
+            before = len(trial.kills)
             trial.hurt("hurt", MOMENTS[starts % len(MOMENTS)], draw, seconds)
             starts += 1
+            for kill in trial.kills[before:]:
+                print(line(len(trial.kills), kill), flush=True)
         trial.finish("hurt")
         found = differences(trial, 0.0 if given.ranks == 1 else 1e-6)
     finally:
         if not given.out:
             shutil.rmtree(folder)
-    print(table(trial.kills))
     inside = sum(kill.inside_save for kill in trial.kills)
     if len(trial.kills) < given.kills or not inside:
         found.append(f"only {len(trial.kills)} kills, {inside} of them inside a save")
@@ -296,8 +304,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{given.ranks} ranks, deepspeed={deepspeed}: {len(trial.kills)} kills, {inside} inside a "
         f"save; weights and rows of metrics.jsonl {'differ' if found else tolerance}"
     )
-    for line in found[:20]:
-        print(f"  {line}")
+    for difference in found[:20]:
+        print(f"  {difference}")
     if given.json:
         report = {"kills": [asdict(kill) for kill in trial.kills], "differences": found}
         Path(given.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
