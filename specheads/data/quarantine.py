@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from pathlib import Path
@@ -38,7 +37,7 @@ class Quarantine:
         """Append a row, unless it was known before training.
 
         Raises:
-            RunError: if the disk is full.
+            RunError: if it cannot be written.
         """
         if error.where in self.dropped.rows:
             return
@@ -87,6 +86,7 @@ class Quarantine:
         if not self._waiting:
             return
         try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)  # on another host than the first
             file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             try:
                 data = "".join(self._waiting).encode()
@@ -95,7 +95,5 @@ class Quarantine:
             finally:
                 os.close(file)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise
-            raise RunError(f"no room to write {self._path} (disk full?)") from None
+            raise RunError(f"cannot write {self._path}: {error.strerror}") from None
         self._waiting.clear()

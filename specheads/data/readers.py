@@ -69,13 +69,15 @@ def open_reader(data: DataConfig, split: str) -> Reader:
     The source is one of jsonl, parquet and hub.
 
     Raises:
-        ConfigError: if there are no such files.
+        ConfigError: if there are no such files, or it is a pipe or a device.
     """
     assert data.path is not None  # DataConfig checks it
     if data.source == "hub":
         part = data.split if split == "train" else data.eval_split
         return HubReader(data, part or data.split)
     path = Path(data.path if split == "train" or not data.eval_path else data.eval_path)
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ConfigError(f"{path} is no regular file, and data is read more than once")
     if data.source == "parquet":
         return ParquetReader(path, data.columns, data.max_row_bytes)
     return json_reader(path, data.max_row_bytes)

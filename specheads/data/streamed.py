@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from specheads.config import ConfigError
+from specheads.config import ConfigError, RunError
 from specheads.data.chat import Documents, Encoded
 from specheads.data.dropped import Dropped, RecordError
 from specheads.data.pack import Batch, collate, pack_lengths
@@ -103,11 +103,19 @@ class StreamedBatches:
         return self
 
     def __next__(self) -> Batch:
+        """Return the next batch (see ``collate``).
+
+        Raises:
+            RunError: if the data cannot be read any more, or too many rows of it cannot be used.
+        """
         self.quarantine.start()
         rows = []
         for _ in range(self.rows):
             if self._taken == len(self._packed):
-                self._fill()
+                try:
+                    self._fill()
+                except ConfigError as error:
+                    raise RunError(f"{error}; checkpoints are untouched") from None
             rows.append(self._packed[self._taken])
             self._taken += 1
         return collate(rows, self.seq_len, self.pad_token_id)

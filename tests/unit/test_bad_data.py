@@ -6,6 +6,7 @@ The reference beside the reader judges every row by itself, slowly and obviously
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -401,3 +402,10 @@ def test_a_huge_line_is_not_held(tmp_path: Path) -> None:
     assert [row.name for row in rows] == ["d.jsonl:1", "d.jsonl:2", "d.jsonl:3"]
     assert "more than data.max_row_bytes=3,000" in str(rows[1].value)
     assert rows[2].value == {"text": "last"}
+
+
+def test_a_pipe_does_not_hang(tmp_path: Path) -> None:
+    """Opening a pipe waits for a writer, who may never come."""
+    os.mkfifo(tmp_path / "d.jsonl")
+    with pytest.raises(ConfigError, match="is no regular file"):
+        load_records(settings_of(tmp_path, "jsonl", "d.jsonl"), "train")

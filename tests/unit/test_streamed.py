@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from specheads.config import ConfigError, DataConfig
+from specheads.config import ConfigError, DataConfig, RunError
 from specheads.data.chat import Documents, encode_records
 from specheads.data.dropped import Dropped
 from specheads.data.readers import Raw, Row
@@ -262,7 +262,7 @@ def test_too_many_bad_rows_stop_it_before_and_while_training(
     held = write_lines(tmp_path / "e.jsonl", [{"text": "held out"}])
     data = DataConfig(source="jsonl", path=str(path), eval_path=str(held))
     batches = opened(data, byte_tokenizer)
-    with pytest.raises(ConfigError, match=r"records read so far cannot be used.*not JSON"):
+    with pytest.raises(RunError, match=r"records read so far cannot be used.*not JSON"):
         for _ in range(2000):
             next(batches)
     with pytest.raises(ConfigError, match="nothing to learn|no record that rank 0 learns"):
