@@ -16,6 +16,7 @@ from tests.unit.test_metrics_file import room_for
 from tests.wandb_records import offline_run
 
 
+@pytest.mark.slow
 def test_a_run_shows_figures_samples_and_tree(
     tmp_path: Path,
     tiny_model_dir: Path,
@@ -27,8 +28,8 @@ def test_a_run_shows_figures_samples_and_tree(
     monkeypatch.delenv("WANDB_MODE", raising=False)
     given = [
         "log.wandb=offline", "log.artifacts=export", "log.samples=3", "log.every=1",
-        "evaluate.every=2", "evaluate.num_prompts=2", "evaluate.max_new_tokens=16",
-        "evaluate.temperatures=[0,1]", "tree.choices=[]", "tree.num_nodes=4",
+        "evaluate.every=4", "evaluate.num_prompts=2", "evaluate.max_new_tokens=8",
+        "evaluate.temperatures=[0,1]", "tree.choices=[]", "tree.num_nodes=3",
         "data.eval_fraction=0.3",
     ]  # fmt: skip
     files = on_files(tiny_model_dir, tiny_jsonl, run_dir)
@@ -39,7 +40,7 @@ def test_a_run_shows_figures_samples_and_tree(
         assert sample["plain"]
         assert not sample["identical"] or sample["plain"] == sample["drafted"]
         # the first token is the prefill's; every other one was gained by a verify step
-        assert 1 <= sum(sample["accept_lengths"]) <= 15
+        assert 1 <= sum(sample["accept_lengths"]) <= 7
     assert samples[0]["identical"]
     svg = (run_dir / "tree.svg").read_text()
     assert svg.startswith("<svg") and "tokens expected per step" in svg

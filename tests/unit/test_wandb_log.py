@@ -168,6 +168,7 @@ def test_a_network_that_goes_is_one_line(
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [2, 4]
 
 
+@pytest.mark.slow
 def test_a_service_that_dies_is_one_line(tmp_path: Path) -> None:
     """Wandb's own process may be killed for memory; the training must not see its broken pipe."""
     code = f"""
