@@ -2,20 +2,26 @@
 
 ``TOY=sleep=0.1,nan=1:2,evaluate=30`` waits in every batch, makes the loss of rank 1's third batch
 not finite, and evaluates for 30 seconds. Started by test_faults.py as
-``python -m specheads.train recipe=.../toy_recipe.py``; prints what the tests wait for.
+``--config-dir ... +recipe=toy`` of specheads.train; prints what the tests wait for. Several ranks
+add their gradients up by themselves, unless ``TOY`` says ``deepspeed``.
 """
 
 import os
 import time
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as group
 from torch import Tensor
 
-from specheads import dist
+from specheads import dist, heartbeat
 from specheads.config import TrainConfig
 from specheads.files import whole_folder
 from specheads.log import RunLog
+from specheads.training import loop
+from specheads.training.engine import TorchEngine
 from specheads.training.loop import fit
 from specheads.training.schedule import param_groups
 from specheads.training.state import save_tensors
@@ -44,6 +50,28 @@ class Faulty(ToyObjective):
         return loss, metrics
 
 
+class AddingEngine(TorchEngine):
+    """Plain torch on several ranks, whose start takes a fraction of DeepSpeed's."""
+
+    def __init__(self, objective: Any, groups: Any, cfg: TrainConfig) -> None:
+        super().__init__(objective, groups, cfg)
+        if not group.is_initialized():
+            group.init_process_group("gloo", timeout=timedelta(seconds=cfg.dist_timeout + 30))
+            heartbeat.start(cfg.dist_timeout)
+
+    def step(self, factor: float) -> float:
+        """Add the gradients of all ranks up, and step."""
+        for parameter in self.trained:
+            if parameter.grad is not None:
+                parameter.grad = dist.sum_over_ranks(parameter.grad)
+        return super().step(factor)
+
+    def save(self, folder: Path) -> None:
+        """Write what all ranks have alike, once."""
+        if dist.is_main():
+            super().save(folder)
+
+
 def evaluate(step: int) -> dict[str, float]:
     """Say that it began, and take a while."""
     print(f"evaluating after {step}", flush=True)
@@ -58,6 +86,8 @@ def run(cfg: TrainConfig) -> None:
     torch.manual_seed(cfg.seed)
     print(f"loading on rank {dist.rank()} of {dist.world_size()}: {os.getpid()}", flush=True)
     nap("load")
+    if dist.world_size() > 1 and "deepspeed" not in WANTED:
+        loop.open_engine = AddingEngine
     objective = Faulty(dropout=0.3)
     batches = ToyBatches(rank=dist.rank(), world=dist.world_size())
     with RunLog(cfg) as log:
