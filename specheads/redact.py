@@ -30,8 +30,8 @@ _SETTING = re.compile(r"[a-z_.]+")  # names of settings, which a password that i
 _SHORTEST = 6  # a shorter value is a word or a flag, and would be hidden all over a text
 
 _PATTERNS = (
-    # user:password@ and token@ of a URL
-    (re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/?#\s'\"@]*(?:@[^/?#\s'\"@]*)*@", re.IGNORECASE),
+    # user:password@ and token@ of a URL; taken for a path it has lost a slash
+    (re.compile(r"(\b[a-z][a-z0-9+.-]+:/{1,2})[^/?#\s'\"@]*(?:@[^/?#\s'\"@]*)*@", re.IGNORECASE),
      rf"\1{HIDDEN}@"),
     # signed URLs
     (re.compile(rf"([?&]{_PARAMETER}=)[^&#\s'\"]+", re.IGNORECASE), rf"\1{HIDDEN}"),

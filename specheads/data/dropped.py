@@ -10,6 +10,7 @@ from typing import Any
 
 from specheads.config import ConfigError
 from specheads.files import whole_file
+from specheads.redact import redact
 
 LONGEST_ROW = 1 << 16  # characters of a row that a quarantine file shows
 _LONGEST_LINE = 400
@@ -108,7 +109,8 @@ class Dropped:
         """
         with whole_file(path) as fresh, fresh.open("w", encoding="utf-8") as lines:
             for row in self.rows.values():
-                lines.write(json.dumps(row, default=str) + "\n")
+                about = redact(row) | {"row": row["row"]}  # which is the user's to see as it is
+                lines.write(json.dumps(about, default=str) + "\n")
 
 
 def shown(row: object) -> object:

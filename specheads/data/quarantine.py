@@ -9,6 +9,7 @@ from pathlib import Path
 from specheads.config import RunError
 from specheads.data.dropped import Dropped, RecordError, shown
 from specheads.files import whole_file
+from specheads.redact import redact
 
 
 class Quarantine:
@@ -43,9 +44,9 @@ class Quarantine:
             return
         self.written += 1
         values = {
-            "where": error.where,
+            "where": redact(error.where),
             "reason": error.reason,
-            "error": str(error),
+            "error": redact(str(error)),
             "row": shown(row),
         }
         self._waiting.append(json.dumps(values, default=str) + "\n")

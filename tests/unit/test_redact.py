@@ -32,6 +32,7 @@ def test_values_of_secret_variables_are_hidden(name: str, monkeypatch: pytest.Mo
     [
         ("https://user:pw@host/x.jsonl", "https://***@host/x.jsonl"),
         ("https://user:p@w@host/x", "https://***@host/x"),
+        ("cannot read https:/user:pw@host/x", "cannot read https:/***@host/x"),
         ("data.path=https://t0ken@host:80/x", "data.path=https://***@host:80/x"),
         ("s3://a:b@bucket and ssh://c@d", "s3://***@bucket and ssh://***@d"),
         ("https://h/x?a=1&X-Amz-Signature=abc&b=2", "https://h/x?a=1&X-Amz-Signature=***&b=2"),
