@@ -162,7 +162,7 @@ def load_of(
         * _flops_per_token(
             shape, kind, num_heads, own_heads, blocks, adapters, seq_len, checkpointed
         ),
-        outer=matrix * (1 + (num_heads if own_heads else 0)),
+        outer=matrix * (1 + base_trained + (num_heads if own_heads else 0)),  # an embedding, too
         gathers=1 if kind == "frozen" else 2,
     )
 

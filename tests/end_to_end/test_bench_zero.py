@@ -36,5 +36,6 @@ def test_deepspeed_holds_what_was_announced(tmp_path: Path) -> None:
             assert state == pytest.approx(told["optimizer"], **close), stage
             if stage > 1:  # stage 1 has let go of the other rank's gradients by then
                 assert alive["gradients"] == pytest.approx(told["gradients"], **close), stage
-            assert alive["other"] <= told.get("buckets", 0) + told.get("gathered", 0) + 5e6, stage
+            beside = told.get("buckets", 0) + told.get("gathered", 0)
+            assert alive["other"] <= 1.25 * beside + 5e6, stage
         assert len(ranks) == 2 and row["seconds"] > 0 and row["seconds_ratio"] > 0

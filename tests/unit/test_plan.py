@@ -140,6 +140,10 @@ def test_the_verdict_is_about_a_step_not_about_a_sum(
     assert "on 8 ranks, each" in text
     # buckets of 500 million numbers of 4 bytes, which no dry run on one rank would show
     assert plan.choices["zero2"].buckets == 2e9
+    # the gradient of the output matrix, whole on every rank while the loss is formed
+    assert plan.choices["zero2"].formed == 4 * 66
+    naive = plan_of(tmp_path, ToyObjective(), loss__implementation="naive")
+    assert naive.choices["zero2"].formed == 0
     monkeypatch.setattr("specheads.training.describe.gpu_memory", lambda: 7e9)
     text = describe_costs(toy_config(tmp_path), [plan], {})
     assert "fits in 7 GB" in text and "zero2 2.0 GB (too much)" in text
