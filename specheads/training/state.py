@@ -34,6 +34,9 @@ FREE_TO_CHANGE = (
 )  # fmt: skip
 
 
+_OFFLOADED = ("optimizer", "param")
+
+
 class Resumable(Protocol):
     """What has a place that is saved and restored (``loop.Batches``)."""
 
@@ -159,11 +162,25 @@ def check_settings(path: Path, state: Mapping[str, Any], cfg: TrainConfig) -> No
             raise ConfigError(
                 f"cannot resume {path}: {key} was {before.get(key)!r}, is {now.get(key)!r}"
             )
-    if state["world_size"] != dist.world_size() and not cfg.deepspeed:
+    if state["world_size"] != dist.world_size() and (why := _one_world_only(cfg)):
         raise ConfigError(
             f"{path} was written by {state['world_size']} processes, this run has "
-            f"{dist.world_size()}"
+            f"{dist.world_size()}: {why} goes on with as many as before"
         )
+
+
+def _one_world_only(cfg: TrainConfig) -> str:
+    """Return what keeps a run from going on with another number of ranks, as settings."""
+    zero = cfg.deepspeed.get("zero_optimization") or {}
+    if not cfg.deepspeed:
+        return "deepspeed=none"
+    if "float16" in (cfg.model.dtype, cfg.autocast):
+        return "float16"
+    if cfg.model.dtype == "bfloat16" and zero.get("stage", 0) in (1, 2):
+        return f"model.dtype=bfloat16 under ZeRO-{zero['stage']}"
+    if any((zero.get(f"offload_{w}") or {}).get("device", "none") != "none" for w in _OFFLOADED):
+        return "an optimizer or model that is offloaded"
+    return ""
 
 
 def _base_of(cfg: TrainConfig) -> str:

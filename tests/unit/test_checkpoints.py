@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from specheads.config import ConfigError
+from specheads.config import ConfigError, ModelConfig
 from specheads.entry import tidy_arguments
 from specheads.models.manifest import MANIFEST, write_manifest
 from specheads.training.checkpoints import (
@@ -303,6 +303,30 @@ def test_other_ranks_keep_the_global_batch(tmp_path: Path, monkeypatch: pytest.M
         again = load_rank(path) and float(torch.rand(()))
         assert again in drawn
     assert len(drawn) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"deepspeed": {}}, "deepspeed=none"),
+        ({"autocast": "float16"}, "float16"),
+        ({"model": ModelConfig(dtype="bfloat16")}, "model.dtype=bfloat16 under ZeRO-2"),
+        (
+            {"deepspeed": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}},
+            "an optimizer or model that is offloaded",
+        ),
+    ],
+)
+def test_what_cannot_change_its_ranks_says_so(
+    tmp_path: Path, changes: dict[str, object], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A conversion that nothing holds to the truth would go on with other moments, silently."""
+    settings = {"deepspeed": ZERO} | changes
+    empty(tmp_path, 1, optim__accumulation=2, **settings)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    cfg = toy_config(tmp_path, resume="auto", optim__accumulation=1, **settings)
+    with pytest.raises(ConfigError, match=f"this run has 2: {why} goes on with as many as before"):
+        ready_to_resume(cfg, print)
 
 
 @pytest.mark.parametrize(
