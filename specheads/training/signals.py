@@ -50,6 +50,7 @@ class StopSignal:
         self.name = ""
         self.at_once, self.advice = at_once, advice
         self.saved = False
+        self._raised = False  # there is no step to end then
         self._before: dict[int, Any] = {}
         self._first = (0, 0.0)  # number and time of the first signal, as the thread saw it
 
@@ -57,6 +58,7 @@ class StopSignal:
         del frame
         self.name = self.name or signal.Signals(signum).name
         if self.at_once:
+            self._raised = True
             self.at_once = False  # what cleans up is not to be interrupted by the same request
             raise StopAsked(f"stopped by {self.name}; {self.advice}")
 
@@ -71,7 +73,7 @@ class StopSignal:
         first, when = self._first
         if not first:
             self._first = (number, time.monotonic())
-            if dist.is_main() and not (self.at_once or self.saved):
+            if dist.is_main() and not (self.at_once or self.saved or self._raised):
                 self._say(f"{signal.Signals(number).name}: stopping after this step, then saving")
             return
         if time.monotonic() - when < _ONE_REQUEST_SECONDS:

@@ -78,7 +78,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     (tmp_path / "conf" / "recipe" / "toy.yaml").write_text(
         f"# @package _global_\nrecipe: {RECIPE}\nname: toy\n"
     )
-    started = []
+    started: list[Started] = []
 
     def run(run_dir: str, *settings: str, toy: str = "", ranks: int = 1) -> Started:
         launcher = ["-m", "specheads.torchrun", "--standalone", f"--nproc-per-node={ranks}"]
