@@ -122,7 +122,9 @@ def steps_of(run_dir: Path) -> list[int]:
     return [row["step"] for row in rows if "train/loss" in row]
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGUSR1, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_signal_while_loading_ends_at_once(start: Start, number: signal.Signals) -> None:
     """There is nothing to save: minutes of loading would use up what the scheduler grants."""
     run = start("run", toy="load=100")
