@@ -1,12 +1,15 @@
 """Compare losses and data for draft models of the embedded base, on equal terms: BENCHMARKS.md.
 
 Every draft model has one layer and is trained from scratch for as many tokens. ``labels`` on the
-corpus is what anyone gets who trains a small model on the same texts; the others learn the base's
-distribution (arXiv:2310.08461): on the corpus, on the base's own answers to the corpus's prompts,
-or half on what the draft itself answers. Learning rates are chosen by alpha, the mean of
-sum_x min(base, draft) at T=1, on the base's own continuations of calibration.jsonl, on shorter
-runs: for ``labels`` and for ``forward_kl``, whose rate the other distances take. The best arm
-of one seed each and ``labels`` then get two more seeds. Figures are on prompts.jsonl.
+corpus is what anyone gets who trains a small model on the prompts and their reference answers, and
+on documents who trains it as the base was pre-trained, half on whole files of the same packages.
+The others learn the base's distribution (arXiv:2310.08461): on the corpus, on the base's own
+answers to the corpus's prompts, or half on what the draft itself answers.
+
+The table has one seed of each and one learning rate, ``forward_kl``'s best on short runs. Its best
+arm and ``labels`` on either data are then compared over three seeds, each at its own best rate over
+the whole length: that is the claim. Rates are chosen by alpha, the mean of sum_x min(base, draft)
+at T=1, on the base's own continuations of calibration.jsonl; figures are on prompts.jsonl.
 
 Every run is a command of its own, and what is there already is not made again: the script can be
 stopped and started, and two can work on different ``--losses``.
@@ -15,7 +18,8 @@ stopped and started, and two can work on different ``--losses``.
     python scripts/bench_distill.py
 
 A look at what it does: --steps 2 --tuning-steps 1 --losses labels tv --data corpus --seeds 0 1
---rates 3e-3 --num-prompts 2 --max-new-tokens 8 --rows 1 --draft draft.hidden=64.
+--rates 3e-3 --tuning-rates 3e-3 --num-prompts 2 --max-new-tokens 8 --rows 1
+--draft draft.hidden=64.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ from specheads.models.draft import load_draft
 from specheads.models.manifest import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
-DATA = ("corpus", "regenerated", "on_policy")
+DATA = ("documents", "corpus", "regenerated", "on_policy")
 CALIBRATION = tinycode_dir() / "calibration.jsonl"
 CORPUS = (
     "data=pycode",
@@ -59,7 +63,6 @@ COMMON = (
     "log.wandb=disabled",
     "checkpoint.every=1000",
 )
-TUNED_BY = {"labels": "labels"}  # the others take the rate of forward_kl
 
 
 @dataclass(frozen=True)
@@ -76,12 +79,15 @@ class Arm:
 
 
 def arms(options: argparse.Namespace) -> list[Arm]:
-    """Return the arms; the labels of its own answers would teach a draft nothing."""
+    """Return the arms; the labels of its own answers would teach a draft nothing.
+
+    Documents are what labels are learned from where nobody has thought of prompts.
+    """
     return [
         Arm(loss, data)
         for loss in options.losses
         for data in options.data
-        if (loss, data) != ("labels", "on_policy")
+        if data != ("on_policy" if loss == "labels" else "documents")
     ]
 
 
@@ -103,6 +109,8 @@ def overrides(arm: Arm, options: argparse.Namespace) -> list[str]:
     data: tuple[str, ...] = CORPUS
     if arm.data == "regenerated":
         data = ("data=jsonl", f"data.path={options.answers}", f"data.eval_path={CALIBRATION}")
+    elif arm.data == "documents":
+        data = (*CORPUS, "data.documents=0.5")
     mix = ["draft.on_policy=0.5"] if arm.data == "on_policy" else []
     rows = [f"data.rows={options.rows}", "draft.layers=1"]
     return ["+recipe=distill", f"draft.loss={arm.loss}", *data, *mix, *rows, *options.draft]
@@ -177,35 +185,47 @@ def alphas(export: Path, prompts: Path, options: argparse.Namespace) -> dict[str
     return found
 
 
-def tune(loss: str, options: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
+def tune(
+    arm: Arm, rates: Sequence[str], steps: int, options: argparse.Namespace
+) -> tuple[str, list[dict[str, Any]]]:
     """Return the rate with the highest alpha at T=1 on other prompts, and what each one gave."""
-    if len(options.rates) == 1:
-        return options.rates[0], []
+    if len(rates) == 1:
+        return rates[0], []
     tried = []
-    for rate in options.rates:
-        export = trained(Arm(loss, "corpus"), options, rate, options.tuning_steps, 0)
+    for rate in rates:
+        export = trained(arm, options, rate, steps, options.seeds[0])
         alpha = alphas(export, CALIBRATION, options)["t1"]["alpha"]
-        tried.append({"rate": rate, "alpha": alpha})
-        print(f"{loss} at {rate}: alpha {alpha:.4f}", flush=True)
+        tried.append({"rate": rate, "steps": steps, "alpha": alpha})
+        print(f"{arm.name} at {rate}, {steps} steps: alpha {alpha:.4f}", flush=True)
     return max(tried, key=lambda each: each["alpha"])["rate"], tried
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the results in Markdown: alpha at T=1 (T=0), the mean of the seeds."""
+    """Return the results in Markdown: alpha at T=1, T=0."""
     data = list(dict.fromkeys(row["data"] for row in rows))
     lines = ["| loss | " + " | ".join(data) + " |", "|" + "---|" * (len(data) + 1)]
     for loss in dict.fromkeys(row["loss"] for row in rows):
-        cells = []
-        for each in data:
-            of = [row for row in rows if (row["loss"], row["data"]) == (loss, each)]
-            if not of:
-                cells.append("")
-                continue
-            at_1, at_0 = ([row[t]["alpha"] for row in of] for t in ("t1", "t0"))
-            spread = f" ({min(at_1):.3f}-{max(at_1):.3f})" if len(of) > 1 else ""
-            cells.append(f"{statistics.mean(at_1):.3f}{spread}, {statistics.mean(at_0):.3f}")
+        of = {row["data"]: row for row in rows if row["loss"] == loss}
+        cells = [
+            f"{of[each]['t1']['alpha']:.3f}, {of[each]['t0']['alpha']:.3f}" if each in of else ""
+            for each in data
+        ]
         lines.append(f"| {loss} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def claim(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a line per arm: the mean alpha of its seeds, their range, the last one's lead."""
+    alpha = {
+        name: [row["t1"]["alpha"] for row in rows if (row["loss"], row["data"]) == name]
+        for name in dict.fromkeys((row["loss"], row["data"]) for row in rows)
+    }
+    best = statistics.mean(list(alpha.values())[-1])
+    return "\n".join(
+        f"{loss} on {data}: {statistics.mean(of):.4f} ({min(of):.4f} to {max(of):.4f}) at T=1;"
+        f" the best is {best / statistics.mean(of) - 1:+.1%}"
+        for (loss, data), of in alpha.items()
+    )
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -221,12 +241,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--draft", nargs="*", default=[], help="settings of the draft model")
     parser.add_argument("--rows", type=int, default=8, help="of 512 tokens, per step")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--tuning-steps", type=int, default=100)
+    parser.add_argument("--tuning-steps", type=int, default=100, help="for the table's rate")
+    parser.add_argument("--tuning-rates", nargs="+", default=["3e-3", "6e-3", "1.2e-2"])
     parser.add_argument("--rates", nargs="+", default=["1.5e-3", "3e-3", "6e-3"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--num-prompts", type=int, default=48)
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--train-only", action="store_true", help="one seed each, no table")
+    parser.add_argument("--train-only", action="store_true", help="one seed each, and no more")
     options = parser.parse_args(argv)
     options.runs, options.answers = options.runs.resolve(), options.answers.resolve()
     if not options.out.parent.is_dir():
@@ -240,38 +261,44 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.runs.mkdir(parents=True, exist_ok=True)
     if "regenerated" in options.data and not options.train_only:
         regenerate(options)
-    tuned: dict[str, tuple[str, list[dict[str, Any]]]] = {}
     rows: list[dict[str, Any]] = []
 
-    def add(arm: Arm, seed: int) -> dict[str, Any]:
-        by = TUNED_BY.get(arm.loss, "forward_kl")
-        if by not in tuned:
-            tuned[by] = tune(by, options)
-        rate, tried = tuned[by]
+    def add(arm: Arm, rate: str, seed: int, part: str) -> dict[str, Any]:
         export = trained(arm, options, rate, options.steps, seed)
         found = alphas(export, tinycode_dir() / "prompts.jsonl", options)
-        row = {"loss": arm.loss, "data": arm.data, "seed": seed, "rate": rate, "tried": tried}
+        row = {"part": part, "loss": arm.loss, "data": arm.data, "rate": rate, "seed": seed}
         rows.append(row | found)
-        print(f"{arm.name} seed {seed}: alpha {found['t1']['alpha']:.4f}", flush=True)
+        at = f"{arm.name} at {rate}, seed {seed}"
+        print(f"{at}: alpha {found['t1']['alpha']:.4f}", flush=True)
         return rows[-1]
 
-    first, *more = options.seeds
-    firsts = [add(arm, first) for arm in arms(options)]
+    chosen = Arm("forward_kl", "corpus")
+    rate, tried = tune(chosen, options.tuning_rates, options.tuning_steps, options)
+    tuned = {"table": {"rate": rate, "tried": tried}}
+    firsts = [add(arm, rate, options.seeds[0], "table") for arm in arms(options)]
     if options.train_only:
         return
-    taught = [row for row in firsts if row["loss"] != "labels"]
-    best = max(taught, key=lambda row: float(row["t1"]["alpha"]), default=None)
-    for row in [row for row in firsts if row is best or row["loss"] == "labels"]:
-        for seed in more:
-            add(Arm(row["loss"], row["data"]), seed)
+    best = max(firsts, key=lambda row: float(row["t1"]["alpha"]) * (row["loss"] != "labels"))
+    compared = [Arm("labels", data) for data in DATA[:2]] + [Arm(best["loss"], best["data"])]
+    for arm in compared:
+        rate, tried = tune(arm, options.rates, options.steps, options)
+        tuned[arm.name] = {"rate": rate, "tried": tried}
+        for seed in options.seeds:
+            add(arm, rate, seed, "claim")
     hidden = ("runs", "out", "answers", "train_only")
     settings = {key: value for key, value in vars(options).items() if key not in hidden}
-    settings |= {"common": list(COMMON), "tokens": options.steps * options.rows * 512}
+    settings |= {"common": list(COMMON), "tokens_per_step": options.rows * 512}
     write_json(
         options.out,
-        {"environment": hardware.environment(), "settings": settings, "rows": rows},
+        {
+            "environment": hardware.environment(),
+            "settings": settings,
+            "tuned": tuned,
+            "rows": rows,
+        },
     )
-    print(table(rows))
+    print(table([row for row in rows if row["part"] == "table"]))
+    print(claim([row for row in rows if row["part"] == "claim"]))
     print(f"wrote {options.out}")
 
 

@@ -2,8 +2,9 @@
 
 Writes bench.json and prints its rows. The baselines are our own loop of one token at a time,
 transformers' generate, and prompt lookup. ``drafters=[suffix,heads+suffix]`` measures more beside
-the heads; a base model without heads is a checkpoint too. Fails (exit code 1, after writing) where
-outputs differ from plain decoding's by more than rounding explains.
+the heads, ``exports=[runs/medusa1/export]`` other heads on the same base; a base model without
+heads is a checkpoint too. Fails (exit code 1, after writing) where outputs differ from plain
+decoding's by more than rounding explains.
 """
 
 from __future__ import annotations
@@ -68,7 +69,12 @@ def run(config: BenchConfig) -> None:
 
     from specheads import dist, hardware
     from specheads.decoding.benchmark import benchmark, make_methods
-    from specheads.decoding.contenders import asked_for, other_methods
+    from specheads.decoding.contenders import (
+        asked_for,
+        load_others,
+        methods_of_others,
+        other_methods,
+    )
     from specheads.decoding.exported import acceptance_rule
     from specheads.decoding.measure import end_tokens, read_prompts
     from specheads.decoding.paired import format_pairs
@@ -118,6 +124,12 @@ def run(config: BenchConfig) -> None:
     methods += other_methods(
         subject, asked, eos=eos, max_new_tokens=config.max_new_tokens, lossy=lossy
     )
+    methods += methods_of_others(
+        load_others(subject, config.exports),
+        eos=eos,
+        max_new_tokens=config.max_new_tokens,
+        compile=config.decode.compile,
+    )
     headline = _headline(config, asked, export)
     temperatures = sorted({*config.temperatures, *ALWAYS})
     batch_sizes = sorted({1, *config.batch_sizes})
@@ -136,6 +148,7 @@ def run(config: BenchConfig) -> None:
                 "checkpoint": config.checkpoint,
                 "tree": export.tree.to_json() if export else None,
                 "drafters": [each.drafter for each in asked],
+                "exports": config.exports,
                 "num_prompts": len(prompts),
                 "prompts_sha256": digest,
                 "max_new_tokens": config.max_new_tokens,

@@ -133,6 +133,7 @@ class BenchConfig:
     seed: int = 0
     tree_nodes: list[int] = field(default_factory=list)  # other sizes beside the export's tree
     drafters: list[str] = field(default_factory=list)  # more of decode.drafter's names, a row each
+    exports: list[str] = field(default_factory=list)  # more heads on checkpoint's own base model
     decode: DecodeConfig = field(default_factory=DecodeConfig)
 
     def __post_init__(self) -> None:

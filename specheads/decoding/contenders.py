@@ -1,11 +1,12 @@
-"""What a bench measures beside trees of heads: the drafters asked for, and transformers' own."""
+"""What a bench measures beside trees of heads: other heads, drafters, and transformers' own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from specheads.config import DecodeConfig
+from specheads.config import ConfigError, DecodeConfig
 from specheads.decoding.assisted import hf_assisted_method, hf_lookup_method
 from specheads.decoding.benchmark import LOOKUP_NGRAM, LOOKUP_TOKENS
 from specheads.decoding.deciding import Acceptance
@@ -15,9 +16,12 @@ from specheads.decoding.drafting import (
     draft_model,
     drafter_names,
     model_of,
+    num_parameters,
 )
+from specheads.decoding.exported import dynamic_settings, exported_drafter
 from specheads.decoding.measure import Method, drafted_method
 from specheads.decoding.subject import Subject
+from specheads.models.checkpoint import Export, load_export
 from specheads.models.draft import vocab_size
 
 HF_TOKENS = 4  # of transformers' assistant where our own draft's length adapts itself
@@ -96,4 +100,66 @@ def other_methods(
                 drafter_name=each.name,
             )
         )
+    return methods
+
+
+def load_others(subject: Subject, paths: Sequence[str]) -> dict[str, Export]:
+    """Load exports of other heads on the subject's own base model, by short names.
+
+    Args:
+        subject: has heads of its own.
+        paths: folders; ``runs/medusa1/export`` is called ``medusa1``.
+
+    Raises:
+        ConfigError: if one has another base model, or two would have one name.
+    """
+    found: dict[str, Export] = {}
+    for path in paths:
+        folder = Path(path)
+        name = folder.resolve().parent.name if folder.name == "export" else folder.name
+        if name in found:
+            raise ConfigError(f"exports: {path} would be called {name}, as another one is")
+        if subject.export is None:
+            raise ConfigError(
+                f"exports={path} are other heads beside those of checkpoint, which has none"
+            )
+        found[name] = load_export(folder, beside=subject.export)
+    return found
+
+
+def methods_of_others(
+    others: Mapping[str, Export],
+    *,
+    eos: tuple[int, ...],
+    max_new_tokens: int,
+    compile: bool = False,
+) -> list[Method]:
+    """Return for each export its tree, called ``<name>/tree``, and that of each step, if measured.
+
+    Args:
+        others: from :func:`load_others`.
+        eos: tokens that end a text.
+        max_new_tokens: limit per prompt.
+        compile: compile the base's passes.
+    """
+    methods = []
+    for name, export in others.items():
+        kinds = {"tree": "static"} | (
+            {"tree_dynamic": "dynamic"} if dynamic_settings(export) else {}
+        )
+        for method, kind in kinds.items():
+            drafter = exported_drafter(export, DecodeConfig(tree=kind))
+            num_nodes = getattr(drafter, "num_nodes", export.tree.num_nodes)
+            methods.append(
+                drafted_method(
+                    f"{name}/{method}",
+                    export.base,
+                    drafter,
+                    eos,
+                    max_new_tokens,
+                    tree_nodes=num_nodes,
+                    extra_parameters=num_parameters(export.heads),
+                    compile=compile,
+                )
+            )
     return methods

@@ -168,6 +168,7 @@ def load_export(
     device_map: str | dict[str, Any] | None = None,
     attn: str = "auto",
     trust_remote_code: bool = False,
+    beside: Export | None = None,
 ) -> Export:
     """Load base model, heads, tokenizer and tree, and check that they belong together.
 
@@ -183,6 +184,7 @@ def load_export(
             layer is.
         attn: transformers' attention implementation; ``auto`` is sdpa where the base has it.
         trust_remote_code: run modelling code that comes with the base.
+        beside: an export that is loaded already, whose base model, of the same weights, is shared.
 
     Raises:
         ConfigError: one line with both numbers, if a file is missing, truncated or changed, the
@@ -193,6 +195,11 @@ def load_export(
     config = read_config(path)
     _check_tokenizer_files(path, config, check_manifest(path))
     tree = _load_tree(path, config)
+    if beside is not None:
+        _check_shared(path, config, beside.config)
+        heads = load_heads_file(path, config, path / _CONFIG)
+        heads = as_loaded(heads, beside.base, beside.base.dtype).requires_grad_(False)
+        return Export(beside.base, heads, beside.tokenizer, tree, config)
     info = config["base"]
     inside = _holds_base(config)
     if inside and base is not None:
@@ -368,6 +375,20 @@ def _check_digest(path: Path, config: dict[str, Any], name: str, revision: str |
         raise OtherBaseError(
             f"{path} was trained on other weights than those of {name}: digest"
             f" {config['base']['digest'][:12]} recorded, {found[:12]} found"
+        )
+
+
+def _check_shared(path: Path, config: dict[str, Any], beside: dict[str, Any]) -> None:
+    if config["base"]["tuned"] or beside["base"]["tuned"]:
+        whose = path if config["base"]["tuned"] else "the export beside it"
+        raise ConfigError(
+            f"{path} cannot share a base model: {whose} brings a tuned one of its own"
+        )
+    mine, theirs = config["base"]["digest"], beside["base"]["digest"]
+    if mine != theirs:
+        raise ConfigError(
+            f"{path} was trained on other weights: base digest {mine[:12]} recorded, the export"
+            f" beside it has {theirs[:12]}"
         )
 
 

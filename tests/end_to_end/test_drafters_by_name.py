@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,13 @@ from specheads.decoding.plain import plain_decode
 from specheads.decoding.subject import Subject, is_plain_model, load_subject
 from specheads.drafters.adaptive import StepCosts
 from specheads.generate import run as generate
-from specheads.models.base import load_base_model
+from specheads.models.base import load_base_model, load_tokenizer
+from specheads.models.checkpoint import save_export
+from specheads.models.digest import base_digest
+from specheads.models.heads import MedusaHeads
+from specheads.models.manifest import write_manifest
 from specheads.sampling import Sampler
+from specheads.tree import default_tree
 from tests.conftest import build_byte_tokenizer, build_tiny_llama
 from tests.zoo import disturbed
 
@@ -308,6 +314,46 @@ def test_bench_does_not_compare_what_was_sampled(
     assert rows["draft", 0.0]["identical"] == 2
     assert rows["draft", 1.0]["identical"] is None and rows["draft", 1.0]["compared"] == 0
     assert rows["tree", 1.0]["identical"] == 2 and result["headline"]["method"] == "draft"
+
+
+def test_other_heads_on_the_same_base_get_rows_of_their_own(
+    tiny_export: Path, tiny_model_dir: Path, prompt_file: Path, tmp_path: Path
+) -> None:
+    """Prevents heads that are compared from two processes, or that draft for another base."""
+    other = tmp_path / "worse" / "export"
+    save_export(
+        other, MedusaHeads(2, 1, 32, 272), base_name=str(tiny_model_dir),
+        base_digest=base_digest(str(tiny_model_dir)),
+        tokenizer=load_tokenizer(str(tiny_model_dir)), tree=default_tree(2, 4),
+        training={"recipe": "none", "steps": 0},
+    )  # fmt: skip
+    settings = BenchConfig(
+        checkpoint=str(tiny_export), out=str(tmp_path / "bench.json"), prompts=str(prompt_file),
+        exports=[str(other)], num_prompts=2, max_new_tokens=8, repeats=1, dtype="float32",
+        threads=1,
+    )  # fmt: skip
+    bench(settings)
+    result = json.loads((tmp_path / "bench.json").read_text())
+    rows = {row["method"]: row for row in result["rows"] if row["temperature"] == 0}
+    assert rows["worse/tree"]["tree_nodes"] == 4 and rows["worse/tree"]["identical"] == 2
+    assert 0 < rows["worse/tree"]["extra_parameters"] < rows["tree"]["extra_parameters"]
+    assert result["settings"]["exports"] == [str(other)]
+    twice = replace(settings, exports=[str(other), str(other)])
+    with pytest.raises(ConfigError, match="would be called worse, as another one is"):
+        bench(twice)
+    with pytest.raises(ConfigError, match="other heads beside those of checkpoint, which has none"):
+        bench(replace(settings, checkpoint=str(tiny_model_dir)))
+    config = json.loads((other / "config.json").read_text())
+    config["base"]["digest"] = "0" * 64
+    (other / "config.json").write_text(json.dumps(config))
+    write_manifest(other)
+    with pytest.raises(ConfigError, match="base digest 000000000000 recorded, the export beside"):
+        bench(settings)
+    config["base"]["tuned"] = True
+    (other / "config.json").write_text(json.dumps(config))
+    write_manifest(other)
+    with pytest.raises(ConfigError, match="worse/export brings a tuned one of its own"):
+        bench(settings)
 
 
 def test_a_draft_model_may_bring_heads(
