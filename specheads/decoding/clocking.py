@@ -18,7 +18,7 @@ from specheads.drafters.length import FixedLength
 from specheads.models.base import input_device, input_embedding
 
 OF_A_MODEL = {"draft", "draft_tree", "draft_heads"}  # drafters that run a draft model
-_NUM_TOKENS, _REPEATS, _PROMPT = 16, 2, 16
+_NUM_TOKENS, _REPEATS, _PROMPT = 16, 5, 16
 
 
 def step_costs(base: PreTrainedModel, draft: PreTrainedModel, max_tokens: int) -> StepCosts:
