@@ -1,5 +1,5 @@
 # Everything from a fresh clone:   make quickstart   |   make test
-# Needs Python 3.11 or newer, git, make and (for DeepSpeed only) a C++ compiler.
+# Needs Python 3.11 or newer, git, make and (for offload by DeepSpeed only) a C++ compiler.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv

@@ -43,6 +43,7 @@ from specheads.training.loop import Batches, fit
 from specheads.training.on_policy import OnPolicyBatches
 from specheads.training.plan import count_parameters, plan_stage
 from specheads.training.prepare import load_base, load_data, prompt_records
+from specheads.training.reading import read_data
 from specheads.training.schedule import param_groups
 
 
@@ -50,9 +51,12 @@ def run(cfg: TrainConfig) -> None:
     """Train a draft model, decode with it, export it as a plain Hugging Face folder."""
     torch.manual_seed(cfg.seed)
     check_draft(cfg)
+    read = read_data(cfg)
     base, output, tokenizer = load_base(cfg)
     draft = build_draft(cfg, base, tokenizer)
-    data = load_data(cfg, base, tokenizer, train_base=False, learn_all=cfg.draft.learn_prompts)
+    data = load_data(
+        cfg, base, tokenizer, train_base=False, learn_all=cfg.draft.learn_prompts, read=read
+    )
     compared = shared_vocabulary(vocab_size(base), vocab_size(draft), num_ids(tokenizer))
     lengths = [length for model in (base, draft) if (length := context_length(model))]
     records = prompt_records(cfg, data, tokenizer, min(lengths, default=None))
@@ -131,7 +135,12 @@ def run(cfg: TrainConfig) -> None:
         exported = copy.deepcopy(draft).eval()
         exported.to(torch_dtype(cfg.model.dtype))
         measured = final_draft_evaluation(
-            base, exported, tokenizer, log.dir / "prompts.jsonl", cfg.evaluate
+            base,
+            exported,
+            tokenizer,
+            log.dir / "prompts.jsonl",
+            cfg.evaluate,
+            samples=cfg.log.samples,
         )
         export = Path(cfg.run_dir) / "export"
         save_draft(
@@ -151,7 +160,7 @@ def run(cfg: TrainConfig) -> None:
                 "heldout": heldout,
                 "best": chosen_step(log.dir),
             },
-            measured=measured,
+            measured=measured.figures,
         )
         log.say(f"saved to {export}")
-        log.metrics(steps, measured)
+        log.outcome(steps, measured)

@@ -14,11 +14,11 @@ from specheads.data.chat import Encoder
 from specheads.decoding.evaluate import (
     choose_tree,
     decode_heldout,
-    final_evaluation,
     write_prompts,
 )
 from specheads.decoding.expected import describe_expected, expect
 from specheads.decoding.measure import end_tokens
+from specheads.decoding.outcome import final_evaluation
 from specheads.log import RunLog
 from specheads.models.base import context_length
 from specheads.models.checkpoint import Export, read_config, save_export
@@ -32,14 +32,16 @@ from specheads.training.loop import Batches, fit
 from specheads.training.parts import build_heads, heads_accuracy, heads_objective
 from specheads.training.plan import plan_stage
 from specheads.training.prepare import load_base, load_data, prompt_records
+from specheads.training.reading import read_data
 from specheads.training.schedule import param_groups
 
 
 def run(cfg: TrainConfig) -> None:
     """Train heads, choose their tree, export them."""
     torch.manual_seed(cfg.seed)
+    read = read_data(cfg)
     base, output, tokenizer = load_base(cfg)
-    data = load_data(cfg, base, tokenizer, train_base=False)
+    data = load_data(cfg, base, tokenizer, train_base=False, read=read)
     heads = build_heads(cfg, base, output, data)
     cache = FeatureCache(cfg, base, data.train, data.heldout) if cfg.features.dir else None
     records = prompt_records(cfg, data, tokenizer, context_length(base))
@@ -117,4 +119,7 @@ def run(cfg: TrainConfig) -> None:
             log.say("slower than plain decoding on this machine: do not speculate here")
         write_prompts(log.dir / "prompts.jsonl", records)
         loaded = Export(base, as_loaded(heads, base), tokenizer, chosen.tree, read_config(export))
-        log.metrics(steps, final_evaluation(loaded, log.dir / "prompts.jsonl", cfg.evaluate))
+        found = final_evaluation(
+            loaded, log.dir / "prompts.jsonl", cfg.evaluate, samples=cfg.log.samples
+        )
+        log.outcome(steps, found)

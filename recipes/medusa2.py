@@ -16,11 +16,11 @@ from specheads.data.chat import Encoder
 from specheads.decoding.evaluate import (
     choose_tree,
     decode_heldout,
-    final_evaluation,
     write_prompts,
 )
 from specheads.decoding.expected import describe_expected, expect
 from specheads.decoding.measure import end_tokens
+from specheads.decoding.outcome import final_evaluation
 from specheads.log import RunLog
 from specheads.models.adapters import has_adapter, merge_adapter, merges
 from specheads.models.base import context_length
@@ -34,14 +34,16 @@ from specheads.training.loop import fit
 from specheads.training.parts import build_heads, heads_accuracy, heads_objective
 from specheads.training.plan import plan_stage
 from specheads.training.prepare import load_base, load_data, prompt_records
+from specheads.training.reading import read_data
 from specheads.training.schedule import param_groups
 
 
 def run(cfg: TrainConfig) -> None:
     """Train in two stages, compare the tuned base with the original, export both parts."""
     torch.manual_seed(cfg.seed)
+    read = read_data(cfg)
     base, output, tokenizer = load_base(cfg, train_base=True)
-    data = load_data(cfg, base, tokenizer, train_base=True)
+    data = load_data(cfg, base, tokenizer, train_base=True, read=read)
     heads = build_heads(cfg, base, output, data)
     records = prompt_records(cfg, data, tokenizer, context_length(base))
     prompts = [torch.tensor([Encoder(tokenizer).prompt(r)], device=base.device) for r in records]
@@ -134,4 +136,7 @@ def run(cfg: TrainConfig) -> None:
         write_prompts(log.dir / "prompts.jsonl", records)
         base.eval()
         loaded = Export(base, as_loaded(heads, base), tokenizer, chosen.tree, read_config(export))
-        log.metrics(steps, final_evaluation(loaded, log.dir / "prompts.jsonl", cfg.evaluate))
+        found = final_evaluation(
+            loaded, log.dir / "prompts.jsonl", cfg.evaluate, samples=cfg.log.samples
+        )
+        log.outcome(steps, found)

@@ -15,11 +15,11 @@ from specheads.data.chat import Encoder
 from specheads.decoding.evaluate import (
     choose_tree,
     decode_heldout,
-    final_evaluation,
     write_prompts,
 )
 from specheads.decoding.expected import describe_expected, expect
 from specheads.decoding.measure import end_tokens
+from specheads.decoding.outcome import final_evaluation
 from specheads.log import RunLog
 from specheads.models.base import context_length
 from specheads.models.checkpoint import Export, read_config, save_export
@@ -31,6 +31,7 @@ from specheads.training.loop import fit
 from specheads.training.parts import build_mtp_heads, heads_accuracy, heads_objective
 from specheads.training.plan import plan_stage
 from specheads.training.prepare import load_data, prompt_records
+from specheads.training.reading import read_data
 from specheads.training.schedule import param_groups
 from specheads.training.scratch import new_base
 
@@ -39,8 +40,9 @@ def run(cfg: TrainConfig) -> None:
     """Build the model that model.init describes, train it with its heads, export both."""
     torch.manual_seed(cfg.seed)
     added = cfg.mtp.num_heads - 1
+    read = read_data(cfg)
     base, output, tokenizer = new_base(cfg, fewer_layers=added if cfg.mtp.parity else 0)
-    data = load_data(cfg, base, tokenizer, train_base=True, learn_all=True)
+    data = load_data(cfg, base, tokenizer, train_base=True, learn_all=True, read=read)
     heads = build_mtp_heads(cfg, base, output, start="random")
     records = prompt_records(cfg, data, tokenizer, context_length(base))
     prompts = [torch.tensor([Encoder(tokenizer).prompt(r)], device=base.device) for r in records]
@@ -115,4 +117,7 @@ def run(cfg: TrainConfig) -> None:
         write_prompts(log.dir / "prompts.jsonl", records)
         base.eval()
         loaded = Export(base, as_loaded(heads, base), tokenizer, chosen.tree, read_config(export))
-        log.metrics(steps, final_evaluation(loaded, log.dir / "prompts.jsonl", cfg.evaluate))
+        found = final_evaluation(
+            loaded, log.dir / "prompts.jsonl", cfg.evaluate, samples=cfg.log.samples
+        )
+        log.outcome(steps, found)

@@ -17,6 +17,7 @@ from specheads.training.loop import fit
 from specheads.training.output_loss import LMObjective
 from specheads.training.plan import plan_stage
 from specheads.training.prepare import load_data
+from specheads.training.reading import read_data
 from specheads.training.schedule import param_groups
 from specheads.training.scratch import new_base
 
@@ -24,8 +25,9 @@ from specheads.training.scratch import new_base
 def run(cfg: TrainConfig) -> None:
     """Build the model that model.init describes, train it, save it as a Hugging Face folder."""
     torch.manual_seed(cfg.seed)
+    read = read_data(cfg)
     base, output, tokenizer = new_base(cfg)
-    data = load_data(cfg, base, tokenizer, train_base=True, learn_all=True)
+    data = load_data(cfg, base, tokenizer, train_base=True, learn_all=True, read=read)
     objective = LMObjective(
         base,
         chunk_size=cfg.loss.chunk_size,

@@ -2,6 +2,7 @@
 
     python scripts/bench_gpu.py --shape 1b --out benchmarks/h200/bench_1b.json
     python scripts/bench_gpu.py --shape 8b --modes eager graphs --out benchmarks/h200/bench_8b.json
+    python scripts/bench_gpu.py --shape 8b --parts medusa1_8b --out benchmarks/h200/medusa1_8b.json
     python scripts/bench_gpu.py --shape tiny --device cpu --modes eager --repeats 3
 
 The floor is the time that reading every weight once takes at the bandwidth of a large copy on the
@@ -17,15 +18,22 @@ loop          what the decoding loop does with compile: torch.compile with CUDA 
 
 Every step is waited for, as in decoding. Heads are timed apart, on one hidden state. Each result is
 written as soon as it is there; compiling an 8b takes minutes per tree.
+
+The part medusa1_8b trains heads on a frozen base of 8 billion random weights with the project's own
+engines: tokens per second, MFU (floating-point operations of training/shapes.py over what the data
+sheet promises), peak memory, and what the cost model says of it. --shape tiny makes a toy of it.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
+import importlib.util
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +48,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.masking_utils import create_masks_for_generate
 
+from specheads import dist
+from specheads.config import ConfigError, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from specheads.grouped_attention import grouped_attention, grouped_attention_traced
 from specheads.hardware import environment, peak_memory
 from specheads.kv_cache import TreeCache
@@ -47,6 +57,11 @@ from specheads.models.compiled import run_compiled
 from specheads.models.forward import ModelPass
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer
+from specheads.training.capacity import Load, Spread, need
+from specheads.training.engine import open_engine
+from specheads.training.objectives import HeadsObjective
+from specheads.training.schedule import param_groups
+from specheads.training.shapes import Shape, load_of
 from specheads.tree import Tree, default_tree
 from specheads.tree_mask import tree_attention
 
@@ -82,6 +97,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
+PARTS = ("heads", "base", "medusa1_8b")
+ENGINES: dict[str, dict[str, Any]] = {  # package that it needs -> what is set for it
+    "torch": {},
+    "bitsandbytes": {"optim": OptimConfig(name="adamw8bit")},
+    "deepspeed": {"deepspeed": {"zero_optimization": {"stage": 2}}},
+}
+FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # bfloat16, dense, vendor's
 DATASHEET = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12}  # bytes per second, vendor's
 
 
@@ -354,9 +376,107 @@ def time_step(model: PreTrainedModel, mode: str, nodes: int, args: Any) -> dict[
     return row
 
 
+def training_load(shape: Shape, lm_head: str, args: Any) -> Load:
+    """Return what a rank needs for heads on a frozen base, as plain torch has it."""
+    dtype = getattr(torch, args.dtype)
+    return load_of(
+        shape,
+        "frozen",
+        tokens=args.train_rows * args.train_seq_len,
+        size=dtype.itemsize,
+        head_size=4,
+        num_heads=NUM_HEADS,
+        own_heads=lm_head == "own",
+        seq_len=args.train_seq_len,
+    )
+
+
+def time_training(engine: str, lm_head: str, device: torch.device, args: Any) -> dict[str, Any]:
+    """Train heads on a frozen random base for some steps.
+
+    Raises:
+        NotRun: if the device or a package for it is missing.
+    """
+    shape_name = "tiny" if args.shape == "tiny" else "8b"
+    if device.type != "cuda" and shape_name != "tiny":
+        raise NotRun("needs a CUDA device; --shape tiny tries it on a CPU")
+    if importlib.util.find_spec(engine) is None:
+        raise NotRun(f"{engine} is not installed here")
+    dtype = getattr(torch, args.dtype)
+    model = build(shape_name, dtype, device)
+    output = OutputLayer(model.get_output_embeddings())
+    vocab_size, hidden_size = output.weight.shape
+    with torch.device(device):
+        heads = MedusaHeads(NUM_HEADS, 1, hidden_size, vocab_size, lm_head)
+    heads.init_from_output(output.weight)
+    objective = HeadsObjective(model, heads, train_base=False, output=output)
+    cfg = TrainConfig(
+        run_dir=tempfile.gettempdir(),
+        model=ModelConfig(dtype=args.dtype),
+        data=DataConfig(rows=args.train_rows, seq_len=args.train_seq_len),
+        # DeepSpeed casts everything to the base's dtype by itself
+        autocast="bfloat16" if dtype == torch.bfloat16 and engine != "deepspeed" else "none",
+        **ENGINES[engine],
+    )
+    groups = param_groups(cfg.optim, heads=(heads, 1e-4))
+    try:
+        runner = open_engine(objective, groups, cfg)
+    except ConfigError as error:
+        raise NotRun(str(error)) from None
+    ids = torch.randint(vocab_size, (args.train_rows, args.train_seq_len), device=device)
+    batch = {
+        "input_ids": ids,
+        "labels": ids,
+        "position_ids": torch.arange(args.train_seq_len, device=device).expand_as(ids),
+        "segment_ids": torch.ones_like(ids),
+    }
+
+    def step() -> None:
+        loss, _ = runner.forward(batch)
+        runner.backward(loss, last=True)
+        runner.step(1.0)
+
+    step()  # the optimizer's state comes into being
+    peak_memory(device, reset=True)
+    times = summary(clock(step, device, args.train_steps, 1))
+    peak = peak_memory(device)
+    runner.close()
+    shape = Shape.from_config(model.config)
+    assert shape is not None
+    load = training_load(shape, lm_head, args)
+    flops = 1e3 * load.flops / times["ms"]
+    promised = [rate for name, rate in FLOPS.items() if name in environment()["device"]]
+    spread = Spread.from_config(cfg.deepspeed)
+    return {
+        "part": "medusa1_8b",
+        "shape": shape_name,
+        "engine": engine,
+        "lm_head": lm_head,
+        **times,
+        "tokens_per_second": 1e3 * ids.numel() / times["ms"],
+        "flops_per_second": flops,
+        "mfu": flops / promised[0] if promised else None,
+        "peak_memory": peak,
+        # the cost model's widths are those of plain torch
+        "predicted_memory": need(load, spread, 1).training if engine == "torch" else None,
+    }
+
+
+def describe_training(row: dict[str, Any]) -> str:
+    """Return a line about a training row."""
+    mfu = "unknown" if row["mfu"] is None else f"{100 * row['mfu']:.1f}%"
+    told = row["predicted_memory"]
+    predicted = f", predicted {told / 1e9:.2f}" if told else ""
+    return (
+        f"{row['ms']:.1f} ms a step ({row['ms_p10']:.1f} to {row['ms_p90']:.1f}),"
+        f" {row['tokens_per_second']:,.0f} tokens/s, MFU {mfu},"
+        f" peak {row['peak_memory'] / 1e9:.2f} GB{predicted}"
+    )
+
+
 def compare(report: dict[str, Any]) -> None:
     """Add to every row its ratio to the floor and to the plain step of the same mode."""
-    done = [row for row in report["rows"] if "ms" in row]
+    done = [row for row in report["rows"] if "ms" in row and row["part"] != "medusa1_8b"]
     plain = {row["mode"]: row["ms"] for row in done if row.get("nodes") == 1}
     heads = {(row["lm_head"], row["mode"]): row["ms"] for row in done if row["part"] == "heads"}
     for row in done:
@@ -376,34 +496,44 @@ def compare(report: dict[str, Any]) -> None:
 
 def table(report: dict[str, Any]) -> str:
     """Lay the rows out as text."""
-    bandwidth = report["bandwidth"]["copied"] / 1e12
     lines = [
         f"{report['settings']['shape']}, {report['settings']['dtype']}, context"
-        f" {report['settings']['context']}, {report['environment']['device']}: weights"
-        f" {report['weight_bytes'] / 1e9:.2f} GB, cache {report['cache_bytes'] / 1e9:.3f} GB,"
-        f" copy {bandwidth:.2f} TB/s",
-        f"{'what':24}{'ms':>9}{'p10':>9}{'p90':>9}{'floor':>9}{'x floor':>9}{'x plain':>9}"
-        "  and with heads",
+        f" {report['settings']['context']}, {report['environment']['device']}"
     ]
-    for row in report["rows"]:
-        name = (
-            f"{row['mode']}, {row['nodes']} nodes"
-            if row["part"] == "base"
-            else (f"heads, {row['lm_head']}, {row['mode']}")
+    if "bandwidth" in report:
+        bandwidth = report["bandwidth"]["copied"] / 1e12
+        lines[0] += (
+            f": weights {report['weight_bytes'] / 1e9:.2f} GB, cache"
+            f" {report['cache_bytes'] / 1e9:.3f} GB, copy {bandwidth:.2f} TB/s"
         )
-        if "ms" not in row:
-            lines.append(f"{name:24}{row['status']}: {row['detail']}")
-            continue
-        cells = (row["ms"], row["ms_p10"], row["ms_p90"], row["floor_ms"], row["vs_floor"])
-        shown = "".join(f"{cell:9.3f}" for cell in cells)
-        ratio = format(row["vs_plain"], "9.3f") if "vs_plain" in row else ""
-        with_heads = [
-            f"  {lm_head} {value:.3f}"
-            for lm_head, value in row.get("with_heads_vs_plain", {}).items()
-        ]
-        skipped = f"  {row['graphs_skipped']} without graphs" if row.get("graphs_skipped") else ""
-        lines.append(f"{name:24}{shown}{ratio}{''.join(with_heads)}{skipped}")
-    return "\n".join(lines)
+        lines.append(
+            f"{'what':24}{'ms':>9}{'p10':>9}{'p90':>9}{'floor':>9}{'x floor':>9}{'x plain':>9}"
+            "  and with heads"
+        )
+    return "\n".join([*lines, *map(line_of, report["rows"])])
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """Return a row as text."""
+    name = {
+        "base": "{mode}, {nodes} nodes",
+        "heads": "heads, {lm_head}, {mode}",
+        "medusa1_8b": "medusa1, {lm_head}, {engine}",
+    }[row["part"]].format(**row)
+    if row["part"] == "medusa1_8b":
+        name = f"{name:32}"
+    if "ms" not in row:
+        return f"{name:24}{row['status']}: {row['detail']}"
+    if row["part"] == "medusa1_8b":
+        return f"{name:24}{describe_training(row)}"
+    cells = (row["ms"], row["ms_p10"], row["ms_p90"], row["floor_ms"], row["vs_floor"])
+    shown = "".join(f"{cell:9.3f}" for cell in cells)
+    ratio = format(row["vs_plain"], "9.3f") if "vs_plain" in row else ""
+    with_heads = [
+        f"  {lm_head} {value:.3f}" for lm_head, value in row.get("with_heads_vs_plain", {}).items()
+    ]
+    skipped = f"  {row['graphs_skipped']} without graphs" if row.get("graphs_skipped") else ""
+    return f"{name:24}{shown}{ratio}{''.join(with_heads)}{skipped}"
 
 
 def attempt(report: dict[str, Any], about: dict[str, Any], run: Callable[[], Any]) -> None:
@@ -427,6 +557,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--shape", choices=SHAPES, default="1b")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["heads", "base"])
+    parser.add_argument("--train-rows", type=int, default=4, help="medusa1_8b: rows of a step")
+    parser.add_argument("--train-seq-len", type=int, default=2048, help="medusa1_8b: of a row")
+    parser.add_argument("--train-steps", type=int, default=10, help="medusa1_8b: timed steps")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--nodes", nargs="+", type=int, default=[1, 16, 32, 64])
     parser.add_argument("--context", type=int, default=1024, help="tokens in the cache")
@@ -437,18 +571,11 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.error(f"--device {device}: torch {torch.__version__} sees no CUDA device")
-    if device.type == "cpu" and args.shape != "tiny":
+    decoding = {"heads", "base"} & set(args.parts)
+    if device.type == "cpu" and args.shape != "tiny" and decoding:
         parser.error(f"--shape {args.shape} is for a GPU; --shape tiny tries the program on a CPU")
-    model = build(args.shape, getattr(torch, args.dtype), device)
     settings = {key: value for key, value in vars(args).items() if key != "out"}
-    report: dict[str, Any] = {
-        "environment": environment(),
-        "settings": settings,
-        "bandwidth": measure_bandwidth(device, max(3, args.repeats // 2)),
-        "weight_bytes": weight_bytes(model),
-        "cache_bytes": cache_bytes(model, args.context),
-        "rows": [],
-    }
+    report: dict[str, Any] = {"environment": environment(), "settings": settings, "rows": []}
 
     def save() -> None:
         compare(report)
@@ -456,18 +583,42 @@ def main(arguments: list[str] | None = None) -> int:
             args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
-    for lm_head in ("shared", "own"):
+    if decoding:
+        bench_decoding(report, device, args, save)
+        gc.collect()
+    if "medusa1_8b" in args.parts:
+        for engine in ENGINES:
+            for lm_head in ("own", "shared"):
+                about = {"part": "medusa1_8b", "engine": engine, "lm_head": lm_head}
+                attempt(report, about, lambda: time_training(engine, lm_head, device, args))  # noqa: B023
+                gc.collect()
+                save()
+                print(table(report).splitlines()[-1], flush=True)
+    print(table(report))
+    dist.shutdown()
+    return 1 if any(row.get("status") == "failed" for row in report["rows"]) else 0
+
+
+def bench_decoding(
+    report: dict[str, Any], device: torch.device, args: Any, save: Callable[[], None]
+) -> None:
+    """Add the rows of heads and of verify steps."""
+    model = build(args.shape, getattr(torch, args.dtype), device)
+    report |= {
+        "bandwidth": measure_bandwidth(device, max(3, args.repeats // 2)),
+        "weight_bytes": weight_bytes(model),
+        "cache_bytes": cache_bytes(model, args.context),
+    }
+    for lm_head in ("shared", "own") if "heads" in args.parts else ():
         about = {"part": "heads", "lm_head": lm_head, "mode": "eager"}
         attempt(report, about, lambda: time_heads(model, lm_head, args.repeats, args.warmup))  # noqa: B023
         save()
-    for mode in args.modes:
+    for mode in args.modes if "base" in args.parts else ():
         for nodes in args.nodes:
             about = {"part": "base", "mode": mode, "nodes": nodes}
             attempt(report, about, lambda: time_step(model, mode, nodes, args))  # noqa: B023
             save()
             print(table(report).splitlines()[-1], flush=True)
-    print(table(report))
-    return 1 if any(row.get("status") == "failed" for row in report["rows"]) else 0
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ import os
 import socket
 from typing import TYPE_CHECKING
 
+from specheads.config import ConfigError
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -36,12 +38,21 @@ def is_main() -> bool:
 
 
 def device() -> torch.device:
-    """Return the device of this rank: its GPU where there is one, else the CPU."""
+    """Return the device of this rank: its GPU where there is one, else the CPU.
+
+    Raises:
+        ConfigError: if more processes were started on this machine than it has GPUs.
+    """
     import torch
 
-    if torch.cuda.is_available():
-        return torch.device("cuda", local_rank())
-    return torch.device("cpu")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank() >= (count := torch.cuda.device_count()):
+        raise ConfigError(
+            f"LOCAL_RANK is {local_rank()}, but this process sees {count} GPUs: start as many "
+            "processes per machine as it has GPUs"
+        )
+    return torch.device("cuda", local_rank())
 
 
 def set_defaults() -> None:
@@ -71,6 +82,25 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     total = values.detach().clone()
     group.all_reduce(total)
     return total
+
+
+def gather_texts(text: str) -> list[str]:
+    """Return the ``text`` of every rank, in their order; every rank must call it."""
+    import torch
+    import torch.distributed as group
+
+    if not _group_exists() or world_size() == 1:
+        return [text]
+    data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8).to(device())
+    lengths = torch.zeros(world_size(), dtype=torch.long, device=data.device)
+    lengths[rank()] = len(data)
+    group.all_reduce(lengths)
+    padded = torch.zeros(int(lengths.max()), dtype=torch.uint8, device=data.device)
+    padded[: len(data)] = data
+    gathered = [torch.empty_like(padded) for _ in range(world_size())]
+    group.all_gather(gathered, padded)
+    found = zip(gathered, lengths.tolist(), strict=True)
+    return [bytes(part[:n].tolist()).decode().strip("\0") for part, n in found]
 
 
 def barrier() -> None:

@@ -10,7 +10,6 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import NoReturn, TypeVar
 
 import hydra
@@ -18,6 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from specheads import dist
 from specheads.assets import conf_dir
 from specheads.config import (
     ConfigError,
@@ -27,6 +27,8 @@ from specheads.config import (
     register_schemas,
     to_config,
 )
+from specheads.launch import take_local_rank
+from specheads.redact import redact
 
 T = TypeVar("T")
 
@@ -35,7 +37,7 @@ EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 75
 
 def stop(message: str, code: int) -> NoReturn:
     """Print ``message`` as one line on stderr and leave with ``code``."""
-    print(f"specheads: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    print(f"specheads: {redact(' '.join(message.split()))}", file=sys.stderr, flush=True)
     raise SystemExit(code)
 
 
@@ -52,6 +54,8 @@ def tidy_arguments(argv: list[str]) -> list[str]:
         key, _, value = arg.partition("=")
         if key.startswith("data.columns"):
             return f"++{arg}"
+        if key == "resume.trust":  # resume itself is a word, which has no keys below it
+            return f"resume_trust={value}"
         if key != "model" or "/" not in value:
             return arg
         plain = re.fullmatch(r"[\w./:@~+,-]+", value)  # anything else must be quoted for Hydra
@@ -59,12 +63,6 @@ def tidy_arguments(argv: list[str]) -> list[str]:
 
     flags = [arg for arg in argv if arg in ("-m", "--multirun")]
     return flags + [rewrite(arg) for arg in argv if arg not in flags]
-
-
-def raise_on_sigterm(signum: int, frame: FrameType | None) -> None:
-    """Treat SIGTERM like Ctrl-C while nothing better is installed."""
-    del signum, frame
-    raise KeyboardInterrupt
 
 
 def hydra_main(name: str, schema: type[T], task: Callable[[T], None]) -> None:
@@ -75,8 +73,11 @@ def hydra_main(name: str, schema: type[T], task: Callable[[T], None]) -> None:
         schema: the dataclass the composed config is checked against.
         task: gets the checked config.
     """
+    started = False
 
     def checked(cfg: DictConfig) -> None:
+        nonlocal started
+        started = True
         try:
             task(to_config(cfg, schema))
         except ConfigError as error:
@@ -86,22 +87,31 @@ def hydra_main(name: str, schema: type[T], task: Callable[[T], None]) -> None:
         except RunError as error:
             if wants_traceback:
                 raise
+            if error.on_every_rank and not dist.is_main():
+                raise SystemExit(EXIT_FAILED) from None
             stop(str(error), EXIT_FAILED)
         except InterruptedRunError as error:
+            if not dist.is_main():  # all ranks stop alike
+                raise SystemExit(EXIT_INTERRUPTED) from None
             stop(str(error), EXIT_INTERRUPTED)
-        except KeyboardInterrupt:
-            stop("interrupted", EXIT_INTERRUPTED)
+        except KeyboardInterrupt as error:
+            stop(str(error) or "interrupted", EXIT_INTERRUPTED)
 
     register_schemas()
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors reach us instead of printing many lines
-    sys.argv[1:] = tidy_arguments(sys.argv[1:])
+    sys.argv[1:] = tidy_arguments(take_local_rank(sys.argv[1:]))
     try:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=name)(checked)()
     except (HydraException, OmegaConfBaseException) as error:
         if wants_traceback:
             raise
         stop(explain(error), EXIT_USAGE)
+    except OSError as error:
+        if started or wants_traceback:
+            raise
+        reason = error.strerror or error  # Hydra makes the folder before the task can look at it
+        stop(f"run directory {error.filename} cannot be made: {reason}", EXIT_USAGE)
     finally:
         if not wants_traceback:
             os.environ.pop("HYDRA_FULL_ERROR", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import shutil
@@ -28,7 +29,7 @@ def flush_folder(folder: Path) -> None:
     flush_file(folder)
 
 
-def _no_room(error: BaseException) -> bool:
+def no_room(error: BaseException) -> bool:
     """Return whether ``error`` says that the disk (or the quota, or the file size) is used up."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return True
@@ -41,16 +42,28 @@ def aside(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
 
 
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two folders swap their names at once; False where the system cannot."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)  # Linux
+    if rename is None:
+        return False
+    at_cwd, swap = -100, 2
+    return bool(rename(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), swap) == 0)
+
+
 def publish(path: Path) -> None:
     """Flush the folder written aside and put it in the place of ``path``."""
     fresh, old = aside(path), path.with_name(f".{path.name}.old")
     flush_folder(fresh)
     shutil.rmtree(old, ignore_errors=True)
-    if path.exists():
+    if not path.exists():
+        fresh.rename(path)
+    elif not _exchange(fresh, path):  # killed between these two, there would be neither
         path.rename(old)
-    fresh.rename(path)
+        fresh.rename(path)
     flush_file(path.parent)
     shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(fresh, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -67,7 +80,7 @@ def writing(path: Path) -> Iterator[Path]:
         yield aside(path)
     except BaseException as error:
         shutil.rmtree(aside(path), ignore_errors=True)
-        if _no_room(error):
+        if no_room(error):
             raise RunError(
                 f"no room to write {path} (disk full?); what was saved before is untouched"
             ) from error
@@ -109,6 +122,6 @@ def whole_file(path: Path) -> Iterator[Path]:
         flush_file(path.parent)
     except BaseException as error:
         fresh.unlink(missing_ok=True)
-        if _no_room(error):
+        if no_room(error):
             raise RunError(f"no room to write {path} (disk full?)") from error
         raise

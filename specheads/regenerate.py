@@ -8,7 +8,6 @@ the same command continues it, and ``train data=jsonl data.path=<output>`` reads
 from __future__ import annotations
 
 import hashlib
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from specheads import __version__
 from specheads.config import ConfigError, InterruptedRunError, RegenerateConfig
-from specheads.entry import hydra_main, raise_on_sigterm
+from specheads.entry import hydra_main
 from specheads.generate import take_literal
+from specheads.training.signals import StopSignal
 
 if TYPE_CHECKING:
     from specheads.data.answers import AnswerFile
@@ -227,10 +227,10 @@ def main() -> None:
     sys.argv[1:], model = take_literal(sys.argv[1:], "model")
 
     def task(config: RegenerateConfig) -> None:
-        signal.signal(signal.SIGTERM, raise_on_sigterm)
         run(config if model is None else replace(config, model=model))
 
-    hydra_main("regenerate", RegenerateConfig, task)
+    with StopSignal(at_once=True, advice="the same command goes on"):
+        hydra_main("regenerate", RegenerateConfig, task)
 
 
 if __name__ == "__main__":

@@ -7,21 +7,24 @@ before the settings are known to be right.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
-import signal
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
-from specheads import dist
+from specheads import dist, heartbeat
 from specheads.assets import conf_dir, recipes_dir
-from specheads.config import ConfigError, TrainConfig
-from specheads.entry import hydra_main, raise_on_sigterm
-from specheads.log import check_run_dir
+from specheads.config import ConfigError, InterruptedRunError, RunError, TrainConfig
+from specheads.entry import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, hydra_main, stop
+from specheads.launch import read_launcher
+from specheads.run_dir import check_run_dir
+from specheads.training.signals import StopSignal
 
 Recipe = Callable[[TrainConfig], None]
 
@@ -60,12 +63,19 @@ def keep_freed_memory() -> None:
         mallopt(trim_threshold, -1)
 
 
+def say(line: str) -> None:
+    """Print one line, on rank 0."""
+    if dist.is_main():
+        print(f"specheads: {line}", flush=True)
+
+
 def train(cfg: TrainConfig) -> None:
     """Run the recipe that ``cfg`` names.
 
     Raises:
         ConfigError: if the settings ask for something that cannot be.
     """
+    read_launcher()
     if dist.world_size() > 1 and HydraConfig.get().mode is RunMode.MULTIRUN:
         raise ConfigError("a sweep (-m) runs in one process; start one torchrun per setting")
     if dist.world_size() > 1 and not cfg.deepspeed:
@@ -78,19 +88,73 @@ def train(cfg: TrainConfig) -> None:
         raise ConfigError(f"choose a recipe: +recipe={'|'.join(names)}")
     run = load_recipe(cfg.recipe)
     check_run_dir(Path(cfg.run_dir), cfg.resume)
+    if cfg.resume:
+        from specheads.training.checkpoints import ready_to_resume
+
+        cfg = ready_to_resume(cfg, say)
     keep_freed_memory()
     if not sys.stderr.isatty():
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-    signal.signal(signal.SIGTERM, raise_on_sigterm)
-    run(cfg)
+    with _together():
+        run(cfg)
+
+
+@contextlib.contextmanager
+def _together() -> Iterator[None]:
+    """Leave together with the other ranks, or tell them that this one cannot go on.
+
+    Raises:
+        RunError: if another rank is gone.
+    """
+    try:
+        yield
+        heartbeat.wait_for_main()
+    except InterruptedRunError:
+        if not heartbeat.gone():
+            _leave()
+        raise
+    except RunError as error:
+        if error.on_every_rank:
+            _leave()
+        heartbeat.announce(str(error), EXIT_FAILED)
+        raise
+    except ConfigError as error:
+        heartbeat.announce(str(error), EXIT_USAGE)
+        raise
+    except KeyboardInterrupt as asked:
+        heartbeat.announce(str(asked), EXIT_INTERRUPTED)
+        raise
+    except RuntimeError as error:
+        if dist.world_size() > 1 and heartbeat.is_collective(error):
+            raise heartbeat.explain(error) from error
+        heartbeat.announce(f"{type(error).__name__}: {error}", EXIT_FAILED)
+        raise
+    except BaseException as error:
+        heartbeat.announce(f"{type(error).__name__}: {error}", EXIT_FAILED)
+        raise
+    _leave()
+
+
+def _leave() -> None:
+    heartbeat.stop()
     dist.shutdown()
 
 
 def main() -> None:
     """Compose, check, train."""
-    hydra_main("train", TrainConfig, train)
+    with StopSignal(at_once=True):
+        try:
+            hydra_main("train", TrainConfig, train)
+        except KeyboardInterrupt as asked:
+            stop(str(asked) or "interrupted", EXIT_INTERRUPTED)
+        except SystemExit as stopped:
+            if stopped.code and dist.world_size() > 1:
+                sys.stdout.flush()
+                # the interpreter's own end waits for ranks that are gone, or aborts over them
+                os._exit(int(stopped.code))
+            raise
 
 
 if __name__ == "__main__":

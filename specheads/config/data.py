@@ -25,7 +25,10 @@ class DataConfig:
     split: str = "train"  # hub: the split to train on
     eval_split: str | None = None  # hub: the split to hold out; None holds out eval_fraction
     revision: str | None = None  # hub: branch, tag or commit
-    streaming: bool = False  # hub: read max_records records without downloading the rest
+    # jsonl, parquet, hub: read while training, without holding (or downloading) all records
+    streaming: bool = False
+    shuffle_buffer: int = 10_000  # streaming: rows that are shuffled together, and held in memory
+    max_row_bytes: int = 16 << 20  # a larger row is a bad one, and is never parsed
     # names of the file's columns where they are not ours, e.g. {prompt: instruction}
     columns: dict[str, str] = field(default_factory=dict)
     # mixture: [{source: jsonl, path: a.jsonl, weight: 0.7}, ...]; weight is the share of records
@@ -50,6 +53,14 @@ class DataConfig:
         )
         check(0 < self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "in (0, 1)")
         check(0 <= self.documents <= 1, "data.documents", self.documents, "in [0, 1]")
+        for key in ("shuffle_buffer", "max_row_bytes"):
+            check(getattr(self, key) >= 1, f"data.{key}", getattr(self, key), "at least 1")
+        check(
+            not self.streaming or self.source in ("jsonl", "parquet", "hub"),
+            "data.streaming",
+            self.streaming,
+            f"false with data.source={self.source}, which is held in memory",
+        )
         check(self.seq_len >= 2, "data.seq_len", self.seq_len, "at least 2")
         check(self.rows >= 1, "data.rows", self.rows, "at least 1")
         stages = [*self.growth, [self.seq_len, 1.0]]
@@ -90,13 +101,14 @@ class DataConfig:
 
 
 # what shapes rows is the whole mixture's
-_NOT_OF_A_PART = {"mixture", "seq_len", "growth", "rows"}
+_NOT_OF_A_PART = {"mixture", "seq_len", "growth", "rows", "shuffle_buffer"}
 
 
 def mixture_parts(data: DataConfig) -> list[tuple[DataConfig, float | None]]:
     """Return the settings and the weight of each part of a mixture; no weights: all of every part.
 
-    ``eval_fraction`` and ``max_bad_fraction`` are the mixture's where a part does not say them.
+    ``eval_fraction``, ``max_bad_fraction`` and ``max_row_bytes`` are the mixture's where a part
+    does not say them.
 
     Raises:
         ConfigError: if a part has an unknown key or a wrong value; names the part.
@@ -106,7 +118,7 @@ def mixture_parts(data: DataConfig) -> list[tuple[DataConfig, float | None]]:
     for number, entry in enumerate(data.mixture):
         place = f"data.mixture[{number}]"
         check(isinstance(entry, dict), place, entry, "{source: ..., path: ..., weight: ...}")
-        inherited = ("eval_fraction", "max_bad_fraction")
+        inherited = ("eval_fraction", "max_bad_fraction", "max_row_bytes")
         values: dict[str, Any] = {key: getattr(data, key) for key in inherited}
         values |= {str(key): value for key, value in entry.items()}
         weight = values.pop("weight", None)

@@ -12,7 +12,13 @@ class ConfigError(ValueError):
 
 
 class RunError(RuntimeError):
-    """A run that cannot go on (NaN loss, full disk); one line at the entry point, exit code 1."""
+    """A run that cannot go on (NaN loss, full disk); one line at the entry point, exit code 1.
+
+    Attributes:
+        on_every_rank: whether all processes raise it alike, so that one of them says it.
+    """
+
+    on_every_rank = False
 
 
 class InterruptedRunError(RuntimeError):

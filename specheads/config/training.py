@@ -204,6 +204,9 @@ class OptimConfig:
     decay_fraction: float = 0.3  # wsd: the last part of the run that decays
     grad_clip: float = 1.0
     accumulation: int = 1  # micro-batches per optimizer step
+    # steps of the whole run that may be left out for a loss or gradient that is not finite; the
+    # next one stops the run
+    skip_nonfinite: int = 0
 
     def __post_init__(self) -> None:
         one_of("optim.name", self.name, "adamw", "adamw8bit", "muon")
@@ -217,6 +220,7 @@ class OptimConfig:
         )
         check(self.grad_clip > 0, "optim.grad_clip", self.grad_clip, "positive")
         check(self.accumulation >= 1, "optim.accumulation", self.accumulation, "at least 1")
+        check(self.skip_nonfinite >= 0, "optim.skip_nonfinite", self.skip_nonfinite, "at least 0")
 
 
 @dataclass
@@ -263,9 +267,14 @@ class LogConfig:
     every: int = 10
     wandb: str = "auto"  # auto (online with a key, else offline), online, offline, disabled
     project: str = "specheads"
+    samples: int = 4  # decoded texts at the end: samples.jsonl, and a table on wandb
+    # sent to wandb: none, export (at the end), or checkpoints (each of them, and the export)
+    artifacts: str = "none"
 
     def __post_init__(self) -> None:
         check(self.every >= 1, "log.every", self.every, "at least 1")
+        check(self.samples >= 0, "log.samples", self.samples, "at least 0")
+        one_of("log.artifacts", self.artifacts, "none", "export", "checkpoints")
         one_of("log.wandb", self.wandb, "auto", "online", "offline", "disabled")
 
 
@@ -274,7 +283,9 @@ class CheckpointConfig:
     """Resumable state under checkpoints/step-*/."""
 
     every: int = 0  # optimizer steps; 0: only when the run stops
-    keep: int = 2
+    keep: int = 2  # the newest ones
+    # save one at every evaluation that is the best so far, and keep it until a better one
+    keep_best: bool = False
 
     def __post_init__(self) -> None:
         check(self.every >= 0, "checkpoint.every", self.every, "at least 0")
@@ -292,9 +303,15 @@ class TrainConfig:
     steps: int = 300  # optimizer steps of the whole recipe
     max_steps: int = 0  # stop after this many steps, resumably; 0: run all
     warmup_heads: float = 0.2  # medusa2: share of the steps that train the heads alone
-    autocast: str = "none"  # none, bfloat16 (fp32 weights, bf16 matrix products)
+    # none, bfloat16 (fp32 weights, bf16 matrix products), float16 (DeepSpeed's: 16-bit weights with
+    # fp32 masters, and a loss scale that finds itself)
+    autocast: str = "none"
     resume: str = ""  # "auto": newest checkpoint of this run; or the path of one
+    # resume.trust=true: load DeepSpeed's state, which is pickle, from another run's directory too
+    resume_trust: bool = False
     dry_run: bool = False  # check everything, print the plan, train nothing
+    # seconds after which a process that no longer answers stops all others
+    dist_timeout: float = 600.0
     # models trained from scratch: byte (no vocabulary to learn), bpe (learned from the training
     # data), a folder or hub name (that model's); empty: the one of model.name
     tokenizer: str = ""
@@ -317,8 +334,15 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check(self.steps >= 1, "steps", self.steps, "at least 1")
         check(self.max_steps >= 0, "max_steps", self.max_steps, "at least 0")
+        check(self.dist_timeout >= 1, "dist_timeout", self.dist_timeout, "at least 1")
         check(0 <= self.warmup_heads < 1, "warmup_heads", self.warmup_heads, "in [0, 1)")
-        one_of("autocast", self.autocast, "none", "bfloat16")
+        one_of("autocast", self.autocast, "none", "bfloat16", "float16")
+        check(
+            self.autocast != "float16" or (bool(self.deepspeed) and self.model.dtype != "bfloat16"),
+            "autocast",
+            self.autocast,
+            "bfloat16 or none with deepspeed=none, which scales no loss, or model.dtype=bfloat16",
+        )
         check(self.tokenizer_size > 272, "tokenizer_size", self.tokenizer_size, "more than 272")
         check(
             self.loss.base == "labels" or self.adapter.kind == "lora",
@@ -327,6 +351,13 @@ class TrainConfig:
             "adapter=lora beside it: the original is the same weights with the adapter off",
         )
         zero = self.deepspeed.get("zero_optimization") or {}
+        half = bool(self.deepspeed) and "float16" in (self.autocast, self.model.dtype)
+        check(  # its stage 0 divides gradients by a loss scale that no loss was multiplied by
+            not half or zero.get("stage", 0) > 0,
+            "deepspeed",
+            "zero0",
+            "zero1, zero2 or zero3 with autocast=float16 or model.dtype=float16",
+        )
         check(
             not self.evaluate.every or zero.get("stage") != 3,
             "evaluate.every",

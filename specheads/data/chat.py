@@ -5,9 +5,8 @@ Which tokens of a record are learned: :mod:`specheads.data.encoder`.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -19,6 +18,7 @@ from specheads.data.stored import tokenizer_digest
 from specheads.losses import IGNORE
 
 __all__ = [
+    "Documents",
     "Encoded",
     "EncodedRecords",
     "Encoder",
@@ -29,6 +29,12 @@ __all__ = [
     "pad_token_id",
     "tokenizer_digest",
 ]
+
+
+_COUNTS = (
+    "records", "documents", "tokens", "learned", "too_long", "unlabelled", "split", "retokenized",
+    "refused",
+)  # fmt: skip
 
 
 class NothingLearnedError(ConfigError):
@@ -87,6 +93,89 @@ def encode_prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> list[in
     return Encoder(tokenizer).prompt(record)
 
 
+class Documents:
+    """Turns records into documents that fit a row, and counts what becomes of them.
+
+    Texts longer than a row become several documents; an answer longer than a row is dropped, since
+    its end would never be seen.
+
+    Args:
+        tokenizer: of the base model.
+        seq_len: tokens per packed row.
+        context: the longest sequence that the base model takes, if it says so.
+        learn_all: learn prompts too, as pre-training does.
+
+    Attributes:
+        counts: so far; the keys are those of :class:`EncodedRecords`.
+
+    Raises:
+        ConfigError: if ``seq_len`` exceeds ``context``, or the tokenizer has no eos.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        seq_len: int,
+        context: int | None = None,
+        learn_all: bool = False,
+    ) -> None:
+        if context is not None and seq_len > context:
+            raise ConfigError(
+                f"data.seq_len is {seq_len}, longer than the base model's context of {context}"
+            )
+        self.encoder, self.seq_len, self.learn_all = Encoder(tokenizer), seq_len, learn_all
+        self.counts = dict.fromkeys(_COUNTS, 0)
+
+    def of(self, record: Record) -> list[Encoded]:
+        """Return the documents of one record, none if it is longer than a row.
+
+        Raises:
+            RecordError: if it cannot be encoded, or holds nothing to learn; it is counted.
+        """
+        counts = self.counts
+        counts["records"] += 1
+        try:
+            encoded = self.encoder(record)
+        except RecordError:
+            counts["refused"] += 1
+            raise
+        counts["retokenized"] += "tokens" in record and not self.encoder.is_stored(record)
+        if reason := self._without_lesson(record, encoded):
+            counts["unlabelled"] += 1
+            raise RecordError(f"record {record['id']}", reason)
+        if len(encoded.input_ids) <= self.seq_len:
+            found = [encoded]
+        elif "text" in record:
+            counts["split"] += 1
+            found = _pieces(encoded, self.seq_len)
+        else:
+            counts["too_long"] += 1
+            return []
+        if self.learn_all:
+            found = [replace(document, labels=document.input_ids) for document in found]
+        counts["documents"] += len(found)
+        counts["tokens"] += sum(len(d.input_ids) for d in found)
+        counts["learned"] += sum(int((d.labels != IGNORE).sum()) for d in found)
+        return found
+
+    def _without_lesson(self, record: Record, encoded: Encoded) -> str:
+        if not _has_labels(encoded):
+            return "with nothing to learn"
+        # tokens that only open and close an empty answer teach to say nothing
+        if not _says_something(record) and self.encoder.is_special(encoded):
+            return "with empty answers"
+        return ""
+
+
+def _says_something(record: Record) -> bool:
+    if "messages" in record:
+        answers = [m["content"] for m in record["messages"] if m["role"] == "assistant"]
+    else:
+        answers = [record["completion"] if "completion" in record else record["text"]]
+    return any(answer.strip() for answer in answers)
+
+
 def encode_records(
     records: Sequence[Record],
     tokenizer: PreTrainedTokenizerBase,
@@ -96,6 +185,7 @@ def encode_records(
     progress: Progress | None = None,
     max_bad_fraction: float = 0.0,
     dropped: Dropped | None = None,
+    learn_all: bool = False,
 ) -> EncodedRecords:
     """Encode a data set for rows of ``seq_len`` tokens.
 
@@ -108,59 +198,40 @@ def encode_records(
         seq_len: tokens per packed row.
         context: the longest sequence that the base model takes, if it says so.
         progress: called now and then with what, done and total.
-        max_bad_fraction: share of the records that the tokenizer or its template may refuse; with
-            0 the first of them is raised.
-        dropped: is told of refused records.
+        max_bad_fraction: share of the records that the tokenizer or its template may refuse, or
+            that have nothing to learn; with 0 the first that is refused is raised.
+        dropped: is told of them.
+        learn_all: learn prompts too, as pre-training does.
 
     Raises:
         ConfigError: if ``seq_len`` exceeds ``context``, there are no records, or too many of them
             are refused.
         NothingLearnedError: if no record is left.
     """
-    if context is not None and seq_len > context:
-        raise ConfigError(
-            f"data.seq_len is {seq_len}, longer than the base model's context of {context}"
-        )
     if not records:
         raise ConfigError("the data set is empty")
-    encoder = Encoder(tokenizer)
+    making = Documents(tokenizer, seq_len=seq_len, context=context, learn_all=learn_all)
     documents: list[Encoded] = []
-    counts: Counter[str] = Counter(
-        records=len(records), too_long=0, unlabelled=0, split=0, retokenized=0, refused=0
-    )
     errors: list[RecordError] = []
     for number, record in enumerate(records):
         if progress and number % 1000 == 0:
             progress("tokenize", number, len(records))
+        refused = making.counts["refused"]
         try:
-            encoded = encoder(record)
+            documents += making.of(record)
         except RecordError as error:
-            if max_bad_fraction == 0:
+            if max_bad_fraction == 0 and making.counts["refused"] > refused:
                 raise
             errors.append(error)
             if dropped is not None:
                 dropped.add(error, record)
-            continue
-        counts["retokenized"] += "tokens" in record and not encoder.is_stored(record)
-        if not _has_labels(encoded):
-            counts["unlabelled"] += 1
-        elif len(encoded.input_ids) <= seq_len:
-            documents.append(encoded)
-        elif "text" in record:
-            counts["split"] += 1
-            documents += _pieces(encoded, seq_len)
-        else:
-            counts["too_long"] += 1
     if progress:
         progress("tokenize", len(records), len(records))
-    check_share(errors, len(records), max_bad_fraction, "encoding the records")
-    counts["refused"] = len(errors)
+    if documents or making.counts["refused"] == len(records):
+        check_share(errors, len(records), max_bad_fraction, "encoding the records")
     if not documents:
-        raise NothingLearnedError(_nothing_left(counts, seq_len, encoder))
-    counts["documents"] = len(documents)
-    counts["tokens"] = sum(len(d.input_ids) for d in documents)
-    counts["learned"] = sum(int((d.labels != IGNORE).sum()) for d in documents)
-    return EncodedRecords(documents, dict(counts))
+        raise NothingLearnedError(_nothing_left(making.counts, seq_len, making.encoder))
+    return EncodedRecords(documents, making.counts)
 
 
 def _has_labels(encoded: Encoded) -> bool:
@@ -181,7 +252,7 @@ def _pieces(encoded: Encoded, seq_len: int) -> list[Encoded]:
     return [piece for piece in pieces if _has_labels(piece)]
 
 
-def _nothing_left(counts: Counter[str], seq_len: int, encoder: Encoder) -> str:
+def _nothing_left(counts: Mapping[str, int], seq_len: int, encoder: Encoder) -> str:
     total, masked, long = counts["records"], counts["unlabelled"], counts["too_long"]
     if masked >= long:
         return (

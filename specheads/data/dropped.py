@@ -10,14 +10,32 @@ from typing import Any
 
 from specheads.config import ConfigError
 from specheads.files import whole_file
+from specheads.redact import redact
+
+LONGEST_ROW = 1 << 16  # characters of a row that a quarantine file shows
+_LONGEST_LINE = 400
 
 
 class RecordError(ConfigError):
-    """One record that cannot be used. Its message names the place; ``reason`` is for counting."""
+    """One record that cannot be used. Its message names the place; ``reason`` is for counting.
+
+    Both are one line, whatever the record holds. ``detail`` is the message without the place.
+    """
 
     def __init__(self, where: str, reason: str, detail: str = "") -> None:
-        super().__init__(f"{where}: {detail or reason}")
-        self.where, self.reason = where, reason
+        self.where, self.reason = one_line(where), one_line(reason)
+        self.detail = one_line(detail) or self.reason
+        super().__init__(f"{self.where}: {self.detail}")
+
+
+def one_line(text: object, longest: int = _LONGEST_LINE) -> str:
+    """Return ``text`` as one line of a terminal: spaces joined, other controls escaped, cut."""
+    text = str(text)
+    cut = text[: 2 * longest]
+    line = " ".join(cut.split())
+    if not line.isprintable():
+        line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+    return line if len(line) <= longest and len(cut) == len(text) else line[:longest] + " ..."
 
 
 @dataclass
@@ -45,7 +63,7 @@ class Dropped:
             "where": error.where,
             "reason": error.reason,
             "error": str(error),
-            "row": row,
+            "row": shown(row),
         }
 
     def note(self, what: str, where: str) -> None:
@@ -84,14 +102,28 @@ class Dropped:
         return "; ".join(parts + self.remarks)
 
     def write(self, path: Path) -> None:
-        """Write the records that were left out, one JSON object per line.
+        """Write the records that were left out, one JSON object per line; long ones are cut.
 
         Raises:
             RunError: if the disk is full.
         """
         with whole_file(path) as fresh, fresh.open("w", encoding="utf-8") as lines:
             for row in self.rows.values():
-                lines.write(json.dumps(row, default=str) + "\n")
+                about = redact(row) | {"row": row["row"]}  # which is the user's to see as it is
+                lines.write(json.dumps(about, default=str) + "\n")
+
+
+def shown(row: object) -> object:
+    """Return ``row`` as JSON can hold it; as a string, cut, where it is long or is no JSON."""
+    try:
+        text = json.dumps(row, default=str, allow_nan=False)
+    except (ValueError, TypeError, RecursionError):  # not a number, keys of a table, nested
+        try:
+            text = repr(row)
+        except RecursionError:
+            return "nested too deeply to be shown"
+        return text[:LONGEST_ROW]
+    return row if len(text) <= LONGEST_ROW else text[:LONGEST_ROW]
 
 
 def check_share(errors: list[RecordError], total: int, allowed: float, what: str) -> None:

@@ -25,6 +25,11 @@ from specheads.data.rows import Record
 from specheads.data.stored import tokenizer_digest
 from specheads.losses import IGNORE
 
+# what a template raises on purpose, and what its expressions do with fields of an odd type
+_REFUSALS = (
+    TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
+    RecursionError,
+)  # fmt: skip
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -92,6 +97,10 @@ class Encoder:
     def is_stored(self, record: Record) -> bool:
         """Whether ``record`` brings ids along that are this tokenizer's own."""
         return "tokens" in record and record["tokens"]["tokenizer"] == self._digest
+
+    def is_special(self, encoded: Encoded) -> bool:
+        """Whether all learned tokens are special ones."""
+        return set(encoded.labels.tolist()) - {IGNORE} <= self._special
 
     @cached_property
     def _digest(self) -> str:
@@ -206,11 +215,11 @@ class Encoder:
     def _apply(self, messages: Sequence[Any], record: Record, **options: Any) -> Any:
         try:
             return self.tokenizer.apply_chat_template(list(messages), tokenize=True, **options)
-        except TemplateError as error:
+        except _REFUSALS as error:
             raise RecordError(
                 f"record {record['id']}",
                 "that the chat template refuses",
-                f"the chat template of {self.name} refuses it: {error}",
+                f"the chat template of {self.name} refuses it: {error or type(error).__name__}",
             ) from None
 
 

@@ -17,6 +17,7 @@ from specheads.config import ConfigError, DataConfig, mixture_parts
 from specheads.data import sources
 from specheads.data.dropped import Dropped
 from specheads.data.mixture import Part, lowest, mix, without
+from specheads.data.readers import json_reader
 from specheads.data.rows import Record
 
 __all__ = ["Progress", "Record", "SPLITS", "load_records", "read_jsonl"]
@@ -36,8 +37,8 @@ def read_jsonl(path: str | Path) -> list[Record]:
     Raises:
         ConfigError: if the file is missing, empty, or a line is not a record; names file and line.
     """
-    path = Path(path)
-    return sources.collect(sources.json_rows(path), str(path), {}, 0, Dropped())
+    rows = json_reader(Path(path), DataConfig().max_row_bytes).read()
+    return sources.collect(rows, str(path), {}, 0, Dropped())
 
 
 def load_records(
@@ -74,13 +75,13 @@ def load_records(
             Part(_name(part), weight, _both(part, progress, dropped))
             for part, weight in mixture_parts(data)
         ]
-        records = mix(parts, split, _content_rank, data.max_records, dropped)
+        records = mix(parts, split, content_rank, data.max_records, dropped)
     elif data.source == "pycode":
         records = _load_pycode(data, split, progress)
     else:
         records = _split(data, dropped)[split]
     if data.max_records:
-        records = lowest(records, data.max_records, _content_rank)
+        records = lowest(records, data.max_records, content_rank)
     if not records:
         raise ConfigError(f"data.source={data.source} gives no {split} records with these settings")
     return records
@@ -96,18 +97,18 @@ def _both(data: DataConfig, progress: Progress | None, dropped: Dropped) -> dict
     else:
         splits = _split(data, dropped)
     n = data.max_records
-    return {s: lowest(r, n, _content_rank) if n else r for s, r in splits.items()}
+    return {s: lowest(r, n, content_rank) if n else r for s, r in splits.items()}
 
 
 def _split(data: DataConfig, dropped: Dropped) -> dict[str, list[Record]]:
     records = sources.read_part(data, "train", dropped)
     if given := data.eval_split or data.eval_path:
         heldout = sources.read_part(data, "heldout", dropped)
-        train = without(records, {_content_rank(r) for r in heldout}, _content_rank, dropped)
+        train = without(records, {content_rank(r) for r in heldout}, content_rank, dropped)
         if not train:
             raise ConfigError(f"every record of {data.path} is held out too, by {given}")
         return {"train": train, "heldout": heldout}
-    ranks = {_content_rank(record) for record in records}
+    ranks = {content_rank(record) for record in records}
     if len(ranks) < 2:
         raise ConfigError(
             f"{data.path} holds {len(ranks)} distinct record; holding some out needs 2,"
@@ -117,7 +118,7 @@ def _split(data: DataConfig, dropped: Dropped) -> dict[str, list[Record]]:
     limit = max(min(ranks), min(round(data.eval_fraction * 2**64), max(ranks) - 1))
     splits: dict[str, list[Record]] = {"train": [], "heldout": []}
     for record in records:
-        splits["heldout" if _content_rank(record) <= limit else "train"].append(record)
+        splits["heldout" if content_rank(record) <= limit else "train"].append(record)
     return splits
 
 
@@ -141,7 +142,7 @@ def _load_pycode(data: DataConfig, split: str, progress: Progress | None) -> lis
     # characters stand for tokens: documents make up the asked share of the sum
     budget = _size(pairs) * data.documents / (1 - data.documents)
     chosen: list[Record] = []
-    for document in sorted(documents, key=_content_rank):
+    for document in sorted(documents, key=content_rank):
         if budget <= 0:
             break
         budget -= _size([document])
@@ -154,7 +155,7 @@ def _size(records: Iterable[Record]) -> int:
     return sum(map(len, texts)) + sum(len(r.get("text", "")) for r in records)
 
 
-def _content_rank(record: Record) -> int:
+def content_rank(record: Record) -> int:
     # a place in [0, 2**64) that depends on what is learned, not on names or line numbers
     content = {k: record[k] for k in ("messages", "prompt", "completion", "text") if k in record}
     line = json.dumps(content, sort_keys=True, ensure_ascii=False)

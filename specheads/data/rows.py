@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specheads.config import ConfigError
-from specheads.data.dropped import Dropped, RecordError
+from specheads.data.dropped import Dropped, RecordError, one_line
 from specheads.data.stored import check_tokens
 
 Record = dict[str, Any]
@@ -78,7 +78,7 @@ def to_record(
     record = _rename(row, where, columns)
     found = [keys for keys in CONTENTS if keys <= record.keys()]
     if len(found) != 1:
-        keys = ", ".join(sorted(map(str, row))) or "nothing"
+        keys = one_line(", ".join(sorted(map(str, row))) or "nothing", 200)
         raise RecordError(
             where,
             "without a content" if not found else "with several contents",
@@ -96,8 +96,16 @@ def to_record(
     _check_text(record["kind"], "kind", where)
     if "tokens" in record:
         check_tokens(record["tokens"], where)
-    record["id"] = name if record.get("id") is None else str(record["id"])
+    record["id"] = _id(record.get("id"), name, where)
     return record
+
+
+def _id(value: object, name: str, where: str) -> str:
+    if value is None or value != value:  # a table without nulls writes "not a number"
+        return name
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    return _check_text(value, "id", where)
 
 
 def _rename(row: Mapping[str, Any], where: str, columns: Mapping[str, str]) -> Record:

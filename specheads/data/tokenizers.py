@@ -26,8 +26,8 @@ from specheads.data.records import load_records
 from specheads.data.rows import Record
 from specheads.data.stored import tokenizer_digest
 from specheads.files import whole_folder
-from specheads.log import is_used
 from specheads.models.base import load_tokenizer
+from specheads.run_dir import is_used
 
 SPECIAL = ("<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|system|>")
 NUM_SPECIAL = 16  # with <|reserved_0|> and so on, for those who tune the model to more roles

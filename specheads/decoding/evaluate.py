@@ -20,16 +20,12 @@ from specheads.decoding.measure import (
     Runs,
     clock,
     drafted_method,
-    end_tokens,
     plain_method,
-    read_prompts,
 )
 from specheads.decoding.stats import mean_accept_length, ratio_ci95, rep8
 from specheads.drafters.made import static_drafter
-from specheads.models.base import context_length
-from specheads.models.checkpoint import Export
 from specheads.models.kinds import Heads
-from specheads.models.output import OutputLayer, output_layer
+from specheads.models.output import OutputLayer
 from specheads.tree import Tree, default_tree
 
 SEED = 0  # of what is drawn, in all runs alike, so that they differ by their weights only; bench's
@@ -85,7 +81,8 @@ def decode_heldout(
         "chain": Tree.chain(heads.num_heads),
     }
     named = [Prompt(str(i), "heldout", ids) for i, ids in enumerate(prompts)]
-    found = measure(base, heads, output, shapes, named, evaluate, eos_token_ids)
+    runs = decode_all(base, heads, output, shapes, named, evaluate, eos_token_ids)
+    found = compare(runs, shapes, evaluate)
     rows = {
         f"eval/{key}": _mean(of["tree"][key] for of in found.values())
         for key in ("accept_length", "speedup")
@@ -105,7 +102,7 @@ def _mean(values: Iterable[float]) -> float:
     return sum(listed) / len(listed)
 
 
-def measure(
+def decode_all(
     base: PreTrainedModel,
     heads: Heads,
     output: OutputLayer,
@@ -113,12 +110,11 @@ def measure(
     prompts: Sequence[Prompt],
     evaluate: EvaluateConfig,
     eos_token_ids: tuple[int, ...],
-) -> dict[str, dict[str, dict[str, float]]]:
+) -> dict[str, dict[str, Runs]]:
     """Decode all prompts once at every temperature, plainly and with trees of several shapes.
 
     Returns:
-        ``t<temperature>`` -> name of the shape -> :func:`figures`; of ``plain`` only ``rep8``, the
-        mean share of repeated 8-grams.
+        ``t<temperature>`` -> ``plain`` or name of the shape -> its runs.
 
     Raises:
         ValueError: if there are no prompts.
@@ -132,15 +128,28 @@ def measure(
         methods.append(
             drafted_method(name, base, drafter, eos_token_ids, limit, tree_nodes=tree.num_nodes)
         )
-    found = {}
     with undisturbed(base, heads):
-        for temperature in evaluate.temperatures:
-            runs = clock(methods, prompts, temperature, repeats=1, seed=SEED)
-            plain = runs["plain"]
-            of = {"plain": {"rep8": _mean(rep8(each.tokens) for each in plain.decoded)}}
-            for name, tree in shapes.items():
-                of[name] = figures(runs[name], plain, limit, tree.max_depth)
-            found[f"t{temperature:g}"] = of
+        return {
+            f"t{temperature:g}": clock(methods, prompts, temperature, repeats=1, seed=SEED)
+            for temperature in evaluate.temperatures
+        }
+
+
+def compare(
+    runs: Mapping[str, Mapping[str, Runs]], shapes: Mapping[str, Tree], evaluate: EvaluateConfig
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Return what :func:`decode_all` found, in figures.
+
+    Returns:
+        ``t<temperature>`` -> name of the shape -> :func:`figures`; of ``plain`` only ``rep8``, the
+        mean share of repeated 8-grams.
+    """
+    found = {}
+    for at, of in runs.items():
+        plain = of["plain"]
+        found[at] = {"plain": {"rep8": _mean(rep8(each.tokens) for each in plain.decoded)}}
+        for name, tree in shapes.items():
+            found[at][name] = figures(of[name], plain, evaluate.max_new_tokens, tree.max_depth)
     return found
 
 
@@ -230,40 +239,6 @@ def write_prompts(path: Path, records: Sequence[dict[str, Any]]) -> None:
     aside = path.with_suffix(".tmp")
     aside.write_text("".join(lines), encoding="utf-8")
     aside.replace(path)
-
-
-def final_evaluation(export: Export, path: Path, evaluate: EvaluateConfig) -> dict[str, float]:
-    """Decode with an export as users will: what ``specheads.bench`` measures on the same prompts.
-
-    The bench, given ``prompts``, ``num_prompts`` and ``max_new_tokens`` of this call, the export's
-    dtype and as many threads, prints these accept lengths in its row ``tree``. Where the export's
-    tree was chosen on these prompts, as recipes do, the figure is slightly flattering.
-
-    Args:
-        export: loaded, in the dtype in question.
-        path: prompts, see :func:`write_prompts`.
-        evaluate: how many prompts and tokens, and at which temperatures.
-
-    Returns:
-        ``final/<figure>/t<temperature>`` of the export's tree, see :func:`figures`; lengths and
-        intervals rounded as the bench rounds them; ``final/rep8/t...`` of plain output.
-    """
-    base, heads = export.base, export.heads
-    context = context_length(base)
-    prompts, _ = read_prompts(
-        path,
-        export.tokenizer,
-        evaluate.num_prompts,
-        max_length=1 << 30 if context is None else context - evaluate.max_new_tokens,
-        device=base.device,
-    )
-    shapes, eos = {"tree": export.tree}, end_tokens(base, export.tokenizer)
-    found = measure(base, heads, output_layer(base), shapes, prompts, evaluate, eos)
-    return {
-        f"final/{key}/{each}": round(value, 4)
-        for each, of in found.items()
-        for key, value in {**of["tree"], "rep8": of["plain"]["rep8"]}.items()
-    }
 
 
 def choose_tree(

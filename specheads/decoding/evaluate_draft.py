@@ -20,10 +20,12 @@ from specheads.decoding.measure import (
     plain_method,
     read_prompts,
 )
+from specheads.decoding.outcome import sample_texts
 from specheads.decoding.speculation import clock_drafts, expected_tokens
 from specheads.decoding.stats import rep8
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.length import FixedLength
+from specheads.log import Outcome
 from specheads.models.base import context_length
 from specheads.sampling import Sampler
 
@@ -59,7 +61,7 @@ def decode_with_draft(
         ValueError: if there are no prompts.
     """
     named = [Prompt(str(i), "heldout", ids) for i, ids in enumerate(prompts)]
-    found = measure_draft(base, draft, named, evaluate, eos_token_ids)
+    found, _ = measure_draft(base, draft, named, evaluate, eos_token_ids)
     rows = {
         f"eval/{key}": sum(of[key] for of in found.values()) / len(found)
         for key in ("accept_length", "alpha", "speedup")
@@ -75,7 +77,9 @@ def final_draft_evaluation(
     tokenizer: PreTrainedTokenizerBase,
     path: Path,
     evaluate: EvaluateConfig,
-) -> dict[str, float]:
+    *,
+    samples: int = 0,
+) -> Outcome:
     """Decode with base and draft as users will, on the prompts of a file.
 
     Args:
@@ -84,9 +88,10 @@ def final_draft_evaluation(
         tokenizer: of both.
         path: prompts, see :func:`specheads.decoding.evaluate.write_prompts`.
         evaluate: how many prompts and tokens, and at which temperatures.
+        samples: texts to keep.
 
     Returns:
-        ``final/<figure>/t<temperature>``, see :func:`measure_draft`.
+        Figures ``final/<figure>/t<temperature>``, see :func:`measure_draft`, and samples.
     """
     prompts, _ = read_prompts(
         path,
@@ -95,12 +100,13 @@ def final_draft_evaluation(
         max_length=room(base, draft, evaluate) or 1 << 30,
         device=base.device,
     )
-    found = measure_draft(base, draft, prompts, evaluate, end_tokens(base, tokenizer))
-    return {
+    found, runs = measure_draft(base, draft, prompts, evaluate, end_tokens(base, tokenizer))
+    figures = {
         f"final/{key}/{at}": round(value, 4)
         for at, of in found.items()
         for key, value in of.items()
     }
+    return Outcome(figures, sample_texts(prompts, runs, "chain", tokenizer, samples))
 
 
 def room(base: PreTrainedModel, draft: PreTrainedModel, evaluate: EvaluateConfig) -> int | None:
@@ -115,7 +121,7 @@ def measure_draft(
     prompts: Sequence[Prompt],
     evaluate: EvaluateConfig,
     eos_token_ids: tuple[int, ...],
-) -> Figures:
+) -> tuple[Figures, dict[str, dict[str, Runs]]]:
     """Decode all prompts once at every temperature, plainly and with chains of ``NUM_TOKENS``.
 
     At a temperature above 0 guesses are drawn from the draft and verified by rejection: the texts
@@ -127,7 +133,8 @@ def measure_draft(
         ``accept_length`` with its 95% interval and ``speedup``, see
         :func:`specheads.decoding.evaluate.figures`; ``depth_{i}/acceptance``, how often guess i is
         accepted where those before it were; ``rep8`` of plain output; at temperature 0
-        ``identical`` texts among those ``compared``.
+        ``identical`` texts among those ``compared``. And the runs, by ``t<temperature>`` and
+        method: ``plain`` and ``chain``.
 
     Raises:
         ValueError: if there are no prompts.
@@ -135,7 +142,7 @@ def measure_draft(
     if not prompts:
         raise ValueError("prompts must hold at least 1 prompt, got 0")
     limit = evaluate.max_new_tokens
-    found = {}
+    found, all_runs = {}, {}
     with undisturbed(base, draft):
         drafter = DraftModelDrafter(draft, FixedLength(NUM_TOKENS), sampling="sampled")
         methods = [
@@ -151,8 +158,8 @@ def measure_draft(
             of = {key.replace("head_", "depth_"): value for key, value in of.items()}
             of["alpha"] = _alpha(base, draft, prompts, plain, temperature, limit)
             of["rep8"] = sum(rep8(each.tokens) for each in plain.decoded) / len(prompts)
-            found[f"t{temperature:g}"] = of
-    return found
+            found[f"t{temperature:g}"], all_runs[f"t{temperature:g}"] = of, runs
+    return found, all_runs
 
 
 def _alpha(

@@ -12,6 +12,7 @@ from specheads.config import ConfigError
 from specheads.models.base import check_tokenizer, load_base_model, load_tokenizer
 from specheads.models.checkpoint import Export, load_export
 from specheads.models.manifest import MANIFEST, read_json
+from specheads.models.model_files import PROVENANCE
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,10 @@ def is_plain_model(checkpoint: str) -> bool:
         return True
     path = Path(checkpoint).expanduser()
     if path.is_dir():
-        if (path / MANIFEST).is_file() or not (path / "config.json").is_file():
+        export = (path / MANIFEST).is_file() and not (path / PROVENANCE).is_file()
+        if export or not (path / "config.json").is_file():
             return False
-        config = read_json(path / "config.json", f"{path} is no model")
+        config = read_json(path / "config.json", f"{path} is no model", strict=False)
         return "model_type" in config and "format_version" not in config
     return not path.exists() and checkpoint.count("/") == 1 and checkpoint[0] not in "./~"
 

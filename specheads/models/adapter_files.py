@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from specheads.config import ConfigError
 from specheads.models.adapters import NAME, adapter_parameters, inject, require_grad
+from specheads.models.foreign import one_line
+from specheads.models.manifest import read_json
+from specheads.models.tensor_headers import read_header, read_tensors
 
-_TENSORS = "adapter_model.safetensors"
+_CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
+# of peft's config: what is used here, and what does not change what the adapter computes
+_USED = ("r", "lora_alpha", "lora_dropout", "target_modules")
+_FREE = ("base_model_name_or_path", "revision", "inference_mode", "peft_version")
 _PREFIX = "base_model.model."  # peft's, of every tensor
 
 
@@ -45,34 +51,52 @@ def load_adapter(base: PreTrainedModel, folder: Path) -> None:
     Raises:
         ConfigError: if files are damaged, or tensors are missing, unexpected or of another shape.
     """
-    from peft import LoraConfig
-
-    try:
-        stored = LoraConfig.from_pretrained(str(folder))
-        tensors = load_file(folder / _TENSORS)
-    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
-        raise ConfigError(f"{folder} is damaged: {str(error).splitlines()[0]}") from None
-    names = list(stored.target_modules)
-    if odd := sorted(set(names) - {name for name, _ in base.named_modules()}):
-        raise ConfigError(f"{folder} is of another model: the base has no {odd[0]}")
-    keys = ("r", "lora_alpha", "lora_dropout")
-    inject(base, names, **{key: getattr(stored, key) for key in keys})
+    about, file = folder / _CONFIG, folder / _TENSORS
+    stored = read_json(about, f"{folder} is no adapter")
+    names = _targets(about, stored, base)
+    # the rank decides how much memory is taken: it must be that of the tensors
+    ranks = {shape[:1] for key, (shape, _) in read_header(file).items() if ".lora_A." in key}
+    if type(rank := stored.get("r")) is not int or ranks != {(rank,)}:
+        found = sorted(number for shape in ranks for number in shape)
+        raise ConfigError(f"{about}: r is {rank!r:.40}, the tensors have {found or 'none'}")
+    with one_line(f"{about} cannot be used"):
+        inject(base, names, **{key: stored.get(key) for key in _USED[:3]})
+    _check_others(about, stored, base)
     wanted = {
         _PREFIX + name.replace(f".{NAME}.", "."): parameter
         for name, parameter in adapter_parameters(base).items()
     }
-    if odd := sorted(wanted.keys() ^ tensors.keys()):
-        raise ConfigError(
-            f"{folder / _TENSORS} has {len(tensors)} tensors where {len(wanted)} are expected;"
-            f" in one only: {odd[0]}"
-        )
+    tensors = read_tensors(file, wanted)
     with torch.no_grad():
         for name, parameter in wanted.items():
-            if (found := tuple(tensors[name].shape)) != tuple(parameter.shape):
-                raise ConfigError(
-                    f"{folder / _TENSORS}: {name} has shape {found}, expected"
-                    f" {tuple(parameter.shape)}"
-                )
             parameter.copy_(tensors[name])
     require_grad(base, False)
     base.eval()
+
+
+def _targets(about: Path, stored: dict[str, Any], base: PreTrainedModel) -> list[str]:
+    """Return the names of the wrapped layers, after a look at the other numbers that are used."""
+    alpha, dropout = stored.get("lora_alpha"), stored.get("lora_dropout")
+    names = stored.get("target_modules")
+    if not isinstance(alpha, int | float) or not 0 < alpha <= 1 << 20:
+        raise ConfigError(f"{about}: lora_alpha is {alpha!r:.40}, expected a number above 0")
+    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        raise ConfigError(f"{about}: lora_dropout is {dropout!r:.40}, expected 0 to 1")
+    if type(names) is not list or not names or not all(type(name) is str for name in names):
+        raise ConfigError(f"{about}: target_modules is {names!r:.40}, expected names")
+    if odd := sorted(set(names) - {name for name, _ in base.named_modules()}):
+        raise ConfigError(f"{about} is of another model: the base has no {odd[0]:.80}")
+    return names
+
+
+def _check_others(about: Path, stored: dict[str, Any], base: PreTrainedModel) -> None:
+    """Check that all the rest of the config is what :func:`inject` has made."""
+    made: Any = base.peft_config
+    plain = json.loads(json.dumps(made[NAME].to_dict(), default=str))
+    for key, value in stored.items():
+        if key in (*_USED, *_FREE):
+            continue
+        if value != plain.get(key) and (key in plain or value):  # newer versions have more keys
+            raise ConfigError(
+                f"{about}: {key} is {value!r:.40}, specheads' adapters have {plain.get(key)!r:.40}"
+            )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
@@ -18,27 +18,11 @@ from transformers import (
 )
 from transformers.utils import is_flash_attn_2_available
 
-from specheads.assets import tinycode_dir
 from specheads.config import ConfigError
+from specheads.models.foreign import one_line
+from specheads.models.model_files import check_model_files, needs_safetensors, refuse_kernels
+from specheads.models.names import resolve_name
 from specheads.models.quantize import bnb_config, check_own_quantization, prepare_quantized
-
-_LOAD_ERRORS = (OSError, ValueError, TypeError, ImportError, RuntimeError, StrictDataclassError)
-
-
-def resolve_name(name: str) -> str:
-    """Return what transformers calls the model: ``tinycode`` is the embedded one's folder.
-
-    Raises:
-        ConfigError: if ``name`` looks like a folder that does not exist.
-    """
-    if name == "tinycode":
-        return str(tinycode_dir())
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return str(path)
-    if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
-        raise ConfigError(f"model.name={name}: there is no such folder")
-    return name
 
 
 def load_base_model(
@@ -75,7 +59,8 @@ def load_base_model(
 
     Raises:
         ConfigError: if the model cannot be found or loaded, lacks weights, does not support
-            ``attn``, or is quantised and the library for it is missing.
+            ``attn``, is quantised and the library for it is missing, or has no safetensors; for
+            what specheads itself has written also if anything but its weights was changed.
     """
     if attn == "flash_attention_2" and not is_flash_attn_2_available():
         raise ConfigError(
@@ -83,36 +68,46 @@ def load_base_model(
             " model.attn=sdpa works everywhere"
         )
     bnb = bnb_config(quantization, torch_dtype(dtype))
-    try:
+    place, revision = resolve_name(name), revision or "main"
+    ours = check_model_files(name, place, trust_remote_code=trust_remote_code)
+    # or transformers would ask the hub to convert a stranger's pickle
+    os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "true")
+    with one_line(f"cannot load model.name={name}"):
         config = AutoConfig.from_pretrained(
-            resolve_name(name), revision=revision or "main", trust_remote_code=trust_remote_code
+            place, revision=revision, trust_remote_code=trust_remote_code
         )
+        refuse_kernels(name, config, trust_remote_code=trust_remote_code)
         own = getattr(config, "quantization_config", None)
         own = own or getattr(config.get_text_config(), "quantization_config", None)
         check_own_quantization(name, own, quantization)
         quantized = bnb is not None or own is not None
         if quantized and device_map is None:  # it cannot be moved once it is made
             device_map = {"": str(device)}
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            resolve_name(name),
-            revision=revision or "main",
-            dtype=torch_dtype(dtype),
-            attn_implementation=None if attn == "auto" else attn,
-            trust_remote_code=trust_remote_code,
-            device_map=device_map,
-            **({"quantization_config": bnb} if bnb else {}),
-            offload_folder=offload_folder,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # so that they are reported; they are refused below
-        )
-    except _LOAD_ERRORS as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"cannot load model.name={name}: {_first_line(error)}") from None
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                place,
+                revision=revision,
+                dtype=torch_dtype(dtype),
+                use_safetensors=True,
+                attn_implementation=None if attn == "auto" else attn,
+                trust_remote_code=trust_remote_code,
+                device_map=device_map,
+                **({"quantization_config": bnb} if bnb else {}),
+                offload_folder=offload_folder,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # so that they are reported; they are refused below
+            )
+        except OSError as error:
+            raise needs_safetensors(name, error) from None
     model, report = loaded
     assert isinstance(model, PreTrainedModel)
     mismatched = [key[0] if isinstance(key, tuple) else key for key in report["mismatched_keys"]]
-    for problem, keys in (("missing", report["missing_keys"]), ("of another shape", mismatched)):
+    problems = {
+        "missing": report["missing_keys"],
+        "of another shape": mismatched,
+        "of no use": report["unexpected_keys"] if ours else (),
+    }
+    for problem, keys in problems.items():
         if names := sorted(map(str, keys)):  # filled with random numbers, and a log line
             raise ConfigError(
                 f"model.name={name}: {len(names)} weights are {problem} in its files,"
@@ -158,11 +153,9 @@ def build_from_init(init: dict[str, Any], *, attn: str = "sdpa") -> PreTrainedMo
         raise ConfigError(
             f"model.init: {', '.join(unknown)} is not a setting of a {model_type} model"
         )
-    try:
+    with one_line("model.init"):
         config = AutoConfig.for_model(model_type, **values)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attn)
-    except _LOAD_ERRORS as error:
-        raise ConfigError(f"model.init: {_first_line(error)}") from None
     assert isinstance(model, PreTrainedModel)
     return model
 
@@ -175,14 +168,11 @@ def load_tokenizer(
     Raises:
         ConfigError: if there is none.
     """
-    try:
+    place = resolve_name(name)
+    with one_line(f"cannot load a tokenizer of {name}"):
         tokenizer = AutoTokenizer.from_pretrained(
-            resolve_name(name), revision=revision or "main", trust_remote_code=trust_remote_code
+            place, revision=revision or "main", trust_remote_code=trust_remote_code
         )
-    except _LOAD_ERRORS as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"cannot load a tokenizer of {name}: {_first_line(error)}") from None
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     return tokenizer
 
@@ -239,10 +229,3 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise ValueError(f"dtype must name a torch dtype, got {dtype!r}")
     return found
-
-
-def _first_line(error: BaseException) -> str:
-    if isinstance(error, StrictDataclassError) and error.__cause__:
-        error = error.__cause__  # its own first line only names a validator
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -24,6 +24,7 @@ from specheads.models.adapters import has_adapter, merges
 from specheads.models.base import check_tokenizer, load_base_model, load_tokenizer, torch_dtype
 from specheads.models.digest import base_digest as digest_of_base
 from specheads.models.digest import file_sha256
+from specheads.models.export_config import check_config
 from specheads.models.heads_files import (
     HEADS_FILE,
     KIND_KEYS,
@@ -42,15 +43,25 @@ from specheads.models.manifest import (
     write_json,
     write_manifest,
 )
+from specheads.models.names import resolve_name
 from specheads.models.quantize import METHODS, quantization_of
+from specheads.redact import redact
 from specheads.tree import Tree
 
 FORMAT_VERSION = 1
 _CONFIG, _BASE, _ADAPTER = "config.json", "base", "adapter"
 _SECTIONS: dict[str, tuple[str, ...]] = {
     "base": ("name", "tuned", "revision", "digest", "dtype"),
-    "tree": ("choices",),
+    "tokenizer": ("digest",),
+    "tree": ("choices", "expected_accept_length", "measured_on"),
 }
+
+
+_NOUNS = {"vocab_size": "outputs", "hidden_size": "hidden numbers"}
+
+
+class OtherBaseError(ConfigError):
+    """The base model at hand is not the one that the heads were trained on."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +153,7 @@ def save_export(
             },
             "tokenizer": {"digest": _tokenizer_digest(folder)},
             "tree": _tree_section(tree, expected_accept_length, measured_on),
-            "training": training,
+            "training": redact(training),
         }
         write_json(folder / _CONFIG, config)
         write_manifest(folder)
@@ -182,7 +193,7 @@ def load_export(
     """
     path = Path(path)
     config = read_config(path)
-    check_manifest(path)
+    _check_tokenizer_files(path, config, check_manifest(path))
     tree = _load_tree(path, config)
     if beside is not None:
         _check_shared(path, config, beside.config)
@@ -203,6 +214,8 @@ def load_export(
     revision = info["revision"] if base is None and not inside else None
     quantization = _quantization(path, info)
     try:
+        if not inside and (folder := Path(resolve_name(name))).is_dir():
+            _check_folder(path, config, name, folder)
         model = load_base_model(
             name,
             revision=revision,
@@ -213,6 +226,8 @@ def load_export(
             trust_remote_code=trust_remote_code,
             quantization=quantization,
         )
+    except OtherBaseError:
+        raise
     except ConfigError as error:
         raise ConfigError(f"{path} needs its base model: {error}") from None
     _check_base(path, config, model, name, revision)
@@ -291,20 +306,19 @@ def read_config(path: str | Path) -> dict[str, Any]:
     version, kind = config.get("format_version"), config.get("kind")
     if version is None:
         raise ConfigError(f"{path} is not an export of specheads: {_CONFIG} has no format_version")
-    if version != FORMAT_VERSION:
+    if type(version) is not int or version != FORMAT_VERSION:
         raise ConfigError(
-            f"{path} has format version {version}, this specheads reads {FORMAT_VERSION}"
+            f"{path} has format version {version!r:.20}, this specheads reads {FORMAT_VERSION}"
         )
-    if kind not in KIND_KEYS:
+    if not isinstance(kind, str) or kind not in KIND_KEYS:
         known = ", ".join(map(repr, KIND_KEYS))
-        raise ConfigError(f"{path} holds kind {kind!r}, this specheads reads {known}")
+        raise ConfigError(f"{path} holds kind {kind!r:.40}, this specheads reads {known}")
     for section, keys in {"": KIND_KEYS[kind], **_SECTIONS}.items():
         values = config.get(section) if section else config
         for key in keys:
             if not isinstance(values, dict) or key not in values:
                 raise ConfigError(f"{path / _CONFIG} lacks {f'{section}.{key}'.lstrip('.')}")
-    if type(config["num_heads"]) is not int:
-        raise ConfigError(f"{path / _CONFIG}: num_heads is {config['num_heads']!r}, not a number")
+    check_config(path / _CONFIG, config)
     return config
 
 
@@ -334,18 +348,31 @@ def _check_base(
     path: Path, config: dict[str, Any], model: PreTrainedModel, name: str, revision: str | None
 ) -> None:
     matrix = model.get_output_embeddings().weight
-    for key, size, noun in zip(
-        ("vocab_size", "hidden_size"), matrix.shape, ("outputs", "hidden numbers"), strict=True
-    ):
-        if size != config[key]:
-            raise ConfigError(
-                f"{path} was trained for a base model with {config[key]} {noun}, {name} has {size}"
-            )
+    _check_sizes(path, config, name, dict(zip(_NOUNS, matrix.shape, strict=True)))
     if _holds_base(config):
         return  # under the manifest of the export
+    _check_digest(path, config, name, revision)
+
+
+def _check_folder(path: Path, config: dict[str, Any], name: str, folder: Path) -> None:
+    """Refuse another base before it is loaded: a stranger's config may name any path."""
+    about = read_json(folder / "config.json", f"{folder} is no model", strict=False)
+    _check_sizes(path, config, name, about)
+    _check_digest(path, config, name, None)
+
+
+def _check_sizes(path: Path, config: dict[str, Any], name: str, sizes: dict[str, Any]) -> None:
+    for key, noun in _NOUNS.items():
+        if type(size := sizes.get(key)) is int and size != config[key]:
+            raise OtherBaseError(
+                f"{path} was trained for a base model with {config[key]} {noun}, {name} has {size}"
+            )
+
+
+def _check_digest(path: Path, config: dict[str, Any], name: str, revision: str | None) -> None:
     found = digest_of_base(name, revision=revision)
     if found != config["base"]["digest"]:
-        raise ConfigError(
+        raise OtherBaseError(
             f"{path} was trained on other weights than those of {name}: digest"
             f" {config['base']['digest'][:12]} recorded, {found[:12]} found"
         )
@@ -402,6 +429,21 @@ def _tree_section(
 
 
 def _tokenizer_digest(folder: Path) -> str:
-    files = sorted(file for file in folder.iterdir() if file.is_file() and file.name != HEADS_FILE)
-    lines = [f"{file.name}\0{file_sha256(file)}\n" for file in files]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    files = {file.name: file_sha256(file) for file in folder.iterdir() if file.is_file()}
+    return _digest_of(files)
+
+
+def _digest_of(files: dict[str, str]) -> str:
+    """Return one sha256 over those of the files of an export that are its tokenizer's."""
+    names = sorted(files.keys() - {HEADS_FILE, _CONFIG})
+    return hashlib.sha256("".join(f"{n}\0{files[n]}\n" for n in names).encode()).hexdigest()
+
+
+def _check_tokenizer_files(path: Path, config: dict[str, Any], manifest: dict[str, Any]) -> None:
+    recorded = config["tokenizer"]["digest"]
+    listed = {n: entry["sha256"] for n, entry in manifest["files"].items() if "/" not in n}
+    if (found := _digest_of(listed)) != recorded:
+        raise ConfigError(
+            f"{path} has another tokenizer than it was saved with: digest"
+            f" {recorded!r:.14} recorded, {found[:12]} found"
+        )

@@ -13,7 +13,7 @@ from pathlib import Path
 from transformers.utils import cached_file
 
 from specheads.config import ConfigError
-from specheads.models.base import resolve_name
+from specheads.models.names import resolve_name
 
 _CACHED_FROM = 4 << 20  # bytes; smaller files are hashed faster than looked up
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -31,7 +31,8 @@ def file_sha256(path: str | Path) -> str:
     read at all.
     """
     path = Path(path).resolve()
-    if path.parent.name == "blobs" and _SHA256.fullmatch(path.name):
+    hub = path.parent.name == "blobs" and (path.parent.parent / "snapshots").is_dir()
+    if hub and _SHA256.fullmatch(path.name):
         return path.name
     stat = path.stat()
     if stat.st_size < _CACHED_FROM:
@@ -64,7 +65,7 @@ def base_digest(name: str, *, revision: str | None = None) -> str:
     folder = model_folder(name, revision=revision)
     lines = [f"{file.name}\0{file_sha256(file)}\n" for file in weight_files(folder)]
     if not lines:
-        raise ConfigError(f"{folder} holds no weights (model.safetensors or pytorch_model.bin)")
+        raise ConfigError(f"{folder} holds no weights (model.safetensors)")
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
@@ -86,15 +87,24 @@ def model_folder(name: str, *, revision: str | None = None) -> Path:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files that transformers would load weights from, sorted by name."""
-    for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
-        index = folder / f"{stem}.{suffix}.index.json"
-        if (single := folder / f"{stem}.{suffix}").is_file():
-            return [single]
-        if index.is_file():
-            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-            return [folder / name for name in sorted(set(names))]
-    return []
+    """Return the files that transformers would load weights from, sorted by name.
+
+    Raises:
+        ConfigError: if the index of the files is damaged, or names one outside of ``folder``.
+    """
+    if (single := folder / "model.safetensors").is_file():
+        return [single]
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return []
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        odd = [name for name in names if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name)]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise ConfigError(f"{index} is damaged: it must hold an object 'weight_map'") from None
+    if odd:
+        raise ConfigError(f"{index} names {min(odd)!r:.80}, which is no safetensors file beside it")
+    return [folder / name for name in sorted(names)]
 
 
 def _hash(path: Path) -> str:

@@ -1,7 +1,8 @@
 """A draft model's export: a plain Hugging Face folder, and where it comes from.
 
 ``config.json``, safetensors, tokenizer, chat template and generation config, as everything that
-loads models reads them; beside them ``specheads.json``, which nothing but specheads looks at.
+loads models reads them; beside them ``specheads.json`` and ``manifest.json``, which nothing but
+specheads looks at.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from specheads.config import ConfigError
 from specheads.files import whole_folder
 from specheads.models.base import torch_dtype
 from specheads.models.hf import save_hf
-from specheads.models.manifest import read_json, write_json
+from specheads.models.manifest import write_json, write_manifest
+from specheads.models.model_files import PROVENANCE
+from specheads.models.model_files import read_provenance as read_ours
+from specheads.redact import redact
 
-PROVENANCE = "specheads.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1 had no manifest
 
 
 def save_draft(
@@ -61,12 +63,13 @@ def save_draft(
             "digest": base_digest,
             "dtype": str(base_dtype).removeprefix("torch."),
         },
-        "training": training,
+        "training": redact(training),
         "measured": measured,
     }
     with whole_folder(Path(path)) as folder:
         save_hf(folder, draft, tokenizer, None if dtype is None else torch_dtype(dtype))
         write_json(folder / PROVENANCE, provenance)
+        write_manifest(folder)
 
 
 def read_provenance(path: str | Path) -> dict[str, Any] | None:
@@ -75,17 +78,7 @@ def read_provenance(path: str | Path) -> dict[str, Any] | None:
     Raises:
         ConfigError: if it cannot be read, or this version of specheads does not know it.
     """
-    file = Path(path) / PROVENANCE
-    if not file.is_file():
-        return None
-    found = read_json(file, f"{path} is not a draft model of specheads")
-    if (version := found.get("format_version")) != FORMAT_VERSION:
-        raise ConfigError(
-            f"{file} has format version {version}, this specheads reads {FORMAT_VERSION}"
-        )
-    if (kind := found.get("kind")) != "draft":
-        raise ConfigError(f"{file} holds kind {kind!r}, expected 'draft'")
-    return found
+    return read_ours(Path(path)) if (Path(path) / PROVENANCE).is_file() else None
 
 
 def take_end_tokens(draft: PreTrainedModel, base: PreTrainedModel) -> None:

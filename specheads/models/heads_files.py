@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.config import ConfigError
 from specheads.models.base import output_device
+from specheads.models.foreign import one_line
 from specheads.models.heads import MedusaHeads
 from specheads.models.hf import cast_tensors
 from specheads.models.kinds import Heads
 from specheads.models.mtp import MtpHeads
 from specheads.models.mtp_layer import config_from_json
+from specheads.models.tensor_headers import check_header, read_tensors
 
 HEADS_FILE = "model.safetensors"
 _SMALL_HEADS = 1 << 23  # parameters: 32 MB in float32
@@ -33,11 +33,6 @@ KIND_KEYS: dict[str, tuple[str, ...]] = {
     "hydra": _MEDUSA_KEYS,
     "mtp": ("num_heads", "variant", "lm_head", "block", "hidden_size", "vocab_size"),
 }
-# whatever transformers makes of a damaged config of a layer
-_BUILD_ERRORS = (
-    ValueError, TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError,
-    StrictDataclassError,
-)  # fmt: skip
 
 
 def heads_section(heads: Heads) -> dict[str, Any]:
@@ -70,14 +65,12 @@ def heads_section(heads: Heads) -> dict[str, Any]:
 
 
 def build_heads(config: dict[str, Any]) -> Heads:
-    """Return heads of ``config``, whose tensors are still to be read.
+    """Return heads of ``config`` without memory, whose tensors are still to be read.
 
     Raises:
         ValueError: one line, if there are no such heads.
     """
-    # drawing weights that are replaced at once costs seconds; a prefix layer computes a table that
-    # no file holds
-    with torch.device("cpu" if config.get("prefix") else "meta"):
+    with torch.device("meta"):  # nor is time lost for drawing weights that are replaced at once
         if config["kind"] == "mtp":
             return _build_mtp(config)
         optional = ("rank", "num_kept", "markov_rank", "prefix")  # exports of 0.1 have none
@@ -87,12 +80,12 @@ def build_heads(config: dict[str, Any]) -> Heads:
                 **{key: config[key] for key in optional if key in config},
                 condition=config["kind"] == "hydra",
             )
-        except TypeError as error:
+        except (TypeError, ArithmeticError, RuntimeError) as error:
             raise ValueError(str(error)) from None
 
 
 def _build_mtp(config: dict[str, Any]) -> MtpHeads:
-    try:
+    with one_line("block"):
         heads = MtpHeads(
             config["num_heads"],
             config_from_json(config["block"]),
@@ -101,16 +94,20 @@ def _build_mtp(config: dict[str, Any]) -> MtpHeads:
             lm_head=config["lm_head"],
             hidden_first=bool(config.get("hidden_first")),
         )
-        if heads.hidden_size != config["hidden_size"]:
-            raise ValueError(
-                f"block.hidden_size is {heads.hidden_size}, hidden_size {config['hidden_size']}"
-            )
-        with torch.device("cpu"):  # a table that is computed: no file holds it
-            heads.rotary_emb = type(heads.rotary_emb)(config=heads.config)
-    except _BUILD_ERRORS as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise ValueError(f"block: {' '.join(lines) or type(error).__name__}") from None
+    if heads.hidden_size != config["hidden_size"]:
+        raise ValueError(
+            f"block.hidden_size is {heads.hidden_size}, hidden_size {config['hidden_size']}"
+        )
     return heads
+
+
+def _compute_tables(heads: Heads, config_file: Path) -> None:
+    """Make the rotary tables of ``heads``, which no file holds; the sizes are checked by now."""
+    holder: Any = heads if isinstance(heads, MtpHeads) else heads.prefix and heads.prefix.model
+    if holder is None:
+        return
+    with one_line(f"{config_file}: no rotary table"):
+        holder.rotary_emb = type(holder.rotary_emb)(config=holder.config)
 
 
 def save_heads(folder: Path, heads: Heads, dtype: torch.dtype | None) -> None:
@@ -144,28 +141,26 @@ def load_heads_file(path: Path, config: dict[str, Any], config_file: Path) -> He
         heads = build_heads(config)
     except ValueError as error:
         raise ConfigError(f"{config_file}: {error}") from None
-    file = path / HEADS_FILE
-    wanted = {name: list(tensor.shape) for name, tensor in named_tensors(heads).items()}
-    try:
-        tensors = load_file(file)
-    except SafetensorError as error:
-        raise ConfigError(f"{file} is damaged: {error}") from None
-    if missing := sorted(wanted.keys() - tensors.keys()):
-        raise ConfigError(
-            f"{file} lacks {len(missing)} of {len(wanted)} tensors, first {missing[0]}"
-        )
-    if extra := sorted(tensors.keys() - wanted.keys()):
-        raise ConfigError(
-            f"{file} has {len(tensors)} tensors where {len(wanted)} are expected;"
-            f" unexpected: {extra[0]}"
-        )
-    for name, tensor in tensors.items():
-        if (shape := list(tensor.shape)) != wanted[name]:
-            raise ConfigError(f"{file}: {name} has shape {shape}, expected {wanted[name]}")
+    file, wanted = path / HEADS_FILE, named_tensors(heads)
+    check_header(file, wanted)
+    _compute_tables(heads, config_file)
+    tensors = read_tensors(file, wanted)
+    _check_map(file, tensors.get("token_map"), config["vocab_size"])
     prefix = _prefix(heads)
     state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     heads.load_state_dict(state, assign=True)
     return heads
+
+
+def _check_map(file: Path, token_map: Tensor | None, vocab_size: int) -> None:
+    if token_map is None:
+        return
+    lowest, highest = (int(bound) for bound in torch.aminmax(token_map))
+    if lowest < 0 or highest >= vocab_size or len(token_map.unique()) < len(token_map):
+        raise ConfigError(
+            f"{file}: token_map holds {lowest} to {highest}, expected {len(token_map)} different"
+            f" tokens of 0 to {vocab_size - 1}"
+        )
 
 
 def as_loaded(heads: Heads, base: PreTrainedModel, dtype: torch.dtype | None = None) -> Heads:

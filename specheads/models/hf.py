@@ -86,9 +86,9 @@ def _quiet() -> Iterator[None]:
 
 
 def _set_dtype(folder: Path, dtype: torch.dtype) -> None:
-    config = read_json(folder / "config.json", "")
+    config = read_json(folder / "config.json", "", strict=False)
     config["dtype"] = str(dtype).removeprefix("torch.")
-    write_json(folder / "config.json", config)
+    write_json(folder / "config.json", config, strict=False)
 
 
 def cast_tensors(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:

@@ -19,13 +19,10 @@ from specheads import dist
 from specheads.config import ConfigError, TrainConfig
 from specheads.files import aside, whole_folder
 from specheads.log import RunLog
-from specheads.training.state import (
-    Progress,
-    checkpoints_of,
-    load_progress,
-    load_tensors,
-    save_tensors,
-)
+from specheads.models.manifest import check_manifest, write_manifest
+from specheads.training.checkpoints import checkpoints_of
+from specheads.training.state import Progress, load_progress
+from specheads.training.tensor_files import check_tensors, load_tensors, save_tensors
 
 KEY = "eval/accept_length"
 _TENSORS, _FIGURES, _CHOSEN = "model.safetensors", "best.json", "chosen.json"
@@ -119,6 +116,29 @@ def save(
         save_tensors(folder / _TENSORS, tensors)
         figures = {"step": progress.step, "stage": progress.stage, "metrics": dict(found)}
         (folder / _FIGURES).write_text(json.dumps(figures, indent=1) + "\n")
+        write_manifest(folder)
+
+
+def bring(run_dir: Path, checkpoint: Path, progress: Progress) -> None:
+    """Have the best weights that ``checkpoint`` counts on in ``run_dir``, before training goes on.
+
+    A run that goes on in another directory than its checkpoint's gets a copy.
+
+    Raises:
+        ConfigError: if they are gone: the end of the run would be too late to learn it.
+        RunError: if the disk is full.
+    """
+    here = folder_of(run_dir, progress.best_step)
+    if not progress.best_step or (here / _FIGURES).is_file():
+        return
+    there = folder_of(checkpoint.parent.parent, progress.best_step)
+    if not (there / _FIGURES).is_file():
+        raise ConfigError(
+            f"{here} is gone, and with it the weights of the best evaluation before {checkpoint}; "
+            "evaluate.keep_best=false goes on without them"
+        )
+    with whole_folder(here) as folder:
+        shutil.copytree(there, folder, dirs_exist_ok=True)
 
 
 def prune(run_dir: Path, progress: Progress) -> None:
@@ -154,9 +174,9 @@ def finish(
             f"{folder} is gone, and with it the best weights of this run; "
             "evaluate.keep_best=false exports the last ones"
         )
+    check_manifest(folder)
+    check_tensors(folder / _TENSORS, parameters)
     weights = load_tensors(folder / _TENSORS)
-    if odd := sorted(weights.keys() ^ parameters.keys()):
-        raise ConfigError(f"{folder} is of another model: {odd[0]} is in one only")
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])

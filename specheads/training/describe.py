@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from specheads import dist
 from specheads.config import TrainConfig
 from specheads.data.feature_plan import readable
+from specheads.training.capacity import RESERVED
 from specheads.training.plan import TIMED, StagePlan, count_parameters, tensor_bytes
 
 if TYPE_CHECKING:
@@ -20,14 +22,16 @@ def describe_run(cfg: TrainConfig, data: Data, **parts: nn.Module) -> str:
     """Return the first lines of every run: parameters by part, steps, tokens, epochs, where to."""
     per_step = tokens_per_step(cfg)
     rows = data.rows_per_epoch
-    epochs = cfg.steps * per_step / cfg.data.seq_len / rows
+    epochs = "rows streamed"
+    if rows:
+        epochs = f"{cfg.steps * per_step / cfg.data.seq_len / rows:.2f} epochs of {rows:,} rows"
     lines = [
         f"{name}: {count_parameters(part) / 1e6:.2f} M parameters" for name, part in parts.items()
     ]
     lines.append(
         f"{cfg.steps} steps of {per_step:,} tokens ({cfg.data.rows} rows of {cfg.data.seq_len}"
         f" x {cfg.optim.accumulation} micro-batches x {dist.world_size()} processes),"
-        f" {epochs:.2f} epochs of {rows:,} rows {100 * data.efficiency:.0f}% full"
+        f" {epochs} {100 * data.efficiency:.0f}% full"
     )
     lines.append(f"into {cfg.run_dir}")
     return "\n".join(lines)
@@ -80,17 +84,45 @@ def _stage(plan: StagePlan) -> str:
         f"{part} {'not measured' if size is None else readable(size)}"
         for part, size in plan.memory.items()
     ]
+    gpu = gpu_memory()
     low, high = min(plan.seconds), max(plan.seconds)
     return "\n".join(
         [
             f"stage {plan.name}, {plan.num_steps} steps",
             f"  parameters: {', '.join(counts)}",
-            f"  memory per process: {', '.join(sizes)}; {readable(plan.total_bytes)} together",
+            f"  memory per process: {', '.join(sizes)}",
+            f"  per rank: {readable(plan.peak)} at one time, {verdict(plan.peak, gpu)}",
+            *_choices(plan, gpu),
             f"  time: {plan.seconds_per_step:.3g} s a step, {clock(plan.total_seconds)} for all"
             f" ({low:.3g} to {high:.3g} s in {TIMED} timed micro-batches, forward and backward;"
             " the optimizer's own time comes on top)",
         ]
     )
+
+
+def gpu_memory() -> float:
+    """Return the bytes of this rank's GPU, or those of an 80 GB one."""
+    if not torch.cuda.is_available():
+        return 80e9
+    return float(torch.cuda.get_device_properties(dist.device()).total_memory)
+
+
+def verdict(peak: float, memory: float) -> str:
+    """Say whether a rank's peak fits into a GPU of ``memory`` bytes, some of it taken."""
+    fits = "fits" if peak <= memory - RESERVED else "does not fit"
+    return f"{fits} in {memory / 1e9:.0f} GB"
+
+
+def _choices(plan: StagePlan, memory: float) -> list[str]:
+    """Return a line about what other values of ``deepspeed`` would need."""
+    if not plan.choices:
+        return []
+    known = "" if plan.memory.get("activations") is not None else ", activations left out"
+    shown = [
+        f"{name} {readable(need.peak)}{'' if need.fits(memory) else ' (too much)'}"
+        for name, need in plan.choices.items()
+    ]
+    return [f"  on {plan.choice_ranks} ranks, each{known}: {', '.join(shown)}"]
 
 
 def export_bytes(

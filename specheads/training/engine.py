@@ -8,14 +8,8 @@ micro-batches) sets ``objective.engine_scale`` to undo it.
 from __future__ import annotations
 
 import json
-import logging
 import math
-import os
-import shutil
-import sys
-import sysconfig
 from collections.abc import Iterable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -23,9 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from specheads import dist
-from specheads.config import ConfigError, OptimConfig, RunError, TrainConfig
-from specheads.models.quantize import is_quantized_linear, need_bitsandbytes
-from specheads.training.state import load_tensors, save_tensors
+from specheads.config import ConfigError, OptimConfig, TrainConfig
+from specheads.models.manifest import read_json
+from specheads.models.quantize import need_bitsandbytes
+from specheads.training.tensor_files import (
+    check_moments,
+    check_tensors,
+    load_tensors,
+    save_tensors,
+)
 
 Batch = dict[str, Any]
 Groups = list[dict[str, Any]]
@@ -44,7 +44,19 @@ class Objective(Protocol):
 
 
 class Engine(Protocol):
-    """What the loop calls."""
+    """What the loop calls.
+
+    Attributes:
+        overflowed: whether the last ``step`` was one that the engine itself skipped to lower its
+            loss scale, which fp16 does now and then; such a step is no sign of a fault.
+        loss_scale: what fp16 multiplies the loss by, 1 without it.
+    """
+
+    @property
+    def overflowed(self) -> bool: ...  # noqa: D102
+
+    @property
+    def loss_scale(self) -> float: ...  # noqa: D102
 
     def forward(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of one micro-batch and its metrics."""
@@ -55,7 +67,15 @@ class Engine(Protocol):
         ...
 
     def step(self, factor: float) -> float:
-        """Clip, step with every learning rate times ``factor``, return the gradient norm."""
+        """Clip, step with every learning rate times ``factor``, return the gradient norm.
+
+        A norm that is not finite changes nothing, on any rank: no weight, no moment, no counter.
+        The gradients are gone then, and what comes back is that norm, or infinity.
+        """
+        ...
+
+    def drop(self) -> None:
+        """Throw away the gradients of this step instead of stepping; all ranks call it."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -107,11 +127,12 @@ def learning_rates(groups: Groups, factor: float) -> dict[str, float]:
     return {group["name"]: group["initial_lr"] * factor for group in groups}
 
 
-def _not_finite(norm: float) -> RunError:
-    return RunError(f"the gradient norm is {norm}; stopped before the optimizer step")
+def check_names(folder: Path, stored: Iterable[str], trained: Iterable[str]) -> None:
+    """Check that a checkpoint holds the trained parameters and no others.
 
-
-def _check_names(folder: Path, stored: Iterable[str], trained: Iterable[str]) -> None:
+    Raises:
+        ConfigError: naming one that is in one only.
+    """
     if odd := sorted(set(stored) ^ set(trained)):
         raise ConfigError(
             f"{folder} is of another model: {len(odd)} parameters are in one only, e.g. {odd[0]}"
@@ -120,6 +141,9 @@ def _check_names(folder: Path, stored: Iterable[str], trained: Iterable[str]) ->
 
 class TorchEngine:
     """One process, plain torch."""
+
+    overflowed = False
+    loss_scale = 1.0
 
     def __init__(self, objective: nn.Module, groups: Groups, cfg: TrainConfig) -> None:
         """Build the optimizers for ``groups``."""
@@ -143,16 +167,25 @@ class TorchEngine:
         loss.backward()
 
     def step(self, factor: float) -> float:
-        """Clip, step with every learning rate times ``factor``, return the gradient norm."""
+        """Clip, step with every learning rate times ``factor``, return the gradient norm.
+
+        One that is not finite changes nothing; the gradients are dropped.
+        """
         norm = float(nn.utils.clip_grad_norm_(self.trained, self.cfg.optim.grad_clip))
         if not math.isfinite(norm):
-            raise _not_finite(norm)
+            self.drop()
+            return norm
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * factor
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return norm
+
+    def drop(self) -> None:
+        """Throw away the gradients of this step."""
+        for parameter in self.trained:
+            parameter.grad = None
 
     def save(self, folder: Path) -> None:
         """Write trained weights and the optimizers' tensors as safetensors."""
@@ -173,19 +206,24 @@ class TorchEngine:
         (folder / "optimizer.json").write_text(json.dumps(values))
 
     def load(self, folder: Path) -> None:
-        """Restore weights and optimizer state; every name must match.
+        """Restore weights and optimizer state; every name and shape must match.
 
         Raises:
-            ConfigError: if the checkpoint is of another model.
+            ConfigError: if the checkpoint is of another model, before anything is changed.
         """
+        trained = dict(zip(self.names, self.trained, strict=True))
+        check_tensors(folder / "model.safetensors", trained)
+        check_moments(folder / "optimizer.safetensors", trained)
+        values = read_json(folder / "optimizer.json", f"{folder} is not a whole checkpoint")
+        if odd := [n for n, v in values.items() if type(v) not in (bool, int, float)]:
+            raise ConfigError(f"{folder / 'optimizer.json'}: {odd[0]} must be a number")
         weights = load_tensors(folder / "model.safetensors")
-        _check_names(folder, weights.keys(), self.names)
         with torch.no_grad():
-            for name, parameter in zip(self.names, self.trained, strict=True):
+            for name, parameter in trained.items():
                 parameter.copy_(weights[name])
         state: dict[str, dict[str, Any]] = {}
         stored = load_tensors(folder / "optimizer.safetensors")
-        for name, value in (stored | json.loads((folder / "optimizer.json").read_text())).items():
+        for name, value in (stored | values).items():
             parameter_name, _, key = name.rpartition("/")
             state.setdefault(parameter_name, {})[key] = value
         names = dict(zip(map(id, self.trained), self.names, strict=True))
@@ -197,142 +235,7 @@ class TorchEngine:
 
     def close(self) -> None:
         """Free the gradients; the module itself was never changed."""
-        for parameter in self.trained:
-            parameter.grad = None
-
-
-def _need_compiler() -> None:
-    """Check what DeepSpeed compiles with on a CPU, before its own error of fifty lines.
-
-    Raises:
-        ConfigError: naming what is missing.
-    """
-    # pip puts ninja beside the interpreter, which need not be on the PATH
-    folder = str(Path(sys.executable).parent)
-    if folder not in os.environ.get("PATH", "").split(os.pathsep):
-        os.environ["PATH"] = folder + os.pathsep + os.environ.get("PATH", "")
-    missing = [] if shutil.which("ninja") else ["ninja"]
-    if not (shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")):
-        missing.append("a C++ compiler (g++)")
-    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
-        missing.append("the Python headers (python3-dev)")
-    if missing:
-        raise ConfigError(
-            f"DeepSpeed needs {' and '.join(missing)} on this machine; "
-            "install that, or use deepspeed=none"
-        )
-
-
-class DeepSpeedEngine:
-    """One or many processes under DeepSpeed; its ZeRO state is pickle, by its own design."""
-
-    def __init__(self, objective: nn.Module, groups: Groups, cfg: TrainConfig) -> None:
-        """Start the process group and wrap ``objective``."""
-        if cfg.optim.name == "muon":
-            raise ConfigError(
-                "optim.name=muon needs deepspeed=none, as ZeRO flattens the matrices; "
-                "add optim=adamw"
-            )
-        if cfg.optim.name == "adamw8bit":
-            raise ConfigError(
-                "optim.name=adamw8bit needs deepspeed=none, as ZeRO keeps the moments in parts of "
-                "its own; add optim=adamw"
-            )
-        stage = (cfg.deepspeed.get("zero_optimization") or {}).get("stage", 0)
-        if stage == 3 and any(is_quantized_linear(module) for module in objective.modules()):
-            raise ConfigError(
-                f"model.quantization={cfg.model.quantization}: ZeRO-3 cannot spread quantised "
-                "weights; choose deepspeed=zero1 or zero2"
-            )
-        if not torch.cuda.is_available():
-            _need_compiler()
-        dist.set_defaults()
-        os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-        import deepspeed
-        from deepspeed.utils import logger
-
-        logger.setLevel(logging.WARNING)
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        # the other ranks wait while rank 0 measures and exports at the end
-        patience = timedelta(hours=3)
-        deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=patience)
-        (optimizer,) = make_optimizers(groups, cfg.optim)
-        precision: dict[str, Any] = {"bf16": {"enabled": cfg.model.dtype == "bfloat16"}}
-        if cfg.autocast == "bfloat16":
-            precision["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
-        self.engine: Any = deepspeed.initialize(
-            model=objective,
-            optimizer=optimizer,
-            config={
-                "train_micro_batch_size_per_gpu": cfg.data.rows,
-                "gradient_accumulation_steps": cfg.optim.accumulation,
-                "gradient_clipping": cfg.optim.grad_clip,
-                "steps_per_print": 10**9,
-                **precision,
-                **cfg.deepspeed,
-            },
-        )[0]
-        self.groups = groups
-        trained = {id(p) for group in groups for p in group["params"]}
-        self.names = [name for name, p in objective.named_parameters() if id(p) in trained]
-        scale = dist.world_size() * cfg.optim.accumulation
-        objective.engine_scale = float(scale)  # type: ignore[assignment]
-
-    def forward(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of one micro-batch and its metrics."""
-        return cast("tuple[Tensor, dict[str, Tensor]]", self.engine(batch))
-
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add this micro-batch's gradients."""
-        self.engine.backward(loss)
-        if not last:
-            self.engine.step()  # counts the micro-batch, changes nothing
-
-    def step(self, factor: float) -> float:
-        """Step with every learning rate times ``factor``, return the gradient norm."""
-        rates = learning_rates(self.groups, factor)
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = rates[group["name"]]
-        self.engine.step()
-        norm = float(self.engine.get_global_grad_norm() or 0.0)
-        if not math.isfinite(norm):
-            raise _not_finite(norm)
-        return norm
-
-    def save(self, folder: Path) -> None:
-        """Write DeepSpeed's own checkpoint."""
-        self.engine.save_checkpoint(
-            str(folder / "deepspeed"), tag="state", exclude_frozen_parameters=True
-        )
-        if dist.is_main():
-            (folder / "trained.json").write_text(json.dumps(self.names))
-
-    def load(self, folder: Path) -> None:
-        """Restore DeepSpeed's own checkpoint, written by this run."""
-        stored = json.loads((folder / "trained.json").read_text())
-        _check_names(folder, stored, self.names)  # the frozen ones are not stored: no strict load
-        found, _ = self.engine.load_checkpoint(
-            str(folder / "deepspeed"), tag="state", load_module_strict=False
-        )
-        if found is None:
-            raise ConfigError(f"{folder} holds no DeepSpeed state")
-
-    def close(self) -> None:
-        """Remove DeepSpeed's hooks, so that the module can be used or wrapped again."""
-        if self.engine.zero_optimization_stage() < 3:
-            self.engine.destroy()
-            return
-        import deepspeed
-
-        # stage 3 leaves every rank a part of each parameter: make them whole again
-        parameters = list(self.engine.module.parameters())
-        with deepspeed.zero.GatheredParameters(parameters):
-            whole = [parameter.detach().clone() for parameter in parameters]
-        self.engine.destroy()
-        for parameter, data in zip(parameters, whole, strict=True):
-            parameter.data = data
-            for name in [name for name in vars(parameter) if name.startswith("ds_")]:
-                delattr(parameter, name)  # else the next engine takes it for partitioned
+        self.drop()
 
 
 def open_engine(objective: nn.Module, groups: Groups, cfg: TrainConfig) -> Engine:
@@ -342,6 +245,8 @@ def open_engine(objective: nn.Module, groups: Groups, cfg: TrainConfig) -> Engin
         ConfigError: if several processes were started without DeepSpeed.
     """
     if cfg.deepspeed:
+        from specheads.training.deepspeed_engine import DeepSpeedEngine
+
         return DeepSpeedEngine(objective, groups, cfg)
     if dist.world_size() > 1:
         raise ConfigError(

@@ -8,14 +8,10 @@ exact (each loss is a sum divided by the count of the whole step).
 from __future__ import annotations
 
 import contextlib
-import resource
-import signal
-import sys
-import threading
-import time
+import math
 from collections.abc import Callable, Iterator, Mapping
-from types import FrameType
-from typing import Any, Protocol, cast
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,19 +20,23 @@ from specheads import dist
 from specheads.config import InterruptedRunError, RunError, TrainConfig
 from specheads.log import RunLog
 from specheads.losses import count_valid
-from specheads.training import best
+from specheads.training import best, nonfinite
+from specheads.training.checkpoints import checkpoint_to_resume, new_checkpoint, prune, verify
 from specheads.training.engine import Batch, Engine, Objective, learning_rates, open_engine
+from specheads.training.meter import Meter, peak_memory
 from specheads.training.schedule import lambda_scale, lr_factor
+from specheads.training.signals import StopAsked, StopSignal, saving_first
 from specheads.training.state import (
     Progress,
-    checkpoint_to_resume,
     load_progress,
-    load_rank,
-    new_checkpoint,
-    prune,
+    random_state,
+    restore_rank,
     same_random_state,
     save_rank,
+    set_random_state,
 )
+
+Evaluate = Callable[[int], Mapping[str, float]]
 
 
 class Batches(Protocol):
@@ -53,44 +53,6 @@ class Batches(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a position."""
         ...
-
-
-class StopSignal:
-    """Turn the first SIGINT or SIGTERM into a flag; the second one acts as usual."""
-
-    def __init__(self) -> None:
-        """Start unset."""
-        self.name = ""
-        self._before: dict[signal.Signals, Any] = {}
-
-    def _set(self, signum: int, frame: FrameType | None) -> None:
-        del frame
-        self.name = signal.Signals(signum).name
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
-
-    def __enter__(self) -> StopSignal:
-        """Install the handlers; only the main thread may."""
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._set)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Put the earlier handlers back."""
-        self._restore()
-
-
-def _peak_memory(device: torch.device) -> float:
-    """Return bytes: the allocator's peak on a GPU, the process's peak on a CPU."""
-    if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(device))
-    unit = 1 if sys.platform == "darwin" else 1024
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
 
 def _place(batch: Batch, device: torch.device) -> Batch:
@@ -124,18 +86,24 @@ def gather(
     return placed, float(counts[num_heads + 1])
 
 
-def run_micro_batches(
-    engine: Engine, micro: list[Batch], step: int, asked_to_stop: Callable[[], bool]
-) -> tuple[dict[str, float], bool]:
-    """Run forward and backward over one optimizer step's micro-batches.
+class Ran(NamedTuple):
+    """What the micro-batches of one optimizer step gave.
 
-    Returns:
-        The metrics of the step, summed over micro-batches and ranks, and whether any rank was
-        asked to stop.
-
-    Raises:
-        RunError: if a loss is not finite, on any rank, naming the records of the batch.
+    Attributes:
+        metrics: summed over micro-batches and ranks.
+        bad: this rank's micro-batches whose loss is not finite.
+        bad_anywhere: whether any rank has one.
+        stopping: whether any rank was asked to stop.
     """
+
+    metrics: dict[str, float]
+    bad: list[int]
+    bad_anywhere: bool
+    stopping: bool
+
+
+def run_micro_batches(engine: Engine, micro: list[Batch], asked_to_stop: Callable[[], bool]) -> Ran:
+    """Run forward and backward over one optimizer step's micro-batches."""
     total: dict[str, Tensor] = {}
     losses = []
     for index, batch in enumerate(micro):
@@ -147,53 +115,137 @@ def run_micro_batches(
     bad = ~torch.isfinite(torch.stack(losses).float())
     values = torch.stack([value.double() for value in total.values()])
     flags = torch.tensor([float(bad.any()), float(asked_to_stop())], device=values.device)
-    summed = dist.sum_over_ranks(torch.cat([values, flags.double()])).cpu()
-    if summed[-2] > 0:
-        mine = [micro[i] for i in bad.nonzero().flatten().tolist()]
-        ids = [str(name) for batch in mine for name in batch.get("ids", [])]
-        where = f"records {', '.join(ids[:8])}" if ids else "a batch of another rank"
-        raise RunError(
-            f"the loss of step {step + 1} is not finite; stopped before the optimizer step; "
-            f"{where}{' ...' if len(ids) > 8 else ''}"
-        )
-    return dict(zip(total, summed.tolist(), strict=False)), bool(summed[-1] > 0)
+    summed = dist.sum_over_ranks(torch.cat([values, flags.double()])).tolist()
+    return Ran(
+        metrics=dict(zip(total, summed, strict=False)),
+        bad=bad.nonzero().flatten().tolist(),
+        bad_anywhere=summed[-2] > 0,
+        stopping=summed[-1] > 0,
+    )
 
 
-class _Meter:
-    """Means since the last line, and the rate in tokens per second."""
+@dataclass
+class _Stage:
+    """What the steps of one stage share."""
 
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
-        self.tokens, self.steps = 0.0, 0
-        self.since = time.perf_counter()
-        self.seconds_per_step = 0.0
+    cfg: TrainConfig
+    run: RunLog
+    engine: Engine
+    objective: nn.Module
+    batches: Batches
+    parameters: dict[str, nn.Parameter]
+    progress: Progress
+    meter: Meter
+    first_step: int
+    last_step: int
 
-    def add(self, metrics: Mapping[str, float], tokens: float) -> None:
-        self.tokens += tokens
-        self.steps += 1
-        window = self.progress.window
-        for key, value in metrics.items():
-            window[key] = window.get(key, 0.0) + value
-        self.progress.window_steps += 1
+    def factor(self, step: int) -> float:
+        """Return what the learning rates of ``step`` (from 0) are multiplied with."""
+        cfg = self.cfg
+        return lr_factor(step, self.first_step, self.last_step, cfg.optim, cfg.steps)
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave what happens inside out of the rate."""
-        begin = time.perf_counter()
-        yield
-        self.since += time.perf_counter() - begin
+    def take_step(self, device: torch.device, asked_to_stop: Callable[[], bool]) -> bool:
+        """Take one optimizer step, or leave it out; return whether any rank was asked to stop.
 
-    def read(self, *, keep: bool) -> dict[str, float]:
-        """Return the means; start a new window unless ``keep``."""
-        steps = self.progress.window_steps
-        means = {f"train/{key}": value / steps for key, value in self.progress.window.items()}
-        if not keep:
-            self.progress.window, self.progress.window_steps = {}, 0
-        now = time.perf_counter()
-        means["train/tokens_per_second"] = self.tokens / (now - self.since)
-        self.seconds_per_step = (now - self.since) / self.steps
-        self.tokens, self.steps, self.since = 0.0, 0, now
-        return means
+        Raises:
+            RunError: if a loss or gradient is not finite, and no more of them may be left out.
+        """
+        step, trained = self.progress.step, cast(Objective, self.objective)
+        before = self.batches.state_dict(), *random_state()
+        trained.lambda_scale = lambda_scale(step, self.first_step, self.last_step, self.cfg.loss)
+        micro, tokens = gather(self.batches, self.cfg.optim.accumulation, trained.num_heads, device)
+        ran = run_micro_batches(self.engine, micro, asked_to_stop)
+        metrics, fault = ran.metrics, ""
+        if ran.bad_anywhere:
+            self.engine.drop()
+            fault = "loss"
+        else:
+            norm = metrics["grad_norm"] = self.engine.step(self.factor(step))
+            if not math.isfinite(norm):
+                metrics = {}  # such a step has no place in the means
+                fault = "" if self.engine.overflowed else "gradient"
+        if fault:
+            chosen = ran.bad if fault == "loss" else range(len(micro))
+            where = nonfinite.report(self.run.dir, step + 1, fault, micro, chosen)
+            if self.progress.skipped >= self.cfg.optim.skip_nonfinite:
+                self.give_up(f"the {fault} of step {step + 1} is not finite", where, before)
+            self.progress.skipped += 1
+            self.run.say(
+                f"step {step + 1} left out, as its {fault} is not finite: {where} "
+                f"({self.progress.skipped} of optim.skip_nonfinite={self.cfg.optim.skip_nonfinite})"
+            )
+            metrics = {}
+        self.progress.step += 1
+        self.meter.add(metrics, tokens)
+        self.run.advance()
+        return ran.stopping
+
+    def give_up(self, what: str, where: str, before: tuple[Any, ...]) -> NoReturn:
+        """Save the state from before the step that cannot be taken, and stop the run."""
+        position, *generators = before
+        saved = ""
+        if self.progress.step:
+            set_random_state(*generators)
+            self.save(position)
+            saved = f"; step {self.progress.step} is saved, optim.skip_nonfinite=N goes on past it"
+        already = f" after {self.progress.skipped} left out" if self.progress.skipped else ""
+        error = RunError(f"{what}{already}; stopped before the optimizer step; {where}{saved}")
+        error.on_every_rank = True
+        raise error
+
+    def evaluate(self, evaluate: Evaluate, signals: StopSignal) -> bool:
+        """Evaluate, unless a signal comes; return whether any rank was asked to stop.
+
+        An evaluation that a signal cut short is due again after the resume.
+        """
+        found: Mapping[str, float] | None = None
+        with self.meter.paused(), same_random_state():
+            with contextlib.suppress(StopAsked), signals.interrupting():
+                found = evaluate(self.progress.step)
+            flags = torch.tensor([float(found is None), float(bool(signals.name))])
+            cut, asked = dist.sum_over_ranks(flags.to(dist.device())).tolist()
+            self.progress.unevaluated = cut > 0
+            if found is not None and not cut:
+                found = best.judge(found, self.parameters, self.cfg, self.progress, self.run)
+                self.run.metrics(self.progress.step, found)
+        self.objective.train()
+        return asked > 0
+
+    def write_row(self, groups: list[dict[str, Any]], device: torch.device, *, keep: bool) -> None:
+        """Write the means since the last row; ``keep`` them for the next one too."""
+        step = self.progress.step
+        row = self.meter.read(keep=keep)
+        rates = learning_rates(groups, self.factor(step - 1))
+        row |= {f"train/lr/{name}": rate for name, rate in rates.items()}
+        row["train/peak_memory"] = peak_memory(device)
+        if self.progress.skipped:
+            row["train/skipped"] = float(self.progress.skipped)
+        if "float16" in (self.cfg.autocast, self.cfg.model.dtype):
+            row["train/loss_scale"] = self.engine.loss_scale
+        left = self.meter.seconds_per_step * (self.cfg.steps - step)
+        self.run.metrics(step, row, seconds_left=left)
+
+    def save(self, position: dict[str, Any] | None = None) -> None:
+        """Write a checkpoint; of the data's ``position``, if it is not the present one."""
+        now, keep = self.progress, self.cfg.checkpoint
+        with self.meter.paused():
+            with new_checkpoint(self.run.dir, now.step) as folder:
+                self.engine.save(folder)
+                save_rank(folder, self.cfg, now, position or self.batches.state_dict())
+                self.run.save(folder)
+            self.run.saved(self.run.dir / "checkpoints" / f"step-{now.step:07d}")
+            best_step = now.best_step if keep.keep_best else 0
+            prune(self.run.dir, keep.keep, newest=now.step, best=best_step)
+
+
+@contextlib.contextmanager
+def _closed(engine: Engine) -> Iterator[None]:
+    """Close ``engine`` at the end.
+
+    Not after an error: closing may gather the weights of all ranks, of which one may be gone.
+    """
+    yield
+    engine.close()
 
 
 def fit(
@@ -206,7 +258,7 @@ def fit(
     stage: str = "train",
     first_step: int = 0,
     last_step: int | None = None,
-    evaluate: Callable[[int], Mapping[str, float]] | None = None,
+    evaluate: Evaluate | None = None,
 ) -> int:
     """Train ``objective`` from ``first_step`` to ``last_step``, or go on from a checkpoint.
 
@@ -231,8 +283,9 @@ def fit(
         The number of optimizer steps taken so far by the whole run.
 
     Raises:
-        InterruptedRunError: after SIGINT or SIGTERM, with a checkpoint saved.
-        RunError: if a loss is not finite.
+        InterruptedRunError: after SIGINT, SIGTERM or SIGUSR1, with a checkpoint saved.
+        RunError: if a loss or gradient is not finite, once too often for ``optim.skip_nonfinite``;
+            what was before that step is saved.
     """
     last_step = cfg.steps if last_step is None else last_step
     end = min(last_step, cfg.max_steps or last_step)
@@ -251,55 +304,45 @@ def fit(
     parameters = best.trained(objective, groups)
     engine = open_engine(objective, groups, cfg)
     if checkpoint is not None:
+        verify(checkpoint)
+        if cfg.evaluate.keep_best and dist.is_main():
+            best.bring(run.dir, checkpoint, progress)
         engine.load(checkpoint)
-        batches.load_state_dict(load_rank(checkpoint))
-    run.begin(progress.step)
-    trained = cast(Objective, objective)
+        restore_rank(checkpoint, batches)
+    run.begin(progress.step, checkpoint)
+    progress.skipped = max(progress.skipped, nonfinite.begin(run.dir, progress.step))
     device = next(objective.parameters()).device
-    meter = _Meter(progress)
+    now = _Stage(
+        cfg, run, engine, objective, batches, parameters, progress, Meter(progress),
+        first_step, last_step,
+    )  # fmt: skip
     objective.train()
-    with StopSignal() as signals, contextlib.closing(engine):
-        while progress.step < end and not progress.stopped:
-            step = progress.step
-            trained.lambda_scale = lambda_scale(step, first_step, last_step, cfg.loss)
-            micro, tokens = gather(batches, cfg.optim.accumulation, trained.num_heads, device)
-            metrics, stopping = run_micro_batches(engine, micro, step, lambda: bool(signals.name))
-            factor = lr_factor(step, first_step, last_step, cfg.optim, cfg.steps)
-            metrics["grad_norm"] = engine.step(factor)
-            progress.step += 1
-            meter.add(metrics, tokens)
-            run.advance()
-            if evaluate and best.due(cfg, progress, last_step):
-                with meter.paused(), same_random_state():
-                    found = evaluate(progress.step)
-                    found = best.judge(found, parameters, cfg, progress, run)
-                    run.metrics(progress.step, found)
-                objective.train()
+    with saving_first(then_at_once=last_step == cfg.steps) as signals, _closed(engine):
+        while progress.unevaluated or (progress.step < end and not progress.stopped):
+            stopping = False
+            if not progress.unevaluated:  # else the run was stopped between step and evaluation
+                stopping = now.take_step(device, lambda: bool(signals.name or run.trouble))
+                progress.unevaluated = bool(evaluate) and best.due(cfg, progress, last_step)
+            better = False
+            if evaluate and progress.unevaluated and not stopping:
+                stopping = now.evaluate(evaluate, signals)
+                better = cfg.checkpoint.keep_best and progress.best_step == progress.step
+            over = progress.step == end or progress.stopped
             due = progress.step % cfg.log.every == 0 or progress.step == last_step
             due = due or progress.stopped
-            if due or stopping or progress.step == end:
+            if (due or stopping or over) and not progress.unevaluated:
                 # a row at an early stop leaves the window as it is, for the row after the resume
-                row = meter.read(keep=not due)
-                row |= {f"train/lr/{k}": v for k, v in learning_rates(groups, factor).items()}
-                row["train/peak_memory"] = _peak_memory(device)
-                left = meter.seconds_per_step * (cfg.steps - progress.step)
-                run.metrics(progress.step, row, seconds_left=left)
+                now.write_row(groups, device, keep=not due)
             save = cfg.checkpoint.every and progress.step % cfg.checkpoint.every == 0
-            over = progress.step == end or progress.stopped
-            if save or stopping or (over and end in (cfg.max_steps, cfg.steps)):
-                with meter.paused():
-                    _save(engine, batches, cfg, run, progress)
+            if save or stopping or better or (over and end in (cfg.max_steps, cfg.steps)):
+                now.save()
             if stopping:
+                signals.saved = True
+                why = f"{run.trouble}; " if run.trouble else ""
                 raise InterruptedRunError(
-                    f"stopped after step {progress.step} of {cfg.steps}; go on with resume=auto"
+                    f"{why}stopped after step {progress.step} of {cfg.steps}; "
+                    "go on with resume=auto"
                 )
     if last_step == cfg.steps:
         best.finish(parameters, cfg, progress, run)
     return progress.step
-
-
-def _save(engine: Engine, batches: Batches, cfg: TrainConfig, run: RunLog, now: Progress) -> None:
-    with new_checkpoint(run.dir, now.step) as folder:
-        engine.save(folder)
-        save_rank(folder, cfg, now, batches.state_dict())
-    prune(run.dir, cfg.checkpoint.keep)

@@ -100,13 +100,14 @@ class OnPolicyBatches:
         return _laid_out(batch, places, answers, self.pad_token_id)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place; plain JSON."""
-        return {"taken": self.taken, "batches": self.batches.state_dict()}
+        """Return the place, the same for any number of ranks; plain JSON."""
+        taken = self.taken * dist.world_size()  # by all ranks together
+        return {"taken": taken, "batches": self.batches.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved place."""
         self.batches.load_state_dict(state["batches"])
-        self.taken = int(state["taken"])
+        self.taken = int(state["taken"]) // dist.world_size()
 
     def _places(self, batch: Batch, number: int) -> list[_Place]:
         generator = torch.Generator().manual_seed(_hash(self.seed, dist.rank(), number, -1))

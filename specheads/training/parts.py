@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from specheads import dist
 from specheads.config import ConfigError, TrainConfig
 from specheads.data.chat import Encoded
+from specheads.data.streamed import StreamedBatches
 from specheads.losses import IGNORE, count_valid
 from specheads.models.checkpoint import load_heads
 from specheads.models.heads import MedusaHeads
@@ -58,6 +59,7 @@ def build_heads(
     else:
         kept = None
         if wanted.lm_head == "pruned":
+            assert not isinstance(data.train, StreamedBatches)  # read_data has seen to it
             kept = most_frequent(data.train.documents, vocab_size, wanted.num_kept)
         heads.init_from_output(output.weight, kept)
     return heads.to(_place(output))

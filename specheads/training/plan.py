@@ -7,8 +7,9 @@ data, after which everything is as it was. ``describe.py`` puts it into words.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from specheads.config import TrainConfig
 from specheads.fused_loss import rows_at_once
 from specheads.hardware import peak_memory
 from specheads.models.hidden import packed_hidden
+from specheads.training.capacity import SPREADS, Load, Need, Spread, need, optimizer_per_number
 from specheads.training.engine import TorchEngine
 from specheads.training.loop import Batches, gather
 from specheads.training.state import same_random_state
@@ -38,19 +40,25 @@ class StagePlan:
         num_steps: optimizer steps.
         parameters: part -> number of trained and of frozen ones.
         memory: part -> bytes on this rank; ``activations`` is None where they cannot be measured.
+        peak: bytes on this rank at one time, without activations that cannot be measured.
         seconds: of an optimizer step's forward and backward passes, as each timed micro-batch
             would have it.
         trained_bytes: of the trained weights.
         optimizer_bytes: of the optimizer's state, over all ranks.
+        choices: values of ``deepspeed`` -> what each of ``choice_ranks`` would need with it.
+        choice_ranks: as many as this run has, or 8.
     """
 
     name: str
     num_steps: int
     parameters: dict[str, tuple[int, int]]
     memory: dict[str, float | None]
+    peak: float
     seconds: list[float]
     trained_bytes: int
     optimizer_bytes: int
+    choices: dict[str, Need] = field(default_factory=dict)
+    choice_ranks: int = 8
 
     @property
     def seconds_per_step(self) -> float:
@@ -61,11 +69,6 @@ class StagePlan:
     def total_seconds(self) -> float:
         """Of all its steps."""
         return self.num_steps * self.seconds_per_step
-
-    @property
-    def total_bytes(self) -> float:
-        """Sum of all parts that are known."""
-        return sum(size for size in self.memory.values() if size is not None)
 
 
 def count_parameters(module: nn.Module) -> int:
@@ -112,27 +115,86 @@ def plan_stage(
     """
     trained = [p for group in groups for p in group["params"]]
     modules = [objective, *parts.values()]
-    gradients = tensor_bytes(trained)
-    optimizer = sum(optimizer_bytes(group, cfg) for group in groups)
     logits = _logits_bytes(cfg, objective, output_weight)
-    stage = int((cfg.deepspeed.get("zero_optimization") or {}).get("stage", 0))
     world = dist.world_size()
-    weights = tensor_bytes(p for m in modules for p in (*m.parameters(), *m.buffers()))
     seconds, extra = _time_micro_batches(objective, batches, groups, cfg)
+
+    def load(spread: Spread) -> Load:
+        found = _load(cfg, spread, modules, trained, output_weight)
+        # what a micro-batch added is activations, and gradients that are formed in forward
+        measured = max(0.0, (extra or 0.0) - logits - found.formed)
+        return replace(found, activations=measured, logits=logits)
+
+    spread = Spread.from_config(cfg.deepspeed)
+    optimizer = sum(optimizer_bytes(group, cfg) for group in groups)
+    found = need(load(spread), spread, world)
+    if not spread.offload_optimizer:  # Muon and AdamW side by side are counted by group
+        found = replace(found, optimizer=optimizer / (world if spread.stage else 1))
+    parts_of = found.parts()
+    memory: dict[str, float | None] = {
+        "weights": parts_of["weights"],
+        "gradients": parts_of["gradients"],
+        f"optimizer ({cfg.optim.name})": parts_of["optimizer"],
+        "logits of one chunk": parts_of["logits of one chunk"],
+        "activations": None if extra is None else parts_of["activations"],
+    }
+    if found.buckets or found.gathered:
+        memory["communication"] = parts_of["communication"]
+    if found.host:
+        memory["main memory"] = found.host
+    ranks = world if world > 1 else 8
     return StagePlan(
         name,
         num_steps,
         _parameters(parts, {id(parameter) for parameter in trained}),
-        {
-            "weights": weights / (world if stage >= 3 else 1),
-            "gradients": gradients / (world if stage >= 2 else 1),
-            f"optimizer ({cfg.optim.name})": optimizer / (world if stage >= 1 else 1),
-            "logits of one chunk": logits,
-            "activations": None if extra is None else max(0.0, extra - gradients - logits),
-        },
+        memory,
+        found.peak,
         [each * cfg.optim.accumulation for each in seconds],
         trained_bytes=tensor_bytes(trained),
         optimizer_bytes=optimizer,
+        choices={
+            key: need(load(each), each, ranks)
+            for key, each in SPREADS.items()
+            if _offered(cfg, each)
+        },
+        choice_ranks=ranks,
+    )
+
+
+def _offered(cfg: TrainConfig, spread: Spread) -> bool:
+    """Whether many processes can train these settings like this."""
+    quantised = cfg.model.quantization != "none" and spread.stage == 3
+    return spread.deepspeed and cfg.optim.name == "adamw" and not quantised
+
+
+def _load(
+    cfg: TrainConfig,
+    spread: Spread,
+    modules: Iterable[nn.Module],
+    trained: Iterable[Tensor],
+    output_weight: Tensor,
+) -> Load:
+    """Return the weights that a run has, and which of them it trains."""
+    learned = {id(parameter): parameter for parameter in trained}
+    named = {p: name for m in modules for name, p in (*m.named_parameters(), *m.named_buffers())}
+    counts: Counter[int] = Counter()
+    for parameter in learned.values():
+        counts[_width(parameter, cfg, spread)] += parameter.numel()
+    frozen = [tensor for tensor in named if id(tensor) not in learned]
+    matrices = [
+        parameter
+        for parameter, name in named.items()
+        if parameter is output_weight or (parameter.dim() == 2 and "lm_head" in name)
+    ]
+    fused = [p for p in matrices if id(p) in learned and cfg.loss.implementation == "fused"]
+    return Load(
+        trained=counts,
+        frozen=sum(tensor.numel() for tensor in frozen),
+        frozen_bytes=sum(_width(tensor, cfg, spread) * tensor.numel() for tensor in frozen),
+        formed=sum(_width(p, cfg, spread) * p.numel() for p in fused),
+        optimizer=cfg.optim.name,
+        accumulation=cfg.optim.accumulation,
+        outer=sum(p.numel() for p in matrices),
     )
 
 
@@ -152,23 +214,22 @@ def _parameters(parts: Mapping[str, nn.Module], trained: set[int]) -> dict[str, 
 
 
 def optimizer_bytes(group: dict[str, Any], cfg: TrainConfig) -> int:
-    """Return the bytes of the optimizer's state for one group of parameters.
+    """Return the bytes of the optimizer's state for one group of parameters, over all ranks."""
+    spread = Spread.from_config(cfg.deepspeed)
+    name = cfg.optim.name
+    if name == "muon" and not group["name"].endswith("_muon"):
+        name = "adamw"
+    return sum(
+        p.numel() * optimizer_per_number(_width(p, cfg, spread), name, spread)
+        for p in group["params"]
+    )
 
-    AdamW keeps two numbers per parameter in the parameter's dtype, 8 bytes in float32; its 8-bit
-    form two bytes; Muon one number. DeepSpeed keeps float32 weights beside narrower ones.
-    """
-    total = 0
-    for parameter in group["params"]:
-        size = parameter.element_size()
-        if cfg.deepspeed and size < 4:
-            total += 12 * parameter.numel()
-        elif group["name"].endswith("_muon"):
-            total += size * parameter.numel()
-        elif cfg.optim.name == "adamw8bit":
-            total += 2 * parameter.numel()
-        else:
-            total += 2 * size * parameter.numel()
-    return total
+
+def _width(tensor: Tensor, cfg: TrainConfig, spread: Spread) -> int:
+    """Return the bytes of a number; DeepSpeed casts all weights where they are of 16 bits."""
+    size = tensor.element_size()
+    halved = "16" in cfg.model.dtype or cfg.autocast == "float16"
+    return min(size, 2) if spread.deepspeed and halved else size
 
 
 def _logits_bytes(cfg: TrainConfig, objective: nn.Module, output_weight: Tensor) -> int:

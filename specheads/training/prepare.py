@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads import dist
 from specheads.assets import tinycode_dir
 from specheads.config import ConfigError, TrainConfig
-from specheads.data.chat import Encoded, EncodedRecords, Encoder, encode_records
+from specheads.data.chat import Documents, EncodedRecords, Encoder, encode_records
 from specheads.data.dropped import Dropped
 from specheads.data.pack import PackedBatches, check_isolation, one_pass
-from specheads.data.records import Record, load_records, read_jsonl
+from specheads.data.records import Record, read_jsonl
+from specheads.data.stream import RecordStream
+from specheads.data.streamed import StreamedBatches
 from specheads.losses import check_implementation
 from specheads.models.adapters import add_adapter, check_tunable, require_grad
 from specheads.models.base import (
@@ -28,44 +28,10 @@ from specheads.models.base import (
     load_tokenizer,
 )
 from specheads.models.output import OutputLayer, output_layer
+from specheads.training.growing import GrowingBatches
+from specheads.training.reading import Bars, Read, read_data
 
-
-class GrowingBatches:
-    """Short rows first, long rows later: cheap tokens while there is little context to use.
-
-    Every stage has its own packing of the data; the place in the run decides the stage.
-    """
-
-    def __init__(self, stages: Sequence[tuple[int, PackedBatches]]) -> None:
-        """Take ``(last micro-batch of the stage, its batches)``, in order."""
-        self.stages = list(stages)
-        self.taken = 0
-
-    @property
-    def current(self) -> PackedBatches:
-        """The batches of the stage that the next micro-batch belongs to."""
-        later = (batches for end, batches in self.stages if self.taken < end)
-        return next(later, self.stages[-1][1])
-
-    @property
-    def documents(self) -> Sequence[Encoded]:
-        """The documents of the longest rows."""
-        return self.stages[-1][1].documents
-
-    def __next__(self) -> dict[str, Any]:
-        batches = self.current
-        self.taken += 1
-        return next(batches)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the place in the run and in every packing; plain JSON."""
-        return {"taken": self.taken, "stages": [b.state_dict() for _, b in self.stages]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved place."""
-        self.taken = state["taken"]
-        for (_, batches), inner in zip(self.stages, state["stages"], strict=True):
-            batches.load_state_dict(inner)
+Training = PackedBatches | GrowingBatches | StreamedBatches
 
 
 @dataclass(frozen=True)
@@ -77,12 +43,13 @@ class Data:
         heldout: packed held-out rows, always the same.
         heldout_records: the records that ``heldout`` is made of.
         summary: counts, for the export.
-        rows_per_epoch: rows of ``data.seq_len`` that hold every training document once.
-        efficiency: share of their positions that is used.
+        rows_per_epoch: rows of ``data.seq_len`` that hold every training document once; 0 for a
+            stream, whose length nobody knows.
+        efficiency: share of their positions that is used; of a stream, in its first rows.
         dropped: records that could not be used.
     """
 
-    train: PackedBatches | GrowingBatches
+    train: Training
     heldout: list[dict[str, Any]]
     heldout_records: list[Record]
     summary: dict[str, Any]
@@ -91,29 +58,16 @@ class Data:
     dropped: Dropped
 
     def quarantine(self, run_dir: Path) -> None:
-        """Write the records that could not be used to ``quarantine.jsonl``, if there are any."""
-        if self.dropped.rows and dist.is_main():
-            self.dropped.write(run_dir / "quarantine.jsonl")
+        """Write the records that could not be used to ``quarantine.jsonl``, if there are any.
 
-
-class _Bars:
-    """Progress bars for the slow parts of reading data, on a terminal only."""
-
-    def __init__(self) -> None:
-        self.bars: dict[str, tqdm[Any]] = {}
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        if what not in self.bars:
-            quiet = not (sys.stderr.isatty() and dist.is_main())
-            self.bars[what] = tqdm(total=total, desc=what, disable=quiet, leave=False)
-        bar = self.bars[what]
-        bar.total = total
-        bar.update(done - bar.n)
-
-    def close(self) -> None:
-        """Clear all bars."""
-        for bar in self.bars.values():
-            bar.close()
+        A stream goes on with it while it is read, on each rank in a file of its own.
+        """
+        path = run_dir / "quarantine.jsonl"
+        if isinstance(self.train, StreamedBatches):
+            self.train.write_quarantine(path)
+        elif self.dropped.rows and dist.is_main():
+            self.dropped.write(path)
+            print(f"quarantine: {len(self.dropped.rows):,} records in {path}", flush=True)
 
 
 def load_base(
@@ -186,8 +140,9 @@ def load_data(
     *,
     train_base: bool,
     learn_all: bool = False,
+    read: Read | None = None,
 ) -> Data:
-    """Read, encode and pack the training and the held-out records.
+    """Encode and pack the training and the held-out records.
 
     Args:
         cfg: the run's settings.
@@ -195,15 +150,17 @@ def load_data(
         tokenizer: of ``base``.
         train_base: whether gradients go through ``base``.
         learn_all: learn prompts too, as pre-training does.
+        read: the records; None reads them now.
 
     Raises:
         ConfigError: if there is nothing to learn from, or ``base`` cannot keep documents apart.
     """
     check_isolation(base, backward=train_base)
-    bars, dropped = _Bars(), Dropped()
+    read = read or read_data(cfg)
+    bars, dropped = Bars(), read.dropped
 
     def encode(records: Sequence[Record], seq_len: int) -> EncodedRecords:
-        found = encode_records(
+        return encode_records(
             records,
             tokenizer,
             seq_len=seq_len,
@@ -211,31 +168,35 @@ def load_data(
             progress=bars,
             max_bad_fraction=cfg.data.max_bad_fraction,
             dropped=dropped,
+            learn_all=learn_all,
         )
-        if learn_all:
-            all_learned = [replace(d, labels=d.input_ids) for d in found.documents]
-            found = replace(found, documents=all_learned)
-        return found
 
     pad = int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
-    records = load_records(cfg.data, "train", progress=bars, dropped=dropped)
-    tokens = cfg.data.rows * cfg.data.seq_len
-    stages: list[tuple[int, PackedBatches]] = []
-    for length, share in [*cfg.data.growth, [cfg.data.seq_len, 1.0]]:
-        seq_len = int(length)
-        encoded = encode(records, seq_len)
-        batches = PackedBatches(
-            encoded.documents,
-            seq_len=seq_len,
-            rows=tokens // seq_len,
+    heldout_encoded = encode(read.heldout, cfg.data.seq_len)
+    train: Training
+    if isinstance(read.train, RecordStream):
+        train = StreamedBatches(
+            read.train,
+            Documents(
+                tokenizer,
+                seq_len=cfg.data.seq_len,
+                context=context_length(base),
+                learn_all=learn_all,
+            ),
+            rows=cfg.data.rows,
             seed=cfg.seed,
             pad_token_id=pad,
+            dropped=dropped,
             rank=dist.rank(),
             world=dist.world_size(),
         )
-        stages.append((round(share * cfg.steps) * cfg.optim.accumulation, batches))
-    heldout_records = load_records(cfg.data, "heldout", progress=bars, dropped=dropped)
-    heldout_encoded = encode(heldout_records, cfg.data.seq_len)
+        rows_per_epoch, efficiency, counts = 0, train.efficiency, train.counts
+        said = f"streamed from {read.train.name}, {100 * efficiency:.0f}% of the first rows used"
+    else:
+        train, encoded = _packed(cfg, read.train, encode, pad)
+        last = train if isinstance(train, PackedBatches) else train.stages[-1][1]
+        rows_per_epoch, efficiency, counts = last.rows_per_epoch, last.efficiency, encoded.counts
+        said = encoded.summary()
     heldout = one_pass(
         heldout_encoded.documents,
         seq_len=cfg.data.seq_len,
@@ -249,23 +210,48 @@ def load_data(
         "path": cfg.data.path,
         "kinds": list(cfg.data.kinds),
         "seq_len": cfg.data.seq_len,
-        "train": encoded.counts,
+        "train": counts,  # of a stream: what has been read when this is written
         "heldout": heldout_encoded.counts,
         "dropped": dropped.counts,
     }
     if dist.is_main():
-        print(f"train: {encoded.summary()}\nheldout: {heldout_encoded.summary()}", flush=True)
+        print(f"train: {said}\nheldout: {heldout_encoded.summary()}", flush=True)
         if dropped:
             print(f"read: {dropped.summary()}", flush=True)
     return Data(
-        train=batches if len(stages) == 1 else GrowingBatches(stages),
+        train=train,
         heldout=heldout,
-        heldout_records=heldout_records,
+        heldout_records=read.heldout,
         summary=summary,
-        rows_per_epoch=batches.rows_per_epoch,
-        efficiency=batches.efficiency,
+        rows_per_epoch=rows_per_epoch,
+        efficiency=efficiency,
         dropped=dropped,
     )
+
+
+def _packed(
+    cfg: TrainConfig,
+    records: list[Record],
+    encode: Callable[[Sequence[Record], int], EncodedRecords],
+    pad_token_id: int,
+) -> tuple[PackedBatches | GrowingBatches, EncodedRecords]:
+    """Return batches of records in memory, and what became of them in rows of ``data.seq_len``."""
+    tokens = cfg.data.rows * cfg.data.seq_len
+    stages: list[tuple[int, PackedBatches]] = []
+    for length, share in [*cfg.data.growth, [cfg.data.seq_len, 1.0]]:
+        seq_len = int(length)
+        encoded = encode(records, seq_len)
+        batches = PackedBatches(
+            encoded.documents,
+            seq_len=seq_len,
+            rows=tokens // seq_len,
+            seed=cfg.seed,
+            pad_token_id=pad_token_id,
+            rank=dist.rank(),
+            world=dist.world_size(),
+        )
+        stages.append((round(share * cfg.steps) * cfg.optim.accumulation, batches))
+    return (batches if len(stages) == 1 else GrowingBatches(stages)), encoded
 
 
 def prompt_records(

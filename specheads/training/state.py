@@ -9,24 +9,40 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import random
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specheads import dist
 from specheads.config import ConfigError, TrainConfig
-from specheads.files import aside, publish, writing
+from specheads.models.fingerprint import base_fingerprint
+from specheads.models.manifest import read_json
+from specheads.redact import redact
+from specheads.training.tensor_files import load_tensors, save_tensors
 
 # These may differ between a run and its continuation; anything else would change the numbers.
-FREE_TO_CHANGE = ("name", "run_dir", "max_steps", "resume", "dry_run", "log", "checkpoint")
+FREE_TO_CHANGE = (
+    "name", "run_dir", "max_steps", "resume", "resume_trust", "dry_run", "log", "checkpoint",
+    "dist_timeout", "optim.skip_nonfinite", "evaluate.keep_best",
+)  # fmt: skip
+
+
+_OFFLOADED = ("optimizer", "param")
+
+
+class Resumable(Protocol):
+    """What has a place that is saved and restored (``loop.Batches``)."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a position."""
+        ...
 
 
 @dataclasses.dataclass
@@ -43,10 +59,15 @@ class Progress:
     best: float = 0.0
     since_best: int = 0  # evaluations after it
     stopped: bool = False  # the stage ended early, by evaluate.patience
+    skipped: int = 0  # steps of the whole run left out, as a loss or gradient was not finite
+    unevaluated: bool = False  # stopped before or in the evaluation that is due at this step
 
 
 def flatten_settings(cfg: TrainConfig) -> dict[str, Any]:
-    """Return the settings that decide a run's numbers, as ``{"optim.lr": 0.001, ...}``."""
+    """Return the settings that decide a run's numbers, as ``{"optim.lr": 0.001, ...}``.
+
+    Secrets in them are hidden: checkpoints keep what is returned, and later runs compare with it.
+    """
 
     def walk(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(value, Mapping) and value:
@@ -55,56 +76,133 @@ def flatten_settings(cfg: TrainConfig) -> dict[str, Any]:
         else:
             yield prefix, value
 
-    settings = dataclasses.asdict(cfg)
-    return dict(walk("", {k: v for k, v in settings.items() if k not in FREE_TO_CHANGE}))
+    settings = redact(dataclasses.asdict(cfg))
+    return {
+        key: value
+        for key, value in walk("", settings)
+        if key not in FREE_TO_CHANGE and key.split(".")[0] not in FREE_TO_CHANGE
+    }
 
 
-def checkpoints_of(run_dir: Path) -> list[Path]:
-    """Return the whole checkpoints of a run, oldest first."""
-    return sorted(path for path in (run_dir / "checkpoints").glob("step-*") if path.is_dir())
-
-
-def checkpoint_to_resume(cfg: TrainConfig) -> Path | None:
-    """Return the checkpoint that ``cfg.resume`` means, None to start from the beginning.
+def read_state(folder: Path) -> dict[str, Any]:
+    """Return what ``state.json`` of a checkpoint says.
 
     Raises:
-        ConfigError: if there is none, or if it was written with other settings.
+        ConfigError: if it is missing or is not what ``save_rank`` writes.
     """
-    if not cfg.resume:
-        return None
-    if cfg.resume == "auto":
-        found = checkpoints_of(Path(cfg.run_dir))
-        if not found:
-            return None
-        path = found[-1]
-    else:
-        path = Path(cfg.resume)
-    if not (path / "state.json").is_file():
-        raise ConfigError(f"resume={cfg.resume}: no checkpoint at {path}")
-    state = json.loads((path / "state.json").read_text())
-    if state["world_size"] != dist.world_size():
+    state = read_json(folder / "state.json", f"{folder} is not a whole checkpoint")
+    kinds = {"world_size": int, "settings": dict}
+    kinds |= {field.name: type(field.default) for field in _simple_fields()}
+    kinds["window"] = dict
+    for key, kind in kinds.items():
+        if type(state.get(key)) not in ({kind, int} if kind is float else {kind}):
+            raise ConfigError(
+                f"{folder / 'state.json'}: {key} must be {kind.__name__}, "
+                f"found {state.get(key)!r:.40}"
+            )
+    if state["world_size"] < 1 or min(state["step"], state["best_step"]) < 0:
+        raise ConfigError(f"{folder / 'state.json'} counts below zero")
+    return state
+
+
+def _simple_fields() -> list[dataclasses.Field[Any]]:
+    return [f for f in dataclasses.fields(Progress) if f.default is not dataclasses.MISSING]
+
+
+def accumulation_here(path: Path, state: Mapping[str, Any]) -> int:
+    """Return the micro-batches per rank and step with which the global batch stays what it was.
+
+    Args:
+        path: a checkpoint.
+        state: its ``state.json``.
+
+    Raises:
+        ConfigError: if this number of ranks cannot share the global batch out.
+    """
+    before, now = state["world_size"], dist.world_size()
+    try:
+        micro = int(state["settings"]["optim.accumulation"])
+        rows = micro * before * int(state["settings"]["data.rows"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path / 'state.json'}: settings lack {error}") from None
+    if micro * before % now:
         raise ConfigError(
-            f"{path} was written by {state['world_size']} processes, this run has "
-            f"{dist.world_size()}"
+            f"{path} was written by {before} processes, this run has {now}: the {rows} rows of a "
+            f"step, {micro * before} micro-batches, cannot be shared out evenly; start a number of "
+            f"processes that divides {micro * before}"
         )
+    return micro * before // now
+
+
+def check_settings(path: Path, state: Mapping[str, Any], cfg: TrainConfig) -> None:
+    """Refuse to go on with other settings than those that a checkpoint was written with.
+
+    ``optim.accumulation`` may be what it was, or what keeps the global batch on this number of
+    ranks (see :func:`accumulation_here`). The base model may have another name, but no other
+    weights.
+
+    Raises:
+        ConfigError: naming the setting, what it was and what it is.
+    """
+    if cfg.data.streaming and state["world_size"] != dist.world_size():
+        raise ConfigError(
+            f"{path} was written by {state['world_size']} processes, this run has"
+            f" {dist.world_size()}; with data.streaming=true a run goes on with as many as before"
+        )
+    needed = accumulation_here(path, state)
     now = json.loads(json.dumps(flatten_settings(cfg)))
     before = state["settings"]
+    same_base = _check_base(path, state.get("base"), cfg)
     for key in sorted(now.keys() | before.keys()):
+        if key == "optim.accumulation" and now[key] == needed:
+            continue
+        if key in ("model.name", "model.revision") and same_base:
+            continue  # the base was moved or renamed
         if now.get(key) != before.get(key):
             raise ConfigError(
                 f"cannot resume {path}: {key} was {before.get(key)!r}, is {now.get(key)!r}"
             )
-    return path
+    if state["world_size"] != dist.world_size() and (why := _one_world_only(cfg)):
+        raise ConfigError(
+            f"{path} was written by {state['world_size']} processes, this run has "
+            f"{dist.world_size()}: {why} goes on with as many as before"
+        )
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write ``tensors`` as safetensors, copied to the CPU, none sharing memory with another."""
-    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
+def _one_world_only(cfg: TrainConfig) -> str:
+    """Return what keeps a run from going on with another number of ranks, as settings."""
+    zero = cfg.deepspeed.get("zero_optimization") or {}
+    if not cfg.deepspeed:
+        return "deepspeed=none"
+    if "float16" in (cfg.model.dtype, cfg.autocast):
+        return "float16"
+    if cfg.model.dtype == "bfloat16" and zero.get("stage", 0) in (1, 2):
+        return f"model.dtype=bfloat16 under ZeRO-{zero['stage']}"
+    if any((zero.get(f"offload_{w}") or {}).get("device", "none") != "none" for w in _OFFLOADED):
+        return "an optimizer or model that is offloaded"
+    return ""
 
 
-def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a file that ``save_tensors`` wrote."""
-    return load_file(path)
+def _base_of(cfg: TrainConfig) -> str:
+    """Return what the base model is recognised by, empty where there is none."""
+    return "" if cfg.model.init else base_fingerprint(cfg.model.name, cfg.model.revision)
+
+
+def _check_base(path: Path, before: object, cfg: TrainConfig) -> bool:
+    """Return whether the base is known to be that of checkpoint ``path``, whatever its name.
+
+    Raises:
+        ConfigError: if it is known to be another one.
+    """
+    now = _base_of(cfg)
+    if not (before and now):
+        return False
+    if now != before:
+        raise ConfigError(
+            f"cannot resume {path}: it was written with other weights than model.name="
+            f"{cfg.model.name} holds now"
+        )
+    return True
 
 
 def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -138,33 +236,6 @@ def same_random_state() -> Iterator[None]:
         set_random_state(tensors, values)
 
 
-@contextlib.contextmanager
-def new_checkpoint(run_dir: Path, step: int) -> Iterator[Path]:
-    """Write ``checkpoints/step-<step>`` from all ranks; it appears whole or not at all."""
-    path = run_dir / "checkpoints" / f"step-{step:07d}"
-    with writing(path) as folder:
-        if dist.is_main():
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-        dist.barrier()
-        yield folder
-        dist.barrier()
-        if dist.is_main():
-            publish(path)
-        dist.barrier()
-
-
-def prune(run_dir: Path, keep: int) -> None:
-    """Remove all but the newest ``keep`` checkpoints, and what killed runs left half-written."""
-    if not dist.is_main():
-        return
-    for path in checkpoints_of(run_dir)[:-keep]:
-        # renamed first: a half-removed checkpoint must not look like a whole one
-        path.rename(aside(path))
-    for path in (run_dir / "checkpoints").glob(".step-*.tmp"):
-        shutil.rmtree(path)
-
-
 def save_rank(folder: Path, cfg: TrainConfig, progress: Progress, data: dict[str, Any]) -> None:
     """Write this rank's random generators and data position; rank 0 also the common part."""
     tensors, values = random_state()
@@ -176,19 +247,64 @@ def save_rank(folder: Path, cfg: TrainConfig, progress: Progress, data: dict[str
             **dataclasses.asdict(progress),
             "world_size": dist.world_size(),
             "settings": flatten_settings(cfg),
+            "base": _base_of(cfg),
         }
         (folder / "state.json").write_text(json.dumps(state, indent=1))
 
 
 def load_progress(folder: Path) -> Progress:
     """Read how far the run had come."""
-    state = json.loads((folder / "state.json").read_text())
+    state = read_state(folder)
     return Progress(**{field.name: state[field.name] for field in dataclasses.fields(Progress)})
 
 
 def load_rank(folder: Path) -> dict[str, Any]:
-    """Restore this rank's random generators and return its data position."""
-    mine: dict[str, Any] = json.loads((folder / f"rank-{dist.rank()}.json").read_text())
-    set_random_state(load_tensors(folder / f"random-{dist.rank()}.safetensors"), mine["random"])
-    data: dict[str, Any] = mine["data"]
+    """Restore this rank's random generators and return its data position.
+
+    Where another number of ranks wrote the checkpoint, the generators are seeded anew, and the
+    data position is that of rank 0: it counts the rows of all ranks.
+
+    Raises:
+        ConfigError: naming the file that is missing or does not hold what ``save_rank`` writes.
+    """
+    state = read_state(folder)
+    same = state["world_size"] == dist.world_size()
+    file = folder / f"rank-{dist.rank() if same else 0}.json"
+    mine = read_json(file, f"{folder} is not a whole checkpoint")
+    data = mine.get("data")
+    if not isinstance(data, dict):
+        raise ConfigError(f"{file}: data must be an object, found {data!r:.40}")
+    if not same:
+        numbers = (state["settings"].get("seed"), state["step"], dist.world_size(), dist.rank())
+        digest = hashlib.sha256(repr(numbers).encode()).digest()
+        seed = int.from_bytes(digest[:4], "big")
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        return data
+    tensors = folder / f"random-{dist.rank()}.safetensors"
+    stored = load_tensors(tensors)
+    try:
+        set_random_state(stored, mine["random"])
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ConfigError(
+            f"{file} and {tensors.name} hold no state of the random generators: {error}"
+        ) from None
     return data
+
+
+def restore_rank(folder: Path, batches: Resumable) -> None:
+    """Put this rank's random generators and its data back to where the checkpoint was written.
+
+    Raises:
+        ConfigError: if a file of it cannot be used, or is of other data.
+    """
+    data = load_rank(folder)
+    try:
+        batches.load_state_dict(data)
+    except ConfigError:
+        raise
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise ConfigError(
+            f"{folder} holds no place in this data: {type(error).__name__}: {error}"
+        ) from None

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from specheads import train
-from specheads.training.state import checkpoints_of
+from specheads.training.checkpoints import checkpoints_of
 from tests.end_to_end.commands import SHORT, on_files, start
 
 Start = Callable[..., tuple[int, str]]
@@ -137,6 +137,15 @@ def test_a_run_directory_is_used_once(run: Start, tmp_path: Path) -> None:
     code, error = run("resume=auto", "optim.lr=0.5")
     assert code == 2
     assert "optim.lr was 0.001, is 0.5" in error
+
+
+def test_a_file_in_place_of_the_run_directory(run: Start, tmp_path: Path) -> None:
+    """Hydra makes the folder before anything of ours looks at it: its error is a traceback."""
+    (tmp_path / "run").write_text("mine\n")
+    code, error = run()
+    assert code == 2
+    assert f"run directory {tmp_path / 'run'} cannot be made" in error
+    assert (tmp_path / "run").read_text() == "mine\n"
 
 
 def test_a_full_disk_keeps_the_earlier_checkpoint(run: Start, tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from specheads.bench import run as bench
 from specheads.config import BenchConfig, TrainConfig, to_config
 from specheads.data.chat import Encoder
-from specheads.decoding.evaluate import final_evaluation
 from specheads.decoding.measure import read_prompts
+from specheads.decoding.outcome import final_evaluation
 from specheads.models.base import context_length
 from specheads.models.checkpoint import load_export
 from specheads.training.prepare import load_base, load_data, prompt_records
@@ -54,7 +54,7 @@ def test_the_final_accept_length_is_the_benchs(
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     (final,) = [row for row in map(json.loads, lines) if "final/accept_length/t0" in row]
     assert final["step"] == cfg.steps
-    again = final_evaluation(export, path, cfg.evaluate)  # of what a user loads
+    again = final_evaluation(export, path, cfg.evaluate).figures  # of what a user loads
     bench(
         BenchConfig(
             checkpoint=str(run_dir / "export"),

@@ -95,6 +95,29 @@ def test_bench_measures_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "eager, 16 nodes" in capsys.readouterr().out
 
 
+def test_bench_trains_on_a_cpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training is tried once on a lent machine: what is missing costs its own row only."""
+    monkeypatch.setattr(bench_gpu, "ENGINES", {"torch": {}, "no_such_package": {}})
+    out = tmp_path / "bench.json"
+    arguments = ["--device", "cpu", "--dtype", "float32", "--parts", "medusa1_8b"]
+    arguments += ["--train-rows", "2", "--train-seq-len", "16", "--train-steps", "2"]
+    assert bench_gpu.main([*arguments, "--shape", "tiny", "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["engine"], row["lm_head"]) for row in rows[:2]] == [
+        ("torch", "own"),
+        ("torch", "shared"),
+    ]
+    for row in rows[:2]:
+        assert row["tokens_per_second"] == pytest.approx(32 / row["ms"] * 1e3)
+        assert row["flops_per_second"] > 0 and row["mfu"] is None
+        assert row["predicted_memory"] > 0
+    assert rows[2]["status"] == "not run" and "no_such_package" in rows[2]["detail"]
+    assert bench_gpu.main([*arguments, "--shape", "8b"]) == 0
+    assert "not run: needs a CUDA device" in capsys.readouterr().out
+
+
 def test_replayed_inputs_say_where_to_write_and_what_to_see() -> None:
     """A graph with slots or mask baked in is right once, and silently wrong a step later."""
     with torch.inference_mode():

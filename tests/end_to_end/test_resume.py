@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specheads.training.state import checkpoints_of
+from specheads.training.checkpoints import checkpoints_of
 from tests.end_to_end.commands import SHORT, on_files, start
 
 CHANGING = ("train/tokens_per_second", "train/peak_memory")

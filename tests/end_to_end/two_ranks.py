@@ -1,14 +1,15 @@
 """Train objectives of the recipes' kinds for a few steps; started by test_distributed.py.
 
-Alone it is the reference, with as many micro-batches as all ranks together would see:
-``python two_ranks.py OUT {} KIND...``; under ``torchrun --nproc-per-node 2`` it is what is
-compared: ``two_ranks.py OUT '{"zero_optimization": {"stage": 2}}' KIND...``. Every micro-batch has
-another number of labels; medusa1 stops and resumes; medusa2 has two stages, so that its heads are
-wrapped twice; mtp trains base and heads at once, on one output matrix; draft trains a model of its
-own against the frozen base.
+Alone (``train`` in the test's own process) it is the reference, with as many micro-batches as all
+ranks together would see; under torchrun it is what is compared:
+``torchrun --nproc-per-node 2 two_ranks.py FOLDER STAGES KIND...``, STAGES being ``0,1,2,3``. Every
+micro-batch has another number of labels, one has none. medusa1 stops and resumes; medusa2 has two
+stages, so that its heads are wrapped twice; medusa2_lora tunes an adapter, medusa2_distilled holds
+it to the original, too; mtp trains base and heads at once, on one output matrix, which is the
+embedding as well; draft trains a model of its own against the frozen base. What is exported is
+written as the recipes do it.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 from specheads import dist
+from specheads.config import AdapterConfig
 from specheads.log import RunLog
+from specheads.models.adapters import add_adapter
+from specheads.models.checkpoint import save_export
+from specheads.models.digest import base_digest
+from specheads.models.draft_files import save_draft
 from specheads.models.heads import MedusaHeads
 from specheads.models.kinds import Heads
 from specheads.models.mtp import MtpHeads
@@ -27,10 +33,12 @@ from specheads.training.draft_objective import DraftObjective
 from specheads.training.loop import fit
 from specheads.training.objectives import HeadsObjective
 from specheads.training.schedule import param_groups
-from tests.conftest import build_tiny_llama, redraw
+from specheads.tree import default_tree
+from tests.conftest import build_byte_tokenizer, build_tiny_llama, redraw
 from tests.toys import toy_config
 
-STEPS, MICRO_BATCHES, ROWS, SEQ_LEN, VOCAB_SIZE = 3, 4, 2, 24, 272
+STEPS, MICRO_BATCHES, ROWS, SEQ_LEN, VOCAB_SIZE = 5, 4, 2, 24, 272
+NO_LABELS = 6  # a micro-batch where nothing is learned, of rank 0
 
 
 class Labelled:
@@ -45,7 +53,7 @@ class Labelled:
         generator = torch.Generator().manual_seed(number)
         ids = torch.randint(0, VOCAB_SIZE, (ROWS, SEQ_LEN), generator=generator)
         labels = ids.clone()
-        labels[:, : (5 * number) % (SEQ_LEN - 2)] = -100
+        labels[:, : SEQ_LEN if number == NO_LABELS else (5 * number) % (SEQ_LEN - 2)] = -100
         segments = torch.ones_like(ids)
         segments[:, SEQ_LEN // 2 :] = 2  # two documents per row
         positions = torch.arange(SEQ_LEN // 2).repeat(2).expand(ROWS, -1)
@@ -66,13 +74,27 @@ class Labelled:
         self.position = state["position"]
 
 
-STAGES = {
+TWO_STAGES = [("heads", 0, 2), ("joint", 2, STEPS)]
+JOINT = [("joint", 0, STEPS)]
+KINDS = {
     "medusa1": [("heads", 0, STEPS)],
-    "medusa2": [("heads", 0, 1), ("joint", 1, STEPS)],
-    "mtp_parallel": [("joint", 0, STEPS)],
-    "mtp_sequential": [("joint", 0, STEPS)],
+    "medusa2": TWO_STAGES,
+    "medusa2_lora": TWO_STAGES,
+    "medusa2_distilled": JOINT,
+    "mtp_parallel": JOINT,
+    "mtp_sequential": JOINT,
     "draft": [("train", 0, STEPS)],
 }
+
+
+def build_base(kind: str) -> Any:
+    """Return the base of a kind, with its adapter."""
+    base = build_tiny_llama(
+        hidden_size=16, intermediate_size=32, tie_word_embeddings=kind.startswith("mtp")
+    )
+    if kind in ("medusa2_lora", "medusa2_distilled"):
+        add_adapter(base, AdapterConfig(kind="lora", rank=2, dropout=0.0))
+    return base
 
 
 def build_heads(kind: str, base: Any) -> tuple[Heads, dict[str, Any]]:
@@ -97,15 +119,42 @@ def build_objective(
         return draft, DraftObjective(draft, base, loss="lk_lambda")
     made, weights = build_heads(kind, base)
     heads = heads or made
-    return heads, HeadsObjective(base, heads, train_base=stage == "joint", **weights)
+    joint = stage == "joint"
+    distilled = joint and kind == "medusa2_distilled"
+    return heads, HeadsObjective(base, heads, train_base=joint, distill_base=distilled, **weights)
 
 
-def train(out: Path, kind: str, deepspeed: dict[str, Any], **changes: Any) -> None:
-    """Train what recipe ``kind`` trains and save all its weights beside ``out``."""
-    base = build_tiny_llama(hidden_size=16, intermediate_size=32)
+def write_base(folder: Path) -> Path:
+    """Write the original base where exports can find it."""
+    build_tiny_llama(hidden_size=16, intermediate_size=32).save_pretrained(folder)
+    build_byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def export(path: Path, kind: str, base: Any, heads: Any, original: Path) -> None:
+    """Write what the recipe of a kind writes, with its own functions."""
+    common: dict[str, Any] = {
+        "base_name": str(original),
+        "base_digest": base_digest(str(original)),
+        "base_dtype": "float32",
+        "tokenizer": build_byte_tokenizer(),
+        "training": {"recipe": kind, "steps": STEPS},
+    }
+    if kind == "draft":
+        save_draft(path, heads, measured={}, **common)
+        return
+    if kind.startswith("mtp"):  # from scratch
+        common |= {"base_name": "", "base_digest": ""}
+    tuned = None if kind == "medusa1" else base
+    save_export(path, heads, tree=default_tree(3, 6), tuned_base=tuned, **common)
+
+
+def train(folder: Path, name: str, kind: str, deepspeed: dict[str, Any], **changes: Any) -> None:
+    """Train what recipe ``kind`` trains; its weights and export go to ``folder/<name>-<kind>``."""
+    base = build_base(kind)
     world = dist.world_size()
     cfg = toy_config(
-        out.with_name(f"{out.name}-{kind}-run"),
+        folder / f"run-{name}-{kind}",
         steps=STEPS,
         deepspeed=deepspeed,
         optim__accumulation=MICRO_BATCHES // world,
@@ -117,7 +166,7 @@ def train(out: Path, kind: str, deepspeed: dict[str, Any], **changes: Any) -> No
     batches = Labelled(dist.rank(), world)
     with RunLog(cfg) as log:
         heads = None
-        for stage, first, last in STAGES[kind]:
+        for stage, first, last in KINDS[kind]:
             heads, objective = build_objective(kind, base, stage, heads)
             fit(
                 objective,
@@ -130,14 +179,26 @@ def train(out: Path, kind: str, deepspeed: dict[str, Any], **changes: Any) -> No
                 last_step=last,
             )
     if dist.is_main():
-        state = {name: p.detach().float().contiguous() for name, p in objective.named_parameters()}
-        save_file(state, out.with_name(f"{out.name}-{kind}.safetensors"))
+        state = {name: p.detach().clone() for name, p in objective.named_parameters()}
+        save_file(state, folder / f"{name}-{kind}.safetensors")
+        export(folder / f"{name}-{kind}", kind, base, heads, folder / "base")
+
+
+def settings(stage: int) -> dict[str, Any]:
+    """Return DeepSpeed's settings for a ZeRO stage."""
+    zero: dict[str, Any] = {"stage": stage}
+    if stage == 3:  # else parameters this small are never split
+        zero["stage3_param_persistence_threshold"] = 0
+    return {"zero_optimization": zero}
 
 
 if __name__ == "__main__":
-    target, engine = Path(sys.argv[1]), json.loads(sys.argv[2])
-    for name in sys.argv[3:]:
-        if engine and name == "medusa1":  # what is compared also stops and resumes
-            train(target, name, engine, max_steps=2)
-        train(target, name, engine, resume="auto" if name == "medusa1" else "")
+    place, stages, *wanted = sys.argv[1:]
+    torch.set_num_threads(1)
+    for number in map(int, stages.split(",")):
+        for each in wanted:
+            found = Path(place), f"zero{number}", each, settings(number)
+            if each == "medusa1":  # what is compared also stops and resumes
+                train(*found, max_steps=2)
+            train(*found, resume="auto" if each == "medusa1" else "")
     dist.shutdown()

@@ -129,7 +129,7 @@ def test_the_original_under_an_adapter_is_checked(
     with pytest.raises(ConfigError, match="adapter_model.safetensors has"):
         load_export(path)
     write_manifest(path)
-    with pytest.raises(ConfigError, match="adapter is damaged"):
+    with pytest.raises(ConfigError, match="adapter_model.safetensors is damaged"):
         load_export(path)
 
 

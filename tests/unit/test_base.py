@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from specheads.config import ConfigError
-from specheads.models import base, digest
+from specheads.models import base, digest, names
 from specheads.models.base import (
     build_from_init,
     check_tokenizer,
@@ -250,7 +250,7 @@ def test_tinycode_is_the_embedded_folder(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The default must come from the package, whatever is called tinycode where one works."""
-    monkeypatch.setattr(base, "tinycode_dir", lambda: tiny_model_dir)
+    monkeypatch.setattr(names, "tinycode_dir", lambda: tiny_model_dir)
     monkeypatch.chdir(tiny_model_dir.parent)
     (tiny_model_dir.parent / "tinycode").mkdir(exist_ok=True)
     assert load_base_model("tinycode").config.hidden_size == 32

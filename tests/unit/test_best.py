@@ -17,10 +17,10 @@ from specheads.config import ConfigError, TrainConfig
 from specheads.log import RunLog
 from specheads.training import loop
 from specheads.training.best import chosen
+from specheads.training.checkpoints import checkpoints_of
 from specheads.training.engine import TorchEngine
 from specheads.training.loop import fit
 from specheads.training.schedule import param_groups
-from specheads.training.state import checkpoints_of
 from tests.toys import ToyBatches, ToyObjective, toy_config
 from tests.unit.test_loop import assert_same, rows_of
 
@@ -243,5 +243,42 @@ def test_the_kept_weights_are_safetensors_and_json(tmp_path: Path) -> None:
     """A pickle would run code when somebody else's best weights are looked at."""
     Evaluated().fit(toy_config(tmp_path, evaluate__every=2))
     folder = tmp_path / "best" / "step-0000004"
-    assert sorted(path.name for path in folder.iterdir()) == ["best.json", "model.safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "best.json", "manifest.json", "model.safetensors",
+    ]  # fmt: skip
     assert json.loads((folder / "best.json").read_text())["metrics"][KEY] == 3.0
+
+
+def test_the_best_weights_go_along_into_another_directory(tmp_path: Path) -> None:
+    """Without them a run that goes on elsewhere trains to its end and then cannot export."""
+    Evaluated().fit(toy_config(tmp_path / "a", evaluate__every=2, max_steps=6))
+    (checkpoint,) = checkpoints_of(tmp_path / "a")
+    again = Evaluated()
+    again.fit(toy_config(tmp_path / "b", evaluate__every=2, resume=str(checkpoint)))
+    whole = Evaluated()
+    whole.fit(toy_config(tmp_path / "whole", evaluate__every=2))
+    assert chosen(tmp_path / "b") == chosen(tmp_path / "whole")
+    assert_same(again.objective, whole.objective)
+    shutil.rmtree(tmp_path / "a" / "best")
+    with pytest.raises(ConfigError, match="step-0000004 is gone, and with it the weights"):
+        Evaluated().fit(toy_config(tmp_path / "c", evaluate__every=2, resume=str(checkpoint)))
+
+
+def test_altered_best_weights_are_named(tmp_path: Path) -> None:
+    """They replace what was trained: garbage in them is exported."""
+    Evaluated().fit(toy_config(tmp_path, evaluate__every=2, max_steps=6))
+    file = tmp_path / "best" / "step-0000004" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match="model.safetensors was changed after it was saved"):
+        Evaluated().fit(toy_config(tmp_path, evaluate__every=2, resume="auto"))
+
+
+def test_the_checkpoint_of_the_best_evaluation_is_saved_and_kept(tmp_path: Path) -> None:
+    """It may come at a step without a checkpoint, and the newest ones push it out."""
+    settings = {"evaluate__every": 2, "checkpoint__every": 3, "checkpoint__keep": 1}
+    Evaluated().fit(toy_config(tmp_path / "best", checkpoint__keep_best=True, **settings))
+    assert [path.name[-1] for path in checkpoints_of(tmp_path / "best")] == ["4", "8"]
+    Evaluated().fit(toy_config(tmp_path / "newest", **settings))
+    assert [path.name[-1] for path in checkpoints_of(tmp_path / "newest")] == ["8"]

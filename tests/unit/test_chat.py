@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specheads.config import ConfigError
 from specheads.data.chat import Encoded, encode, encode_prompt, encode_records, pad_token_id
+from specheads.data.dropped import Dropped
 from specheads.losses import IGNORE
 
 EOS = 258
@@ -189,7 +190,13 @@ def test_long_records_are_counted_not_cut(byte_tokenizer: PreTrainedTokenizerFas
         {"id": "text", "kind": "text", "text": "t" * 70},
         {"id": "mute", "kind": "chat", "messages": TALK[:2]},
     ]
-    encoded = encode_records(records, byte_tokenizer, seq_len=32, context=32)
+    dropped = Dropped()
+    encoded = encode_records(
+        records, byte_tokenizer, seq_len=32, context=32, max_bad_fraction=0.25, dropped=dropped
+    )
+    assert [row["row"]["id"] for row in dropped.rows.values()] == ["mute"]
+    with pytest.raises(ConfigError, match="1 of 4 records cannot .* with nothing to learn, first"):
+        encode_records(records, byte_tokenizer, seq_len=32, max_bad_fraction=0.24)
     assert [d.id for d in encoded.documents] == ["fits", "text", "text+32", "text+64"]
     assert [len(d.input_ids) for d in encoded.documents] == [32, 32, 32, 7]
     assert encoded.documents[-1].input_ids[-1] == EOS

@@ -228,7 +228,7 @@ def test_a_tokenizer_beyond_the_base_is_refused(
         ({"num_heads": 4}, "lacks 3 of 12 tensors, first heads.3.blocks.0.bias"),
         ({"num_layers": 2}, "lacks 6 of 15 tensors"),
         ({"lm_head": "shared"}, "9 tensors where 6 are expected; unexpected: heads.0.lm_head"),
-        ({"hidden_size": 16}, r"has shape \[32\], expected \[16\]"),
+        ({"hidden_size": 16}, r"has shape \[32, 32\], expected \[16, 16\]"),
         ({"base": {}}, "lacks base.name"),
     ],
 )

@@ -252,7 +252,7 @@ def test_folders_of_other_make_say_nothing_of_their_origin(tmp_path: Path) -> No
     """A hub model is as good a draft model as ours; a file of a later version is not guessed at."""
     assert read_provenance(tmp_path) is None
     for content, line in (
-        ({"format_version": 2, "kind": "draft"}, "version 2, this specheads reads 1"),
+        ({"format_version": 3, "kind": "draft"}, "version 3, this specheads reads 2"),
         ({"format_version": 1, "kind": "medusa"}, "kind 'medusa', expected 'draft'"),
     ):
         (tmp_path / "specheads.json").write_text(json.dumps(content))

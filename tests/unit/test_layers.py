@@ -12,7 +12,10 @@ PACKAGE = ROOT / "specheads"
 
 # Lowest first. A part imports its own layer and the layers before it.
 LAYERS = [
-    {"__init__", "assets", "config", "dist", "log", "hardware", "files", "registration"},
+    {
+        "__init__", "assets", "config", "dist", "redact", "log", "run_dir", "metrics_file",
+        "wandb_log", "hardware", "files", "registration", "launch", "heartbeat",
+    },
     {
         "tree", "acceptance", "rejection", "lossy", "losses", "fused_loss", "soft_loss",
         "distances", "teachers", "kv_cache", "tree_mask", "grouped_attention", "noise", "sampling",
@@ -23,7 +26,7 @@ LAYERS = [
     {"recipes"},
     {
         "entry", "train", "generate", "chat", "bench", "tree_search", "export", "regenerate",
-        "preview", "compare", "doctor", "cli",
+        "preview", "compare", "doctor", "cli", "torchrun",
     },
 ]  # fmt: skip
 # Siblings that must not know each other though they share a layer.

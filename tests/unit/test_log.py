@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
     """Two runs in one directory interleave their metrics and overwrite their checkpoints."""
     code = (
-        "import sys; from pathlib import Path; from specheads.log import _lock\n"
-        f"held = _lock(Path({str(tmp_path / 'LOCK')!r}))\n"
+        "import sys; from pathlib import Path; from specheads.run_dir import lock\n"
+        f"held = lock(Path({str(tmp_path / 'LOCK')!r}))\n"
         "print('locked', flush=True); sys.stdin.read()\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -127,25 +126,30 @@ def test_an_evaluation_is_one_short_line() -> None:
     )
 
 
-def test_wandb_works_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a key or a network a run must neither ask nor wait; resumed, it keeps its curves."""
-    import wandb
-
-    with RunLog(toy_config(tmp_path, log__wandb="auto")) as log:
-        log.begin(0)
-        log.metrics(2, {"train/loss": 1.0})
-    (run,) = (tmp_path / "wandb").glob("offline-run-*")
-    identity = (tmp_path / "wandb" / "id").read_text()
-    assert run.name.endswith(identity)
-
-    class Again:
-        id = identity
-
-        def finish(self, exit_code: int) -> None:
-            assert exit_code == 0
-
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr(wandb, "init", lambda **options: asked.update(options) or Again())
-    with RunLog(toy_config(tmp_path, log__wandb="auto", resume="auto")) as log:
-        log.begin(2)
-    assert (asked["id"], asked["mode"]) == (identity, "offline")
+def test_output_that_nobody_takes_ends_no_run(tmp_path: Path) -> None:
+    """A log file on a full disk, or `| head`, would end a training with a traceback."""
+    code = f"""
+from pathlib import Path
+from specheads.log import RunLog
+from tests.toys import toy_config
+with RunLog(toy_config(Path({str(tmp_path)!r}))) as log:
+    log.begin(0)
+    for step in (2, 4):
+        log.metrics(step, {{"train/loss": 1.0}})
+print("more" * 5000)
+"""
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            timeout=60,
+        )
+    assert done.returncode == 0
+    assert done.stderr == (
+        "specheads: standard output is lost (No space left on device); the run goes on, its "
+        f"metrics are in {tmp_path / 'metrics.jsonl'}\n"
+    )
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from specheads.config import AdapterConfig, EvaluateConfig, TreeConfig
+from specheads.data.feature_plan import readable
 from specheads.decoding import expected as module
 from specheads.decoding.expected import (
     PUBLISHED,
@@ -40,6 +41,8 @@ from specheads.training.plan import (
 from specheads.training.schedule import param_groups
 from specheads.tree import Tree, grow_tree
 from tests.toys import ToyBatches, ToyObjective, toy_config
+
+OFFLOADS = {"zero2_offload", "zero3_offload"}
 
 
 def plan_of(tmp_path: Path, objective: ToyObjective, **changes: Any) -> StagePlan:
@@ -117,8 +120,35 @@ def test_what_zero_splits_is_divided(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for stage, split in enumerate([(), parts[2:], parts[1:], parts]):
         zero = {"zero_optimization": {"stage": stage}}
         plan = plan_of(tmp_path, ToyObjective(), deepspeed=zero)
+        # stages 1 and 2 step a copy of the float32 weights beside the two moments
+        whole[parts[2]] = (12 if stage in (1, 2) else 8) * 203
         for part in parts:
             assert plan.memory[part] == whole[part] / (2 if part in split else 1), (stage, part)
+
+
+def test_the_verdict_is_about_a_step_not_about_a_sum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not there at one time must not refuse a run, and what DeepSpeed adds must count."""
+    plan = plan_of(tmp_path, ToyObjective())
+    assert set(plan.choices) == {"zero0", "zero1", "zero2", "zero3", *OFFLOADS}
+    assert plan.choice_ranks == 8
+    known = sum(size for size in plan.memory.values() if size)
+    assert 4 * 269 + 12 * 203 <= plan.peak <= known
+    text = describe_costs(toy_config(tmp_path), [plan], {})
+    assert f"per rank: {readable(plan.peak)} at one time, fits in " in text
+    assert "on 8 ranks, each" in text
+    # buckets of 500 million numbers of 4 bytes, which no dry run on one rank would show
+    assert plan.choices["zero2"].buckets == 2e9
+    # the gradient of the output matrix, whole on every rank while the loss is formed
+    assert plan.choices["zero2"].formed == 4 * 66
+    naive = plan_of(tmp_path, ToyObjective(), loss__implementation="naive")
+    assert naive.choices["zero2"].formed == 0
+    monkeypatch.setattr("specheads.training.describe.gpu_memory", lambda: 7e9)
+    text = describe_costs(toy_config(tmp_path), [plan], {})
+    assert "fits in 7 GB" in text and "zero2 2.0 GB (too much)" in text
+    muon = plan_of(tmp_path, ToyObjective(), optim__name="muon")
+    assert not muon.choices  # DeepSpeed refuses it
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -191,7 +221,7 @@ def test_totals_of_a_run(tmp_path: Path) -> None:
 
     def planned(base: int, adapter: int = 0) -> StagePlan:
         counts = {"base": (base, 66 - base), "heads": (126, 0), "adapter": (adapter, 0)}
-        return StagePlan("joint", 4, counts, {"weights": 1.0}, [2.0], 812, 1624)
+        return StagePlan("joint", 4, counts, {"weights": 1.0}, 1.0, [2.0], 812, 1624)
 
     cfg = toy_config(tmp_path, checkpoint__every=2, checkpoint__keep=2, evaluate__every=2)
     text = describe_costs(cfg, [planned(0), planned(66)], parts, "feature cache 1.0 GB")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,17 +16,19 @@ import torch
 
 from specheads.config import ConfigError, RunError
 from specheads.files import aside, whole_folder
-from specheads.training.state import (
-    Progress,
+from specheads.training.checkpoints import (
     checkpoint_to_resume,
     checkpoints_of,
-    load_progress,
-    load_rank,
     new_checkpoint,
     prune,
-    save_rank,
-    save_tensors,
 )
+from specheads.training.state import (
+    Progress,
+    load_progress,
+    load_rank,
+    save_rank,
+)
+from specheads.training.tensor_files import save_tensors
 from tests.toys import toy_config
 
 
@@ -130,5 +133,31 @@ def test_state_is_json_and_safetensors_only(tmp_path: Path) -> None:
     """A pickle in a checkpoint runs code when somebody else's run is resumed."""
     save_step(tmp_path, 1)
     names = sorted(path.name for path in checkpoints_of(tmp_path)[0].iterdir())
-    assert names == ["model.safetensors", "random-0.safetensors", "rank-0.json", "state.json"]
+    assert names == [
+        "manifest.json", "model.safetensors", "random-0.safetensors", "rank-0.json", "state.json",
+    ]  # fmt: skip
     json.loads((checkpoints_of(tmp_path)[0] / "rank-0.json").read_text())
+
+
+def test_there_is_never_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill between two renames would leave neither the old checkpoint nor the new one."""
+    seen = []
+    remove = shutil.rmtree
+
+    def watched(path: Path, **options: bool) -> None:
+        seen.append(sorted(p.name for p in (tmp_path / "out").iterdir()))
+        remove(path, **options)
+
+    def write(content: str) -> None:
+        with whole_folder(tmp_path / "out") as folder:
+            (folder / content).touch()
+
+    def no_two_renames(self: Path, target: Path) -> None:
+        raise AssertionError(f"{self} was renamed to {target}")
+
+    write("old")
+    monkeypatch.setattr("specheads.files.shutil.rmtree", watched)
+    monkeypatch.setattr(Path, "rename", no_two_renames)
+    write("new")
+    assert seen[0] == ["old"] and seen[-1] == ["new"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

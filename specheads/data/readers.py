@@ -1,0 +1,519 @@
+"""Read raw rows, from any place on: a file of JSON lines, a JSON list, parquet files, the hub.
+
+A row is parsed only when it is asked for, so that ranks which share a file parse their own rows. A
+row that cannot even be parsed is a bad record. What makes the whole no data set at all is an error:
+a file that is missing or no parquet, columns of which no record can be made, a hub that cannot be
+reached.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+from specheads.config import ConfigError, DataConfig
+from specheads.data.dropped import RecordError, one_line
+from specheads.data.rows import CONTENTS, EXPECTED, wanted
+
+MAX_DEPTH = 64  # of objects and lists in a row; what reads them by recursion has a limit
+_BATCH = 256  # rows of a table that are converted at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row: its place for messages, the id it has if it brings none, and what it holds."""
+
+    where: str
+    name: str
+    value: object  # a RecordError where it could not even be parsed
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """A row that is not parsed yet, and where its reader finds the next one (plain JSON)."""
+
+    parse: Callable[[], Row]
+    place: list[int] | None = None
+
+
+class Reader(Protocol):
+    """A data set that is read in order, from any row on, again and again."""
+
+    @property
+    def identity(self) -> str:
+        """Changes when the data set does, as far as can be seen without reading it."""
+        ...
+
+    def read(self, row: int = 0, place: list[int] | None = None) -> Iterator[Raw]:
+        """Yield the rows from number ``row`` on.
+
+        Args:
+            row: rows to leave out, blank lines not counted.
+            place: ``Raw.place`` of the row before, with which ``row`` is found at once.
+
+        Raises:
+            ConfigError: if the data set as a whole cannot be read.
+        """
+        ...
+
+
+def open_reader(data: DataConfig, split: str) -> Reader:
+    """Return the reader of ``path``, or for ``heldout`` of ``eval_path`` or ``eval_split``.
+
+    The source is one of jsonl, parquet and hub.
+
+    Raises:
+        ConfigError: if there are no such files, or it is a pipe or a device.
+    """
+    assert data.path is not None  # DataConfig checks it
+    if data.source == "hub":
+        part = data.split if split == "train" else data.eval_split
+        return HubReader(data, part or data.split)
+    path = Path(data.path if split == "train" or not data.eval_path else data.eval_path)
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ConfigError(f"{path} is no regular file, and data is read more than once")
+    if data.source == "parquet":
+        return ParquetReader(path, data.columns, data.max_row_bytes)
+    return json_reader(path, data.max_row_bytes)
+
+
+def json_reader(path: Path, max_bytes: int) -> LineReader | ListReader:
+    """Return the reader of a file of JSON lines, or of a .json that holds a list.
+
+    Raises:
+        ConfigError: if a .json cannot be read.
+    """
+    if path.suffix != ".json":
+        return LineReader(path, max_bytes)
+    try:
+        with path.open("rb") as file:
+            start = file.read(4096)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+    # many a .json holds lines; only a list has to be read in one piece
+    listed = start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+    return ListReader(path, max_bytes) if listed else LineReader(path, max_bytes)
+
+
+class LineReader:
+    """The lines of a file that are not blank, each of them JSON."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        """Take the file; a line of more than ``max_bytes`` is never held, nor parsed."""
+        self.path, self.max_bytes = path, max_bytes
+
+    @property
+    def identity(self) -> str:
+        """Name and size."""
+        return _size_of([self.path])
+
+    def read(self, row: int = 0, place: list[int] | None = None) -> Iterator[Raw]:
+        """Yield the lines; a place is a byte and the number of lines before it."""
+        offset, number = place or (0, 0)
+        try:
+            with self.path.open("rb", buffering=1 << 20) as file:
+                file.seek(offset)
+                for line, size in self._lines(file):
+                    offset, number = offset + size, number + 1
+                    if number == 1:
+                        line = line.removeprefix(b"\xef\xbb\xbf")
+                    if not line.strip() and size <= self.max_bytes:
+                        continue
+                    if row and place is None:
+                        row -= 1
+                        continue
+                    parse = partial(self._row, line, size, number)
+                    yield Raw(parse, [offset, number])
+        except OSError as error:
+            raise ConfigError(f"cannot read {self.path}: {error.strerror or error}") from None
+
+    def _lines(self, file: Any) -> Iterator[tuple[bytes, int]]:
+        """Yield lines and their sizes; a much larger one than ``max_bytes`` is passed over."""
+        while line := file.readline(self.max_bytes + 2):  # a line end may be two bytes
+            size = len(line)
+            if size == self.max_bytes + 2 and not line.endswith(b"\n"):
+                while more := file.readline(1 << 20):
+                    line, size = b"...", size + len(more)
+                    if more.endswith(b"\n"):
+                        break
+            yield line, size
+
+    def _row(self, line: bytes, size: int, number: int) -> Row:
+        where, content = f"{self.path}:{number}", line.rstrip(b"\r\n")
+        value: object
+        if size > self.max_bytes + 2 or len(content) > self.max_bytes:
+            value = _too_large(where, size, self.max_bytes)
+        else:
+            value = _parsed(content, where)
+        return Row(where, f"{self.path.name}:{number}", value)
+
+
+class ListReader:
+    """The items of the list in a .json file, which is read in one piece."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        """Take the file."""
+        self.path, self.max_bytes = path, max_bytes
+
+    @property
+    def identity(self) -> str:
+        """Name and size."""
+        return _size_of([self.path])
+
+    def read(self, row: int = 0, place: list[int] | None = None) -> Iterator[Raw]:
+        """Yield the items from number ``row`` on."""
+        del place
+        try:
+            text = self.path.read_bytes().decode("utf-8-sig")
+        except OSError as error:
+            raise ConfigError(f"cannot read {self.path}: {error.strerror or error}") from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{self.path} is not UTF-8 text: {error}") from None
+        for i, item in enumerate(islice(self._items(text), row, None), row):
+            yield Raw(partial(Row, f"{self.path}[{i}]", f"{self.path.name}[{i}]", item))
+
+    def _items(self, text: str) -> Iterator[object]:
+        at, number, strict = _behind(text, 0) + 1, 0, _Strict()
+        try:
+            while True:
+                at = _behind(text, at)
+                if not number and text[at : at + 1] == "]":
+                    break
+                value, end = strict.decoder.raw_decode(text, at)
+                where = f"{self.path}[{number}]"
+                if end - at > self.max_bytes:
+                    yield _too_large(where, end - at, self.max_bytes)
+                else:
+                    yield strict.judged(value, text[at:end], where)
+                strict.fault, number, at = "", number + 1, _behind(text, end)
+                if text[at : at + 1] == "]":
+                    break
+                if text[at : at + 1] != ",":
+                    raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
+                at += 1
+            if text[at + 1 :].strip():
+                raise json.JSONDecodeError("Extra data", text, at + 1)
+        except json.JSONDecodeError as error:
+            raise ConfigError(
+                f"{self.path} is not JSON: {error.msg} (line {error.lineno}, column {error.colno})"
+            ) from None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{self.path}[{number}] is not JSON: {one_line(error)}") from None
+
+
+class ParquetReader:
+    """The rows of a parquet file, or of all below a folder in the order of their names.
+
+    Only the columns that records are made of are read.
+    """
+
+    def __init__(self, path: Path, columns: Mapping[str, str], max_bytes: int) -> None:
+        """Take a file or a folder.
+
+        Raises:
+            ConfigError: if a folder holds no .parquet file.
+        """
+        self.path, self.columns, self.max_bytes = path, columns, max_bytes
+        self.paths = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
+        if not self.paths:
+            raise ConfigError(f"{path} holds no .parquet file")
+
+    @property
+    def identity(self) -> str:
+        """Names and sizes."""
+        return _size_of(self.paths)
+
+    def read(self, row: int = 0, place: list[int] | None = None) -> Iterator[Raw]:
+        """Yield the rows; groups of rows before ``row`` are not read."""
+        del place
+        for file in self.paths:
+            yield from (found := _Table(self, file)).rows(row)
+            row = max(0, row - found.num_rows)
+
+
+class _Table:
+    """One parquet file."""
+
+    def __init__(self, reader: ParquetReader, file: Path) -> None:
+        self.reader, self.file, self.num_rows = reader, file, 0
+        folder = reader.path
+        self.name = file.relative_to(folder).as_posix() if folder.is_dir() else file.name
+
+    def rows(self, skipped: int) -> Iterator[Raw]:
+        from pyarrow import ArrowException, parquet
+
+        try:
+            # checksums are checked where a writer left them: nothing else finds an altered text
+            with parquet.ParquetFile(self.file, page_checksum_verification=True) as table:
+                names = usable(table.schema_arrow.names, self.reader.columns, str(self.file))
+                self.num_rows = table.metadata.num_rows
+                number = 0
+                for group in range(table.num_row_groups):
+                    size = table.metadata.row_group(group).num_rows
+                    if number + size <= skipped:
+                        number += size
+                        continue
+                    for batch in table.iter_batches(_BATCH, [group], columns=names):
+                        values = _TableRows(batch, self.reader.max_bytes)
+                        for i in range(batch.num_rows):
+                            number += 1
+                            if number > skipped:
+                                yield Raw(partial(self._row, values, i, number))
+        except OSError as error:  # ArrowInvalid is a ValueError, ArrowIOError an OSError
+            raise ConfigError(
+                f"cannot read {self.file}: {one_line(error.strerror or error)}"
+            ) from None
+        except (ArrowException, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read {self.file}: {first_line(error)}") from None
+
+    def _row(self, values: _TableRows, i: int, number: int) -> Row:
+        where = f"{self.file}:{number}"
+        value = values.converted[i]
+        if isinstance(value, _Bad):
+            value = RecordError(where, value.reason, value.detail)
+        return Row(where, f"{self.name}:{number}", value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bad:
+    reason: str
+    detail: str
+
+
+class _TableRows:
+    """Rows of a table as Python's own objects, converted together when the first is asked for."""
+
+    def __init__(self, batch: Any, max_bytes: int) -> None:
+        self.batch, self.max_bytes = batch, max_bytes
+
+    @cached_property
+    def converted(self) -> list[object]:
+        if self.batch.nbytes <= self.max_bytes:
+            try:
+                return [without_nulls(row) for row in self.batch.to_pylist()]
+            except (ValueError, OverflowError, RecursionError):  # some row; which one?
+                pass
+        return [self._one(self.batch.slice(i, 1)) for i in range(self.batch.num_rows)]
+
+    def _one(self, row: Any) -> object:
+        if row.nbytes > self.max_bytes:
+            error = _too_large("", row.nbytes, self.max_bytes)
+            return _Bad(error.reason, error.detail)
+        try:
+            return without_nulls(row.to_pylist()[0])
+        except UnicodeDecodeError as error:
+            return _Bad("not UTF-8", f"not UTF-8: {error}")
+        except (ValueError, OverflowError, RecursionError) as error:
+            return _Bad("with a value that cannot be read", f"cannot be read: {first_line(error)}")
+
+
+class HubReader:
+    """The rows of a data set of the Hugging Face hub, or of a folder that datasets reads.
+
+    Code of the data set is never run.
+    """
+
+    def __init__(self, data: DataConfig, split: str) -> None:
+        """Take the settings; the hub is asked when the first row is."""
+        self.data, self.split = data, split
+
+    @property
+    def identity(self) -> str:
+        """Name, subset, split and revision."""
+        data = self.data
+        return f"{data.path} {data.subset} {self.split} {data.revision}"
+
+    def read(self, row: int = 0, place: list[int] | None = None) -> Iterator[Raw]:
+        """Yield the rows; a stream still passes over those that are left out."""
+        del place
+        import datasets
+
+        data, split = self.data, self.split
+        assert data.path is not None
+        what = f"data.path={data.path}"
+        if not sys.stderr.isatty():
+            datasets.disable_progress_bars()
+        try:
+            found = datasets.load_dataset(
+                data.path,
+                name=data.subset,
+                split=split,
+                revision=data.revision,
+                streaming=data.streaming,
+            )
+            names = found.column_names
+            if names is not None:  # a stream may not know them
+                found = found.select_columns(usable(names, data.columns, what))
+            keep = wanted(data.columns)
+            if row:
+                found = found.skip(row)
+            for number, values in enumerate(found, row + 1):
+                yield Raw(partial(self._row, values, keep, number))
+        except ConfigError:
+            raise
+        except Exception as error:
+            if not _is_expected(error):
+                raise
+            cause = error.__cause__ or error
+            raise ConfigError(
+                f"{what}, data.subset={data.subset}, data.split={split}: {first_line(cause)}"
+            ) from error
+
+    def _row(self, values: Mapping[str, Any], keep: set[str], number: int) -> Row:
+        where = f"{self.data.path}/{self.split}:{number}"
+        size = _characters(values := {key: values[key] for key in values if key in keep})
+        if size > self.data.max_row_bytes:
+            return Row(where, where, _too_large(where, size, self.data.max_row_bytes))
+        return Row(where, where, without_nulls(values))
+
+
+def _is_expected(error: Exception) -> bool:
+    # what load_dataset answers to a wrong name, subset or split, and to a network that fails: its
+    # errors come from four libraries, and have no common base
+    libraries = {"datasets", "huggingface_hub", "httpx", "pyarrow", "fsspec", "aiohttp"}
+    return isinstance(error, OSError | ValueError | RuntimeError) or any(
+        kind.__module__.split(".")[0] in libraries for kind in type(error).__mro__
+    )
+
+
+def usable(names: list[str], columns: Mapping[str, str], what: str) -> list[str]:
+    """Return the names of the columns to read.
+
+    Raises:
+        ConfigError: if no record can be made of them; names ``what``.
+    """
+    keep = wanted(columns)
+    missing = {name for theirs in columns.values() for name in theirs.split("+")[:1] if name} - set(
+        names
+    )
+    if missing:
+        raise ConfigError(
+            f"{what} has no column {', '.join(sorted(missing))}, which data.columns names;"
+            f" there are {one_line(', '.join(names))}"
+        )
+    if not columns and not any(keys <= set(names) for keys in CONTENTS):
+        raise ConfigError(
+            f"{what} has the columns {one_line(', '.join(names))}; {EXPECTED}:"
+            " say which is which, e.g. data.columns={prompt: instruction, completion: output}"
+        )
+    return [name for name in names if name in keep]
+
+
+def without_nulls(value: Any) -> Any:
+    """Return ``value`` without keys that hold null.
+
+    Tables write null where a row, or an object in it, lacks a key that others have.
+    """
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        if value and isinstance(value[0], int | float | str):
+            return value
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, its name where there is none."""
+    return one_line(next(iter(str(error).strip().splitlines()), "") or type(error).__name__)
+
+
+class _Strict:
+    """Python's decoder lets NaN and repeated keys pass; here they are noted, and the rest read."""
+
+    def __init__(self) -> None:
+        self.fault = ""
+        self.decoder = json.JSONDecoder(
+            object_pairs_hook=self._once, parse_constant=self._no_number
+        )
+
+    def _once(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            self.fault = "with a key twice"
+        return found
+
+    def _no_number(self, name: str) -> None:
+        self.fault = f"with {name}, which JSON does not have"
+
+    def judged(self, value: object, text: str, where: str) -> object:
+        """Return the value, or what is wrong with it."""
+        if self.fault:
+            return RecordError(where, self.fault, f"{self.fault}: {one_line(text, 60)}")
+        if text.count("[") + text.count("{") > MAX_DEPTH and _is_deep(value):
+            return RecordError(
+                where, "nested too deeply", f"more than {MAX_DEPTH} objects or lists in each other"
+            )
+        return value
+
+
+def _parsed(line: bytes, where: str) -> object:
+    try:
+        text, strict = line.decode(), _Strict()
+        value, end = strict.decoder.raw_decode(text, _behind(text, 0))
+        if text[end:].strip():
+            raise json.JSONDecodeError("Extra data", text, end)
+    except json.JSONDecodeError as error:
+        detail = f"not JSON: {error.msg} (column {error.colno}) in {one_line(text, 60)}"
+        return RecordError(where, "not JSON", detail)
+    except UnicodeDecodeError as error:
+        byte = line[error.start]
+        return RecordError(
+            where, "not UTF-8", f"not UTF-8: byte 0x{byte:02x} at {error.start + 1}: {error.reason}"
+        )
+    except RecursionError:
+        return RecordError(where, "nested too deeply", "nested too deeply to be read")
+    except ValueError as error:  # a number of thousands of digits
+        return RecordError(where, "not JSON", f"not JSON: {one_line(error)}")
+    return strict.judged(value, text, where)
+
+
+def _behind(text: str, at: int) -> int:
+    """Return the place of the first character from ``at`` on that is no space of JSON."""
+    while text[at : at + 1] in (" ", "\t", "\n", "\r"):
+        at += 1
+    return at
+
+
+def _is_deep(value: object) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for item in level
+            if isinstance(item, dict | list)
+            for inner in (item.values() if isinstance(item, dict) else item)
+        ]
+        if not level:
+            return False
+    return any(isinstance(item, dict | list) for item in level)
+
+
+def _characters(value: object) -> int:
+    total, left = 0, [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, str | bytes):
+            total += len(item)
+        elif isinstance(item, dict):
+            left += item.values()
+        elif isinstance(item, list):
+            left += item
+    return total
+
+
+def _too_large(where: str, size: int, allowed: int) -> RecordError:
+    return RecordError(
+        where, "too large", f"{size:,} bytes, more than data.max_row_bytes={allowed:,}"
+    )
+
+
+def _size_of(paths: list[Path]) -> str:
+    found = [f"{path.name} {path.stat().st_size if path.is_file() else 0}" for path in paths]
+    return "; ".join(found)

@@ -1,0 +1,398 @@
+"""The engine of many processes: DeepSpeed, ZeRO stages 0 to 3, with or without offload.
+
+DeepSpeed skips a step whose gradient norm is not finite by itself, for the sake of its fp16 loss
+scale, in every precision and stage but one: 0 in float32, which is a plain torch optimizer. There
+the check is made here, and so is the counting: a skipped step leaves no counter behind.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+import sys
+import sysconfig
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from specheads import dist, heartbeat
+from specheads.config import ConfigError, RunError, TrainConfig
+from specheads.models.quantize import is_quantized_linear
+from specheads.training.engine import Batch, Groups, check_names, learning_rates, make_optimizers
+from specheads.training.state import read_state
+from specheads.training.universal import converted, load_universal
+
+LONGEST_BUILD = 900.0  # seconds
+
+
+def need_compiler() -> None:
+    """Check what DeepSpeed compiles its Adam for offload with, before its own error of fifty lines.
+
+    Raises:
+        ConfigError: naming what is missing.
+    """
+    # pip puts ninja beside the interpreter, which need not be on the PATH
+    folder = str(Path(sys.executable).parent)
+    if folder not in os.environ.get("PATH", "").split(os.pathsep):
+        os.environ["PATH"] = folder + os.pathsep + os.environ.get("PATH", "")
+    missing = [] if shutil.which("ninja") else ["ninja"]
+    if not (shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")):
+        missing.append("a C++ compiler (g++)")
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
+        missing.append("the Python headers (python3-dev)")
+    if missing:
+        raise ConfigError(
+            f"DeepSpeed needs {' and '.join(missing)} on this machine for offload; "
+            "install that, or use deepspeed=zero2 or zero3"
+        )
+
+
+def check_build_lock() -> None:
+    """Check that no build that was killed holds DeepSpeed's Adam for offload back.
+
+    Raises:
+        ConfigError: naming the file that its builds wait for, if it is older than any build takes.
+    """
+    from torch.utils.cpp_extension import _get_build_directory
+
+    lock = Path(_get_build_directory("cpu_adam", False)) / "lock"
+    if lock.is_file() and (age := time.time() - lock.stat().st_mtime) > LONGEST_BUILD:
+        raise ConfigError(
+            f"DeepSpeed would wait for a build that began {age / 60:.0f} minutes ago; it was "
+            f"probably killed: remove {lock}"
+        )
+
+
+def check_deepspeed(objective: nn.Module, cfg: TrainConfig) -> None:
+    """Refuse what ZeRO cannot train.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    if cfg.optim.name == "muon":
+        raise ConfigError(
+            "optim.name=muon needs deepspeed=none, as ZeRO flattens the matrices; add optim=adamw"
+        )
+    if cfg.optim.name == "adamw8bit":
+        raise ConfigError(
+            "optim.name=adamw8bit needs deepspeed=none, as ZeRO keeps the moments in parts of "
+            "its own; add optim=adamw"
+        )
+    if _zero(cfg).get("stage", 0) == 3 and any(map(is_quantized_linear, objective.modules())):
+        raise ConfigError(
+            f"model.quantization={cfg.model.quantization}: ZeRO-3 cannot spread quantised "
+            "weights; choose deepspeed=zero1 or zero2"
+        )
+
+
+def _zero(cfg: TrainConfig) -> dict[str, Any]:
+    return cfg.deepspeed.get("zero_optimization") or {}
+
+
+def _offloads(cfg: TrainConfig) -> bool:
+    """Whether the optimizer's state lies in the main memory, beside a GPU or not."""
+    return ((_zero(cfg).get("offload_optimizer") or {}).get("device") or "none") != "none"
+
+
+def precision_settings(cfg: TrainConfig) -> dict[str, Any]:
+    """Return DeepSpeed's sections about number formats.
+
+    16-bit weights get float32 masters, and float16 ones a loss scale that finds itself.
+    """
+    half = "float16" in (cfg.model.dtype, cfg.autocast)
+    settings: dict[str, Any] = {
+        "bf16": {"enabled": cfg.model.dtype == "bfloat16"},
+        "fp16": {"enabled": half, "loss_scale": 0},
+    }
+    if cfg.autocast == "bfloat16":
+        settings["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+    return settings
+
+
+class DeepSpeedEngine:
+    """One or many processes under DeepSpeed; its ZeRO state is pickle, by its own design."""
+
+    def __init__(self, objective: nn.Module, groups: Groups, cfg: TrainConfig) -> None:
+        """Start the process group and wrap ``objective``.
+
+        Raises:
+            ConfigError: if a setting needs plain torch, DeepSpeed cannot compile here, or the
+                device has no float16.
+        """
+        check_deepspeed(objective, cfg)
+        if _offloads(cfg):
+            need_compiler()
+            check_build_lock()
+        dist.set_defaults()
+        os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+        import deepspeed
+        from deepspeed.accelerator import get_accelerator
+        from deepspeed.utils import logger
+
+        logger.setLevel(logging.WARNING)
+        # DeepSpeed calls functions of torch that have newer names, on every rank
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+        precision = {**precision_settings(cfg), **cfg.deepspeed}
+        half = bool(precision["fp16"].get("enabled"))
+        if half and not get_accelerator().is_fp16_supported():
+            raise ConfigError(
+                f"autocast={cfg.autocast} model.dtype={cfg.model.dtype}: DeepSpeed has no float16 "
+                "on this processor; choose bfloat16 or none"
+            )
+        # on a processor it would compile a part that only its inference uses, whose lock outlives
+        # a process that is killed, and then every later start waits for it without end
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        # the heartbeat knows earlier of a process that is gone; this is for one that is stuck
+        patience = timedelta(seconds=cfg.dist_timeout + 30)
+        deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=patience)
+        heartbeat.start(cfg.dist_timeout)
+        trained = {id(p) for group in groups for p in group["params"]}
+        named = dict(objective.named_parameters())
+        self.names = [name for name, p in named.items() if id(p) in trained]
+        self.dtypes = {name: p.dtype for name, p in named.items()}
+        # with float16 DeepSpeed rounds what it wraps, and keeps masters of what learns only
+        rounded = [n for n, p in named.items() if id(p) not in trained and p.dtype == torch.float32]
+        rounded = rounded if half else []
+        self.frozen = {name: named[name].detach().to("cpu", copy=True) for name in rounded}
+        self.engine: Any = deepspeed.initialize(
+            model=objective,
+            optimizer=_make_optimizer(groups, cfg),
+            config={
+                "train_micro_batch_size_per_gpu": cfg.data.rows,
+                "gradient_accumulation_steps": cfg.optim.accumulation,
+                "gradient_clipping": cfg.optim.grad_clip,
+                "steps_per_print": 10**9,
+                **precision,
+            },
+        )[0]
+        self.groups = groups
+        self.run_dir = Path(cfg.run_dir)
+        self.overflowed = False
+        scaler: Any = getattr(self.engine.optimizer, "loss_scaler", None)
+        if hasattr(scaler, "raise_error_at_min_scale"):
+            scaler.raise_error_at_min_scale = False  # the loop decides, as for other precisions
+        scale = dist.world_size() * cfg.optim.accumulation
+        objective.engine_scale = float(scale)  # type: ignore[assignment]
+
+    @property
+    def loss_scale(self) -> float:
+        """What fp16 multiplies the loss by, 1 without it."""
+        return float(self.engine._get_optimizer_loss_scale() or 1.0) if self._fp16 else 1.0
+
+    @property
+    def _fp16(self) -> bool:
+        return bool(self.engine.fp16_enabled())
+
+    @property
+    def _plain(self) -> bool:
+        """Whether the optimizer is torch's own, which would step on anything."""
+        return isinstance(self.engine.optimizer, torch.optim.Optimizer)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of one micro-batch and its metrics."""
+        return cast("tuple[Tensor, dict[str, Tensor]]", self.engine(batch))
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add this micro-batch's gradients."""
+        self.engine.backward(loss)
+        if not last:
+            self.engine.step()  # counts the micro-batch, changes nothing
+
+    def step(self, factor: float) -> float:
+        """Step with every learning rate times ``factor``, return the gradient norm.
+
+        One that is not finite changes nothing, on any rank.
+
+        Raises:
+            RunError: if DeepSpeed took a step of which it gives no norm, or none that is finite.
+        """
+        rates = learning_rates(self.groups, factor)
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = rates[group["name"]]
+        self.overflowed = False
+        if self._plain:
+            norm = self._plain_norm()
+            if not math.isfinite(norm):
+                self.drop()
+                return norm
+            self.engine.step()
+            return norm
+        scale = self.loss_scale
+        with self._counters():
+            self.engine.step()
+        found = self.engine.get_global_grad_norm()
+        norm = math.nan if found is None else float(found)
+        if math.isfinite(norm) and norm >= 0:
+            return norm
+        if self.engine.was_step_applied():
+            raise RunError(
+                f"DeepSpeed stepped with a gradient norm of {found}: the weights in memory are not "
+                "to be trusted; go on from the last checkpoint with resume=auto"
+            )
+        # a scale that cannot be lowered further is not to blame
+        self.overflowed = self._fp16 and self.engine.dynamic_loss_scale() and scale > 1.0
+        return norm
+
+    def _plain_norm(self) -> float:
+        """Return the norm of the gradients, which stage 0 has summed over all ranks already."""
+        parameters = self.engine.module.parameters()
+        grads = [p.grad.float() for p in parameters if p.grad is not None]
+        return float(nn.utils.get_total_norm(grads))
+
+    def drop(self) -> None:
+        """Throw away the gradients of this step; DeepSpeed does it as after an overflow."""
+        optimizer = self.engine.optimizer
+        if self._plain:
+            self.engine.zero_grad()
+            with self._counters(), _no_clipping(self.engine):
+                self.engine.step()  # without gradients it steps nowhere
+            return
+        infinite = torch.tensor(float("inf"), device=self.engine.device)
+        # ZeRO-1 and 2, ZeRO-3, and stage 0 in 16 bits, where the gradients are the parameters' own
+        norms = {"scaled_global_norm": infinite, "_get_norm_groups": [infinite]}
+        replaced = [name for name in norms if hasattr(optimizer, name)]
+        for name in replaced:
+            setattr(optimizer, name, lambda *_, value=norms[name], **__: value)
+        if not replaced:
+            for parameter in self.engine.module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.fill_(math.inf)
+        try:
+            with self._counters():
+                self.engine.step()
+        finally:
+            for name in replaced:
+                delattr(optimizer, name)
+        if self.engine.was_step_applied():
+            raise RunError("DeepSpeed stepped on gradients that were to be dropped")
+
+    @contextmanager
+    def _counters(self) -> Iterator[None]:
+        """Put DeepSpeed's counters of steps back if what happens inside takes none."""
+        names = ("global_steps", "global_samples", "skipped_steps")
+        before = {name: getattr(self.engine, name) for name in names}
+        yield
+        if self._plain or not self.engine.was_step_applied():
+            for name, value in before.items():
+                setattr(self.engine, name, value)
+
+    def save(self, folder: Path) -> None:
+        """Write DeepSpeed's own checkpoint."""
+        self.engine.save_checkpoint(
+            str(folder / "deepspeed"), tag="state", exclude_frozen_parameters=True
+        )
+        if dist.is_main():
+            (folder / "trained.json").write_text(json.dumps(self.names))
+
+    def load(self, folder: Path) -> None:
+        """Restore DeepSpeed's own checkpoint, also one of another number of ranks.
+
+        Raises:
+            ConfigError: if it is of another model, or cannot be converted for this many ranks.
+        """
+        try:
+            stored = [str(name) for name in json.loads((folder / "trained.json").read_text())]
+        except (OSError, TypeError, ValueError) as error:
+            raise ConfigError(f"cannot read {folder / 'trained.json'}: {error}") from None
+        check_names(folder, stored, self.names)  # the frozen ones are not stored: no strict load
+        before = read_state(folder)["world_size"]
+        if before != dist.world_size() and self.engine.zero_optimization_stage() > 0:
+            with converted(folder, self.run_dir) as universal:
+                load_universal(self.engine, universal)
+            return
+        found, _ = self.engine.load_checkpoint(
+            str(folder / "deepspeed"), tag="state", load_module_strict=False
+        )
+        if found is None:
+            raise ConfigError(f"{folder} holds no DeepSpeed state")
+
+    def close(self) -> None:
+        """Remove DeepSpeed's hooks, so that the module can be used or wrapped again.
+
+        Every parameter is whole and of the dtype that it came with; trained ones are the float32
+        masters, where there are any.
+        """
+        whole = self._whole()
+        self.engine.destroy()
+        for name, parameter in self.engine.module.named_parameters():
+            if name in whole:
+                parameter.grad = None
+                parameter.data = whole[name]
+            for key in [key for key in vars(parameter) if key.startswith("ds_")]:
+                delattr(parameter, key)  # else the next engine takes it for partitioned
+
+    @torch.no_grad()
+    def _whole(self) -> dict[str, Tensor]:
+        """Return the parameters that DeepSpeed keeps in parts or in another dtype; collective."""
+        named = dict(self.engine.module.named_parameters())
+        stage3 = self.engine.zero_optimization_stage() == 3
+        cast = [name for name, p in named.items() if p.dtype != self.dtypes[name]]
+        wanted = list(named) if stage3 else cast
+        masters = self._masters()
+        found = {name: masters[name] for name in wanted if name in masters}
+        found |= {n: t.to(named[n].device) for n, t in self.frozen.items() if n in wanted}
+        rest = [name for name in wanted if name not in found]
+        if stage3:
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters([named[name] for name in rest]):
+                found |= {name: named[name].detach().clone() for name in rest}
+        else:
+            found |= {name: named[name].detach() for name in rest}
+        return {name: tensor.to(self.dtypes[name]) for name, tensor in found.items()}
+
+    def _masters(self) -> dict[str, Tensor]:
+        """Return the float32 masters of the trained parameters; empty where there are none."""
+        if not (self._fp16 or self.engine.bfloat16_enabled()):
+            return {}
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        named = {name: p for name, p in self.engine.module.named_parameters()}
+        optimizer = self.engine.optimizer
+        if self.engine.zero_optimization_stage() == 0 and hasattr(optimizer, "fp32_groups"):
+            pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+            masters = {
+                id(low): high
+                for lows, highs in pairs
+                for low, high in zip(lows, highs, strict=True)
+            }
+            return {name: masters[id(named[name])].detach() for name in self.names}
+        found = {name: safe_get_full_fp32_param(named[name]) for name in self.names}
+        return {name: tensor.clone() for name, tensor in found.items() if tensor is not None}
+
+
+@contextmanager
+def _no_clipping(engine: Any) -> Iterator[None]:
+    """DeepSpeed's clipping divides by a norm that a step without gradients does not have."""
+    engine.clip_fp32_gradients = lambda: None
+    try:
+        yield
+    finally:
+        del engine.clip_fp32_gradients
+
+
+def _make_optimizer(groups: Groups, cfg: TrainConfig) -> torch.optim.Optimizer:
+    """Return AdamW, or DeepSpeed's own one for the processor where moments are offloaded."""
+    if not _offloads(cfg):
+        (optimizer,) = make_optimizers(groups, cfg.optim)
+        return optimizer
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    for group in groups:
+        group["initial_lr"] = group["lr"]
+    betas = (cfg.optim.beta1, cfg.optim.beta2)
+    return cast(
+        torch.optim.Optimizer,
+        DeepSpeedCPUAdam(groups, betas=betas, weight_decay=cfg.optim.weight_decay, adamw_mode=True),
+    )
