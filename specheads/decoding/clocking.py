@@ -39,7 +39,9 @@ def step_costs(base: PreTrainedModel, draft: PreTrainedModel, max_tokens: int) -
         max_new_tokens=_NUM_TOKENS,
         repeats=_REPEATS,
     )["draft"]
-    return StepCosts(costs.draft, [costs.verify.at(max(1, n)) for n in range(max_tokens + 2)])
+    # what a drafting step costs besides its passes comes with the first guess
+    drafting = [costs.step(n - 1) - (n - 1) * costs.draft for n in range(2, max_tokens + 2)]
+    return StepCosts(costs.draft, [costs.verify.at(1)] * 2 + drafting)
 
 
 def verify_costs(base: PreTrainedModel, max_nodes: int) -> list[float]:
@@ -66,6 +68,8 @@ def member_costs(
     drafters: Sequence[Drafter],
     sizes: Sequence[int],
     draft: PreTrainedModel | None,
+    *,
+    max_nodes: int,
 ) -> list[StepCosts]:
     """Clock briefly what each of several drafters costs: where it copies, the verify step alone.
 
@@ -75,8 +79,9 @@ def member_costs(
         drafters: their drafters.
         sizes: nodes of their largest trees.
         draft: the draft model, if one of them runs it.
+        max_nodes: most that is verified in one step, root included.
     """
-    verify = verify_costs(base, max(sizes))
+    verify = verify_costs(base, max_nodes)
     found = []
     for name, drafter, size in zip(names, drafters, sizes, strict=True):
         per_level = 0.0

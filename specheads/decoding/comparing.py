@@ -217,15 +217,14 @@ def predictions(alpha: Alpha, costs: DraftCosts, max_tokens: int) -> list[dict[s
     rows = []
     for n in range(1, max_tokens + 1):
         gained, tokens = alpha.chain(n), expected_tokens(alpha.alpha, n)
-        # a prefill counts as one step of each model that makes it
-        texts = len(alpha.texts)
-        cost = texts * (1 + costs.draft) + gained.steps * costs.step(n)
         rows.append(
             {
                 "num_tokens": n,
                 "leviathan": round(leviathan_speedup(alpha.alpha, costs.draft, n), 4),
                 "formula_with_costs": round(tokens / costs.step(n), 4),
-                "predicted": round((texts + gained.tokens) / cost, 4) if cost else 1.0,
+                "predicted": round(
+                    costs.speedup(len(alpha.texts), gained.steps, gained.tokens, n), 4
+                ),
                 "formula_accept_length": round(tokens, 4),
                 "accept_length": round(gained.accept_length, 4),
                 "acceptance_rate": round(gained.acceptance_rate, 4),

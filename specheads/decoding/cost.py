@@ -79,19 +79,31 @@ def never_falling(groups: Sequence[Sequence[float]]) -> list[float]:
 def clock_steps(runs: Sequence[Run], *, repeats: int) -> list[list[float]]:
     """Clock decoders against each other, in turn, so that a slow minute hits all of them.
 
-    The figure of one repeat is the lower quartile of one text's steps: without the prefill, and
-    without the moments in which the machine did something else, which only ever add time.
+    Returns:
+        Seconds per step, [runs][repeats], see :func:`clock_texts`.
+    """
+    return clock_texts(runs, repeats=repeats)[0]
+
+
+def clock_texts(
+    runs: Sequence[Run], *, repeats: int
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Clock steps, and what comes before them: the prefill, and a drafter's reading of the prompt.
+
+    A step's figure of one repeat is the lower quartile of one text's steps: without the prefill,
+    and without the moments in which the machine did something else, which only ever add time.
 
     Args:
         runs: decode a text and call back after every step.
         repeats: number of rounds.
 
     Returns:
-        Seconds per step, [runs][repeats].
+        Seconds per step and seconds before, both [runs][repeats].
     """
     for run in runs:
         run(lambda: None)
     seconds = [[0.0] * repeats for _ in runs]
+    starts = [[0.0] * repeats for _ in runs]
     for repeat in range(repeats):
         first = repeat % len(runs)  # none always runs on a warmer cache than the others
         for index in (*range(first, len(runs)), *range(first)):
@@ -99,9 +111,11 @@ def clock_steps(runs: Sequence[Run], *, repeats: int) -> list[list[float]]:
             runs[index](lambda times=times: times.append(time.perf_counter()))
             # the first call ends the prefill
             steps = [after - before for before, after in itertools.pairwise(times[1:])]
-            steps = sorted(steps or [times[-1] - times[0]])
-            seconds[index][repeat] = steps[len(steps) // 4]
-    return seconds
+            ordered = sorted(steps or [times[-1] - times[0]])
+            seconds[index][repeat] = step = ordered[len(ordered) // 4]
+            # drafters read the prompt in the first step
+            starts[index][repeat] = max(0.0, times[1] - times[0] + sum(steps[:1]) - step)
+    return seconds, starts
 
 
 def ratios(seconds: Sequence[Sequence[float]]) -> list[list[float]]:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from specheads.config import ConfigError, DecodeConfig
 from specheads.decoding.benchmark import LOOKUP_NGRAM, LOOKUP_TOKENS
-from specheads.decoding.clocking import OF_A_MODEL, member_costs, step_costs, verify_costs
+from specheads.decoding.clocking import OF_A_MODEL, member_costs, step_costs
 from specheads.decoding.exported import exported_drafter
 from specheads.decoding.subject import Subject, is_plain_model
 from specheads.drafters.adaptive import CALIBRATED, AdaptiveLength, StepCosts
@@ -122,15 +122,19 @@ def choose_drafter(
     extra = {id(draft) if each.name in OF_A_MODEL else each.name: each for each in members}
     num_nodes = decode.num_nodes or sum(each.num_nodes - 1 for each in members) + 1
     parts = [each.drafter for each in members]
+    sizes = [each.num_nodes for each in members]
+    model = None if draft is None else model_of(draft)
+
+    def costs(max_nodes: int) -> list[StepCosts]:
+        return member_costs(subject.base, names, parts, sizes, model, max_nodes=max_nodes)
+
     merged: Drafter
     if decode.merge == "choose":
-        num_nodes = max(each.num_nodes for each in members)
-        sizes = [each.num_nodes for each in members]
-        model = None if draft is None else model_of(draft)
-        merged = ChoosingDrafter(parts, member_costs(subject.base, names, parts, sizes, model))
+        num_nodes = max(sizes)
+        merged = ChoosingDrafter(parts, costs(num_nodes))
     else:
-        costs = None if decode.num_nodes else StepCosts(0, verify_costs(subject.base, num_nodes))
-        merged = HybridDrafter(parts, decode.num_nodes, costs=costs)
+        own = [] if decode.num_nodes else costs(num_nodes)
+        merged = HybridDrafter(parts, decode.num_nodes, costs=own)
     return Chosen(
         "+".join(names), merged, num_nodes, sum(each.extra_parameters for each in extra.values())
     )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.decoding.cost import CostCurve, clock_steps, ratios, runner
+from specheads.decoding.cost import CostCurve, clock_texts, ratios, runner
 from specheads.decoding.stats import median
 from specheads.drafters.contract import Candidates, Drafter, Prefill, StepResult
 from specheads.tree import Tree
@@ -54,22 +54,44 @@ class DraftCosts:
 
     Attributes:
         verify: of a verify step, by its nodes, the root included.
-        draft: of one draft pass, its choice of a token and its bookkeeping included (c).
+        draft: of one more draft pass, its choice of a token included (c).
         steps: of whole steps that were clocked, by their guesses.
+        overhead: of a step that drafts, however much: noise, the acceptance rule, two caches.
+        start: of a text before its first plain step, the prefill above all.
+        draft_start: what the draft model adds to that.
     """
 
     verify: CostCurve
     draft: float
     steps: dict[int, float]
+    overhead: float = 0.0
+    start: float = 1.0
+    draft_start: float = 0.0
 
     def step(self, num_tokens: int) -> float:
         """Return the cost of drafting and verifying ``num_tokens`` guesses."""
-        return num_tokens * self.draft + self.verify.at(num_tokens + 1)
+        drafting = self.overhead + num_tokens * self.draft if num_tokens else 0.0
+        return drafting + self.verify.at(num_tokens + 1)
+
+    def speedup(self, num_texts: int, num_steps: float, num_tokens: float, length: int) -> float:
+        """Return how much sooner texts are written than by plain decoding, prefills included.
+
+        Args:
+            num_texts: number of texts, each of which begins with a prefill.
+            num_steps: verify steps of all texts, as expected.
+            num_tokens: what those steps gained, which takes plain decoding a step each.
+            length: guesses per step.
+        """
+        plain = num_texts * self.start + num_tokens
+        return plain / (num_texts * (self.start + self.draft_start) + num_steps * self.step(length))
 
     def to_json(self) -> dict[str, Any]:
         """Return the costs as JSON."""
         return {
             "c": round(self.draft, 4),
+            "overhead": round(self.overhead, 4),
+            "start": round(self.start, 4),
+            "draft_start": round(self.draft_start, 4),
             "step": {str(n): round(cost, 4) for n, cost in self.steps.items()},
         }
 
@@ -139,29 +161,40 @@ def clock_drafts(
         runner(base, each, prompt, max_new_tokens=max_new_tokens, temperature=temperature)
         for each in drafters
     ]
-    costs = ratios(clock_steps(runs, repeats=repeats))
+    clocked, starts = clock_texts(runs, repeats=repeats)
+    costs = ratios(clocked)
+    units = [median(each) for each in ratios([clocked[0], *starts])[1:]]
     blank = {n + 1: cost for n, cost in zip(lengths, costs[1 : 1 + len(lengths)], strict=True)}
     verify = CostCurve.through({1: costs[0], **blank})
     found = {}
     for i, name in enumerate(makes, start=1):
         own = costs[1 + i * len(lengths) : 1 + (i + 1) * len(lengths)]
         steps = {n: median(cost) for n, cost in zip(lengths, own, strict=True)}
-        found[name] = DraftCosts(verify, draft_cost(steps, verify), steps)
+        draft, overhead = drafting_costs(steps, verify)
+        own_starts = units[1 + i * len(lengths) : 1 + (i + 1) * len(lengths)]
+        draft_start = max(0.0, median(own_starts) - units[0])
+        found[name] = DraftCosts(verify, draft, steps, overhead, units[0], draft_start)
     return found
 
 
-def draft_cost(steps: Mapping[int, float], verify: CostCurve) -> float:
-    """Return the cost of one draft pass that explains whole steps best, at least 0.
+def drafting_costs(steps: Mapping[int, float], verify: CostCurve) -> tuple[float, float]:
+    """Return what one draft pass costs, and what drafting costs besides, both at least 0.
 
-    The line through the origin with the least squares: long chains, whose difference from the
-    verify step is the clearest, count most.
+    The line with the least squares through what whole steps cost beyond the verify step.
 
     Args:
         steps: cost of a whole step by its guesses.
         verify: cost of a verify step by its nodes.
     """
-    over = sum(n * (cost - verify.at(n + 1)) for n, cost in steps.items())
-    return max(0.0, over / sum(n * n for n in steps))
+    over = {n: cost - verify.at(n + 1) for n, cost in steps.items()}
+    mean, rise = sum(over) / len(over), sum(over.values()) / len(over)
+    spread = sum((n - mean) ** 2 for n in over)
+    slope = sum((n - mean) * (each - rise) for n, each in over.items()) / spread if spread else 0.0
+    if slope < 0:
+        return 0.0, max(0.0, rise)
+    if not spread or rise < slope * mean:  # a line through the origin
+        return max(0.0, sum(n * each for n, each in over.items()) / sum(n * n for n in over)), 0.0
+    return slope, rise - slope * mean
 
 
 def best_length(speedups: Sequence[float]) -> int:

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from specheads.drafters.adaptive import StepCosts
 from specheads.drafters.contract import Candidates, Drafter, Prefill, StepResult
 from specheads.drafters.dynamic import HOSTS
 from specheads.drafters.packed import pack
 from specheads.drafters.trie import Rates, Trie
+from specheads.drafters.worth import Worth
 from specheads.tree import RowTrees, Tree, batched
-
-if TYPE_CHECKING:
-    from specheads.drafters.adaptive import StepCosts
 
 
 @dataclass
@@ -48,11 +47,13 @@ class HybridState:
     Attributes:
         members: their states.
         rates: per row.
+        worth: per row, of asking members that cost something.
         step: from a proposal to its result; else None.
     """
 
     members: list[Any]
     rates: list[Rates]
+    worth: list[Worth]
     step: _Step | None = None
 
 
@@ -63,19 +64,22 @@ class HybridDrafter:
     for each member, and for members that agree. With a limit, or with costs, the likeliest are
     verified: nodes go to whoever is right of late, as where copying and generating alternate.
 
+    With costs, members are asked the cheapest first, and those that cost something only where they
+    have paid: where the text repeats itself, heads do not run at all.
+
     Args:
         members: deterministic drafters; hybrids as well.
         num_nodes: largest tree, root included; 0 verifies all. What members only want read
             (``Candidates.probes``) comes on top and is always in.
-        costs: of asking all members once (``draft``) and of verify steps; then a tree takes as many
-            guesses as give the most tokens for the cost, and no more nodes than were measured.
-        enough: members are asked in their order, and no further one where those before it promise
-            this accept length: put first who costs least. 0 asks all. Rules for the length of a
-            draft hear of the steps for which their member was asked: with those, rows of a batch
-            may be proposed other tokens than alone.
+        costs: one for each member, as of :class:`specheads.drafters.choosing.ChoosingDrafter`:
+            ``draft`` times the depth of its guesses. A tree then takes as many guesses as give the
+            most tokens for the cost, and no more nodes than were measured. Empty: all is free. Rows
+            of a batch may with them be proposed other tokens than alone, where a member's rule for
+            the length of drafts hears only of the steps for which it was asked.
 
     Raises:
-        ValueError: without members, for one that samples, or if a number is out of range.
+        ValueError: without members, for one that samples, unequal numbers, or if ``num_nodes`` is
+            out of range.
     """
 
     deterministic = True
@@ -85,44 +89,47 @@ class HybridDrafter:
         members: Sequence[Drafter],
         num_nodes: int = 0,
         *,
-        costs: StepCosts | None = None,
-        enough: float = 0.0,
+        costs: Sequence[StepCosts] = (),
     ) -> None:
         if not members:
             raise ValueError("a hybrid needs at least one member, got none")
         if num_nodes < 0 or num_nodes == 1:
             raise ValueError(f"num_nodes must be 0 (all) or at least 2, got {num_nodes}")
-        if enough and enough <= 1:
-            raise ValueError(f"enough must be 0 (ask all) or above 1, got {enough}")
+        if costs and len(costs) != len(members):
+            raise ValueError(f"{len(costs)} costs for {len(members)} members: one for each")
         for member in members:
             if not member.deterministic:
                 raise ValueError(_why_not_sampled(member))
         self.members = tuple(members)
-        self.num_nodes, self.enough = num_nodes, enough
-        self._costs: Sequence[float] = ()
-        if costs is not None:
-            self._costs = (0.0, *(costs.draft + cost for cost in costs.verify[1:]))
+        self.num_nodes = num_nodes
+        self._prices = [each.draft for each in costs] or [0.0] * len(members)
+        self._order = sorted(range(len(members)), key=self._prices.__getitem__)
+        # members verify with the same base: the longest list says most
+        self._verify = max((each.verify for each in costs), key=len, default=())
         self.taps = tuple(dict.fromkeys(tap for member in members for tap in member.taps))
 
     def start(self, prefill: Prefill) -> HybridState:
         """Start every member."""
         states = [member.start(prefill) for member in self.members]
-        return HybridState(states, [Rates() for _ in prefill.ids])
+        rows = prefill.ids
+        return HybridState(states, [Rates() for _ in rows], [Worth() for _ in rows])
 
     def propose(self, state: HybridState) -> Candidates:
-        """Ask every member; merge.
+        """Ask the members, for each row those that pay; merge.
 
         Raises:
             ValueError: for sampled candidates.
         """
         tries: list[Trie] = []
-        where: list[list[list[int]]] = []
-        for number, (member, own) in enumerate(zip(self.members, state.members, strict=True)):
-            asked = self._asked(tries, state.rates)
+        where: list[list[list[int]]] = [[]] * len(self.members)
+        spent = [0.0] * len(state.rates)
+        for number in self._order:
+            asked = self._asked(number, tries, spent, state)
             if not any(asked):
-                where.append([[] for _ in asked])
+                where[number] = [[] for _ in asked]
                 continue
-            candidates = member.propose(own)
+            member, price = self.members[number], self._prices[number]
+            candidates = member.propose(state.members[number])
             if candidates.sampling != "none":
                 raise ValueError(_why_not_sampled(member))
             tokens: list[list[int]] = candidates.tokens.tolist()
@@ -133,31 +140,50 @@ class HybridDrafter:
             if not tries:
                 tries = [Trie(row[0]) for row in tokens]
                 device = candidates.tokens.device
-            trees = zip(tries, asked, tokens, parents, inputs, strict=True)
-            where.append(
-                [
-                    trie.add(number, *tree) if asks else [0] + [-1] * (len(tree[0]) - 1)
-                    for trie, asks, *tree in trees
-                ]
-            )
-        merged, places = self._merge(tries, state.rates, device)
+            where[number] = []
+            for row, asks in enumerate(asked):
+                if not asks:
+                    where[number].append([0] + [-1] * (len(tokens[row]) - 1))
+                    continue
+                trie, rates = tries[row], state.rates[row]
+                promise = trie.promise(rates) if price else 0.0
+                before = self._speed(trie, rates, spent[row]) if price else 0.0
+                own = trie.add(number, tokens[row], parents[row], inputs[row])
+                where[number].append(own)
+                if price:
+                    spent[row] += price * trie.depth(own)
+                    factor = self._speed(trie, rates, spent[row]) / before
+                    state.worth[row].learn(number, promise, factor)
+        merged, places = self._merge(tries, spent, state.rates, device)
         state.step = _Step(merged.tree, tries, where, places)
         return merged
 
-    def _asked(self, tries: Sequence[Trie], rates: Sequence[Rates]) -> list[bool]:
-        """Tell per row whether one more member is to be asked."""
-        if not self.enough or not tries:
-            return [True] * len(rates)
-        return [trie.promise(each) < self.enough for trie, each in zip(tries, rates, strict=True)]
+    def _asked(
+        self, number: int, tries: Sequence[Trie], spent: Sequence[float], state: HybridState
+    ) -> list[bool]:
+        """Tell per row whether a member is to be asked."""
+        if not tries or not self._prices[number]:
+            return [True] * len(spent)
+        rows = zip(tries, state.rates, state.worth, strict=True)
+        return [worth.pays(number, trie.promise(rates)) for trie, rates, worth in rows]
+
+    def _speed(self, trie: Trie, rates: Rates, spent: float) -> float:
+        """Return the most tokens per cost that verifying some of the guesses promises."""
+        return trie.speed(trie.values(rates), [spent + cost for cost in self._verify])
 
     def _merge(
-        self, tries: Sequence[Trie], rates: Sequence[Rates], device: torch.device
+        self,
+        tries: Sequence[Trie],
+        spent: Sequence[float],
+        rates: Sequence[Rates],
+        device: torch.device,
     ) -> tuple[Candidates, list[list[int]]]:
         """Return what is to be verified, and per row and node of its trie the place in it."""
         tokens, parents, inputs, places = [], [], [], []
         probed = False
-        for trie, each in zip(tries, rates, strict=True):
-            order = trie.order(trie.values(each), self.num_nodes, self._costs)
+        for trie, paid, each in zip(tries, spent, rates, strict=True):
+            costs = [paid + cost for cost in self._verify]
+            order = trie.order(trie.values(each), self.num_nodes, costs)
             place = [-1] * len(trie.inputs)
             for new, node in enumerate(order):
                 place[node] = new
@@ -193,7 +219,7 @@ class HybridDrafter:
             members.append(member.observe(own, told))
         for i, trie in enumerate(step.tries):
             trie.learn(state.rates[i], result.new_tokens[i])
-        return HybridState(members, state.rates)
+        return HybridState(members, state.rates, state.worth)
 
     @staticmethod
     def _places(step: _Step, result: StepResult) -> list[list[int]]:
@@ -216,7 +242,10 @@ class HybridDrafter:
             member.select(own, rows)
             for member, own in zip(self.members, state.members, strict=True)
         ]
-        return HybridState(members, [state.rates[row] for row in rows.tolist()])
+        kept = rows.tolist()
+        return HybridState(
+            members, [state.rates[row] for row in kept], [state.worth[row] for row in kept]
+        )
 
 
 def _why_not_sampled(member: Drafter) -> str:

@@ -6,7 +6,7 @@ more than they compute.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 
 # A kind of guesses: who proposes them (a bit per drafter), at which depth, and with which rank
@@ -44,8 +44,8 @@ def _prior(members: int, rank: int) -> float:
 
 def _best_size(
     values: Sequence[float], tokens: float, num_nodes: int, costs: Sequence[float]
-) -> int:
-    """Return how many more nodes give the most tokens for the cost; of equals the fewest.
+) -> tuple[int, float]:
+    """Return how many more nodes give the most tokens for the cost, and how many; of equals few.
 
     Args:
         values: of the nodes, falling.
@@ -59,7 +59,7 @@ def _best_size(
         tokens += value
         if tokens / costs[num_nodes + more] > speed:
             best, speed = more, tokens / costs[num_nodes + more]
-    return best
+    return best, speed
 
 
 class Trie:
@@ -118,6 +118,10 @@ class Trie:
                 self.kinds[at] = members | bit, self._depths[at], min(best, rank)
         return where
 
+    def depth(self, nodes: Sequence[int]) -> int:
+        """Return the depth of the deepest of some nodes; -1 stands for none."""
+        return max((self._depths[node] for node in nodes if node >= 0), default=0)
+
     def values(self, rates: Rates) -> list[float]:
         """Return per node how likely its whole path is to be accepted; 1 for probes."""
         values = [1.0]
@@ -145,15 +149,11 @@ class Trie:
         kept: set[int] | None = None
         if num_nodes or costs:
             free = self._with_probes()
-            # of equals the earlier: no node is kept without its parent
-            best = sorted(range(1, len(values)), key=lambda node: (-values[node], node))
-            counted = [node for node in best if node not in free]
+            counted = self._best_first(values, free)
             if num_nodes:
                 del counted[num_nodes - 1 :]
             if costs:
-                taken = 1 + sum(values[node] for node in free if self.kinds[node] is not None)
-                worth = [values[node] for node in counted]
-                del counted[_best_size(worth, taken, 1 + len(free), costs) :]
+                del counted[self._size(values, free, counted, costs)[0] :]
             kept = free.union(counted)
         order = [0]
         for node in order:  # which grows
@@ -164,6 +164,26 @@ class Trie:
                 below.sort(key=lambda child: -values[child])
             order += below
         return order
+
+    def speed(self, values: Sequence[float], costs: Sequence[float]) -> float:
+        """Return the most tokens per cost that any choice of nodes promises; as in ``order``."""
+        free = self._with_probes()
+        return self._size(values, free, self._best_first(values, free), costs)[1]
+
+    def _best_first(self, values: Sequence[float], free: Collection[int]) -> list[int]:
+        # of equals the earlier: no node is kept without its parent
+        best = sorted(range(1, len(values)), key=lambda node: (-values[node], node))
+        return [node for node in best if node not in free]
+
+    def _size(
+        self,
+        values: Sequence[float],
+        free: Collection[int],
+        counted: Sequence[int],
+        costs: Sequence[float],
+    ) -> tuple[int, float]:
+        taken = 1 + sum(values[node] for node in free if self.kinds[node] is not None)
+        return _best_size([values[node] for node in counted], taken, 1 + len(free), costs)
 
     def _with_probes(self) -> set[int]:
         found: set[int] = set()

@@ -246,7 +246,8 @@ def windowed(num_nodes: int = 0) -> HybridDrafter:
 
 def lazy(num_nodes: int = 0) -> HybridDrafter:
     """Return a hybrid that asks another one only where there is little to copy."""
-    return HybridDrafter([SuffixDrafter(6), medusa(num_nodes)], enough=2.0)
+    free, dear = (StepCosts(price, [0] + [1 + n / 20 for n in range(24)]) for price in (0, 0.3))
+    return HybridDrafter([medusa(num_nodes), SuffixDrafter(6)], num_nodes, costs=[dear, free])
 
 
 def perfect(num_nodes: int = 0) -> HybridDrafter:
@@ -405,42 +406,64 @@ def test_nodes_go_to_whoever_is_right_of_late() -> None:
 def test_trees_are_as_large_as_pays() -> None:
     """A tree of fixed size makes every step of a text with nothing to copy dearer."""
     chain, other = Fixed([[(5, 6, 7)]]), Fixed([[(8, 8, 8)]])
-    costs = StepCosts(0.5, [0, 1, 1, 1.5, 2, 4, 5, 6])
-    hybrid = HybridDrafter([chain, other], costs=costs)
+    costs = StepCosts(0, [0, 1.5, 1.5, 2, 2.5, 4.5, 5.5, 6.5])
+    hybrid = HybridDrafter([chain, other], costs=[costs, costs])
     state = hybrid.start(prefill(1))
     sizes = []
     for text in [[5, 6, 7, 1]] * 20 + [[3]] * 40:
         merged = hybrid.propose(state)
-        values = state.step.tries[0].values(state.rates[0])
+        trie = state.step.tries[0]
+        values = trie.values(state.rates[0])
         found = sorted(values[1:], reverse=True)
-        speeds = [(1 + sum(found[:n])) / (0.5 + costs.verify[n + 1]) for n in range(len(found))]
+        speeds = [(1 + sum(found[:n])) / costs.verify[n + 1] for n in range(len(found))]
         sizes.append(merged.tokens.shape[1])
         assert sizes[-1] == 1 + speeds.index(max(speeds))
+        assert trie.speed(values, costs.verify) == pytest.approx(max(speeds))
         state = hybrid.observe(state, result_of(merged, [text]))
     assert sizes[19] == 4 and sizes[-1] <= 2
-    small = HybridDrafter([chain, other], num_nodes=2, costs=costs)
+    small = HybridDrafter([chain, other], num_nodes=2, costs=[costs, costs])
     assert small.propose(replace(state, members=[None, None])).tokens.shape[1] == 2
 
 
-def test_members_are_not_asked_where_others_promise_enough() -> None:
+def test_members_are_asked_where_it_pays() -> None:
     """A draft model that writes what a copy already holds makes every step dearer."""
     rows = [[(5, 6, 7)], [(5, 6, 7)]]
     cheap, dear = Fixed(rows), Fixed([[(9,)], [(9,)]])
-    hybrid = HybridDrafter([cheap, dear], enough=2.5)
+    verify = [0, 1, 1.1, 1.2, 1.3, 1.4]
+    costs = [StepCosts(0.4, verify), StepCosts(0, verify)]
+    hybrid = HybridDrafter([dear, cheap], costs=costs)  # the free one is asked first all the same
     state = hybrid.start(prefill(2))
-    right, wrong = [5, 6, 7, 1], [3]
-    for text in (right, wrong), (right, right), (right, right):
+    copied, written = [5, 6, 7, 1], [9, 1]
+    for text in (copied, written), (copied, copied), (copied, copied):
+        found = []
         for _ in range(30):
             merged = hybrid.propose(state)
+            found.append([9 in row for row in merged.tokens.tolist()])
             state = hybrid.observe(state, result_of(merged, list(text)))
-        found = [9 in row for row in merged.tokens.tolist()]
-        assert found == [text[0] is wrong, text[1] is wrong], "a row asks for itself"
-        assert (text == (right, wrong)) == (dear.told[-1].own.numel() > 0)
-    assert 30 < dear.asked < cheap.asked == 90
-    for _ in range(30):
+        if text[1] is written:
+            assert all(row[1] for row in found[-20:]), "it is worth its cost there"
+    assert sum(map(sum, found)) <= 6, "asked for copies, beyond a try now and then"
+    assert dear.asked < cheap.asked == 90
+    assert dear.told[-1].own.numel() == 0, "it was told of nodes that it never proposed"
+    for _ in range(100):
         merged = hybrid.propose(state)
-        state = hybrid.observe(state, result_of(merged, [wrong, wrong]))
+        state = hybrid.observe(state, result_of(merged, [written, written]))
     assert all(9 in row for row in merged.tokens.tolist()), "nobody comes back"
+
+
+def test_a_price_counts_as_deep_as_the_guesses_go() -> None:
+    """Prevents members that look free, or that pay for every node of a level."""
+    wide, free = Fixed([[(9, 9), (8, 8), (7, 7)]]), Fixed([[]])
+    verify = [0, 1, 1, 1, 1, 1, 1, 1, 1]
+    hybrid = HybridDrafter([free, wide], costs=[StepCosts(0, verify), StepCosts(0.25, verify)])
+    state = hybrid.start(prefill(1))
+    state.worth[0].learn = (  # type: ignore[method-assign]
+        lambda member, promise, factor: learned.append((member, promise, factor))
+    )
+    learned: list[tuple[int, float, float]] = []
+    hybrid.propose(state)
+    values = state.step.tries[0].values(state.rates[0])
+    assert learned == [(1, 1.0, pytest.approx(sum(values) / 1.5))]
 
 
 def test_rates_are_running_means() -> None:
@@ -477,7 +500,7 @@ def test_what_cannot_be_merged_is_refused() -> None:
     hybrid = HybridDrafter([lying])
     with pytest.raises(ValueError, match="Fixed samples its candidates"):
         hybrid.propose(hybrid.start(prefill(1)))
-    with pytest.raises(ValueError, match="enough must be 0"):
-        HybridDrafter([NgramDrafter()], enough=1.0)
+    with pytest.raises(ValueError, match="2 costs for 1 members"):
+        HybridDrafter([NgramDrafter()], costs=[StepCosts(0, [0, 1])] * 2)
     taps = [Fixed([[]], taps) for taps in ((TRUNK,), (), (FINAL, TRUNK))]
     assert HybridDrafter(taps).taps == (TRUNK, FINAL)

@@ -70,6 +70,7 @@ class Checked(LookaheadDrafter):
 
 FREE = StepCosts(0.0, [0.0, 1.0, 1.02, 1.04, 1.06, 1.1])
 PRICED = StepCosts(0.01, FREE.verify)
+DEAR = StepCosts(0.2, FREE.verify)
 NESTS: dict[str, Callable[[Drafter], Drafter]] = {
     "hybrid of cut": lambda it: HybridDrafter([NgramDrafter(), CutDrafter(it, FREE)]),
     "hybrid of choosing": lambda it: HybridDrafter(
@@ -83,7 +84,7 @@ NESTS: dict[str, Callable[[Drafter], Drafter]] = {
     ),
     "cut of hybrid": lambda it: CutDrafter(HybridDrafter([NgramDrafter(), it]), FREE),
     "lazy hybrid of cut": lambda it: HybridDrafter(
-        [SuffixDrafter(6), CutDrafter(it, FREE)], enough=1.5
+        [SuffixDrafter(6), CutDrafter(it, FREE)], costs=[FREE, DEAR]
     ),
 }
 

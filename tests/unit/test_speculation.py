@@ -20,7 +20,7 @@ from specheads.decoding.speculation import (
     best_length,
     clock_drafts,
     clocked_lengths,
-    draft_cost,
+    drafting_costs,
     expected_tokens,
     leviathan_speedup,
 )
@@ -65,26 +65,41 @@ def test_costs_come_apart_into_draft_and_verify(monkeypatch: pytest.MonkeyPatch)
     """Prevents a draft that looks free, as its cost was counted as the verify step's."""
     clocked = {"plain": 2.0, "blank": {1: 2.2, 2: 2.4, 4: 2.8}, "c": 0.5}
 
-    def clock(runs: list[Any], *, repeats: int) -> list[list[float]]:
+    def clock(runs: list[Any], *, repeats: int) -> tuple[list[list[float]], list[list[float]]]:
         seconds = [clocked["plain"], *clocked["blank"].values()]  # type: ignore[attr-defined]
-        for each in (0.5, 1.5):  # seconds of a draft pass of two models
-            seconds += [blank + n * each for n, blank in clocked["blank"].items()]  # type: ignore
+        starts = [6.0] * 4
+        for each in (0.5, 1.5):  # seconds of a draft pass of two models, and 0.2 of any drafting
+            seconds += [blank + n * each + 0.2 for n, blank in clocked["blank"].items()]  # type: ignore
+            starts += [6.0 + 4 * each] * 3
         assert len(runs) == len(seconds)
-        return [[value] * repeats for value in seconds]
+        return [[value] * repeats for value in seconds], [[value] * repeats for value in starts]
 
-    monkeypatch.setattr(speculation, "clock_steps", clock)
+    monkeypatch.setattr(speculation, "clock_texts", clock)
     base = build("llama")
     makes = {"small": Blank, "large": Blank}
     found = clock_drafts(base, makes, torch.tensor([[1, 2]]), max_tokens=4)
     assert found["small"].draft == pytest.approx(0.25)
     assert found["large"].draft == pytest.approx(0.75)
     assert found["small"].verify.at(5) == pytest.approx(1.4)
-    assert found["small"].step(4) == pytest.approx(4 * 0.25 + 1.4)
-    assert found["small"].step(3) == pytest.approx(3 * 0.25 + 1.3), "in between, a line"
+    assert found["large"].overhead == pytest.approx(0.1)
+    assert found["small"].step(4) == pytest.approx(4 * 0.25 + 0.1 + 1.4)
+    assert found["small"].step(3) == pytest.approx(3 * 0.25 + 0.1 + 1.3), "in between, a line"
+    assert found["small"].step(0) == pytest.approx(1.0), "a step that drafts nothing is a plain one"
+    assert (found["small"].start, found["small"].draft_start) == pytest.approx((3.0, 1.0))
     assert clocked_lengths(1) == [1]
     assert clocked_lengths(8) == [1, 2, 4, 8]
     assert clocked_lengths(5) == [1, 2, 4, 5]
-    assert draft_cost({1: 0.9}, FLAT) == 0, "no pass costs less than nothing"
+    assert drafting_costs({1: 0.9}, FLAT) == (0, 0), "no pass costs less than nothing"
+    assert drafting_costs({1: 1.4}, FLAT) == pytest.approx((0.4, 0)), "one length: all of it"
+    assert drafting_costs({1: 1.5, 2: 1.4}, FLAT) == pytest.approx((0, 0.45))
+    assert drafting_costs({1: 1.1, 4: 1.7}, FLAT)[1] == 0, "no overhead below nothing"
+
+
+def test_prefills_dilute_a_speedup() -> None:
+    """On short texts a prediction without prefills promises what nobody ever sees."""
+    costs = DraftCosts(FLAT, 0.25, {}, overhead=0.5, start=3.0, draft_start=1.0)
+    # 10 texts: 30 + 100 plain steps against 40 + 40 steps of 1 + 0.5 + 2 * 0.25
+    assert costs.speedup(10, 40, 100, 2) == pytest.approx(130 / 120)
 
 
 def alpha_of(kept: list[float]) -> Alpha:
@@ -153,5 +168,8 @@ def test_none_is_a_recommendation() -> None:
     )
     assert replace(DraftCosts(FLAT, 0.1, {1: 1.1}), draft=0.2).to_json() == {
         "c": 0.2,
+        "overhead": 0.0,
+        "start": 1.0,
+        "draft_start": 0.0,
         "step": {"1": 1.1},
     }
