@@ -92,7 +92,7 @@ def _targets(about: Path, stored: dict[str, Any], base: PreTrainedModel) -> list
 def _check_others(about: Path, stored: dict[str, Any], base: PreTrainedModel) -> None:
     """Check that all the rest of the config is what :func:`inject` has made."""
     made: Any = base.peft_config
-    plain = json.loads(json.dumps(made[NAME].to_dict(), default=str))
+    plain = json.loads(json.dumps(made[NAME].to_dict(), default=_plain))
     for key, value in stored.items():
         if key in (*_USED, *_FREE):
             continue
@@ -100,3 +100,8 @@ def _check_others(about: Path, stored: dict[str, Any], base: PreTrainedModel) ->
             raise ConfigError(
                 f"{about}: {key} is {value!r:.40}, specheads' adapters have {plain.get(key)!r:.40}"
             )
+
+
+def _plain(value: object) -> object:
+    """Return what JSON can hold, as peft writes it."""
+    return sorted(value) if isinstance(value, set | frozenset) else str(value)

@@ -401,6 +401,7 @@ def test_a_tree_uses_no_token_that_pruned_heads_do_not_know(
     wide = Tree.from_choices([[0], [4]])
     with pytest.raises(ConfigError, match="the tree uses rank 4, the heads know 4 tokens"):
         set_tree(path, wide)
-    _edit(path, tree={"choices": wide.to_json()})
+    section = {"choices": wide.to_json(), "expected_accept_length": None, "measured_on": None}
+    _edit(path, tree=section)
     with pytest.raises(ConfigError, match="the tree uses rank 4, the heads know 4 tokens"):
         load_export(path)
