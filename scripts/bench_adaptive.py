@@ -13,6 +13,7 @@ best single fixed length over their mix? Then the same rules are clocked.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -206,10 +207,11 @@ def main() -> None:
         max_new_tokens=min(48, asked.max_new_tokens),
         repeats=max(1, asked.repeats),
     )["draft"]
-    costs = StepCosts(
-        measured.draft, [0.0, *(measured.verify.at(n) for n in range(1, asked.max_tokens + 2))]
+    costs = measured.by_nodes(asked.max_tokens)
+    print(
+        f"draft pass {costs.draft:.3f} plain steps, {measured.overhead:.3f} for drafting at all;"
+        " verify step by its nodes, with that:"
     )
-    print(f"draft pass {costs.draft:.3f} plain steps; verify step by its nodes:")
     print("  " + " ".join(f"{n}:{cost:.2f}" for n, cost in enumerate(costs.verify) if n))
 
     def recorded(of: Sequence[Prompt]) -> list[Recording]:
@@ -254,7 +256,7 @@ def main() -> None:
         shown = ", ".join(f"{kind} {each - 1:+.1%}" for kind, each in verdict["relative"].items())
         print(f"{name}: {shown}{'' if verdict['kept'] else ' (not enough)'}")
     settings = {
-        key: str(value) if isinstance(value, Path) else value
+        key: os.path.relpath(value) if isinstance(value, Path) else value
         for key, value in vars(asked).items()
         if key != "out"
     }

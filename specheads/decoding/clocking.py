@@ -39,9 +39,7 @@ def step_costs(base: PreTrainedModel, draft: PreTrainedModel, max_tokens: int) -
         max_new_tokens=_NUM_TOKENS,
         repeats=_REPEATS,
     )["draft"]
-    # what a drafting step costs besides its passes comes with the first guess
-    drafting = [costs.step(n - 1) - (n - 1) * costs.draft for n in range(2, max_tokens + 2)]
-    return StepCosts(costs.draft, [costs.verify.at(1)] * 2 + drafting)
+    return costs.by_nodes(max_tokens)
 
 
 def verify_costs(base: PreTrainedModel, max_nodes: int) -> list[float]:

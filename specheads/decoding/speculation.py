@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from specheads.decoding.cost import CostCurve, clock_texts, ratios, runner
 from specheads.decoding.stats import median
+from specheads.drafters.adaptive import StepCosts
 from specheads.drafters.contract import Candidates, Drafter, Prefill, StepResult
 from specheads.tree import Tree
 
@@ -72,6 +73,16 @@ class DraftCosts:
         """Return the cost of drafting and verifying ``num_tokens`` guesses."""
         drafting = self.overhead + num_tokens * self.draft if num_tokens else 0.0
         return drafting + self.verify.at(num_tokens + 1)
+
+    def by_nodes(self, max_tokens: int) -> StepCosts:
+        """Return the costs as rules of draft length read them: overhead comes with a first guess.
+
+        Args:
+            max_tokens: longest chain.
+        """
+        alone = [self.verify.at(1)] * 2  # of no node and one
+        drafting = [self.verify.at(n) + self.overhead for n in range(2, max_tokens + 2)]
+        return StepCosts(self.draft, alone + drafting)
 
     def speedup(self, num_texts: int, num_steps: float, num_tokens: float, length: int) -> float:
         """Return how much sooner texts are written than by plain decoding, prefills included.

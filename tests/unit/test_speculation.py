@@ -85,6 +85,10 @@ def test_costs_come_apart_into_draft_and_verify(monkeypatch: pytest.MonkeyPatch)
     assert found["small"].step(4) == pytest.approx(4 * 0.25 + 0.1 + 1.4)
     assert found["small"].step(3) == pytest.approx(3 * 0.25 + 0.1 + 1.3), "in between, a line"
     assert found["small"].step(0) == pytest.approx(1.0), "a step that drafts nothing is a plain one"
+    rule = found["small"].by_nodes(4)
+    assert [rule.of_chain(n) for n in range(5)] == pytest.approx(
+        [found["small"].step(n) for n in range(5)]
+    )
     assert (found["small"].start, found["small"].draft_start) == pytest.approx((3.0, 1.0))
     assert clocked_lengths(1) == [1]
     assert clocked_lengths(8) == [1, 2, 4, 8]
