@@ -125,15 +125,17 @@ def choose_drafter(
     sizes = [each.num_nodes for each in members]
     model = None if draft is None else model_of(draft)
 
-    def costs(max_nodes: int) -> list[StepCosts]:
-        return member_costs(subject.base, names, parts, sizes, model, max_nodes=max_nodes)
+    def costs(max_nodes: int, *, merged: bool) -> list[StepCosts]:
+        return member_costs(
+            subject.base, names, parts, sizes, model, max_nodes=max_nodes, merged=merged
+        )
 
     merged: Drafter
     if decode.merge == "choose":
         num_nodes = max(sizes)
-        merged = ChoosingDrafter(parts, costs(num_nodes))
+        merged = ChoosingDrafter(parts, costs(num_nodes, merged=False))
     else:
-        own = [] if decode.num_nodes else costs(num_nodes)
+        own = [] if decode.num_nodes else costs(num_nodes, merged=True)
         merged = HybridDrafter(parts, decode.num_nodes, costs=own)
     return Chosen(
         "+".join(names), merged, num_nodes, sum(each.extra_parameters for each in extra.values())

@@ -146,14 +146,15 @@ class HybridDrafter:
                     where[number].append([0] + [-1] * (len(tokens[row]) - 1))
                     continue
                 trie, rates = tries[row], state.rates[row]
-                promise = trie.promise(rates) if price else 0.0
-                before = self._speed(trie, rates, spent[row]) if price else 0.0
+                values = trie.values(rates) if price else []
+                promise = trie.promise(values) if price else 0.0
+                before = self._speed(trie, values, spent[row]) if price else 0.0
                 own = trie.add(number, tokens[row], parents[row], inputs[row])
                 where[number].append(own)
                 if price:
                     spent[row] += price * trie.depth(own)
-                    factor = self._speed(trie, rates, spent[row]) / before
-                    state.worth[row].learn(number, promise, factor)
+                    after = self._speed(trie, trie.values(rates), spent[row])
+                    state.worth[row].learn(number, promise, after / before)
         merged, places = self._merge(tries, spent, state.rates, device)
         state.step = _Step(merged.tree, tries, where, places)
         return merged
@@ -165,11 +166,11 @@ class HybridDrafter:
         if not tries or not self._prices[number]:
             return [True] * len(spent)
         rows = zip(tries, state.rates, state.worth, strict=True)
-        return [worth.pays(number, trie.promise(rates)) for trie, rates, worth in rows]
+        return [worth.pays(number, trie.promise(trie.values(rates))) for trie, rates, worth in rows]
 
-    def _speed(self, trie: Trie, rates: Rates, spent: float) -> float:
+    def _speed(self, trie: Trie, values: Sequence[float], spent: float) -> float:
         """Return the most tokens per cost that verifying some of the guesses promises."""
-        return trie.speed(trie.values(rates), [spent + cost for cost in self._verify])
+        return trie.speed(values, [spent + cost for cost in self._verify])
 
     def _merge(
         self,

@@ -6,20 +6,25 @@ more than they compute.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 
 # A kind of guesses: who proposes them (a bit per drafter), at which depth, and with which rank
 # among their siblings, the best of those that the drafters give it.
 Kind = tuple[int, int, int]
 
-# What is believed of a guess of rank r before anything was seen: FIRST * LATER**r. It counts as
-# much as PRIOR observations; later on, an observation counts for about MEMORY steps.
-FIRST, LATER, PRIOR, MEMORY = 0.6, 0.4, 3, 12
+# What is believed of a guess before anything was seen, given that its better siblings are wrong: of
+# siblings the first is believed right with .6, the second with .24. It counts as much as PRIOR
+# observations; later on, an observation counts for about MEMORY steps.
+FIRST, PRIOR, MEMORY = 0.6, 3, 12
 
 
 class Rates:
-    """How often the guesses of a kind are right of late, given that those above them are."""
+    """How often the guesses of a kind are right of late.
+
+    Given that those above them are, and that none of the siblings before them is: of siblings at
+    most one is right, and a guess that competes with a sure one is worth little, whoever made it.
+    """
 
     def __init__(self) -> None:
         self._known: dict[Kind, tuple[float, int]] = {}  # the rate, and how much stands behind it
@@ -27,19 +32,19 @@ class Rates:
     def of(self, kind: Kind) -> float:
         """Return the rate of a kind, in 0..1."""
         found = self._known.get(kind)
-        return _prior(kind[0], kind[2]) if found is None else found[0]
+        return _prior(kind[0]) if found is None else found[0]
 
     def learn(self, kind: Kind, right: bool) -> None:
         """Take note of one guess that was right, or not."""
-        rate, weight = self._known.get(kind) or (_prior(kind[0], kind[2]), PRIOR)
+        rate, weight = self._known.get(kind) or (_prior(kind[0]), PRIOR)
         weight = min(weight + 1, MEMORY)
         self._known[kind] = rate + (right - rate) / weight, weight
 
 
 @lru_cache(maxsize=256)
-def _prior(members: int, rank: int) -> float:
+def _prior(members: int) -> float:
     """Return the chance that a guess is right if drafters that agree err independently."""
-    return float(1 - (1 - FIRST * LATER**rank) ** members.bit_count())
+    return float(1 - (1 - FIRST) ** members.bit_count())
 
 
 def _best_size(
@@ -124,14 +129,23 @@ class Trie:
 
     def values(self, rates: Rates) -> list[float]:
         """Return per node how likely its whole path is to be accepted; 1 for probes."""
-        values = [1.0]
-        for above, kind in zip(self.parents[1:], self.kinds[1:], strict=True):
-            values.append(1.0 if kind is None else values[above] * rates.of(kind))
+        values = [1.0] * len(self.kinds)
+        for above, children in enumerate(self.children):
+            left = values[above]
+            for rate, child in self._siblings(children.values(), rates):
+                values[child] = left * rate
+                left -= left * rate
         return values
 
-    def promise(self, rates: Rates) -> float:
-        """Return the expected accept length of all guesses."""
-        values = self.values(rates)
+    def _siblings(self, nodes: Iterable[int], rates: Rates) -> list[tuple[float, int]]:
+        """Return rates and numbers of the guesses among siblings, the likeliest first."""
+        found = [(rates.of(kind), node) for node in nodes if (kind := self.kinds[node]) is not None]
+        if len(found) > 1:
+            found.sort(key=lambda each: (-each[0], each[1]))
+        return found
+
+    def promise(self, values: Sequence[float]) -> float:
+        """Return the expected accept length of all guesses, of whom these are the values."""
         return 1 + sum(values[node] for node, kind in enumerate(self.kinds) if kind is not None)
 
     def order(
@@ -204,8 +218,10 @@ class Trie:
             if node is None:
                 break
             children = self.children[node]
-            for guess, child in children.items():
-                kind = self.kinds[child]
-                if kind is not None:
-                    rates.learn(kind, guess == token)
+            for _, child in self._siblings(children.values(), rates):
+                kind, right = self.kinds[child], self.tokens[child] == token
+                assert kind is not None
+                rates.learn(kind, right)
+                if right:
+                    break
             node = children.get(token)

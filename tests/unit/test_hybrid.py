@@ -27,7 +27,7 @@ from specheads.drafters.made import dynamic_drafter, static_drafter
 from specheads.drafters.ngram import NgramDrafter
 from specheads.drafters.packed import pack
 from specheads.drafters.suffix import SuffixDrafter
-from specheads.drafters.trie import FIRST, LATER, MEMORY, PRIOR, Rates, Trie
+from specheads.drafters.trie import FIRST, MEMORY, PRIOR, Rates, Trie
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
 from specheads.sampling import Sampler
@@ -473,16 +473,42 @@ def test_rates_are_running_means() -> None:
     trie.add(1, [1, 5, 7], [-1, 0, 1], [1, 5, 7])
     kinds = {"both": (3, 1, 0), "second": (1, 1, 1), "own": (1, 2, 0), "other": (2, 2, 0)}
     assert set(trie.kinds) - {None} == set(kinds.values())
-    assert rates.of(kinds["own"]) == FIRST and rates.of(kinds["second"]) == FIRST * LATER
+    assert rates.of(kinds["own"]) == FIRST and rates.of(kinds["second"]) == FIRST
     assert rates.of(kinds["both"]) == pytest.approx(1 - (1 - FIRST) ** 2)
     trie.learn(rates, [4, 6])  # wrong at depth 1: depth 2 is not judged
     assert rates.of(kinds["own"]) == FIRST
     assert rates.of(kinds["both"]) == pytest.approx((1 - (1 - FIRST) ** 2) * PRIOR / (PRIOR + 1))
     for _ in range(10 * MEMORY):
         trie.learn(rates, [5, 7])
-    assert rates.of(kinds["other"]) > 0.99 and rates.of(kinds["own"]) < 0.01
-    trie.learn(rates, [5, 6])
-    assert rates.of(kinds["own"]) == pytest.approx(1 / MEMORY, abs=0.01)
+    once = FIRST * PRIOR / (PRIOR + 1)
+    assert rates.of(kinds["other"]) > 0.99 and rates.of(kinds["own"]) == pytest.approx(once), (
+        "where the better sibling is right, it says nothing of the others"
+    )
+    assert rates.of(kinds["second"]) == pytest.approx(once)
+    trie.learn(rates, [5, 6])  # the other one was believed, and judged, first
+    assert rates.of(kinds["other"]) == pytest.approx(1 - 1 / MEMORY, abs=0.01)
+    assert rates.of(kinds["own"]) == pytest.approx(once + (1 - once) / (PRIOR + 2))
+
+
+def test_siblings_share_what_is_likely() -> None:
+    """Two sure guesses for one place promise two tokens: then asking anybody seems to pay."""
+    trie, rates = Trie(1), Rates()
+    trie.add(0, [1, 5, 6], [-1, 0, 1], [1, 5, 6])
+    sure = [1, FIRST, FIRST**2]
+    assert trie.values(rates) == pytest.approx(sure)
+    trie.add(1, [1, 7, 91], [-1, 0, 0], [1, 7, 91])
+    assert trie.values(rates) == pytest.approx(
+        [*sure, FIRST * (1 - FIRST), FIRST * (1 - FIRST) ** 2]
+    )
+    for _ in range(20):
+        rates.learn((2, 1, 0), True)
+    high = rates.of((2, 1, 0))
+    values = trie.values(rates)
+    left = 1 - high
+    assert values[3] == pytest.approx(high)
+    assert values[1] == pytest.approx(left * FIRST) and values[2] == pytest.approx(left * FIRST**2)
+    assert sum(values[node] for node in (1, 3, 4)) < 1
+    assert trie.promise(values) == pytest.approx(sum(values))
 
 
 def test_what_cannot_be_merged_is_refused() -> None:
