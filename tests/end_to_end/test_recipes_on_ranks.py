@@ -35,7 +35,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "medusa1": ("zero3", ("+recipe=medusa1",)),
     "cached": ("zero1", ("+recipe=medusa1", "features.dir=CACHE")),
     "streamed": ("zero2", ("+recipe=medusa1", "data.streaming=true")),
-    "hydra": ("zero3", ("+recipe=hydra",)),
+    "hydra": ("zero3", ("+recipe=hydra", "features.dir=CACHE")),
     "lora": ("zero3", ("+recipe=medusa2", *LORA)),
     "distilled": ("zero2", ("+recipe=medusa2_distilled", *LORA)),
     "pretrain": ("zero2", ("+recipe=pretrain", *OWN["pretrain"])),
