@@ -146,15 +146,14 @@ class HybridDrafter:
                     where[number].append([0] + [-1] * (len(tokens[row]) - 1))
                     continue
                 trie, rates = tries[row], state.rates[row]
-                values = trie.values(rates) if price else []
-                promise = trie.promise(values) if price else 0.0
-                before = self._speed(trie, values, spent[row]) if price else 0.0
+                before = trie.values(rates) if price else []
                 own = trie.add(number, tokens[row], parents[row], inputs[row])
                 where[number].append(own)
                 if price:
-                    spent[row] += price * trie.depth(own)
-                    after = self._speed(trie, trie.values(rates), spent[row])
-                    state.worth[row].learn(number, promise, after / before)
+                    cost = price * trie.depth(own)
+                    spent[row] += cost
+                    gained = trie.promise(trie.values(rates)) - trie.promise(before)
+                    state.worth[row].learn(number, gained, cost, trie.chance(before))
         merged, places = self._merge(tries, spent, state.rates, device)
         state.step = _Step(merged.tree, tries, where, places)
         return merged
@@ -165,12 +164,13 @@ class HybridDrafter:
         """Tell per row whether a member is to be asked."""
         if not tries or not self._prices[number]:
             return [True] * len(spent)
-        rows = zip(tries, state.rates, state.worth, strict=True)
-        return [worth.pays(number, trie.promise(trie.values(rates))) for trie, rates, worth in rows]
-
-    def _speed(self, trie: Trie, values: Sequence[float], spent: float) -> float:
-        """Return the most tokens per cost that verifying some of the guesses promises."""
-        return trie.speed(values, [spent + cost for cost in self._verify])
+        asked = []
+        rows = zip(tries, spent, state.rates, state.worth, strict=True)
+        for trie, paid, rates, worth in rows:
+            values = trie.values(rates)
+            best = trie.best(values, [paid + cost for cost in self._verify])
+            asked.append(worth.pays(number, *best, trie.chance(values)))
+        return asked
 
     def _merge(
         self,

@@ -27,7 +27,8 @@ from specheads.drafters.made import dynamic_drafter, static_drafter
 from specheads.drafters.ngram import NgramDrafter
 from specheads.drafters.packed import pack
 from specheads.drafters.suffix import SuffixDrafter
-from specheads.drafters.trie import FIRST, MEMORY, PRIOR, Rates, Trie
+from specheads.drafters.trie import FIRST, LATER, MEMORY, PRIOR, Rates, Trie
+from specheads.drafters.worth import Worth
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
 from specheads.sampling import Sampler
@@ -400,7 +401,7 @@ def test_nodes_go_to_whoever_is_right_of_late() -> None:
         apart = rows.observe(apart, result_of(merged, [[5, 6, 1], [8, 8, 1]]))
     assert merged.tokens.tolist() == [[1, 5, 6], [1, 8, 8]], "a row learns from its own text"
     apart = rows.select(apart, torch.tensor([1]))
-    assert apart.rates[0].of((2, 1, 0)) > 0.8 > apart.rates[0].of((1, 1, 0))
+    assert apart.rates[0].of((2, 1, 0, 0)) > 0.8 > apart.rates[0].of((1, 1, 0, 0))
 
 
 def test_trees_are_as_large_as_pays() -> None:
@@ -418,7 +419,8 @@ def test_trees_are_as_large_as_pays() -> None:
         speeds = [(1 + sum(found[:n])) / costs.verify[n + 1] for n in range(len(found))]
         sizes.append(merged.tokens.shape[1])
         assert sizes[-1] == 1 + speeds.index(max(speeds))
-        assert trie.speed(values, costs.verify) == pytest.approx(max(speeds))
+        tokens, cost = trie.best(values, costs.verify)
+        assert tokens / cost == pytest.approx(max(speeds)) and cost in costs.verify
         state = hybrid.observe(state, result_of(merged, [text]))
     assert sizes[19] == 4 and sizes[-1] <= 2
     small = HybridDrafter([chain, other], num_nodes=2, costs=[costs, costs])
@@ -453,17 +455,34 @@ def test_members_are_asked_where_it_pays() -> None:
 
 def test_a_price_counts_as_deep_as_the_guesses_go() -> None:
     """Prevents members that look free, or that pay for every node of a level."""
-    wide, free = Fixed([[(9, 9), (8, 8), (7, 7)]]), Fixed([[]])
+    wide, free = Fixed([[(9, 9), (8, 8), (7, 7)]]), Fixed([[(5,)]])
     verify = [0, 1, 1, 1, 1, 1, 1, 1, 1]
     hybrid = HybridDrafter([free, wide], costs=[StepCosts(0, verify), StepCosts(0.25, verify)])
     state = hybrid.start(prefill(1))
-    state.worth[0].learn = (  # type: ignore[method-assign]
-        lambda member, promise, factor: learned.append((member, promise, factor))
-    )
-    learned: list[tuple[int, float, float]] = []
+    learned: list[tuple[int, float, float, float]] = []
+    state.worth[0].learn = lambda *what: learned.append(what)  # type: ignore[method-assign]
     hybrid.propose(state)
     values = state.step.tries[0].values(state.rates[0])
-    assert learned == [(1, 1.0, pytest.approx(sum(values) / 1.5))]
+    assert learned == [(1, pytest.approx(sum(values) - 1 - FIRST[0]), 0.5, FIRST[0])]
+
+
+def test_asking_pays_where_a_place_is_open() -> None:
+    """Asking where a copy is sure costs as much as where it helps, and seems to help as much."""
+    worth = Worth()
+    assert worth.pays(0, 9.0, 1.0, 1.0), "nothing is known of it"
+    for _ in range(30):
+        worth.learn(0, 1.0, 0.5, 0.5)  # two tokens for a place that is open
+    assert worth.pays(0, 2.0, 1.0, 0.4) and not worth.pays(0, 2.0, 1.0, 0.6)
+    assert worth.pays(0, 2.0, 2.0, 0.6), "a step that costs more anyway"
+    assert worth.pays(1, 9.0, 1.0, 1.0), "nor of another one"
+    for _ in range(30):
+        worth.learn(0, 0.0, 0.5, 1.0)  # says nothing
+    assert worth.pays(0, 2.0, 1.0, 0.4)
+    for _ in range(30):
+        worth.learn(0, 0.0, 0.5, 0.0)
+    assert not worth.pays(0, 1.0, 1.0, 0.0)
+    asked = [worth.pays(0, 1.0, 1.0, 0.0) for _ in range(60)]
+    assert any(asked), "nobody comes back"
 
 
 def test_rates_are_running_means() -> None:
@@ -471,20 +490,26 @@ def test_rates_are_running_means() -> None:
     trie, rates = Trie(1), Rates()
     trie.add(0, [1, 5, 6, 9], [-1, 0, 1, 0], [1, 5, 6, 9])
     trie.add(1, [1, 5, 7], [-1, 0, 1], [1, 5, 7])
-    kinds = {"both": (3, 1, 0), "second": (1, 1, 1), "own": (1, 2, 0), "other": (2, 2, 0)}
+    kinds = {
+        "both": (3, 1, 0, 0),
+        "second": (1, 1, 1, 0),
+        "own": (1, 2, 0, 0),
+        "other": (2, 2, 0, 0),
+    }
     assert set(trie.kinds) - {None} == set(kinds.values())
-    assert rates.of(kinds["own"]) == FIRST and rates.of(kinds["second"]) == FIRST
-    assert rates.of(kinds["both"]) == pytest.approx(1 - (1 - FIRST) ** 2)
+    first, both = FIRST[0], 1 - (1 - FIRST[0]) ** 2
+    assert rates.of(kinds["own"]) == first and rates.of(kinds["second"]) == LATER
+    assert rates.of(kinds["both"]) == pytest.approx(both)
     trie.learn(rates, [4, 6])  # wrong at depth 1: depth 2 is not judged
-    assert rates.of(kinds["own"]) == FIRST
-    assert rates.of(kinds["both"]) == pytest.approx((1 - (1 - FIRST) ** 2) * PRIOR / (PRIOR + 1))
+    assert rates.of(kinds["own"]) == first
+    assert rates.of(kinds["both"]) == pytest.approx(both * PRIOR / (PRIOR + 1))
     for _ in range(10 * MEMORY):
         trie.learn(rates, [5, 7])
-    once = FIRST * PRIOR / (PRIOR + 1)
+    once = first * PRIOR / (PRIOR + 1)
     assert rates.of(kinds["other"]) > 0.99 and rates.of(kinds["own"]) == pytest.approx(once), (
         "where the better sibling is right, it says nothing of the others"
     )
-    assert rates.of(kinds["second"]) == pytest.approx(once)
+    assert rates.of(kinds["second"]) == pytest.approx(LATER * PRIOR / (PRIOR + 1))
     trie.learn(rates, [5, 6])  # the other one was believed, and judged, first
     assert rates.of(kinds["other"]) == pytest.approx(1 - 1 / MEMORY, abs=0.01)
     assert rates.of(kinds["own"]) == pytest.approx(once + (1 - once) / (PRIOR + 2))
@@ -494,21 +519,34 @@ def test_siblings_share_what_is_likely() -> None:
     """Two sure guesses for one place promise two tokens: then asking anybody seems to pay."""
     trie, rates = Trie(1), Rates()
     trie.add(0, [1, 5, 6], [-1, 0, 1], [1, 5, 6])
-    sure = [1, FIRST, FIRST**2]
+    first = FIRST[0]
+    sure = [1, first, first**2]
     assert trie.values(rates) == pytest.approx(sure)
+    before = trie.values(rates)
     trie.add(1, [1, 7, 91], [-1, 0, 0], [1, 7, 91])
-    assert trie.values(rates) == pytest.approx(
-        [*sure, FIRST * (1 - FIRST), FIRST * (1 - FIRST) ** 2]
-    )
+    rest = 1 - first
+    found = [*sure, rest * first, rest**2 * LATER]
+    assert trie.values(rates) == pytest.approx(found)
+    assert trie.promise(before) == pytest.approx(sum(sure)), "of the first nodes"
+    assert trie.chance(before) == first and trie.chance(found) == 1 - rest**2 * (1 - LATER)
     for _ in range(20):
-        rates.learn((2, 1, 0), True)
-    high = rates.of((2, 1, 0))
-    values = trie.values(rates)
-    left = 1 - high
-    assert values[3] == pytest.approx(high)
-    assert values[1] == pytest.approx(left * FIRST) and values[2] == pytest.approx(left * FIRST**2)
+        rates.learn((2, 1, 0, 0), True)
+    high, values = rates.of((2, 1, 0, 0)), trie.values(rates)
+    assert values[3] == pytest.approx(high) and values[4] == pytest.approx((1 - high) * LATER)
     assert sum(values[node] for node in (1, 3, 4)) < 1
     assert trie.promise(values) == pytest.approx(sum(values))
+
+
+def test_what_goes_far_is_believed() -> None:
+    """A copy of a long match is right far more often than one of a token that occurred before."""
+    beliefs = []
+    for depth in (3, 4, 8):
+        trie, rates = Trie(1), Rates()
+        trie.add(0, [1, *[5] * depth], range(-1, depth), [1, *[5] * depth])
+        beliefs.append(trie.values(rates)[1])
+        trie.add(1, [1, 5], [-1, 0], [1, 5])
+        assert trie.kinds[1] == (3, 1, 0, len(beliefs) - 1), "the farthest of those that agree"
+    assert beliefs == list(FIRST)
 
 
 def test_what_cannot_be_merged_is_refused() -> None:
