@@ -532,7 +532,7 @@ def test_siblings_share_what_is_likely() -> None:
     for _ in range(20):
         rates.learn((2, 1, 0, 0), True)
     high, values = rates.of((2, 1, 0, 0)), trie.values(rates)
-    assert values[3] == pytest.approx(high) and values[4] == pytest.approx((1 - high) * LATER)
+    assert values[3] == pytest.approx(high) and values[1] == pytest.approx((1 - high) * first)
     assert sum(values[node] for node in (1, 3, 4)) < 1
     assert trie.promise(values) == pytest.approx(sum(values))
 
