@@ -39,10 +39,9 @@ def draft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-COSTS = {
-    name: StepCosts(0.1 * (name in clocking.OF_A_MODEL), [0.0, *[1.0] * 20])
-    for name in ("draft", "draft_tree", "suffix", "lookahead", "lookup")
-}
+COSTS = {name: 0.1 * (name in {*clocking.OF_A_MODEL, "heads"}) for name in (
+    "draft", "draft_heads", "draft_tree", "heads", "suffix", "lookahead", "lookup"
+)}  # fmt: skip
 VERIFY_COSTS = clocking.verify_costs  # as it is, where tests do without it
 
 
@@ -52,10 +51,11 @@ def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         drafting, "step_costs", lambda base, draft, n: StepCosts(0.1, [1.0] * (n + 2))
     )
-    monkeypatch.setattr(drafting, "verify_costs", lambda base, n: [1.0] * (n + 1))
-    monkeypatch.setattr(
-        drafting, "member_costs", lambda base, names, *rest: [COSTS[name] for name in names]
-    )
+
+    def costs(base: Any, names: list[str], *rest: Any, max_nodes: int, merged: bool) -> Any:
+        return [StepCosts(COSTS[name], [1.0] * (max_nodes + 1)) for name in names]
+
+    monkeypatch.setattr(drafting, "member_costs", costs)
 
 
 def test_verify_steps_are_clocked_up_to_the_largest_tree(

@@ -9,6 +9,7 @@ import pytest
 
 from specheads.decoding import clocking
 from specheads.drafters.adaptive import StepCosts
+from specheads.drafters.hybrid import HybridDrafter
 from tests.zoo import build
 
 
@@ -20,18 +21,32 @@ def test_each_member_costs_what_it_adds_to_the_verify_step(monkeypatch: pytest.M
         return [[1.0], [2.5]] if len(runs) == 2 else [[1.0 + 0.1 * i] for i in range(len(runs))]
 
     monkeypatch.setattr(clocking, "clock_steps", clock)
-    monkeypatch.setattr(clocking, "runner", lambda base, drafter, prompt, **options: drafter)
+    clocked: list[Any] = []
+
+    def runner(base: Any, drafter: Any, prompt: Any, **options: Any) -> None:
+        clocked.append(drafter)
+
+    monkeypatch.setattr(clocking, "runner", runner)
     monkeypatch.setattr(
         clocking, "step_costs", lambda base, draft, n: StepCosts(0.25, [1.0] * (n + 2))
     )
     base = build("llama")
-    heads: Any = SimpleNamespace(tree=SimpleNamespace(max_depth=4))
+    tree = SimpleNamespace(max_depth=4)
+    heads: Any = SimpleNamespace(tree=tree, deterministic=True, taps=())
     drafters: list[Any] = [None, heads, None]
     names, sizes = ["suffix", "heads", "draft"], [3, 9, 5]
-    suffix, by_heads, draft = clocking.member_costs(base, names, drafters, sizes, base)
+    suffix, by_heads, draft = clocking.member_costs(
+        base, names, drafters, sizes, base, max_nodes=max(sizes)
+    )
     assert suffix.draft == 0 and draft.draft == 0.25
     assert by_heads.draft == pytest.approx((2.5 - by_heads.verify[9]) / 4)
     assert suffix.verify == by_heads.verify == draft.verify and len(suffix.verify) == 10
+    assert clocked[-1] is heads
+    both = clocking.member_costs(
+        base, names[:2], drafters[:2], sizes[:2], None, max_nodes=11, merged=True
+    )
+    assert isinstance(clocked[-1], HybridDrafter), "merging their guesses costs time as well"
+    assert clocked[-1].members == (heads,) and len(both[0].verify) == 12
 
 
 def test_what_is_clocked_is_real() -> None:
