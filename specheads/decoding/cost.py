@@ -114,7 +114,7 @@ def clock_texts(
             ordered = sorted(steps or [times[-1] - times[0]])
             seconds[index][repeat] = step = ordered[len(ordered) // 4]
             # drafters read the prompt in the first step
-            starts[index][repeat] = max(0.0, times[1] - times[0] + sum(steps[:1]) - step)
+            starts[index][repeat] = max(0.0, times[:3][-1] - times[0] - step)
     return seconds, starts
 
 

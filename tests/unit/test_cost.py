@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specheads.decoding import cost as module
-from specheads.decoding.cost import CostCurve, clock_steps, never_falling, ratios
+from specheads.decoding.cost import CostCurve, clock_steps, clock_texts, never_falling, ratios
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=5))
@@ -91,6 +91,19 @@ def test_a_machine_that_slows_down_slows_all_alike(clock: list[float]) -> None:
     seconds = clock_steps([plain, tree], repeats=4)
     assert seconds[0] == [2.0, 4.0, 8.0, 16.0]  # the first run only warms up
     assert ratios(seconds) == [[1.0] * 4, [1.5] * 4]
+
+
+def test_prefills_are_told_from_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter that reads the prompt in its first step would seem to cost that at every step."""
+    now = iter([0.0, 5.0, 8.0, 9.0, 10.0, 11.0])  # a prefill of 5, a first step of 3, steps of 1
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(now))
+    calls = iter([0, 5])
+
+    def run(after_step: Callable[[], None]) -> None:
+        for _ in range(next(calls)):
+            after_step()
+
+    assert clock_texts([run], repeats=1) == ([[1.0]], [[7.0]])
 
 
 def test_turns_start_with_another_each_time() -> None:
