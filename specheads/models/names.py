@@ -7,6 +7,7 @@ from pathlib import Path
 
 from specheads.assets import tinycode_dir
 from specheads.config import ConfigError
+from specheads.models.hub import keep_to_the_cache_if_unreachable
 
 _HUB_NAME = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
 _REVISION = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*")
@@ -14,6 +15,8 @@ _REVISION = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*")
 
 def resolve_name(name: str) -> str:
     """Return what transformers calls the model: ``tinycode`` is the embedded one's folder.
+
+    For a name on the hub it is found out whether the hub answers.
 
     Raises:
         ConfigError: if ``name`` looks like a folder that does not exist.
@@ -25,6 +28,7 @@ def resolve_name(name: str) -> str:
         return str(path)
     if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
         raise ConfigError(f"model.name={name}: there is no such folder")
+    keep_to_the_cache_if_unreachable()
     return name
 
 

@@ -13,7 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from specheads.decoding.subject import is_plain_model
+from specheads.models.base import load_tokenizer
 from specheads.models.checkpoint import load_export
+from specheads.models.draft import load_draft
 from tests.end_to_end.commands import SHORT, on_files
 from tests.end_to_end.test_distributed import ROOT
 from tests.end_to_end.test_recipes import OWN
@@ -96,5 +99,8 @@ def test_recipes_on_two_ranks(
         assert stored.keys() == found.keys()
         for name, value in stored.items():
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5, msg=name)
-    if (two / "export" / "manifest.json").is_file():
-        load_export(two / "export")
+    export = two / "export"
+    if is_plain_model(str(export)):
+        load_draft(str(export), tokenizer=load_tokenizer(str(export)), where="export")
+    else:
+        load_export(export)
