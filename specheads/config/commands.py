@@ -96,6 +96,7 @@ class GenerateConfig:
     device_map: str = ""  # spread the base model by itself: auto, balanced, sequential
     color: str = "auto"  # auto, always, never: one colour per verify step
     plain: bool = False  # one token at a time, for comparison
+    json: bool = False  # one JSON object on standard output, everything else on standard error
     decode: DecodeConfig = field(default_factory=DecodeConfig)
 
     def __post_init__(self) -> None:
@@ -125,7 +126,8 @@ class BenchConfig:
     prompts: str = ""  # a .jsonl of prompts; empty: the export's or the embedded set
     num_prompts: int = 48
     max_new_tokens: int = 128
-    temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7, 1.0])
+    # 0, 0.7 and 1 are always measured
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 0.3, 0.7, 1.0])
     batch_sizes: list[int] = field(default_factory=lambda: [1])  # 1 is always measured
     repeats: int = 3
     dtype: str = "auto"  # auto: bfloat16 where the processor has it
@@ -134,12 +136,20 @@ class BenchConfig:
     tree_nodes: list[int] = field(default_factory=list)  # other sizes beside the export's tree
     drafters: list[str] = field(default_factory=list)  # more of decode.drafter's names, a row each
     exports: list[str] = field(default_factory=list)  # more heads on checkpoint's own base model
+    json: bool = False  # one JSON object on standard output, everything else on standard error
+    steps: str = ""  # a .jsonl of raw records beside the figures: every verify step of every text
+    markdown: str = ""  # all figures as a page of Markdown
+    report: str = ""  # all figures and plots as one .html without outside parts; needs matplotlib
+    card: bool = False  # write the figures into the model card of the export that was measured
     decode: DecodeConfig = field(default_factory=DecodeConfig)
 
     def __post_init__(self) -> None:
         check(self.num_prompts >= 1, "num_prompts", self.num_prompts, "at least 1")
         check(self.repeats >= 1, "repeats", self.repeats, "at least 1")
         one_of("dtype", self.dtype, "auto", "float32", "bfloat16", "float16")
+        for name, suffix in (("steps", ".jsonl"), ("markdown", ".md"), ("report", ".html")):
+            given: str = getattr(self, name)
+            check(not given or given.endswith(suffix), name, given, f"a file name with {suffix}")
         for temperature in self.temperatures:
             check(temperature >= 0, "temperatures", temperature, "at least 0")
         for size in self.batch_sizes:
@@ -163,6 +173,7 @@ class CompareConfig:
     threads: int = 0
     seed: int = 0
     out: str = "compare.json"
+    json: bool = False  # one JSON object on standard output, everything else on standard error
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
@@ -194,6 +205,7 @@ class TreeSearchConfig:
     threads: int = 0
     seed: int = 0
     out: str = ""  # the tree's picture; empty: tree.svg in the export
+    json: bool = False  # one JSON object on standard output, everything else on standard error
 
     def __post_init__(self) -> None:
         check(self.num_prompts >= 1, "num_prompts", self.num_prompts, "at least 1")
@@ -212,13 +224,15 @@ class TreeSearchConfig:
 class DoctorConfig:
     """Everything ``python -m specheads.doctor`` accepts."""
 
-    model: str = ""  # a folder, a name on the hub, or tinycode
+    # a folder, a name on the hub, or tinycode; empty: what of the installation is missing
+    model: str = ""
     revision: str | None = None
     dtype: str = "auto"  # auto: bfloat16 where the processor has it; float32 finds the most
     device: str = ""  # empty: a GPU if there is one
     device_map: str = ""  # in place of device: auto, balanced, sequential
     attn: str = "auto"  # auto: sdpa where the model has it
     trust_remote_code: bool = False
+    json: bool = False  # one JSON object on standard output, everything else on standard error
 
     def __post_init__(self) -> None:
         one_of("dtype", self.dtype, "auto", "float32", "bfloat16", "float16")
@@ -240,6 +254,7 @@ class ExportConfig:
     counted: str = ""  # pruned: a .jsonl of records whose answers' tokens are counted
     merge: bool = False  # merge a separate adapter into the base model
     dtype: str | None = None  # of the written tensors; None keeps them
+    json: bool = False  # one JSON object on standard output, everything else on standard error
 
     def __post_init__(self) -> None:
         one_of("format", self.format, "native", "hf", "plain", "mtp_standard")
