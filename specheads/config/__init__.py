@@ -5,6 +5,7 @@ this package must stay cheap: no torch, no transformers (``--help`` answers at o
 the library imports it for its errors, and runs where Hydra is not installed.
 """
 
+from specheads.config.chat import ChatConfig
 from specheads.config.commands import (
     BenchConfig,
     CompareConfig,
@@ -41,6 +42,7 @@ from specheads.config.training import (
 __all__ = [
     "AdapterConfig",
     "BenchConfig",
+    "ChatConfig",
     "CheckpointConfig",
     "CompareConfig",
     "ConfigError",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from specheads.config.errors import MISSING, check, one_of
 
 
-def _check_device_map(device_map: str) -> None:
+def check_device_map(device_map: str) -> None:
     options = ("auto", "balanced", "balanced_low_0", "sequential")
     expected = "empty or one of " + ", ".join(options)
     check(device_map in ("", *options), "device_map", device_map, expected)
@@ -112,7 +112,7 @@ class GenerateConfig:
         check(not (self.prompt and self.prompts), "prompts", self.prompts, "left out with prompt")
         check(all(self.stop), "stop", self.stop, "strings that are not empty")
         one_of("dtype", self.dtype, "float32", "bfloat16", "float16")
-        _check_device_map(self.device_map)
+        check_device_map(self.device_map)
         one_of("color", self.color, "auto", "always", "never")
 
 
@@ -236,7 +236,7 @@ class DoctorConfig:
 
     def __post_init__(self) -> None:
         one_of("dtype", self.dtype, "auto", "float32", "bfloat16", "float16")
-        _check_device_map(self.device_map)
+        check_device_map(self.device_map)
 
 
 @dataclass
