@@ -24,6 +24,7 @@ from specheads.config.data import (
     mixture_parts,
 )
 from specheads.config.errors import MISSING, ConfigError, InterruptedRunError, RunError
+from specheads.config.suites import QualityConfig, SpecBenchConfig
 from specheads.config.training import (
     AdapterConfig,
     CheckpointConfig,
@@ -63,8 +64,10 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "PreviewConfig",
+    "QualityConfig",
     "RegenerateConfig",
     "RunError",
+    "SpecBenchConfig",
     "TrainConfig",
     "TreeConfig",
     "TreeSearchConfig",

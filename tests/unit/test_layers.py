@@ -26,7 +26,8 @@ LAYERS = [
     {"recipes"},
     {
         "entry", "train", "generate", "chat", "bench", "tree_search", "export", "regenerate",
-        "preview", "compare", "doctor", "cli", "torchrun",
+        "preview", "compare", "doctor", "cli", "torchrun", "spec_bench", "quality",
+        "lm_eval_model",
     },
 ]  # fmt: skip
 # Siblings that must not know each other though they share a layer.
