@@ -239,14 +239,23 @@ class DoctorConfig:
         check_device_map(self.device_map)
 
 
+FORMATS = (
+    "native", "plain", "draft", "hf", "mtp_standard", "vllm_medusa", "fasterdecoding_v1",
+    "fasterdecoding_v2", "merged", "vllm_custom_class",
+)  # fmt: skip
+
+
 @dataclass
 class ExportConfig:
     """Everything ``python -m specheads.export`` accepts."""
 
     checkpoint: str = MISSING
     output: str = MISSING  # a new folder
-    # native: ours; plain: the base alone; hf: base and MTP heads as one model of transformers;
-    # mtp_standard: sequential MTP heads as generate(use_mtp=True) and serving engines read them
+    # native: ours; plain: the base alone; draft: a draft model, nothing of specheads beside it; hf:
+    # base and MTP heads as one model of transformers; mtp_standard: sequential MTP heads as
+    # generate(use_mtp=True) and serving engines read them; vllm_medusa: Medusa heads for vLLM 0.28
+    # to 0.32; fasterdecoding_v1, _v2: for the original repository and TGI; merged: base and Medusa
+    # heads in one folder; vllm_custom_class: settings of n-gram drafting for vLLM 0.33
     format: str = "native"
     lm_head: str = "keep"  # keep; low_rank: by SVD of the trained heads; pruned: fewer tokens
     rank: int = 64  # low_rank
@@ -254,10 +263,15 @@ class ExportConfig:
     counted: str = ""  # pruned: a .jsonl of records whose answers' tokens are counted
     merge: bool = False  # merge a separate adapter into the base model
     dtype: str | None = None  # of the written tensors; None keeps them
+    base: str = ""  # of a foreign checkpoint, which is brought into native: the model it is for
+    allow_pickle: bool = False  # read a foreign checkpoint's .pt too: tensors alone, no code is run
+    push: str = ""  # organisation/name: upload the written folder to that repository of the hub
+    private: bool = False  # push: the repository, if it is made
     json: bool = False  # one JSON object on standard output, everything else on standard error
 
     def __post_init__(self) -> None:
-        one_of("format", self.format, "native", "hf", "plain", "mtp_standard")
+        self.format = self.format.replace("-", "_")
+        one_of("format", self.format, *FORMATS)
         if self.format != "native":
             expected = f"keep with format={self.format}"
             check(self.lm_head == "keep", "lm_head", self.lm_head, expected)
