@@ -14,7 +14,7 @@ class SpecBenchConfig:
 
     checkpoint: str = MISSING  # an export, or a base model: a folder, a hub name, tinycode
     base: str = ""  # where the export's base model is now, if it was moved
-    # a suite's file, which you bring: question.jsonl of Spec-Bench or MT-bench, SPEED-Bench, prompts
+    # a suite's file, which you bring: question.jsonl of Spec-Bench, SPEED-Bench, plain prompts
     questions: str = MISSING
     answers: str = "model_answer"  # folder of the answer files; finished questions are kept
     name: str = ""  # model_id and name of the answer file; empty: after checkpoint and drafter
