@@ -26,7 +26,8 @@ LAYERS = [
     {"recipes"},
     {
         "entry", "train", "generate", "chat", "bench", "tree_search", "export", "regenerate",
-        "preview", "compare", "doctor", "cli", "torchrun", "spec_bench", "quality",
+        "preview", "compare", "doctor", "cli", "torchrun",
+        "vllm_proposer", "spec_bench", "quality",
         "lm_eval_model",
     },
 ]  # fmt: skip
@@ -42,6 +43,7 @@ LAZY = {
     "peft",
     "wandb",
     "matplotlib",
+    "vllm",
 }
 
 
