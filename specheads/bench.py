@@ -133,8 +133,8 @@ def run(config: BenchConfig) -> None:
     headline = _headline(config, asked, export)
     temperatures = sorted({*config.temperatures, *ALWAYS})
     batch_sizes = sorted({1, *config.batch_sizes})
-    rounds = len(temperatures) * len(batch_sizes) * config.repeats
-    total = len(methods) * len(prompts) * rounds
+    per_text = sum(size > 1 or not method.in_batches for size in batch_sizes for method in methods)
+    total = per_text * len(prompts) * len(temperatures) * config.repeats
     with tqdm(total=total, unit="text", disable=None) as bar:
         result = benchmark(
             base,

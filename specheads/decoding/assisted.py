@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,13 +33,18 @@ def hf_assisted_method(
         max_new_tokens: limit per prompt.
     """
 
-    def run(batch: Batch, temperature: float, seed: int) -> list[Decoded]:
+    def run(
+        batch: Batch, temperature: float, seed: int, limit: int = max_new_tokens
+    ) -> list[Decoded]:
         with fixed_assistant(draft, num_tokens):
-            options = {"assistant_model": draft, "max_new_tokens": max_new_tokens}
+            options = {"assistant_model": draft, "max_new_tokens": limit}
             return _rows(base, batch, temperature, seed, eos, options)
 
     extra = sum(parameter.numel() for parameter in draft.parameters())
-    return Method("hf_assisted", run, "hf assistant", num_tokens + 1, extra, seeded=False)
+    prefill = partial(run, limit=1)
+    return Method(
+        "hf_assisted", run, "hf assistant", num_tokens + 1, extra, seeded=False, prefill=prefill
+    )
 
 
 def hf_lookup_method(
@@ -58,15 +64,20 @@ def hf_lookup_method(
         max_new_tokens: limit per prompt.
     """
 
-    def run(batch: Batch, temperature: float, seed: int) -> list[Decoded]:
+    def run(
+        batch: Batch, temperature: float, seed: int, limit: int = max_new_tokens
+    ) -> list[Decoded]:
         options = {
             "prompt_lookup_num_tokens": num_tokens,
             "max_matching_ngram_size": ngram,
-            "max_new_tokens": max_new_tokens,
+            "max_new_tokens": limit,
         }
         return _rows(base, batch, temperature, seed, eos, options)
 
-    return Method("hf_lookup", run, "hf prompt lookup", num_tokens + 1, seeded=False)
+    prefill = partial(run, limit=1)
+    return Method(
+        "hf_lookup", run, "hf prompt lookup", num_tokens + 1, seeded=False, prefill=prefill
+    )
 
 
 @contextlib.contextmanager

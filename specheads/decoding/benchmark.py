@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from specheads import contention
 from specheads.decoding import report
+from specheads.decoding.baselines import hf_compiled_method, one_by_one_method
 from specheads.decoding.deciding import Acceptance
 from specheads.decoding.identity import Rounding, compare
 from specheads.decoding.measure import (
@@ -62,11 +64,17 @@ def make_methods(
         max_new_tokens: limit per prompt.
         dynamic: a drafter of trees grown at each step, to be compared too.
         lossy: a rule that the first tree is decoded by once more, named in the row.
-        compile: compile the base's passes in our own loops, the plain one included.
+        compile: compile the base's passes in our own loops, the plain one included, which is then
+            measured as it was before too, and generate with compiled passes.
     """
-    methods = [
-        plain_method(base, eos, max_new_tokens, compile=compile),
-        hf_generate_method(base, eos, pad, max_new_tokens),
+    plain = plain_method(base, eos, max_new_tokens, compile=compile)
+    methods = [plain, hf_generate_method(base, eos, pad, max_new_tokens)]
+    if compile:
+        eager = plain_method(base, eos, max_new_tokens)
+        methods.insert(1, replace(eager, name="plain_eager"))
+        methods.append(hf_compiled_method(base, eos, pad, max_new_tokens))
+    methods += [
+        one_by_one_method(plain),
         drafted_method(
             "prompt_lookup",
             base,
@@ -150,6 +158,7 @@ def benchmark(
     settings: dict[str, Any] | None = None,
     headline: str = "tree",
     tick: Callable[[], object] = lambda: None,
+    also: Callable[[Clocked], dict[str, Any]] = lambda clocked: {},
 ) -> dict[str, Any]:
     """Clock ``methods`` at every temperature and return the content of bench.json.
 
@@ -166,31 +175,38 @@ def benchmark(
         settings: more to record beside the figures.
         headline: the method whose figures are to be quoted.
         tick: called after every decoded prompt.
+        also: given all runs, returns more of the content.
     """
     before = environment()
-    clocked = {
-        (temperature, size): clock(
-            methods,
-            prompts,
-            temperature,
-            repeats=repeats,
-            batch_size=size,
-            seed=seed,
-            tick=tick,
-        )
-        for temperature in temperatures
-        for size in batch_sizes
-    }
+    clocked: dict[tuple[float, int], dict[str, Runs]] = {}
+    watched: list[dict[str, Any]] = []
+    for temperature in temperatures:
+        for size in batch_sizes:
+            started: list[contention.Sample] = []  # when the warm-up is over
+            clocked[temperature, size] = clock(
+                methods,
+                prompts,
+                temperature,
+                repeats=repeats,
+                batch_size=size,
+                seed=seed,
+                tick=tick,
+                prefill=True,
+                started=started,
+            )
+            watched.append(
+                {
+                    "temperature": temperature,
+                    "batch": size,
+                    "drift": round(report.baseline_drift([clocked[temperature, size]]), 4),
+                    **contention.between(started[0], contention.sample()),
+                }
+            )
     # only now: the float32 copy that a divergence asks for would count as memory of the methods
     rounding = rounding_of(base, methods, prompts, clocked)
     rows = make_rows(base, methods, prompts, clocked, rounding, seed=seed)
-    drift = report.baseline_drift(list(clocked.values()))
     return {
-        "environment": {
-            **before,
-            "baseline_drift": round(drift, 4),
-            "contended": drift > report.DRIFT_LIMIT,
-        },
+        "environment": {**before, **report.disturbance(watched)},
         "settings": {
             **(settings or {}),
             "temperatures": list(temperatures),
@@ -204,6 +220,7 @@ def benchmark(
         "crossover": report.crossovers(rows),
         "pairs": pairs(clocked),
         "rows": rows,
+        **also(clocked),
     }
 
 
@@ -240,7 +257,7 @@ def make_rows(
     for (temperature, _), runs in clocked.items():
         plain = [decoded.tokens for decoded in clocked[temperature, 1]["plain"].decoded]
         samplers = [Sampler(temperature=temperature, seed=seed + n) for n in range(len(prompts))]
-        for method in methods:
+        for method in (each for each in methods if each.name in runs):
             same = None
             if method.seeded or (temperature == 0 and method.lossless):
                 same = compare(

@@ -68,11 +68,20 @@ def format_batches(rows: Sequence[dict[str, Any]]) -> str:
     sizes = sorted({row["batch"] for row in rows})
     lines = ["   T  method          " + "".join(f"{f'batch {size}':>16}" for size in sizes)]
     for temperature, method in in_order(rows, "temperature", "method"):
+        by_size = {row["batch"]: row for row in series_of(rows, method, temperature)}
         cells = (
-            f"{row['tokens_per_second']:.0f} ({row['speedup_vs_plain']:.2f}x)"
-            for row in series_of(rows, method, temperature)
+            f"{by_size[size]['tokens_per_second']:.0f} ({by_size[size]['speedup_vs_plain']:.2f}x)"
+            if size in by_size
+            else ""
+            for size in sizes
         )
         lines.append(f"{temperature:>4g}  {method:<16}" + "".join(f"{c:>16}" for c in cells))
+    return "\n".join([*lines, *crossover_lines(rows)])
+
+
+def crossover_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return per drafted method and temperature up to which batch it pays, as a sentence each."""
+    lines = []
     for each in crossovers(rows):
         where = f"{each['method']} at T={each['temperature']:g}"
         if each["batch"] is None:
@@ -84,7 +93,7 @@ def format_batches(rows: Sequence[dict[str, Any]]) -> str:
             lines.append(
                 f"{where}: no faster than plain decoding from batch {each['batch']}{between}"
             )
-    return "\n".join(lines)
+    return lines
 
 
 def format_divergences(result: dict[str, Any]) -> str:

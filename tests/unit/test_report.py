@@ -145,6 +145,7 @@ def test_rows_of_batches_count_their_prompts() -> None:
         "num_prompts": 1,
         "tokens_per_second": None,
         "speedup_vs_plain": None,
+        "speedup_vs_plain_ci95": None,
         "accept_length": 0,
         "rep8": 0,
     }
