@@ -8,6 +8,7 @@ from specheads.config.errors import MISSING, check, one_of
 
 
 def check_device_map(device_map: str) -> None:
+    """Raise ConfigError unless accelerate knows this way to spread a model."""
     options = ("auto", "balanced", "balanced_low_0", "sequential")
     expected = "empty or one of " + ", ".join(options)
     check(device_map in ("", *options), "device_map", device_map, expected)
