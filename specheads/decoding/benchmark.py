@@ -158,7 +158,7 @@ def benchmark(
     settings: dict[str, Any] | None = None,
     headline: str = "tree",
     tick: Callable[[], object] = lambda: None,
-    also: Callable[[Clocked], dict[str, Any]] = lambda clocked: {},
+    clocked: dict[tuple[float, int], dict[str, Runs]] | None = None,
 ) -> dict[str, Any]:
     """Clock ``methods`` at every temperature and return the content of bench.json.
 
@@ -175,10 +175,10 @@ def benchmark(
         settings: more to record beside the figures.
         headline: the method whose figures are to be quoted.
         tick: called after every decoded prompt.
-        also: given all runs, returns more of the content.
+        clocked: gets the runs themselves, by temperature and batch size.
     """
     before = environment()
-    clocked: dict[tuple[float, int], dict[str, Runs]] = {}
+    clocked = {} if clocked is None else clocked
     watched: list[dict[str, Any]] = []
     for temperature in temperatures:
         for size in batch_sizes:
@@ -220,7 +220,6 @@ def benchmark(
         "crossover": report.crossovers(rows),
         "pairs": pairs(clocked),
         "rows": rows,
-        **also(clocked),
     }
 
 

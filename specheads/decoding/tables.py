@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specheads.decoding.report import crossovers, in_order, series_of
+from specheads.contention import SHARE_LIMIT
+from specheads.decoding.report import DRIFT_LIMIT, crossovers, in_order, series_of
+from specheads.decoding.stats import median
 
 _COLUMNS = (
     ("T", 4),
@@ -15,6 +17,8 @@ _COLUMNS = (
     ("speed-up", 8),
     ("95%", 11),
     ("vs HF", 5),
+    ("prefill", 7),
+    ("decode", 6),
     ("accept", 6),
     ("rep8", 5),
     ("identical", 9),
@@ -23,10 +27,14 @@ _COLUMNS = (
 
 
 def format_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the rows of batch 1 as a table; ``rep8`` is of each method's own output."""
+    """Return the rows of batch 1 as a table; ``rep8`` is of each method's own output.
+
+    ``prefill`` is in milliseconds per prompt; ``decode`` is the speed-up without it.
+    """
     lines = ["  ".join(name.rjust(width) for name, width in _COLUMNS)]
     for row in (each for each in rows if each["batch"] == 1):
         low, high = row["speedup_vs_plain_ci95"]
+        prefill, decode = row["prefill_seconds"], row["decode_speedup_vs_plain"]
         same = "-" if row["identical"] is None else f"{row['identical']}/{row['compared']}"
         cells = (
             f"{row['temperature']:g}",
@@ -36,6 +44,8 @@ def format_table(rows: Sequence[dict[str, Any]]) -> str:
             f"{row['speedup_vs_plain']:.2f}x",
             f"{low:.2f}-{high:.2f}",
             f"{row['speedup_vs_hf_generate']:.2f}",
+            f"{1000 * median(prefill) / row['num_prompts']:.1f}" if prefill else "-",
+            "-" if decode is None else f"{decode:.2f}x",
             f"{row['accept_length']:.2f}",
             f"{row['rep8']:.2f}",
             same,
@@ -93,6 +103,59 @@ def crossover_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
             lines.append(
                 f"{where}: no faster than plain decoding from batch {each['batch']}{between}"
             )
+    return lines
+
+
+def headline_line(result: Mapping[str, Any]) -> str:
+    """Return the sentence to quote.
+
+    Args:
+        result: the content of bench.json.
+    """
+    first, settings, rows = result["headline"], result["settings"], result["rows"]
+    of = next(
+        row
+        for row in rows
+        if (row["method"], row["temperature"], row["batch"])
+        == (first["method"], first["temperature"], 1)
+    )
+    low, high = first["speedup_vs_plain_ci95"]
+    decode = of.get("decode_speedup_vs_plain")
+    without = "" if decode is None else f" ({decode:.2f}x without the prefill)"
+    return (
+        f"Headline, {first['method']} at T={first['temperature']:g} (plain greedy rep8 "
+        f"{first['rep8_plain_greedy']:.2f}): {first['speedup_vs_plain']:.2f}x plain decoding"
+        f"{without}, 95% {low:.2f}-{high:.2f}, {first['speedup_vs_hf_generate']:.2f}x generate, "
+        f"accept length {first['accept_length']:.2f}; {of['num_prompts']} prompts, {of['dtype']}, "
+        f"{settings['threads']} threads, batch 1"
+    )
+
+
+def disturbance_lines(result: Mapping[str, Any]) -> list[str]:
+    """Return what has to be said about other work on the machine; nothing where there was none.
+
+    Args:
+        result: the content of bench.json; an older one knows the drift of plain decoding only.
+    """
+    place = result["environment"]
+    lines = []
+    if place["baseline_drift"] > DRIFT_LIMIT:
+        lines.append(
+            "The machine was busy: plain decoding itself varied "
+            f"{place['baseline_drift']:.2f}x between repeats; measure again."
+        )
+    share = place.get("largest_other_share")
+    if share is not None and share > SHARE_LIMIT:
+        worst = max(place["watched"], key=lambda each: each["other_share"] or 0.0)
+        lines.append(
+            f"The machine was busy: other processes took {share:.0%} of the processors while"
+            f" T={worst['temperature']:g}, batch {worst['batch']} was measured"
+            f" ({place['other_share']:.0%} over all); measure again."
+        )
+    if "other_share" in place and place["other_share"] is None:
+        lines.append("What other processes did meanwhile is unknown: this system does not say.")
+    if result["settings"].get("repeats") == 1:
+        lines.append("One repeat: whether plain decoding itself drifted cannot be seen.")
     return lines
 
 
