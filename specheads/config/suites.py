@@ -31,6 +31,7 @@ class SpecBenchConfig:
     warmup: int = 3  # times the first question is answered before the first is clocked
     plain: bool = True  # answer with plain decoding too, question by question in turn
     baseline: str = ""  # an answer file to compare with instead, of any program
+    json: bool = False  # one JSON object on standard output, everything else on standard error
     dtype: str = "auto"  # auto: bfloat16 where the processor has it
     threads: int = 0  # 0: all
     decode: DecodeConfig = field(default_factory=DecodeConfig)
@@ -55,6 +56,7 @@ class QualityConfig:
     original: str = ""  # what to compare with; empty: the base that a tuned export came from
     data: str = ""  # a .jsonl of held-out records with answers; empty: the export's prompts.jsonl
     out: str = "quality.json"
+    json: bool = False  # one JSON object on standard output, everything else on standard error
     num_records: int = 0  # to read with both models; 0: all
     num_prompts: int = 24  # to continue freely
     max_new_tokens: int = 128
