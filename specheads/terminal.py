@@ -7,11 +7,13 @@ written, and the few escape sequences that every terminal since the VT100 knows.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import os
 import select
+import signal
 import sys
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TextIO
 
@@ -210,3 +212,24 @@ def _readline() -> Any:
     except ImportError:
         return None
     return None if "libedit" in (readline.__doc__ or "") else readline
+
+
+@contextlib.contextmanager
+def ctrl_c() -> Iterator[list[int]]:
+    """Collect Ctrl-C, so that a turn ends between two passes; the second one ends it at once."""
+    pressed: list[int] = []
+
+    def handle(number: int, frame: object) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(number)
+
+    try:
+        before = signal.signal(signal.SIGINT, handle)
+    except ValueError:  # not the main thread: whoever runs it there takes care of signals
+        yield pressed
+        return
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
