@@ -28,7 +28,7 @@ LAYERS = [
         "entry", "train", "generate", "chat", "bench", "tree_search", "export", "regenerate",
         "preview", "compare", "doctor", "cli", "torchrun",
         "vllm_proposer", "spec_bench", "quality",
-        "lm_eval_model",
+        "lm_eval_model", "smaller",
     },
 ]  # fmt: skip
 # Siblings that must not know each other though they share a layer.
