@@ -76,9 +76,8 @@ def sections(result: Mapping[str, Any], figures: Mapping[str, str] | None = None
         Section(
             "Methods",
             items=tuple(
-                f"{name}: {_MEANINGS[name]}"
-                for (name,) in in_order(rows, "method")
-                if name in _MEANINGS
+                f"{name}: {_meaning(name, drafter, nodes)}"
+                for name, drafter, nodes in in_order(rows, "method", "drafter", "tree_nodes")
             ),
         ),
         Section("One prompt at a time", (_COLUMNS,), table=speed_table(rows)),
@@ -128,10 +127,24 @@ def sections(result: Mapping[str, Any], figures: Mapping[str, str] | None = None
 _COLUMNS = (
     "Speed-up: tokens per second over plain decoding's, with a 95% interval (bootstrap over"
     " prompts). Prefill: milliseconds per prompt up to the first token; decode: without them."
-    " Accept: tokens per verify step; generate does not say how many steps it takes, so its rows"
-    " show 1. Same: outputs that are plain decoding's token by token, and those that first differ"
-    " where rounding decides."
+    " Accept: tokens per verify step. Same: outputs that are plain decoding's token by token, and"
+    " those that first differ where rounding decides."
 )
+
+
+def _meaning(method: str, drafter: str | None, nodes: int) -> str:
+    """Return what a row is, in words."""
+    if method in _MEANINGS:
+        return _MEANINGS[method]
+    if is_static_tree(method):
+        return f"the export's heads in a static tree of {nodes} nodes"
+    other, _, tree = method.partition("/")
+    if tree in _MEANINGS:
+        return f"{_MEANINGS[tree].replace('the export', other)}, other heads on the same base"
+    rule = method.removeprefix("tree_")
+    if rule.startswith("lossy"):
+        return f"tree, accepting by {rule}"
+    return f"our loop with {drafter or 'no drafter'}, up to {nodes} nodes per step"
 
 
 def _warnings(result: Mapping[str, Any]) -> Section:

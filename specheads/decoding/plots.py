@@ -19,6 +19,7 @@ _COLORS = (
     "#66727f", "#111111",
 )  # fmt: skip
 _BASELINE = "#9aa5b1"
+_BASELINES = {"plain": ("#111111", "-"), "one_by_one": ("#66727f", ":")}
 
 
 def check_plots(key: str, value: str) -> None:
@@ -199,12 +200,8 @@ def _batches(
         for method in dict.fromkeys(row["method"] for row in rows):
             of = sorted((r for r in rows if r["method"] == method), key=lambda row: row["batch"])
             batches = [row["batch"] for row in of]
-            look = {
-                "color": colors.get(method, _BASELINE),
-                "marker": "o",
-                "markersize": 3,
-                "linestyle": "-" if method in colors or method == "plain" else "--",
-            }
+            color, line = (colors[method], "-") if method in colors else _baseline(method)
+            look = {"color": color, "marker": "o", "markersize": 3, "linestyle": line}
             left.plot(batches, [row["tokens_per_second"] for row in of], label=method, **look)
             if method in colors:
                 right.plot(batches, [row["speedup_vs_plain"] for row in of], **look)
@@ -220,6 +217,10 @@ def _batches(
         left.legend(frameon=False, fontsize=7)
 
     return paint
+
+
+def _baseline(method: str) -> tuple[str, str]:
+    return _BASELINES.get(method, (_BASELINE, "--"))
 
 
 def _sizes(rows: Sequence[Mapping[str, Any]]) -> Painter:
