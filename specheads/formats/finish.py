@@ -5,6 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from specheads.formats import card
+from specheads.formats import push as hub
+from specheads.formats.serving import commands, lines
+
 
 def finish(
     folder: Path, form: str, info: dict[str, Any], *, push: str = "", private: bool = False
@@ -14,11 +18,17 @@ def finish(
     Args:
         folder: that was just written, whole.
         form: its format: ``native``, ``plain``, ``vllm_medusa``, ...
-        info: what the config.json of the native export holds that it was made of.
-        push: ``organisation/name`` on the hub; empty: nowhere.
+        info: what the config.json of the native export holds that it was made of; of a draft model,
+            what its specheads.json holds.
+        push: ``organisation/name`` on the hub, see :func:`specheads.formats.push.check`; empty:
+            nowhere.
         private: of a repository that is made for it.
 
     Raises:
-        ConfigError: if the upload cannot be done; the folder stays.
+        RunError: if the upload fails, or the disk is full; the folder stays.
     """
-    raise NotImplementedError
+    card.write(folder, form, info, name=push)
+    print("\n".join(lines(commands(form, folder, info))))
+    if push:
+        where = hub.upload(folder, push, private=private)
+        print(f"uploaded to {where}")
