@@ -36,7 +36,7 @@ class Question:
     """One question.
 
     Attributes:
-        id: as in the file, whole number or string; else the line's number.
+        id: as in the file, whole number or string; else its number in the file, from 1 on.
         category: as in the file; else ``prompt``.
         turns: what is asked, one after the other; at least one, none empty.
         system: a first message before them, where the file has one.
