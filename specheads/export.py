@@ -51,12 +51,9 @@ def run(config: ExportConfig) -> None:
     else:
         info = _native(config, records)
         form, notes = "native", []
-    for i, note in enumerate(notes):
-        print(note if i else f"wrote {output}: {note}")
-    try:
-        finish(output, form, info, push=config.push, private=config.private)
-    except NotImplementedError:
-        pass
+    if notes:
+        print(f"wrote {output}: " + "\n".join(notes))
+    finish(output, form, info, push=config.push, private=config.private)
     answer({"output": str(output.resolve()), "format": form, "notes": notes, "push": config.push})
 
 
@@ -83,6 +80,10 @@ def _check(config: ExportConfig) -> list[Record]:
         raise ConfigError(f"output is {output}, which exists: give a new folder")
     if not output.parent.is_dir():
         raise ConfigError(f"output is {output}, but there is no folder {output.parent}")
+    if config.push:
+        from specheads.formats import push
+
+        push.check(config.push)
     if config.lm_head != "pruned":
         return []
     if not config.counted:

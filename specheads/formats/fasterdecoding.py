@@ -74,7 +74,8 @@ def write_v1(
     Raises:
         ConfigError: if the base's output layer has a bias.
     """
-    notes = check_output("fasterdecoding_v1", output)
+    notes = ["for TGI, TensorRT-LLM's old converter, and the original repository"]
+    notes += check_output("fasterdecoding_v1", output)
     if heads.lm_head == "shared":
         copies = heads.num_heads * output.weight.numel()
         notes.append(
@@ -91,9 +92,10 @@ def write_v2(
     """Write heads that share the base's output matrix into ``folder``; as :func:`write_v1`."""
     tensors = _blocks(heads)
     _write(folder, tensors, {**_config(heads, base), "version": "2"}, dtype)
-    if heads.num_layers == 1:
-        return []
-    return [f"TGI reads such heads with one block each, these have {heads.num_layers}"]
+    notes = ["for TGI, which computes the heads' logits by the base model's output matrix"]
+    if heads.num_layers > 1:
+        notes.append(f"TGI reads such heads with one block each, these have {heads.num_layers}")
+    return notes
 
 
 def named_v1(heads: MedusaHeads, output: OutputLayer) -> dict[str, Tensor]:

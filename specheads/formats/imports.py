@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from specheads.config import ConfigError
@@ -20,7 +21,7 @@ from specheads.formats.medusa_heads import check_sizes, read_heads
 from specheads.formats.tensor_files import TensorFiles, open_pickle, open_safetensors
 from specheads.models.base import check_tokenizer, load_base_model, load_tokenizer, torch_dtype
 from specheads.models.checkpoint import save_export
-from specheads.models.digest import base_digest, weight_files
+from specheads.models.digest import base_digest, model_folder, weight_files
 from specheads.models.foreign import one_line
 from specheads.models.heads import MedusaHeads
 from specheads.models.manifest import MANIFEST, read_json
@@ -103,14 +104,22 @@ def _bring_whole(
     layout = layout_of(inside, config)
     digest = base_digest(base)
     name = str(folder)
+    if not (tuned := _tuned(files, own, base)):
+        name = base
     check_sizes(inside, layout, config, *_sizes(name))
     model = load_base_model(name, dtype=recorded_dtype(name), beside=merged.PREFIX)
     heads = read_heads(inside, layout, config, output_layer(model))
     for key in _COUNTS:
         vars(model.config).pop(key, None)
-    _save(output, heads, model, base, digest, folder, dtype, tuned=model)
+    _save(output, heads, model, base, digest, folder, dtype, tuned=model if tuned else None)
+    if tuned:
+        first = (
+            f"{heads.num_heads} {heads.kind} heads, and the model they were in as a tuned {base}"
+        )
+    else:
+        first = f"{heads.num_heads} {heads.kind} heads; the model they were in is {base} unchanged"
     return [
-        f"{heads.num_heads} {heads.kind} heads, and the model they were in as a tuned {base}",
+        first,
         *layout.notes,
         *_last(output),
     ]
@@ -124,6 +133,20 @@ def _sizes(name: str) -> tuple[int, int]:
     if not all(type(each) is int for each in found):
         raise ConfigError(f"base={name}: its config names no hidden_size and vocab_size")
     return found
+
+
+def _tuned(files: TensorFiles, heads: set[str], base: str) -> bool:
+    """Return whether the model around the heads has other weights than ``base``."""
+    original = open_safetensors(weight_files(model_folder(base)))
+    names = files.header.keys() - heads
+    if names != original.header.keys():
+        return True
+    for name in sorted(names):
+        if files.header[name] != original.header[name]:
+            return True
+        if not torch.equal(files.read([name])[name], original.read([name])[name]):
+            return True
+    return False
 
 
 def _save(

@@ -53,4 +53,4 @@ def write(
         setattr(config, key, value)
     extra = {PREFIX + name: tensor for name, tensor in named_v1(heads, output).items()}
     save_as(folder, type(base), config, base, extra, tokenizer, dtype)
-    return notes
+    return ["base and heads in one folder; what loads the base alone passes over the heads", *notes]

@@ -69,6 +69,8 @@ def write(
     """
     if form in MEDUSA:
         return _medusa(form, checkpoint, output, info, dtype)
+    if form == "vllm_custom_class":
+        return _custom_class(checkpoint, output, info, dtype)
     from specheads.formats import mtp_standard
     from specheads.models import mtp_hf
     from specheads.models.checkpoint import load_export, save_plain_model
@@ -96,6 +98,24 @@ def write(
             f" first do: model._keys_to_ignore_on_load_unexpected.add(r'{pattern}')"
         )
     return notes
+
+
+def _custom_class(
+    checkpoint: str, output: Path, info: dict[str, Any], dtype: str | None
+) -> list[str]:
+    """Write settings for vLLM, and the base beside them where the recipe changed it."""
+    from specheads.formats import vllm_custom_class
+    from specheads.models.base import torch_dtype
+    from specheads.models.checkpoint import load_export
+
+    notes = ["vLLM 0.33 shows such a proposer token ids alone: the heads are not in it"]
+    if not info["base"]["tuned"]:
+        vllm_custom_class.write(output)
+        return notes
+    export = load_export(checkpoint)
+    wanted = None if dtype is None else torch_dtype(dtype)
+    vllm_custom_class.write(output, export.base, export.tokenizer, dtype=wanted)
+    return [*notes, "the tuned base model lies beside the settings"]
 
 
 def _medusa(
