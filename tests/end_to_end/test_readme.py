@@ -1,11 +1,9 @@
 """What the README and the pages of docs/ say can be done, can be done."""
 
 import importlib.util
-import json
 import re
 import shlex
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -51,15 +49,6 @@ def commands() -> list[list[str]]:
         if words:
             found[tuple(words)] = None
     return [list(words) for words in found]
-
-
-def script(name: str) -> ModuleType:
-    """Import a file of scripts/."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
@@ -213,50 +202,5 @@ def test_anchors_exist(page: str) -> None:
 
 
 def published() -> bool:
-    """Say whether a measurement lies in the repository yet."""
-    return (ROOT / "benchmarks" / "tinycode_medusa2.json").is_file()
-
-
-def test_table_is_the_measured_one() -> None:
-    """A figure typed by hand outlives the measurement it came from."""
-    plot = script("plot_readme")
-    between = README.partition(plot.BEGIN)[2].partition(plot.END)[0].strip()
-    if not published():
-        assert "no measurement" in between
-        return
-    bench = json.loads(plot.BENCH.read_text())
-    assert between == plot.format_table(bench).strip()
-    assert plot.FIGURE.is_file()
-
-
-def test_figure_and_table_are_drawn(tmp_path: Path) -> None:
-    """The script runs once per publication, long after the keys it reads were last touched."""
-    plot = script("plot_readme")
-    row = {
-        "tree_nodes": 8,
-        "batch": 1,
-        "dtype": "float32",
-        "num_prompts": 4,
-        "tokens_per_second": 10.0,
-        "speedup_vs_plain": 1.5,
-        "speedup_vs_plain_ci95": [1.4, 1.6],
-        "speedup_vs_hf_generate": 1.7,
-        "accept_length": 2.0,
-        "rep8": 0.1,
-        "identical": 3,
-        "compared": 4,
-        "near_ties": 1,
-        "per_kind": {"body": {"accept_length": 2.0}, "edit": {"accept_length": 3.0}},
-    }
-    bench = {
-        "environment": {"processor": "some processor", "torch": "2.13.0"},
-        "settings": {"temperatures": [0.0, 1.0], "max_new_tokens": 16, "threads": 2},
-        "headline": {"temperature": 0.0, "rep8_plain_greedy": 0.1, "speedup_vs_plain": 1.5},
-        "rows": [{**row, "method": m, "temperature": t} for m in plot.NAMES for t in (0.0, 1.0)],
-    }
-    plot.draw(bench, tmp_path / "a.svg")
-    plot.draw(bench, tmp_path / "b.svg")
-    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-    filled = plot.fill_table(README, plot.format_table(bench))
-    assert "| 1.50 (1.40-1.60) |" in filled and "3/4 (+1 near ties)" in filled
-    assert plot.fill_table(filled, plot.format_table(bench)) == filled
+    """Say whether what `make bench` measures lies in the repository yet."""
+    return (ROOT / "benchmarks" / "readme" / "parts.json").is_file()
