@@ -90,8 +90,7 @@ def _draw(name: str, paint: Painter, size: tuple[float, float], panels: int = 1)
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    # names of parts are hashed: pictures of one page must not share them
-    with mpl.rc_context({"svg.hashsalt": f"specheads {name}", "svg.fonttype": "none"}):
+    with mpl.rc_context({"svg.hashsalt": "specheads", "svg.fonttype": "none"}):
         figure = Figure(figsize=size, layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.subplots(1, panels, squeeze=False)[0]
@@ -102,6 +101,8 @@ def _draw(name: str, paint: Painter, size: tuple[float, float], panels: int = 1)
         figure.savefig(out, format="svg", metadata={"Date": None})
     svg = out.getvalue()
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    # pictures of one page must not share names of parts
+    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
     return svg[svg.index("<svg") :]
 
 
@@ -236,11 +237,11 @@ def _sizes(rows: Sequence[Mapping[str, Any]]) -> Painter:
                 *((r["tree_nodes"], r["speedup_vs_plain"]) for r in of), strict=True
             )
             bounds = [row["speedup_vs_plain_ci95"] for row in of]
-            color = _COLORS[index % len(_COLORS)]
-            ax.plot(
-                nodes, values, marker="o", markersize=3, color=color, label=f"T={temperature:g}"
-            )
-            ax.fill_between(nodes, *zip(*bounds, strict=True), color=color, alpha=0.15, linewidth=0)
+            color, shift = _COLORS[index % len(_COLORS)], 0.08 * index  # else intervals coincide
+            places = [count + shift for count in nodes]
+            look = {"marker": "o", "markersize": 3, "color": color}
+            ax.plot(places, values, label=f"T={temperature:g}", **look)
+            ax.vlines(places, *zip(*bounds, strict=True), color=color, linewidth=0.8)
         ax.axhline(1, color=_BASELINE, linewidth=1)
         ax.set_xlabel("nodes of the static tree, root included")
         ax.set_ylabel("speed-up over plain decoding")
