@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from specheads.config import BenchConfig, ConfigError, RunError
 from specheads.entry import hydra_main
+from specheads.json_answer import answer, answers_json
 
 if TYPE_CHECKING:
     from specheads.config import DecodeConfig
@@ -57,6 +58,7 @@ def max_prompt_length(export: Export | Subject, max_new_tokens: int) -> int:
     return context - max_new_tokens
 
 
+@answers_json
 def run(config: BenchConfig) -> None:
     """Load, measure, print, write.
 
@@ -164,6 +166,7 @@ def run(config: BenchConfig) -> None:
         result["heads"] = _accuracy({"tree": export, **others}, prompts, clocked)
         out.write_text(json.dumps(result, indent=1) + "\n")
     _write_pages(config, result)
+    answer(result)
     if failed := failures(result):
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
         raise RunError(f"rounding does not explain that {failed[0]}{more}")
