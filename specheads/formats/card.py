@@ -106,6 +106,22 @@ def measured(folder: str | Path, result: Mapping[str, Any] | None = None) -> Non
     _save(folder / CARD, f"{before}{BEGIN}\n{text}\n{END}{after}")
 
 
+def refresh(folder: str | Path) -> bool:
+    """Let the card of an export say what its new tree is expected to do, in place of old figures.
+
+    Returns:
+        whether it has a card with a part for that; one without is left alone.
+
+    Raises:
+        RunError: if the disk is full.
+    """
+    try:
+        measured(folder)
+    except ConfigError:
+        return False
+    return True
+
+
 def _split(folder: Path) -> tuple[str, str]:
     """Return what stands before and after the measured part."""
     file = folder / CARD

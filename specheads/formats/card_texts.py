@@ -102,7 +102,12 @@ def training(info: Mapping[str, Any]) -> str:
     rows = [("recipe", about.get("recipe")), ("steps", about.get("steps"))]
     data = about.get("data") or {}
     if isinstance(data, Mapping):
-        rows.append(("data", data.get("source")))
+        path = (
+            Path(str(data.get("path") or "")).name if data.get("source") != "hub" else data["path"]
+        )
+        rows.append(
+            ("data", f"{data.get('source')} {path}".strip() if data.get("source") else None)
+        )
         for part, name in (("train", "trained on"), ("heldout", "held out")):
             counts = data.get(part) or {}
             if counts.get("learned"):
@@ -112,8 +117,8 @@ def training(info: Mapping[str, Any]) -> str:
     rows += [("loss", draft.get("loss")), ("start", draft.get("start"))]
     if about.get("compressed"):
         rows.append(("output matrices", "made smaller after training"))
-    if about.get("imported"):
-        rows.append(("origin", about["imported"]))
+    if about.get("from"):
+        rows.append(("made of", about["from"]))
     lines = [f"| {name} | {value} |" for name, value in rows if value not in (None, "")]
     if not lines:
         return "Nothing is recorded about its training."
@@ -153,10 +158,12 @@ def measured_by_training(
     on = tree.get("measured_on") or {}
     if tree.get("expected_accept_length") and on:
         batch = f"{on.get('dtype')}, {on.get('device')}, {on.get('threads')} threads"
-        expected = f"expected {tree['expected_accept_length']:.2f} tokens per verify step"
-        speed = f", {on['speedup']:.2f}x plain decoding" if on.get("speedup") else ""
+        length = f"{tree['expected_accept_length']:.2f} tokens per verify step"
+        speed = (
+            f" and {on['speedup']:.2f}x the speed of plain decoding" if on.get("speedup") else ""
+        )
         parts.append(
-            f"Its tree of {len(tree['choices']) + 1} nodes: {expected}{speed}, from"
+            f"Expected of its tree of {len(tree['choices']) + 1} nodes: {length}{speed}, from"
             f" {on.get('num_prompts')} prompts ({batch})."
         )
     rows = []
