@@ -9,7 +9,7 @@ decoding's by more than rounding explains.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +20,7 @@ from specheads.json_answer import answer, answers_json
 
 if TYPE_CHECKING:
     from specheads.config import DecodeConfig
-    from specheads.decoding.benchmark import Clocked
-    from specheads.decoding.measure import Prompt, Runs
+    from specheads.decoding.measure import Runs
     from specheads.decoding.subject import Subject
     from specheads.drafters.made import DynamicDrafter
     from specheads.models.checkpoint import Export
@@ -72,6 +71,7 @@ def run(config: BenchConfig) -> None:
     from tqdm import tqdm
 
     from specheads import dist, hardware
+    from specheads.decoding.accuracy import accuracy_of
     from specheads.decoding.benchmark import benchmark, make_methods
     from specheads.decoding.contenders import (
         asked_for,
@@ -163,13 +163,18 @@ def run(config: BenchConfig) -> None:
     if config.steps:
         write_steps(Path(config.steps), clocked, prompts)
     if export:
-        result["heads"] = _accuracy({"tree": export, **others}, prompts, clocked)
+        result["heads"] = accuracy_of({"tree": export, **others}, prompts, clocked)
         out.write_text(json.dumps(result, indent=1) + "\n")
     _write_pages(config, result)
     answer(result)
     if failed := failures(result):
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
         raise RunError(f"rounding does not explain that {failed[0]}{more}")
+    if config.card:
+        from specheads.formats import card
+
+        card.measured(config.checkpoint, result)
+        print(f"wrote the figures into {Path(config.checkpoint) / card.CARD}")
 
 
 def _check_outputs(config: BenchConfig) -> None:
@@ -184,26 +189,13 @@ def _check_outputs(config: BenchConfig) -> None:
             raise ConfigError(f"{name} is {path}, which is a folder")
     if config.report:
         check_plots("report", config.report)
+    if config.card:
+        from specheads.decoding.subject import is_plain_model
+        from specheads.formats import card
 
-
-def _accuracy(
-    exports: Mapping[str, Export], prompts: Sequence[Prompt], clocked: Clocked
-) -> dict[str, list[dict[str, Any]]]:
-    """Return how good the guesses of each export's heads are along what plain decoding wrote."""
-    from specheads.decoding.accuracy import measure_accuracy
-    from specheads.models.output import output_layer
-
-    texts = {
-        temperature: runs["plain"].decoded
-        for (temperature, size), runs in clocked.items()
-        if size == 1
-    }
-    return {
-        name: measure_accuracy(
-            each.base, each.heads, output_layer(each.base), each.tree, prompts, texts
-        )
-        for name, each in exports.items()
-    }
+        if is_plain_model(config.checkpoint):
+            raise ConfigError(f"card=true needs an export, {config.checkpoint} is a base model")
+        card.check(config.checkpoint)
 
 
 def _print(result: dict[str, Any]) -> None:

@@ -11,10 +11,37 @@ from transformers import PreTrainedModel
 
 from specheads.decoding.grow import acceptance
 from specheads.decoding.hits import NUM_RANKS, Hits, measure_hits
-from specheads.decoding.measure import Decoded, Prompt
+from specheads.decoding.measure import Decoded, Prompt, Runs
+from specheads.models.checkpoint import Export
 from specheads.models.kinds import Heads
-from specheads.models.output import OutputLayer
+from specheads.models.output import OutputLayer, output_layer
 from specheads.tree import Tree
+
+
+def accuracy_of(
+    exports: Mapping[str, Export],
+    prompts: Sequence[Prompt],
+    clocked: Mapping[tuple[float, int], Mapping[str, Runs]],
+) -> dict[str, list[dict[str, Any]]]:
+    """Return :func:`measure_accuracy` of each export's heads, by the name of the export.
+
+    Args:
+        exports: heads on one base model.
+        prompts: what was continued.
+        clocked: by temperature and batch size, then by the method's name; plain decoding's texts of
+            batch 1 are looked at.
+    """
+    texts = {
+        temperature: runs["plain"].decoded
+        for (temperature, size), runs in clocked.items()
+        if size == 1
+    }
+    return {
+        name: measure_accuracy(
+            each.base, each.heads, output_layer(each.base), each.tree, prompts, texts
+        )
+        for name, each in exports.items()
+    }
 
 
 def measure_accuracy(

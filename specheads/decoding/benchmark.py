@@ -24,6 +24,7 @@ from specheads.decoding.measure import (
     plain_method,
 )
 from specheads.decoding.paired import pairs
+from specheads.decoding.tables import disturbance_lines
 from specheads.drafters.made import DynamicDrafter, StaticDrafter, static_drafter
 from specheads.drafters.ngram import NgramDrafter
 from specheads.hardware import environment
@@ -205,7 +206,7 @@ def benchmark(
     # only now: the float32 copy that a divergence asks for would count as memory of the methods
     rounding = rounding_of(base, methods, prompts, clocked)
     rows = make_rows(base, methods, prompts, clocked, rounding, seed=seed)
-    return {
+    result: dict[str, Any] = {
         "environment": {**before, **report.disturbance(watched)},
         "settings": {
             **(settings or {}),
@@ -221,6 +222,7 @@ def benchmark(
         "pairs": pairs(clocked),
         "rows": rows,
     }
+    return result | {"warnings": disturbance_lines(result)}
 
 
 def rounding_of(

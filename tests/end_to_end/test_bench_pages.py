@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import re
+import shutil
 from collections import defaultdict
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,6 +20,8 @@ from specheads.decoding.html_page import html_page
 from specheads.decoding.markdown import markdown_page
 from specheads.decoding.page import sections
 from specheads.decoding.published import PUBLISHED
+from specheads.formats import card
+from specheads.models.checkpoint import read_config
 from tests.end_to_end.conftest import ROOT
 
 PROMPTS = [("body", "def f(x):\n    "), ("edit", "def gcd(a, b):\n"), ("body", "import os\n")]
@@ -33,9 +36,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for i, (kind, text) in enumerate(PROMPTS)
     ]
     (path / "prompts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    shutil.copytree(ROOT / "tests" / "golden" / "export", path / "export")
+    card.write(path / "export", "native", read_config(path / "export"))
+    text = (path / "export" / card.CARD).read_text()
+    (path / "export" / card.CARD).write_text(text + "Written by hand.\n")
     bench(
         BenchConfig(
-            checkpoint=str(ROOT / "tests" / "golden" / "export"),
+            checkpoint=str(path / "export"),
+            card=True,
             prompts=str(path / "prompts.jsonl"),
             out=str(path / "bench.json"),
             steps=str(path / "steps.jsonl"),
@@ -254,6 +262,26 @@ def test_without_matplotlib_nothing_is_measured(
     config = BenchConfig(checkpoint="nowhere", report=str(tmp_path / "bench.html"))
     with pytest.raises(ConfigError, match=r"bench\.html needs matplotlib.*specheads\[plots\]"):
         bench(config)
+
+
+def test_the_card_gets_the_figures(folder: Path, result: dict[str, Any]) -> None:
+    """A card that still says that nothing was measured, or has lost what its owner wrote."""
+    text = (folder / "export" / card.CARD).read_text()
+    measured = text[text.index(card.BEGIN) : text.index(card.END)]
+    of = next(row for row in result["rows"] if (row["method"], row["temperature"]) == ("tree", 0.7))
+    assert f"{of['tokens_per_second']:.1f}" in measured
+    assert text.endswith("Written by hand.\n")
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "message"),
+    [("tinycode", "card=true needs an export"), ("tests/golden/export", "README.md")],
+)
+def test_a_card_that_is_not_there_is_missed_at_once(checkpoint: str, message: str) -> None:
+    """An hour of measuring must not end in a file that was never there."""
+    where = str(ROOT / checkpoint) if "/" in checkpoint else checkpoint
+    with pytest.raises(ConfigError, match=message):
+        bench(BenchConfig(checkpoint=where, card=True))
 
 
 @pytest.mark.parametrize(
