@@ -62,7 +62,7 @@ class QualityConfig:
     max_new_tokens: int = 128
     temperature: float = 0.7  # of the texts that a lossy rule is judged by
     seed: int = 0
-    dtype: str = "auto"  # auto: bfloat16 where the processor has it
+    dtype: str = "float32"  # rounding is a distance too; auto: bfloat16 where there is
     threads: int = 0  # 0: all
     decode: DecodeConfig = field(default_factory=DecodeConfig)
 
