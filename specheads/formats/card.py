@@ -16,7 +16,7 @@ from specheads.config import ConfigError, RunError
 from specheads.files import whole_file
 from specheads.formats import card_texts
 from specheads.formats.licence import UNKNOWN, Licence, licence_of
-from specheads.formats.serving import base_place, commands
+from specheads.formats.serving import Serving, commands
 from specheads.models.manifest import read_json
 
 CARD = "README.md"
@@ -43,7 +43,7 @@ def write(
         info: the config.json of the native export it was made of, the specheads.json of a draft
             model, or nothing for a plain model trained from scratch.
         final: ``final/...`` of a recipe's last evaluation, made on this machine now.
-        name: what the folder is called in commands; empty: its own name.
+        name: ``organisation/name`` where it is uploaded to; empty: commands name the folder.
 
     Raises:
         ConfigError: if a ``bench.json`` in the folder cannot be read.
@@ -60,8 +60,9 @@ def write(
         of_draft = info.get("measured") if info.get("kind") == "draft" else None
         found, machine = final or {}, hardware.environment() if final else {}
         measured = card_texts.measured_by_training(info, found or of_draft or {}, machine)
-    name = name or folder.resolve().name
-    served = commands(form, name, info, base=_base_in_commands(form, name, info))
+    use = card_texts.serving(_served(form, name or folder.resolve().name, info))
+    if name and form == "native" and info["kind"] != "draft":  # which is loaded from a folder
+        use = f"```sh\nhf download {name} --local-dir {_short(name)}\n```\n\n{use}"
     parts = [
         _front_matter(form, info, licence),
         f"# {card_texts.title(info)}",
@@ -69,7 +70,7 @@ def write(
         f"## What the output is\n\n{card_texts.output(form, info)}",
         f"## Training\n\n{card_texts.training(info)}",
         f"## Measured\n\n{BEGIN}\n{measured}\n{END}",
-        f"## Use\n\n{card_texts.serving(served)}",
+        f"## Use\n\n{use}",
         f"## Licence\n\n{_licence_text(info, licence)}",
     ]
     _save(folder / CARD, "\n\n".join(parts) + "\n")
@@ -209,10 +210,16 @@ def _licence_text(info: Mapping[str, Any], licence: Licence) -> str:
     return f"{named}{link}: that of the base model {base}, read in {licence.source}."
 
 
-def _base_in_commands(form: str, name: str, info: dict[str, Any]) -> str:
-    """Return how the base is named on a card, where no path of this machine belongs."""
+def _served(form: str, name: str, info: dict[str, Any]) -> list[Serving]:
+    """Return the serving commands for a card, where no path of this machine belongs."""
     about = info.get("base", {})
     base = str(about.get("name") or "")
+    if form == "native" and info.get("kind") != "draft":
+        name = _short(name)
     if about.get("tuned") or not base or _HUB_NAME.fullmatch(base):
-        return base_place(form, name, info)
-    return "data/tinycode" if base == "tinycode" else "BASE"
+        return commands(form, name, info)
+    return commands(form, name, info, base="data/tinycode" if base == "tinycode" else "BASE")
+
+
+def _short(name: str) -> str:
+    return name.rpartition("/")[2]

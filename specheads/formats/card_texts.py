@@ -158,12 +158,12 @@ def measured_by_training(
     on = tree.get("measured_on") or {}
     if tree.get("expected_accept_length") and on:
         batch = f"{on.get('dtype')}, {on.get('device')}, {on.get('threads')} threads"
-        length = f"{tree['expected_accept_length']:.2f} tokens per verify step"
-        speed = (
+        expected = f"{tree['expected_accept_length']:.2f} tokens per verify step"
+        faster = (
             f" and {on['speedup']:.2f}x the speed of plain decoding" if on.get("speedup") else ""
         )
         parts.append(
-            f"Expected of its tree of {len(tree['choices']) + 1} nodes: {length}{speed}, from"
+            f"Expected of its tree of {len(tree['choices']) + 1} nodes: {expected}{faster}, from"
             f" {on.get('num_prompts')} prompts ({batch})."
         )
     rows = []

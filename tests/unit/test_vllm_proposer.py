@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import random
+import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoConfig, LlamaForCausalLM
 
 from specheads.formats import vllm_custom_class
 from specheads.vllm_proposer import (
@@ -393,3 +395,19 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError):
             vllm_custom_class.write(tmp_path / "out", **wrong)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_plugin_of_vllm_can_be_called_again() -> None:
+    """Every process of a server calls it, after the import has called it: it must change nothing.
+
+    A name in pyproject.toml that is renamed in the package would be found by servers alone.
+    """
+    with (Path(__file__).parents[2] / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)["project"]
+    module, _, name = project["entry-points"]["vllm.general_plugins"]["specheads"].partition(":")
+    register = getattr(importlib.import_module(module), name)
+    before = list(sys.meta_path)
+    register()
+    register()
+    assert sys.meta_path == before  # transformers is imported: its table was filled at once
+    assert AutoConfig.for_model("llama_mtp").model_type == "llama_mtp"
