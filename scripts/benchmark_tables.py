@@ -1,0 +1,642 @@
+"""The tables of BENCHMARKS.md, each line made again from the files that its section names.
+
+``TABLES`` has, for every section with tables, what makes each of them, in the order of the page.
+A maker returns the lines below the table's head, as they should stand there.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from figure_expressions import load
+from readme_blocks import same
+
+Bench = dict[str, Any]
+Maker = Callable[[Path], list[str]]
+MIB = 2**20
+BASIC = {"prompt lookup": "prompt_lookup", "static tree": "tree"}
+TREES = BASIC | {"tree of each step": "tree_dynamic"}
+LONG = {"plain": "plain", "transformers generate": "hf_generate"} | TREES
+DRAFTERS = {
+    "plain": "plain",
+    "transformers generate": "hf_generate",
+    "prompt lookup (ours)": "prompt_lookup",
+    "Medusa-1 heads, static tree": "tree",
+    "Medusa-1 heads, tree of each step": "tree_dynamic",
+    "transformers' assisted generation, same draft, 4 tokens": "hf_assisted",
+    "transformers' prompt lookup": "hf_lookup",
+    "draft model, chain of 4": "draft",
+    "draft model, tree": "draft_tree",
+    "lookahead 7/4/7": "lookahead",
+    "suffix copies": "suffix",
+    "Medusa-1 heads + suffix": "heads+suffix",
+    "draft model + suffix": "draft+suffix",
+    "Hydra heads, static tree": "hydra/tree",
+    "Hydra heads, tree of each step": "hydra/tree_dynamic",
+}
+
+
+def line(*cells: object) -> str:
+    """Return a line of a table."""
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def cells_of(text: str) -> list[str]:
+    """Return the cells of a line, without the spaces around them."""
+    return [cell.strip() for cell in text.strip().strip("|").split("|")]
+
+
+def of(folder: Path, name: str) -> Any:
+    """Return a file's content."""
+    return load(folder / f"{name}.json")
+
+
+def rows_of(bench: Bench) -> dict[tuple[str, float, int], Bench]:
+    """Return rows by method, temperature and batch."""
+    return {(r["method"], r["temperature"], r["batch"]): r for r in bench["rows"]}
+
+
+def interval(row: Bench, unit: str = "") -> str:
+    """Return a speed-up with its interval."""
+    low, high = row["speedup_vs_plain_ci95"]
+    return f"{row['speedup_vs_plain']:.2f}{unit} ({low:.2f}-{high:.2f})"
+
+
+def per_kind(file: str, names: dict[str, str], heats: Sequence[float] = (0, 0.7, 1)) -> Maker:
+    """Return the maker of accept length (speed-up) by kind of prompt."""
+
+    def make(folder: Path) -> list[str]:
+        rows = rows_of(of(folder, file))
+        lines = []
+        for heat in heats:
+            for label, method in names.items():
+                kinds = rows[method, heat, 1]["per_kind"]
+                cells = [
+                    f"{kinds[k]['accept_length']:.2f} ({kinds[k]['speedup_vs_plain']:.2f}x)"
+                    for k in sorted(kinds)
+                ]
+                lines.append(line(f"{heat:g}", label, *cells))
+        return lines
+
+    return make
+
+
+def typical(folder: Path) -> list[str]:
+    """Typical acceptance beside exact decoding."""
+    names = {
+        "plain": "plain sampling",
+        "exact": "exact tree",
+        "typical_0.05": "typical, epsilon 0.05",
+        "typical_0.09": "typical, epsilon 0.09",
+        "typical_0.15": "typical, epsilon 0.15",
+        "greedy": "greedy decoding",
+    }
+    lines = []
+    for row in of(folder, "tinycode_typical")["rows"]:
+        method, found = row["method"], row.get("speedup_vs_plain")
+        speed = f"{statistics.median(found):.2f}x" if found else ""
+        steps = f"{row['accept_length']:.2f}" if found else ""
+        if method == "plain":
+            speed, steps = "1", "1"
+        if method == "greedy":
+            speed = steps = ""
+        texts = [f"{row['nats']:.3f}", f"{row['entropy']:.3f}", f"{row['not_best']:.1%}"]
+        lines.append(line(names[method], speed, steps, *texts, f"{row['rep8']:.2f}"))
+    return lines
+
+
+def heads(folder: Path) -> list[str]:
+    """Ways to train heads: means of seeds, lowest and highest."""
+    data = of(folder, "tinycode_heads")
+    speeds = data["settings"]["training_tokens_per_second"]["speeds"]
+    names = {
+        "medusa1": "Medusa-1",
+        "regenerated": "... on the base's own answers",
+        "markov": "... with a Markov bias",
+        "hydra": "Hydra",
+        "hydra_plus": "Hydra++ (a prefix layer)",
+        "medusa2": "Medusa-2",
+        "self_distilled": "Medusa-2, self-distilled, own answers",
+    }
+    lines = []
+    for arm, label in names.items():
+        seeds = [row for row in data["rows"] if row["arm"] == arm]
+
+        def steps(heat: str, seeds: list[Bench] = seeds) -> str:
+            found = [row["accept"][heat]["accept_length"] for row in seeds]
+            spread = f" ({min(found):.2f}-{max(found):.2f})" if len(found) > 1 else ""
+            return f"{statistics.fmean(found):.2f}{spread}"
+
+        def hits(top: str, seeds: list[Bench] = seeds) -> str:
+            values = [
+                statistics.fmean(row["heldout"][f"head_{i}/{top}"] for row in seeds)
+                for i in range(5)
+            ]
+            return " ".join(f"{value:.2f}".removeprefix("0") for value in values)
+
+        first = rows_of({"rows": seeds[0]["rows"]})
+        clocked = [f"{first['tree', heat, 1]['speedup_vs_plain']:.2f}x" for heat in (0, 1)]
+        extra = f"{first['tree', 0, 1]['extra_parameters'] / 1e6:.2f} M"
+        lines.append(
+            line(
+                label,
+                steps("t0"),
+                steps("t1"),
+                hits("top1"),
+                hits("top5"),
+                *clocked,
+                extra,
+                _training_speed(speeds[arm], seeds[0]["rates"]),
+                _kept(seeds),
+            )
+        )
+    return lines
+
+
+def _training_speed(stages: Sequence[float], rates: Sequence[str]) -> str:
+    # heads alone for the first stage, then base and heads: each a share of the steps
+    given = dict(each.split("=") for each in rates)
+    alone = float(given["warmup_heads"]) if len(stages) > 1 else 1.0
+    shares = (alone, 1 - alone)[: len(stages)]
+    speed = 1 / sum(share / each for share, each in zip(shares, stages, strict=True))
+    return f"{float(f'{speed:.3g}'):,.0f}"
+
+
+def _kept(seeds: Sequence[Bench]) -> str:
+    found = [row["heldout"] for row in seeds]
+    if "original_loss" not in found[0]:
+        return "same"
+    changes = [each["loss"] / each["original_loss"] - 1 for each in found]
+    kl = statistics.fmean(each["kl"] for each in found)
+    mean = statistics.fmean(changes)
+    if len(changes) == 1:
+        return f"{mean:+.1%}, KL {kl:.3f}"
+    low, high = min(changes) * 100, max(changes) * 100
+    return f"{mean:+.2%} ({low:+.2f} to {high:+.2f}), KL {kl:.3f}"
+
+
+def unseen(folder: Path) -> list[str]:
+    """Prompts that no setting was looked at on."""
+    rows = rows_of(of(folder, "tinycode_medusa2_unseen"))
+    lines = []
+    for heat in (0, 0.7, 1):
+        cells = []
+        for method in ("tree_dynamic", "tree"):
+            row = rows[method, heat, 1]
+            cells.append(
+                f"{interval(row, 'x')}, {row['speedup_vs_hf_generate']:.2f}x,"
+                f" {row['accept_length']:.2f}"
+            )
+        row = rows["prompt_lookup", heat, 1]
+        cells.append(f"{row['speedup_vs_plain']:.2f}x, {row['accept_length']:.2f}")
+        lines.append(line(f"{heat:g}", *cells))
+    return lines
+
+
+def batches(folder: Path) -> list[str]:
+    """Speeds over the batch size."""
+    rows = rows_of(of(folder, "tinycode_medusa2_batches"))
+    lines = []
+    for heat in (0, 1):
+        for label, method in LONG.items():
+            cells = []
+            for size in (1, 2, 4, 8):
+                row = rows[method, heat, size]
+                ratio = f" ({row['speedup_vs_plain']:.2f}x)" if method != "plain" else ""
+                cells.append(f"{row['tokens_per_second']:.0f}{ratio}")
+            lines.append(line(f"{heat:g}", label, *cells))
+    return lines
+
+
+def step(folder: Path) -> list[str]:
+    """Where the time of a step goes."""
+    found = of(folder, "tinycode_step")["budget"]
+
+    def cells(show: Callable[[Bench], str]) -> list[str]:
+        return [show(each) for each in found]
+
+    def share(each: Bench) -> str:
+        rest = each["overhead_by_difference_ms"]
+        return f"{rest:.2f} ({rest / each['step_ms']['median']:.1%})"
+
+    return [
+        line("plain step", *cells(lambda e: f"{e['plain_step_ms']['median']:.2f}")),
+        line("step", *cells(lambda e: f"{e['step_ms']['median']:.2f}")),
+        line("base forward", *cells(lambda e: f"{e['phases_ms']['base forward']['median']:.2f}")),
+        line("heads", *cells(lambda e: f"{e['phases_ms']['heads']['median']:.2f}")),
+        line("the loop: step less both", *cells(share)),
+        line(
+            "the loop, its phases clocked one by one",
+            *cells(lambda e: f"{e['overhead_ms']['median']:.2f}"),
+        ),
+    ]
+
+
+def compiled(folder: Path) -> list[str]:
+    """Trees over compiled plain decoding."""
+    rows = rows_of(of(folder, "tinycode_medusa2_compiled"))
+    return [
+        line(
+            f"{heat:g}",
+            label,
+            interval(rows[method, heat, 1], "x"),
+            f"{rows[method, heat, 1]['speedup_vs_hf_generate']:.2f}x",
+        )
+        for heat in (0.7, 1)
+        for label, method in TREES.items()
+        if method != "prompt_lookup"
+    ]
+
+
+def distill(folder: Path) -> list[str]:
+    """Alpha by loss and data; the best at T=1 is bold."""
+    rows = [row for row in of(folder, "tinycode_distill")["rows"] if row["part"] == "table"]
+    names = {
+        "labels": "labels",
+        "forward_kl": "forward KL",
+        "reverse_kl": "reverse KL",
+        "jsd": "JSD, beta 0.5",
+        "tv": "TV",
+        "lk_alpha": "LK-alpha",
+        "lk_lambda": "LK-lambda",
+    }
+    best = max(row["t1"]["alpha"] for row in rows)
+    by_cell = {(row["loss"], row["data"]): row for row in rows}
+    lines = []
+    for loss, label in names.items():
+        cells = []
+        for data in ("documents", "corpus", "regenerated", "on_policy"):
+            row = by_cell.get((loss, data))
+            if row is None:
+                cells.append("")
+                continue
+            warm = f"{row['t1']['alpha']:.3f}"
+            mark = "**" if row["t1"]["alpha"] == best else ""
+            cells.append(f"{mark}{warm}{mark} / {row['t0']['alpha']:.3f}")
+        lines.append(line(label, *cells))
+    return lines
+
+
+def claim(folder: Path) -> list[str]:
+    """Alpha of three seeds, each arm at its own best rate."""
+    rows = [row for row in of(folder, "tinycode_distill")["rows"] if row["part"] == "claim"]
+
+    def alphas(loss: str, data: str) -> list[float]:
+        return [r["t1"]["alpha"] for r in rows if (r["loss"], r["data"]) == (loss, data)]
+
+    best = statistics.fmean(alphas("jsd", "corpus"))
+    lines = []
+    for label, loss, data, mark in (
+        ("labels, whole files and prompts as the base was pre-trained", "labels", "documents", ""),
+        ("labels, corpus", "labels", "corpus", "**"),
+        ("JSD, corpus", "jsd", "corpus", ""),
+    ):
+        found = alphas(loss, data)
+        mean = statistics.fmean(found)
+        above = "" if loss == "jsd" else f"{mark}{best / mean - 1:+.1%}{mark}"
+        lines.append(line(label, f"{mean:.3f} ({min(found):.3f}, {max(found):.3f})", above))
+    return lines
+
+
+def compare(folder: Path) -> list[str]:
+    """Predicted and measured speed-ups of draft models."""
+    labels = (
+        "`+recipe=distill optim.lr=6e-3`",
+        "`+recipe=distill draft.hidden=128 data.rows=2 steps=1200`",
+    )
+    lines = []
+    for label, each in zip(labels, of(folder, "tinycode_compare")["candidates"], strict=True):
+        predicted, measured = each["predicted"], each["measured"]
+        low, high = measured["speedup_ci95"]
+        lines.append(
+            line(
+                label,
+                f"{each['times_smaller']:.1f}",
+                f"{each['alpha']:.3f}",
+                f"{each['c']:.2f}",
+                f"{each['overhead']:.2f}",
+                predicted["num_tokens"],
+                f"{predicted['leviathan']:.2f}x",
+                f"{predicted['predicted']:.2f}x",
+                f"{measured['speedup']:.2f}x ({low:.2f}-{high:.2f})",
+                f"{each['predicted_over_measured'] - 1:+.1%}",
+            )
+        )
+    return lines
+
+
+def adaptive(folder: Path) -> list[str]:
+    """Rules of draft length, judged and clocked."""
+    data = of(folder, "tinycode_adaptive")
+    names = {
+        "fixed 2": "fixed 2",
+        "fixed 3": "fixed 3 (the best single one)",
+        "fixed 4": "fixed 4",
+        "adaptive": "acceptance so far (priors measured)",
+        "adaptive, unmeasured": (
+            "acceptance and confidence, nothing measured: `decode.draft_tokens=0`"
+        ),
+        "adaptive+confidence": "acceptance and confidence, measured",
+        "confidence": "confidence alone",
+        "entropy": "entropy alone",
+    }
+    lines = []
+    for rule, label in names.items():
+        judged = [
+            f"{data['judged'][rule][k]:.2f}x" for k in ("body", "next", "rename", "type_hint")
+        ]
+        clocked = data["clocked"].get(rule)
+        cell = ""
+        if clocked:
+            low, high = clocked["ci95"]
+            cell = f"{clocked['speedup']['mix']:.2f}x ({low:.2f}-{high:.2f})"
+        lines.append(line(label, *judged, f"{data['judged'][rule]['mix']:.2f}x", cell))
+    return lines
+
+
+def drafters(folder: Path) -> list[str]:
+    """All drafters in one process."""
+    rows = rows_of(of(folder, "tinycode_drafters"))
+    lines = []
+    for heat in (0, 1):
+        for label, method in DRAFTERS.items():
+            row = rows[method, heat, 1]
+            silent = method.startswith("hf_")
+            lines.append(
+                line(
+                    f"{heat:g}",
+                    label,
+                    row["tree_nodes"],
+                    f"{row['tokens_per_second']:.0f}",
+                    interval(row),
+                    f"{row['speedup_vs_hf_generate']:.2f}",
+                    "" if silent else f"{row['accept_length']:.2f}",
+                    f"{row['rep8']:.2f}",
+                    same(row),
+                )
+            )
+    return lines
+
+
+def paired(file: str, names: Iterable[str]) -> Maker:
+    """Return the maker of ratios over the same prompts."""
+
+    def make(folder: Path) -> list[str]:
+        found = {
+            (f"{p['method']} / {p['other']}", p["temperature"]): p
+            for p in of(folder, file)["pairs"]
+            if p["batch"] == 1
+        }
+        lines = []
+        for name in names:
+            cells = []
+            for heat in (0, 0.7, 1):
+                pair = found[name, heat]
+                low, high = pair["ci95"]
+                cells.append(f"{pair['speedup']:.2f} ({low:.2f}-{high:.2f})")
+            lines.append(line(name, *cells))
+        return lines
+
+    return make
+
+
+def memory(folder: Path) -> list[str]:
+    """Memory and time of a training step."""
+    rows = {
+        (r["recipe"], r["lm_head"], r["implementation"], r["num_heads"]): r
+        for r in of(folder, "memory")["rows"]
+    }
+    lines = []
+    for recipe in ("medusa1", "medusa2"):
+        for lm_head in ("shared", "own"):
+            for loss in ("fused", "naive"):
+                one, four = (rows[recipe, lm_head, loss, n] for n in (1, 4))
+                versus = "1" if loss == "naive" else f"{four['seconds_vs_naive']:.2f}"
+                lines.append(
+                    line(
+                        recipe,
+                        lm_head,
+                        loss,
+                        f"{one['allocator_peak'] / MIB:.1f}",
+                        f"{four['allocator_peak'] / MIB:.1f}",
+                        f"{four['allocator_ratio']:.3f}",
+                        f"{four['resident_ratio']:.3f}",
+                        f"{statistics.median(four['seconds']):.2f}",
+                        versus,
+                    )
+                )
+    return lines
+
+
+def mtp_benches(folder: Path) -> list[str]:
+    """Both models of multi-token prediction."""
+    lines = []
+    for label, file in (("bytes, n=8", "mtp_byte/bench"), ("BPE, n=4", "mtp_bpe/bench")):
+        rows = rows_of(of(folder, file))
+        for heat in (0, 0.7, 1):
+            for name, method in LONG.items():
+                row = rows[method, heat, 1]
+                ratio = ""
+                if method in ("tree", "tree_dynamic"):
+                    ratio = f"{row['speedup_vs_plain'] / row['accept_length']:.2f}"
+                ties = f" (+{row['near_ties']} near ties)" if row["near_ties"] else ""
+                equal = "" if row["identical"] is None else f"{row['identical']}/{row['compared']}"
+                cells = [
+                    *(label, f"{heat:g}", name, f"{row['tokens_per_second']:.0f}", interval(row)),
+                    *(f"{row['speedup_vs_hf_generate']:.2f}", f"{row['accept_length']:.2f}"),
+                    *(ratio, f"{row['rep8']:.2f}", equal + ties),
+                ]
+                lines.append(line(*cells))
+    return lines
+
+
+def mtp_table(folder: Path) -> list[str]:
+    """One token or several, over three seeds."""
+    data = of(folder, "mtp_table")
+    lines = []
+    for arm, training in data["training"].items():
+        seeds = [row for row in data["rows"] if row["arm"] == arm]
+        first = seeds[0]
+        clocked = rows_of({"rows": first["rows"]})
+
+        def spread(find: Callable[[Bench], float], digits: int, seeds: Any = seeds) -> str:
+            found = [find(row) for row in seeds]
+            mean = statistics.fmean(found)
+            return f"{mean:.{digits}f} ({min(found):.{digits}f}-{max(found):.{digits}f})"
+
+        def at(
+            heat: int, rows: Any = clocked, seeds: Any = seeds, spread: Any = spread
+        ) -> list[str]:
+            key = f"t{heat}"
+            copies = statistics.fmean(
+                row["accept"][key]["prompt_lookup"]["accept_length"] for row in seeds
+            )
+            if "calibration" not in seeds[0]:
+                return ["1", "", f"{copies:.2f}"]
+            steps = spread(lambda row: row["accept"][key]["tree"]["accept_length"], 2)
+            return [steps, interval(rows["tree", heat, 1], "x"), f"{copies:.2f}"]
+
+        times, ratio = first["step_ms"], ""
+        if "step" in times:
+            row = clocked["tree", 0, 1]
+            ratio = f"{row['speedup_vs_plain'] / row['accept_length']:.2f}"
+            shown = f"{times['plain']:.2f} / {times['verify']:.2f} / {times['heads']:.2f}"
+        else:
+            shown = f"{times['plain']:.2f}"
+        rep8 = statistics.fmean(row["accept"]["t0"]["rep8"] for row in seeds)
+        cells = [
+            arm,
+            f"{first['parameters'] / 1e6:.2f} M",
+            spread(lambda row: row["loss"]["nats_per_token"], 3),
+            spread(lambda row: row["loss"]["bits_per_byte"], 3),
+            first.get("num_nodes", ""),
+            *at(0),
+            f"{rep8:.2f}",
+            *at(1),
+            shown,
+            ratio,
+            f"{training['seconds_per_step']:.2f}, {training['peak_memory'] / MIB:.0f}",
+        ]
+        lines.append(line(*cells))
+    return lines
+
+
+def mtp_memory(folder: Path) -> list[str]:
+    """Peaks over the number of heads."""
+    rows = {(r["side"], r["num_heads"]): r for r in of(folder, "mtp_memory")["rows"]}
+    lines = []
+    for count in (1, 2, 4, 8):
+        cells = []
+        for side in ("ours", "naive"):
+            row = rows[side, count]
+            digits = 1 if side == "ours" else 0
+            growth = "" if count == 1 else f"{row['growth']:.{digits}%}"
+            cells += [f"{row['allocator_peak'] / MIB:,.0f}", growth]
+        lines.append(line(count, *cells))
+    return lines
+
+
+def train(folder: Path) -> list[str]:
+    """Training beside the reference loss."""
+    labels = {
+        ("system", 1.0): ("system's, as a plain program has it", "all"),
+        ("system", 0.5): ("system's", "half"),
+        ("kept", 1.0): ("keeps freed memory, as our trainer sets it", "all"),
+        ("kept", 0.5): ("keeps freed memory", "half"),
+    }
+    rows = {(row["allocator"], row["learned"]): row for row in of(folder, "train")["rows"]}
+    lines = []
+    for key, label in labels.items():
+        row = rows[key]
+        ratio, peak = row["speed_ratio"], ""
+        if "allocator_peak" in row:
+            found = row["allocator_peak"]
+            peak = (
+                f"{found['ours'] / MIB:,.0f} of {found['reference'] / MIB:,.0f} MiB"
+                f" ({row['allocator_ratio']:.2f}x)"
+            )
+        lines.append(
+            line(
+                *label,
+                f"{row['ours_tokens_per_second']:,.0f}",
+                f"{row['reference_tokens_per_second']:,.0f}",
+                f"{ratio['median']:.2f}x ({ratio['min']:.2f}-{ratio['max']:.2f})",
+                peak,
+            )
+        )
+    return lines
+
+
+def features(folder: Path) -> list[str]:
+    """Training from stored hidden states."""
+    labels = (
+        "tinycode, 6.4 M, 4 own matrices",
+        "16 layers, 13.1 M, 4 low-rank matrices",
+    )
+    lines = []
+    for label, row in zip(labels, of(folder, "features")["rows"], strict=True):
+        found = row["seconds"]
+        ratio = found["ratio"]
+        lines.append(
+            line(
+                label,
+                f"{found['t_base']['median'] * 1e3:.0f}",
+                f"{found['t_heads']['median'] * 1e3:.0f}",
+                f"{found['t_base_over_t_heads']:.2f}",
+                f"{ratio['median']:.2f}x ({ratio['q25']:.2f}-{ratio['q75']:.2f})",
+                f"{found['aim']:.2f}",
+            )
+        )
+    return lines
+
+
+def zero(folder: Path) -> list[str]:
+    """Memory and time of ZeRO."""
+    lines = []
+    for row in of(folder, "zero")["rows"]:
+        stage = row["stage"]
+        label = "plain torch, one process" if stage < 0 else f"ZeRO-{stage}"
+        alive = row["memory"][0]["alive"]
+        kinds = ("weights", "moments", "copied weights", "gradients", "other")
+        predicted = row["predicted"]
+        lines.append(
+            line(
+                label,
+                *(f"{alive[kind] / 1e6:.0f}" for kind in kinds),
+                f"{row['peak'] / 1e6:.0f}",
+                f"{predicted['peak'] / 1e6:.0f}",
+                f"{predicted['peak'] / row['peak']:.2f}",
+                f"{row['seconds']:.2f}",
+                f"{predicted['seconds']:.2f}",
+                f"{predicted['seconds'] / row['seconds']:.2f}",
+            )
+        )
+    return lines
+
+
+PAIRS = (
+    "draft / hf_assisted",
+    "draft_tree / hf_assisted",
+    "prompt_lookup / hf_lookup",
+    "suffix / hf_lookup",
+    "heads+suffix / tree",
+    "heads+suffix / tree_dynamic",
+    "heads+suffix / suffix",
+    "draft+suffix / draft",
+    "draft+suffix / suffix",
+)
+TABLES: dict[str, list[Maker]] = {
+    "tinycode, Hydra heads, CPU: the quickstart": [per_kind("tinycode_hydra", TREES), typical],
+    "Ways to train heads, on equal terms": [heads],
+    "tinycode, medusa2, CPU": [
+        per_kind("tinycode_medusa2", TREES),
+        unseen,
+        batches,
+        step,
+        compiled,
+    ],
+    "Draft models: losses, data, and what they predict": [distill, claim, compare, adaptive],
+    "All drafters in one process": [
+        drafters,
+        paired("tinycode_drafters", PAIRS),
+        per_kind(
+            "tinycode_drafters",
+            {"Medusa-1 heads": "tree", "suffix copies": "suffix", "both": "heads+suffix"},
+            (0, 1),
+        ),
+        paired("mtp_byte/bench_hybrid", PAIRS[2:7]),
+    ],
+    "Memory and time of a training step": [memory],
+    "Multi-token prediction from scratch: bytes and BPE": [
+        mtp_benches,
+        per_kind("mtp_byte/bench", TREES),
+    ],
+    "Predicting one token or several, on equal terms": [mtp_table],
+    "Memory of multi-token prediction": [mtp_memory],
+    "Training beside the reference loss": [train],
+    "Training from stored hidden states": [features],
+    "Memory and time of ZeRO": [zero],
+}
