@@ -8,14 +8,16 @@ the base judges both. Writes quality.json.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specheads.bench import max_prompt_length, prompt_file
 from specheads.config import ConfigError, QualityConfig
 from specheads.entry import hydra_main
+from specheads.generate import take_literal
 from specheads.json_answer import answer as answer_json
 from specheads.json_answer import answers_json
 
@@ -247,7 +249,12 @@ def _lossy(
 
 def main() -> None:
     """Entry point."""
-    hydra_main("quality", QualityConfig, run)
+    sys.argv[1:], data = take_literal(sys.argv[1:], "data")  # to Hydra a group of conf/
+
+    def task(config: QualityConfig) -> None:
+        run(config if data is None else replace(config, data=data))
+
+    hydra_main("quality", QualityConfig, task)
 
 
 if __name__ == "__main__":
