@@ -27,7 +27,7 @@ PAGES = {
     ]
 }
 # words that an entry point takes before Hydra sees them; any other is Hydra's, or refused
-LITERAL = {"train": "\n", "generate": "prompt=", "chat": "system="}
+LITERAL = {"train": "\n", "generate": "prompt=", "chat": "system=", "quality": "data="}
 FOREIGN = ("cd", "export", "git", "mkdir", "pip", "source")  # programs that are not ours
 
 
