@@ -37,6 +37,7 @@ def run(config: ExportConfig) -> None:
     records = _check(config)
     from specheads import hardware
     from specheads.formats.finish import finish
+    from specheads.formats.imports import is_foreign
     from specheads.models.checkpoint import read_config
 
     hardware.quiet_loading()
@@ -45,6 +46,10 @@ def run(config: ExportConfig) -> None:
         form, notes, info = _import(config)
     elif (Path(config.checkpoint) / _PROVENANCE).is_file():
         form, notes, info = _draft(config)
+    elif is_foreign(config.checkpoint):
+        raise ConfigError(
+            f"{config.checkpoint} is a checkpoint of others: base=<its base model> brings it in"
+        )
     elif config.format != "native":
         form, info = config.format, read_config(config.checkpoint)
         notes = _foreign(config, info)

@@ -37,6 +37,15 @@ _COUNTS = (
 )  # fmt: skip
 
 
+def is_foreign(checkpoint: str | Path) -> bool:
+    """Return whether a folder holds heads that ``bring_in`` may know, from names alone."""
+    folder = Path(checkpoint)
+    return folder.is_dir() and (
+        _heads_file(folder) is not None
+        or bool(_config_of_others(folder).keys() & {*_COUNTS, "hydra_num_heads", "medusa_fc_bias"})
+    )
+
+
 def bring_in(
     checkpoint: str, base: str, output: Path, *, dtype: str | None, allow_pickle: bool
 ) -> list[str]:
@@ -179,6 +188,10 @@ def _config_of(folder: Path) -> dict[str, Any]:
         )
     if (folder / MANIFEST).is_file() or (folder / PROVENANCE).is_file():
         raise ConfigError(f"{folder} is an export of specheads already: leave base= out")
+    return _config_of_others(folder)
+
+
+def _config_of_others(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     return read_json(file, "", strict=False) if file.is_file() else {}
 
