@@ -9,6 +9,7 @@ decoding's by more than rounding explains.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -30,13 +31,39 @@ ALWAYS = (0.0, 0.7, 1.0)  # greedy, the headline where greedy text loops, and un
 
 
 def prompt_file(given: str, checkpoint: str, name: str) -> Path:
-    """Return the user's file of prompts, else the export's own, else the embedded one."""
+    """Return the user's file of prompts, else the export's own, else the embedded one.
+
+    The embedded ones are instructions about Python; for a base that is not the embedded one a line
+    says so, as figures on prompts of another kind say little.
+    """
     from specheads.assets import tinycode_dir
 
     if given:
         return Path(given)
     own = Path(checkpoint) / name
-    return own if own.is_file() else tinycode_dir() / name
+    if own.is_file():
+        return own
+    if not _is_embedded(checkpoint):
+        of_run = Path(checkpoint).parent / "prompts.jsonl"  # held out, and calibrated on
+        kept = f"; the run kept {of_run} to calibrate on" if of_run.is_file() else ""
+        print(
+            f"specheads: no prompts given: taking the embedded ones, which are about Python{kept}",
+            file=sys.stderr,
+        )
+    return tinycode_dir() / name
+
+
+def _is_embedded(checkpoint: str) -> bool:
+    """Return whether the base is the embedded model, as far as can be told before it is loaded."""
+    import json
+
+    if checkpoint == "tinycode":
+        return True
+    try:
+        base = json.loads((Path(checkpoint) / "config.json").read_text())["base"]
+        return bool(base["name"] == "tinycode")
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def max_prompt_length(export: Export | Subject, max_new_tokens: int) -> int:
