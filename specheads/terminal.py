@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import os
+import re
 import select
 import signal
 import sys
@@ -19,6 +20,7 @@ from typing import Any, Self, TextIO
 
 DIM, RESET = "\x1b[2m", "\x1b[0m"
 _FEW_ROWS = 4
+_KEYS = re.compile(r"\x1b(?:[\[O][0-9;]*[A-Za-z~]|.)")  # what arrows and their like send
 
 
 def wants_color(setting: str, stream: TextIO) -> bool:
@@ -176,7 +178,11 @@ class Lines:
 
     def type_ahead(self, text: str) -> None:
         """Let the next lines begin with ``text``, which was typed before they were asked for."""
-        self._ahead += text.replace("\r", "\n")
+        for c in _KEYS.sub("", text).replace("\r", "\n"):
+            if c in "\b\x7f":
+                self._ahead = self._ahead if self._ahead.endswith("\n") else self._ahead[:-1]
+            elif c == "\n" or unicodedata.category(c) != "Cc":
+                self._ahead += c
 
     def read(self, prompt: str) -> str:
         """Return the next line, without its end.

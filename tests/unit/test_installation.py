@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from specheads import doctor, installation
+from specheads import doctor, installation, packages
 from specheads.config import DoctorConfig, RunError
-from specheads.installation import PACKAGES, Part, examine, try_imports
+from specheads.installation import examine
+from specheads.packages import PACKAGES, Package, Part, try_imports
 
 ROOT = Path(__file__).parents[2]
 OPTIONAL = [package for package in PACKAGES if not package.required]
@@ -58,15 +60,15 @@ def test_every_package_the_code_asks_for_is_known() -> None:
     table = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = table["optional-dependencies"]
     needed = table["dependencies"] + [x for name, of in extras.items() if name != "dev" for x in of]
-    names = {installation.re.match(r"[\w.-]+", each).group() for each in needed}  # type: ignore[union-attr]
+    names = {re.match(r"[\w.-]+", each).group() for each in needed}  # type: ignore[union-attr]
     assert names <= {package.name for package in PACKAGES}
-    wanted = installation._requirements()
+    wanted = packages.requirements()
     assert wanted["deepspeed"] == next(x for x in needed if x.startswith("deepspeed"))
 
 
 @pytest.mark.parametrize("package", OPTIONAL, ids=lambda package: package.name)
 def test_a_missing_part_is_named_with_its_command(
-    package: installation.Package, hide: Callable[..., None]
+    package: Package, hide: Callable[..., None]
 ) -> None:
     """A run that fails an hour later with ModuleNotFoundError, and a guess at the right name."""
     hide(package.name)
@@ -137,8 +139,8 @@ def test_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     part = parts()["deepspeed"]
     assert not part.ok and part.wanting
     assert "0.10.0, needs deepspeed>=" in part.line()
-    assert installation._new_enough("2.13.0+cpu", "torch>=2.11")
-    assert not installation._new_enough("6.1", "transformers>=5.17,<6")
+    assert packages._new_enough("2.13.0+cpu", "torch>=2.11")
+    assert not packages._new_enough("6.1", "transformers>=5.17,<6")
 
 
 def test_what_cannot_be_imported_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,3 +123,5 @@ def test_what_was_typed_ahead_comes_first(
     lines.type_ahead("ree, ")
     assert [lines.read("> "), lines.read("> "), lines.read("> ")] == ["one", "two", "three, later"]
     assert capsys.readouterr().err == "> one\n> two\n> three, "
+    lines.type_ahead("a\n\x7fxy\b\x1b[A\x1bOD\x04é\t\x7f\x7fz\n")
+    assert [lines.read(""), lines.read("")] == ["a", "z"]
