@@ -14,8 +14,8 @@ PACKAGE = ROOT / "specheads"
 LAYERS = [
     {
         "__init__", "assets", "config", "dist", "redact", "log", "run_dir", "metrics_file",
-        "wandb_log", "hardware", "contention", "files", "registration", "launch", "heartbeat", "json_answer", "packages", "installation",
-        "terminal",
+        "wandb_log", "hardware", "contention", "files", "registration", "launch", "heartbeat",
+        "json_answer", "packages", "installation", "terminal",
     },
     {
         "tree", "acceptance", "rejection", "lossy", "losses", "fused_loss", "soft_loss",
