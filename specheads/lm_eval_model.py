@@ -109,7 +109,7 @@ def load(
         checkpoint: an export, or a base model: a folder, a hub name, tinycode.
         base: where an export's base model is now, if it was moved.
         dtype: of the weights; auto is bfloat16 where the processor has it.
-        device: of the model; None takes a GPU if there is one.
+        device: of the model; None, or a GPU where there is none, takes what there is.
         batch_size: rows decoded together; ``auto`` is 8. Scored are texts one by one.
         max_batch_size: not needed; lm-eval hands it over.
         max_gen_toks: limit where a task names none.
@@ -135,6 +135,8 @@ def load(
             f"--model_args: unknown key {unknown[0]}; there are checkpoint, base, dtype, device,"
             f" batch_size, max_gen_toks, max_length, seed, {', '.join(known)}"
         )
+    if device and device.startswith("cuda") and not torch.cuda.is_available():
+        device = None  # lm-eval asks for a GPU where its user asked for nothing
     place = torch.device(device) if device else dist.device()
     hardware.quiet_loading()
     decoder = load_decoder(
