@@ -62,7 +62,7 @@ QUICK = {
     "generate": ("max_new_tokens=8",),
     "export": (),
 }  # fmt: skip
-SHOWN_HEAD, SHOWN_TAIL = 12, 22  # lines of a longer output that the page shows
+SHOWN_HEAD, SHOWN_TAIL = 24, 14  # lines of a longer output that the page shows
 
 
 def functions(source: Path) -> Iterator[dict[str, str]]:
@@ -153,9 +153,9 @@ def render(record: dict[str, Any]) -> str:
         f"`my.jsonl`, {record['num_records']} records of one's own, and "
         f"`test.jsonl`, {record['num_kept']} more that were kept apart. The model is the embedded "
         "one under another name, the records are functions of Python's standard library.",
-        f"{machine['date']}, {machine['processor']}, {machine['threads']} threads, "
-        f"torch {machine['torch']}, transformers {machine['transformers']}; {minutes:.1f} minutes "
-        "in all. A line of a record:",
+        f"{machine['date']}, {machine['processor']}, threads: {machine['threads']}, "
+        f"torch {machine['torch']}, transformers {machine['transformers']}; {minutes:.0f} minutes "
+        "in all. A record:",
         "```json\n" + record["example"] + "\n```",
     ]
     for number, (title, done) in enumerate(zip(TITLES, record["commands"], strict=True), start=1):

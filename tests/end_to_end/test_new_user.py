@@ -63,7 +63,7 @@ def test_bars_and_folders_are_left_out(tmp_path: Path) -> None:
     assert new_user.tidy(output, tmp_path) == ["wrote x.json", "green"]
     lines = [str(number) for number in range(50)]
     shown = new_user.shown(lines)
-    assert shown[0] == "0" and shown[-1] == "49" and "16 lines" in shown[new_user.SHOWN_HEAD]
+    assert shown[0] == "0" and shown[-1] == "49" and "12 lines" in shown[new_user.SHOWN_HEAD]
 
 
 @pytest.mark.slow
