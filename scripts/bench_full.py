@@ -320,6 +320,15 @@ def full_parts(runs: str = RUNS) -> list[Part]:
             needs=tuple(f"train_{n}" for n in ("hydra", "medusa2", "distill", "mtp", "mtp_bpe")),
         ),
         script(
+            "first_hour",
+            6,
+            "",
+            (
+                *("scripts/new_user.py", "--json", "benchmarks/first_hour.json"),
+                *("--out", "docs/first_hour.md"),
+            ),
+        ),
+        script(
             "kill_resume",
             12,
             "",
