@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import yaml
 
 from specheads.config import ExportConfig
 from specheads.config.commands import FORMATS
+from specheads.formats import vllm_custom_class
 from specheads.formats.serving import Serving, commands, lines
 
 BASE = {"name": "org/base", "tuned": False}
@@ -178,3 +180,15 @@ def test_nothing_is_said_to_have_been_run_that_was_not() -> None:
                 each.engine in ("specheads", "transformers")
             ), each
     assert "only transformers and specheads were run" in " ".join(lines([]))
+
+
+def test_the_page_names_the_versions_that_were_checked() -> None:
+    """A page that is older than the commands sends readers to versions that nobody looked at."""
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    table = [line for line in page.splitlines() if line.startswith("| ")]
+    for form, info, *_ in CASES:
+        for each in commands(form, "FOLDER", info):
+            if each.engine not in ("specheads", "FasterDecoding/Medusa"):
+                assert any(line.startswith(f"| {each.engine} | {each.checked} |") for line in table)
+    for name in vllm_custom_class.CLASSES:
+        assert f"| `{name}` |" in page
