@@ -222,11 +222,21 @@ def test_the_report_is_one_file(folder: Path, result: dict[str, Any]) -> None:
 
 
 def test_names_do_not_become_parts_of_the_report(result: dict[str, Any]) -> None:
-    """A checkpoint's folder is anybody's text."""
-    settings = {**result["settings"], "checkpoint": "<script>alert(1)</script>"}
+    """A checkpoint's folder, an export's name and a prompt's kind are anybody's text."""
+    bad = "<script>alert(1)</script>"
+    rows = [
+        {
+            **row,
+            "method": row["method"].replace("suffix", bad),
+            "per_kind": {kind.replace("body", bad): of for kind, of in row["per_kind"].items()},
+        }
+        for row in result["rows"]
+    ]
+    settings = {**result["settings"], "checkpoint": bad}
     page = Page()
-    page.feed(html_page({**result, "settings": settings}))
+    page.feed(html_page({**result, "settings": settings, "rows": rows}))
     assert "script" not in page.tags and page.open == []
+    assert "".join(page.text).count(bad) > 20
 
 
 def test_what_disturbed_is_the_first_thing_said(result: dict[str, Any]) -> None:

@@ -350,7 +350,7 @@ def watched(share: float | None, drift: float = 1.0, batch: int = 1) -> dict[str
     ("seen", "contended", "line"),
     [
         ([watched(0.02), watched(0.04, batch=2)], False, None),
-        ([watched(0.02), watched(0.35, batch=2)], True, "35% of the processors .*batch 2"),
+        ([watched(0.02, batch=8), watched(0.35, batch=2)], True, "35% of the processors .*batch 2"),
         ([watched(0.02, drift=1.3)], True, "1.30x between repeats"),
         ([watched(None)], False, "unknown"),
     ],
