@@ -15,6 +15,15 @@ _WORDS = {
     "draft": "A draft model",
     "base": "A base model",
 }
+_LAYOUTS = {
+    "hf": "Base model and heads are one model, whose class transformers knows through specheads.",
+    "mtp_standard": "Base model and heads are laid out in the MTP standard of transformers.",
+    "vllm_medusa": "Laid out for vLLM 0.28 to 0.32.",
+    "fasterdecoding_v1": "Laid out as the original Medusa code and TGI read them.",
+    "fasterdecoding_v2": "Laid out as the original Medusa code and TGI read them, version 2.",
+    "merged": "Base model and heads in one folder, laid out as the original code's checkpoints.",
+}
+_CHAINS = ("mtp_standard", "vllm_medusa", "fasterdecoding_v1", "fasterdecoding_v2")
 # what a bench measures that says something about the folder
 _METHODS = ("plain", "hf_generate", "prompt_lookup", "tree", "tree_dynamic")
 
@@ -53,10 +62,11 @@ def introduction(form: str, info: Mapping[str, Any]) -> str:
     if kind == "draft":
         return f"A small model that guesses the next tokens{of}, for speculative decoding."
     number = info["num_heads"]
-    return (
+    text = (
         f"{number} heads that guess the next {number} tokens behind the one that the base"
         f" model{of} gives, for speculative decoding."
     )
+    return f"{text} {_LAYOUTS[form]}" if form in _LAYOUTS else text
 
 
 def output(form: str, info: Mapping[str, Any]) -> str:
@@ -150,9 +160,11 @@ def _or_dash(value: float | None, form: str) -> str:
 
 
 def measured_by_training(
-    info: Mapping[str, Any], final: Mapping[str, float], machine: Mapping[str, Any]
+    form: str, info: Mapping[str, Any], final: Mapping[str, float], machine: Mapping[str, Any]
 ) -> str:
     """Return what the recipe measured itself: the chosen tree, and its last evaluation."""
+    if form == "vllm_custom_class" or (form == "plain" and info.get("kind")):
+        return "Nothing was measured without the heads."
     parts = []
     tree = info.get("tree") or {}
     on = tree.get("measured_on") or {}
@@ -166,6 +178,11 @@ def measured_by_training(
             f"Expected of its tree of {len(tree['choices']) + 1} nodes: {expected}{faster}, from"
             f" {on.get('num_prompts')} prompts ({batch})."
         )
+        if form in _CHAINS and (chain := _chain(tree)):
+            parts.append(
+                f"That is in specheads. A chain of the heads' best guesses, as this format is"
+                f" served, is expected to give {chain:.2f} tokens per step."
+            )
     rows = []
     for at in sorted({key.rpartition("/")[2] for key in final if key.startswith("final/")}):
         length = final.get(f"final/accept_length/{at}")
@@ -195,6 +212,19 @@ def measured_by_training(
     return "\n\n".join(parts) or "Nothing was measured yet: `specheads bench card=true` does it."
 
 
+def _chain(tree: Mapping[str, Any]) -> float:
+    """Return the expected accept length of the tree's first choices alone; 0 if it is unknown."""
+    chances = tree["measured_on"].get("acceptance") or []
+    if len(chances) != len(tree["choices"]):
+        return 0.0
+    first = [
+        chance
+        for path, chance in zip(tree["choices"], chances, strict=True)
+        if not any(path)  # ranks, the best one being 0
+    ]
+    return 1 + sum(first) if first else 0.0
+
+
 def measured_by_bench(result: Mapping[str, Any]) -> str:
     """Return the table of a bench's rows at batch 1."""
     rows = _rows(result)
@@ -217,8 +247,9 @@ def measured_by_bench(result: Mapping[str, Any]) -> str:
             f" {row['speedup_vs_hf_generate']:.2f} | {row['accept_length']:.2f} | {same} |"
         )
     if about.get("contended"):
-        drift = about.get("baseline_drift")
-        lines += ["", f"The machine was busy (plain decoding itself varied {drift:.2f}x)."]
+        drift, share = about.get("baseline_drift"), about.get("largest_other_share")
+        others = f", others took up to {share:.0%} of the processors" if share else ""
+        lines += ["", f"The machine was busy (plain decoding itself varied {drift:.2f}x{others})."]
     return "\n".join(lines)
 
 
