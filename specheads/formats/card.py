@@ -59,9 +59,9 @@ def write(
     else:
         of_draft = info.get("measured") if info.get("kind") == "draft" else None
         found, machine = final or {}, hardware.environment() if final else {}
-        measured = card_texts.measured_by_training(info, found or of_draft or {}, machine)
+        measured = card_texts.measured_by_training(form, info, found or of_draft or {}, machine)
     use = card_texts.serving(_served(form, name or folder.resolve().name, info))
-    if name and form == "native" and info["kind"] != "draft":  # which is loaded from a folder
+    if name and form == "native" and info.get("kind") != "draft":  # which is loaded from a folder
         use = f"```sh\nhf download {name} --local-dir {_short(name)}\n```\n\n{use}"
     parts = [
         _front_matter(form, info, licence),
@@ -101,7 +101,7 @@ def measured(folder: str | Path, result: Mapping[str, Any] | None = None) -> Non
     before, after = _split(folder)
     if result is None:
         info = read_json(folder / "config.json", f"{folder} is no export")
-        text = card_texts.measured_by_training(info, {}, {})
+        text = card_texts.measured_by_training("native", info, {}, {})
     else:
         text = _by_bench(result, folder / _BENCH)
     _save(folder / CARD, f"{before}{BEGIN}\n{text}\n{END}{after}")

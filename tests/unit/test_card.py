@@ -253,6 +253,30 @@ def test_a_new_tree_makes_old_figures_void(tmp_path: Path) -> None:
     load_export(folder)  # the manifest lets the card be edited
 
 
+def test_a_format_that_is_served_as_a_chain_promises_no_tree(tmp_path: Path) -> None:
+    """The accept length of a tree beside an engine that takes chains is one nobody will see."""
+    on = {"num_prompts": 9, "dtype": "float32", "device": "cpu", "threads": 1}
+    tree = {
+        "choices": [[0], [1], [0, 0], [0, 1]],
+        "expected_accept_length": 2.2,
+        "measured_on": {**on, "acceptance": [0.6, 0.2, 0.3, 0.1]},
+    }
+    measured = "Expected of its tree of 5 nodes: 2.20 tokens per verify step, from 9 prompts"
+    chain = "is expected to give 1.90 tokens per step"
+    for form in ("native", "merged"):
+        _, body = written(tmp_path / form, form, info(tree=tree))
+        assert measured in body and "chain of the heads' best guesses, as this" not in body
+    for form in ("vllm_medusa", "fasterdecoding_v1", "fasterdecoding_v2"):
+        _, body = written(tmp_path / form, form, info(tree=tree))
+        assert measured in body and chain in body
+    for form in ("plain", "vllm_custom_class"):
+        _, body = written(tmp_path / form, form, info(tree=tree))
+        assert measured not in body and "Nothing was measured without the heads." in body
+    tree["measured_on"] = on  # by a version that did not keep the chances
+    _, body = written(tmp_path / "old", "vllm_medusa", info(tree=tree))
+    assert measured in body and "is expected to give" not in body
+
+
 CARDS = [
     ("---\nlicense: apache-2.0\n---\n# x", Licence("apache-2.0", source="its README.md")),
     ("---\nlicense: [MIT]\n---\n", Licence("mit", source="its README.md")),
