@@ -1,6 +1,7 @@
 """``python -m specheads.quality`` on tiny models."""
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from specheads.models.base import load_base_model, load_tokenizer
 from specheads.models.checkpoint import save_export
 from specheads.models.digest import base_digest
 from specheads.models.heads import MedusaHeads
-from specheads.quality import run
+from specheads.quality import main, run
 from specheads.tree import default_tree
 from tests.conftest import build_byte_tokenizer
 
@@ -49,11 +50,18 @@ def settings(checkpoint: Path | str, data: Path, out: Path, **more: object) -> Q
 
 
 def test_a_tuned_base_is_compared_with_its_original(
-    tuned_export: Path, tiny_jsonl: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tuned_export: Path,
+    tiny_jsonl: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """medusa2's speed-up counts only beside what the base has become."""
     config = settings(tuned_export, tiny_jsonl, tmp_path, num_records=6)
-    run(config)
+    command = f"num_records=6 num_prompts=3 max_new_tokens=12 threads=1 out={config.out}"
+    arguments = [f"checkpoint={tuned_export}", f"data={tiny_jsonl}", *command.split()]
+    monkeypatch.setattr(sys, "argv", ["quality", *arguments])
+    main()  # data= is a group of conf/, too
     printed = capsys.readouterr().out
     result = json.loads(Path(config.out).read_text())
     read = result["heldout"]

@@ -1,6 +1,7 @@
 """``python -m specheads.spec_bench`` on a tiny model, and its ``forward_func``."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from specheads.decoding import suite_answers
 from specheads.decoding.generate import SpecDecoder
 from specheads.decoding.plain import plain_decode
 from specheads.models.base import load_base_model, load_tokenizer
-from specheads.spec_bench import forward, load, run
+from specheads.spec_bench import forward, load, main, run
 from tests import spec_bench_formula
 
 QUESTIONS = [
@@ -68,10 +69,16 @@ def by_hand(checkpoint: str, questions: list[dict[str, Any]], limit: int) -> dic
 
 
 def test_answers_are_written_and_scored(
-    config: SpecBenchConfig, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+    config: SpecBenchConfig,
+    tiny_model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Files that others score to other numbers than ours prove nothing to them."""
-    run(config)
+    keys = ("checkpoint", "questions", "answers", "out", "max_new_tokens", "warmup", "dtype")
+    arguments = [f"{key}={getattr(config, key)}" for key in keys]
+    monkeypatch.setattr(sys, "argv", ["spec_bench", *arguments, "threads=1"])
+    main()
     printed = capsys.readouterr().out
     result = json.loads(Path(config.out).read_text())
     ours, base = (Path(result["answers"][name]) for name in ("drafted", "plain"))
