@@ -11,7 +11,7 @@ from specheads.decoding.stats import median
 
 _COLUMNS = (
     ("T", 4),
-    ("method", 14),
+    ("method", 0),  # as wide as the longest
     ("nodes", 5),
     ("tokens/s", 8),
     ("speed-up", 8),
@@ -31,7 +31,9 @@ def format_table(rows: Sequence[dict[str, Any]]) -> str:
 
     ``prefill`` is in milliseconds per prompt; ``decode`` is the speed-up without it.
     """
-    lines = ["  ".join(name.rjust(width) for name, width in _COLUMNS)]
+    longest = _longest_name(rows)
+    columns = [(name, longest if name == "method" else width) for name, width in _COLUMNS]
+    lines = ["  ".join(name.rjust(width) for name, width in columns)]
     for row in (each for each in rows if each["batch"] == 1):
         low, high = row["speedup_vs_plain_ci95"]
         prefill, decode = row["prefill_seconds"], row["decode_speedup_vs_plain"]
@@ -51,15 +53,20 @@ def format_table(rows: Sequence[dict[str, Any]]) -> str:
             same,
             "-" if row["near_ties"] is None else str(row["near_ties"]),
         )
-        lines.append("  ".join(c.rjust(w) for c, (_, w) in zip(cells, _COLUMNS, strict=True)))
+        lines.append("  ".join(c.rjust(w) for c, (_, w) in zip(cells, columns, strict=True)))
     return "\n".join(lines)
+
+
+def _longest_name(rows: Sequence[dict[str, Any]]) -> int:
+    return max([len("hf_generate"), *(len(row["method"]) for row in rows)])
 
 
 def format_kinds(rows: Sequence[dict[str, Any]]) -> str:
     """Return accept length and speed-up per kind of prompt, drafted methods at batch 1 only."""
     drafted = [row for row in rows if row["drafter"] and row["batch"] == 1]
     kinds = sorted({kind for row in drafted for kind in row["per_kind"]})
-    head = "   T  method          " + "".join(f"{kind:>18.18}" for kind in kinds)
+    width = _longest_name(rows)
+    head = f"   T  {'method':<{width}}" + "".join(f"{kind:>18.18}" for kind in kinds)
     lines = [head]
     for row in drafted:
         cells = (
@@ -68,7 +75,8 @@ def format_kinds(rows: Sequence[dict[str, Any]]) -> str:
             for kind in kinds
         )
         lines.append(
-            f"{row['temperature']:>4g}  {row['method']:<16}" + "".join(f"{c:>18}" for c in cells)
+            f"{row['temperature']:>4g}  {row['method']:<{width}}"
+            + "".join(f"{cell:>18}" for cell in cells)
         )
     return "\n".join(lines)
 
@@ -76,7 +84,9 @@ def format_kinds(rows: Sequence[dict[str, Any]]) -> str:
 def format_batches(rows: Sequence[dict[str, Any]]) -> str:
     """Return tokens per second and speed-up over plain decoding per batch size, and crossovers."""
     sizes = sorted({row["batch"] for row in rows})
-    lines = ["   T  method          " + "".join(f"{f'batch {size}':>16}" for size in sizes)]
+    width = _longest_name(rows)
+    head = f"   T  {'method':<{width}}"
+    lines = [head + "".join(f"{f'batch {size}':>16}" for size in sizes)]
     for temperature, method in in_order(rows, "temperature", "method"):
         by_size = {row["batch"]: row for row in series_of(rows, method, temperature)}
         cells = (
@@ -85,7 +95,7 @@ def format_batches(rows: Sequence[dict[str, Any]]) -> str:
             else ""
             for size in sizes
         )
-        lines.append(f"{temperature:>4g}  {method:<16}" + "".join(f"{c:>16}" for c in cells))
+        lines.append(f"{temperature:>4g}  {method:<{width}}" + "".join(f"{c:>16}" for c in cells))
     return "\n".join([*lines, *crossover_lines(rows)])
 
 
