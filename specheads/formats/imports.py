@@ -138,10 +138,10 @@ def _sizes(name: str) -> tuple[int, int]:
     """Return hidden size and vocabulary of a model, from its config alone."""
     with one_line(f"cannot load model.name={name}"):
         config = AutoConfig.from_pretrained(resolve_name(name)).get_text_config()
-    found = tuple(getattr(config, key, None) for key in ("hidden_size", "vocab_size"))
-    if not all(type(each) is int for each in found):
+    hidden_size, vocab_size = (getattr(config, key, 0) for key in ("hidden_size", "vocab_size"))
+    if type(hidden_size) is not int or type(vocab_size) is not int or not hidden_size * vocab_size:
         raise ConfigError(f"base={name}: its config names no hidden_size and vocab_size")
-    return found
+    return hidden_size, vocab_size
 
 
 def _tuned(files: TensorFiles, heads: set[str], base: str) -> bool:

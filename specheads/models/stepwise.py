@@ -70,9 +70,8 @@ class Tables:
         self.biases: list[Tensor] | None = None
         vocab_size, width = heads.vocab_size, heads.hidden_size
         size = vocab_size * width * depth * (depth + 1) // 2
-        fits = 0 < size <= MAX_TABLE
-        # what a token adds to joined heads depends on the hidden state beside it
-        self._condition = heads.condition and not heads.joined and fits
+        # joined heads have none: what a token adds depends on the hidden state beside it
+        self._condition = heads.condition and 0 < size <= MAX_TABLE
         size = vocab_size * heads.num_outputs * depth
         self._markov = heads.markov_rank > 0 and 0 < size <= MAX_TABLE
 
