@@ -144,6 +144,7 @@ def run(config: BenchConfig) -> None:
         dynamic=_dynamic(export, config) if export else None,
         lossy=lossy,
         compile=config.decode.compile,
+        batched=max(config.batch_sizes, default=1) > 1,
     )
     methods += other_methods(
         subject, asked, eos=eos, max_new_tokens=config.max_new_tokens, lossy=lossy

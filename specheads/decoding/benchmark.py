@@ -52,6 +52,7 @@ def make_methods(
     dynamic: DynamicDrafter | None = None,
     lossy: Acceptance | None = None,
     compile: bool = False,
+    batched: bool = False,
 ) -> list[Method]:
     """Return the compared methods; the first of ``trees`` is called ``tree``.
 
@@ -67,6 +68,7 @@ def make_methods(
         lossy: a rule that the first tree is decoded by once more, named in the row.
         compile: compile the base's passes in our own loops, the plain one included, which is then
             measured as it was before too, and generate with compiled passes.
+        batched: there will be batches, to be measured beside decoding without them.
     """
     plain = plain_method(base, eos, max_new_tokens, compile=compile)
     methods = [plain, hf_generate_method(base, eos, pad, max_new_tokens)]
@@ -74,8 +76,9 @@ def make_methods(
         eager = plain_method(base, eos, max_new_tokens)
         methods.insert(1, replace(eager, name="plain_eager"))
         methods.append(hf_compiled_method(base, eos, pad, max_new_tokens))
-    methods += [
-        one_by_one_method(plain),
+    if batched:
+        methods.append(one_by_one_method(plain))
+    methods.append(
         drafted_method(
             "prompt_lookup",
             base,
@@ -85,7 +88,7 @@ def make_methods(
             tree_nodes=LOOKUP_TOKENS + 1,
             compile=compile,
         ),
-    ]
+    )
     if heads is None or output is None:
         return methods
     extra = sum(parameter.numel() for parameter in heads.parameters())

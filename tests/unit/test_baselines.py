@@ -37,7 +37,7 @@ def test_compiled_methods_stand_beside_others(
     methods = {
         each.name: each
         for each in make_methods(
-            tiny_llama, None, None, [], eos=(), pad=0, max_new_tokens=6, compile=True
+            tiny_llama, None, None, [], eos=(), pad=0, max_new_tokens=6, compile=True, batched=True
         )
     }
     compiled = {name for name, each in methods.items() if each.compiled}
@@ -51,6 +51,6 @@ def test_compiled_methods_stand_beside_others(
         (found,) = methods[name].decode(batch, 0.0, 0)
         assert found.tokens == expected.tokens
         assert len(traced) > before, f"{name} compiled nothing"
-    assert not make_methods(
-        tiny_llama, None, None, [], eos=(), pad=0, max_new_tokens=6
-    )[0].compiled  # fmt: skip
+    without = make_methods(tiny_llama, None, None, [], eos=(), pad=0, max_new_tokens=6)
+    assert [each.name for each in without] == ["plain", "hf_generate", "prompt_lookup"]
+    assert not any(each.compiled for each in without)
