@@ -17,6 +17,8 @@ from specheads.files import whole_file
 from specheads.formats import card_texts
 from specheads.formats.licence import UNKNOWN, Licence, licence_of
 from specheads.formats.serving import Serving, commands
+from specheads.models.checkpoint import read_config
+from specheads.models.draft_files import read_provenance
 from specheads.models.manifest import read_json
 
 CARD = "README.md"
@@ -77,27 +79,33 @@ def write(
 
 
 def check(folder: str | Path) -> None:
-    """Check that a folder has a card whose measured part can be replaced.
+    """Check that :func:`measured` will find a card whose part it can replace, or can write one.
 
     Raises:
-        ConfigError: if it has none.
+        ConfigError: if it cannot.
     """
-    _split(Path(folder))
+    folder = Path(folder)
+    if (folder / CARD).exists():
+        _split(folder)
+    else:
+        _about(folder)
 
 
 def measured(folder: str | Path, result: Mapping[str, Any] | None = None) -> None:
-    """Replace the measured part of a folder's card.
+    """Replace the measured part of a folder's card; an export without one is given one.
 
     Args:
-        folder: with a card.
+        folder: with a card, or a native export.
         result: what ``specheads.bench`` writes. None: what the folder's config.json says of its
             tree, which a tree search has just replaced.
 
     Raises:
-        ConfigError: if there is no card, it has lost its marks, or ``result`` is none.
+        ConfigError: if there is neither, the card has lost its marks, or ``result`` is none.
         RunError: if the disk is full.
     """
     folder = Path(folder)
+    if not (folder / CARD).exists():
+        write(folder, "native", _about(folder))
     before, after = _split(folder)
     if result is None:
         info = read_json(folder / "config.json", f"{folder} is no export")
@@ -116,6 +124,8 @@ def refresh(folder: str | Path) -> bool:
     Raises:
         RunError: if the disk is full.
     """
+    if not (Path(folder) / CARD).exists():
+        return False
     try:
         measured(folder)
     except ConfigError:
@@ -123,15 +133,19 @@ def refresh(folder: str | Path) -> bool:
     return True
 
 
+def _about(folder: Path) -> dict[str, Any]:
+    """Return what an export without a card says of itself."""
+    try:
+        return read_provenance(folder) or read_config(folder)
+    except ConfigError as error:
+        raise ConfigError(f"{folder} has no {CARD}, and none can be written: {error}") from None
+
+
 def _split(folder: Path) -> tuple[str, str]:
     """Return what stands before and after the measured part."""
     file = folder / CARD
     try:
         text = file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{folder} has no {CARD}: an export written by this version has one"
-        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from None
     before, begin, rest = text.partition(BEGIN)

@@ -217,8 +217,9 @@ def test_a_bench_beside_the_export_is_taken(tmp_path: Path) -> None:
 
 def test_a_card_that_cannot_be_updated_is_found_before_measuring(tmp_path: Path) -> None:
     """Half an hour of measuring must not end with a missing line in a file."""
-    with pytest.raises(ConfigError, match=r"has no README.md"):
+    with pytest.raises(ConfigError, match=r"has no README.md, and none can be written: .* is not"):
         card.check(tmp_path)
+    assert not card.refresh(tmp_path)
     file = tmp_path / card.CARD
     file.write_text("all mine\n")
     with pytest.raises(ConfigError, match="lacks the line '<!-- specheads: measured"):
@@ -231,6 +232,17 @@ def test_a_card_that_cannot_be_updated_is_found_before_measuring(tmp_path: Path)
     file.write_text(f"{card.BEGIN}\n{card.END}")
     with pytest.raises(ConfigError, match="is no result of specheads.bench"):
         card.measured(tmp_path, {"rows": []})
+
+
+def test_an_export_without_a_card_is_given_one(tmp_path: Path) -> None:
+    """Exports of earlier versions have none, and measuring them again would end in an error."""
+    folder = tmp_path / "golden"
+    shutil.copytree(GOLDEN, folder)
+    card.check(folder)
+    assert not card.refresh(folder) and not (folder / card.CARD).exists()
+    card.measured(folder, BENCH)
+    text = (folder / card.CARD).read_text()
+    assert text.startswith("---\n") and "| 0 | tree | 357.6 |" in text
 
 
 def test_a_new_tree_makes_old_figures_void(tmp_path: Path) -> None:
