@@ -9,7 +9,7 @@ the base judges both. Writes quality.json.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from specheads.data.encoder import Encoded
+    from specheads.decoding.measure import Prompt
     from specheads.decoding.subject import Subject
 
 
@@ -66,7 +67,8 @@ def run(config: QualityConfig) -> None:
     original = load_original(config, name, subject, dtype, device) if name else None
     documents, left_out = read_documents(data, subject, original, config.num_records)
     eos = end_tokens(subject.base, subject.tokenizer)
-    prompts, digest = [], ""
+    prompts: list[Prompt] = []
+    digest = ""
     if config.num_prompts and (original is not None or not rule.lossless):
         prompts, digest = read_prompts(
             data,
@@ -227,7 +229,11 @@ def _in_turn(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _lossy(
-    config: QualityConfig, subject: Subject, prompts: Any, eos: tuple[int, ...], tick: Any
+    config: QualityConfig,
+    subject: Subject,
+    prompts: Sequence[Prompt],
+    eos: tuple[int, ...],
+    tick: Callable[[], object],
 ) -> dict[str, Any]:
     from specheads.decoding.drafting import choose_drafter
     from specheads.decoding.exported import acceptance_rule

@@ -123,10 +123,10 @@ def run(config: SpecBenchConfig) -> None:
     """
     import json
 
-    from specheads import dist, hardware
+    from specheads import contention, dist, hardware
     from specheads.data.suites import read_questions
     from specheads.data.templates import QuestionPrompts
-    from specheads.decoding.answer_files import AnswerFile, read_answers, read_details
+    from specheads.decoding.answer_files import AnswerFile, details_of, read_answers, read_details
     from specheads.decoding.drafting import check_drafter
     from specheads.decoding.subject import is_plain_model
     from specheads.decoding.suite_scores import format_scores, score
@@ -155,7 +155,9 @@ def run(config: SpecBenchConfig) -> None:
         for number, question in enumerate(questions)
         if (missing := [name for name, file in files.items() if not file.has(question)])
     }
+    before = contention.sample()
     left_out = _answer_all(config, questions, todo, files, prompts, dtype) if todo else []
+    others = contention.between(before, contention.sample()) if todo else None
     for file in files.values():
         file.reorganise()
     asked = {question.id for question in questions}
@@ -164,7 +166,8 @@ def run(config: SpecBenchConfig) -> None:
     if not found["drafted"]:
         raise ConfigError(f"none of the {len(questions)} questions fits the base model's context")
     details = read_details(files["drafted"].details_path)
-    details0 = read_details(files["plain"].details_path) if "plain" in files else {}
+    against = Path(config.baseline) if config.baseline else folder / f"{plain}.jsonl"
+    details0 = read_details(details_of(against))  # an earlier run of ours has them too
     rows = score(
         found["drafted"],
         baseline or found.get("plain", []),
@@ -173,7 +176,7 @@ def run(config: SpecBenchConfig) -> None:
         details0,
     )
     result = {
-        "environment": hardware.environment(),
+        "environment": {**hardware.environment(), "contention": others},
         "settings": {**asdict(config), **shared, "threads": threads, "drafter": "+".join(names)},
         "answers": {name: str(file.path) for name, file in files.items()}
         | ({"baseline": config.baseline} if config.baseline else {}),
@@ -264,8 +267,13 @@ def _answer_all(
 
 def _remarks(config: SpecBenchConfig, result: Mapping[str, Any], alike: bool) -> list[str]:
     """Return what a reader of the table has to know."""
+    from specheads.contention import SHARE_LIMIT
+
     lines = []
     overall = result["scores"][-1]
+    others = (result["environment"]["contention"] or {}).get("other_share") or 0.0
+    if others > SHARE_LIMIT:
+        lines.append(f"the machine was busy: others took {others:.0%} of the processors meanwhile")
     if result["too_long"]:
         lines.append(
             f"left out, longer than the base model's context: {len(result['too_long'])} of"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,7 +31,7 @@ class QuestionPrompts:
             the tokenizer has a template, else ``none``; or the path of a file with a template.
 
     Attributes:
-        kind: ``chat``, ``vicuna`` or ``none``; the file's path, where one is given.
+        kind: ``chat``, ``vicuna`` or ``none``; name and digest of the file, where one is given.
 
     Raises:
         ConfigError: if there is no such template.
@@ -41,7 +42,9 @@ class QuestionPrompts:
             template = "none" if tokenizer.chat_template is None else "chat"
         if template not in KINDS:
             tokenizer = copy.copy(tokenizer)
-            tokenizer.chat_template = _read_template(template)
+            tokenizer.chat_template = text = _read_template(template)
+            digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+            template = f"{Path(template).name} {digest}"
         elif template == "chat" and tokenizer.chat_template is None:
             raise ConfigError(
                 f"template=chat, but the tokenizer {tokenizer.name_or_path} has no chat template;"

@@ -88,7 +88,7 @@ class AnswerFile:
 
     def __init__(self, folder: Path, model_id: str, settings: Mapping[str, Any]) -> None:
         self.path, self.model_id = folder / f"{model_id}.jsonl", model_id
-        self.details_path = folder / "details" / f"{model_id}.jsonl"
+        self.details_path = details_of(self.path)
         self._check_settings(folder / "details" / f"{model_id}.settings.json", dict(settings))
         _drop_torn_line(self.path)
         _drop_torn_line(self.details_path)
@@ -153,6 +153,11 @@ class AnswerFile:
                 ordered = sorted(rows, key=lambda name: (isinstance(name, str), name))
                 with whole_file(path) as fresh:
                     fresh.write_text("".join(json.dumps(rows[name]) + "\n" for name in ordered))
+
+
+def details_of(path: Path) -> Path:
+    """Return what lies beside an answer file of ours."""
+    return path.parent / "details" / path.name
 
 
 def question_digest(question: Question) -> str:

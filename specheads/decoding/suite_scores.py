@@ -46,7 +46,7 @@ def tasks_of(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
 
 def published(
     answers: Sequence[Answer], baseline: Sequence[Answer], count: CountTokens
-) -> dict[str, float]:
+) -> dict[str, float | None]:
     """Return what speed.py prints for one task.
 
     Args:
@@ -56,7 +56,8 @@ def published(
 
     Returns:
         ``tokens_per_second``, ``tokens_per_second_baseline``, ``speedup`` and
-        ``mean_accepted_tokens``, which is 0 where no step was made.
+        ``mean_accepted_tokens``, which is 0 where no step was made. ``speedup`` is None where the
+        baseline's answers are empty.
     """
     speeds = [_new_tokens(each) / _seconds(each) for each in answers]
     speeds0 = [
@@ -68,7 +69,7 @@ def published(
     return {
         "tokens_per_second": ours,
         "tokens_per_second_baseline": theirs,
-        "speedup": ours / theirs if theirs else float("nan"),
+        "speedup": ours / theirs if theirs else None,
         "mean_accepted_tokens": sum(lengths) / len(lengths) if lengths else 0.0,
     }
 
@@ -199,10 +200,10 @@ def format_scores(rows: Sequence[Mapping[str, Any]]) -> str:
             continue
         cells += (
             f"{ours['tokens_per_second']:>8.1f}{ours['tokens_per_second_baseline']:>8.1f}"
-            f"{ours['speedup']:>9.2f}x{ours['mean_accepted_tokens']:>6.2f}"
-            f"  {fair['speedup']:>8.2f}x{_interval(fair):>12}"
+            f"{_times(ours):>10}{ours['mean_accepted_tokens']:>6.2f}"
+            f"  {_times(fair):>9}{_interval(fair):>12}"
         )
-        cells += f"{decode['speedup']:>7.2f}x{_interval(decode):>12}" if decode else f"{'-':>20}"
+        cells += f"{_times(decode):>8}{_interval(decode):>12}" if decode else f"{'-':>20}"
         same = f"{row['identical']}/{row['compared']}"
         lines.append(f"{cells}{same:>10}")
     overall = rows[-1]
@@ -213,6 +214,10 @@ def format_scores(rows: Sequence[Mapping[str, Any]]) -> str:
         + (f"; share of steps that accepted at least so many guesses: {deep}" if deep else "")
     )
     return "\n".join(lines)
+
+
+def _times(speeds: Mapping[str, Any]) -> str:
+    return "-" if speeds["speedup"] is None else f"{speeds['speedup']:.2f}x"
 
 
 def _interval(speeds: Mapping[str, Any]) -> str:
@@ -228,7 +233,7 @@ def _speeds(
     return {
         "tokens_per_second": ours,
         "tokens_per_second_baseline": theirs,
-        "speedup": ours / theirs if theirs else float("nan"),
+        "speedup": ours / theirs if theirs else None,
         "speedup_ci95": [low, high],
     }
 

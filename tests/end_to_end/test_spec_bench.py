@@ -145,6 +145,10 @@ def test_a_run_goes_on_where_it_stopped(
         assert all(answers[each["question_id"]] == each for each in kept)
     monkeypatch.setattr("specheads.spec_bench.load", lambda *_, **__: pytest.fail("loaded"))
     run(config)  # nothing is missing: scored at once
+    rows = json.loads(Path(config.out).read_text())["scores"]
+    plain = next(file for file in files if "-plain-" in file.name)
+    run(replace(config, baseline=str(plain)))  # an earlier run's, its prefills known as well
+    assert json.loads(Path(config.out).read_text())["scores"] == rows
     with pytest.raises(ConfigError, match="was begun with max_new_tokens=24, now it is 8"):
         run(replace(config, max_new_tokens=8))
 

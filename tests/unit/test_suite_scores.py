@@ -119,6 +119,15 @@ def test_equal_speed_is_one_by_the_corrected_formula_only() -> None:
     assert round(22 / 19, 3) == 1.158
 
 
+def test_empty_answers_are_no_speedup() -> None:
+    """A baseline that said nothing would make the method infinitely fast, or the JSON invalid."""
+    silent = made(1, "qa", [{"text": "", "tokens": 0, "seconds": 1.0, "lengths": [1]}])
+    spoken = made(1, "qa", [{"text": "abcd", "tokens": 2, "seconds": 1.0, "lengths": [2]}])
+    rows = score([spoken], [silent], lambda text: len(ids_of(text)), {}, {})
+    assert rows[0]["corrected"]["speedup"] is rows[0]["published"]["speedup"] is None
+    assert "NaN" not in json.dumps(rows) and " -" in format_scores(rows)
+
+
 def test_other_suites_have_their_own_tasks() -> None:
     """SPEED-Bench's math and coding would be averaged into a task that it does not have."""
     step = [{"text": "t", "tokens": 1, "seconds": 1.0, "lengths": [1]}]

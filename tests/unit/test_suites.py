@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from specheads.config import ConfigError
 from specheads.data.suites import Question, messages, prompt_records, read_questions
 from specheads.data.templates import QuestionPrompts
+from specheads.decoding.measure import read_prompts
 from tests.conftest import build_byte_tokenizer
 
 
@@ -136,6 +138,21 @@ def test_suites_are_prompts_of_the_bench(tmp_path: Path) -> None:
     assert [record["text"] for record in prompt_records(lines, chat=False)] == ["a", "b"]
 
 
+def test_the_bench_decodes_a_suite(tmp_path: Path) -> None:
+    """The categories are what a table per kind of prompt stands on."""
+    path = written(
+        tmp_path / "q.jsonl",
+        *({"question_id": i, "category": kind, "turns": [f"{kind}{i}", "later"]}
+          for i, kind in enumerate(["qa", "qa", "math", "rag"])),
+    )  # fmt: skip
+    settings: dict[str, Any] = {"max_length": 64, "device": torch.device("cpu")}
+    prompts, _ = read_prompts(path, build_byte_tokenizer(), 3, **settings)
+    assert [prompt.kind for prompt in prompts] == ["qa", "math", "rag"]
+    assert prompts[0].input_ids[0].tolist() == [257, 260, *b"qa0", 261]
+    bare, _ = read_prompts(path, build_byte_tokenizer(chat_template=None), 1, **settings)
+    assert bare[0].input_ids[0].tolist() == [*b"qa0"]
+
+
 def test_templates_render_earlier_answers(tmp_path: Path) -> None:
     """A later turn that does not see the model's own answer is another conversation."""
     tokenizer = build_byte_tokenizer()
@@ -162,6 +179,10 @@ def test_templates_render_earlier_answers(tmp_path: Path) -> None:
     own = tmp_path / "own.jinja"
     own.write_text("{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}>")
     assert text(str(own), question, answers[:1]) == "[user]one[assistant]first[user]two>"
+    before = QuestionPrompts(tokenizer, str(own)).kind
+    own.write_text("{{ messages }}")
+    after = QuestionPrompts(tokenizer, str(own)).kind
+    assert before.startswith("own.jinja ") and before != after, "other words, other answers"
     assert "generation" in tokenizer.chat_template, "the tokenizer itself is left as it was"
 
 
