@@ -7,7 +7,6 @@ whatever is written around it by hand stays.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ CARD = "README.md"
 BEGIN = "<!-- specheads: measured. This part is rewritten; write elsewhere. -->"
 END = "<!-- specheads: end of measured -->"
 _PLAIN = ("plain", "hf", "mtp_standard", "merged", "draft")  # which from_pretrained loads
-_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _BENCH = "bench.json"
 
 
@@ -180,7 +178,7 @@ def _front_matter(form: str, info: Mapping[str, Any], licence: Licence) -> str:
         values["license_name"] = licence.name
     if licence.link:
         values["license_link"] = licence.link
-    if _HUB_NAME.fullmatch(base):
+    if _on_the_hub(base):
         values["base_model"] = base
         if relation := _relation(form, info):
             values["base_model_relation"] = relation
@@ -230,9 +228,14 @@ def _served(form: str, name: str, info: dict[str, Any]) -> list[Serving]:
     base = str(about.get("name") or "")
     if form == "native" and info.get("kind") != "draft":
         name = _short(name)
-    if about.get("tuned") or not base or _HUB_NAME.fullmatch(base):
+    if about.get("tuned") or not base or _on_the_hub(base):
         return commands(form, name, info)
     return commands(form, name, info, base="data/tinycode" if base == "tinycode" else "BASE")
+
+
+def _on_the_hub(base: str) -> bool:
+    """Return whether a recorded base is a name on the hub: folders are recorded by full paths."""
+    return bool(base) and base != "tinycode" and not Path(base).is_absolute()
 
 
 def _short(name: str) -> str:

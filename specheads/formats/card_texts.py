@@ -198,10 +198,12 @@ def measured_by_training(
             f" {'-' if speed is None else f'{speed:.2f}x'} | {equal} |"
         )
     if rows:
+        dtype = info.get("base", {}).get("dtype")
+        where = ", ".join(str(each) for each in (dtype, _machine(machine)) if each)
         parts.append(
             "\n".join(
                 [
-                    f"At the end of training, on held-out prompts ({_machine(machine)}):",
+                    f"At the end of training, on held-out prompts ({where}):",
                     "",
                     "| temperature | accept length (95%) | speed | same text as plain |",
                     "| ---: | ---: | ---: | ---: |",

@@ -25,7 +25,9 @@ TGI = "3.3.7, its files; archived in March 2026"
 TRANSFORMERS = "5.23, tried"
 DRAFTED = 4  # tokens per step that a draft model is asked for
 COPIED = 8  # tokens per step that are copied from the text
-_NATIVE_MTP = ("deepseek_v3", "glm4_moe")  # bases whose MTP layers engines know by themselves
+_DEEPSEEK = "deepseek_v3"
+_ONLY_DEEPSEEK = "it knows MTP layers of DeepSeek-V3 alone"
+_NATIVE_MTP = (_DEEPSEEK, "glm4_moe")  # bases whose MTP layers engines know by themselves
 
 
 class Serving(NamedTuple):
@@ -209,42 +211,24 @@ def _mtp(place: str, info: dict[str, Any]) -> list[Serving]:
     )
     config = {"method": "mtp", "num_speculative_tokens": number}
     ours = f"a {kind} with MTP layers is a class of specheads, which must be installed beside vLLM"
-    others = []
-    if native:
-        others = [
-            Serving(
-                "SGLang",
-                SGLANG,
-                f"python -m sglang.launch_server --model-path {place} --speculative-algorithm EAGLE"
-                f" --speculative-num-steps {number} --speculative-eagle-topk 1"
-                f" --speculative-num-draft-tokens {number + 1}",
-            ),
-            Serving(
-                "llama.cpp",
-                LLAMA_CPP,
-                f"llama-server -m model.gguf --spec-type draft-mtp --spec-draft-n-max {number}",
-                f"after convert_hf_to_gguf.py for {place}",
-            ),
-        ]
-    else:
-        reason = f"it knows MTP layers of certain models, of {kind} it does not"
-        others = [
-            Serving("SGLang", SGLANG, "", reason),
-            Serving("llama.cpp", LLAMA_CPP, "", reason),
-        ]
-    if kind == "deepseek_v3":
-        spec = f"spec.yaml: {{speculative_config: {{decoding_type: MTP, max_draft_len: {number}}}}}"
-        tensorrt = Serving(
-            "TensorRT-LLM", TENSORRT, f"trtllm-serve {place} --config spec.yaml", spec
-        )
-    else:
-        tensorrt = Serving("TensorRT-LLM", TENSORRT, "", "it knows MTP layers of DeepSeek-V3 alone")
+    sglang = (
+        f"python -m sglang.launch_server --model-path {place} --speculative-algorithm EAGLE"
+        f" --speculative-num-steps {number} --speculative-eagle-topk 1"
+        f" --speculative-num-draft-tokens {number + 1}"
+    )
+    llama = f"llama-server -m model.gguf --spec-type draft-mtp --spec-draft-n-max {number}"
+    spec = f"spec.yaml: {{speculative_config: {{decoding_type: MTP, max_draft_len: {number}}}}}"
+    tensorrt = (f"trtllm-serve {place} --config spec.yaml", spec)
+    no = ("", _unknown_mtp(kind))
+    converted = (llama, f"after convert_hf_to_gguf.py for {place}")
     return [
         Serving("transformers", TRANSFORMERS, python, "one prompt at a time, a chain of guesses"),
         Serving("vLLM", VLLM, _vllm_command(place, config), "" if native else ours),
-        others[0],
-        tensorrt,
-        others[1],
+        Serving("SGLang", SGLANG, *((sglang,) if native else no)),
+        Serving(
+            "TensorRT-LLM", TENSORRT, *(tensorrt if kind == _DEEPSEEK else ("", _ONLY_DEEPSEEK))
+        ),
+        Serving("llama.cpp", LLAMA_CPP, *(converted if native else no)),
     ]
 
 
@@ -273,11 +257,17 @@ def _elsewhere(form: str, info: dict[str, Any]) -> list[Serving]:
     kind = info["kind"]
     drafts = "a draft model (+recipe=distill) can be served there"
     if kind == "mtp":
-        if info.get("variant") == "sequential" and info.get("lm_head") == "shared":
-            other = "format=mtp_standard is what it reads"
-        else:
+        base = info.get("block", {}).get("model_type", "")
+        if info.get("variant") != "sequential" or info.get("lm_head") != "shared":
             other = "it has no place for MTP heads that are parallel or have their own matrix"
-        answers = {"vLLM": other, "SGLang": other, "TensorRT-LLM": other, "llama.cpp": other}
+            answers = {"vLLM": other, "SGLang": other, "TensorRT-LLM": other, "llama.cpp": other}
+        else:
+            reads, unknown = "format=mtp_standard is what it reads", _unknown_mtp(base)
+            native = reads if base in _NATIVE_MTP else unknown
+            deepseek = reads if base == _DEEPSEEK else _ONLY_DEEPSEEK
+            answers = {
+                "vLLM": reads, "SGLang": native, "TensorRT-LLM": deepseek, "llama.cpp": native,
+            }  # fmt: skip
     else:
         gone = "0.33 removed Medusa heads, and shows other proposers no hidden states"
         if kind == "medusa" and form != "vllm_medusa":
@@ -293,6 +283,10 @@ def _elsewhere(form: str, info: dict[str, Any]) -> list[Serving]:
     if form == "native" and kind == "medusa":
         found.append(Serving("TGI", TGI, "", "format=fasterdecoding_v1 or _v2 is what it reads"))
     return found
+
+
+def _unknown_mtp(model_type: str) -> str:
+    return f"it knows MTP layers of certain models, of {model_type} it does not"
 
 
 def _vllm_command(model: str, config: dict[str, Any]) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,7 @@ BENCH: dict[str, Any] = {
 
 def info(kind: str = "medusa", **more: Any) -> dict[str, Any]:
     """Return what an export's config.json says."""
-    base = {"name": "org/base", "tuned": False, "revision": None}
+    base = {"name": "org/base", "tuned": False, "revision": None, "dtype": "float32"}
     training = {
         "recipe": "medusa1",
         "steps": 700,
@@ -116,6 +118,9 @@ def test_what_the_hub_reads(tmp_path: Path) -> None:
     assert front["base_model_relation"] == "finetune" and "hydra" in front["tags"]
     front, _ = written(tmp_path / "merged", "merged", tuned)
     assert front["library_name"] == "transformers"
+    short = info(base={"name": "gpt2", "tuned": False, "revision": None})
+    front, body = written(tmp_path / "short", "vllm_medusa", short)
+    assert front["base_model"] == "gpt2" and "vllm serve gpt2 " in body
     front, body = written(tmp_path / "scratch", "plain", {"training": {"recipe": "pretrain"}})
     assert "base_model" not in front and front["tags"] == ["speculative-decoding"]
     assert "A base model, trained from scratch" in body
@@ -130,6 +135,8 @@ def test_accuracy_per_head_and_data(tmp_path: Path) -> None:
     assert "| data | jsonl answers.jsonl |" in body and "secret" not in body
     assert "| 0 | 3.90 (3.65 to 4.18) | 1.65x | 12 of 12 |" in body
     assert "| 1 | 3.16 | 1.40x | - |" in body
+    today = datetime.now(UTC).date().isoformat()
+    assert re.search(rf"on held-out prompts \(float32, .*\d threads, {today}\):", body)
     draft: dict[str, Any] = {
         "kind": "draft",
         "base": {"name": "org/base", "revision": None},

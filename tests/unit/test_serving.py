@@ -162,6 +162,19 @@ def test_the_base_model_is_where_the_format_has_it() -> None:
     assert "--speculative-draft-model-path FOLDER " in command("SGLang", "draft", draft)
 
 
+def test_a_format_is_promised_where_it_is_read_alone() -> None:
+    """Somebody would convert a llama's MTP heads for an engine that has no class for them."""
+    for model_type, readers in [
+        ("llama", {"vLLM"}),
+        ("glm4_moe", {"vLLM", "SGLang", "llama.cpp"}),
+        ("deepseek_v3", {"vLLM", "SGLang", "llama.cpp", "TensorRT-LLM"}),
+    ]:
+        found = commands("native", "FOLDER", mtp(model_type))
+        assert readers == {each.engine for each in found if "format=mtp_standard" in each.note}
+        served = commands("mtp_standard", "FOLDER", mtp(model_type))
+        assert {each.engine for each in served if each.command} == {"transformers", *readers}
+
+
 def test_our_own_command_names_a_base_that_was_moved() -> None:
     """On a card that is read elsewhere, the path of this machine is no use, and no one's affair."""
     ours = heads("medusa", base={"name": "/home/me/base", "tuned": False})
