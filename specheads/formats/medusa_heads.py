@@ -63,7 +63,7 @@ def check_sizes(
         ConfigError: with the first tensor that is of another size.
     """
     rows = {vocab_size}
-    if layout.token_map is not None:
+    if layout.token_map is not None and _truncated(config, vocab_size) != vocab_size:
         rows |= set(files.header[layout.token_map][0][:1])
     for weight, bias in (pair for head in layout.blocks for pair in head):
         _check_shape(files, weight, [(hidden_size, hidden_size)])
@@ -120,7 +120,7 @@ def _kept(
     files: TensorFiles, layout: Layout, config: dict[str, Any], vocab_size: int
 ) -> Tensor | None:
     """Return the [V'] token ids that the heads can guess, None for all; as vLLM understands it."""
-    truncated = config.get("truncated_vocab_size") or vocab_size
+    truncated = _truncated(config, vocab_size)
     if layout.token_map is None:
         if truncated != vocab_size:
             raise ConfigError(
@@ -153,6 +153,11 @@ def _kept(
             f" expected 0 to {vocab_size - 1}"
         )
     return kept
+
+
+def _truncated(config: dict[str, Any], vocab_size: int) -> Any:
+    """Return how many tokens a vLLM config says the heads can guess."""
+    return config.get("truncated_vocab_size") or vocab_size
 
 
 def _check_shape(files: TensorFiles, name: str, expected: list[tuple[int, ...]]) -> None:

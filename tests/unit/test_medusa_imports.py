@@ -6,6 +6,7 @@ import json
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from specheads.models.checkpoint import load_export, load_heads, read_config, se
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer
 from specheads.tree import Tree
+from tests.damaged import damaged, flip, no_hang, replace_value
 from tests.medusa_exports import HEADS, SIZE, VOCAB, made, medusa, save
 from tests.readers import original_medusa
 from tests.readers.original_medusa import Block
@@ -411,3 +413,26 @@ def test_precision_is_kept_or_asked_for(tiny_model_dir: Path, tmp_path: Path) ->
     for settings, expected in (({}, torch.float16), ({"dtype": "bfloat16"}, torch.bfloat16)):
         back = made(folder, tmp_path / str(expected), base=str(tiny_model_dir), **settings)
         assert {each.dtype for each in load_heads(back).parameters()} == {expected}
+
+
+@pytest.mark.parametrize("form", ["vllm_medusa", "fasterdecoding_v1"])
+def test_damage_is_one_line(form: str, tiny_model_dir: Path, tmp_path: Path) -> None:
+    """A stranger's folder may hold anything: no traceback, no endless wait, nothing half done."""
+    native = save(
+        tmp_path / "native", medusa("pruned" if "vllm" in form else "own"), tiny_model_dir
+    )
+    folder, random, refused = made(native, tmp_path / "foreign", format=form), Random(5), 0
+    for number in range(60):
+        file = folder / ("config.json" if number % 2 else next(folder.glob("*.safetensors")).name)
+        data = file.read_bytes()
+        content = (
+            replace_value(data.decode(), random).encode() if number % 2 else flip(data, random)
+        )
+        with damaged(file, content), no_hang(30):
+            try:
+                made(folder, tmp_path / f"back{number}", base=str(tiny_model_dir))
+            except ConfigError as error:
+                refused += 1
+                assert "\n" not in str(error) and len(str(error)) < 700
+                assert not (tmp_path / f"back{number}").exists()
+    assert 10 < refused < 60
