@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import processors
 
 from specheads import lm_eval_model
 from specheads.config import ConfigError
@@ -66,9 +67,9 @@ def test_likelihoods_are_the_base_models(lm: Any) -> None:
             pytest.approx(slow_score(base, before + after, len(after))[0], rel=1e-4),
             slow_score(base, before + after, len(after))[1],
         )
-    long = "x" * 700
+    long = "".join(chr(33 + i * i % 89) for i in range(700))  # every cut reads another text
     (score, _), *_ = lm.loglikelihood(requests((long, "yz")))
-    assert score == pytest.approx(slow_score(base, bytes_of(long + "yz")[-513:], 2)[0], rel=1e-4)
+    assert score == pytest.approx(slow_score(base, bytes_of(long + "yz")[-513:], 2)[0], rel=1e-5)
     with pytest.raises(ValueError, match="1 to 512 tokens, got 0"):
         lm.loglikelihood(requests(("a", "")))
     assert [each[:2] for each in lm.cache_hook.kept[:4]] == [("loglikelihood", p) for p in pairs]
@@ -155,7 +156,11 @@ def test_chat_templates(lm: Any) -> None:
     said = [{"role": "user", "content": "one"}]
     text = lm.apply_chat_template(said)
     assert text == "<bos><|user|>one<|assistant|>"
-    assert lm.harness.encode(text)[:2] == [BOS, 260] and lm.harness.encode("one") == [*b"one"]
+    assert lm.harness.encode("one") == [*b"one"]
+    template = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    lm.tokenizer.backend_tokenizer.post_processor = template  # as Llama's does
+    assert lm.harness.encode("one") == [BOS, *b"one"]
+    assert lm.harness.encode(text)[:3] == [BOS, 260, ord("o")]
     begun = [*said, {"role": "assistant", "content": "tw"}]
     assert lm.apply_chat_template(begun, add_generation_prompt=False).endswith("tw")
     assert lm.chat_template(False) is None and "generation" in lm.chat_template(True)
