@@ -30,6 +30,7 @@ CORPUS = (
     "data.rows=8",
 )
 SHORT = ("optim=muon", "optim.schedule=wsd", "optim.decay_fraction=0.5", "autocast=bfloat16")
+DISTILL = ("+recipe=distill", "data.documents=0", "evaluate.num_prompts=2", "optim.warmup_steps=50")
 UNSEEN = 48  # prompts that the table of the medusa2 section shows: the others are unseen
 HYDRA = "tinycode, Hydra heads, CPU: the quickstart"
 HEADS = "Ways to train heads, on equal terms"
@@ -113,9 +114,11 @@ def full_parts(runs: str = RUNS) -> list[Part]:
             "evaluate.max_new_tokens=64",
         ),
         training("medusa2", 12, "+recipe=medusa2", trees=()),
-        training("distill", 15, "+recipe=distill", "optim.lr=6e-3"),
+        training("distill", 15, *DISTILL, *CORPUS, "steps=700", "optim.lr=6e-3"),
         training(
-            "draft128", 15, "+recipe=distill", "draft.hidden=128", "data.rows=2", "steps=1200"
+            "draft128",
+            15,
+            *(*DISTILL, *CORPUS, "data.rows=2", "draft.hidden=128", "steps=1200", "optim.lr=3e-3"),
         ),
         training("mtp", 30, "+recipe=mtp", "data=pycode", "tokenizer=byte", "mtp.num_heads=8"),
         training(
@@ -147,6 +150,19 @@ def full_parts(runs: str = RUNS) -> list[Part]:
         bench("tinycode_side_medusa2", "medusa2", 1.5, HYDRA, "num_prompts=24", "repeats=1"),
         bench("tinycode_side_hydra", "hydra", 1.5, HYDRA, "num_prompts=24", "repeats=1"),
         bench("tinycode_medusa2", "medusa2", 6, MEDUSA2, *whole),
+        Part(
+            "tinycode_medusa2_trees",
+            (
+                (
+                    *("scripts/bench_full.py", "--measured", export("medusa2")),
+                    "benchmarks/tinycode_medusa2_trees.json",
+                ),
+            ),
+            ("benchmarks/tinycode_medusa2_trees.json",),
+            0,
+            ("train_medusa2",),
+            sections=(MEDUSA2,),
+        ),
         Part(
             "tinycode_medusa2_unseen",
             (
@@ -312,7 +328,7 @@ def full_parts(runs: str = RUNS) -> list[Part]:
         script(
             "recipes",
             0,
-            "",
+            HYDRA,
             (
                 *("scripts/recipe_costs.py", f"{runs}/hydra", f"{runs}/medusa2", f"{runs}/distill"),
                 *(f"{runs}/mtp", f"{runs}/mtp_bpe", "--out", "benchmarks/recipes.json"),
@@ -371,6 +387,12 @@ def write_unseen(path: Path) -> None:
     path.write_text("".join(f"{line}\n" for line in kept))
 
 
+def write_measured(export: Path, path: Path) -> None:
+    """Write what ``tree_search`` stored in an export: sizes, expectation and measurement."""
+    found = json.loads((export / "config.json").read_text())["tree"]["measured_on"]
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
 def main() -> None:
     """Train, measure, write down."""
     parser = argparse.ArgumentParser(
@@ -381,10 +403,14 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="PART", help="run these alone")
     parser.add_argument("--runs", default=RUNS, help="folder of the trainings")
     parser.add_argument("--unseen", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--measured", nargs=2, type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--copy", nargs=2, type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.unseen:
         write_unseen(args.unseen)
+        return
+    if args.measured:
+        write_measured(*args.measured)
         return
     if args.copy:
         shutil.copyfile(*args.copy)

@@ -7,9 +7,12 @@ A maker returns the lines below the table's head, as they should stand there.
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # a test imports this from elsewhere
 
 from figure_expressions import load
 from readme_blocks import same

@@ -36,15 +36,15 @@ ROOT = Path(__file__).resolve().parents[1]
 LEDGER = "derived.json"
 KINDS = ("derived", "quoted", "settings", "without_json")
 NUMBER = re.compile(
-    r"(?<![\w.])(?P<sign>[-+]?)(?P<digits>(?:\d[\d,]*)?\.?\d+(?:e-?\d+)?)(?P<unit>%|x(?!\w))?"
+    r"(?<![\w.])(?<![A-Za-z]-)(?P<sign>[-+]?)(?P<digits>(?:\d[\d,]*)?\.?\d+(?:e-?\d+)?)(?P<unit>%|x(?!\w))?"
 )
 NO_FIGURE = re.compile(
     r"```.*?^```|`[^`]*`"  # code
     r"|\]\([^)]*\)|https?://\S+|arXiv:\S+"
     r"|\d+\.\d+\.\d+\S*"  # versions
-    r"|(?:[Pp]ython|torch|transformers|vLLM|SGLang|TensorRT-LLM|CUDA|peft) (?:>= )?\d+\.\d+"
-    r"(?:(?:,| to| and|-) \d+\.\d+)*"
-    r"|\bversions? \d+\.\d+"
+    r"|(?:[Pp]ython|torch|transformers|vLLM|SGLang|TensorRT-LLM|CUDA|peft) (?:>= |\| )?\d+\.\d+"
+    r"(?:\.\d+\S*)?(?:(?:,| to| and|-) \d+\.\d+)*"
+    r"|\bversions? \d+\.\d+|\b95%(?= interval|\)|:| for| \|)"  # and levels of confidence
     r"|T ?= ?[\d.]+(?:(?:, | / |, and | and | to )[\d.]*\d(?![\d.]*[x%]))*",  # temperatures
     re.DOTALL | re.MULTILINE,
 )
@@ -104,6 +104,23 @@ def figures(text: str, offset: int = 0) -> Iterator[Figure]:
 def blanked(page: str, pattern: re.Pattern[str]) -> str:
     """Return ``page`` with every match replaced by spaces, line ends kept."""
     return pattern.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), page)
+
+
+def spaced(text: str) -> str:
+    """Return a pattern for ``text`` with other spaces and line ends."""
+    return "".join(
+        r"\s+" if piece.isspace() else re.escape(piece) for piece in re.split(r"(\s+)", text)
+    )
+
+
+def any_figures(text: str) -> str:
+    """Return a pattern for ``text`` with other figures in the places of its own."""
+    pieces, end = [], 0
+    for figure in figures(blanked(text, NO_FIGURE)):
+        written = len(figure.text) - figure.text.startswith(("+", "-"))
+        pieces += [spaced(text[end : figure.start]), r"[\d.,]*\d(?:e-?\d+)?(?![\d.,]*\d)[%x]?"]
+        end = figure.start + written
+    return "".join([*pieces, spaced(text[end:])])
 
 
 def sections(page: str, root: Path = ROOT) -> list[Section]:
@@ -223,8 +240,9 @@ class Checker:
 
     def listed(self, kind: str, entry: dict[str, Any]) -> None:
         """Check a phrase of the ledger, wherever it stands, and look no further at it."""
-        words = r"\s+".join(re.escape(word) for word in entry["text"].split())
-        places = list(re.finditer(words, self.page))
+        places = list(re.finditer(spaced(entry["text"]), self.page))
+        if not places and kind == "derived":  # with other digits, so that those are said
+            places = list(re.finditer(any_figures(entry["text"]), self.page))
         if not places:
             self.say(0, f"{LEDGER} lists {entry['text']!r}, which the page does not have")
         for match in places:
