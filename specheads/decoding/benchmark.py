@@ -11,7 +11,11 @@ from transformers import PreTrainedModel
 
 from specheads import contention
 from specheads.decoding import report
-from specheads.decoding.baselines import hf_compiled_method, one_by_one_method
+from specheads.decoding.baselines import (
+    hf_compiled_method,
+    hf_generate_method,
+    one_by_one_method,
+)
 from specheads.decoding.deciding import Acceptance
 from specheads.decoding.identity import Rounding, compare
 from specheads.decoding.measure import (
@@ -20,7 +24,6 @@ from specheads.decoding.measure import (
     Runs,
     clock,
     drafted_method,
-    hf_generate_method,
     plain_method,
 )
 from specheads.decoding.paired import pairs

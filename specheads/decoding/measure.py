@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -254,61 +252,6 @@ def drafted_method(
         compile,
         prefill=partial(run, limit=1),
     )
-
-
-def hf_generate_method(
-    base: PreTrainedModel,
-    eos: tuple[int, ...],
-    pad: int | None,
-    max_new_tokens: int,
-    *,
-    name: str = "hf_generate",
-    options: Mapping[str, Any] | None = None,
-    compiled: bool = False,
-) -> Method:
-    """Return transformers' own ``generate``; it draws differently, so only T=0 compares tokens.
-
-    Prompts of a batch are padded to the longest, and rows that ended wait for the others.
-
-    Args:
-        base: base model.
-        eos: tokens that end a text.
-        pad: padding.
-        max_new_tokens: limit per prompt.
-        name: of the method.
-        options: more arguments of ``generate``.
-        compiled: whether they make it compile its passes.
-    """
-    if base.device.type == "cpu":  # generate() loads deepspeed, which else announces its guess
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
-    def run(
-        batch: Batch, temperature: float, seed: int, limit: int = max_new_tokens
-    ) -> list[Decoded]:
-        torch.manual_seed(seed)
-        chosen: dict[str, Any] = dict(options or {})
-        if temperature:
-            chosen |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
-        sequences = base.generate(  # type: ignore[operator]
-            batch.input_ids,
-            attention_mask=batch.attention_mask,
-            max_new_tokens=limit,
-            do_sample=temperature > 0,
-            eos_token_id=list(eos) or None,
-            pad_token_id=pad if pad is not None else (eos[0] if eos else 0),
-            **chosen,
-        )
-        texts = sequences[:, batch.input_ids.shape[1] :].tolist()
-        return [_until_end(tokens, eos) for tokens in texts]
-
-    prefill = partial(run, limit=1)
-    return Method(name, run, seeded=False, compiled=compiled, prefill=prefill)
-
-
-def _until_end(tokens: list[int], eos: tuple[int, ...]) -> Decoded:
-    """Count what a row got before generate() padded it to the length of the longest."""
-    end = next((i + 1 for i, token in enumerate(tokens) if token in eos), len(tokens))
-    return Decoded(tokens[:end], [1] * (end - 1), tokens[end - 1] in eos)
 
 
 @torch.inference_mode()

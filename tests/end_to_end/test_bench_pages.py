@@ -283,15 +283,15 @@ def test_the_card_gets_the_figures(folder: Path, result: dict[str, Any]) -> None
     assert text.endswith("Written by hand.\n")
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "message"),
-    [("tinycode", "card=true needs an export"), ("tests/golden/export", "README.md")],
-)
-def test_a_card_that_is_not_there_is_missed_at_once(checkpoint: str, message: str) -> None:
-    """An hour of measuring must not end in a file that was never there."""
-    where = str(ROOT / checkpoint) if "/" in checkpoint else checkpoint
-    with pytest.raises(ConfigError, match=message):
-        bench(BenchConfig(checkpoint=where, card=True))
+def test_a_card_without_a_place_is_refused_at_once(tmp_path: Path) -> None:
+    """An hour of measuring must not end in a file that has no place for it."""
+    with pytest.raises(ConfigError, match="card=true needs an export, tinycode is a base model"):
+        bench(BenchConfig(checkpoint="tinycode", card=True))
+    folder = tmp_path / "export"
+    folder.mkdir()
+    (folder / card.CARD).write_text("# Mine\n")
+    with pytest.raises(ConfigError, match="lacks the line"):
+        bench(BenchConfig(checkpoint=str(folder), card=True))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from specheads.contention import Sample
-from specheads.decoding.baselines import one_by_one_method
+from specheads.decoding.baselines import hf_generate_method, one_by_one_method
 from specheads.decoding.benchmark import benchmark
 from specheads.decoding.identity import Divergence, Identity
 from specheads.decoding.measure import (
@@ -19,7 +19,6 @@ from specheads.decoding.measure import (
     Prompt,
     Runs,
     clock,
-    hf_generate_method,
     make_batches,
     plain_method,
 )
