@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 
 from specheads.config import ConfigError, RunError
 from specheads.formats import push
+
+CLIENT = huggingface_hub.HfApi  # the real one, for the names of its arguments
 
 
 class TransportError(Exception):
@@ -37,6 +41,7 @@ class Hub:
         self.at, self.error = at, error
 
     def _called(self, name: str, values: dict[str, Any]) -> None:
+        inspect.signature(getattr(CLIENT, name)).bind(None, **values)
         self.calls.append((name, values))
         if name == self.at and self.error is not None:
             raise self.error
@@ -127,4 +132,7 @@ def test_what_is_asked_of_the_hub(private: bool, use_hub: Any, tmp_path: Path) -
     assert made["repo_id"] == sent["repo_id"] == "org/name"
     assert made["private"] is private and made["exist_ok"] is True
     assert sent["folder_path"] == str(tmp_path)
+    names = ["README.md", "base/config.json", ".git/config", "base/.DS_Store", "a.b/c"]
+    kept = list(filter_repo_objects(names, ignore_patterns=sent["ignore_patterns"]))
+    assert kept == ["README.md", "base/config.json", "a.b/c"]
     assert not any("token" in values for _, values in hub.calls)
