@@ -80,6 +80,8 @@ def parallel_heads(heads: MedusaHeads) -> list[ParallelHead]:
             matrix = (up.double() @ down.double()).to(up.dtype)
         elif heads.lm_head != "shared":
             matrix = output_matrix(heads, i)
+            if heads.token_map is not None and heads.num_outputs == heads.vocab_size:
+                matrix = matrix[heads.token_map.argsort()]  # all tokens, in any order
         found.append(ParallelHead(blocks, matrix))
     return found
 

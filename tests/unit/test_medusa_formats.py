@@ -149,6 +149,23 @@ def test_what_a_matrix_cannot_hold_is_said(tmp_path: Path) -> None:
     assert torch.equal(Medusa(tmp_path / "one").logits(HIDDEN).argmax(-1), best)
 
 
+def test_a_map_of_all_tokens_is_none(tmp_path: Path) -> None:
+    """Pruned to nothing less, matrices are whole, but their rows may be in another order."""
+    heads = medusa("pruned", num_kept=VOCAB)
+    assert heads.token_map is not None
+    heads.token_map.copy_(torch.randperm(VOCAB))
+    layer = OutputLayer(nn.Linear(SIZE, VOCAB, bias=False))
+    vllm, original = tmp_path / "vllm", tmp_path / "original"
+    for folder in (vllm, original):
+        folder.mkdir()
+    vllm_medusa.write(vllm, heads, layer, None)
+    fasterdecoding.write_v1(original, heads, layer, None, base="b")
+    expected = ours(heads, layer)
+    torch.testing.assert_close(Medusa(vllm).logits(HIDDEN), expected, **CLOSE)
+    found = original_medusa.logits(original_medusa.v1(original), HIDDEN)
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
 def test_no_key_is_taken_for_the_number_of_heads() -> None:
     """num_attention_heads in the config would be taken for num_heads: 32 heads, all random."""
     for key in ("num_attention_heads", "num_key_value_heads", "num_mtp_layers", "medusa_num_heads"):
