@@ -8,11 +8,11 @@ from specheads.decoding.conversation import Turn
 
 
 def summary(turn: Turn) -> str:
-    """Return one line about a turn."""
+    """Return one line about a turn; the first token is the prefill's, and no step's."""
     num_tokens, num_steps = len(turn.new_tokens), len(turn.accept_lengths)
-    line = f"{num_tokens} tokens in {num_steps} steps after the first: "
-    line += f"{turn.accept_length:.2f} tokens per step, {turn.tokens_per_second:.0f} tokens/s; "
-    line += f"read {turn.num_read} of {len(turn.prompt)} tokens before"
+    line = f"1 + {num_tokens - 1} tokens in {num_steps} steps: {turn.accept_length:.2f} per step, "
+    line += f"{turn.tokens_per_second:.0f} tokens/s; read {turn.num_read} of"
+    line += f" {len(turn.prompt)} prompt tokens"
     if turn.stopped:
         return line + "; stopped"
     if turn.context_full:

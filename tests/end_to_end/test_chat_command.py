@@ -126,7 +126,7 @@ def test_turns_in_a_terminal_are_what_generate_gives(terminal: Terminal, tmp_pat
     terminal.wait_for("/help lists commands")
     terminal.wait_for("> ")
     terminal.type("def add(a, b):\r")
-    shown = terminal.wait_for(" of ")
+    shown = terminal.wait_for("; read ")
     assert "\x1b[30;48;5;" in shown, "no colour for the verify steps"
     assert "\x1b[1;23r" in shown and "tokens per step" in shown, "no status line"
     terminal.wait_for("> ")
@@ -136,7 +136,7 @@ def test_turns_in_a_terminal_are_what_generate_gives(terminal: Terminal, tmp_pat
     compared = terminal.wait_for("tokens are equal")
     assert "one token at a time" in compared and "speculative" in compared
     terminal.wait_for("> A third one, typed ahead.")
-    terminal.wait_for("tokens before")
+    terminal.wait_for("; read ")
     terminal.wait_for("> ")
     terminal.type("class A:\r")
     terminal.wait_for("[waiting 5]")
@@ -186,7 +186,7 @@ def test_pipes_get_answers_alone(
     out, err = talk(capsys, '"""', "/a", "b", '"""')
     expected = generated(question, tmp_path).encode()[:16].decode()
     assert "\n".join(out) == expected
-    assert "\x1b" not in err and "tokens per step" in err
+    assert "\x1b" not in err and "tokens/s; read" in err
     monkeypatch.setenv("NO_COLOR", "1")
     colored, _ = talk(capsys, "//a", color="always")
     assert "\x1b[" in "".join(colored), "always is stronger than NO_COLOR"
@@ -282,5 +282,5 @@ def test_ctrl_c_ends_the_turn_and_not_the_talk(
     out, err = talk(capsys, "def f(x):", "twice", "class A:", max_new_tokens=40)
     assert err.count("; stopped") == 1
     assert "given up in the middle of a pass" in err
-    assert len(re.findall(r"^\d+ tokens in \d+ steps", err, re.MULTILINE)) == 2
+    assert len(re.findall(r"^1 \+ \d+ tokens in \d+ steps", err, re.MULTILINE)) == 2
     assert out[-1] and signal.getsignal(signal.SIGINT) is before
