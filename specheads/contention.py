@@ -15,6 +15,7 @@ from typing import Any
 
 STAT = Path("/proc/stat")
 SHARE_LIMIT = 0.1  # of the processors; above it figures are said to be disturbed
+LEAST_SECONDS = 0.5  # in less the counters, of hundredths of a second, say nothing
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ def between(first: Sample, last: Sample) -> dict[str, Any]:
     Returns:
         ``seconds``; ``processors``, which this process may use; ``own_processors``,
         ``other_processors`` and ``stolen_processors``, means over the time; ``other_share``, of
-        others and stolen together, between 0 and 1. None where the system does not say.
+        others and stolen together, between 0 and 1. None where the system does not say, and where
+        the time is too short for its counters.
     """
     seconds = max(last.wall - first.wall, 1e-9)
     own = (last.own - first.own) / seconds
@@ -86,7 +88,9 @@ def between(first: Sample, last: Sample) -> dict[str, Any]:
     }
     if first.busy is None or last.busy is None or first.stolen is None or last.stolen is None:
         return found
-    # counters tick a hundred times a second, so a short time may seem to have used less than itself
+    if seconds < LEAST_SECONDS:
+        return found
+    # the counters lag behind each other: a process may seem to have used more than all together
     other = max((last.busy - first.busy) / seconds - own, 0.0)
     stolen = max((last.stolen - first.stolen) / seconds, 0.0)
     return found | {

@@ -163,7 +163,10 @@ def disturbance_lines(result: Mapping[str, Any]) -> list[str]:
             f" ({place['other_share']:.0%} over all); measure again."
         )
     if "other_share" in place and place["other_share"] is None:
-        lines.append("What other processes did meanwhile is unknown: this system does not say.")
+        lines.append(
+            "What other processes did meanwhile is unknown: this system does not say, or it was"
+            " over too soon."
+        )
     if result["settings"].get("repeats") == 1:
         lines.append("One repeat: whether plain decoding itself drifted cannot be seen.")
     return lines

@@ -58,6 +58,9 @@ def test_shares_by_hand() -> None:
     # counters tick slower than the clock: less than what the process used itself is nothing
     quiet = between(first, Sample(wall=20.0, busy=111.9, stolen=1.0, own=62.0))
     assert quiet["other_share"] == 0
+    # a tick of each counter is much of a moment: nothing is known of it
+    short = between(first, Sample(wall=10.1, busy=100.1, stolen=1.0, own=50.05))
+    assert short["other_share"] is None and short["own_processors"] == 0.5
 
 
 def test_this_machine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
