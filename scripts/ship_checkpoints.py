@@ -1,6 +1,7 @@
 """Make the checkpoints that ship with the repository from runs: ``data/checkpoints/``.
 
     python scripts/ship_checkpoints.py [--runs runs] [--out data/checkpoints] [--only hydra ...]
+    python scripts/ship_checkpoints.py --cards      # write the model cards anew, and nothing else
 
 Each is the export of a run, its tensors rounded to bfloat16, which halves them; trees, what they
 were measured at and the record of the training are kept. A folder that is there is replaced. How to
@@ -15,15 +16,21 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone need not be installed
 
+from specheads.formats import card
 from specheads.models.base import load_base_model, load_tokenizer
 from specheads.models.checkpoint import load_export, load_heads, read_config, save_export
 from specheads.models.draft_files import read_provenance, save_draft
 from specheads.tree import Tree
 
-ROOT = Path(__file__).resolve().parents[1]
-SHIPPED = ROOT / "data" / "checkpoints"
+SHIPPED = Path("data/checkpoints")
 RUNS = {"hydra": "hydra", "medusa1": "medusa1", "draft": "distill", "mtp_byte": "mtp"}
 DTYPE = "bfloat16"
+UNSET = "Not set: the model was trained from scratch."  # of a card without a base model
+LICENCE = (
+    "other: the model learned from the Python sources that the card of tinycode lists with their"
+    " licences (data/tinycode/README.md in the repository of specheads), and may reproduce short"
+    " pieces of them."
+)
 
 
 def ship_export(source: Path, target: Path) -> None:
@@ -72,6 +79,16 @@ def ship_draft(source: Path, target: Path) -> None:
     )
 
 
+def write_card(folder: Path) -> None:
+    """Write a folder's model card; a model from scratch has a licence to be named here."""
+    card.write(folder, "native", read_provenance(folder) or read_config(folder))
+    path = folder / card.CARD
+    text = path.read_text()
+    if UNSET in text:
+        text = text.partition(UNSET)[0] + LICENCE + "\n"
+        path.write_text(text.replace("---\n", '---\nlicense: "other"\n', 1))
+
+
 def num_bytes(folder: Path) -> int:
     """Return the size of all files of ``folder``."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -80,15 +97,18 @@ def num_bytes(folder: Path) -> int:
 def main() -> None:
     """Write them and print their sizes."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs")
+    parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--out", type=Path, default=SHIPPED)
     parser.add_argument("--only", nargs="+", choices=list(RUNS), default=list(RUNS))
+    parser.add_argument("--cards", action="store_true", help="write the model cards alone")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     for name in args.only:
         source, target = args.runs / RUNS[name] / "export", args.out / name
-        (ship_draft if name == "draft" else ship_export)(source, target)
-        print(f"{target}: {num_bytes(source) / 1e6:.1f} MB before, {num_bytes(target) / 1e6:.1f}")
+        if not args.cards:
+            (ship_draft if name == "draft" else ship_export)(source, target)
+        write_card(target)
+        print(f"{target}: {num_bytes(target) / 1e6:.1f} MB")
     print(f"{args.out}: {num_bytes(args.out) / 1e6:.1f} MB")
 
 

@@ -61,6 +61,15 @@ def test_folder_is_whole(name: str, tmp_path: Path) -> None:
         check_manifest(copy)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_cards_name_the_licence(name: str) -> None:
+    """Weights that go round without a licence are nobody's to use."""
+    text = (SHIPPED / name / "README.md").read_text()
+    front = text.split("---")[1]
+    assert '\nlicense: "other"\n' in front and "\n## Licence\n\nother: " in text
+    assert not re.search(r"Not set|/tmp/|/work/|/home/", text)
+
+
 def test_sizes_are_those_of_the_table() -> None:
     """Weights left in float32 would double every clone, for good."""
     table = (SHIPPED / "README.md").read_text()
