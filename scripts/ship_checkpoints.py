@@ -86,7 +86,7 @@ def write_card(folder: Path) -> None:
     text = path.read_text()
     if UNSET in text:
         text = text.partition(UNSET)[0] + LICENCE + "\n"
-        path.write_text(text.replace("---\n", '---\nlicense: "other"\n', 1))
+        path.write_text(text.replace('license: "unknown"', 'license: "other"', 1))
 
 
 def num_bytes(folder: Path) -> int:
