@@ -65,7 +65,7 @@ def write(
         use = f"```sh\nhf download {name} --local-dir {_short(name)}\n```\n\n{use}"
     parts = [
         _front_matter(form, info, licence),
-        f"# {card_texts.title(info)}",
+        f"# {card_texts.title(form, info)}",
         card_texts.introduction(form, info),
         f"## What the output is\n\n{card_texts.output(form, info)}",
         f"## Training\n\n{card_texts.training(info)}",
@@ -185,7 +185,8 @@ def _front_matter(form: str, info: Mapping[str, Any], licence: Licence) -> str:
     values["library_name"] = "transformers" if form in _PLAIN else "specheads"
     values["pipeline_tag"] = "text-generation"
     words = {"mtp": ["multi-token-prediction"], "draft": ["draft-model"], "base": []}
-    values["tags"] = ["speculative-decoding", *words.get(kind, [kind])]
+    heads = [] if card_texts.without_heads(form, info) else words.get(kind, [kind])
+    values["tags"] = ["speculative-decoding", *heads]
     lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
     return "\n".join(["---", *lines, "---"])
 

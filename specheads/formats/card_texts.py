@@ -34,11 +34,20 @@ def shown_base(info: Mapping[str, Any]) -> str:
     return Path(name).name if Path(name).is_absolute() else name
 
 
-def title(info: Mapping[str, Any]) -> str:
+def title(form: str, info: Mapping[str, Any]) -> str:
     """Return the card's heading."""
     base = shown_base(info)
+    if without_heads(form, info):
+        tuned = "tuned " if info["base"].get("tuned") else ""
+        what = "The base model" if form == "plain" else "Settings of text copies for the base model"
+        return f"{what.replace('base', f'{tuned}base')}{f' {base}' if base else ''}"
     what = _WORDS[info.get("kind", "base")]
     return f"{what} for {base}" if base else f"{what}, trained from scratch"
+
+
+def without_heads(form: str, info: Mapping[str, Any]) -> bool:
+    """Return whether a format leaves out the heads of the export it is made of."""
+    return form in ("plain", "vllm_custom_class") and info.get("kind") in ("medusa", "hydra", "mtp")
 
 
 def introduction(form: str, info: Mapping[str, Any]) -> str:
@@ -163,7 +172,7 @@ def measured_by_training(
     form: str, info: Mapping[str, Any], final: Mapping[str, float], machine: Mapping[str, Any]
 ) -> str:
     """Return what the recipe measured itself: the chosen tree, and its last evaluation."""
-    if form == "vllm_custom_class" or (form == "plain" and info.get("kind")):
+    if without_heads(form, info):
         return "Nothing was measured without the heads."
     parts = []
     tree = info.get("tree") or {}

@@ -70,7 +70,7 @@ def commands(
     if form == "plain":
         return _alone(place, "")
     if form == "vllm_custom_class":
-        return _alone(base, "these are the settings in speculative_config.json")
+        return _alone(base, "", "the settings in speculative_config.json; ")
     if form == "vllm_medusa":
         return [_vllm_medusa(place, base, info["num_heads"]), *_elsewhere(form, info)]
     if form in ("fasterdecoding_v1", "fasterdecoding_v2"):
@@ -148,10 +148,10 @@ def _draft_model(form: str, place: str, base: str) -> list[Serving]:
     ]
 
 
-def _alone(place: str, note: str) -> list[Serving]:
+def _alone(place: str, note: str, settings: str = "") -> list[Serving]:
     """Return how engines serve a plain model, guessing from the text where they can."""
     config = vllm_custom_class.settings(num_tokens=COPIED)
-    needs = "needs specheads in vLLM's environment and its first model runner; docs/serving.md"
+    needs = "needs specheads in vLLM's environment, and its first model runner: docs/serving.md"
     return [
         Serving(
             "transformers",
@@ -160,7 +160,7 @@ def _alone(place: str, note: str) -> list[Serving]:
             f" prompt_lookup_num_tokens={COPIED})",
             note,
         ),
-        Serving("vLLM", VLLM, _vllm_command(place, config), needs),
+        Serving("vLLM", VLLM, _vllm_command(place, config), settings + needs),
         Serving(
             "SGLang",
             SGLANG,

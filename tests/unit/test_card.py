@@ -289,7 +289,8 @@ def test_a_format_that_is_served_as_a_chain_promises_no_tree(tmp_path: Path) -> 
         _, body = written(tmp_path / form, form, info(tree=tree))
         assert measured in body and chain in body
     for form in ("plain", "vllm_custom_class"):
-        _, body = written(tmp_path / form, form, info(tree=tree))
+        front, body = written(tmp_path / form, form, info(tree=tree))
+        assert "# Medusa" not in body and "medusa" not in front["tags"]
         assert measured not in body and "Nothing was measured without the heads." in body
     tree["measured_on"] = on  # by a version that did not keep the chances
     _, body = written(tmp_path / "old", "vllm_medusa", info(tree=tree))
