@@ -206,7 +206,7 @@ def _checked(value: object, where: str) -> Answer:
     for key, kind in (("question_id", int | str), ("category", str), ("choices", list)):
         if not isinstance(value.get(key), kind):
             raise ConfigError(f"{where}: {key} is missing or wrong, got {value.get(key)!r:.60}")
-    choice = value["choices"][0] if value["choices"] else None
+    choice: Any = value["choices"][0] if value["choices"] else None
     for key in _SCORED:
         given = choice.get(key) if isinstance(choice, dict) else None
         kind = str if key == "turns" else int | float

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -159,7 +160,7 @@ def decode_prompt(
             first.append(time.perf_counter())
 
     pad = decoder.tokenizer.pad_token_id
-    drawn = {"top_k": 0, "top_p": 1.0} if temperature > 0 else {}
+    drawn: dict[str, Any] = {"top_k": 0, "top_p": 1.0} if temperature > 0 else {}
     _wait(decoder)
     start = time.perf_counter()
     result = decoder.generate(
