@@ -128,7 +128,7 @@ def test_turns_in_a_terminal_are_what_generate_gives(terminal: Terminal, tmp_pat
     terminal.type("def add(a, b):\r")
     shown = terminal.wait_for("; read ")
     assert "\x1b[30;48;5;" in shown, "no colour for the verify steps"
-    assert "\x1b[1;23r" in shown and "tokens per step" in shown, "no status line"
+    assert "\x1b[1;23r" in shown and "tokens; Ctrl-C ends" in shown, "no status line"
     terminal.wait_for("> ")
     terminal.type("And again.\r")
     terminal.wait_for("[waiting 2]")
