@@ -7,11 +7,14 @@ vLLM's layout, a whole model with ``medusa_head.*`` among its tensors, and the p
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, PreTrainedModel
+from transformers.utils import logging
 
 from specheads.config import ConfigError
 from specheads.formats import hydra_published, merged
@@ -116,7 +119,8 @@ def _bring_whole(
     if not (tuned := _tuned(files, own, base)):
         name = base
     check_sizes(inside, layout, config, *_sizes(name))
-    model = load_base_model(name, dtype=recorded_dtype(name), beside=merged.PREFIX)
+    with _quiet():  # the heads are known here, and reported by transformers as of no use
+        model = load_base_model(name, dtype=recorded_dtype(name), beside=merged.PREFIX)
     heads = read_heads(inside, layout, config, output_layer(model))
     for key in _COUNTS:
         vars(model.config).pop(key, None)
@@ -132,6 +136,16 @@ def _bring_whole(
         *layout.notes,
         *_last(output),
     ]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _sizes(name: str) -> tuple[int, int]:

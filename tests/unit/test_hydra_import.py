@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from specheads.models.checkpoint import Export, load_export, load_heads, read_co
 from specheads.models.compress import low_rank_heads
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
+from tests.damaged import damaged, flip, no_hang, replace_value
 from tests.medusa_exports import SIZE, VOCAB, made
 from tests.readers.hydra import Hydra
 
@@ -204,3 +206,30 @@ def test_what_cannot_be_brought_in_is_said(
         with pytest.raises(ConfigError, match=message) as refused:
             made(folder, tmp_path / "back", base=base)
         assert "\n" not in str(refused.value) and not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("saved", ["safetensors", "pt"])
+def test_damage_is_one_line(
+    saved: str, tiny_model_dir: Path, tiny_llama: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    """A stranger's folder may hold anything: no traceback, no endless wait, nothing half done."""
+    heads = published(prefix=tiny_llama.config)
+    folder, random, refused = foreign(tmp_path / "hydra", heads, 2, "prefix-mlp"), Random(3), 0
+    weights = folder / f"hydra_lm_head.{saved}"
+    if saved == "pt":
+        (folder / "hydra_lm_head.safetensors").unlink()
+        torch.save(heads.state_dict(), weights)
+    for number in range(30):
+        file = folder / "config.json" if number % 2 else weights
+        data = file.read_bytes()
+        changed = (
+            replace_value(data.decode(), random).encode() if number % 2 else flip(data, random)
+        )
+        with damaged(file, changed), no_hang(30):
+            output = tmp_path / f"back{number}"
+            try:
+                made(folder, output, base=str(tiny_model_dir), allow_pickle=True)
+            except ConfigError as error:
+                refused += 1
+                assert "\n" not in str(error) and not output.exists()
+    assert 5 < refused < 30

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from specheads.config import AdapterConfig, ConfigError, ExportConfig
-from specheads.formats import fasterdecoding, vllm_medusa
+from specheads.formats import fasterdecoding, push, vllm_medusa
 from specheads.models.adapters import adapter_parameters, add_adapter
 from specheads.models.base import load_base_model
 from specheads.models.checkpoint import load_export
@@ -297,6 +297,23 @@ def test_a_draft_model_alone(
     native = save(tmp_path / "native", medusa(), tiny_model_dir)
     with pytest.raises(ConfigError, match="is for draft models, .* is medusa; plain writes"):
         made(native, tmp_path / "made", format="draft")
+
+
+def test_a_folder_that_cannot_be_uploaded_is_not_written(
+    natives: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Minutes of writing, and then it turns out that nobody was logged in."""
+    for settings in ({"format": "vllm_medusa"}, {}, {"dtype": "bfloat16"}):
+        with pytest.raises(ConfigError, match="push is 'nobody', expected organisation/name"):
+            made(natives["own"], tmp_path / "made", push="nobody", **settings)
+        assert not (tmp_path / "made").exists()
+    sent: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(push, "check", lambda name: None)
+    monkeypatch.setattr(
+        push, "upload", lambda folder, name, *, private: sent.append((folder, name, private))
+    )
+    folder = made(natives["own"], tmp_path / "made", push="org/name", private=True)
+    assert sent == [(folder, "org/name", True)] and load_export(folder).heads.num_heads == HEADS
 
 
 def test_formats_are_named_with_either_stroke() -> None:

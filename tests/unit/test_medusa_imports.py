@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -350,14 +351,20 @@ def test_vllm_folders_as_vllm_understands_them(
 
 def test_a_whole_model_is_its_own_base(
     tiny_model_dir: Path, tmp_path: Path, make_tiny_llama: Callable[..., LlamaForCausalLM],
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Medusa-2 checkpoints are tuned models: their heads over the original guess worse."""
     tuned = make_tiny_llama(seed=5)
     native = save(tmp_path / "native", medusa(), tiny_model_dir, tuned_base=tuned)
     folder = made(native, tmp_path / "merged", format="merged")
+    reported: list[logging.LogRecord] = []
+    spy = logging.NullHandler()
+    monkeypatch.setattr(spy, "handle", reported.append)
+    logging.getLogger("transformers").addHandler(spy)
     back = made(folder, tmp_path / "back", base=str(tiny_model_dir))
+    logging.getLogger("transformers").removeHandler(spy)
     assert "the model they were in as a tuned" in capsys.readouterr().out
+    assert not reported, "transformers calls the heads unexpected"
     export = load_export(back)
     assert export.config["base"]["tuned"] and export.config["base"]["name"] == str(tiny_model_dir)
     for name, tensor in tuned.state_dict().items():
@@ -422,7 +429,7 @@ def test_damage_is_one_line(form: str, tiny_model_dir: Path, tmp_path: Path) -> 
         tmp_path / "native", medusa("pruned" if "vllm" in form else "own"), tiny_model_dir
     )
     folder, random, refused = made(native, tmp_path / "foreign", format=form), Random(5), 0
-    for number in range(60):
+    for number in range(30):
         file = folder / ("config.json" if number % 2 else next(folder.glob("*.safetensors")).name)
         data = file.read_bytes()
         content = (
@@ -435,4 +442,4 @@ def test_damage_is_one_line(form: str, tiny_model_dir: Path, tmp_path: Path) -> 
                 refused += 1
                 assert "\n" not in str(error) and len(str(error)) < 700
                 assert not (tmp_path / f"back{number}").exists()
-    assert 10 < refused < 60
+    assert 5 < refused < 30
