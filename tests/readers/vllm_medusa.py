@@ -31,7 +31,8 @@ class Medusa:
 
     def wanted(self) -> dict[str, tuple[int, ...]]:
         """Return the parameters that the module has, with their shapes."""
-        size, found = self.config["hidden_size"], {}
+        size = self.config["hidden_size"]
+        found: dict[str, tuple[int, ...]] = {}
         for i in range(self.config["num_heads"]):
             for j in range(self.config["num_hidden_layers"]):
                 found[f"blocks.{i}.layers.{j}.weight"] = (size, size)
