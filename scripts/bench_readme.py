@@ -73,11 +73,11 @@ def readme_parts(folder: str = FOLDER, figures: str = "docs", *, quick: bool = F
         bench(
             "batches",
             "medusa1",
-            7,
+            9,
             "drafters=[heads+suffix]",
             "batch_sizes=[1,2,4,8,16]",
             "temperatures=[0,0.7,1]",
-            "num_prompts=48",
+            "num_prompts=32",
             "repeats=1",
         ),
         bench(

@@ -21,7 +21,7 @@ FOLDER = ROOT / "benchmarks" / "readme"
 FIGURES = ROOT / "docs"
 PAGES = (ROOT / "README.md", ROOT / "BENCHMARKS.md")
 SHADES = ("#2f6f9f", "#6fa3c7", "#e0b15e", "#c9ced6")  # from the lowest temperature on
-LINES = ("#2f6f9f", "#7fb0d3", "#e0b15e", "#b5651d", "#6b8e23", "#9aa5b1")
+LINES = ("#2f6f9f", "#7fb0d3", "#e0b15e", "#b5651d", "#6b8e23", "#9aa5b1", "#8e5ea2", "#333333")
 
 
 def pyplot() -> Any:
@@ -41,7 +41,7 @@ def draw_speed(bench: dict[str, Any], path: Path) -> None:
     rows, heats = alone(bench), temperatures(bench)
     methods = [method for method in ranked(bench) if method != "plain"][::-1]
     figure, (left, right) = plt.subplots(
-        1, 2, figsize=(11, 0.45 * len(methods) + 1.6), layout="constrained", width_ratios=(3, 2)
+        1, 2, figsize=(11, 0.36 * len(methods) + 1.4), layout="constrained", width_ratios=(3, 2)
     )
     width = 0.8 / len(heats)
     for index, heat in enumerate(heats):
@@ -72,7 +72,8 @@ def draw_speed(bench: dict[str, Any], path: Path) -> None:
     right.axhline(1, color="#333333", linewidth=1)
     right.set_xticks(range(len(kinds)), kinds, rotation=25, fontsize=8)
     right.set_ylabel(f"accept length at T={heats[0]:g}")
-    right.legend(frameon=False, fontsize=8)
+    right.margins(y=0.22)  # room for the legend
+    right.legend(frameon=False, fontsize=8, loc="upper left")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, metadata={"Date": None})
