@@ -15,7 +15,7 @@ help:
 	@echo "make test              lint, types and the default tests"
 	@echo "make test-all          the slow tests too"
 	@echo "make test-distributed  the tests that start several processes"
-	@echo "make bench             measure every figure of the README again (about 45 minutes)"
+	@echo "make bench             measure every figure of the README again (about 50 minutes)"
 	@echo "make bench-full        train and measure all of BENCHMARKS.md again (about a day)"
 	@echo "                       either goes on where it was stopped with BENCH=--resume"
 	@echo "make lint              ruff and mypy"

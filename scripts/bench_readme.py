@@ -5,7 +5,7 @@
 
 Each part writes a file of benchmarks/readme/. When all went well, the figures in docs/ are drawn
 and the marked blocks of README.md and BENCHMARKS.md are written anew (``--render`` does that
-alone). The machine should do nothing else meanwhile: about 45 minutes on two cores. ``--quick``
+alone). The machine should do nothing else meanwhile: about 50 minutes on two cores. ``--quick``
 writes to build/bench_quick/ only.
 """
 
