@@ -360,17 +360,6 @@ def full_parts(runs: str = RUNS) -> list[Part]:
             ),
         ),
         script("chaos", 4, "", ("scripts/chaos.py", "--json", "benchmarks/chaos.json")),
-        Part(
-            "first_hour",
-            (
-                (
-                    *("scripts/new_user.py", "--json", "benchmarks/first_hour.json"),
-                    *("--out", "docs/first_hour.md"),
-                ),
-            ),
-            ("benchmarks/first_hour.json", "docs/first_hour.md"),
-            20,
-        ),
     ]
     readme = readme_parts()
     last = Part(
