@@ -207,7 +207,9 @@ def pip(arguments: str) -> str:
     first = shutil.which("python")
     if first and Path(first).absolute() == Path(python).absolute():
         python = "python"
-    if importlib.util.find_spec("pip") is None and shutil.which("uv"):
+    # not find_spec: looking for pip that way makes setuptools leave distutils alone from then on
+    has_pip = any(True for _ in importlib.metadata.distributions(name="pip"))
+    if not has_pip and shutil.which("uv"):
         return f"uv pip install --python {python} {arguments}"
     return f"{python} -m pip install {arguments}"
 
