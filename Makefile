@@ -5,11 +5,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-CHECKPOINT ?= runs/hydra/export
-OUT ?= bench.json
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all test-distributed bench lint
+.PHONY: help setup quickstart test test-all test-distributed bench bench-full lint
 
 help:
 	@echo "make setup             create $(VENV) from constraints.txt"
@@ -17,7 +15,9 @@ help:
 	@echo "make test              lint, types and the default tests"
 	@echo "make test-all          the slow tests too"
 	@echo "make test-distributed  the tests that start several processes"
-	@echo "make bench             measure CHECKPOINT=$(CHECKPOINT) into OUT=$(OUT)"
+	@echo "make bench             measure every figure of the README again (about 50 minutes)"
+	@echo "make bench-full        train and measure all of BENCHMARKS.md again (about a day)"
+	@echo "                       either goes on where it was stopped with BENCH=--resume"
 	@echo "make lint              ruff and mypy"
 
 # The stamp is written last, so an interrupted installation is taken up again.
@@ -52,4 +52,7 @@ test-distributed: $(STAMP)
 	$(BIN)/pytest -q -m distributed
 
 bench: $(STAMP)
-	$(BIN)/python -m specheads.bench checkpoint=$(CHECKPOINT) out=$(OUT)
+	$(BIN)/python scripts/bench_readme.py $(BENCH)
+
+bench-full: $(STAMP)
+	$(BIN)/python scripts/bench_full.py $(BENCH)

@@ -25,11 +25,12 @@ from specheads.decoding.evaluate_draft import (
     final_draft_evaluation,
 )
 from specheads.decoding.measure import end_tokens
+from specheads.formats import card
 from specheads.log import RunLog
 from specheads.models.base import context_length, torch_dtype
 from specheads.models.digest import base_digest
 from specheads.models.draft import num_ids, shared_vocabulary, vocab_size
-from specheads.models.draft_files import save_draft
+from specheads.models.draft_files import read_provenance, save_draft
 from specheads.training.best import chosen as chosen_step
 from specheads.training.describe import describe_costs, describe_run, tokens_per_step
 from specheads.training.drafts import (
@@ -164,3 +165,4 @@ def run(cfg: TrainConfig) -> None:
         )
         log.say(f"saved to {export}")
         log.outcome(steps, measured)
+        card.write(export, "native", read_provenance(export) or {}, final=measured.figures)

@@ -21,6 +21,7 @@ from specheads.decoding.evaluate import (
 from specheads.decoding.expected import describe_expected, expect
 from specheads.decoding.measure import end_tokens
 from specheads.decoding.outcome import final_evaluation
+from specheads.formats import card
 from specheads.log import RunLog
 from specheads.models.adapters import has_adapter, merge_adapter, merges
 from specheads.models.base import context_length
@@ -140,3 +141,4 @@ def run(cfg: TrainConfig) -> None:
             loaded, log.dir / "prompts.jsonl", cfg.evaluate, samples=cfg.log.samples
         )
         log.outcome(steps, found)
+        card.write(export, "native", read_config(export), final=found.figures)

@@ -20,6 +20,7 @@ from specheads.decoding.evaluate import (
 from specheads.decoding.expected import describe_expected, expect
 from specheads.decoding.measure import end_tokens
 from specheads.decoding.outcome import final_evaluation
+from specheads.formats import card
 from specheads.log import RunLog
 from specheads.models.base import context_length
 from specheads.models.checkpoint import Export, read_config, save_export
@@ -121,3 +122,4 @@ def run(cfg: TrainConfig) -> None:
             loaded, log.dir / "prompts.jsonl", cfg.evaluate, samples=cfg.log.samples
         )
         log.outcome(steps, found)
+        card.write(export, "native", read_config(export), final=found.figures)

@@ -9,6 +9,7 @@ import torch
 
 from specheads import dist
 from specheads.config import TrainConfig
+from specheads.formats import card
 from specheads.log import RunLog
 from specheads.models.checkpoint import save_plain_model
 from specheads.training.describe import describe_costs, describe_run
@@ -64,4 +65,9 @@ def run(cfg: TrainConfig) -> None:
         log.metrics(steps, evaluate(steps))
         export = Path(cfg.run_dir) / "export"
         save_plain_model(export, base, tokenizer, dtype="bfloat16")
+        card.write(
+            export,
+            "plain",
+            {"training": {"recipe": cfg.recipe, "steps": steps, "data": data.summary}},
+        )
         log.say(f"saved to {export}")

@@ -49,6 +49,7 @@ from specheads.assets import tinycode_dir
 from specheads.config import DataConfig
 from specheads.data.chat import Encoder
 from specheads.data.records import Record, load_records
+from specheads.decoding.baselines import hf_generate_method
 from specheads.decoding.benchmark import (
     LOOKUP_NGRAM,
     LOOKUP_TOKENS,
@@ -66,7 +67,6 @@ from specheads.decoding.measure import (
     clock,
     drafted_method,
     end_tokens,
-    hf_generate_method,
     plain_method,
     read_prompts,
 )

@@ -120,7 +120,7 @@ def live_tensors(engine: Any, model: torch.nn.Module) -> dict[str, int]:
         "moments": storages(moments),
         "copied weights": storages(stepped),
         "gradients": storages(gradients),
-        "other": storages(o for o in gc.get_objects() if isinstance(o, Tensor)),
+        "other": storages(o for o in gc.get_objects() if issubclass(type(o), Tensor)),
     }
     seen: set[int] = set()
     total: dict[str, int] = {}

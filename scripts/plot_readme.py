@@ -1,134 +1,139 @@
-"""Draw the README's figure and fill its table from a bench: ``python scripts/plot_readme.py``.
+"""Draw the README's figures and write marked blocks: ``python scripts/plot_readme.py``.
 
-Reads benchmarks/tinycode_hydra.json; writes docs/speed.svg and the lines between the table's
-marks in README.md.
+Reads benchmarks/readme/; writes docs/speed.svg, docs/batches.svg and what stands between the marks
+of README.md and BENCHMARKS.md. ``scripts/bench_mtp_memory.py`` draws docs/mtp_memory.svg itself.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # a test imports this from elsewhere
+
+from readme_blocks import NAMES, alone, blocks_of, fill, ranked, read, temperatures
+
 ROOT = Path(__file__).resolve().parents[1]
-BENCH = ROOT / "benchmarks" / "tinycode_hydra.json"
-FIGURE = ROOT / "docs" / "speed.svg"
-BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
-NAMES = {
-    "plain": "plain",
-    "hf_generate": "transformers generate",
-    "prompt_lookup": "prompt lookup",
-    "tree": "Hydra heads, static tree",
-    "tree_dynamic": "Hydra heads, tree of each step",
-}
-COLORS = {
-    "plain": "#9aa5b1",
-    "hf_generate": "#c9ced6",
-    "prompt_lookup": "#e0b15e",
-    "tree": "#7fb0d3",
-    "tree_dynamic": "#2f6f9f",
-}
+FOLDER = ROOT / "benchmarks" / "readme"
+FIGURES = ROOT / "docs"
+PAGES = (ROOT / "README.md", ROOT / "BENCHMARKS.md")
+SHADES = ("#2f6f9f", "#6fa3c7", "#e0b15e", "#c9ced6")  # from the lowest temperature on
+LINES = ("#2f6f9f", "#7fb0d3", "#e0b15e", "#b5651d", "#6b8e23", "#9aa5b1", "#8e5ea2", "#333333")
 
 
-def format_table(bench: dict[str, Any]) -> str:
-    """Return the README's table and the line under it, in Markdown."""
-    lines = [
-        "| T | method | tokens/s | speed-up (95%) | vs generate | accept length | rep8 | same |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in bench["rows"]:
-        if row["method"] not in NAMES or row["batch"] > 1:
-            continue
-        low, high = row["speedup_vs_plain_ci95"]
-        same = "" if row["identical"] is None else f"{row['identical']}/{row['compared']}"
-        if row["near_ties"]:
-            same += f" (+{row['near_ties']} near ties)"
-        lines.append(
-            f"| {row['temperature']:g} | {NAMES[row['method']]} | {row['tokens_per_second']:.0f} "
-            f"| {row['speedup_vs_plain']:.2f} ({low:.2f}-{high:.2f}) "
-            f"| {row['speedup_vs_hf_generate']:.2f} | {row['accept_length']:.2f} "
-            f"| {row['rep8']:.2f} | {same} |"
-        )
-    place, settings, head = bench["environment"], bench["settings"], bench["headline"]
-    nodes = {row["method"]: row["tree_nodes"] for row in bench["rows"]}
-    trees = f"static tree of {nodes['tree']} nodes"
-    if "tree_dynamic" in nodes:
-        trees += f", trees of each step of {nodes['tree_dynamic']}"
-    tree = next(row for row in bench["rows"] if row["method"] == "tree")
-    lines += [
-        "",
-        "Same: outputs identical to plain decoding, token by token. "
-        f"{tree['num_prompts']} held-out prompts of up to {settings['max_new_tokens']} new tokens, "
-        f"{tree['dtype']}, batch 1, {place['processor']}, {settings['threads']} threads, "
-        f"torch {place['torch']}; {trees}. "
-        f"Plain greedy output repeats {head['rep8_plain_greedy']:.0%} of its 8-grams, so the "
-        f"headline is T={head['temperature']:g}, {NAMES[head.get('method', 'tree')]}: "
-        f"{head['speedup_vs_plain']:.2f}x plain decoding.",
-    ]
-    return "\n".join(lines)
-
-
-def fill_table(readme: str, table: str) -> str:
-    """Return ``readme`` with ``table`` between its marks."""
-    before, _, rest = readme.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
-
-
-def draw(bench: dict[str, Any], path: Path) -> None:
-    """Draw tokens per second by temperature, and accept length by kind of prompt."""
+def pyplot() -> Any:
+    """Return matplotlib's pyplot, set to draw the same file from the same figures."""
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "specheads"  # same figures, same file
+    matplotlib.rcParams["svg.hashsalt"] = "specheads"
     from matplotlib import pyplot as plt
 
-    alone = [row for row in bench["rows"] if row["batch"] == 1]
-    rows = {(row["method"], row["temperature"]): row for row in alone}
-    temperatures = bench["settings"]["temperatures"]
-    names = {name: NAMES[name] for name in NAMES if (name, temperatures[0]) in rows}
-    best = bench["headline"].get("method", "tree")
-    width = 0.8 / len(names)
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    for index, (method, name) in enumerate(names.items()):
-        places = [n + (index - (len(names) - 1) / 2) * width for n in range(len(temperatures))]
-        speeds = [rows[method, t]["tokens_per_second"] for t in temperatures]
-        bars = left.bar(places, speeds, width, color=COLORS[method], label=name)
-        if method == best:
-            times = [f"{rows[method, t]['speedup_vs_plain']:.2f}x" for t in temperatures]
-            left.bar_label(bars, labels=times, fontsize=9)
-    left.set_xticks(range(len(temperatures)), [f"T={t:g}" for t in temperatures])
-    left.set_ylabel("tokens per second")
-    left.margins(y=0.15)
-    left.legend(frameon=False, fontsize=8)
-    headline = bench["headline"]["temperature"]
-    kinds = sorted(rows[best, headline]["per_kind"])
-    for index, method in enumerate(("prompt_lookup", best)):
-        places = [n + (index - 0.5) * 0.38 for n in range(len(kinds))]
-        lengths = [rows[method, headline]["per_kind"][kind]["accept_length"] for kind in kinds]
-        right.bar(places, lengths, 0.38, color=COLORS[method], label=NAMES[method])
-    right.axhline(1, color="#9aa5b1", linewidth=1)
-    right.set_xticks(range(len(kinds)), kinds, rotation=20, fontsize=8)
-    right.set_ylabel(f"accept length at T={headline:g}")
+    return plt
+
+
+def draw_speed(bench: dict[str, Any], path: Path) -> None:
+    """Draw every method's speed-up by temperature, and accept length by kind of prompt."""
+    plt = pyplot()
+    rows, heats = alone(bench), temperatures(bench)
+    methods = [method for method in ranked(bench) if method != "plain"][::-1]
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(11, 0.36 * len(methods) + 1.4), layout="constrained", width_ratios=(3, 2)
+    )
+    width = 0.8 / len(heats)
+    for index, heat in enumerate(heats):
+        places = [n + ((len(heats) - 1) / 2 - index) * width for n in range(len(methods))]
+        found = [rows[method, heat] for method in methods]
+        speeds = [row["speedup_vs_plain"] for row in found]
+        bounds = [row["speedup_vs_plain_ci95"] for row in found]
+        errors = [
+            [max(0.0, speed - low) for speed, (low, _) in zip(speeds, bounds, strict=True)],
+            [max(0.0, high - speed) for speed, (_, high) in zip(speeds, bounds, strict=True)],
+        ]
+        color = SHADES[index % len(SHADES)]
+        style = {"ecolor": "#555555", "elinewidth": 0.7}
+        left.barh(
+            places, speeds, width, xerr=errors, color=color, label=f"T={heat:g}", error_kw=style
+        )
+    left.axvline(1, color="#333333", linewidth=1)
+    names = [NAMES.get(method, method).replace("`", "") for method in methods]
+    left.set_yticks(range(len(methods)), names, fontsize=8)
+    left.set_xlabel("speed-up over plain decoding (95%)")
+    left.legend(frameon=False, fontsize=8, loc="lower right")
+    kinds = sorted(rows["plain", heats[0]]["per_kind"])
+    shown = [m for m in ("hydra/tree", "suffix", "heads+suffix") if (m, heats[0]) in rows]
+    for index, method in enumerate(shown):
+        places = [n + (index - (len(shown) - 1) / 2) * 0.8 / len(shown) for n in range(len(kinds))]
+        lengths = [rows[method, heats[0]]["per_kind"][kind]["accept_length"] for kind in kinds]
+        right.bar(places, lengths, 0.8 / len(shown), color=LINES[index], label=NAMES[method])
+    right.axhline(1, color="#333333", linewidth=1)
+    right.set_xticks(range(len(kinds)), kinds, rotation=25, fontsize=8)
+    right.set_ylabel(f"accept length at T={heats[0]:g}")
+    right.margins(y=0.22)  # room for the legend
+    right.legend(frameon=False, fontsize=8, loc="upper left")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
 
 
+def draw_batches(bench: dict[str, Any], path: Path) -> None:
+    """Draw speed-ups over the batch size; at 1 plain decoding in such batches is as fast."""
+    plt = pyplot()
+    heats = temperatures(bench)
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained", sharey=True)
+    for axes, heat in zip(panels, (heats[0], heats[-1]), strict=True):
+        for index, method in enumerate(m for m in ranked(bench) if m != "plain"):
+            found = [r for r in bench["rows"] if (r["method"], r["temperature"]) == (method, heat)]
+            found.sort(key=lambda row: row["batch"])
+            sizes = [row["batch"] for row in found]
+            speeds = [row["speedup_vs_plain"] for row in found]
+            color, name = LINES[index % len(LINES)], NAMES.get(method, method).replace("`", "")
+            axes.plot(sizes, speeds, "o-", color=color, label=name, markersize=3)
+        axes.axhline(1, color="#333333", linewidth=1)
+        axes.set_xscale("log", base=2)
+        ticks = sorted({row["batch"] for row in bench["rows"]})
+        axes.set_xticks(ticks, [str(size) for size in ticks])
+        axes.set_xlabel(f"batch, T={heat:g}")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("speed-up over plain decoding\nin batches of that size")
+    panels[1].legend(frameon=False, fontsize=7)
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def render(folder: Path, figures: Path, pages: Sequence[Path]) -> list[str]:
+    """Draw and fill what was measured; return a line for each thing written or missing."""
+    lines = []
+    for name, draw, source in (
+        ("speed.svg", draw_speed, "drafters"),
+        ("batches.svg", draw_batches, "batches"),
+    ):
+        if not (folder / f"{source}.json").is_file():
+            lines.append(f"{folder / source}.json is not there: {name} was not drawn")
+            continue
+        draw(read(folder, source), figures / name)
+        lines.append(f"wrote {figures / name}")
+    for page in pages:
+        text = page.read_text()
+        page.write_text(fill(text, folder))
+        written = [name for name, _ in blocks_of(text)]
+        lines.append(f"wrote {len(written)} blocks of {page}: {', '.join(written)}")
+    return lines
+
+
 def main() -> None:
     """Draw and fill."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("bench", type=Path, nargs="?", default=BENCH)
-    parser.add_argument("--figure", type=Path, default=FIGURE)
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
-    arguments = parser.parse_args()
-    bench = json.loads(arguments.bench.read_text())
-    draw(bench, arguments.figure)
-    readme = arguments.readme.read_text()
-    arguments.readme.write_text(fill_table(readme, format_table(bench)))
-    print(f"wrote {arguments.figure} and the table of {arguments.readme}")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="of the measurements")
+    parser.add_argument("--figures", type=Path, default=FIGURES)
+    parser.add_argument("--pages", type=Path, nargs="+", default=PAGES)
+    args = parser.parse_args()
+    for line in render(args.folder, args.figures, args.pages):
+        print(line)
 
 
 if __name__ == "__main__":

@@ -9,16 +9,19 @@ decoding's by more than rounding explains.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specheads.config import BenchConfig, ConfigError, RunError
 from specheads.entry import hydra_main
+from specheads.json_answer import answer, answers_json
 
 if TYPE_CHECKING:
     from specheads.config import DecodeConfig
+    from specheads.decoding.measure import Runs
     from specheads.decoding.subject import Subject
     from specheads.drafters.made import DynamicDrafter
     from specheads.models.checkpoint import Export
@@ -28,13 +31,39 @@ ALWAYS = (0.0, 0.7, 1.0)  # greedy, the headline where greedy text loops, and un
 
 
 def prompt_file(given: str, checkpoint: str, name: str) -> Path:
-    """Return the user's file of prompts, else the export's own, else the embedded one."""
+    """Return the user's file of prompts, else the export's own, else the embedded one.
+
+    The embedded ones are instructions about Python; for a base that is not the embedded one a line
+    says so, as figures on prompts of another kind say little.
+    """
     from specheads.assets import tinycode_dir
 
     if given:
         return Path(given)
     own = Path(checkpoint) / name
-    return own if own.is_file() else tinycode_dir() / name
+    if own.is_file():
+        return own
+    if not _is_embedded(checkpoint):
+        of_run = Path(checkpoint).parent / "prompts.jsonl"  # held out, and calibrated on
+        kept = f"; the run kept {of_run} to calibrate on" if of_run.is_file() else ""
+        print(
+            f"specheads: no prompts given: taking the embedded ones, which are about Python{kept}",
+            file=sys.stderr,
+        )
+    return tinycode_dir() / name
+
+
+def _is_embedded(checkpoint: str) -> bool:
+    """Return whether the base is the embedded model, as far as can be told before it is loaded."""
+    import json
+
+    if checkpoint == "tinycode":
+        return True
+    try:
+        base = json.loads((Path(checkpoint) / "config.json").read_text())["base"]
+        return bool(base["name"] == "tinycode")
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def max_prompt_length(export: Export | Subject, max_new_tokens: int) -> int:
@@ -55,6 +84,7 @@ def max_prompt_length(export: Export | Subject, max_new_tokens: int) -> int:
     return context - max_new_tokens
 
 
+@answers_json
 def run(config: BenchConfig) -> None:
     """Load, measure, print, write.
 
@@ -68,6 +98,7 @@ def run(config: BenchConfig) -> None:
     from tqdm import tqdm
 
     from specheads import dist, hardware
+    from specheads.decoding.accuracy import accuracy_of
     from specheads.decoding.benchmark import benchmark, make_methods
     from specheads.decoding.contenders import (
         asked_for,
@@ -77,22 +108,15 @@ def run(config: BenchConfig) -> None:
     )
     from specheads.decoding.exported import acceptance_rule
     from specheads.decoding.measure import end_tokens, read_prompts
-    from specheads.decoding.paired import format_pairs
     from specheads.decoding.report import failures
+    from specheads.decoding.steps import write_steps
     from specheads.decoding.subject import is_plain_model, load_subject
-    from specheads.decoding.tables import (
-        format_batches,
-        format_divergences,
-        format_kinds,
-        format_table,
-    )
     from specheads.models.output import output_layer
 
     out = Path(config.out)
-    if not out.parent.is_dir():
-        raise ConfigError(f"out is {out}, but there is no folder {out.parent}")
+    _check_outputs(config)
     device = dist.device()
-    threads = hardware.pin_threads(config.threads)
+    hardware.pin_threads(config.threads)
     dtype = hardware.pick_dtype(config.dtype, device)
     hardware.quiet_loading()
     has_heads = not is_plain_model(config.checkpoint)
@@ -120,12 +144,14 @@ def run(config: BenchConfig) -> None:
         dynamic=_dynamic(export, config) if export else None,
         lossy=lossy,
         compile=config.decode.compile,
+        batched=max(config.batch_sizes, default=1) > 1,
     )
     methods += other_methods(
         subject, asked, eos=eos, max_new_tokens=config.max_new_tokens, lossy=lossy
     )
+    others = load_others(subject, config.exports)
     methods += methods_of_others(
-        load_others(subject, config.exports),
+        others,
         eos=eos,
         max_new_tokens=config.max_new_tokens,
         compile=config.decode.compile,
@@ -133,8 +159,9 @@ def run(config: BenchConfig) -> None:
     headline = _headline(config, asked, export)
     temperatures = sorted({*config.temperatures, *ALWAYS})
     batch_sizes = sorted({1, *config.batch_sizes})
-    rounds = len(temperatures) * len(batch_sizes) * config.repeats
-    total = len(methods) * len(prompts) * rounds
+    per_text = sum(size > 1 or not method.in_batches for size in batch_sizes for method in methods)
+    total = per_text * len(prompts) * len(temperatures) * config.repeats
+    clocked: dict[tuple[float, int], dict[str, Runs]] = {}
     with tqdm(total=total, unit="text", disable=None) as bar:
         result = benchmark(
             base,
@@ -152,39 +179,91 @@ def run(config: BenchConfig) -> None:
                 "num_prompts": len(prompts),
                 "prompts_sha256": digest,
                 "max_new_tokens": config.max_new_tokens,
+                "base_parameters": sum(each.numel() for each in base.parameters()),
                 "decode": asdict(config.decode),
             },
             headline=headline,
             tick=bar.update,
+            clocked=clocked,
         )
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    out.write_text(json.dumps(result, indent=1) + "\n")  # whatever comes of what follows
+    _print(result)
+    if config.steps:
+        write_steps(Path(config.steps), clocked, prompts)
+    if export:
+        result["heads"] = accuracy_of({"tree": export, **others}, prompts, clocked)
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    _write_pages(config, result)
+    answer(result)
+    if failed := failures(result):
+        more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+        raise RunError(f"rounding does not explain that {failed[0]}{more}")
+    if config.card:
+        from specheads.formats import card
+
+        card.measured(config.checkpoint, result)
+        print(f"wrote the figures into {Path(config.checkpoint) / card.CARD}")
+
+
+def _check_outputs(config: BenchConfig) -> None:
+    """Refuse files that could not be written, before anything is measured."""
+    from specheads.decoding.plots import check_plots
+
+    for name in ("out", "steps", "markdown", "report"):
+        path = Path(getattr(config, name))
+        if not path.parent.is_dir():
+            raise ConfigError(f"{name} is {path}, but there is no folder {path.parent}")
+        if getattr(config, name) and path.is_dir():
+            raise ConfigError(f"{name} is {path}, which is a folder")
+    if config.report:
+        check_plots("report", config.report)
+    if config.card:
+        from specheads.decoding.subject import is_plain_model
+        from specheads.formats import card
+
+        if is_plain_model(config.checkpoint):
+            raise ConfigError(f"card=true needs an export, {config.checkpoint} is a base model")
+        card.check(config.checkpoint)
+
+
+def _print(result: dict[str, Any]) -> None:
+    """Print the figures as tables and sentences."""
+    from specheads.decoding.paired import format_pairs
+    from specheads.decoding.tables import (
+        disturbance_lines,
+        format_batches,
+        format_divergences,
+        format_kinds,
+        format_table,
+        headline_line,
+    )
+
     print(format_table(result["rows"]))
     print("\nAccept length (speed-up) per kind of prompt")
     print(format_kinds(result["rows"]))
-    if len(batch_sizes) > 1:
+    if len(result["settings"]["batch_sizes"]) > 1:
         print("\nTokens/s (speed-up over plain decoding in batches of that size)")
         print(format_batches(result["rows"]))
     if result["pairs"]:
         print(f"\nSide by side (95%)\n{format_pairs(result['pairs'])}")
     if divergences := format_divergences(result):
         print(f"\n{divergences}")
-    first = result["headline"]
-    print(
-        f"\nHeadline, {first['method']} at T={first['temperature']:g} (plain greedy rep8 "
-        f"{first['rep8_plain_greedy']:.2f}): {first['speedup_vs_plain']:.2f}x plain decoding, "
-        f"{first['speedup_vs_hf_generate']:.2f}x generate, accept length "
-        f"{first['accept_length']:.2f}; {len(prompts)} prompts, "
-        f"{str(dtype).removeprefix('torch.')}, {threads} threads, batch 1"
-    )
-    if result["environment"]["contended"]:
-        print(
-            f"The machine was busy: plain decoding itself varied "
-            f"{result['environment']['baseline_drift']:.2f}x between repeats; measure again."
-        )
-    print(f"wrote {out}")
-    if failed := failures(result):
-        more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
-        raise RunError(f"rounding does not explain that {failed[0]}{more}")
+    print(f"\n{headline_line(result)}")
+    for line in disturbance_lines(result):
+        print(line)
+
+
+def _write_pages(config: BenchConfig, result: dict[str, Any]) -> None:
+    """Write the pages that were asked for, and say what was written."""
+    from specheads.decoding.html_page import html_page
+    from specheads.decoding.markdown import markdown_page
+
+    if config.markdown:
+        Path(config.markdown).write_text(markdown_page(result), encoding="utf-8")
+    if config.report:
+        Path(config.report).write_text(html_page(result), encoding="utf-8")
+    written = [config.out, config.steps, config.markdown, config.report]
+    print(f"wrote {', '.join(path for path in written if path)}")
 
 
 def _headline(config: BenchConfig, asked: Sequence[DecodeConfig], export: Export | None) -> str:

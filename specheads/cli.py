@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 
 from specheads import __version__
 
 COMMANDS = {
-    "train": ("specheads.train", "train heads or a base model"),
-    "generate": ("specheads.generate", "decode a prompt with a trained checkpoint"),
+    "train": ("specheads.train", "train heads, a draft model, or a base model"),
+    "generate": ("specheads.generate", "decode a prompt, or a file of prompts"),
+    "chat": ("specheads.chat", "talk to a model in the terminal"),
     "bench": ("specheads.bench", "measure a checkpoint against plain decoding"),
+    "spec_bench": ("specheads.spec_bench", "answer Spec-Bench's questions and score the speed"),
+    "quality": ("specheads.quality", "what a tuned base or a lossy rule costs in quality"),
     "tree": ("specheads.tree_search", "measure and store the fastest tree of a checkpoint"),
+    "export": ("specheads.export", "write a checkpoint in another form, or read a foreign one"),
     "regenerate": ("specheads.regenerate", "let the base model answer the prompts itself"),
     "preview": ("specheads.preview", "show records with their loss masks"),
-    "export": ("specheads.export", "make smaller heads, or another format, of a checkpoint"),
     "compare": ("specheads.compare", "find out which draft model pays, if any"),
-    "doctor": ("specheads.doctor", "say what a base model can be decoded with"),
+    "doctor": ("specheads.doctor", "what is missing here, and what a model can be decoded with"),
 }
+# the same under the names of the modules, and as people type them
+ALIASES = {"tree_search": "tree", "tree-search": "tree", "spec-bench": "spec_bench"}
+
+_EXAMPLES = """\
+examples:
+  specheads doctor
+  specheads train +recipe=medusa1 model=/path/to/model data=jsonl data.path=my.jsonl name=mine
+  specheads tree checkpoint=runs/mine/export
+  specheads bench checkpoint=runs/mine/export json=true | jq .headline.speedup_vs_plain
+  specheads chat checkpoint=runs/mine/export
+
+specheads <command> --help shows examples and every setting; python -m specheads.<command> is the
+same. Exit codes: 0 done, 1 failed, 2 wrong usage, 75 interrupted and resumable."""
 
 
 def usage() -> str:
@@ -28,7 +45,7 @@ def usage() -> str:
             f"specheads {__version__}",
             "usage: specheads <command> key=value ...",
             *lines,
-            "specheads <command> --help lists the settings",
+            _EXAMPLES,
         ]
     )
 
@@ -36,19 +53,27 @@ def usage() -> str:
 def main() -> None:
     """Run the command named first, with the rest of the command line."""
     arguments = sys.argv[1:]
+    if arguments[:1] == ["help"] and len(arguments) > 1:
+        arguments = [arguments[1], "--help"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(usage())
+        print(usage(), file=sys.stdout if arguments else sys.stderr)
         raise SystemExit(0 if arguments else 2)
     if arguments[0] in ("-V", "--version", "version"):
         print(__version__)
         return
-    if arguments[0] not in COMMANDS:
-        names = ", ".join(COMMANDS)
-        print(f"specheads: unknown command {arguments[0]!r}; there are {names}", file=sys.stderr)
+    name = ALIASES.get(arguments[0], arguments[0])
+    if name not in COMMANDS:
+        print(f"specheads: unknown command {name!r}; {_advice(name)}", file=sys.stderr)
         raise SystemExit(2)
-    module, _ = COMMANDS[arguments[0]]
-    sys.argv = [f"specheads {arguments[0]}", *arguments[1:]]
-    importlib.import_module(module).main()
+    sys.argv = [f"specheads {name}", *arguments[1:]]
+    importlib.import_module(COMMANDS[name][0]).main()
+
+
+def _advice(name: str) -> str:
+    close = difflib.get_close_matches(name, [*COMMANDS, *ALIASES], n=1)
+    if close:
+        return f"did you mean {ALIASES.get(close[0], close[0])}?"
+    return f"there are {', '.join(COMMANDS)}"
 
 
 if __name__ == "__main__":

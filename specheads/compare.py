@@ -15,12 +15,14 @@ from specheads.bench import max_prompt_length, prompt_file
 from specheads.config import CompareConfig, ConfigError
 from specheads.entry import hydra_main
 from specheads.generate import take_literal
+from specheads.json_answer import answer, answers_json
 
 if TYPE_CHECKING:
     from specheads.decoding.measure import Prompt
     from specheads.decoding.subject import Subject
 
 
+@answers_json
 def run(config: CompareConfig) -> None:
     """Load, predict, measure, print, write.
 
@@ -86,6 +88,7 @@ def run(config: CompareConfig) -> None:
     out.write_text(json.dumps(result, indent=1) + "\n")
     print(format_compared(result))
     print(f"wrote {out}")
+    answer(result)
 
 
 def _check(config: CompareConfig) -> None:

@@ -1,34 +1,75 @@
-"""Say what a base model can be decoded with: ``python -m specheads.doctor model=<folder or name>``.
+"""Say what is missing here, or what a base model can be decoded with.
 
-Checked on the model itself, one line per finding. Exit code 0: trees, or at least chains, give
-what plain decoding gives. 1: the model is refused, or something was found that must be mended.
+``python -m specheads.doctor`` looks at the installation: every part that is missing, what it is
+for, and the command that adds it. Exit code 1: something is missing that nothing works without.
+
+``python -m specheads.doctor model=<folder or name>`` looks at a model, one line per finding, each
+checked on the model itself. Exit code 0: trees, or at least chains, give what plain decoding gives.
+1: the model is refused, or something was found that must be mended.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specheads.config import ConfigError, DoctorConfig, RunError
-from specheads.entry import hydra_main
-from specheads.generate import take_literal
+from specheads.json_answer import answer, answers_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+@answers_json
 def run(config: DoctorConfig) -> None:
-    """Load, examine, print."""
+    """Examine, print."""
+    if config.model:
+        examine_model(config)
+    else:
+        examine_installation()
+
+
+def examine_installation() -> None:
+    """Print what is there and what is not.
+
+    Raises:
+        RunError: if something is missing that nothing works without.
+    """
+    from specheads import installation
+
+    parts = installation.examine()
+    for part in parts:
+        print(f"{part.name:<15} {part.line()}")
+        if part.wanting:
+            print(f"{'':<15} {part.command}")
+    wanting = [part.name for part in parts if part.wanting and not part.required]
+    wrong = [part.name for part in parts if part.required and not part.ok]
+    found = [{**asdict(part), "ok": part.ok} for part in parts]
+    answer({"parts": found, "missing": wanting, "wrong": wrong, "ok": not wrong})
+    if wrong:
+        raise RunError(f"nothing works without {', '.join(wrong)}: see the commands above")
+    if wanting:
+        print(f"{'verdict':<15} works; without {', '.join(wanting)}")
+    else:
+        print(f"{'verdict':<15} works, and nothing is missing")
+
+
+def examine_model(config: DoctorConfig) -> None:
+    """Load a model, examine it, print.
+
+    Raises:
+        ConfigError: if it is none, or cannot be loaded.
+        RunError: if it cannot be decoded, or something about it must be mended.
+    """
     import torch
 
     from specheads import dist, hardware
     from specheads.decoding.diagnose import examine
     from specheads.models.base import load_base_model
 
-    if not config.model:
-        raise ConfigError("no value given for model: a folder, a name on the hub, or tinycode")
     if (Path(config.model) / "manifest.json").is_file():
         tuned = Path(config.model) / "base"
         raise ConfigError(
@@ -46,11 +87,13 @@ def run(config: DoctorConfig) -> None:
         attn=config.attn,
         trust_remote_code=config.trust_remote_code,
     )
-    wrong = []
+    found = []
     for finding in examine(model, _tokenizer(config)):
         mark = "" if finding.ok or finding.name == "verdict" else "WRONG: "
         print(f"{finding.name:<10} {mark}{finding.text}", flush=True)
-        wrong += [] if finding.ok else [finding.name]
+        found.append(asdict(finding))
+    wrong = [each["name"] for each in found if not each["ok"]]
+    answer({"model": config.model, "findings": found, "wrong": wrong, "ok": not wrong})
     if wrong:
         raise RunError(f"{config.model}: see {', '.join(wrong)} above")
 
@@ -69,7 +112,18 @@ def _tokenizer(config: DoctorConfig) -> PreTrainedTokenizerBase | None:
 
 
 def main() -> None:
-    """Entry point."""
+    """Entry point; looks at the installation even where the command line cannot be read."""
+    if any(importlib.util.find_spec(name) is None for name in ("hydra", "torch")):
+        asked = DoctorConfig(json="json=true" in sys.argv[1:])
+        try:
+            run(asked)
+        except RunError as error:
+            print(f"specheads: {error}", file=sys.stderr)
+            raise SystemExit(1) from None
+        return
+    from specheads.entry import hydra_main
+    from specheads.generate import take_literal
+
     sys.argv[1:], model = take_literal(sys.argv[1:], "model")
 
     def task(config: DoctorConfig) -> None:

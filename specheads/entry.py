@@ -94,6 +94,11 @@ def hydra_main(name: str, schema: type[T], task: Callable[[T], None]) -> None:
             if not dist.is_main():  # all ranks stop alike
                 raise SystemExit(EXIT_INTERRUPTED) from None
             stop(str(error), EXIT_INTERRUPTED)
+        except BrokenPipeError:  # `specheads ... | head` has read enough
+            # what is left in the buffer is written at exit, and must not fail once more
+            with open(os.devnull, "w") as nowhere:  # noqa: PTH123
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())
+            stop("standard output was closed", EXIT_FAILED)
         except KeyboardInterrupt as error:
             stop(str(error) or "interrupted", EXIT_INTERRUPTED)
 

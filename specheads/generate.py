@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from specheads.config import ConfigError, GenerateConfig
 from specheads.entry import hydra_main
+from specheads.json_answer import answer, answers_json
+from specheads.terminal import wants_color
 
 if TYPE_CHECKING:
     from specheads.data.records import Record
@@ -51,6 +53,7 @@ def take_literals(argv: list[str], key: str) -> tuple[list[str], list[str]]:
     return others, [v.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for v in values]
 
 
+@answers_json
 def run(config: GenerateConfig) -> None:
     """Load, decode, print."""
     from specheads import dist, hardware
@@ -107,20 +110,33 @@ def _run_one(
     from specheads.decoding.show import StepPrinter
 
     assert decoder.tokenizer is not None
-    color = config.color == "always" or (config.color == "auto" and sys.stdout.isatty())
-    printer = StepPrinter(decoder.tokenizer, _write, color=color)
+    color = wants_color(config.color, sys.stdout)
+    printer = StepPrinter(decoder.tokenizer, write, color=color, safe=sys.stdout.isatty())
     limit = min(config.max_new_tokens, context - len(prompt))
     start = time.perf_counter()
     result = _decode(config, decoder, [prompt], limit, config.seed, on_tokens=printer)
     printer.finish()
     seconds = time.perf_counter() - start
-    _write("\n")
+    write("\n")
     num_new = len(result.new_tokens)
     print(
         f"{num_new} tokens in {result.num_steps} steps after the prompt: "
         f"{result.accept_length:.2f} tokens per step, {num_new / seconds:.0f} tokens/s"
         + ("" if result.finished or limit == config.max_new_tokens else "; the context is full"),
         file=sys.stderr,
+    )
+    answer(
+        {
+            "text": printer.text,
+            "new_tokens": result.new_tokens,
+            "num_prompt_tokens": len(prompt),
+            "num_steps": result.num_steps,
+            "accept_length": result.accept_length,
+            "accept_lengths": result.accept_lengths,
+            "finished": result.finished,
+            "seconds": seconds,
+            "tokens_per_second": num_new / seconds,
+        }
     )
 
 
@@ -136,6 +152,7 @@ def _run_batches(
     start = time.perf_counter()
     lengths: list[int] = []
     num_new = 0
+    lines: list[dict[str, Any]] = []
     for batch, limit in _batches(config, prompts, context):
         rows = [prompts[i] for i in batch]
         result = _decode(config, decoder, rows, limit, config.seed + batch[0])
@@ -149,13 +166,22 @@ def _run_batches(
                 "num_steps": len(row.accept_lengths),
                 "finished": row.finished,
             }
-            _write(json.dumps(line, ensure_ascii=False) + "\n")
+            write(json.dumps(line, ensure_ascii=False) + "\n")
+            lines.append({**line, "new_tokens": row.new_tokens})
     seconds = time.perf_counter() - start
     print(
         f"{num_new} tokens for {len(prompts)} prompts in batches of {config.batch_size}: "
         f"{sum(lengths) / max(1, len(lengths)):.2f} tokens per step and prompt, "
         f"{num_new / seconds:.0f} tokens/s",
         file=sys.stderr,
+    )
+    answer(
+        {
+            "rows": lines,
+            "accept_length": sum(lengths) / max(1, len(lengths)),
+            "seconds": seconds,
+            "tokens_per_second": num_new / seconds,
+        }
     )
 
 
@@ -178,31 +204,14 @@ def _decode(
     seed: int,
     **more: Any,
 ) -> DecodeResult:
-    import torch
+    from specheads.decoding.asked import decode_arguments
 
-    from specheads.decoding.measure import end_tokens
-
-    base, tokenizer = decoder.base, decoder.tokenizer
-    assert tokenizer is not None
-    eos = end_tokens(base, tokenizer)
-    pad = tokenizer.pad_token_id
-    longest = max(map(len, prompts))
-    padding = [longest - len(prompt) for prompt in prompts]
-    rows = [[0] * n + [*prompt] for n, prompt in zip(padding, prompts, strict=True)]
-    mask = [[0] * n + [1] * (longest - n) for n in padding]
-    if config.temperature > 0:
-        more |= {"top_k": config.top_k, "top_p": config.top_p, "min_p": config.min_p or None}
+    assert decoder.tokenizer is not None
     return decoder.generate(
-        torch.tensor(rows, device=base.device),
-        limit,
-        attention_mask=torch.tensor(mask, device=base.device),
-        temperature=config.temperature,
-        repetition_penalty=config.repetition_penalty,
-        no_repeat_ngram_size=config.no_repeat_ngram_size,
+        max_new_tokens=limit,
         stop_strings=config.stop or None,
-        eos_token_id=list(eos) or None,
-        pad_token_id=pad if isinstance(pad, int) else 0,
         seed=seed,
+        **decode_arguments(config, decoder.base, decoder.tokenizer, prompts),
         **more,
     )
 
@@ -230,7 +239,8 @@ def _read_prompt() -> str:
     return prompt
 
 
-def _write(piece: str) -> None:
+def write(piece: str) -> None:
+    """Write to standard output at once, whatever its encoding."""
     # A terminal without UTF-8 shows a question mark rather than ending the program.
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(piece.encode(encoding, "replace").decode(encoding))

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from specheads.config import ConfigError, PreviewConfig, RunError
 from specheads.entry import hydra_main
 from specheads.generate import take_literal
+from specheads.json_answer import answer, answers_json
+from specheads.terminal import wants_color
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from specheads.data.records import Record
 
 
+@answers_json
 def run(config: PreviewConfig) -> None:
     """Read, encode, print."""
     from specheads.data.chat import encode_records, pad_token_id
@@ -67,6 +70,15 @@ def run(config: PreviewConfig) -> None:
         f"packed: {packed.rows_per_epoch:,} rows of {data.seq_len} tokens,"
         f" {100 * packed.efficiency:.1f}% full"
     )
+    answer(
+        {
+            "counts": counts,
+            "left_out": {row["where"]: row["error"] for row in dropped.rows.values()},
+            "rows": packed.rows_per_epoch,
+            "seq_len": data.seq_len,
+            "full": packed.efficiency,
+        }
+    )
 
 
 def _show(
@@ -77,7 +89,7 @@ def _show(
     from specheads.data.masks import PLAIN, render, share
     from specheads.losses import IGNORE
 
-    color = config.color == "always" or (config.color == "auto" and sys.stdout.isatty())
+    color = wants_color(config.color, sys.stdout)
     brackets = PLAIN if _can_show("".join(PLAIN)) else (">>>", "<<<")
     encoder = Encoder(tokenizer)
     for number, record in enumerate(chosen, 1):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ from specheads import __version__
 from specheads.config import ConfigError, InterruptedRunError, RegenerateConfig
 from specheads.entry import hydra_main
 from specheads.generate import take_literal
+from specheads.json_answer import answer, answers_json
 from specheads.training.signals import StopSignal
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 _LINE_EVERY = 60.0  # seconds, where no bar can be shown
 
 
+@answers_json
 def run(config: RegenerateConfig) -> None:
     """Check, load, answer, and say what came of it."""
     from specheads import hardware
@@ -71,6 +74,15 @@ def run(config: RegenerateConfig) -> None:
         )
         if num_again := sum(reason == "server" for reason in answers.bad.values()):
             _say(f"the server failed {num_again:,} of them; the same command tries those again")
+        answer(
+            {
+                "output": config.output,
+                "done": len(answers.done),
+                "done_before": num_before,
+                "left": len(answers.left(records)),
+                "bad": dict(Counter(answers.bad.values())),
+            }
+        )
 
 
 def read_input(config: RegenerateConfig) -> list[Record]:

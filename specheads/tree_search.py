@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from specheads.bench import max_prompt_length, prompt_file
 from specheads.config import ConfigError, TreeSearchConfig
 from specheads.entry import hydra_main
+from specheads.json_answer import answer, answers_json
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from specheads.tree import Tree
 
 
+@answers_json
 def run(config: TreeSearchConfig) -> None:
     """Load, measure, print, write."""
     from tqdm import tqdm
@@ -33,6 +35,7 @@ def run(config: TreeSearchConfig) -> None:
     from specheads.decoding.calibrate import calibrate
     from specheads.decoding.draw_tree import tree_svg, tree_text
     from specheads.decoding.measure import end_tokens
+    from specheads.formats import card
     from specheads.models.checkpoint import load_export, set_tree
     from specheads.models.output import output_layer
 
@@ -82,6 +85,17 @@ def run(config: TreeSearchConfig) -> None:
     print("\n" + tree_text(found.tree, acceptance))
     print("\n" + format_result(measured_on, found.tree.max_depth))
     print(f"wrote the static tree into {config.checkpoint}, its picture to {picture}")
+    answer(
+        {
+            "checkpoint": config.checkpoint,
+            "choices": found.tree.to_json(),
+            "expected_accept_length": found.expected_accept_length,
+            "measured_on": measured_on,
+            "picture": str(picture),
+        }
+    )
+    if card.refresh(config.checkpoint):
+        print("its card now says what this search expects; specheads bench card=true measures it")
 
 
 def choose_prompts(

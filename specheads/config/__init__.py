@@ -5,6 +5,7 @@ this package must stay cheap: no torch, no transformers (``--help`` answers at o
 the library imports it for its errors, and runs where Hydra is not installed.
 """
 
+from specheads.config.chat import ChatConfig
 from specheads.config.commands import (
     BenchConfig,
     CompareConfig,
@@ -23,6 +24,7 @@ from specheads.config.data import (
     mixture_parts,
 )
 from specheads.config.errors import MISSING, ConfigError, InterruptedRunError, RunError
+from specheads.config.suites import QualityConfig, SpecBenchConfig
 from specheads.config.training import (
     AdapterConfig,
     CheckpointConfig,
@@ -41,6 +43,7 @@ from specheads.config.training import (
 __all__ = [
     "AdapterConfig",
     "BenchConfig",
+    "ChatConfig",
     "CheckpointConfig",
     "CompareConfig",
     "ConfigError",
@@ -61,8 +64,10 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "PreviewConfig",
+    "QualityConfig",
     "RegenerateConfig",
     "RunError",
+    "SpecBenchConfig",
     "TrainConfig",
     "TreeConfig",
     "TreeSearchConfig",

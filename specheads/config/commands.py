@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from specheads.config.errors import MISSING, check, one_of
 
 
-def _check_device_map(device_map: str) -> None:
+def check_device_map(device_map: str) -> None:
+    """Raise ConfigError unless accelerate knows this way to spread a model."""
     options = ("auto", "balanced", "balanced_low_0", "sequential")
     expected = "empty or one of " + ", ".join(options)
     check(device_map in ("", *options), "device_map", device_map, expected)
@@ -96,6 +97,7 @@ class GenerateConfig:
     device_map: str = ""  # spread the base model by itself: auto, balanced, sequential
     color: str = "auto"  # auto, always, never: one colour per verify step
     plain: bool = False  # one token at a time, for comparison
+    json: bool = False  # one JSON object on standard output, everything else on standard error
     decode: DecodeConfig = field(default_factory=DecodeConfig)
 
     def __post_init__(self) -> None:
@@ -111,7 +113,7 @@ class GenerateConfig:
         check(not (self.prompt and self.prompts), "prompts", self.prompts, "left out with prompt")
         check(all(self.stop), "stop", self.stop, "strings that are not empty")
         one_of("dtype", self.dtype, "float32", "bfloat16", "float16")
-        _check_device_map(self.device_map)
+        check_device_map(self.device_map)
         one_of("color", self.color, "auto", "always", "never")
 
 
@@ -125,7 +127,8 @@ class BenchConfig:
     prompts: str = ""  # a .jsonl of prompts; empty: the export's or the embedded set
     num_prompts: int = 48
     max_new_tokens: int = 128
-    temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7, 1.0])
+    # 0, 0.7 and 1 are always measured
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 0.3, 0.7, 1.0])
     batch_sizes: list[int] = field(default_factory=lambda: [1])  # 1 is always measured
     repeats: int = 3
     dtype: str = "auto"  # auto: bfloat16 where the processor has it
@@ -134,12 +137,20 @@ class BenchConfig:
     tree_nodes: list[int] = field(default_factory=list)  # other sizes beside the export's tree
     drafters: list[str] = field(default_factory=list)  # more of decode.drafter's names, a row each
     exports: list[str] = field(default_factory=list)  # more heads on checkpoint's own base model
+    json: bool = False  # one JSON object on standard output, everything else on standard error
+    steps: str = ""  # a .jsonl of raw records beside the figures: every verify step of every text
+    markdown: str = ""  # all figures as a page of Markdown
+    report: str = ""  # all figures and plots as one .html without outside parts; needs matplotlib
+    card: bool = False  # write the figures into the model card of the export that was measured
     decode: DecodeConfig = field(default_factory=DecodeConfig)
 
     def __post_init__(self) -> None:
         check(self.num_prompts >= 1, "num_prompts", self.num_prompts, "at least 1")
         check(self.repeats >= 1, "repeats", self.repeats, "at least 1")
         one_of("dtype", self.dtype, "auto", "float32", "bfloat16", "float16")
+        for name, suffix in (("steps", ".jsonl"), ("markdown", ".md"), ("report", ".html")):
+            given: str = getattr(self, name)
+            check(not given or given.endswith(suffix), name, given, f"a file name with {suffix}")
         for temperature in self.temperatures:
             check(temperature >= 0, "temperatures", temperature, "at least 0")
         for size in self.batch_sizes:
@@ -163,6 +174,7 @@ class CompareConfig:
     threads: int = 0
     seed: int = 0
     out: str = "compare.json"
+    json: bool = False  # one JSON object on standard output, everything else on standard error
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
@@ -194,6 +206,7 @@ class TreeSearchConfig:
     threads: int = 0
     seed: int = 0
     out: str = ""  # the tree's picture; empty: tree.svg in the export
+    json: bool = False  # one JSON object on standard output, everything else on standard error
 
     def __post_init__(self) -> None:
         check(self.num_prompts >= 1, "num_prompts", self.num_prompts, "at least 1")
@@ -212,17 +225,25 @@ class TreeSearchConfig:
 class DoctorConfig:
     """Everything ``python -m specheads.doctor`` accepts."""
 
-    model: str = ""  # a folder, a name on the hub, or tinycode
+    # a folder, a name on the hub, or tinycode; empty: what of the installation is missing
+    model: str = ""
     revision: str | None = None
     dtype: str = "auto"  # auto: bfloat16 where the processor has it; float32 finds the most
     device: str = ""  # empty: a GPU if there is one
     device_map: str = ""  # in place of device: auto, balanced, sequential
     attn: str = "auto"  # auto: sdpa where the model has it
     trust_remote_code: bool = False
+    json: bool = False  # one JSON object on standard output, everything else on standard error
 
     def __post_init__(self) -> None:
         one_of("dtype", self.dtype, "auto", "float32", "bfloat16", "float16")
-        _check_device_map(self.device_map)
+        check_device_map(self.device_map)
+
+
+FORMATS = (
+    "native", "plain", "draft", "hf", "mtp_standard", "vllm_medusa", "fasterdecoding_v1",
+    "fasterdecoding_v2", "merged", "vllm_custom_class",
+)  # fmt: skip
 
 
 @dataclass
@@ -231,8 +252,11 @@ class ExportConfig:
 
     checkpoint: str = MISSING
     output: str = MISSING  # a new folder
-    # native: ours; plain: the base alone; hf: base and MTP heads as one model of transformers;
-    # mtp_standard: sequential MTP heads as generate(use_mtp=True) and serving engines read them
+    # native: ours; plain: the base alone; draft: a draft model, nothing of specheads beside it; hf:
+    # base and MTP heads as one model of transformers; mtp_standard: sequential MTP heads as
+    # generate(use_mtp=True) and serving engines read them; vllm_medusa: Medusa heads for vLLM 0.28
+    # to 0.32; fasterdecoding_v1, _v2: for the original repository and TGI; merged: base and Medusa
+    # heads in one folder; vllm_custom_class: settings of n-gram drafting for vLLM 0.33
     format: str = "native"
     lm_head: str = "keep"  # keep; low_rank: by SVD of the trained heads; pruned: fewer tokens
     rank: int = 64  # low_rank
@@ -240,9 +264,15 @@ class ExportConfig:
     counted: str = ""  # pruned: a .jsonl of records whose answers' tokens are counted
     merge: bool = False  # merge a separate adapter into the base model
     dtype: str | None = None  # of the written tensors; None keeps them
+    base: str = ""  # of a foreign checkpoint, which is brought into native: the model it is for
+    allow_pickle: bool = False  # read a foreign checkpoint's .pt too: tensors alone, no code is run
+    push: str = ""  # organisation/name: upload the written folder to that repository of the hub
+    private: bool = False  # push: the repository, if it is made
+    json: bool = False  # one JSON object on standard output, everything else on standard error
 
     def __post_init__(self) -> None:
-        one_of("format", self.format, "native", "hf", "plain", "mtp_standard")
+        self.format = self.format.replace("-", "_")
+        one_of("format", self.format, *FORMATS)
         if self.format != "native":
             expected = f"keep with format={self.format}"
             check(self.lm_head == "keep", "lm_head", self.lm_head, expected)

@@ -7,7 +7,7 @@ import re
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from specheads.config import commands, data, training
+from specheads.config import chat, commands, data, suites, training
 from specheads.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def explain(error: Exception) -> str:
     unknown = re.search(r"Key '(\w+)' (?:is )?not in '(\w+)'", text)
     if unknown:  # Hydra's own advice is "+key=value", which to_config refuses
         key, owner = unknown.groups()
-        modules = (training, commands, data)
+        modules = (training, commands, data, chat, suites)
         schema = next((s for m in modules if (s := getattr(m, owner, None))), None)
         names = [f.name for f in fields(schema)] if is_dataclass(schema) else []
         path = full_key.group(1) if full_key else key
@@ -75,6 +75,7 @@ def register_schemas() -> None:
     store = ConfigStore.instance()
     store.store(name="train_schema", node=training.TrainConfig)
     store.store(name="generate_schema", node=commands.GenerateConfig)
+    store.store(name="chat_schema", node=chat.ChatConfig)
     store.store(name="bench_schema", node=commands.BenchConfig)
     store.store(name="compare_schema", node=commands.CompareConfig)
     store.store(name="tree_search_schema", node=commands.TreeSearchConfig)
@@ -82,3 +83,5 @@ def register_schemas() -> None:
     store.store(name="export_schema", node=commands.ExportConfig)
     store.store(name="preview_schema", node=data.PreviewConfig)
     store.store(name="regenerate_schema", node=data.RegenerateConfig)
+    store.store(name="spec_bench_schema", node=suites.SpecBenchConfig)
+    store.store(name="quality_schema", node=suites.QualityConfig)

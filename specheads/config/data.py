@@ -183,6 +183,7 @@ class PreviewConfig:
     revision: str | None = None
     num_records: int = 5  # shown, of each kind at least one
     color: str = "auto"  # auto, always, never
+    json: bool = False  # one JSON object on standard output, everything else on standard error
     seed: int = 0
     trust_remote_code: bool = False
     data: DataConfig = field(default_factory=DataConfig)
@@ -219,6 +220,7 @@ class RegenerateConfig:
     seed: int = 0
     dtype: str = "auto"
     threads: int = 0
+    json: bool = False  # one JSON object on standard output, everything else on standard error
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:

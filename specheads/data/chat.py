@@ -85,9 +85,9 @@ def encode(record: Record, tokenizer: PreTrainedTokenizerBase) -> Encoded:
 
 
 def encode_prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return what a model is given to produce the record's last answer.
+    """Return what a model is given to produce the record's last answer, or the one it lacks.
 
-    ``messages``: all before the last assistant message, with the generation prompt;
+    ``messages``: all but an answer that ends them, with the generation prompt;
     ``prompt``/``completion``: the prompt; ``text``: the whole text.
     """
     return Encoder(tokenizer).prompt(record)

@@ -84,13 +84,13 @@ class Encoder:
         return Encoded(str(record["id"]), str(record["kind"]), input_ids, labels)
 
     def prompt(self, record: Record) -> list[int]:
-        """Return the ids up to where the (last) answer starts; see :func:`encode_prompt`."""
+        """Return the ids up to where the last answer starts; see :func:`encode_prompt`."""
         if self.is_stored(record):
             return self._stored_ids(record)[: record["tokens"]["answers"][-1][0]]
         if "messages" in record:
             messages = record["messages"]
-            answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-            return self._render(messages[: answers[-1]] if answers else messages, record, True)
+            answered = messages[-1]["role"] == "assistant"
+            return self._render(messages[:-1] if answered else messages, record, True)
         text = record["prompt"] if "completion" in record else record["text"]
         return [*self._prefix, *self._plain(text)]
 

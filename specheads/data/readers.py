@@ -376,7 +376,7 @@ class HubReader:
 def _is_expected(error: Exception) -> bool:
     # what load_dataset answers to a wrong name, subset or split, and to a network that fails: its
     # errors come from four libraries, and have no common base
-    libraries = {"datasets", "huggingface_hub", "httpx", "pyarrow", "fsspec", "aiohttp"}
+    libraries = {"datasets", "huggingface_hub", "httpx", "httpx2", "pyarrow", "fsspec", "aiohttp"}
     return isinstance(error, OSError | ValueError | RuntimeError) or any(
         kind.__module__.split(".")[0] in libraries for kind in type(error).__mro__
     )

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from specheads import contention
 from specheads.decoding import report
+from specheads.decoding.baselines import (
+    hf_compiled_method,
+    hf_generate_method,
+    one_by_one_method,
+)
 from specheads.decoding.deciding import Acceptance
 from specheads.decoding.identity import Rounding, compare
 from specheads.decoding.measure import (
@@ -18,10 +24,10 @@ from specheads.decoding.measure import (
     Runs,
     clock,
     drafted_method,
-    hf_generate_method,
     plain_method,
 )
 from specheads.decoding.paired import pairs
+from specheads.decoding.tables import disturbance_lines
 from specheads.drafters.made import DynamicDrafter, StaticDrafter, static_drafter
 from specheads.drafters.ngram import NgramDrafter
 from specheads.hardware import environment
@@ -49,6 +55,7 @@ def make_methods(
     dynamic: DynamicDrafter | None = None,
     lossy: Acceptance | None = None,
     compile: bool = False,
+    batched: bool = False,
 ) -> list[Method]:
     """Return the compared methods; the first of ``trees`` is called ``tree``.
 
@@ -62,11 +69,19 @@ def make_methods(
         max_new_tokens: limit per prompt.
         dynamic: a drafter of trees grown at each step, to be compared too.
         lossy: a rule that the first tree is decoded by once more, named in the row.
-        compile: compile the base's passes in our own loops, the plain one included.
+        compile: compile the base's passes in our own loops, the plain one included, which is then
+            measured as it was before too, and generate with compiled passes.
+        batched: there will be batches, to be measured beside decoding without them.
     """
-    methods = [
-        plain_method(base, eos, max_new_tokens, compile=compile),
-        hf_generate_method(base, eos, pad, max_new_tokens),
+    plain = plain_method(base, eos, max_new_tokens, compile=compile)
+    methods = [plain, hf_generate_method(base, eos, pad, max_new_tokens)]
+    if compile:
+        eager = plain_method(base, eos, max_new_tokens)
+        methods.insert(1, replace(eager, name="plain_eager"))
+        methods.append(hf_compiled_method(base, eos, pad, max_new_tokens))
+    if batched:
+        methods.append(one_by_one_method(plain))
+    methods.append(
         drafted_method(
             "prompt_lookup",
             base,
@@ -76,7 +91,7 @@ def make_methods(
             tree_nodes=LOOKUP_TOKENS + 1,
             compile=compile,
         ),
-    ]
+    )
     if heads is None or output is None:
         return methods
     extra = sum(parameter.numel() for parameter in heads.parameters())
@@ -150,6 +165,7 @@ def benchmark(
     settings: dict[str, Any] | None = None,
     headline: str = "tree",
     tick: Callable[[], object] = lambda: None,
+    clocked: dict[tuple[float, int], dict[str, Runs]] | None = None,
 ) -> dict[str, Any]:
     """Clock ``methods`` at every temperature and return the content of bench.json.
 
@@ -166,31 +182,38 @@ def benchmark(
         settings: more to record beside the figures.
         headline: the method whose figures are to be quoted.
         tick: called after every decoded prompt.
+        clocked: gets the runs themselves, by temperature and batch size.
     """
     before = environment()
-    clocked = {
-        (temperature, size): clock(
-            methods,
-            prompts,
-            temperature,
-            repeats=repeats,
-            batch_size=size,
-            seed=seed,
-            tick=tick,
-        )
-        for temperature in temperatures
-        for size in batch_sizes
-    }
+    clocked = {} if clocked is None else clocked
+    watched: list[dict[str, Any]] = []
+    for temperature in temperatures:
+        for size in batch_sizes:
+            started: list[contention.Sample] = []  # when the warm-up is over
+            clocked[temperature, size] = clock(
+                methods,
+                prompts,
+                temperature,
+                repeats=repeats,
+                batch_size=size,
+                seed=seed,
+                tick=tick,
+                prefill=True,
+                started=started,
+            )
+            watched.append(
+                {
+                    "temperature": temperature,
+                    "batch": size,
+                    "drift": round(report.baseline_drift([clocked[temperature, size]]), 4),
+                    **contention.between(started[0], contention.sample()),
+                }
+            )
     # only now: the float32 copy that a divergence asks for would count as memory of the methods
     rounding = rounding_of(base, methods, prompts, clocked)
     rows = make_rows(base, methods, prompts, clocked, rounding, seed=seed)
-    drift = report.baseline_drift(list(clocked.values()))
-    return {
-        "environment": {
-            **before,
-            "baseline_drift": round(drift, 4),
-            "contended": drift > report.DRIFT_LIMIT,
-        },
+    result: dict[str, Any] = {
+        "environment": {**before, **report.disturbance(watched)},
         "settings": {
             **(settings or {}),
             "temperatures": list(temperatures),
@@ -205,6 +228,7 @@ def benchmark(
         "pairs": pairs(clocked),
         "rows": rows,
     }
+    return result | {"warnings": disturbance_lines(result)}
 
 
 def rounding_of(
@@ -240,7 +264,7 @@ def make_rows(
     for (temperature, _), runs in clocked.items():
         plain = [decoded.tokens for decoded in clocked[temperature, 1]["plain"].decoded]
         samplers = [Sampler(temperature=temperature, seed=seed + n) for n in range(len(prompts))]
-        for method in methods:
+        for method in (each for each in methods if each.name in runs):
             same = None
             if method.seeded or (temperature == 0 and method.lossless):
                 same = compare(

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specheads.config import ConfigError
 from specheads.decoding.plain import plain_decode
 from specheads.drafters.made import embedding
 from specheads.models.hidden import capture_hidden
@@ -142,7 +143,8 @@ def collect_hits(
     The arguments are those of :func:`specheads.decoding.calibrate.calibrate`.
 
     Raises:
-        ValueError: if there are no prompts, or their texts are too short to measure anything.
+        ValueError: if there are no prompts.
+        ConfigError: if their texts are too short to measure anything.
     """
     if not prompts:
         raise ValueError("prompts must hold at least 1 prompt, got 0")
@@ -167,9 +169,9 @@ def collect_hits(
                 )
         found += texts
     if not any(len(text.ranks) for texts in found for text in texts):
-        raise ValueError(
+        raise ConfigError(
             f"max_new_tokens {max_new_tokens} leaves no position to measure "
-            f"{heads.num_heads} heads at, over {len(prompts)} prompts"
+            f"{heads.num_heads} heads at, over {len(prompts)} prompts; give more"
         )
     return found
 

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from specheads import contention
 from specheads.config import ConfigError
 from specheads.data.chat import Encoder
-from specheads.data.records import read_jsonl
+from specheads.data.suites import prompt_records
 from specheads.decoding.deciding import Acceptance
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
@@ -69,21 +70,28 @@ class Batch:
     first: int = 0
 
 
+Decode = Callable[[Batch, float, int], list[Decoded]]  # (batch, temperature, seed)
+
+
 @dataclass(frozen=True)
 class Method:
     """One way to continue prompts: ``decode(batch, temperature, seed)``, one result per row.
 
     Row b draws with ``seed + b``, so that a prompt is continued alike in batches of any size.
+    ``prefill`` is the same call with a limit of one new token: it reads the prompts and chooses
+    what comes first, as far as this method does that before its first step.
     """
 
     name: str
-    decode: Callable[[Batch, float, int], list[Decoded]]
+    decode: Decode
     drafter: str | None = None
     tree_nodes: int = 1
     extra_parameters: int = 0
     seeded: bool = True  # draws what plain decoding draws with the same seed
     lossless: bool = True  # greedy, its tokens are plain decoding's
     compiled: bool = False
+    prefill: Decode | None = None
+    in_batches: bool = False  # the same as another method where prompts are decoded alone
 
 
 @dataclass
@@ -94,6 +102,7 @@ class Runs:
     decoded: list[Decoded] = field(default_factory=list)  # [prompts], of the first repeat
     peak_memory: int = 0
     batch_size: int = 1
+    prefill: list[list[float]] = field(default_factory=list)  # as seconds; empty: not clocked
 
     @property
     def batches(self) -> list[range]:
@@ -130,10 +139,11 @@ def read_prompts(
     max_length: int,
     device: torch.device,
 ) -> tuple[list[Prompt], str]:
-    """Return ``num_prompts`` prompts of a .jsonl, evenly over its kinds, and their sha256.
+    """Return ``num_prompts`` prompts of a file, evenly over its kinds, and their sha256.
 
     Args:
-        path: records; what follows the prompt in them is not looked at.
+        path: records, what follows the prompt in them is not looked at; or questions of a suite,
+            see :func:`specheads.data.suites.prompt_records`.
         tokenizer: the base model's.
         num_prompts: as many of the file's first prompts as there are, kind after kind in turn.
         max_length: longest prompt in tokens; longer ones are left out.
@@ -144,7 +154,7 @@ def read_prompts(
     """
     encoder = Encoder(tokenizer)
     by_kind: dict[str, list[Prompt]] = {}
-    for record in read_jsonl(path):
+    for record in prompt_records(path, chat=tokenizer.chat_template is not None):
         ids = encoder.prompt(record)
         if 0 < len(ids) <= max_length:
             prompt = Prompt(record["id"], record["kind"], torch.tensor([ids], device=device))
@@ -176,19 +186,21 @@ def plain_method(
 ) -> Method:
     """Return our own loop of one token at a time, the baseline of every figure."""
 
-    def run(batch: Batch, temperature: float, seed: int) -> list[Decoded]:
+    def run(
+        batch: Batch, temperature: float, seed: int, limit: int = max_new_tokens
+    ) -> list[Decoded]:
         result = plain_decode(
             base,
             batch.input_ids,
             attention_mask=batch.attention_mask,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=limit,
             sampler=Sampler(temperature=temperature, seed=seed),
             eos_token_ids=eos,
             compile=compile,
         )
         return as_decoded(result)
 
-    return Method("plain", run, compiled=compile)
+    return Method("plain", run, compiled=compile, prefill=partial(run, limit=1))
 
 
 def drafted_method(
@@ -210,13 +222,15 @@ def drafted_method(
     themselves sampled.
     """
 
-    def run(batch: Batch, temperature: float, seed: int) -> list[Decoded]:
+    def run(
+        batch: Batch, temperature: float, seed: int, limit: int = max_new_tokens
+    ) -> list[Decoded]:
         result = decode(
             base,
             drafter,
             batch.input_ids,
             attention_mask=batch.attention_mask,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=limit,
             sampler=Sampler(temperature=temperature, seed=seed),
             eos_token_ids=eos,
             acceptance=acceptance,
@@ -227,38 +241,17 @@ def drafted_method(
     kind = drafter_name or type(drafter).__name__.removesuffix("Drafter").lower()
     lossless = acceptance is None or acceptance.lossless
     seeded = lossless and drafter.deterministic
-    return Method(name, run, kind, tree_nodes, extra_parameters, seeded, lossless, compile)
-
-
-def hf_generate_method(
-    base: PreTrainedModel, eos: tuple[int, ...], pad: int | None, max_new_tokens: int
-) -> Method:
-    """Return transformers' own ``generate``; it draws differently, so only T=0 compares tokens."""
-    if base.device.type == "cpu":  # generate() loads deepspeed, which else announces its guess
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
-    def run(batch: Batch, temperature: float, seed: int) -> list[Decoded]:
-        torch.manual_seed(seed)
-        chosen = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
-        sequences = base.generate(  # type: ignore[operator]
-            batch.input_ids,
-            attention_mask=batch.attention_mask,
-            max_new_tokens=max_new_tokens,
-            do_sample=temperature > 0,
-            eos_token_id=list(eos) or None,
-            pad_token_id=pad if pad is not None else (eos[0] if eos else 0),
-            **chosen,
-        )
-        texts = sequences[:, batch.input_ids.shape[1] :].tolist()
-        return [_until_end(tokens, eos) for tokens in texts]
-
-    return Method("hf_generate", run, seeded=False)
-
-
-def _until_end(tokens: list[int], eos: tuple[int, ...]) -> Decoded:
-    """Count what a row got before generate() padded it to the length of the longest."""
-    end = next((i + 1 for i, token in enumerate(tokens) if token in eos), len(tokens))
-    return Decoded(tokens[:end], [1] * (end - 1), tokens[end - 1] in eos)
+    return Method(
+        name,
+        run,
+        kind,
+        tree_nodes,
+        extra_parameters,
+        seeded,
+        lossless,
+        compile,
+        prefill=partial(run, limit=1),
+    )
 
 
 @torch.inference_mode()
@@ -271,6 +264,8 @@ def clock(
     batch_size: int = 1,
     seed: int = 0,
     tick: Callable[[], object] = lambda: None,
+    prefill: bool = False,
+    started: list[contention.Sample] | None = None,
 ) -> dict[str, Runs]:
     """Decode every prompt with every method, ``repeats`` times, the methods in turn per batch.
 
@@ -285,10 +280,13 @@ def clock(
         batch_size: prompts decoded together, neighbours in ``prompts``.
         seed: prompt n is sampled with ``seed + n``.
         tick: called after every decoded prompt.
+        prefill: clock, in each turn just before it, the method's prefill alone as well.
+        started: gets the processors' counters at the moment when the warm-up is over.
 
     Returns:
-        Runs by the method's name.
+        Runs by the method's name; without methods that are others' where prompts are alone.
     """
+    methods = [each for each in methods if batch_size > 1 or not each.in_batches]
     device = prompts[0].input_ids.device
     batches = make_batches(prompts, batch_size)
     runs = {method.name: Runs(batch_size=batch_size) for method in methods}
@@ -299,12 +297,20 @@ def clock(
         peak_memory(device, reset=True)
         method.decode(batches[0], temperature, seed)
         runs[method.name].peak_memory = peak_memory(device)
+    if started is not None:
+        started.append(contention.sample())
     for repeat in range(repeats):
         for method in methods:
             runs[method.name].seconds.append([0.0] * len(batches))
+            if prefill and method.prefill:
+                runs[method.name].prefill.append([0.0] * len(batches))
         for index, batch in enumerate(batches):
             first = (index + repeat) % len(methods)
             for method in (*methods[first:], *methods[:first]):
+                if prefill and method.prefill:
+                    start = time.perf_counter()
+                    method.prefill(batch, temperature, seed + batch.first)
+                    runs[method.name].prefill[repeat][index] = time.perf_counter() - start
                 start = time.perf_counter()
                 decoded = method.decode(batch, temperature, seed + batch.first)
                 runs[method.name].seconds[repeat][index] = time.perf_counter() - start

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from specheads.contention import SHARE_LIMIT
 from specheads.decoding.identity import Identity
 from specheads.decoding.measure import Method, Prompt, Runs
 from specheads.decoding.stats import crossover, mean_accept_length, median, ratio_ci95, rep8
@@ -18,6 +20,19 @@ DRIFT_LIMIT = 1.15  # slowest over fastest repeat of the baseline
 def per_batch_seconds(runs: Runs) -> list[float]:
     """Return the median over repeats of each batch's seconds."""
     return [median(column) for column in zip(*runs.seconds, strict=True)]
+
+
+def per_batch_decoding(runs: Runs) -> list[float] | None:
+    """Return the median over repeats of each batch's seconds less those of its prefill.
+
+    The two were clocked right after each other, so the difference is formed before the median. None
+    where the prefill was not clocked.
+    """
+    if not runs.prefill:
+        return None
+    pairs = zip(runs.seconds, runs.prefill, strict=True)
+    rest = [[a - b for a, b in zip(whole, first, strict=True)] for whole, first in pairs]
+    return [median(column) for column in zip(*rest, strict=True)]
 
 
 def make_row(
@@ -60,15 +75,15 @@ def make_row(
         "num_prompts": len(prompts),
         "new_tokens": int(sum(of.tokens)),
         "seconds": [round(sum(repeat), 6) for repeat in runs[method.name].seconds],
+        "prefill_seconds": [round(sum(repeat), 6) for repeat in runs[method.name].prefill],
         "tokens_per_second": round(of.speed(), 3),
         "speedup_vs_plain": round(of.speed() / plain.speed(), 4),
-        "speedup_vs_plain_ci95": [
-            round(bound, 4)
-            for bound in ratio_ci95([of.tokens, plain.seconds], [of.seconds, plain.tokens])
-        ],
+        "speedup_vs_plain_ci95": _speedup_ci95(of, plain),
         "speedup_vs_hf_generate": round(of.speed() / hf.speed(), 4),
+        **_decoding(of, plain),
         "accept_length": round(of.accept_length(), 4),
         "accept_length_ci95": [round(b, 4) for b in ratio_ci95([of.gained], [of.steps])],
+        "accept_lengths": of.histogram(),
         "rep8": round(of.rep8(), 4),
         "peak_memory": runs[method.name].peak_memory,
         "extra_parameters": method.extra_parameters,
@@ -82,11 +97,40 @@ def make_row(
                 "num_prompts": len(rows),
                 "tokens_per_second": round(of.speed(rows), 3) if alone else None,
                 "speedup_vs_plain": round(of.speed(rows) / plain.speed(rows), 4) if alone else None,
+                "speedup_vs_plain_ci95": _speedup_ci95(of, plain, rows) if alone else None,
                 "accept_length": round(of.accept_length(rows), 4),
                 "rep8": round(of.rep8(rows), 4),
             }
             for kind, rows in chosen.items()
         },
+    }
+
+
+def _speedup_ci95(of: _Totals, plain: _Totals, batches: Sequence[int] | None = None) -> list[float]:
+    batches = range(len(of.tokens)) if batches is None else batches
+    (tokens, seconds, plain_tokens, plain_seconds) = (
+        [values[i] for i in batches]
+        for values in (of.tokens, of.seconds, plain.tokens, plain.seconds)
+    )
+    bounds = ratio_ci95([tokens, plain_seconds], [seconds, plain_tokens])
+    return [round(bound, 4) for bound in bounds]
+
+
+def _decoding(of: _Totals, plain: _Totals) -> dict[str, Any]:
+    """Return the speed without prefill; None where it was not clocked, or nothing came after it."""
+    own, other = of.decode_speed(), plain.decode_speed()
+    found: dict[str, Any] = {
+        "decode_tokens_per_second": None if own is None else round(own, 3),
+        "decode_speedup_vs_plain": None,
+        "decode_speedup_vs_plain_ci95": None,
+    }
+    if own is None or other is None:
+        return found
+    assert of.decoding is not None and plain.decoding is not None
+    bounds = ratio_ci95([of.later, plain.decoding], [of.decoding, plain.later])
+    return found | {
+        "decode_speedup_vs_plain": round(own / other, 4),
+        "decode_speedup_vs_plain_ci95": [round(bound, 4) for bound in bounds],
     }
 
 
@@ -98,6 +142,10 @@ class _Totals:
         # per batch, of which each prompt is one where they are decoded alone
         self.tokens = [float(sum(len(self.texts[i]) for i in rows)) for rows in runs.batches]
         self.seconds = per_batch_seconds(runs)
+        # without the first token of each text, which comes of the prefill
+        firsts = (sum(bool(self.texts[i]) for i in rows) for rows in runs.batches)
+        self.later = [n - first for n, first in zip(self.tokens, firsts, strict=True)]
+        self.decoding = per_batch_decoding(runs)
         self.lengths = [each.accept_lengths for each in runs.decoded]
         self.gained = [float(sum(each)) for each in self.lengths]
         self.steps = [float(len(each)) for each in self.lengths]
@@ -105,6 +153,16 @@ class _Totals:
     def speed(self, batches: Sequence[int] | None = None) -> float:
         batches = range(len(self.tokens)) if batches is None else batches
         return sum(self.tokens[i] for i in batches) / sum(self.seconds[i] for i in batches)
+
+    def decode_speed(self) -> float | None:
+        if self.decoding is None or sum(self.decoding) <= 0 or not sum(self.later):
+            return None
+        return sum(self.later) / sum(self.decoding)
+
+    def histogram(self) -> dict[str, int]:
+        """Count verify steps by their accept length; JSON wants strings as keys."""
+        counts = Counter(length for each in self.lengths for length in each)
+        return {str(length): counts[length] for length in sorted(counts)}
 
     def accept_length(self, rows: Sequence[int] | None = None) -> float:
         rows = range(len(self.texts)) if rows is None else rows
@@ -123,6 +181,31 @@ def baseline_drift(runs: Sequence[dict[str, Runs]]) -> float:
     """
     totals = [[sum(repeat) for repeat in each["plain"].seconds] for each in runs]
     return max(max(each) / min(each) for each in totals)
+
+
+def disturbance(watched: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the environment block says about other work on the machine.
+
+    Args:
+        watched: per temperature and batch size ``drift`` of plain decoding, and what
+            :func:`specheads.contention.between` returns.
+    """
+    drift = max(each["drift"] for each in watched)
+    shares = [each["other_share"] for each in watched]
+    known = [
+        (share, each["seconds"])
+        for share, each in zip(shares, watched, strict=True)
+        if share is not None
+    ]
+    mean = sum(s * t for s, t in known) / sum(t for _, t in known) if known else None
+    worst = max((share for share, _ in known), default=None)
+    return {
+        "baseline_drift": drift,
+        "other_share": None if mean is None else round(mean, 4),
+        "largest_other_share": worst,
+        "contended": drift > DRIFT_LIMIT or (worst or 0.0) > SHARE_LIMIT,
+        "watched": list(watched),
+    }
 
 
 def headline(rows: Sequence[dict[str, Any]], method: str = "tree") -> dict[str, Any]:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from transformers import PreTrainedTokenizerBase
 
+from specheads.terminal import harmless
+
 _BACKGROUNDS = (223, 153, 157, 225, 229, 189)  # pale, of the 256-colour palette
 _RESET = "\x1b[0m"
 
@@ -19,6 +21,7 @@ class StepPrinter:
         tokenizer: the base model's.
         write: gets pieces of text; they join to the whole text.
         color: give each step a background of its own.
+        safe: write control characters as escapes, for a terminal that would obey them.
     """
 
     def __init__(
@@ -27,10 +30,12 @@ class StepPrinter:
         write: Callable[[str], object],
         *,
         color: bool,
+        safe: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.write = write
         self.color = color
+        self.safe = safe
         self._tokens: list[int] = []
         self._shown = ""
         self._num_steps = 0
@@ -63,6 +68,8 @@ class StepPrinter:
         if not piece:
             return
         self._shown = text
+        if self.safe:
+            piece = harmless(piece)
         self.write(self._paint(piece) if self.color else piece)
 
     def _paint(self, piece: str) -> str:

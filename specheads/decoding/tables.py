@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specheads.decoding.report import crossovers, in_order, series_of
+from specheads.contention import SHARE_LIMIT
+from specheads.decoding.report import DRIFT_LIMIT, crossovers, in_order, series_of
+from specheads.decoding.stats import median
 
 _COLUMNS = (
     ("T", 4),
-    ("method", 14),
+    ("method", 0),  # as wide as the longest
     ("nodes", 5),
     ("tokens/s", 8),
     ("speed-up", 8),
     ("95%", 11),
     ("vs HF", 5),
+    ("prefill", 7),
+    ("decode", 6),
     ("accept", 6),
     ("rep8", 5),
     ("identical", 9),
@@ -23,10 +27,16 @@ _COLUMNS = (
 
 
 def format_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the rows of batch 1 as a table; ``rep8`` is of each method's own output."""
-    lines = ["  ".join(name.rjust(width) for name, width in _COLUMNS)]
+    """Return the rows of batch 1 as a table; ``rep8`` is of each method's own output.
+
+    ``prefill`` is in milliseconds per prompt; ``decode`` is the speed-up without it.
+    """
+    longest = _longest_name(rows)
+    columns = [(name, longest if name == "method" else width) for name, width in _COLUMNS]
+    lines = ["  ".join(name.rjust(width) for name, width in columns)]
     for row in (each for each in rows if each["batch"] == 1):
         low, high = row["speedup_vs_plain_ci95"]
+        prefill, decode = row["prefill_seconds"], row["decode_speedup_vs_plain"]
         same = "-" if row["identical"] is None else f"{row['identical']}/{row['compared']}"
         cells = (
             f"{row['temperature']:g}",
@@ -36,20 +46,27 @@ def format_table(rows: Sequence[dict[str, Any]]) -> str:
             f"{row['speedup_vs_plain']:.2f}x",
             f"{low:.2f}-{high:.2f}",
             f"{row['speedup_vs_hf_generate']:.2f}",
+            f"{1000 * median(prefill) / row['num_prompts']:.1f}" if prefill else "-",
+            "-" if decode is None else f"{decode:.2f}x",
             f"{row['accept_length']:.2f}",
             f"{row['rep8']:.2f}",
             same,
             "-" if row["near_ties"] is None else str(row["near_ties"]),
         )
-        lines.append("  ".join(c.rjust(w) for c, (_, w) in zip(cells, _COLUMNS, strict=True)))
+        lines.append("  ".join(c.rjust(w) for c, (_, w) in zip(cells, columns, strict=True)))
     return "\n".join(lines)
+
+
+def _longest_name(rows: Sequence[dict[str, Any]]) -> int:
+    return max([len("hf_generate"), *(len(row["method"]) for row in rows)])
 
 
 def format_kinds(rows: Sequence[dict[str, Any]]) -> str:
     """Return accept length and speed-up per kind of prompt, drafted methods at batch 1 only."""
     drafted = [row for row in rows if row["drafter"] and row["batch"] == 1]
     kinds = sorted({kind for row in drafted for kind in row["per_kind"]})
-    head = "   T  method          " + "".join(f"{kind:>18.18}" for kind in kinds)
+    width = _longest_name(rows)
+    head = f"   T  {'method':<{width}}" + "".join(f"{kind:>18.18}" for kind in kinds)
     lines = [head]
     for row in drafted:
         cells = (
@@ -58,7 +75,8 @@ def format_kinds(rows: Sequence[dict[str, Any]]) -> str:
             for kind in kinds
         )
         lines.append(
-            f"{row['temperature']:>4g}  {row['method']:<16}" + "".join(f"{c:>18}" for c in cells)
+            f"{row['temperature']:>4g}  {row['method']:<{width}}"
+            + "".join(f"{cell:>18}" for cell in cells)
         )
     return "\n".join(lines)
 
@@ -66,13 +84,24 @@ def format_kinds(rows: Sequence[dict[str, Any]]) -> str:
 def format_batches(rows: Sequence[dict[str, Any]]) -> str:
     """Return tokens per second and speed-up over plain decoding per batch size, and crossovers."""
     sizes = sorted({row["batch"] for row in rows})
-    lines = ["   T  method          " + "".join(f"{f'batch {size}':>16}" for size in sizes)]
+    width = _longest_name(rows)
+    head = f"   T  {'method':<{width}}"
+    lines = [head + "".join(f"{f'batch {size}':>16}" for size in sizes)]
     for temperature, method in in_order(rows, "temperature", "method"):
+        by_size = {row["batch"]: row for row in series_of(rows, method, temperature)}
         cells = (
-            f"{row['tokens_per_second']:.0f} ({row['speedup_vs_plain']:.2f}x)"
-            for row in series_of(rows, method, temperature)
+            f"{by_size[size]['tokens_per_second']:.0f} ({by_size[size]['speedup_vs_plain']:.2f}x)"
+            if size in by_size
+            else ""
+            for size in sizes
         )
-        lines.append(f"{temperature:>4g}  {method:<16}" + "".join(f"{c:>16}" for c in cells))
+        lines.append(f"{temperature:>4g}  {method:<{width}}" + "".join(f"{c:>16}" for c in cells))
+    return "\n".join([*lines, *crossover_lines(rows)])
+
+
+def crossover_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return per drafted method and temperature up to which batch it pays, as a sentence each."""
+    lines = []
     for each in crossovers(rows):
         where = f"{each['method']} at T={each['temperature']:g}"
         if each["batch"] is None:
@@ -84,7 +113,63 @@ def format_batches(rows: Sequence[dict[str, Any]]) -> str:
             lines.append(
                 f"{where}: no faster than plain decoding from batch {each['batch']}{between}"
             )
-    return "\n".join(lines)
+    return lines
+
+
+def headline_line(result: Mapping[str, Any]) -> str:
+    """Return the sentence to quote.
+
+    Args:
+        result: the content of bench.json.
+    """
+    first, settings, rows = result["headline"], result["settings"], result["rows"]
+    of = next(
+        row
+        for row in rows
+        if (row["method"], row["temperature"], row["batch"])
+        == (first["method"], first["temperature"], 1)
+    )
+    low, high = first["speedup_vs_plain_ci95"]
+    decode = of.get("decode_speedup_vs_plain")
+    without = "" if decode is None else f" ({decode:.2f}x without the prefill)"
+    return (
+        f"Headline, {first['method']} at T={first['temperature']:g} (plain greedy rep8 "
+        f"{first['rep8_plain_greedy']:.2f}): {first['speedup_vs_plain']:.2f}x plain decoding"
+        f"{without}, 95% {low:.2f}-{high:.2f}, {first['speedup_vs_hf_generate']:.2f}x generate, "
+        f"accept length {first['accept_length']:.2f}; {of['num_prompts']} prompts, {of['dtype']}, "
+        f"{settings['threads']} threads, batch 1"
+    )
+
+
+def disturbance_lines(result: Mapping[str, Any]) -> list[str]:
+    """Return what has to be said about other work on the machine; nothing where there was none.
+
+    Args:
+        result: the content of bench.json; an older one knows the drift of plain decoding only.
+    """
+    place = result["environment"]
+    lines = []
+    if place["baseline_drift"] > DRIFT_LIMIT:
+        lines.append(
+            "The machine was busy: plain decoding itself varied "
+            f"{place['baseline_drift']:.2f}x between repeats; measure again."
+        )
+    share = place.get("largest_other_share")
+    if share is not None and share > SHARE_LIMIT:
+        worst = max(place["watched"], key=lambda each: each["other_share"] or 0.0)
+        lines.append(
+            f"The machine was busy: other processes took {share:.0%} of the processors while"
+            f" T={worst['temperature']:g}, batch {worst['batch']} was measured"
+            f" ({place['other_share']:.0%} over all); measure again."
+        )
+    if "other_share" in place and place["other_share"] is None:
+        lines.append(
+            "What other processes did meanwhile is unknown: this system does not say, or it was"
+            " over too soon."
+        )
+    if result["settings"].get("repeats") == 1:
+        lines.append("One repeat: whether plain decoding itself drifted cannot be seen.")
+    return lines
 
 
 def format_divergences(result: dict[str, Any]) -> str:

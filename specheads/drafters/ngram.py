@@ -64,12 +64,12 @@ class NgramDrafter:
         """Index the prompts."""
         rows = [NgramRow() for _ in prefill.ids]
         for row, ids, root in zip(rows, prefill.ids, prefill.root.tolist(), strict=True):
-            self._extend(row, [*ids, root])
+            self.extend(row, [*ids, root])
         return NgramState(rows, prefill.root.device)
 
     def propose(self, state: NgramState) -> Candidates:
         """Look up the longest suffix that occurred before; shorter chains are padded."""
-        guesses = [self._look_up(row.tokens, row.ends) for row in state.rows]
+        guesses = [self.look_up(row) for row in state.rows]
         depth = max(map(len, guesses))
         chains = [
             [row.tokens[-1], *found, *[-1] * (depth - len(found))]
@@ -77,7 +77,9 @@ class NgramDrafter:
         ]
         return Candidates(torch.tensor(chains, device=state.device), Tree.chain(depth))
 
-    def _look_up(self, tokens: list[int], ends: dict[tuple[int, ...], int]) -> list[int]:
+    def look_up(self, row: NgramRow) -> list[int]:
+        """Return what followed the longest suffix of a row that occurred before; [] if none."""
+        tokens, ends = row.tokens, row.ends
         guesses: list[int] = []
         for n in range(min(self.max_ngram, len(tokens)), self.min_ngram - 1, -1):
             end = ends.get(tuple(tokens[-n:]))
@@ -91,14 +93,14 @@ class NgramDrafter:
     def observe(self, state: NgramState, result: StepResult) -> NgramState:
         """Index the new tokens."""
         for row, new_tokens in zip(state.rows, result.new_tokens, strict=True):
-            self._extend(row, new_tokens)
+            self.extend(row, new_tokens)
         return state
 
     def select(self, state: NgramState, rows: Tensor) -> NgramState:
         """Keep some rows."""
         return NgramState([state.rows[row] for row in rows.tolist()], state.device)
 
-    def _extend(self, row: NgramRow, new_tokens: list[int]) -> None:
+    def extend(self, row: NgramRow, new_tokens: list[int]) -> None:
         """Append tokens; an n-gram is entered once the token after it is known."""
         for token in new_tokens:
             index = len(row.tokens)

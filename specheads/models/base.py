@@ -36,6 +36,7 @@ def load_base_model(
     attn: str = "sdpa",
     trust_remote_code: bool = False,
     quantization: str = "none",
+    beside: str | None = None,
 ) -> PreTrainedModel:
     """Load a causal language model, in eval mode.
 
@@ -56,6 +57,8 @@ def load_base_model(
         quantization: ``nf4`` or ``int8`` quantise the linear layers while loading, all but the
             output matrix; ``dtype`` is then that of the products and of the rest. Such a model is
             on its device for good. Models that are quantised already say so themselves.
+        beside: how the names begin of tensors that may lie among the model's; any other one that is
+            left over is refused. None leaves that to transformers.
 
     Raises:
         ConfigError: if the model cannot be found or loaded, lacks weights, does not support
@@ -105,7 +108,11 @@ def load_base_model(
     problems = {
         "missing": report["missing_keys"],
         "of another shape": mismatched,
-        "of no use": report["unexpected_keys"] if ours else (),
+        "of no use": [
+            key
+            for key in report["unexpected_keys"]
+            if ours or (beside is not None and not key.startswith(beside))
+        ],
     }
     for problem, keys in problems.items():
         if names := sorted(map(str, keys)):  # filled with random numbers, and a log line

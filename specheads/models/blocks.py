@@ -45,6 +45,27 @@ class Condition(nn.Linear):
         nn.init.zeros_(self.bias)
 
 
+class Joined(nn.Module):
+    """The first block of published Hydra heads: hidden state and embeddings side by side.
+
+    ``residual(x) + SiLU(gate(x))``, two matrices [d, (n + 1) d] with biases. Heads that are trained
+    here have :class:`Condition` instead; this is for those that were trained elsewhere.
+    """
+
+    def __init__(self, num_tokens: int, hidden_size: int, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        width = (num_tokens + 1) * hidden_size
+        self.gate = nn.Linear(width, hidden_size, dtype=dtype)
+        self.residual = nn.Linear(width, hidden_size, dtype=dtype)
+
+    def forward(self, hidden: Tensor, conditions: Tensor) -> Tensor:
+        """Map [..., d] and [..., n * d] to [..., d]; the first may be the same for many of them."""
+        hidden = hidden.expand(*conditions.shape[:-1], hidden.shape[-1])
+        x = torch.cat([hidden, conditions.to(hidden.dtype)], dim=-1).to(self.gate.weight.dtype)
+        found: Tensor = self.residual(x) + F.silu(self.gate(x))
+        return found
+
+
 class LowRank(nn.Module):
     """An output matrix ``up @ down``: [V, r] times [r, d]."""
 
@@ -83,6 +104,7 @@ class MedusaHead(nn.Module):
         markov_rank: inner size of the Markov correction, 0 for none.
         markov_outputs: V'.
         num_conditions: tokens drafted before that it reads.
+        joined: read them as published Hydra heads do, see :class:`Joined`.
         dtype: of the parameters.
     """
 
@@ -97,6 +119,7 @@ class MedusaHead(nn.Module):
         markov_rank: int = 0,
         markov_outputs: int = 0,
         num_conditions: int = 0,
+        joined: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -109,7 +132,12 @@ class MedusaHead(nn.Module):
         self.markov = (
             Markov(vocab_size, markov_outputs, markov_rank, dtype) if markov_rank else None
         )
-        self.condition = Condition(num_conditions, hidden_size, dtype) if num_conditions else None
+        self.condition: Condition | None = None
+        self.joined: Joined | None = None
+        if num_conditions and joined:
+            self.joined = Joined(num_conditions, hidden_size, dtype)
+        elif num_conditions:
+            self.condition = Condition(num_conditions, hidden_size, dtype)
 
     def forward(
         self, hidden: Tensor, conditions: Tensor | None = None, before: Tensor | None = None
@@ -124,16 +152,23 @@ class MedusaHead(nn.Module):
         Returns:
             [..., d], or [..., r] before a low-rank matrix; with a Markov correction and r more.
         """
-        if self.condition is not None:
-            assert conditions is not None
-            weight = self.condition.weight
-            hidden = hidden.to(weight.dtype) + self.condition(conditions.to(weight.dtype))
+        if conditions is not None:
+            hidden = self.conditioned(hidden, conditions)
         hidden = self.own_features(hidden)
         if self.markov is not None:
             assert before is not None
             bias = self.markov.down(before)
             hidden = torch.cat([hidden.to(bias.dtype), bias], dim=-1)
         return hidden
+
+    def conditioned(self, hidden: Tensor, conditions: Tensor) -> Tensor:
+        """Put the tokens drafted before into the hidden state; the arguments are ``forward``'s."""
+        if self.joined is not None:
+            found: Tensor = self.joined(hidden, conditions)
+            return found
+        assert self.condition is not None
+        weight = self.condition.weight
+        return hidden.to(weight.dtype) + self.condition(conditions.to(weight.dtype))
 
     def own_features(self, x: Tensor) -> Tensor:
         """Map [..., d], the condition added, to what its own part of the matrix reads."""

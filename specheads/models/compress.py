@@ -131,6 +131,7 @@ def _like(heads: MedusaHeads, lm_head: str, *, rank: int = 0, num_kept: int = 0)
             num_kept=num_kept,
             markov_rank=heads.markov_rank,
             condition=heads.condition,
+            joined=heads.joined,
             prefix=None if heads.prefix is None else heads.prefix.sizes,
         )
 

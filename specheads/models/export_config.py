@@ -12,7 +12,7 @@ from typing import Any
 
 from specheads.config import ConfigError
 from specheads.models.names import check_recorded
-from specheads.models.prefix import SIZES
+from specheads.models.prefix import FINAL_NORM, SIZES
 
 MAX_NODES = 4096  # of a tree: the verify step of that many tokens takes seconds
 _NUMBERS = {  # lowest and highest
@@ -46,7 +46,7 @@ def check_config(file: Path, config: dict[str, Any]) -> None:
             raise ConfigError(f"{file}: {key} is {value}, expected {lowest} to {highest}")
     for key in ("lm_head", "correction", "variant"):
         _is(file, config, key, str)
-    for key in ("prefix_layer", "hidden_first"):
+    for key in ("prefix_layer", "hidden_first", "joined"):
         _is(file, config, key, bool)
     for key in ("prefix", "training", "tokenizer"):
         _is(file, config, key, dict, none=True)
@@ -77,6 +77,9 @@ def _is(file: Path, values: dict[str, Any], key: str, kind: type, *, none: bool 
 def _check_prefix(file: Path, config: dict[str, Any]) -> None:
     sizes = config.get("prefix") or {}
     for key, value in sizes.items():
+        if key == FINAL_NORM:
+            _is(file, {f"prefix.{key}": value}, f"prefix.{key}", bool)
+            continue
         if key not in SIZES:
             raise ConfigError(f"{file}: prefix.{key:.40} is not a size of a prefix layer")
         whole = key != "rms_norm_eps"

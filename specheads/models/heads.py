@@ -44,6 +44,8 @@ class MedusaHeads(nn.Module):
         num_kept: pruned: V', the number of tokens (choose them with ``init_from_output``).
         markov_rank: inner size of the bias from the token drafted before; 0 for none.
         condition: read the tokens drafted before (Hydra).
+        joined: read them as published Hydra heads do, side by side with the hidden state; only with
+            ``condition``.
         prefix: sizes of one attention layer in front of all heads, see :class:`PrefixLayer`.
 
     Attributes:
@@ -68,6 +70,7 @@ class MedusaHeads(nn.Module):
         num_kept: int = 0,
         markov_rank: int = 0,
         condition: bool = False,
+        joined: bool = False,
         prefix: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
@@ -78,6 +81,8 @@ class MedusaHeads(nn.Module):
                 f"num_heads must be at least 1 and num_layers at least 0, got {num_heads} and "
                 f"{num_layers}"
             )
+        if joined and not condition:
+            raise ValueError("joined is how a condition is read, and there is none")
         if markov_rank < 0:
             raise ValueError(f"markov_rank must be at least 0, got {markov_rank}")
         if lm_head == "low_rank" and not 1 <= rank <= min(hidden_size, vocab_size):
@@ -88,6 +93,7 @@ class MedusaHeads(nn.Module):
         self.num_heads, self.num_layers = num_heads, num_layers
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
         self.lm_head, self.condition, self.markov_rank = lm_head, condition, markov_rank
+        self.joined = joined
         self.rank = rank if lm_head == "low_rank" else 0
         self.num_outputs = num_kept if lm_head == "pruned" else vocab_size
         kept = torch.arange(self.num_outputs) if lm_head == "pruned" else None
@@ -102,6 +108,7 @@ class MedusaHeads(nn.Module):
                 markov_rank=markov_rank,
                 markov_outputs=self.num_outputs,
                 num_conditions=i + 1 if condition else 0,
+                joined=joined,
                 dtype=dtype,
             )
             for i in range(num_heads)
@@ -216,8 +223,13 @@ class MedusaHeads(nn.Module):
             if embed is None:
                 raise ValueError("these heads read tokens through embed, which is None")
             with torch.no_grad():  # the base's own; Hydra leaves it as it is
-                conditions = normalised(embed(tokens[..., : i + 1])).flatten(-2)
+                conditions = self.embedded(tokens[..., : i + 1], embed).flatten(-2)
         return head(hidden, conditions, tokens[..., i] if self.markov_rank else None)
+
+    def embedded(self, tokens: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return how the heads read tokens [...], as [..., d]; ``embed`` is the base's."""
+        found = embed(tokens)
+        return found if self.joined else normalised(found)
 
     def output_weight(self, i: int, base_weight: Tensor) -> Tensor:
         """Return the matrix [V', d_i] that head ``i`` multiplies its features with.

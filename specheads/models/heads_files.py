@@ -61,6 +61,7 @@ def heads_section(heads: Heads) -> dict[str, Any]:
         "prefix": None if heads.prefix is None else heads.prefix.sizes,
         "hidden_size": heads.hidden_size,
         "vocab_size": heads.vocab_size,
+        **({"joined": True} if heads.joined else {}),
     }
 
 
@@ -73,7 +74,8 @@ def build_heads(config: dict[str, Any]) -> Heads:
     with torch.device("meta"):  # nor is time lost for drawing weights that are replaced at once
         if config["kind"] == "mtp":
             return _build_mtp(config)
-        optional = ("rank", "num_kept", "markov_rank", "prefix")  # exports of 0.1 have none
+        # exports of 0.1 have none of them
+        optional = ("rank", "num_kept", "markov_rank", "prefix", "joined")
         try:
             return MedusaHeads(
                 **{key: config[key] for key in _MEDUSA_KEYS},

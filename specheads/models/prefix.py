@@ -19,6 +19,8 @@ SIZES = (
     "rms_norm_eps",
 )
 
+FINAL_NORM = "final_norm"  # among the sizes: true where a norm follows, as in published Hydra heads
+
 
 def prefix_sizes(config: PreTrainedConfig) -> dict[str, Any]:
     """Return the sizes of a layer like those of the base model with ``config``; plain JSON."""
@@ -43,7 +45,7 @@ class PrefixLayer(nn.Module):
         super().__init__()
         self.sizes = dict(sizes)
         config = LlamaConfig(
-            **sizes,
+            **{key: value for key, value in sizes.items() if key != FINAL_NORM},
             vocab_size=1,
             num_hidden_layers=1,
             pad_token_id=None,
@@ -55,7 +57,8 @@ class PrefixLayer(nn.Module):
         # the rotary table are used
         model = LlamaModel(config)
         model.embed_tokens = cast(Any, None)
-        model.norm = cast(Any, nn.Identity())
+        if not sizes.get(FINAL_NORM):
+            model.norm = cast(Any, nn.Identity())
         self.model = model
         if dtype is not None:
             self.to(dtype)

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from specheads.models.prefix import PrefixLayer
 
@@ -107,6 +107,8 @@ class PrefixKeys:
         )
         output = residual + F.linear(read.reshape(num_rows, 1, -1), attention.o_proj.weight)
         output = output + parts.mlp(_norm(parts.post_attention_layernorm, output))
+        norm = cast(Any, self.layer.model.norm)
+        output = output if isinstance(norm, nn.Identity) else _norm(norm, output)
         return replace(memory, lengths=lengths), output[:, 0]
 
     def select(self, rows: Tensor) -> PrefixKeys:

@@ -70,6 +70,7 @@ class Tables:
         self.biases: list[Tensor] | None = None
         vocab_size, width = heads.vocab_size, heads.hidden_size
         size = vocab_size * width * depth * (depth + 1) // 2
+        # joined heads have none: what a token adds depends on the hidden state beside it
         self._condition = heads.condition and 0 < size <= MAX_TABLE
         size = vocab_size * heads.num_outputs * depth
         self._markov = heads.markov_rank > 0 and 0 < size <= MAX_TABLE
@@ -190,9 +191,7 @@ class Walk:
             if steps._conditions:
                 x = level.carried[..., : steps.heads.hidden_size]
             else:
-                assert head.condition is not None
-                weight = head.condition.weight
-                x = self._hidden.to(weight.dtype) + head.condition(level.carried.to(weight.dtype))
+                x = head.conditioned(self._hidden, level.carried)
             products = head.own_product(x, steps.output.weight)
         if head.markov is not None:
             if steps._biases is not None:
@@ -226,4 +225,4 @@ class Walk:
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         assert self._steps.embed is not None
-        return normalised(self._steps.embed(tokens))
+        return self._steps.heads.embedded(tokens, self._steps.embed)

@@ -8,7 +8,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from specheads.decoding.assisted import fixed_assistant, hf_assisted_method, hf_lookup_method
+from specheads.decoding.assisted import (
+    fixed_assistant,
+    gained_by_passes,
+    hf_assisted_method,
+    hf_lookup_method,
+)
 from specheads.decoding.loop import decode
 from specheads.decoding.measure import Batch
 from specheads.decoding.plain import plain_decode
@@ -84,6 +89,37 @@ def test_copies_give_what_prompt_lookup_gives(
         ours = decode(base, drafter, prompt, max_new_tokens=NUM_NEW)
         settings = {"prompt_lookup_num_tokens": num_tokens, "max_matching_ngram_size": ngram}
         assert ours.new_tokens == generated(base, prompt, **settings)
+
+
+@pytest.mark.parametrize("kind", ["assistant", "lookup"])
+def test_steps_of_transformers_are_counted(
+    pair: tuple[PreTrainedModel, PreTrainedModel], kind: str, request: pytest.FixtureRequest
+) -> None:
+    """Shown with an accept length of 1, transformers' own speculation looks like none."""
+    base, draft = pair
+    if kind == "assistant":
+        method = hf_assisted_method(base, draft, 3, (), NUM_NEW)
+    else:
+        method = hf_lookup_method(base, 4, 2, (), NUM_NEW)
+    passes: list[int] = []
+    request.addfinalizer(base.register_forward_hook(lambda *_: passes.append(1)).remove)
+    prompt = torch.cat([ROWS[0], ROWS[0]], dim=1)
+    for temperature in (0.0, 1.0):
+        passes.clear()
+        (found,) = method.decode(Batch(prompt, torch.ones_like(prompt)), temperature, 0)
+        assert len(found.accept_lengths) == len(passes)
+        assert sum(found.accept_lengths) == len(found.tokens) == NUM_NEW
+        assert 1 <= min(found.accept_lengths) <= max(found.accept_lengths) <= 5
+    if kind == "assistant":  # the greedy draft often agrees
+        (greedy,) = method.decode(Batch(prompt, torch.ones_like(prompt)), 0.0, 0)
+        assert max(greedy.accept_lengths) > 1
+
+
+def test_gains_of_passes_by_hand() -> None:
+    """An offset by one moves every step's gain to its neighbour."""
+    # a prompt of 7 gains 3, 1 and 2 tokens: the cache holds 9 and 10 when later passes begin
+    assert gained_by_passes([0, 9, 10], 7, 6) == [3, 1, 2]
+    assert gained_by_passes([0], 7, 1) == [1]
 
 
 @pytest.mark.parametrize("kind", ["assistant", "lookup"])

@@ -275,7 +275,7 @@ def test_bench_names_its_drafters(
         "suffix": "suffix",
         "draft+lookup": "draft+lookup",
     }
-    assert {name for name, _, _ in rows} == {"plain", "hf_generate", *drafted}
+    assert {name for name, _, _ in rows} == {"plain", "hf_generate", "one_by_one", *drafted}
     for name, drafter in drafted.items():
         for size in (1, 2):
             assert rows[name, 0.0, size]["drafter"] == drafter

@@ -346,7 +346,7 @@ def test_the_command_refuses_in_one_line(
         (tiny_export, {"format": "hf"}, "format=hf is for MTP heads, .* is medusa"),
         (tiny_export, {"format": "mtp_standard"}, "format=mtp_standard is for MTP heads"),
         (source, {"format": "mtp_standard"}, "holds sequential MTP heads, these are parallel"),
-        (source, {"format": "mlx"}, "format must be one of native, hf, plain, mtp_standard"),
+        (source, {"format": "mlx"}, "format must be one of native, plain, draft, hf,"),
         (source, {"format": "hf", **low_rank}, "lm_head must be keep with format=hf"),
         (source, low_rank, "low_rank rank=64 is not for MTP heads"),
         (source, {}, "nothing to change: .* or another format="),

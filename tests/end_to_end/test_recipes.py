@@ -69,6 +69,8 @@ def test_four_steps_have_pinned_losses(
         assert row["train/grad_norm"] > 0
         assert row["train/tokens_per_second"] > 0
         assert row["train/peak_memory"] > 0
+    card = (run_dir / "export" / "README.md").read_text()
+    assert f"| recipe | {recipe} |\n| steps | 4 |\n" in card
     if recipe == "pretrain":
         assert {"train/lr/base", "train/lr/base_muon", "train/lm/top5"} <= rows[-1].keys()
         model = AutoModelForCausalLM.from_pretrained(run_dir / "export")
@@ -79,6 +81,7 @@ def test_four_steps_have_pinned_losses(
     assert export.config["training"]["steps"] == 4
     assert export.config["training"]["recipe"] == recipe
     assert export.tree.to_json() == [[0], [1], [0, 0]]
+    assert "At the end of training, on held-out prompts (" in card and "| 0 | 2 |" in card
 
 
 def test_medusa1_leaves_the_base_alone(

@@ -67,7 +67,7 @@ def test_the_table_can_be_made(
     """A script that nobody runs is broken when the figures are needed."""
     out = tmp_path / "adaptive.json"
     argv = ["bench_adaptive.py", "--draft", "tinycode", "--out", str(out), "--kinds", "next"]
-    argv += ["--num-prompts", "6", "--num-calibration", "6", "--max-new-tokens", "10"]
+    argv += ["--num-prompts", "3", "--num-calibration", "3", "--max-new-tokens", "8"]
     monkeypatch.setattr(sys, "argv", [*argv, "--max-tokens", "2", "--repeats", "1"])
     bench.main()
     result = json.loads(out.read_text())

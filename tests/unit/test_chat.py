@@ -170,6 +170,20 @@ def test_the_prompt_is_what_stands_before_the_answer(
     assert encode_prompt({**RECORD, "messages": TALK[:2]}, tokenizer)
 
 
+@pytest.mark.parametrize("template", [None, CHATML])
+def test_a_question_that_ends_a_record_is_the_one_to_answer(
+    make_byte_tokenizer: MakeTokenizer, byte_tokenizer: PreTrainedTokenizerFast, template: str
+) -> None:
+    """An answer further up is history; giving it anew drops the question that was asked."""
+    tokenizer = make_byte_tokenizer(template) if template else byte_tokenizer
+    asked = [*TALK[:3], {"role": "user", "content": "the last question"}]
+    prompt = encode_prompt({**RECORD, "messages": asked}, tokenizer)
+    expected = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)
+    assert prompt == expected["input_ids"]
+    answered = [*asked, {"role": "assistant", "content": "the last answer"}]
+    assert encode_prompt({**RECORD, "messages": answered}, tokenizer) == prompt
+
+
 def test_no_eos_no_training(make_byte_tokenizer: MakeTokenizer) -> None:
     """Without eos nothing would teach the model to stop."""
     tokenizer = make_byte_tokenizer()

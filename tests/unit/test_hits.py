@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from specheads.config import ConfigError
 from specheads.decoding.gains import decoded_gains, dynamic_sizes, gained, grown_sizes, replay
 from specheads.decoding.grow import static_sizes
 from specheads.decoding.hits import (
@@ -253,5 +254,5 @@ def test_nothing_to_measure_is_refused(medusa: Medusa) -> None:
     base, heads, output = medusa
     with pytest.raises(ValueError, match="at least 1 prompt"):
         collect_hits(base, heads, output, [], eos_token_ids=())
-    with pytest.raises(ValueError, match="max_new_tokens 3 leaves no position"):
+    with pytest.raises(ConfigError, match="max_new_tokens 3 leaves no position"):
         collect_hits(base, heads, output, prompts(), eos_token_ids=(), max_new_tokens=3)

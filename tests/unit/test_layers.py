@@ -14,7 +14,8 @@ PACKAGE = ROOT / "specheads"
 LAYERS = [
     {
         "__init__", "assets", "config", "dist", "redact", "log", "run_dir", "metrics_file",
-        "wandb_log", "hardware", "files", "registration", "launch", "heartbeat",
+        "wandb_log", "hardware", "contention", "files", "registration", "launch", "heartbeat",
+        "json_answer", "packages", "installation", "terminal",
     },
     {
         "tree", "acceptance", "rejection", "lossy", "losses", "fused_loss", "soft_loss",
@@ -27,12 +28,24 @@ LAYERS = [
     {
         "entry", "train", "generate", "chat", "bench", "tree_search", "export", "regenerate",
         "preview", "compare", "doctor", "cli", "torchrun",
+        "vllm_proposer", "spec_bench", "quality",
+        "lm_eval_model", "smaller",
     },
 ]  # fmt: skip
 # Siblings that must not know each other though they share a layer.
 STRANGERS = {("training", "decoding"), ("decoding", "training")}
 # Imported only by the run that needs them: --help answers at once, and a missing one hurts nobody.
-LAZY = {"hydra", "omegaconf", "datasets", "deepspeed", "bitsandbytes", "peft", "wandb"}
+LAZY = {
+    "hydra",
+    "omegaconf",
+    "datasets",
+    "deepspeed",
+    "bitsandbytes",
+    "peft",
+    "wandb",
+    "matplotlib",
+    "vllm",
+}
 
 
 @cache

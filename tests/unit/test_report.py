@@ -1,11 +1,15 @@
 """Interleaving, batches, rows, the rule of the headline, and what fails a run."""
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from specheads.contention import Sample
+from specheads.decoding.baselines import hf_generate_method, one_by_one_method
 from specheads.decoding.benchmark import benchmark
 from specheads.decoding.identity import Divergence, Identity
 from specheads.decoding.measure import (
@@ -15,12 +19,19 @@ from specheads.decoding.measure import (
     Prompt,
     Runs,
     clock,
-    hf_generate_method,
     make_batches,
     plain_method,
 )
-from specheads.decoding.report import baseline_drift, crossovers, failures, headline, make_row
+from specheads.decoding.report import (
+    baseline_drift,
+    crossovers,
+    disturbance,
+    failures,
+    headline,
+    make_row,
+)
 from specheads.decoding.tables import (
+    disturbance_lines,
     format_batches,
     format_divergences,
     format_kinds,
@@ -145,6 +156,7 @@ def test_rows_of_batches_count_their_prompts() -> None:
         "num_prompts": 1,
         "tokens_per_second": None,
         "speedup_vs_plain": None,
+        "speedup_vs_plain_ci95": None,
         "accept_length": 0,
         "rep8": 0,
     }
@@ -260,3 +272,101 @@ def test_headline_needs_its_rows() -> None:
     rows = [{"method": "plain", "temperature": 0.0, "batch": 1, "rep8": 0.5}]
     with pytest.raises(ValueError, match="0.7"):
         headline(rows)
+
+
+def test_decoding_is_what_the_prefill_leaves() -> None:
+    """With the prefill in it, a speed-up of long prompts and short answers says nothing of steps.
+
+    The two are clocked after each other, so each repeat's own prefill is taken off it.
+    """
+    text = Decoded(list(range(13)), [1] * 12, ended=False)
+    tree = Decoded(list(range(13)), [4] * 3, ended=False)
+    runs = {
+        "plain": Runs([[7.0] * 3], [text] * 3, prefill=[[1.0] * 3]),
+        "hf_generate": Runs([[7.0] * 3], [text] * 3),
+        # a slow moment in which both took three times as long
+        "tree": Runs(
+            [[4.0] * 3, [12.0] * 3, [4.0] * 3],
+            [tree] * 3,
+            prefill=[[2.0] * 3, [6.0] * 3, [2.0] * 3],
+        ),
+    }
+    plain, hf, row = rows(runs, [])
+    assert plain["prefill_seconds"] == [3] and row["prefill_seconds"] == [6, 18, 6]
+    # twelve tokens of each text come after the prefill, in six seconds and in two
+    assert plain["decode_tokens_per_second"] == pytest.approx(2)
+    assert row["decode_tokens_per_second"] == pytest.approx(6)
+    assert row["decode_speedup_vs_plain"] == pytest.approx(3)
+    assert row["decode_speedup_vs_plain_ci95"] == pytest.approx([3, 3])
+    assert row["speedup_vs_plain"] == pytest.approx(7 / 4)
+    assert row["accept_lengths"] == {"4": 9} and plain["accept_lengths"] == {"1": 36}
+    assert hf["prefill_seconds"] == [] and hf["decode_tokens_per_second"] is None
+    assert hf["decode_speedup_vs_plain"] is None, "unknown, not equal"
+
+
+def test_prefills_are_clocked_in_turn_where_asked() -> None:
+    """Clocked beforehand, they would meet another machine than the decoding they are taken from."""
+    log: list[str] = []
+    first = replace(method("x", log), prefill=method("x'", log).decode)
+    both = [first, method("y", log)]
+    runs = clock(both, prompts(), 0.0, repeats=2, prefill=True)
+    assert log[4:10] == ["x'0@0", "x0@0", "y0@0", "y1@1", "x'1@1", "x1@1"]
+    assert [len(each) for each in runs["x"].prefill] == [3, 3]
+    assert runs["y"].prefill == []
+    log.clear()
+    assert clock(both, prompts(), 0.0, repeats=1)["x"].prefill == []
+    assert not any("'" in entry for entry in log), "training decodes too, and pays for every pass"
+
+
+def test_without_a_batch_there_is_no_one_by_one(tiny_llama: LlamaForCausalLM) -> None:
+    """A baseline of batches that read padding, or drew with other seeds, is no baseline."""
+    plain = plain_method(tiny_llama, (), 6)
+    alone = one_by_one_method(plain)
+    asked = [Prompt(f"p{n}", "a", torch.randint(0, 256, (1, n))) for n in (4, 6, 5)]
+    started: list[Sample] = []
+    for size in (1, 2):
+        runs = clock([plain, alone], asked, 0.7, repeats=1, batch_size=size, started=started)
+        assert ("one_by_one" in runs) == (size > 1)
+        if size > 1:
+            assert runs["one_by_one"].decoded == runs["plain"].decoded
+    assert len(started) == 2
+    (first,) = alone.prefill(make_batches(asked[:1], 2)[0], 0.0, 0)  # type: ignore[misc]
+    assert len(first.tokens) == 1
+
+
+def watched(share: float | None, drift: float = 1.0, batch: int = 1) -> dict[str, Any]:
+    """Return what was seen of others during one batch size."""
+    return {
+        "temperature": 0.7,
+        "batch": batch,
+        "drift": drift,
+        "seconds": 2.0 * batch,
+        "other_share": share,
+    }
+
+
+@pytest.mark.parametrize(
+    ("seen", "contended", "line"),
+    [
+        ([watched(0.02), watched(0.04, batch=2)], False, None),
+        ([watched(0.02, batch=8), watched(0.35, batch=2)], True, "35% of the processors .*batch 2"),
+        ([watched(0.02, drift=1.3)], True, "1.30x between repeats"),
+        ([watched(None)], False, "unknown"),
+    ],
+)
+def test_other_work_is_said(seen: list[dict[str, Any]], contended: bool, line: str | None) -> None:
+    """A mean over all sizes hides the minute in which something else ran."""
+    found = disturbance(seen)
+    assert found["contended"] is contended
+    lines = disturbance_lines({"environment": found, "settings": {"repeats": 2}})
+    assert len(lines) == (line is not None)
+    if line is not None:
+        assert re.search(line, lines[0])
+    once = disturbance_lines({"environment": found, "settings": {"repeats": 1}})
+    assert len(once) == len(lines) + 1 and "One repeat" in once[-1]
+
+
+def test_shares_are_weighed_by_their_time() -> None:
+    """Short quiet parts must not make up for a long busy one."""
+    found = disturbance([watched(0.3, batch=3), watched(0.0)])
+    assert found["other_share"] == 0.225 and found["largest_other_share"] == 0.3

@@ -1,0 +1,116 @@
+"""Make the checkpoints that ship with the repository from runs: ``data/checkpoints/``.
+
+    python scripts/ship_checkpoints.py [--runs runs] [--out data/checkpoints] [--only hydra ...]
+    python scripts/ship_checkpoints.py --cards      # write the model cards anew, and nothing else
+
+Each is the export of a run, its tensors rounded to bfloat16, which halves them; trees, what they
+were measured at and the record of the training are kept. A folder that is there is replaced. How to
+train them again stands in data/checkpoints/README.md, and in scripts/bench_full.py as commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone need not be installed
+
+from specheads.formats import card
+from specheads.models.base import load_base_model, load_tokenizer
+from specheads.models.checkpoint import load_export, load_heads, read_config, save_export
+from specheads.models.draft_files import read_provenance, save_draft
+from specheads.tree import Tree
+
+SHIPPED = Path("data/checkpoints")
+RUNS = {"hydra": "hydra", "medusa1": "medusa1", "draft": "distill", "mtp_byte": "mtp"}
+DTYPE = "bfloat16"
+UNSET = "Not set: the model was trained from scratch."  # of a card without a base model
+LICENCE = (
+    "other: the model learned from the Python sources that the card of tinycode lists with their"
+    " licences (data/tinycode/README.md in the repository of specheads), and may reproduce short"
+    " pieces of them."
+)
+
+
+def ship_export(source: Path, target: Path) -> None:
+    """Write heads, and the base they were trained with where there is no other, in ``DTYPE``."""
+    info = read_config(source)
+    base, tree = info["base"], info["tree"]
+    tuned = load_export(source).base if base["tuned"] else None
+    save_export(
+        target,
+        load_heads(source),
+        base_name=base["name"],
+        base_digest=base["digest"],
+        base_revision=base["revision"],
+        base_dtype=base["dtype"],
+        base_quantization=base.get("quantization"),
+        tokenizer=load_tokenizer(str(source)),
+        tree=Tree.from_json(tree["choices"]),
+        training=info["training"],
+        tuned_base=tuned,
+        dtype=DTYPE,
+        expected_accept_length=tree["expected_accept_length"],
+        measured_on=tree["measured_on"],
+    )
+
+
+def ship_draft(source: Path, target: Path) -> None:
+    """Write a draft model in ``DTYPE``, its origin beside it.
+
+    Raises:
+        SystemExit: if ``source`` is no draft model of specheads.
+    """
+    about = read_provenance(source)
+    if about is None:
+        raise SystemExit(f"{source} is no draft model made by specheads")
+    save_draft(
+        target,
+        load_base_model(str(source), dtype="float32"),
+        load_tokenizer(str(source)),
+        base_name=about["base"]["name"],
+        base_digest=about["base"]["digest"],
+        base_revision=about["base"]["revision"],
+        base_dtype=about["base"]["dtype"],
+        training=about["training"],
+        measured=about["measured"],
+        dtype=DTYPE,
+    )
+
+
+def write_card(folder: Path) -> None:
+    """Write a folder's model card; a model from scratch has a licence to be named here."""
+    card.write(folder, "native", read_provenance(folder) or read_config(folder))
+    path = folder / card.CARD
+    text = path.read_text()
+    if UNSET in text:
+        text = text.partition(UNSET)[0] + LICENCE + "\n"
+        path.write_text(text.replace('license: "unknown"', 'license: "other"', 1))
+
+
+def num_bytes(folder: Path) -> int:
+    """Return the size of all files of ``folder``."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def main() -> None:
+    """Write them and print their sizes."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--runs", type=Path, default=Path("runs"))
+    parser.add_argument("--out", type=Path, default=SHIPPED)
+    parser.add_argument("--only", nargs="+", choices=list(RUNS), default=list(RUNS))
+    parser.add_argument("--cards", action="store_true", help="write the model cards alone")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name in args.only:
+        source, target = args.runs / RUNS[name] / "export", args.out / name
+        if not args.cards:
+            (ship_draft if name == "draft" else ship_export)(source, target)
+        write_card(target)
+        print(f"{target}: {num_bytes(target) / 1e6:.1f} MB")
+    print(f"{args.out}: {num_bytes(args.out) / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""Questions of public suites: Spec-Bench, MT-bench, SPEED-Bench, and plain files of prompts.
+
+A question has one or more turns, which a model answers one after the other. Read are
+
+- ``.jsonl`` or ``.json``: objects with ``turns`` (a list of strings: Spec-Bench, MT-bench,
+  SPEED-Bench), ``prompt`` (a string, or such a list), ``messages`` (what the users say in them) or
+  ``text``, and ``question_id`` (or ``id``) and ``category`` (or ``kind``), which may be missing;
+- ``.parquet``: columns ``turns``, ``question_id`` and ``category``, as SPEED-Bench comes;
+- ``.txt``: a prompt per line.
+
+Answers that stand in such a file are not looked at. No suite is part of this package: SPEED-Bench's
+licence forbids handing it on, and the others are a download away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from specheads.config import ConfigError, DataConfig
+from specheads.data.dropped import RecordError, one_line
+from specheads.data.readers import ParquetReader, Row, json_reader
+from specheads.data.records import Record, read_jsonl
+
+# SPEED-Bench is published with this in place of the texts that its licence keeps elsewhere
+_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
+_COLUMNS = {"prompt": "turns", "id": "question_id", "kind": "category"}  # of parquet files
+_EXPECTED = "a question holds turns, or prompt, or messages, or text"
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question.
+
+    Attributes:
+        id: as in the file, whole number or string; else its number in the file, from 1 on.
+        category: as in the file; else ``prompt``.
+        turns: what is asked, one after the other; at least one, none empty.
+        system: a first message before them, where the file has one.
+    """
+
+    id: int | str
+    category: str
+    turns: tuple[str, ...]
+    system: str = ""
+
+
+def read_questions(path: str | Path, begin: int = 0, end: int = 0) -> list[Question]:
+    """Read a file of questions.
+
+    Args:
+        path: see the module's docstring.
+        begin: leave out the questions before this place, counted from 0.
+        end: and from this place on; 0 keeps them.
+
+    Raises:
+        ConfigError: if the file is missing, empty or holds something else; names file and line.
+    """
+    path = Path(path).expanduser()
+    found = [_question(row, number) for number, row in enumerate(_rows(path), 1)]
+    if not found:
+        raise ConfigError(f"{path} holds no questions")
+    seen = set[str]()
+    for question in found:
+        if str(question.id) in seen:
+            raise ConfigError(f"{path} has question_id {question.id!r} twice")
+        seen.add(str(question.id))
+    chosen = found[begin : end or None]
+    if not chosen:
+        raise ConfigError(f"{path} holds {len(found)} questions, none from begin={begin} on")
+    return chosen
+
+
+def prompt_records(path: str | Path, *, chat: bool) -> list[Record]:
+    """Return the records of a file of prompts, whether it is a suite's or of ours.
+
+    Of a question only the first turn: a later one would need the answer before it.
+
+    Args:
+        path: a suite's file, see :func:`read_questions`, or what ``read_jsonl`` reads.
+        chat: make messages of questions, for a tokenizer with a chat template; else texts.
+
+    Raises:
+        ConfigError: as these two do.
+    """
+    path = Path(path).expanduser()
+    if not _is_suite(path):
+        return read_jsonl(path)
+    records: list[Record] = []
+    for question in read_questions(path):
+        record: Record = {"id": str(question.id), "kind": question.category}
+        if chat:
+            record["messages"] = messages(question)
+        else:
+            record["text"] = question.turns[0]
+        records.append(record)
+    return records
+
+
+def messages(question: Question, answers: Iterable[str] = ()) -> list[dict[str, str]]:
+    """Return the conversation up to the turn after ``answers``, a chat template's input."""
+    found = [{"role": "system", "content": question.system}] if question.system else []
+    given = list(answers)
+    for i, turn in enumerate(question.turns[: len(given) + 1]):
+        found.append({"role": "user", "content": turn})
+        if i < len(given):
+            found.append({"role": "assistant", "content": given[i]})
+    return found
+
+
+def _is_suite(path: Path) -> bool:
+    if path.suffix in (".txt", ".parquet") or path.is_dir():
+        return True
+    first = next(islice(_rows(path), 1), None)
+    if first is None or not isinstance(first.value, dict):
+        return False  # read_jsonl says what is wrong
+    keys = first.value.keys()
+    return "turns" in keys or "question_id" in keys or ("prompt" in keys and keys.isdisjoint(_OURS))
+
+
+_OURS = {"completion", "messages", "conversations", "text"}
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    largest = DataConfig().max_row_bytes
+    if path.suffix == ".txt":
+        yield from _lines(path)
+    elif path.suffix == ".parquet" or path.is_dir():
+        yield from (raw.parse() for raw in ParquetReader(path, _COLUMNS, largest).read())
+    else:
+        yield from (raw.parse() for raw in json_reader(path, largest).read())
+
+
+def _lines(path: Path) -> Iterator[Row]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read {path}: not UTF-8 at byte {error.start + 1}") from None
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            value = {"prompt": line.rstrip("\r"), "question_id": number}
+            yield Row(f"{path}:{number}", f"{path.name}:{number}", value)
+
+
+def _question(row: Row, number: int) -> Question:
+    value, where = row.value, row.where
+    if isinstance(value, RecordError):
+        raise value
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: expected an object, got {type(value).__name__}")
+    system, turns = _turns(value, where)
+    for i, turn in enumerate(turns):
+        if _PLACEHOLDER in turn:
+            raise ConfigError(
+                f"{where}: turn {i} stands for a text that SPEED-Bench does not hand on; run its"
+                " prepare script, and give the file that it writes"
+            )
+    name = value.get("question_id", value.get("id", number))
+    if isinstance(name, bool) or not isinstance(name, int | str) or name == "":
+        raise ConfigError(
+            f"{where}: question_id must be a whole number or a string, got {name!r:.60}"
+        )
+    category = value.get("category", value.get("kind", "prompt"))
+    return Question(name, _text(category, "category", where), turns, system)
+
+
+def _turns(value: dict[str, Any], where: str) -> tuple[str, tuple[str, ...]]:
+    """Return the system's message, and what is asked."""
+    key = next((key for key in ("turns", "prompt", "messages", "text") if key in value), None)
+    if key is None:
+        keys = one_line(", ".join(map(str, value)) or "nothing", 200)
+        raise ConfigError(f"{where}: {_EXPECTED}; found {keys}")
+    given = value[key]
+    if isinstance(given, str) and key != "turns":
+        given = [given]
+    if not isinstance(given, list) or not given:
+        raise ConfigError(
+            f"{where}: {key} must be a list with at least one turn, got {given!r:.60}"
+        )
+    if key != "messages":
+        return "", tuple(_text(turn, f"{key}[{i}]", where) for i, turn in enumerate(given))
+    said: dict[str, list[str]] = {"system": [], "user": []}
+    for i, message in enumerate(given):
+        role = message.get("role") if isinstance(message, dict) else None
+        if not isinstance(role, str):
+            raise ConfigError(
+                f"{where}: messages[{i}] must be an object with a role, got {message!r:.60}"
+            )
+        if role in said:
+            said[role].append(_text(message.get("content"), f"messages[{i}].content", where))
+        elif role != "assistant":
+            raise ConfigError(f"{where}: messages[{i}] has the role {role!r:.40}, not a user's")
+    if not said["user"]:
+        raise ConfigError(f"{where}: no message is a user's")
+    return "\n\n".join(said["system"]), tuple(said["user"])
+
+
+def _text(value: object, key: str, where: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ConfigError(f"{where}: {key} must be a string that is not empty, got {value!r:.60}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{where}: {key} holds half of a surrogate pair") from None
+    return value

@@ -1,0 +1,293 @@
+"""How a written folder is served: one command per engine, or why there is none.
+
+Composed from what the engines' own files and documents say, in the versions named here; none of
+these engines was started with any of these folders, but transformers and specheads itself. What
+they can hold changes quickly: see docs/serving.md.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from specheads import __version__
+from specheads.assets import tinycode_dir
+from specheads.formats import vllm_custom_class
+
+# what was read of each, in November 2026
+VLLM = "0.33.0, its files"
+VLLM_MEDUSA = "0.28 to 0.32, their files"
+SGLANG = "its documents of 2026"
+TENSORRT = "its documents of 2026"
+LLAMA_CPP = "its documents of 2026"
+TGI = "3.3.7, its files; archived in March 2026"
+TRANSFORMERS = "5.23, tried"
+DRAFTED = 4  # tokens per step that a draft model is asked for
+COPIED = 8  # tokens per step that are copied from the text
+_DEEPSEEK = "deepseek_v3"
+_ONLY_DEEPSEEK = "it knows MTP layers of DeepSeek-V3 alone"
+_NATIVE_MTP = (_DEEPSEEK, "glm4_moe")  # bases whose MTP layers engines know by themselves
+
+
+class Serving(NamedTuple):
+    """One engine.
+
+    Attributes:
+        engine: its name.
+        checked: the version whose files or documents were read.
+        command: to type, or to paste into Python; empty where the engine cannot serve the folder.
+        note: why it cannot, or what to know.
+    """
+
+    engine: str
+    checked: str
+    command: str
+    note: str = ""
+
+    @property
+    def language(self) -> str:
+        """``sh``, or ``python``."""
+        return "python" if self.command.startswith(("AutoModel", "export =", "import ")) else "sh"
+
+
+def commands(
+    form: str, folder: str | Path, info: dict[str, Any], *, base: str = ""
+) -> list[Serving]:
+    """Return how each engine serves a folder, or why it does not.
+
+    Args:
+        form: the folder's format.
+        folder: as it is to be named in the commands.
+        info: the config.json of the native export that it was made of, or the specheads.json of a
+            draft model; empty for a plain model trained from scratch.
+        base: how the base model is to be named; empty: as ``info`` names it.
+    """
+    place, kind, moved = str(folder), info.get("kind", "base"), base
+    base = base or base_place(form, place, info)
+    if kind == "draft":
+        return _draft_model(form, place, base)
+    if form == "plain":
+        return _alone(place, "")
+    if form == "vllm_custom_class":
+        return _alone(base, "", "the settings in speculative_config.json; ")
+    if form == "vllm_medusa":
+        return [_vllm_medusa(place, base, info["num_heads"]), *_elsewhere(form, info)]
+    if form in ("fasterdecoding_v1", "fasterdecoding_v2"):
+        return [_tgi(place, info), *_elsewhere(form, info)]
+    if form == "merged":
+        return [*_alone(place, "the base alone: the heads are passed over"), *_original_code(place)]
+    if form == "mtp_standard":
+        return _mtp(place, info)
+    if form == "hf":
+        load = f'import specheads; AutoModelForCausalLM.from_pretrained("{place}")'
+        return [
+            Serving("transformers", TRANSFORMERS, load, "its heads are model.mtp"),
+            *_elsewhere(form, info),
+        ]
+    return [*_ours(place, moved, info), *_elsewhere(form, info)]
+
+
+def base_place(form: str, folder: str, info: dict[str, Any]) -> str:
+    """Return where the base model of a folder is: its own, or the original under its name."""
+    about = info.get("base", {})
+    if not about.get("tuned"):
+        name = str(about.get("name") or folder)
+        return str(tinycode_dir()) if name == "tinycode" else name
+    return folder if form in ("plain", "vllm_custom_class", "merged") else f"{folder}/base"
+
+
+def lines(found: list[Serving]) -> list[str]:
+    """Return the commands as lines for a terminal."""
+    shown = ["how it is served (read in the engines' files and documents; only transformers and"
+             " specheads were run):"]  # fmt: skip
+    for each in found:
+        shown.append(f"  {each.engine} ({each.checked}): {each.command or 'no'}")
+        if each.note:
+            shown.append(f"    {each.note}")
+    return shown
+
+
+def _draft_model(form: str, place: str, base: str) -> list[Serving]:
+    """Return how engines guess with a draft model: all have a place for one."""
+    config = {"method": "draft_model", "model": place, "num_speculative_tokens": DRAFTED}
+    python = (
+        f'AutoModelForCausalLM.from_pretrained("{base}").generate(**inputs, assistant_model='
+        f'AutoModelForCausalLM.from_pretrained("{place}"))'
+    )
+    own = []
+    if form == "native":
+        command = f"specheads generate checkpoint={base} decode.draft={place} prompt=..."
+        own = [Serving("specheads", __version__, command)]
+    return [
+        *own,
+        Serving("transformers", TRANSFORMERS, python, "one prompt at a time, a chain of guesses"),
+        Serving(
+            "vLLM", VLLM, _vllm_command(base, config), "vocab_size must be the same in both configs"
+        ),
+        Serving(
+            "SGLang",
+            SGLANG,
+            f"python -m sglang.launch_server --model-path {base} --speculative-algorithm STANDALONE"
+            f" --speculative-draft-model-path {place} --speculative-num-steps {DRAFTED}"
+            f" --speculative-eagle-topk 1 --speculative-num-draft-tokens {DRAFTED + 1}",
+        ),
+        Serving(
+            "TensorRT-LLM",
+            TENSORRT,
+            f"trtllm-serve {base} --config spec.yaml",
+            f"spec.yaml: {{speculative_config: {{decoding_type: DraftTarget, max_draft_len:"
+            f" {DRAFTED}, speculative_model: {place}}}}}",
+        ),
+        Serving(
+            "llama.cpp",
+            LLAMA_CPP,
+            f"llama-server -m base.gguf -md draft.gguf --draft-max {DRAFTED}",
+            f"after convert_hf_to_gguf.py for {base} and for {place}",
+        ),
+    ]
+
+
+def _alone(place: str, note: str, settings: str = "") -> list[Serving]:
+    """Return how engines serve a plain model, guessing from the text where they can."""
+    config = vllm_custom_class.settings(num_tokens=COPIED)
+    needs = "needs specheads in vLLM's environment, and its first model runner: docs/serving.md"
+    return [
+        Serving(
+            "transformers",
+            TRANSFORMERS,
+            f'AutoModelForCausalLM.from_pretrained("{place}").generate(**inputs,'
+            f" prompt_lookup_num_tokens={COPIED})",
+            note,
+        ),
+        Serving("vLLM", VLLM, _vllm_command(place, config), settings + needs),
+        Serving(
+            "SGLang",
+            SGLANG,
+            f"python -m sglang.launch_server --model-path {place} --speculative-algorithm NGRAM"
+            f" --speculative-num-draft-tokens {COPIED}",
+        ),
+        Serving(
+            "TensorRT-LLM",
+            TENSORRT,
+            f"trtllm-serve {place} --config spec.yaml",
+            "spec.yaml: {speculative_config: {decoding_type: NGram, max_draft_len:"
+            f" {COPIED}, max_matching_ngram_size: 4}}}}",
+        ),
+        Serving(
+            "llama.cpp",
+            LLAMA_CPP,
+            f"llama-server -m base.gguf --spec-type ngram-simple --draft-max {COPIED}",
+            f"after convert_hf_to_gguf.py for {place}",
+        ),
+    ]
+
+
+def _vllm_medusa(place: str, base: str, num_heads: int) -> Serving:
+    config = {"method": "medusa", "model": place, "num_speculative_tokens": num_heads}
+    note = "a chain of the heads' best guesses, no tree; 0.33 removed the method"
+    return Serving("vLLM", VLLM_MEDUSA, _vllm_command(base, config), note)
+
+
+def _tgi(place: str, info: dict[str, Any]) -> Serving:
+    command = f"text-generation-launcher --model-id {place} --speculate {info['num_heads']}"
+    note = "a chain of the heads' best guesses, no tree; TGI is no longer maintained"
+    return Serving("TGI", TGI, command, note)
+
+
+def _original_code(place: str) -> list[Serving]:
+    command = f"python -m medusa.inference.cli --model {place}"
+    note = "the code of the paper: transformers of 2023, its own trees"
+    return [Serving("FasterDecoding/Medusa", "main, its files", command, note)]
+
+
+def _mtp(place: str, info: dict[str, Any]) -> list[Serving]:
+    """Return how engines serve a folder in the MTP standard of transformers."""
+    kind, number = info.get("block", {}).get("model_type", ""), info["num_heads"]
+    native = kind in _NATIVE_MTP
+    load = "" if native else "import specheads; "
+    python = (
+        f'{load}AutoModelForCausalLM.from_pretrained("{place}").generate(**inputs, use_mtp=True)'
+    )
+    config = {"method": "mtp", "num_speculative_tokens": number}
+    ours = f"a {kind} with MTP layers is a class of specheads, which must be installed beside vLLM"
+    sglang = (
+        f"python -m sglang.launch_server --model-path {place} --speculative-algorithm EAGLE"
+        f" --speculative-num-steps {number} --speculative-eagle-topk 1"
+        f" --speculative-num-draft-tokens {number + 1}"
+    )
+    llama = f"llama-server -m model.gguf --spec-type draft-mtp --spec-draft-n-max {number}"
+    spec = f"spec.yaml: {{speculative_config: {{decoding_type: MTP, max_draft_len: {number}}}}}"
+    tensorrt = (f"trtllm-serve {place} --config spec.yaml", spec)
+    no = ("", _unknown_mtp(kind))
+    converted = (llama, f"after convert_hf_to_gguf.py for {place}")
+    return [
+        Serving("transformers", TRANSFORMERS, python, "one prompt at a time, a chain of guesses"),
+        Serving("vLLM", VLLM, _vllm_command(place, config), "" if native else ours),
+        Serving("SGLang", SGLANG, *((sglang,) if native else no)),
+        Serving(
+            "TensorRT-LLM", TENSORRT, *(tensorrt if kind == _DEEPSEEK else ("", _ONLY_DEEPSEEK))
+        ),
+        Serving("llama.cpp", LLAMA_CPP, *(converted if native else no)),
+    ]
+
+
+def _ours(place: str, moved: str, info: dict[str, Any]) -> list[Serving]:
+    """Return how specheads itself decodes with a native export."""
+    given = f" base={moved}" if moved and not info["base"]["tuned"] else ""
+    return [
+        Serving(
+            "specheads",
+            __version__,
+            f"specheads generate checkpoint={place}{given} prompt=...",
+            "trees, batches; specheads bench measures it, specheads chat talks to it",
+        ),
+        Serving(
+            "transformers",
+            TRANSFORMERS,
+            f'export = load_export("{place}"); export.base.generate(**inputs, custom_generate='
+            "SpecDecoder(export.base, exported_drafter(export)))",
+            "with specheads imported: docs/decoding.md",
+        ),
+    ]
+
+
+def _elsewhere(form: str, info: dict[str, Any]) -> list[Serving]:
+    """Return why the engines that are left cannot use these heads, and what they can use."""
+    kind = info["kind"]
+    drafts = "a draft model (+recipe=distill) can be served there"
+    if kind == "mtp":
+        base = info.get("block", {}).get("model_type", "")
+        if info.get("variant") != "sequential" or info.get("lm_head") != "shared":
+            other = "it has no place for MTP heads that are parallel or have their own matrix"
+            answers = {"vLLM": other, "SGLang": other, "TensorRT-LLM": other, "llama.cpp": other}
+        else:
+            reads, unknown = "format=mtp_standard is what it reads", _unknown_mtp(base)
+            native = reads if base in _NATIVE_MTP else unknown
+            deepseek = reads if base == _DEEPSEEK else _ONLY_DEEPSEEK
+            answers = {
+                "vLLM": reads, "SGLang": native, "TensorRT-LLM": deepseek, "llama.cpp": native,
+            }  # fmt: skip
+    else:
+        gone = "0.33 removed Medusa heads, and shows other proposers no hidden states"
+        if kind == "medusa" and form != "vllm_medusa":
+            gone += "; format=vllm_medusa is for 0.28 to 0.32"
+        answers = {
+            "vLLM": f"{gone}; format=vllm_custom_class guesses without heads",
+            "SGLang": f"it has no Medusa or Hydra method; {drafts}",
+            "TensorRT-LLM": f"Medusa left with its TensorRT backend in 2026; {drafts}",
+            "llama.cpp": f"it has no Medusa or Hydra method; {drafts}",
+        }
+    checked = {"vLLM": VLLM, "SGLang": SGLANG, "TensorRT-LLM": TENSORRT, "llama.cpp": LLAMA_CPP}
+    found = [Serving(engine, checked[engine], "", note) for engine, note in answers.items()]
+    if form == "native" and kind == "medusa":
+        found.append(Serving("TGI", TGI, "", "format=fasterdecoding_v1 or _v2 is what it reads"))
+    return found
+
+
+def _unknown_mtp(model_type: str) -> str:
+    return f"it knows MTP layers of certain models, of {model_type} it does not"
+
+
+def _vllm_command(model: str, config: dict[str, Any]) -> str:
+    return f"vllm serve {model} --speculative-config '{json.dumps(config)}'"

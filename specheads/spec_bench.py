@@ -1,0 +1,303 @@
+"""Answer a suite's questions: ``python -m specheads.spec_bench checkpoint= questions=<file>``.
+
+With a drafter and plainly, question by question in turn, into answer files of Spec-Bench's format;
+then Spec-Bench's own formula stands beside one that counts both sides alike. Started again, it
+answers what is missing. For Spec-Bench's own harness there is :func:`forward`::
+
+    from specheads.spec_bench import forward, load
+    decoder = load("runs/hydra/export", dtype="float16", device="cuda")
+    run_eval(model=decoder.base, tokenizer=decoder.tokenizer, forward_func=forward, decoder=decoder, ...)
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specheads.config import ConfigError, DecodeConfig, SpecBenchConfig
+from specheads.entry import hydra_main
+from specheads.json_answer import answer as answer_json
+from specheads.json_answer import answers_json
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from specheads.data.suites import Question
+    from specheads.data.templates import QuestionPrompts
+    from specheads.decoding.answer_files import AnswerFile
+    from specheads.decoding.generate import SpecDecoder
+
+
+def load(
+    checkpoint: str,
+    decode: DecodeConfig | None = None,
+    *,
+    base: str = "",
+    dtype: str | torch.dtype = "float32",
+    device: str | torch.device = "cpu",
+) -> SpecDecoder:
+    """Return a decoder for :func:`forward`, with the drafter that the settings ask for.
+
+    Args:
+        checkpoint: an export, or a base model: a folder, a hub name, tinycode.
+        decode: the settings; by default an export's heads, a base model's own suffixes.
+        base: where an export's base model is now, if it was moved.
+        dtype: of the weights.
+        device: where they go.
+
+    Raises:
+        ConfigError: if something cannot be found or loaded.
+    """
+    from specheads.decoding.drafting import choose_drafter
+    from specheads.decoding.exported import acceptance_rule
+    from specheads.decoding.generate import SpecDecoder
+    from specheads.decoding.subject import load_subject
+
+    decode = decode or DecodeConfig()
+    subject = load_subject(checkpoint, base=base or None, dtype=dtype, device=device)
+    return SpecDecoder(
+        subject.base,
+        choose_drafter(subject, decode).drafter,
+        tokenizer=subject.tokenizer,
+        acceptance=acceptance_rule(decode),
+        compile=decode.compile,
+    )
+
+
+def forward(
+    inputs: Any,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    max_new_tokens: int,
+    *,
+    decoder: SpecDecoder | None = None,
+    temperature: float = 0.0,
+    seed: int = 0,
+    **ignored: Any,
+) -> tuple[Tensor, int, int, list[int]]:
+    """Serve as ``forward_func`` of Spec-Bench's ``run_eval``.
+
+    Args:
+        inputs: what the tokenizer gave, with ``input_ids`` [1, P].
+        model: the base model.
+        tokenizer: its tokenizer.
+        max_new_tokens: limit.
+        decoder: from :func:`load`; None decodes plainly, the baseline.
+        temperature: of the sampling.
+        seed: of the sampling.
+        **ignored: what the harness hands to every method.
+
+    Returns:
+        ``output_ids`` [1, P + L]; new tokens, the one that ends the answer not counted; forward
+        passes, the prefill included; tokens gained per verify step (of the baseline: per pass).
+
+    Raises:
+        ValueError: for another model than the decoder's base, or more than one prompt.
+    """
+    from specheads.decoding.generate import SpecDecoder
+    from specheads.decoding.suite_answers import count_tokens, decode_prompt
+
+    del ignored
+    if decoder is None:
+        decoder = SpecDecoder(model, None, tokenizer=tokenizer)
+    elif decoder.base is not model:
+        raise ValueError("model is not the base model of decoder: model=decoder.base")
+    if inputs.input_ids.shape[0] != 1:
+        raise ValueError(f"inputs must hold 1 prompt, got {inputs.input_ids.shape[0]}")
+    result, _, _ = decode_prompt(
+        decoder, inputs.input_ids, max_new_tokens, temperature=temperature, seed=seed
+    )
+    return (result.sequences, *count_tokens(decoder, result))
+
+
+@answers_json
+def run(config: SpecBenchConfig) -> None:
+    """Read the questions, answer those without an answer, score, print, write.
+
+    Raises:
+        ConfigError: for wrong settings or files.
+    """
+    import json
+
+    from specheads import contention, dist, hardware
+    from specheads.data.suites import read_questions
+    from specheads.data.templates import QuestionPrompts
+    from specheads.decoding.answer_files import AnswerFile, details_of, read_answers, read_details
+    from specheads.decoding.drafting import check_drafter
+    from specheads.decoding.subject import is_plain_model
+    from specheads.decoding.suite_scores import format_scores, score
+    from specheads.models.base import load_tokenizer
+
+    out = Path(config.out)
+    if not out.parent.is_dir():
+        raise ConfigError(f"out is {out}, but there is no folder {out.parent}")
+    questions = read_questions(config.questions, config.begin, config.end)
+    baseline = read_answers(Path(config.baseline)) if config.baseline else []
+    names = check_drafter(config.decode, has_heads=not is_plain_model(config.checkpoint))
+    threads = hardware.pin_threads(config.threads)
+    dtype = str(hardware.pick_dtype(config.dtype, dist.device())).removeprefix("torch.")
+    hardware.quiet_loading()
+    tokenizer = load_tokenizer(config.checkpoint)
+    prompts = QuestionPrompts(tokenizer, config.template)
+    ours, plain = model_ids(config, names, dtype)
+    folder = Path(config.answers)
+    shared = _settings(config, prompts, dtype)
+    files = {"drafted": AnswerFile(folder, ours, {**shared, "decode": asdict(config.decode)})}
+    if config.plain and not config.baseline:
+        compiled = {"decode": {"compile": config.decode.compile}}
+        files["plain"] = AnswerFile(folder, plain, {**shared, **compiled})
+    todo = {
+        number: missing
+        for number, question in enumerate(questions)
+        if (missing := [name for name, file in files.items() if not file.has(question)])
+    }
+    before = contention.sample()
+    left_out = _answer_all(config, questions, todo, files, prompts, dtype) if todo else []
+    others = contention.between(before, contention.sample()) if todo else None
+    for file in files.values():
+        file.reorganise()
+    asked = {question.id for question in questions}
+    found = {name: [a for a in f.answers.values() if a["question_id"] in asked] for name, f in
+             files.items()}  # fmt: skip
+    if not found["drafted"]:
+        raise ConfigError(f"none of the {len(questions)} questions fits the base model's context")
+    details = read_details(files["drafted"].details_path)
+    against = Path(config.baseline) if config.baseline else folder / f"{plain}.jsonl"
+    details0 = read_details(details_of(against))  # an earlier run of ours has them too
+    rows = score(
+        found["drafted"],
+        baseline or found.get("plain", []),
+        lambda text: len(tokenizer(text, verbose=False).input_ids),
+        details,
+        details0,
+    )
+    result = {
+        "environment": {**hardware.environment(), "contention": others},
+        "settings": {**asdict(config), **shared, "threads": threads, "drafter": "+".join(names)},
+        "answers": {name: str(file.path) for name, file in files.items()}
+        | ({"baseline": config.baseline} if config.baseline else {}),
+        "num_questions": len(questions),
+        "too_long": left_out,
+        "cut_by_context": sum(
+            min(row["limit"]) < config.max_new_tokens for row in details.values()
+        ),
+        "scores": rows,
+    }
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    print(format_scores(rows))
+    sides = [{a["question_id"] for a in each} for each in (*found.values(), baseline) if each]
+    for line in _remarks(config, result, all(side == sides[0] for side in sides)):
+        print(line)
+    print(f"answers: {', '.join(result['answers'].values())}; wrote {out}")
+    answer_json(result)
+
+
+def model_ids(config: SpecBenchConfig, names: Sequence[str], dtype: str) -> tuple[str, str]:
+    """Return the ``model_id`` of the drafter's answers, and of plain decoding's."""
+    path = Path(config.checkpoint)
+    short = path.resolve().parent.name if path.name == "export" else path.name
+    end = f"{dtype}-temp-{config.temperature:g}"
+    rule = "" if config.decode.acceptance == "exact" else f"-{config.decode.acceptance}"
+    ours = config.name or f"{short}-{'+'.join(names)}{rule}-{end}"
+    plain = f"{short}-plain-{end}"
+    if ours == plain:
+        raise ConfigError(f"name is {ours}, which plain decoding's answers are called")
+    return ours, plain
+
+
+def _settings(config: SpecBenchConfig, prompts: QuestionPrompts, dtype: str) -> dict[str, Any]:
+    """Return what decides the answers and their times, but for the drafter."""
+    from specheads.decoding.subject import is_plain_model
+    from specheads.models.digest import base_digest, file_sha256
+    from specheads.models.manifest import MANIFEST
+
+    weights = config.checkpoint
+    if not is_plain_model(weights):
+        weights = file_sha256(Path(weights) / MANIFEST)
+    elif weights == "tinycode" or Path(weights).expanduser().is_dir():  # not a name on the hub
+        weights = base_digest(weights)
+    return {
+        "weights": weights,
+        "template": prompts.kind,
+        "max_new_tokens": config.max_new_tokens,
+        "temperature": config.temperature,
+        "seed": config.seed,
+        "dtype": dtype,
+        "threads": config.threads,
+    }
+
+
+def _answer_all(
+    config: SpecBenchConfig,
+    questions: Sequence[Question],
+    todo: Mapping[int, Sequence[str]],
+    files: Mapping[str, AnswerFile],
+    prompts: QuestionPrompts,
+    dtype: str,
+) -> list[int | str]:
+    """Load, and answer what is missing; return the questions left out because they are too long."""
+    from tqdm import tqdm
+
+    from specheads import dist
+    from specheads.decoding.generate import SpecDecoder
+    from specheads.decoding.suite_answers import Asked, answer_all
+
+    drafted = load(
+        config.checkpoint, config.decode, base=config.base, dtype=dtype, device=dist.device()
+    )
+    plain = SpecDecoder(
+        drafted.base, None, tokenizer=drafted.tokenizer, compile=config.decode.compile
+    )
+    with tqdm(total=len(todo), unit="question", disable=None) as bar:
+        return answer_all(
+            {"drafted": drafted, "plain": plain},
+            questions,
+            todo,
+            files,
+            Asked(prompts, config.max_new_tokens, config.temperature, config.seed),
+            warmup=config.warmup,
+            skip_long=config.skip_long,
+            tick=bar.update,
+        )
+
+
+def _remarks(config: SpecBenchConfig, result: Mapping[str, Any], alike: bool) -> list[str]:
+    """Return what a reader of the table has to know."""
+    from specheads.contention import SHARE_LIMIT
+
+    lines = []
+    overall = result["scores"][-1]
+    others = (result["environment"]["contention"] or {}).get("other_share") or 0.0
+    if others > SHARE_LIMIT:
+        lines.append(f"the machine was busy: others took {others:.0%} of the processors meanwhile")
+    if result["too_long"]:
+        lines.append(
+            f"left out, longer than the base model's context: {len(result['too_long'])} of"
+            f" {result['num_questions']} questions"
+        )
+    if result["cut_by_context"]:
+        lines.append(f"answers that the context may have cut: {result['cut_by_context']}")
+    if not alike:
+        lines.append(
+            "the files do not answer the same questions: Spec-Bench's formula compares all of each,"
+            " the corrected columns those in both"
+        )
+    if different := overall["different"]:
+        shown = ", ".join(map(str, different[:5])) + (", ..." if len(different) > 5 else "")
+        lines.append(f"answers that differ from plain decoding's: {len(different)} ({shown})")
+    if config.decode.acceptance != "exact":
+        lines.append(f"decode.acceptance={config.decode.acceptance} is lossy: other answers")
+    return lines
+
+
+def main() -> None:
+    """Entry point."""
+    hydra_main("spec_bench", SpecBenchConfig, run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,302 @@
+"""Our drafters of token ids as classes that vLLM 0.33 imports by name, its method ``custom_class``.
+
+``vllm serve BASE --speculative-config '{"method": "custom_class", "model":
+"specheads.vllm_proposer.SuffixProposer", "num_speculative_tokens": 8}'``, in an environment where
+both packages are installed. vLLM makes ``Class(vllm_config)`` once, and calls ``propose`` after
+every step with the rows of its batch; it verifies what comes back with its own sampler, so what is
+proposed changes its speed and never its output. It shows a proposer token ids and nothing else:
+heads, which read hidden states, cannot be served this way.
+
+``SuffixProposer`` copies what most often followed the longest suffix of a request's text that
+occurred in it before, ``NgramProposer`` what followed its last few tokens, and
+``LookaheadPoolProposer`` the n-grams that any request wrote lately. Other settings than the class
+attributes below: a subclass in a module of one's own, named in ``model``.
+
+Written for the call of vLLM 0.33; nothing of vLLM is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from specheads.drafters.lookahead import NgramPool
+from specheads.drafters.ngram import NgramDrafter, NgramRow
+from specheads.drafters.suffix import SuffixAutomaton
+
+State = TypeVar("State")
+Tokens = NDArray[np.integer[Any]]
+SPARED = 8  # texts of requests that left the batch are kept for as many rows, or these
+
+
+class Texts(Generic[State]):
+    """What is known of each request's text, found again in whichever row the request stands now.
+
+    vLLM names no requests: it moves them between rows, and takes some out for a while. A text that
+    is the beginning of another one is the same request a step earlier, or as good as it.
+
+    Args:
+        begin: makes the state of an empty text.
+        extend: tells a state the tokens that follow.
+    """
+
+    def __init__(
+        self, begin: Callable[[], State], extend: Callable[[State, list[int]], None]
+    ) -> None:
+        self._begin, self._extend = begin, extend
+        self._known: dict[int, tuple[Tokens, State]] = {}  # by row, as they stood last
+        self._spared: list[tuple[Tokens, State]] = []  # the latest first
+
+    def update(self, texts: dict[int, Tokens], num_rows: int) -> dict[int, State]:
+        """Return the state of each row's text.
+
+        Args:
+            texts: row -> its tokens, for the rows in question.
+            num_rows: of the batch.
+        """
+        old = dict(self._known)
+        found = {row: old.pop(row) for row, text in texts.items() if _begins(text, old.get(row))}
+        moved = [*old.values(), *self._spared]
+        states = {}
+        for row, text in texts.items():
+            tokens, state = found.get(row) or _take(moved, text) or (text[:0], self._begin())
+            if new := text[len(tokens) :].tolist():
+                self._extend(state, new)
+            self._known[row] = text.copy(), state  # vLLM goes on writing into its own
+            states[row] = state
+        taken = {id(state) for state in states.values()}
+        self._known = {
+            row: each
+            for row, each in self._known.items()
+            if row < num_rows and (row in texts or id(each[1]) not in taken)
+        }
+        kept = taken | {id(state) for _, state in self._known.values()}
+        self._spared = [each for each in moved if id(each[1]) not in kept][: max(num_rows, SPARED)]
+        return states
+
+
+def _begins(text: Tokens, known: tuple[Tokens, Any] | None) -> bool:
+    """Return whether a known text is the beginning of ``text``, or all of it."""
+    if known is None or len(known[0]) > len(text):
+        return False
+    return bool(np.array_equal(text[: len(known[0])], known[0]))
+
+
+def _take(moved: list[tuple[Tokens, State]], text: Tokens) -> tuple[Tokens, State] | None:
+    """Return, and take away, the longest of some texts that ``text`` begins with."""
+    fitting = [number for number, each in enumerate(moved) if _begins(text, each)]
+    if not fitting:
+        return None
+    return moved.pop(max(fitting, key=lambda number: len(moved[number][0])))
+
+
+def read_rows(
+    sampled_token_ids: Sequence[Sequence[int]], num_tokens_no_spec: ArrayLike, tokens: ArrayLike
+) -> dict[int, Tokens]:
+    """Return the texts of the rows that sampled something, without guesses.
+
+    Args:
+        sampled_token_ids: per row what the last step gained; empty while a prompt is being read.
+        num_tokens_no_spec: [rows or more], how long the texts are, those tokens included.
+        tokens: [rows or more, longest], the texts, with anything behind them.
+
+    Raises:
+        TypeError: if the sampled tokens are no lists: with asynchronous scheduling they are not
+            there yet.
+        ValueError: if the texts do not end with them: vLLM has changed how it calls.
+    """
+    if not isinstance(sampled_token_ids, list | tuple):
+        raise TypeError(
+            f"sampled_token_ids is {type(sampled_token_ids).__name__}, expected lists: start vLLM"
+            " with --no-async-scheduling"
+        )
+    lengths, ids = np.asarray(num_tokens_no_spec), np.asarray(tokens)
+    texts = {}
+    for row, sampled in enumerate(sampled_token_ids):
+        if not sampled:
+            continue
+        texts[row] = text = ids[row, : int(lengths[row])]
+        if text[-len(sampled) :].tolist() != list(sampled):
+            raise ValueError(
+                f"the text of row {row} ends with {text[-len(sampled) :].tolist()}, but"
+                f" {list(sampled)} were sampled: not the call of vLLM 0.33"
+            )
+    return texts
+
+
+class NgramProposer:
+    """Proposes the continuation of the latest earlier match of a request's last tokens.
+
+    As ``decode.drafter=lookup`` does. ``prompt_lookup_max`` and ``prompt_lookup_min`` of vLLM's
+    settings are taken over where they are given.
+    """
+
+    max_ngram = 8  # longest suffix to look up; shorter ones are tried after it
+    min_ngram = 1
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.num_tokens, self.max_length = _limits(vllm_config)
+        asked = vllm_config.speculative_config
+        longest = getattr(asked, "prompt_lookup_max", None) or self.max_ngram
+        shortest = getattr(asked, "prompt_lookup_min", None) or min(self.min_ngram, longest)
+        self._drafter = NgramDrafter(longest, self.num_tokens, shortest)
+        self._texts = Texts(NgramRow, self._drafter.extend)
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: ArrayLike,
+        token_ids_cpu: ArrayLike,
+        slot_mappings: object = None,
+    ) -> list[list[int]]:
+        """Return a chain of guesses per row, empty where there is none."""
+        del slot_mappings
+        texts = read_rows(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+        rows = self._texts.update(texts, len(sampled_token_ids))
+        return [
+            self._drafter.look_up(rows[row])[: self._room(texts[row])] if row in rows else []
+            for row in range(len(sampled_token_ids))
+        ]
+
+    def _room(self, text: Tokens) -> int:
+        return _room(text, self.num_tokens, self.max_length)
+
+    def load_model(self, *args: object, **kwargs: object) -> None:
+        """Do nothing: vLLM asks every proposer to load its model, and there is none."""
+
+
+class SuffixProposer:
+    """Proposes what most often followed the longest suffix that occurred before in the text.
+
+    The chain of ``decode.drafter=suffix``, whose trees vLLM cannot verify.
+    """
+
+    min_match = 1  # shortest suffix to follow
+    per_match = 3.0  # a suffix of n tokens is followed for at most per_match * n
+    min_share = 0.3  # ends where the whole chain followed less often than this
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.num_tokens, self.max_length = _limits(vllm_config)
+        self._texts = Texts(SuffixAutomaton, _read)
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: ArrayLike,
+        token_ids_cpu: ArrayLike,
+        slot_mappings: object = None,
+    ) -> list[list[int]]:
+        """Return a chain of guesses per row, empty where there is none."""
+        del slot_mappings
+        texts = read_rows(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+        rows = self._texts.update(texts, len(sampled_token_ids))
+        return [
+            self._follow(rows[row], _room(texts[row], self.num_tokens, self.max_length))
+            if row in rows
+            else []
+            for row in range(len(sampled_token_ids))
+        ]
+
+    def _follow(self, automaton: SuffixAutomaton, limit: int) -> list[int]:
+        here = automaton.match
+        matched, share = automaton.length[here], 1.0
+        if matched < self.min_match:
+            return []
+        found: list[int] = []
+        while len(found) < min(limit, int(self.per_match * matched)):
+            part, token, here = automaton.continuations(here)[0]
+            share *= part
+            if share < self.min_share:
+                break
+            found.append(token)
+        return found
+
+    def load_model(self, *args: object, **kwargs: object) -> None:
+        """Do nothing: vLLM asks every proposer to load its model, and there is none."""
+
+
+class LookaheadPoolProposer:
+    """Proposes the n-grams that any request wrote lately, from one pool for all of them.
+
+    The pool of lookahead decoding, filled from the texts: vLLM reads no window for a proposer. A
+    request is helped by what others wrote before it, so how fast it runs depends on them; what it
+    returns does not.
+    """
+
+    ngram = 4  # tokens of an n-gram
+    guesses = 7  # n-grams kept under each first token
+    num_kept = 1 << 20  # n-grams after which the older half of the pool begins to be forgotten
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.num_tokens, self.max_length = _limits(vllm_config)
+        if self.ngram < 2:
+            raise ValueError(f"ngram must be at least 2, got {self.ngram}")
+        self._texts = Texts[list[int]](list, self._enter)
+        self._pools = [NgramPool(self.guesses), NgramPool(self.guesses)]  # the newer first
+        self._entered = 0
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: ArrayLike,
+        token_ids_cpu: ArrayLike,
+        slot_mappings: object = None,
+    ) -> list[list[int]]:
+        """Return a chain of guesses per row, empty where there is none."""
+        del slot_mappings
+        texts = read_rows(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+        ends = self._texts.update(texts, len(sampled_token_ids))
+        return [
+            self._follow(ends[row], _room(texts[row], self.num_tokens, self.max_length))
+            if row in ends
+            else []
+            for row in range(len(sampled_token_ids))
+        ]
+
+    def _enter(self, end: list[int], new: list[int]) -> None:
+        """Enter the n-grams that new tokens complete; ``end`` holds the text's last N - 1."""
+        text = [*end, *new]
+        for first in range(len(text) - self.ngram + 1):
+            if self._entered == self.num_kept:
+                self._pools, self._entered = [NgramPool(self.guesses), self._pools[0]], 0
+            self._pools[0].add(text[first], tuple(text[first + 1 : first + self.ngram]))
+            self._entered += 1
+        end[:] = text[-(self.ngram - 1) :]
+
+    def _follow(self, end: list[int], limit: int) -> list[int]:
+        """Copy the rest of the latest n-gram that agrees with most of the last tokens; repeat."""
+        text = list(end)
+        while len(text) - len(end) < limit and (rest := self._rest(text)):
+            text += rest
+        return text[len(end) :][: max(limit, 0)]
+
+    def _rest(self, text: list[int]) -> tuple[int, ...]:
+        for length in range(min(self.ngram - 1, len(text)), 0, -1):
+            first, *known = text[-length:]
+            for pool in self._pools:
+                for rest in pool.latest(first):
+                    if rest[: length - 1] == tuple(known):
+                        return rest[length - 1 :]
+        return ()
+
+    def load_model(self, *args: object, **kwargs: object) -> None:
+        """Do nothing: vLLM asks every proposer to load its model, and there is none."""
+
+
+def _read(automaton: SuffixAutomaton, new: list[int]) -> None:
+    for token in new:
+        automaton.extend(token)
+
+
+def _limits(vllm_config: Any) -> tuple[int, int]:
+    """Return how many tokens a step guesses at most, and how long a text may become."""
+    num_tokens = int(vllm_config.speculative_config.num_speculative_tokens)
+    return num_tokens, int(vllm_config.model_config.max_model_len)
+
+
+def _room(text: Tokens, num_tokens: int, max_length: int) -> int:
+    """Return how many guesses still count: the step that reads them adds a token of its own."""
+    return max(min(num_tokens, max_length - len(text) - 1), 0)

@@ -1,0 +1,47 @@
+"""Native exports of Medusa heads over the tiny model, and the export command in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specheads import export
+from specheads.config import ExportConfig
+from specheads.models.base import load_tokenizer
+from specheads.models.checkpoint import save_export
+from specheads.models.digest import base_digest
+from specheads.models.heads import MedusaHeads
+from specheads.tree import default_tree
+
+VOCAB, SIZE, HEADS = 272, 32, 3
+
+
+def medusa(lm_head: str = "own", num_layers: int = 1, **form: Any) -> MedusaHeads:
+    """Return heads with every number drawn; pruned ones keep tokens that are not the first."""
+    torch.manual_seed(7)
+    form = {"rank": 4, "num_kept": 40, **form}
+    heads = MedusaHeads(HEADS, num_layers, SIZE, VOCAB, lm_head, **form)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.normal_(std=0.2)
+    if heads.token_map is not None:
+        heads.token_map.copy_(torch.randperm(VOCAB)[: len(heads.token_map)].sort().values)
+    return heads.eval()
+
+
+def save(path: Path, heads: Any, model: Path, **options: Any) -> Path:
+    """Write an export of ``heads`` over the model in a folder; return its own."""
+    save_export(
+        path, heads, base_name=str(model), base_digest=base_digest(str(model)),
+        tokenizer=load_tokenizer(str(model)), tree=default_tree(heads.num_heads, 6),
+        training={"recipe": "none", "steps": 7}, **options,
+    )  # fmt: skip
+    return path
+
+
+def made(checkpoint: Path, output: Path, **settings: Any) -> Path:
+    """Run the command; return the new folder."""
+    export.run(ExportConfig(checkpoint=str(checkpoint), output=str(output), **settings))
+    return output

@@ -1,0 +1,56 @@
+"""The baselines that compiled decoding is measured beside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from specheads.decoding.benchmark import make_methods
+from specheads.decoding.measure import Batch
+from tests.ragged import ROWS
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Trace instead of generating code, which takes minutes; note what was to be compiled."""
+    from specheads.models import compiled
+
+    compiled._compiled_forward.cache_clear()
+    real, asked = torch.compile, []
+
+    def compile(function: Any, **settings: Any) -> Any:
+        asked.append(getattr(function, "__qualname__", type(function).__name__))
+        return real(function, backend="eager")
+
+    monkeypatch.setattr(torch, "compile", compile)
+    torch._dynamo.reset()
+    return asked
+
+
+def test_compiled_methods_stand_beside_others(
+    tiny_llama: LlamaForCausalLM, traced: list[str]
+) -> None:
+    """Compiled trees over a plain loop that is not compiled, or a generate that only says so."""
+    methods = {
+        each.name: each
+        for each in make_methods(
+            tiny_llama, None, None, [], eos=(), pad=0, max_new_tokens=6, compile=True, batched=True
+        )
+    }
+    compiled = {name for name, each in methods.items() if each.compiled}
+    assert compiled == {"plain", "hf_compiled", "prompt_lookup", "one_by_one"}
+    assert {"plain_eager", "hf_generate"} == set(methods) - compiled
+    batch = Batch(ROWS[0], torch.ones_like(ROWS[0]))
+    (expected,) = methods["plain_eager"].decode(batch, 0.0, 0)
+    assert len(expected.tokens) == 6 and not traced
+    for name in ("plain", "hf_compiled"):
+        before = len(traced)
+        (found,) = methods[name].decode(batch, 0.0, 0)
+        assert found.tokens == expected.tokens
+        assert len(traced) > before, f"{name} compiled nothing"
+    without = make_methods(tiny_llama, None, None, [], eos=(), pad=0, max_new_tokens=6)
+    assert [each.name for each in without] == ["plain", "hf_generate", "prompt_lookup"]
+    assert not any(each.compiled for each in without)

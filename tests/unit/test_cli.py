@@ -1,0 +1,146 @@
+"""The console command, and the help of every command behind it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+
+from specheads import cli, config
+from specheads.assets import conf_dir
+from specheads.entry import tidy_arguments
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = {module.removeprefix("specheads."): name for name, (module, _) in cli.COMMANDS.items()}
+
+
+def called(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    """Return the exit code of ``specheads <words>``."""
+    monkeypatch.setattr(sys, "argv", ["specheads", *words])
+    try:
+        cli.main()
+    except SystemExit as stopped:
+        return int(stopped.code or 0)
+    return 0
+
+
+def schema_of(program: str) -> Any:
+    """Return the dataclass of a command's settings."""
+    return getattr(config, "".join(part.title() for part in program.split("_")) + "Config")
+
+
+def help_text(program: str) -> str:
+    """Return what ``--help`` shows, keys to be filled in left as they are."""
+    shown = yaml.safe_load((conf_dir() / f"{program}.yaml").read_text())["hydra"]["help"]
+    return "\n".join(shown.get(part, "") for part in ("header", "template", "footer"))
+
+
+def test_every_command_is_there() -> None:
+    """A command that is listed and cannot be imported, or that the list has forgotten."""
+    for module, _ in cli.COMMANDS.values():
+        spec = importlib.util.find_spec(module)
+        assert spec is not None and spec.origin is not None, module
+        assert "def main() -> None:" in Path(spec.origin).read_text()
+    settings = {path.stem for path in conf_dir().glob("*.yaml")}
+    assert settings == set(PROGRAMS)
+    assert set(cli.ALIASES.values()) <= set(cli.COMMANDS)
+
+
+def test_usage(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Help that fails, or wrong usage that scripts take for success."""
+    for words in (["--help"], ["help"], ["-h"]):
+        assert called(monkeypatch, *words) == 0
+        out, err = capsys.readouterr()
+        assert not err and all(f"\n  {name} " in out for name in cli.COMMANDS)
+    assert called(monkeypatch) == 2
+    assert capsys.readouterr().out == ""
+    assert called(monkeypatch, "--version") == 0
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("word", "advice"),
+    [
+        ("trian", "did you mean train?"),
+        ("tree-serach", "did you mean tree?"),
+        ("docter", "did you mean doctor?"),
+        ("xyzzy", "there are train, generate, chat,"),
+    ],
+)
+def test_unknown_commands_get_advice(
+    word: str, advice: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A mistyped command that answers with a traceback of importlib."""
+    assert called(monkeypatch, word) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"specheads: unknown command {word!r}; {advice}")
+    assert err.count("\n") == 1
+
+
+def test_arguments_reach_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents an alias, or help, that loses what stands behind it."""
+    seen: list[list[str]] = []
+
+    class Module:
+        @staticmethod
+        def main() -> None:
+            seen.append(list(sys.argv))
+
+    asked: list[str] = []
+    monkeypatch.setattr(cli.importlib, "import_module", lambda name: asked.append(name) or Module)
+    for words in (["tree", "checkpoint=x"], ["tree-search", "checkpoint=x"], ["help", "tree"]):
+        assert called(monkeypatch, *words) == 0
+    assert asked == ["specheads.tree_search"] * 3
+    assert seen == [["specheads tree", "checkpoint=x"]] * 2 + [["specheads tree", "--help"]]
+
+
+def taken_literally(program: str) -> tuple[str, ...]:
+    """Return the keys of a command that Hydra never sees."""
+    code = (ROOT / "specheads" / f"{program}.py").read_text()
+    return tuple(
+        f"{key}=" for key in re.findall(r'take_literals?\(sys.argv\[1:\], "(\w+)"\)', code)
+    )
+
+
+def examples(program: str) -> list[list[str]]:
+    """Return the examples that a command's help shows, split into words."""
+    _, _, after = help_text(program).partition("Examples:\n")
+    lines = after.partition("\n\n")[0].replace("\\\n", " ").splitlines()
+    return [shlex.split(line) for line in lines]
+
+
+@pytest.mark.parametrize("program", sorted(PROGRAMS))
+def test_help_shows_examples_that_compose(program: str) -> None:
+    """An example in the help is what people paste first, and nobody reads again."""
+    found = examples(program)
+    assert len(found) >= 2, "no examples"
+    config.register_schemas()
+    for words in found:
+        if "|" in words:
+            words = words[: words.index("|")]
+        starts = (["python", "-m", f"specheads.{program}"], ["specheads", PROGRAMS[program]])
+        start = next(each for each in starts if words[: len(each)] == each)
+        given = [
+            word for word in words[len(start) :] if not word.startswith(taken_literally(program))
+        ]
+        extra = ["run_dir=unused"] if program == "train" else []
+        with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+            composed = compose(program, overrides=[*tidy_arguments(given), *extra])
+        config.to_config(composed, schema_of(program))
+
+
+def test_exit_codes_are_documented() -> None:
+    """A script that takes 75 for a failure throws a resumable run away."""
+    from specheads import entry
+
+    assert (entry.EXIT_FAILED, entry.EXIT_USAGE, entry.EXIT_INTERRUPTED) == (1, 2, 75)
+    said = "0 done, 1 failed, 2 wrong usage, 75 interrupted and resumable"
+    assert said in cli.usage()
+    assert said in (ROOT / "docs" / "commands.md").read_text()

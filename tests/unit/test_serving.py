@@ -1,0 +1,207 @@
+"""Serving commands: every engine has an answer, and every command can be taken apart again."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from specheads.config import ExportConfig
+from specheads.config.commands import FORMATS
+from specheads.formats import vllm_custom_class
+from specheads.formats.serving import Serving, commands, lines
+
+BASE = {"name": "org/base", "tuned": False}
+TUNED = {"name": "org/base", "tuned": True}
+
+
+def heads(kind: str, **more: Any) -> dict[str, Any]:
+    """Return what an export's config.json says, as far as it matters here."""
+    return {"kind": kind, "num_heads": 3, "base": BASE, **more}
+
+
+def mtp(model_type: str, **more: Any) -> dict[str, Any]:
+    """Return the config.json of sequential MTP heads on a base of a certain type."""
+    shared = {"variant": "sequential", "lm_head": "shared", "block": {"model_type": model_type}}
+    return heads("mtp", **{**shared, **more})
+
+
+# form, what the native export says, engines with a command, engines with none
+CASES: list[tuple[str, dict[str, Any], set[str], set[str]]] = [
+    (
+        "native", heads("medusa"), {"specheads", "transformers"},
+        {"vLLM", "SGLang", "TensorRT-LLM", "llama.cpp", "TGI"},
+    ),
+    (
+        "native", heads("hydra"), {"specheads", "transformers"},
+        {"vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"},
+    ),
+    (
+        "native", mtp("llama", variant="parallel", base=TUNED), {"specheads", "transformers"},
+        {"vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"},
+    ),
+    (
+        "native", {"kind": "draft", "base": {"name": "org/base"}},
+        {"specheads", "transformers", "vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"}, set(),
+    ),
+    (
+        "draft", {"kind": "draft", "base": {"name": "org/base"}},
+        {"transformers", "vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"}, set(),
+    ),
+    (
+        "plain", heads("medusa", base=TUNED),
+        {"transformers", "vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"}, set(),
+    ),
+    ("plain", {}, {"transformers", "vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"}, set()),
+    (
+        "merged", heads("medusa", base=TUNED),
+        {
+            "transformers", "vLLM", "SGLang", "TensorRT-LLM", "llama.cpp", "FasterDecoding/Medusa",
+        }, set(),
+    ),
+    (
+        "vllm_custom_class", heads("hydra"),
+        {"transformers", "vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"}, set(),
+    ),
+    ("vllm_medusa", heads("medusa"), {"vLLM"}, {"vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"}),
+    (
+        "fasterdecoding_v1", heads("medusa"), {"TGI"},
+        {"vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"},
+    ),
+    (
+        "fasterdecoding_v2", heads("medusa", base=TUNED), {"TGI"},
+        {"vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"},
+    ),
+    ("hf", mtp("llama"), {"transformers"}, {"vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"}),
+    (
+        "mtp_standard", mtp("llama", base=TUNED), {"transformers", "vLLM"},
+        {"SGLang", "TensorRT-LLM", "llama.cpp"},
+    ),
+    (
+        "mtp_standard", mtp("deepseek_v3"),
+        {"transformers", "vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"}, set(),
+    ),
+    (
+        "mtp_standard", mtp("glm4_moe"), {"transformers", "vLLM", "SGLang", "llama.cpp"},
+        {"TensorRT-LLM"},
+    ),
+]  # fmt: skip
+
+
+def test_every_format_is_in_the_cases() -> None:
+    """A format that is added without its commands would print none, or stop after writing."""
+    assert {form for form, *_ in CASES} == set(FORMATS)
+    assert {ExportConfig(checkpoint="a", output="b", format=form).format for form in FORMATS} == (
+        set(FORMATS)
+    )
+
+
+@pytest.mark.parametrize("form,info,able,unable", CASES)
+def test_each_engine_has_a_command_or_a_reason(
+    form: str, info: dict[str, Any], able: set[str], unable: set[str]
+) -> None:
+    """An engine without an answer sends its users to try, and to find 0% acceptance."""
+    found = commands(form, "FOLDER", info)
+    assert {each.engine for each in found if each.command} == able
+    assert {each.engine for each in found if not each.command} == unable
+    assert all(each.checked for each in found)
+    assert all(each.note for each in found if not each.command)
+    for each in found:
+        check_command(each)
+    shown = "\n".join(lines(found))
+    assert all(each.command in shown and each.note in shown for each in found)
+
+
+def check_command(each: Serving) -> None:
+    """Take a command apart as a shell or Python would."""
+    if not each.command:
+        return
+    if each.language == "python":
+        ast.parse(each.command)
+    else:
+        words = shlex.split(each.command)
+        if "--speculative-config" in words:
+            given = json.loads(words[words.index("--speculative-config") + 1])
+            assert {"method", "num_speculative_tokens"} <= given.keys()
+    if each.note.startswith("spec.yaml: "):
+        spec = yaml.safe_load(each.note.removeprefix("spec.yaml: "))
+        assert {"decoding_type", "max_draft_len"} <= spec["speculative_config"].keys()
+
+
+def command(engine: str, form: str, info: dict[str, Any], **more: Any) -> str:
+    """Return one engine's command."""
+    return next(
+        each.command
+        for each in commands(form, "FOLDER", info, **more)
+        if each.engine == engine and each.command
+    )
+
+
+def test_the_base_model_is_where_the_format_has_it() -> None:
+    """A tuned base's heads on the original model guess worse, and nobody is told."""
+    both = '{"method": "medusa", "model": "FOLDER", "num_speculative_tokens": 3}'
+    assert command("vLLM", "vllm_medusa", heads("medusa")) == (
+        f"vllm serve org/base --speculative-config '{both}'"
+    )
+    assert command("vLLM", "vllm_medusa", heads("medusa", base=TUNED)).startswith(
+        "vllm serve FOLDER/base "
+    )
+    for form in ("plain", "merged", "vllm_custom_class"):
+        assert command("vLLM", form, heads("medusa", base=TUNED)).startswith("vllm serve FOLDER ")
+    assert command("vLLM", "vllm_custom_class", heads("medusa")).startswith("vllm serve org/base ")
+    assert "specheads.vllm_proposer.SuffixProposer" in command("vLLM", "plain", {})
+    draft = {"kind": "draft", "base": {"name": "org/base"}}
+    assert command("vLLM", "draft", draft, base="BASE").startswith("vllm serve BASE ")
+    assert '"model": "FOLDER"' in command("vLLM", "draft", draft)
+    assert "--model-path org/base " in command("SGLang", "draft", draft)
+    assert "--speculative-draft-model-path FOLDER " in command("SGLang", "draft", draft)
+
+
+def test_a_format_is_promised_where_it_is_read_alone() -> None:
+    """Somebody would convert a llama's MTP heads for an engine that has no class for them."""
+    for model_type, readers in [
+        ("llama", {"vLLM"}),
+        ("glm4_moe", {"vLLM", "SGLang", "llama.cpp"}),
+        ("deepseek_v3", {"vLLM", "SGLang", "llama.cpp", "TensorRT-LLM"}),
+    ]:
+        found = commands("native", "FOLDER", mtp(model_type))
+        assert readers == {each.engine for each in found if "format=mtp_standard" in each.note}
+        served = commands("mtp_standard", "FOLDER", mtp(model_type))
+        assert {each.engine for each in served if each.command} == {"transformers", *readers}
+
+
+def test_our_own_command_names_a_base_that_was_moved() -> None:
+    """On a card that is read elsewhere, the path of this machine is no use, and no one's affair."""
+    ours = heads("medusa", base={"name": "/home/me/base", "tuned": False})
+    assert command("specheads", "native", ours) == "specheads generate checkpoint=FOLDER prompt=..."
+    moved = command("specheads", "native", ours, base="BASE")
+    assert moved == "specheads generate checkpoint=FOLDER base=BASE prompt=..."
+    tuned = heads("medusa", base=TUNED)
+    assert "base=" not in command("specheads", "native", tuned, base="BASE")
+
+
+def test_nothing_is_said_to_have_been_run_that_was_not() -> None:
+    """A version beside a command reads like a test; only two of these were ever started."""
+    for form, info, *_ in CASES:
+        for each in commands(form, "FOLDER", info):
+            assert ("files" in each.checked or "documents" in each.checked) != (
+                each.engine in ("specheads", "transformers")
+            ), each
+    assert "only transformers and specheads were run" in " ".join(lines([]))
+
+
+def test_the_page_names_the_versions_that_were_checked() -> None:
+    """A page that is older than the commands sends readers to versions that nobody looked at."""
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    table = [line for line in page.splitlines() if line.startswith("| ")]
+    for form, info, *_ in CASES:
+        for each in commands(form, "FOLDER", info):
+            if each.engine not in ("specheads", "FasterDecoding/Medusa"):
+                assert any(line.startswith(f"| {each.engine} | {each.checked} |") for line in table)
+    for name in vllm_custom_class.CLASSES:
+        assert f"| `{name}` |" in page

@@ -1,0 +1,127 @@
+"""What is written to a terminal, and read from one; the real one is in test_chat_command."""
+
+from __future__ import annotations
+
+import io
+import os
+
+import pytest
+
+from specheads import terminal
+from specheads.terminal import Keys, Lines, StatusLine, harmless, wants_color
+
+
+class Screen(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        """Return True."""
+        return True
+
+    def fileno(self) -> int:
+        """Return a number that nothing real has."""
+        return 99
+
+    def take(self) -> str:
+        """Return what was written since the last call."""
+        text = self.getvalue()
+        self.truncate(0)
+        self.seek(0)
+        return text
+
+
+@pytest.fixture
+def size(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return columns and rows of the terminal, to be changed."""
+    found = [40, 10]
+    monkeypatch.setattr(
+        terminal.os, "get_terminal_size", lambda number: os.terminal_size(tuple(found))
+    )
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    return found
+
+
+def test_colours_are_wanted_where_somebody_sees_them(
+    size: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Escape sequences in a file, or on a terminal that prints them, make a text unreadable."""
+    assert wants_color("auto", Screen()) and not wants_color("auto", io.StringIO())
+    assert not wants_color("never", Screen()) and wants_color("always", io.StringIO())
+    monkeypatch.setenv("NO_COLOR", "")
+    assert wants_color("auto", Screen()), "the convention: an empty value counts as unset"
+    monkeypatch.setenv("NO_COLOR", "0")
+    assert not wants_color("auto", Screen())
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "dumb")
+    assert not wants_color("auto", Screen())
+
+
+def test_what_a_model_writes_cannot_steer_the_terminal() -> None:
+    """A model can be made to write sequences that change the title, or answer in your name."""
+    assert harmless("a\n\tb é ü 日本 👩\u200d💻 \u00a0.") == "a\n\tb é ü 日本 👩\u200d💻 \u00a0."
+    assert harmless("\x1b]0;title\x07\r\x9b31m\x7f") == "\\x1b]0;title\\x07\\r\\x9b31m\\x7f"
+
+
+def test_the_status_line_is_given_back(size: list[int]) -> None:
+    """A scroll region that stays leaves the user a terminal that is broken below."""
+    screen = Screen()
+    with StatusLine(screen) as status:
+        assert screen.take() == "\n\x1b7\x1b[1;9r\x1b8\x1b[1A"
+        status.show("x" * 60)
+        assert screen.take() == "\x1b7\x1b[10;1H\x1b[2K" + "x" * 39 + "\x1b8"
+        size[:] = 30, 20
+        status.show("y")
+        assert screen.take() == "\x1b7\x1b[1;19r\x1b8\x1b7\x1b[20;1H\x1b[2Ky\x1b8"
+    assert screen.take() == "\x1b7\x1b[20;1H\x1b[2K\x1b[r\x1b8"
+    with pytest.raises(KeyError), StatusLine(screen):
+        raise KeyError
+    assert screen.take().endswith("\x1b[r\x1b8")
+
+
+def test_no_status_line_without_a_place_for_it(
+    size: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cursor movements in a log are noise, and on two rows there would be nothing else."""
+    file = io.StringIO()
+    with StatusLine(file) as status:
+        status.show("x")
+    assert file.getvalue() == ""
+    for columns, rows in ((80, 0), (80, 3)):
+        size[:] = columns, rows
+        screen = Screen()
+        with StatusLine(screen) as status:
+            status.show("x")
+        assert screen.take() == ""
+    size[:] = 80, 24
+    monkeypatch.setenv("TERM", "dumb")
+    with StatusLine(screen) as status:
+        status.show("x")
+    assert screen.take() == ""
+
+
+def test_lines_over_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A last line without its end is a message too."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\nthree"))
+    lines = Lines(["/help"], {r"\C-p": "/plain"})
+    with Keys(io.StringIO("x")) as keys:
+        assert keys.typed() == ""
+    assert [lines.read(""), lines.read(""), lines.read("")] == ["one", "", "three"]
+    with pytest.raises(EOFError):
+        lines.read("")
+
+
+def test_what_was_typed_ahead_comes_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a user types while an answer comes is the next question, and not lost."""
+    screen = Screen("later\n")
+    monkeypatch.setattr("sys.stdin", screen)
+    monkeypatch.setattr("builtins.input", lambda prompt="": screen.readline().rstrip("\n"))
+    lines = Lines()
+    lines.type_ahead("one\rtwo\nth")
+    lines.type_ahead("ree, ")
+    assert [lines.read("> "), lines.read("> "), lines.read("> ")] == ["one", "two", "three, later"]
+    assert capsys.readouterr().err == "> one\n> two\n> three, "
+    lines.type_ahead("a\n\x7fxy\b\x1b[A\x1bOD\x04é\t\x7f\x7fz\n")
+    assert [lines.read(""), lines.read("")] == ["a", "z"]

@@ -1,0 +1,413 @@
+"""Proposers for vLLM, against a re-statement of how vLLM 0.33 calls them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, LlamaForCausalLM
+
+from specheads.formats import vllm_custom_class
+from specheads.vllm_proposer import (
+    SPARED,
+    LookaheadPoolProposer,
+    NgramProposer,
+    SuffixProposer,
+    Texts,
+)
+
+PROPOSERS = [NgramProposer, SuffixProposer, LookaheadPoolProposer]
+NUM_TOKENS, MAX_LENGTH = 5, 60
+GARBAGE = 77  # what stands in vLLM's buffer where nothing was written
+
+
+def vllm_config(num_tokens: int = NUM_TOKENS, max_length: int = MAX_LENGTH, **more: Any) -> Any:
+    """Return what a proposer reads of vLLM's settings."""
+    return SimpleNamespace(
+        speculative_config=SimpleNamespace(
+            num_speculative_tokens=num_tokens,
+            **{"prompt_lookup_max": None, "prompt_lookup_min": None, **more},
+        ),
+        model_config=SimpleNamespace(max_model_len=max_length),
+    )
+
+
+@dataclass
+class Request:
+    """One prompt on its way: ``read`` tokens are in the cache, ``guesses`` wait to be verified."""
+
+    name: int
+    text: list[int]
+    limit: int
+    read: int = 0
+    guesses: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Engine:
+    """The batch of vLLM's model runner: rows of one buffer, refilled and closed up as it goes.
+
+    In a step every row reads a part of its prompt, which gives no token, or its last token and its
+    guesses, of which those are kept that the model says itself, and one more. Sampled tokens are in
+    the buffer when the proposer is called; behind them stands what was there before. Requests that
+    end leave a hole, which the last row moves into; now and then two rows change places, or one
+    request is left out for a step.
+    """
+
+    proposer: Any
+    next_tokens: Any  # text -> the model's greedy token after each of its tokens
+    requests: list[Request]
+    max_rows: int = 3
+    chunk: int = 6
+    rows: list[Request] = field(default_factory=list)
+    aside: list[Request] = field(default_factory=list)
+    proposed: int = 0
+    accepted: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokens = np.full((self.max_rows, MAX_LENGTH), GARBAGE, np.int32)
+        self.lengths = np.zeros(self.max_rows, np.int32)
+        self.chance = random.Random(0)
+
+    def run(self) -> dict[int, list[int]]:
+        """Decode all requests; return their texts."""
+        done = {}
+        while self.rows or self.aside or self.requests:
+            self._refill()
+            sampled = [self._verify(request) for request in self.rows]
+            for row, request in enumerate(self.rows):
+                self._write(row, request)
+            found = self.proposer.propose(sampled, self.lengths, self.tokens, slot_mappings=None)
+            self._check(found, sampled)
+            for row in reversed(range(len(self.rows))):
+                request = self.rows[row]
+                request.guesses = found[row]
+                if len(request.text) >= request.limit:
+                    done[request.name] = request.text
+                    self._leave(row)
+            self._shuffle()
+        return done
+
+    def _refill(self) -> None:
+        waiting = self.aside or self.requests
+        while len(self.rows) < self.max_rows and waiting:
+            self.rows.append(waiting.pop(0))
+            waiting = self.aside or self.requests
+        for row, request in enumerate(self.rows):
+            self._write(row, request)
+
+    def _write(self, row: int, request: Request) -> None:
+        self.tokens[row, : len(request.text)] = request.text
+        self.lengths[row] = len(request.text)
+
+    def _verify(self, request: Request) -> list[int]:
+        if request.read + self.chunk < len(request.text) and not request.guesses:
+            request.read += self.chunk  # a part of the prompt
+            return []
+        said = self.next_tokens([*request.text, *request.guesses])[len(request.text) - 1 :]
+        kept = 0
+        while kept < len(request.guesses) and request.guesses[kept] == said[kept]:
+            kept += 1
+        new = said[: kept + 1][: request.limit - len(request.text)]
+        self.proposed += len(request.guesses)
+        self.accepted += kept
+        request.text = [*request.text, *new]
+        request.read = len(request.text) - 1
+        return new
+
+    def _check(self, found: Any, sampled: list[list[int]]) -> None:
+        assert type(found) is list and len(found) == len(self.rows)
+        for guesses, new, request in zip(found, sampled, self.rows, strict=True):
+            assert all(type(token) is int for token in guesses)
+            assert new or not guesses  # a prompt that is being read has no place for guesses
+            assert len(guesses) <= NUM_TOKENS
+            assert len(request.text) + len(guesses) < MAX_LENGTH or not guesses
+
+    def _leave(self, row: int) -> None:
+        last = self.rows.pop()
+        if row < len(self.rows):
+            self.rows[row] = last
+
+    def _shuffle(self) -> None:
+        if len(self.rows) > 1 and self.chance.random() < 0.3:
+            self.rows[0], self.rows[-1] = self.rows[-1], self.rows[0]
+        if len(self.rows) > 1 and self.chance.random() < 0.2:
+            self.aside.append(self.rows[-1])
+            self._leave(len(self.rows) - 1)
+
+
+@pytest.fixture(scope="module")
+def greedy() -> Iterator[Any]:
+    """A tiny model whose greedy texts repeat themselves, and what it says after each token."""
+    from tests.conftest import build_tiny_llama
+
+    model: LlamaForCausalLM = build_tiny_llama(seed=3, std=0.2).eval()
+
+    @torch.inference_mode()
+    def next_tokens(text: list[int]) -> list[int]:
+        logits = model(torch.tensor([text])).logits[0, :, :12]  # few tokens are soon repeated
+        said: list[int] = logits.argmax(-1).tolist()
+        return said
+
+    yield next_tokens
+
+
+def prompts() -> list[list[int]]:
+    """Prompts of several lengths, two of them equal and one the beginning of another."""
+    draw = random.Random(1)
+    made = [[draw.randrange(2, 40) for _ in range(size)] for size in (3, 14, 25, 7)]
+    return [*made, list(made[1]), made[2][:9]]
+
+
+LIMITS = (30, 44, MAX_LENGTH, 33, 40, 36)
+
+
+@pytest.fixture(scope="module")
+def plain(greedy: Any) -> dict[int, list[int]]:
+    """The texts of decoding one token at a time."""
+    texts = {}
+    for name, (prompt, limit) in enumerate(zip(prompts(), LIMITS, strict=True)):
+        text = list(prompt)
+        while len(text) < limit:
+            text.append(greedy(text)[-1])
+        texts[name] = text
+    return texts
+
+
+@pytest.mark.parametrize("kind", PROPOSERS)
+def test_an_engine_returns_the_tokens_of_plain_decoding(
+    kind: type, greedy: Any, plain: dict[int, list[int]]
+) -> None:
+    """A proposer that mixes up rows, or guesses where it may not, stops or slows a server.
+
+    Rows change places, requests come, go and wait, prompts are read in parts.
+    """
+    requests = [Request(name, text, LIMITS[name]) for name, text in enumerate(prompts())]
+    engine = Engine(kind(vllm_config()), greedy, requests)
+    assert engine.run() == plain
+    assert engine.accepted > 10, "nothing was guessed right: the test would not see wrong guesses"
+
+
+def by_suffix(text: list[int], limit: int) -> list[int]:
+    """Return the guesses of SuffixProposer, by looking at every place of the text anew."""
+
+    def places(part: list[int], end: int) -> list[int]:
+        size = len(part)
+        return [i + size for i in range(end - size + 1) if text[i : i + size] == part]
+
+    size = len(text) - 1
+    while size and not [i for i in places(text[len(text) - size :], len(text)) if i < len(text)]:
+        size -= 1
+    limit = min(limit, 3 * size)
+    part, share = text[len(text) - size :], 1.0
+    found: list[int] = []
+    while len(found) < limit:
+        ends = [i for i in places(part, len(text)) if i < len(text)]
+        while not ends:  # the text ends here: go on as after the longest end of it that went on
+            part = part[1:]
+            ends = [i for i in places(part, len(text)) if i < len(text)]
+        followed = [text[i] for i in ends]
+        best = max(set(followed), key=lambda token: (followed.count(token), last(followed, token)))
+        share *= followed.count(best) / len(followed)
+        if share < 0.3:
+            break
+        found.append(best)
+        part = [*part, best]
+    return found
+
+
+def last(values: list[int], value: int) -> int:
+    """Return the last index of a value."""
+    return max(i for i, each in enumerate(values) if each == value)
+
+
+def by_ngram(text: list[int], limit: int) -> list[int]:
+    """Return the guesses of NgramProposer, by looking at every place of the text anew."""
+    for size in range(min(8, len(text)), 0, -1):
+        part = text[len(text) - size :]
+        ends = [i + size for i in range(len(text) - size) if text[i : i + size] == part]
+        if ends:
+            known = list(text)
+            for source in range(ends[-1], ends[-1] + limit):
+                known.append(known[source])
+            return known[len(text) :]
+    return []
+
+
+@pytest.mark.parametrize("kind,reference", [(SuffixProposer, by_suffix), (NgramProposer, by_ngram)])
+def test_guesses_are_those_of_the_text_alone(kind: type, reference: Any) -> None:
+    """A row that keeps what another request wrote guesses its tokens, which are hardly accepted.
+
+    Four texts grow in rows that change at every call; a new one begins with all of another.
+    """
+    draw = random.Random(5)
+    proposer = kind(vllm_config(max_length=1000))
+    texts = [[draw.randrange(3)] for _ in range(4)]
+    tokens, lengths = np.full((5, 1000), GARBAGE, np.int32), np.zeros(5, np.int32)
+    guessed = 0
+    for call in range(60):
+        if call == 30:
+            texts[3] = list(texts[2])
+        order = draw.sample(range(4), draw.randrange(1, 5))
+        sampled = []
+        for row, name in enumerate(order):
+            new = [draw.randrange(3) for _ in range(draw.randrange(3))]
+            texts[name] += new
+            tokens[row, : len(texts[name])] = texts[name]
+            lengths[row] = len(texts[name])
+            sampled.append(new)
+        found = proposer.propose(sampled, lengths, tokens, slot_mappings=None)
+        expected = [
+            reference(texts[name], NUM_TOKENS) if new else []
+            for name, new in zip(order, sampled, strict=True)
+        ]
+        assert found == expected, f"call {call}"
+        guessed += sum(map(len, found))
+    assert guessed > 100
+
+
+def propose(proposer: Any, *texts: list[int]) -> list[list[int]]:
+    """Call a proposer with whole texts, one row each."""
+    tokens = np.full((len(texts), max(map(len, texts)) + 3), GARBAGE, np.int32)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)] = text
+    found: list[list[int]] = proposer.propose(
+        [[text[-1]] for text in texts], np.array([len(text) for text in texts]), tokens
+    )
+    return found
+
+
+def test_the_pool_is_everybodys() -> None:
+    """A pool of the own text alone is what prompt lookup does; what others wrote would be lost."""
+    proposer = LookaheadPoolProposer(vllm_config())
+    assert propose(proposer, [1, 2, 3, 4, 5, 6, 7, 8]) == [[]]
+    assert propose(proposer, [30, 31, 4]) == [[5, 6, 7, 8]], "4-grams: 4 5 6 7, then 5 6 7 8"
+    # 9 follows 4 later than 5 does, but 5 after 3 4
+    assert propose(proposer, [40, 4, 9, 9, 9], [41, 3, 4]) == [[], [5, 6, 7, 8]]
+    assert propose(proposer, [42, 4]) == [[9, 9, 9]]
+
+
+def test_the_pool_forgets() -> None:
+    """A pool that only grows fills the memory of a server that runs for weeks."""
+
+    class Small(LookaheadPoolProposer):
+        num_kept = 50
+
+    proposer = Small(vllm_config(max_length=10_000))
+    for start in range(0, 2000, 20):
+        propose(proposer, list(range(start, start + 20)))
+    held = sum(len(known) for pool in proposer._pools for known in pool._known.values())
+    assert 50 <= held <= 100
+    assert propose(proposer, [5000, 1985]) == [[1986, 1987, 1988, 1989, 1990]]
+    assert propose(proposer, [5001, 3]) == [[]]
+
+
+def test_texts_of_ended_requests_are_let_go() -> None:
+    """A state per request that ever came fills the memory of a server too."""
+    texts: Texts[list[int]] = Texts(list, lambda state, new: state.extend(new))
+    for start in range(100):
+        states = texts.update({0: np.array([start, start + 1])}, 1)
+        assert states == {0: [start, start + 1]}
+    assert len(texts._known) + len(texts._spared) <= 1 + SPARED
+
+
+def test_a_request_that_waited_is_known_again() -> None:
+    """Reading a long prompt anew each time its request comes back would stall the whole batch."""
+    begun = []
+
+    def begin() -> list[int]:
+        begun.append(1)
+        return []
+
+    texts: Texts[list[int]] = Texts(begin, lambda state, new: state.extend(new))
+    one, two = np.arange(50), np.arange(100, 150)
+    texts.update({0: one, 1: two}, 2)
+    texts.update({0: np.append(two, 7)}, 1)  # the first waits, the second moves into its row
+    found = texts.update({0: np.append(one, 8), 1: np.append(two, [7, 9])}, 2)
+    assert found[0][-2:] == [49, 8] and found[1][-3:] == [149, 7, 9]
+    assert len(begun) == 2
+
+
+@pytest.mark.parametrize("kind", PROPOSERS)
+def test_no_guess_beyond_the_longest_text(kind: type) -> None:
+    """A text that outgrows max_model_len ends the server: vLLM asserts that none does."""
+    text = [1, 2, 3, 4] * 4
+    for room, expected in [(6, 5), (3, 2), (2, 1), (1, 0), (0, 0)]:
+        proposer = kind(vllm_config(max_length=len(text) + room))
+        assert [len(each) for each in propose(proposer, text)] == [expected], room
+
+
+def test_settings_of_vllm_and_of_subclasses() -> None:
+    """A setting that is read from nowhere looks as if it had been taken."""
+    text = [1, 2, 9, 5, 2, 8, 1, 2]
+    assert propose(NgramProposer(vllm_config()), text) == [[9, 5, 2, 8, 1]]
+    asked = vllm_config(num_tokens=2, prompt_lookup_max=1)
+    assert propose(NgramProposer(asked), text) == [[8, 1]]
+    asked = vllm_config(prompt_lookup_max=4, prompt_lookup_min=3)
+    assert propose(NgramProposer(asked), text) == [[]]
+
+    class Surer(SuffixProposer):
+        min_match = 3
+
+    assert propose(SuffixProposer(vllm_config()), text) == [[9, 5, 2, 8, 1]]
+    assert propose(Surer(vllm_config()), text) == [[]]
+
+
+@pytest.mark.parametrize("kind", PROPOSERS)
+def test_another_call_than_the_known_one_is_refused(kind: type) -> None:
+    """Texts without their newest tokens give guesses one step late: none is ever accepted."""
+    proposer = kind(vllm_config())
+    tokens, lengths = np.array([[4, 5, 6, GARBAGE]]), np.array([2])
+    with pytest.raises(ValueError, match=r"row 0 ends with \[5\], but \[6\] were sampled"):
+        proposer.propose([[6]], lengths, tokens)
+    with pytest.raises(TypeError, match="Tensor, expected lists.*--no-async-scheduling"):
+        proposer.propose(torch.tensor([[6]]), lengths, tokens)
+    assert proposer.propose([[5]], torch.tensor([2]), torch.tensor([[4, 5, 9]])) == [[]]
+    assert proposer.load_model(object()) is None
+
+
+@pytest.mark.parametrize("name", vllm_custom_class.CLASSES)
+def test_the_written_settings_name_classes_that_vllm_can_make(name: str, tmp_path: Path) -> None:
+    """The class is imported by the name in the settings: a renamed one fails at the user's."""
+    vllm_custom_class.write(tmp_path / "out", proposer=name, num_tokens=3)
+    written = json.loads((tmp_path / "out" / "speculative_config.json").read_text())
+    assert written.keys() == {"method", "model", "num_speculative_tokens"}
+    assert written["method"] == "custom_class" and written["num_speculative_tokens"] == 3
+    module, _, found = written["model"].rpartition(".")
+    made = getattr(importlib.import_module(module), found)(vllm_config(3))
+    assert callable(made.propose) and callable(made.load_model)
+
+
+def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    """Written as they are, they would fail while a server starts."""
+    for wrong in ({"proposer": "Ngram"}, {"num_tokens": 0}):
+        with pytest.raises(ValueError):
+            vllm_custom_class.write(tmp_path / "out", **wrong)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_plugin_of_vllm_can_be_called_again() -> None:
+    """Every process of a server calls it, after the import has called it: it must change nothing.
+
+    A name in pyproject.toml that is renamed in the package would be found by servers alone.
+    """
+    with (Path(__file__).parents[2] / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)["project"]
+    module, _, name = project["entry-points"]["vllm.general_plugins"]["specheads"].partition(":")
+    register = getattr(importlib.import_module(module), name)
+    before = list(sys.meta_path)
+    register()
+    register()
+    assert sys.meta_path == before  # transformers is imported: its table was filled at once
+    assert AutoConfig.for_model("llama_mtp").model_type == "llama_mtp"
