@@ -164,6 +164,19 @@ def full_parts(runs: str = RUNS) -> list[Part]:
             sections=(MEDUSA2,),
         ),
         Part(
+            "tinycode_medusa2_quality",
+            (
+                (
+                    *("-m", "specheads.quality", f"checkpoint={export('medusa2')}"),
+                    "out=benchmarks/tinycode_medusa2_quality.json",
+                ),
+            ),
+            ("benchmarks/tinycode_medusa2_quality.json",),
+            1,
+            ("train_medusa2",),
+            sections=(MEDUSA2,),
+        ),
+        Part(
             "tinycode_medusa2_unseen",
             (
                 ("scripts/bench_full.py", "--unseen", unseen),

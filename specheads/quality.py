@@ -99,7 +99,8 @@ def run(config: QualityConfig) -> None:
         "environment": hardware.environment(),
         "settings": {
             **asdict(config),
-            "data": str(data),
+            # the embedded file and an export's own lie elsewhere on every machine
+            "data": config.data or f"{data.parent.name}/{data.name}",
             "dtype": str(dtype).removeprefix("torch."),
             "threads": threads,
             "prompts_sha256": digest,
