@@ -25,6 +25,7 @@ SCHEMAS = {
     "bench": config.BenchConfig,
     "tree_search": config.TreeSearchConfig,
     "compare": config.CompareConfig,
+    "quality": config.QualityConfig,
 }
 
 
