@@ -6,6 +6,7 @@ what others fill: ``metrics.jsonl``, ``samples.jsonl``, ``tree.svg``, ``checkpoi
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import importlib.metadata
@@ -68,9 +69,10 @@ def lock(path: Path) -> IO[str]:
             holder = handle.read().strip() or "another process"
             handle.close()
             raise ConfigError(f"run directory {path.parent} is in use by {holder}") from None
-        # the holder before us may have removed the file between our open and our lock
-        if path.exists() and os.path.samestat(os.fstat(handle.fileno()), path.stat()):
-            break
+        # the holder before us may have removed the file between our open and our lock, or now
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle.fileno()), path.stat()):
+                break
         handle.close()
     handle.truncate(0)
     handle.write(f"process {os.getpid()} on {platform.node()} since {time.ctime()}\n")

@@ -83,6 +83,24 @@ def test_never_two_at_once(tmp_path: Path) -> None:
     assert entered == b"()" * (len(entered) // 2) and entered
 
 
+def test_a_lock_that_is_removed_while_it_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A traceback in the one run of a thousand whose neighbour ends at that very moment."""
+    path, fstat, looks = tmp_path / "LOCK", os.fstat, []
+
+    def look(number: int) -> os.stat_result:
+        if not looks:
+            path.unlink()  # the neighbour
+        looks.append(number)
+        return fstat(number)
+
+    monkeypatch.setattr(os, "fstat", look)
+    handle = lock(path)
+    assert len(looks) == 2 and os.path.samestat(fstat(handle.fileno()), path.stat())
+    handle.close()
+
+
 def test_a_file_system_without_locks_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
