@@ -1,8 +1,8 @@
 """The folders ``checkpoints/step-*/`` of a run: written whole, found, verified, removed.
 
 A checkpoint has a ``manifest.json`` with the size and sha256 of every file. It is written last,
-before the folder gets its name; a folder without one, or with a file of another size, is what a
-torn copy leaves and not a checkpoint. ``state.py`` knows what the files hold.
+before the folder gets its name; a folder without one, or with a file of another size or content,
+is damaged and not a checkpoint. ``state.py`` knows what the files hold.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -21,6 +22,8 @@ from specheads.config import ConfigError, TrainConfig
 from specheads.files import aside, flush_folder, publish, writing
 from specheads.models.manifest import MANIFEST, read_json, write_json
 from specheads.training.state import accumulation_here, check_settings, read_state
+
+Only = Callable[[str, int], bool]  # from a file's name and size, whether its content is read
 
 _SMALL = 1 << 20  # bytes; every rank hashes these files itself, the larger ones are shared out
 
@@ -56,13 +59,18 @@ def read_manifest(path: Path) -> dict[str, dict[str, Any]]:
     return listed
 
 
-def check_whole(path: Path) -> None:
-    """Check that every file of checkpoint ``path`` is there in its size; nothing is read.
+def check_whole(path: Path, only: Only = lambda name, size: True) -> None:
+    """Check that every file of checkpoint ``path`` has its size, and its sha256, and is listed.
+
+    Args:
+        path: a checkpoint.
+        only: which files are read, all unless given.
 
     Raises:
-        ConfigError: naming the file and both sizes.
+        ConfigError: naming the file and both numbers.
     """
-    for name, entry in read_manifest(path).items():
+    listed = read_manifest(path)
+    for name, entry in listed.items():
         file = path / name
         if not file.is_file():
             raise ConfigError(f"{path} lacks {name}, which its {MANIFEST} lists")
@@ -70,31 +78,28 @@ def check_whole(path: Path) -> None:
             raise ConfigError(
                 f"{file} has {size} bytes, {MANIFEST} says {entry['size']}: an incomplete copy?"
             )
+    _refuse_unlisted(path, listed)
+    for name, entry in sorted(listed.items()):
+        if only(name, entry["size"]) and (found := _known_sha256(path / name)) != entry["sha256"]:
+            raise ConfigError(
+                f"{path / name} was changed after it was saved: sha256 {found[:12]},"
+                f" {MANIFEST} says {entry['sha256'][:12]}"
+            )
 
 
-def verify(path: Path, *, only: Iterable[str] | None = None) -> None:
-    """Check the sha256 of every file of checkpoint ``path``; ranks share the large ones out.
+def verify(path: Path, *, only: Only | None = None) -> None:
+    """Check checkpoint ``path``; ranks share the contents of large files out.
 
     Args:
         path: a checkpoint.
-        only: just these files, by every rank.
+        only: instead, every rank reads these files.
 
     Raises:
         ConfigError: naming the file and both numbers, and an earlier checkpoint if there is one.
     """
-    listed = read_manifest(path)
+    turns = itertools.cycle(range(dist.world_size()))
     try:
-        check_whole(path)
-        _refuse_unlisted(path, listed)
-        for number, name in enumerate(sorted(listed)):
-            mine = number % dist.world_size() == dist.rank() or listed[name]["size"] <= _SMALL
-            if not mine if only is None else name not in only:
-                continue
-            if (found := _known_sha256(path / name)) != listed[name]["sha256"]:
-                raise ConfigError(
-                    f"{path / name} was changed after it was saved: sha256 {found[:12]},"
-                    f" {MANIFEST} says {listed[name]['sha256'][:12]}"
-                )
+        check_whole(path, only or (lambda _, size: next(turns) == dist.rank() or size <= _SMALL))
     except ConfigError as error:
         if (earlier := whole_before(path)) is None:
             raise
@@ -102,7 +107,7 @@ def verify(path: Path, *, only: Iterable[str] | None = None) -> None:
 
 
 def whole_before(path: Path) -> Path | None:
-    """Return the newest checkpoint of the same run before ``path`` whose files have their sizes."""
+    """Return the newest whole checkpoint of the same run before ``path``."""
     for found in reversed(checkpoints_of(path.parent.parent)):
         if step_of(found) < step_of(path):
             with contextlib.suppress(ConfigError):
@@ -136,12 +141,13 @@ def _sha256(file: Path, size: int, time: int) -> str:
 def checkpoint_to_resume(cfg: TrainConfig, say: Callable[[str], None] | None = None) -> Path | None:
     """Return the checkpoint that ``cfg.resume`` means, None to start from the beginning.
 
-    Its state.json has been verified, the sizes of the other files checked: :func:`verify` before
-    they are loaded.
+    Of one that is named its state.json has been verified, and the sizes of the other files:
+    :func:`verify` before they are loaded. ``resume=auto`` has verified all of it on every rank, as
+    all must choose the same one before they can talk.
 
     Args:
         cfg: the run's settings.
-        say: told of each incomplete checkpoint that ``resume=auto`` passes over.
+        say: told of each damaged checkpoint that ``resume=auto`` passes over.
 
     Raises:
         ConfigError: if there is none, if it is damaged, if it was written with other settings, or
@@ -154,7 +160,7 @@ def checkpoint_to_resume(cfg: TrainConfig, say: Callable[[str], None] | None = N
         return None
     if not path.is_dir():
         raise ConfigError(f"resume={cfg.resume}: no checkpoint at {path}")
-    verify(path, only=["state.json"])
+    verify(path, only=lambda name, _: name == "state.json")
     _refuse_foreign_pickle(path, cfg)
     check_settings(path, read_state(path), cfg)
     return path
@@ -165,7 +171,7 @@ def ready_to_resume(cfg: TrainConfig, say: Callable[[str], None]) -> TrainConfig
 
     Args:
         cfg: the run's settings.
-        say: told of incomplete checkpoints, and of what another number of ranks changes.
+        say: told of damaged checkpoints, and of what another number of ranks changes.
 
     Returns:
         ``cfg``, on another number of ranks than before with the ``optim.accumulation`` that keeps

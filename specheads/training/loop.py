@@ -294,15 +294,20 @@ def fit(
     checkpoint = checkpoint_to_resume(cfg)
     progress = Progress(step=first_step, stage=stage)
     if checkpoint is not None:
-        reached = load_progress(checkpoint)
-        if reached.stage != stage and reached.step >= last_step:
+        saved = load_progress(checkpoint)
+        if saved.stage != stage and saved.step >= last_step:
             return last_step
-        if reached.stage == stage:
-            progress = reached
+        if saved.stage == stage:
+            progress = saved
         else:
             checkpoint = None
     parameters = best.trained(objective, groups)
     engine = open_engine(objective, groups, cfg)
+    if len(reached := set(dist.gather_texts(str(progress.step)))) > 1:
+        raise RunError(
+            f"ranks would go on from steps {', '.join(sorted(reached))}: they do not see the same"
+            f" whole checkpoints in {run.dir}"
+        )
     if checkpoint is not None:
         verify(checkpoint)
         if cfg.evaluate.keep_best and dist.is_main():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import shutil
@@ -18,7 +19,6 @@ from specheads.config import ConfigError, ModelConfig
 from specheads.entry import tidy_arguments
 from specheads.models.manifest import MANIFEST, write_manifest
 from specheads.training.checkpoints import (
-    check_whole,
     checkpoint_to_resume,
     checkpoints_of,
     new_checkpoint,
@@ -171,15 +171,41 @@ def test_auto_passes_over_a_torn_copy_and_says_so(tmp_path: Path) -> None:
         checkpoint_to_resume(cfg)
 
 
-def test_auto_does_not_pass_over_an_altered_one(tmp_path: Path) -> None:
-    """An altered file is no accident of copying: going on elsewhere would hide it."""
-    for step in (1, 2):
-        empty(tmp_path, step)
-    first, second = checkpoints_of(tmp_path)
-    text = (second / "state.json").read_text()
-    (second / "state.json").write_text(text.replace('"seed": 0', '"seed": 1'))
-    with pytest.raises(ConfigError, match=rf"state.json was changed .*resume={first}$"):
-        checkpoint_to_resume(toy_config(tmp_path, resume="auto"))
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_every_damage_is_passed_over_by_auto(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A requeued run would end at the same flipped bit or cut file every time, unattended.
+
+    Ranks that each look at a part would go on from other steps, so that each must find it alone.
+    """
+    monkeypatch.setattr("specheads.training.checkpoints._SMALL", 0)  # each file is a large one
+    trained(tmp_path, 3)
+    first, second, third = checkpoints_of(tmp_path)
+    cfg = toy_config(tmp_path, resume="auto")
+    monkeypatch.setattr("specheads.training.checkpoints.check_settings", lambda *_: None)
+    for name in FILES:
+        whole = (third / name).read_bytes()
+        for damaged in (whole[:-1] + bytes([whole[-1] ^ 1]), whole[: len(whole) // 2]):
+            (third / name).write_bytes(damaged)
+            for rank in range(ranks):
+                monkeypatch.setenv("WORLD_SIZE", str(ranks))
+                monkeypatch.setenv("RANK", str(rank))
+                lines: list[str] = []
+                assert checkpoint_to_resume(cfg, lines.append) == second, (name, rank)
+                (line,) = lines
+                assert line.startswith("passing over") and str(third / name) in line
+        (third / name).write_bytes(whole)
+    content = (second / "model.safetensors").read_bytes()
+    (second / "model.safetensors").write_bytes(content[::-1])
+    (third / "rank-0.json").unlink()
+    assert checkpoint_to_resume(cfg) == first
+    # what is advised to take instead of a named one is whole, too
+    with pytest.raises(ConfigError, match=rf"lacks rank-0.json.*; the one before .*={first}$"):
+        verify(third)
+    (first / "state.json").write_bytes((first / "state.json").read_bytes()[::-1])
+    with pytest.raises(ConfigError, match="none of the 3 checkpoints .* is whole: .*rank-0.json"):
+        checkpoint_to_resume(cfg)
 
 
 @settings(max_examples=60, deadline=None)
@@ -389,14 +415,18 @@ def test_values_of_a_wrong_kind_are_one_line(
         restore_rank(path, ToyBatches())
 
 
-def test_sizes_are_enough_to_find_one(tmp_path: Path) -> None:
-    """Hashing every checkpoint of a folder before one is taken would read them all."""
-    path = empty(tmp_path, 1)
-    rank = path / "rank-0.json"
-    rank.write_bytes(rank.read_bytes()[::-1])
-    check_whole(path)
-    with pytest.raises(ConfigError, match="rank-0.json was changed"):
-        verify(path)
+def test_only_what_is_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading every checkpoint of a folder before the newest is taken would take hours."""
+    for step in (1, 2):
+        empty(tmp_path, step)
+    read: list[Path] = []
+    monkeypatch.setattr(
+        "specheads.training.checkpoints._known_sha256",
+        lambda file: read.append(file) or hashlib.sha256(file.read_bytes()).hexdigest(),
+    )
+    newest = checkpoints_of(tmp_path)[-1]
+    assert checkpoint_to_resume(toy_config(tmp_path, resume="auto")) == newest
+    assert {file.parent for file in read} == {newest} and len(read) > 1
 
 
 class Counted:
