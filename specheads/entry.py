@@ -10,7 +10,8 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NoReturn, TypeVar
 
 import hydra
 from hydra.errors import HydraException
@@ -65,13 +66,20 @@ def tidy_arguments(argv: list[str]) -> list[str]:
     return flags + [rewrite(arg) for arg in argv if arg not in flags]
 
 
-def hydra_main(name: str, schema: type[T], task: Callable[[T], None]) -> None:
+def hydra_main(
+    name: str,
+    schema: type[T],
+    task: Callable[[T], None],
+    *,
+    around: Callable[[DictConfig], AbstractContextManager[Any]] = nullcontext,
+) -> None:
     """Compose ``conf/<name>.yaml`` with the command line, check it, and run ``task``.
 
     Args:
         name: primary config, without ``.yaml``.
         schema: the dataclass the composed config is checked against.
         task: gets the checked config.
+        around: from the composed config to what is entered for the check and the task.
     """
     started = False
 
@@ -79,7 +87,8 @@ def hydra_main(name: str, schema: type[T], task: Callable[[T], None]) -> None:
         nonlocal started
         started = True
         try:
-            task(to_config(cfg, schema))
+            with around(cfg):
+                task(to_config(cfg, schema))
         except ConfigError as error:
             if wants_traceback:
                 raise

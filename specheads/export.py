@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from specheads.config import ConfigError, ExportConfig
 from specheads.entry import hydra_main
+from specheads.files import made_for_now
 from specheads.json_answer import answer, answers_json
 
 if TYPE_CHECKING:
@@ -83,8 +84,13 @@ def _check(config: ExportConfig) -> list[Record]:
     output = Path(config.output)
     if output.exists():
         raise ConfigError(f"output is {output}, which exists: give a new folder")
-    if not output.parent.is_dir():
-        raise ConfigError(f"output is {output}, but there is no folder {output.parent}")
+    try:
+        with made_for_now(output):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"output={output} cannot be made: {error.strerror}; give a folder that can be written"
+        ) from None
     if config.push:
         from specheads.formats import push
 

@@ -37,6 +37,23 @@ def no_room(error: BaseException) -> bool:
     return any(word in text for word in ("No space left", "StorageFull", "File too large"))
 
 
+@contextlib.contextmanager
+def made_for_now(folder: Path) -> Iterator[None]:
+    """Make a folder and those above it, and in the end remove of them what is new and empty.
+
+    Raises:
+        OSError: if it cannot be made.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        for path in made:
+            if path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
+
+
 def aside(path: Path) -> Path:
     """Return the folder in which the future contents of ``path`` are written."""
     return path.with_name(f".{path.name}.tmp")

@@ -22,7 +22,7 @@ from specheads.config import InterruptedRunError, LogConfig, RunError
 from specheads.files import whole_file
 from specheads.metrics_file import MetricsFile
 from specheads.redact import redact
-from specheads.run_dir import describe, lock, refuse_used, unlock
+from specheads.run_dir import describe, discard, is_used, lock, refuse_used, unlock
 from specheads.wandb_log import WandbLog
 
 # of an evaluation's many figures those for the console; all are in metrics.jsonl
@@ -99,15 +99,26 @@ class RunLog:
         self._provenance: dict[str, Any] = {}
         if not dist.is_main():
             return
+        self._made = not self.dir.exists()
         self.dir.mkdir(parents=True, exist_ok=True)
+        self._before = set(self.dir.iterdir())
+        self._stepped = is_used(self.dir)  # by an earlier start, or this one
         self._handle = lock(self.dir / "LOCK")
         try:
             refuse_used(self.dir, cfg.resume)
             if not cfg.dry_run:
                 self._provenance = describe(self.dir, self._settings())
         except BaseException:
-            unlock(self.dir, self._handle)
+            self._leave(failed=True)
             raise
+
+    def _leave(self, *, failed: bool) -> None:
+        """Release the lock; of a dry run, and one that failed before a step, leave nothing."""
+        if failed and not self._stepped:
+            discard(self.dir, self._before)
+        unlock(self.dir, self._handle)
+        if self._made and not any(self.dir.iterdir()):
+            self.dir.rmdir()
 
     def _settings(self) -> dict[str, Any]:
         settings: dict[str, Any] = dataclasses.asdict(self.cfg)  # type: ignore[call-overload]
@@ -123,7 +134,7 @@ class RunLog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close files, bar and wandb, and release the lock.
+        """Close files, bar and wandb, and release the lock; see :meth:`_leave`.
 
         Raises:
             RunError: if the run went well, but its last metrics could not be written.
@@ -139,7 +150,7 @@ class RunLog:
             interrupted = isinstance(error, InterruptedRunError | KeyboardInterrupt)
             self._wandb.close(failed=kind is not None, interrupted=interrupted)
         trouble = self.trouble
-        unlock(self.dir, self._handle)
+        self._leave(failed=isinstance(error, Exception | KeyboardInterrupt))
         if lost and kind is None:
             raise RunError(f"{trouble}; its last {lost} rows are missing: go on with resume=auto")
 
@@ -175,6 +186,7 @@ class RunLog:
 
     def advance(self) -> None:
         """Move the progress bar by one optimizer step."""
+        self._stepped = True
         if self._bar is not None:
             self._bar.update()
 

@@ -13,20 +13,24 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import IO, Any
 
 from specheads import __version__, dist
 from specheads.config import ConfigError, RunError
-from specheads.files import no_room, whole_file
+from specheads.files import made_for_now, no_room, whole_file
 from specheads.redact import redact
 
 USED = ("config.yaml", "metrics.jsonl", "checkpoints", "export")
 PACKAGES = ("torch", "transformers", "safetensors", "deepspeed", "hydra-core", "wandb")
 
+# what a start writes before its first step
+_FIRST = ("config.yaml", "provenance.json", "metrics.jsonl", "wandb", "tokenizer")
 _PROBE = 1 << 16  # bytes: with less room than this not even the metrics of a run fit
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -81,11 +85,30 @@ def lock(path: Path) -> IO[str]:
 
 
 def unlock(run_dir: Path, handle: IO[str]) -> None:
-    """Give the directory free; remove it if nothing was written, as by a dry run."""
+    """Give the directory free."""
     (run_dir / "LOCK").unlink(missing_ok=True)
     handle.close()
-    if run_dir.is_dir() and not any(run_dir.iterdir()):
-        run_dir.rmdir()
+
+
+def discard(run_dir: Path, before: Collection[Path]) -> None:
+    """Remove what a start wrote that came to no step, so that the directory is as it was.
+
+    Records that brought a loss which is not finite stay, and whatever is not of our making.
+
+    Args:
+        run_dir: the run's directory; left alone where a run has left steps or an export.
+        before: what it held before this start.
+    """
+    if any((run_dir / name).exists() for name in ("checkpoints", "export")):
+        return
+    for pattern in (*_FIRST, "quarantine*.jsonl"):
+        for path in run_dir.glob(pattern):
+            if path in before:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
 
 def check_run_dir(run_dir: Path, resume: str) -> None:
@@ -97,20 +120,18 @@ def check_run_dir(run_dir: Path, resume: str) -> None:
     """
     if not dist.is_main():
         return
-    made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
     probe = run_dir / f".room-{os.getpid()}"
     try:
         if run_dir.exists() and not run_dir.is_dir():
             raise ConfigError(f"run directory {run_dir} is a file; choose another run_dir=")
-        run_dir.mkdir(parents=True, exist_ok=True)
-        held = lock(run_dir / "LOCK")
-        try:
-            refuse_used(run_dir, resume)
-            probe.write_bytes(bytes(_PROBE))
-        finally:
-            probe.unlink(missing_ok=True)
-            (run_dir / "LOCK").unlink(missing_ok=True)
-            held.close()
+        with made_for_now(run_dir):
+            held = lock(run_dir / "LOCK")
+            try:
+                refuse_used(run_dir, resume)
+                probe.write_bytes(bytes(_PROBE))
+            finally:
+                probe.unlink(missing_ok=True)
+                unlock(run_dir, held)
     except OSError as error:
         if no_room(error):
             raise RunError(
@@ -120,10 +141,6 @@ def check_run_dir(run_dir: Path, resume: str) -> None:
             f"run directory {run_dir} cannot be written: {error.strerror or error}; "
             "choose another run_dir="
         ) from error
-    finally:
-        for path in made:
-            if path.is_dir() and not any(path.iterdir()):
-                path.rmdir()
 
 
 def _git_state() -> dict[str, Any]:

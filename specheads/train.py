@@ -12,18 +12,21 @@ import ctypes
 import importlib.util
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
+from omegaconf import DictConfig
 
 from specheads import dist, heartbeat
 from specheads.assets import conf_dir, recipes_dir
 from specheads.config import ConfigError, InterruptedRunError, RunError, TrainConfig
 from specheads.entry import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, hydra_main, stop
 from specheads.launch import read_launcher
-from specheads.run_dir import check_run_dir
+from specheads.run_dir import check_run_dir, discard, is_used
 from specheads.training.signals import StopSignal
 
 Recipe = Callable[[TrainConfig], None]
@@ -69,6 +72,29 @@ def say(line: str) -> None:
         print(f"specheads: {line}", flush=True)
 
 
+@contextlib.contextmanager
+def leaving_nothing(cfg: DictConfig, began: float) -> Iterator[None]:
+    """Remove what is left of a run that comes to nothing, and a directory that stays empty.
+
+    Args:
+        cfg: the composed settings, not checked yet.
+        began: time of the start: a directory that is younger was made by Hydra, for this run.
+    """
+    run_dir, made = Path(cfg.run_dir), Path(HydraConfig.get().runtime.output_dir)
+    before = set(run_dir.iterdir()) if run_dir.is_dir() else set()
+    is_new = made.stat().st_ctime >= began
+    try:
+        yield
+    except BaseException:
+        if dist.is_main() and not is_used(run_dir):
+            discard(run_dir, before)
+        raise
+    finally:
+        if is_new and dist.is_main():
+            with contextlib.suppress(OSError):  # it holds something
+                made.rmdir()
+
+
 def train(cfg: TrainConfig) -> None:
     """Run the recipe that ``cfg`` names.
 
@@ -93,6 +119,9 @@ def train(cfg: TrainConfig) -> None:
 
         cfg = ready_to_resume(cfg, say)
     keep_freed_memory()
+    from specheads.training.state import seed_generators
+
+    seed_generators(cfg.seed)
     if not sys.stderr.isatty():
         from transformers.utils import logging
 
@@ -146,7 +175,8 @@ def main() -> None:
     """Compose, check, train."""
     with StopSignal(at_once=True):
         try:
-            hydra_main("train", TrainConfig, train)
+            began = partial(leaving_nothing, began=time.time())
+            hydra_main("train", TrainConfig, train, around=began)
         except KeyboardInterrupt as asked:
             stop(str(asked) or "interrupted", EXIT_INTERRUPTED)
         except SystemExit as stopped:

@@ -27,10 +27,10 @@ from specheads.models.manifest import read_json
 from specheads.redact import redact
 from specheads.training.tensor_files import load_tensors, save_tensors
 
-# These may differ between a run and its continuation; anything else would change the numbers.
+# These may differ between a run and its continuation; anything else would change what is learned.
 FREE_TO_CHANGE = (
     "name", "run_dir", "max_steps", "resume", "resume_trust", "dry_run", "log", "checkpoint",
-    "dist_timeout", "optim.skip_nonfinite", "evaluate.keep_best",
+    "dist_timeout", "optim.skip_nonfinite", "tree", "evaluate",
 )  # fmt: skip
 
 
@@ -77,11 +77,11 @@ def flatten_settings(cfg: TrainConfig) -> dict[str, Any]:
             yield prefix, value
 
     settings = redact(dataclasses.asdict(cfg))
-    return {
-        key: value
-        for key, value in walk("", settings)
-        if key not in FREE_TO_CHANGE and key.split(".")[0] not in FREE_TO_CHANGE
-    }
+    return {key: value for key, value in walk("", settings) if not _is_free(key)}
+
+
+def _is_free(key: str) -> bool:
+    return key in FREE_TO_CHANGE or key.split(".")[0] in FREE_TO_CHANGE
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -158,15 +158,28 @@ def check_settings(path: Path, state: Mapping[str, Any], cfg: TrainConfig) -> No
             continue
         if key in ("model.name", "model.revision") and same_base:
             continue  # the base was moved or renamed
-        if now.get(key) != before.get(key):
+        if now.get(key) != before.get(key) and not _is_free(key):
+            cure = f"; {_more_steps(path, cfg)}" if key == "steps" else ""
             raise ConfigError(
-                f"cannot resume {path}: {key} was {before.get(key)!r}, is {now.get(key)!r}"
+                f"cannot resume {path}: {key} was {before.get(key)!r}, is {now.get(key)!r}{cure}"
             )
     if state["world_size"] != dist.world_size() and (why := _one_world_only(cfg)):
         raise ConfigError(
             f"{path} was written by {state['world_size']} processes, this run has "
             f"{dist.world_size()}: {why} goes on with as many as before"
         )
+
+
+def _more_steps(path: Path, cfg: TrainConfig) -> str:
+    """Return how to train longer than a run was planned for."""
+    export = path.parent.parent / "export"
+    start = f"{'draft' if cfg.recipe == 'distill' else 'heads'}.start={export}"
+    if (export / "base").is_dir():  # tuned along with the heads
+        start = f"model={export / 'base'} {start}"
+    return (
+        "its learning rates follow from all its steps; to train what it exported further, start a"
+        f" new run with {start}"
+    )
 
 
 def _one_world_only(cfg: TrainConfig) -> str:
@@ -203,6 +216,13 @@ def _check_base(path: Path, before: object, cfg: TrainConfig) -> bool:
             f"{cfg.model.name} holds now"
         )
     return True
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the random generators of torch, Python and numpy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -277,10 +297,7 @@ def load_rank(folder: Path) -> dict[str, Any]:
     if not same:
         numbers = (state["settings"].get("seed"), state["step"], dist.world_size(), dist.rank())
         digest = hashlib.sha256(repr(numbers).encode()).digest()
-        seed = int.from_bytes(digest[:4], "big")
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed)
+        seed_generators(int.from_bytes(digest[:4], "big"))
         return data
     tensors = folder / f"random-{dist.rank()}.safetensors"
     stored = load_tensors(tensors)

@@ -247,7 +247,11 @@ def test_mistakes_are_one_line_and_leave_nothing(
         ({**counted, "counted": str(prompts), "num_kept": 9}, "its records hold no answers"),
         ({**counted, "counted": "gone.jsonl"}, r"cannot read gone\.jsonl"),
         ({"lm_head": "low_rank", "output": str(trained)}, "trained, which exists: give a new"),
-        ({"lm_head": "low_rank", "output": "no/made"}, "but there is no folder no"),
+        ({"lm_head": "low_rank", "output": "/proc/no/made"}, r"/proc/no/made cannot be made: No"),
+        (
+            {"lm_head": "low_rank", "output": str(prompts / "made")},
+            "no_answers.jsonl/made cannot be made: Not a directory; give a folder that can be",
+        ),
         ({"lm_head": "low_rank", "checkpoint": str(tiny_model_dir)}, "not an export of specheads"),
         ({"lm_head": "low_rank", "checkpoint": str(shared)}, "shared: .* these are shared"),
     ):
@@ -256,3 +260,12 @@ def test_mistakes_are_one_line_and_leave_nothing(
             export.run(ExportConfig(**values))  # type: ignore[arg-type]
         assert "\n" not in str(refused.value)
         assert not (tmp_path / "made").exists()
+
+
+def test_the_folders_above_the_output_are_made(trained: Path) -> None:
+    """Every other command that writes a folder makes those above it."""
+    output = trained.with_name("not") / "there" / "yet"
+    export.run(
+        ExportConfig(checkpoint=str(trained), output=str(output), lm_head="low_rank", rank=4)
+    )
+    assert load_export(output).heads.lm_head == "low_rank"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from specheads.config import ConfigError, RunError
+from specheads.config import ConfigError, RunError, TreeConfig
 from specheads.files import aside, whole_folder
 from specheads.training.checkpoints import (
     checkpoint_to_resume,
@@ -24,6 +24,7 @@ from specheads.training.checkpoints import (
 )
 from specheads.training.state import (
     Progress,
+    check_settings,
     load_progress,
     load_rank,
     save_rank,
@@ -105,7 +106,7 @@ def test_every_random_generator_is_restored(tmp_path: Path) -> None:
     ("changes", "line"),
     [
         ({"optim__lr": 0.5}, r"optim.lr was 0.01, is 0.5"),
-        ({"steps": 9}, r"steps was 8, is 9"),
+        ({"steps": 9}, r"steps was 8, is 9; .* start a new run with heads\.start=\S+/export$"),
         ({"seed": 1}, r"seed was 0, is 1"),
     ],
 )
@@ -114,8 +115,33 @@ def test_other_settings_are_refused(tmp_path: Path, changes: dict[str, object], 
     save_step(tmp_path, 1)
     with pytest.raises(ConfigError, match=line):
         checkpoint_to_resume(toy_config(tmp_path, resume="auto", **changes))
-    free = toy_config(tmp_path, resume="auto", max_steps=3, log__every=7, name="other")
-    assert checkpoint_to_resume(free) is not None
+    free = {"max_steps": 3, "log__every": 7, "name": "other", "evaluate__max_new_tokens": 16}
+    cfg = toy_config(tmp_path, resume="auto", tree=TreeConfig(choices=[[0]]), **free)
+    assert checkpoint_to_resume(cfg) is not None
+
+
+def test_a_longer_run_starts_from_what_was_exported(tmp_path: Path) -> None:
+    """A line that only says no sends the user into the state files."""
+    save_step(tmp_path, 1)
+    (path,) = checkpoints_of(tmp_path)
+    state = json.loads((path / "state.json").read_text())
+    state["settings"]["recipe"] = "distill"
+    line = rf"start a new run with draft\.start={tmp_path}/export$"
+    with pytest.raises(ConfigError, match=line):
+        check_settings(path, state, toy_config(tmp_path, steps=9, recipe="distill"))
+    (tmp_path / "export" / "base").mkdir(parents=True)
+    line = rf"with model={tmp_path}/export/base heads\.start={tmp_path}/export$"
+    with pytest.raises(ConfigError, match=line):
+        checkpoint_to_resume(toy_config(tmp_path, resume="auto", steps=9))
+
+
+def test_settings_that_became_free_do_not_bind_an_older_checkpoint(tmp_path: Path) -> None:
+    """A run of an earlier version would be refused for a setting that may change."""
+    save_step(tmp_path, 1)
+    (path,) = checkpoints_of(tmp_path)
+    state = json.loads((path / "state.json").read_text())
+    state["settings"] |= {"evaluate.max_new_tokens": 5, "tree.num_nodes": 3}
+    check_settings(path, state, toy_config(tmp_path))
 
 
 def test_what_cannot_be_resumed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
