@@ -10,13 +10,12 @@ python -m specheads.train +recipe=distill
 import copy
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
-import torch
-
 from specheads import dist
-from specheads.config import ConfigError, TrainConfig
-from specheads.data.chat import Encoder, pad_token_id
+from specheads.config import TrainConfig
+from specheads.data.chat import pad_token_id
 from specheads.decoding.continuing import continue_prompts
 from specheads.decoding.evaluate import write_prompts
 from specheads.decoding.evaluate_draft import (
@@ -26,11 +25,12 @@ from specheads.decoding.evaluate_draft import (
 )
 from specheads.decoding.measure import end_tokens
 from specheads.formats import card
-from specheads.log import RunLog
-from specheads.models.base import context_length, torch_dtype
+from specheads.log import Outcome, RunLog
+from specheads.models.base import torch_dtype
 from specheads.models.digest import base_digest
 from specheads.models.draft import num_ids, shared_vocabulary, vocab_size
 from specheads.models.draft_files import read_provenance, save_draft
+from specheads.pipeline import heldout_prompts, improving
 from specheads.training.best import chosen as chosen_step
 from specheads.training.describe import describe_costs, describe_run, tokens_per_step
 from specheads.training.drafts import (
@@ -43,14 +43,13 @@ from specheads.training.drafts import (
 from specheads.training.loop import Batches, fit
 from specheads.training.on_policy import OnPolicyBatches
 from specheads.training.plan import count_parameters, plan_stage
-from specheads.training.prepare import load_base, load_data, prompt_records
+from specheads.training.prepare import load_base, load_data
 from specheads.training.reading import read_data
 from specheads.training.schedule import param_groups
 
 
 def run(cfg: TrainConfig) -> None:
     """Train a draft model, decode with it, export it as a plain Hugging Face folder."""
-    torch.manual_seed(cfg.seed)
     check_draft(cfg)
     read = read_data(cfg)
     base, output, tokenizer = load_base(cfg)
@@ -59,14 +58,7 @@ def run(cfg: TrainConfig) -> None:
         cfg, base, tokenizer, train_base=False, learn_all=cfg.draft.learn_prompts, read=read
     )
     compared = shared_vocabulary(vocab_size(base), vocab_size(draft), num_ids(tokenizer))
-    lengths = [length for model in (base, draft) if (length := context_length(model))]
-    records = prompt_records(cfg, data, tokenizer, min(lengths, default=None))
-    prompts = [torch.tensor([Encoder(tokenizer).prompt(r)], device=base.device) for r in records]
-    if not prompts:
-        raise ConfigError(
-            "no held-out record has a prompt that leaves room for evaluate.max_new_tokens="
-            f"{cfg.evaluate.max_new_tokens}, to decode with the draft model"
-        )
+    records, prompts = heldout_prompts(cfg, data, tokenizer, base, draft)
     eos = end_tokens(base, tokenizer)
 
     judge = draft_objective(cfg, draft, base, compared=compared, base_output=output)
@@ -126,25 +118,19 @@ def run(cfg: TrainConfig) -> None:
         steps = fit(objective, batches, cfg, groups=groups, run=log, evaluate=evaluate)
         if not dist.is_main():
             return
-        heldout = heldout_agreement(judge, data.heldout)
-        log.record(steps, {f"heldout/{key}": value for key, value in heldout.items()})
-        log.say(
-            f"held-out alpha {heldout['alpha']:.4f}, the share of drawn guesses that is accepted;"
-            f" loss {heldout['loss']:.4f} nats per token"
-        )
-        write_prompts(log.dir / "prompts.jsonl", records)
         exported = copy.deepcopy(draft).eval()
         exported.to(torch_dtype(cfg.model.dtype))
-        measured = final_draft_evaluation(
-            base,
-            exported,
-            tokenizer,
-            log.dir / "prompts.jsonl",
-            cfg.evaluate,
-            samples=cfg.log.samples,
-        )
         export = Path(cfg.run_dir) / "export"
-        save_draft(
+        training = {
+            "recipe": cfg.recipe,
+            "draft": asdict(cfg.draft),
+            "steps": steps,
+            "positions": steps * tokens_per_step(cfg),
+            "data": data.summary,
+            "best": chosen_step(log.dir),
+        }
+        save = partial(
+            save_draft,
             export,
             exported,
             tokenizer,
@@ -152,17 +138,28 @@ def run(cfg: TrainConfig) -> None:
             base_revision=cfg.model.revision,
             base_digest=base_digest(cfg.model.name, revision=cfg.model.revision),
             base_dtype=cfg.model.dtype,
-            training={
-                "recipe": cfg.recipe,
-                "draft": asdict(cfg.draft),
-                "steps": steps,
-                "positions": steps * tokens_per_step(cfg),
-                "data": data.summary,
-                "heldout": heldout,
-                "best": chosen_step(log.dir),
-            },
-            measured=measured.figures,
         )
+        save(training=training, measured={})
         log.say(f"saved to {export}")
-        log.outcome(steps, measured)
-        card.write(export, "native", read_provenance(export) or {}, final=measured.figures)
+        with improving(export, log) as now:
+            card.write(export, "native", read_provenance(export) or {})
+            heldout = heldout_agreement(judge, data.heldout)
+            log.record(steps, {f"heldout/{key}": value for key, value in heldout.items()})
+            log.say(
+                f"held-out alpha {heldout['alpha']:.4f}, the share of drawn guesses that is"
+                f" accepted; loss {heldout['loss']:.4f} nats per token"
+            )
+            write_prompts(log.dir / "prompts.jsonl", records)
+            found = Outcome({})
+            with now.measuring("accept length and speed"):
+                found = final_draft_evaluation(
+                    base,
+                    exported,
+                    tokenizer,
+                    log.dir / "prompts.jsonl",
+                    cfg.evaluate,
+                    samples=cfg.log.samples,
+                )
+                log.outcome(steps, found)
+            save(training={**training, "heldout": heldout}, measured=found.figures)
+            card.write(export, "native", read_provenance(export) or {}, final=found.figures)

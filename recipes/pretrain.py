@@ -5,13 +5,12 @@ python -m specheads.train +recipe=pretrain
 
 from pathlib import Path
 
-import torch
-
 from specheads import dist
 from specheads.config import TrainConfig
 from specheads.formats import card
 from specheads.log import RunLog
 from specheads.models.checkpoint import save_plain_model
+from specheads.pipeline import improving
 from specheads.training.describe import describe_costs, describe_run
 from specheads.training.heldout import heldout_loss
 from specheads.training.loop import fit
@@ -25,7 +24,6 @@ from specheads.training.scratch import new_base
 
 def run(cfg: TrainConfig) -> None:
     """Build the model that model.init describes, train it, save it as a Hugging Face folder."""
-    torch.manual_seed(cfg.seed)
     read = read_data(cfg)
     base, output, tokenizer = new_base(cfg)
     data = load_data(cfg, base, tokenizer, train_base=True, learn_all=True, read=read)
@@ -62,12 +60,10 @@ def run(cfg: TrainConfig) -> None:
         )
         if not dist.is_main():
             return
-        log.metrics(steps, evaluate(steps))
         export = Path(cfg.run_dir) / "export"
         save_plain_model(export, base, tokenizer, dtype="bfloat16")
-        card.write(
-            export,
-            "plain",
-            {"training": {"recipe": cfg.recipe, "steps": steps, "data": data.summary}},
-        )
         log.say(f"saved to {export}")
+        with improving(export, log):
+            training = {"recipe": cfg.recipe, "steps": steps, "data": data.summary}
+            card.write(export, "plain", {"training": training})
+            log.metrics(steps, evaluate(steps))

@@ -243,7 +243,7 @@ class EvaluateConfig:
     max_new_tokens: int = 96
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
     num_nodes: int = 16  # of the tree that is decoded with while training
-    loss_rows: int = 32  # packed held-out rows for the loss and the KL
+    loss_rows: int = 32  # packed held-out rows for the loss and the KL; 0: all
     keep_best: bool = True  # export the heads of the evaluation with the best accept length
     patience: int = 0  # stop after so many evaluations without a better one; 0: never
 
@@ -251,6 +251,10 @@ class EvaluateConfig:
         check(self.every >= 0, "evaluate.every", self.every, "at least 0")
         check(self.num_prompts >= 1, "evaluate.num_prompts", self.num_prompts, "at least 1")
         check(self.num_nodes >= 2, "evaluate.num_nodes", self.num_nodes, "at least 2")
+        check(  # the first one is the prefill's
+            self.max_new_tokens >= 2, "evaluate.max_new_tokens", self.max_new_tokens, "at least 2"
+        )
+        check(self.loss_rows >= 0, "evaluate.loss_rows", self.loss_rows, "at least 0")
         check(self.patience >= 0, "evaluate.patience", self.patience, "at least 0")
         check(
             len(self.temperatures) > 0 and all(each >= 0 for each in self.temperatures),

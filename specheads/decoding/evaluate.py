@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specheads.config import EvaluateConfig, TreeConfig
+from specheads.config import ConfigError, EvaluateConfig, TreeConfig
 from specheads.decoding.calibrate import Calibration, calibrate
 from specheads.decoding.measure import (
     Decoded,
@@ -151,6 +151,16 @@ def compare(
         for name, tree in shapes.items():
             found[at][name] = figures(of[name], plain, evaluate.max_new_tokens, tree.max_depth)
     return found
+
+
+def need_steps(runs: Mapping[str, Mapping[str, Runs]]) -> None:
+    """Refuse texts without a single verify step, whose accept length nobody knows.
+
+    Raises:
+        ConfigError: if the base has ended every text with its first token.
+    """
+    if not any(each.accept_lengths for of in runs.values() for each in of["plain"].decoded):
+        raise ConfigError("the base ends every text with its first token")
 
 
 def figures(runs: Runs, plain: Runs, max_new_tokens: int, max_depth: int) -> dict[str, float]:

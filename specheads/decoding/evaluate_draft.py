@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.config import EvaluateConfig
 from specheads.decoding.alpha import Alpha, agreement
-from specheads.decoding.evaluate import SEED, figures, undisturbed
+from specheads.decoding.evaluate import SEED, figures, need_steps, undisturbed
 from specheads.decoding.measure import (
     Prompt,
     Runs,
@@ -92,6 +92,9 @@ def final_draft_evaluation(
 
     Returns:
         Figures ``final/<figure>/t<temperature>``, see :func:`measure_draft`, and samples.
+
+    Raises:
+        ConfigError: if no prompt fits, or the base ends every text with its first token.
     """
     prompts, _ = read_prompts(
         path,
@@ -101,6 +104,7 @@ def final_draft_evaluation(
         device=base.device,
     )
     found, runs = measure_draft(base, draft, prompts, evaluate, end_tokens(base, tokenizer))
+    need_steps(runs)
     figures = {
         f"final/{key}/{at}": round(value, 4)
         for at, of in found.items()

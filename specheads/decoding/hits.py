@@ -169,6 +169,8 @@ def collect_hits(
                 )
         found += texts
     if not any(len(text.ranks) for texts in found for text in texts):
+        if all(text.ended for texts in found for text in texts):
+            raise ConfigError("the base ends every text with its first token")
         raise ConfigError(
             f"max_new_tokens {max_new_tokens} leaves no position to measure "
             f"{heads.num_heads} heads at, over {len(prompts)} prompts; give more"

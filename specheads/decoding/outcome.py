@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specheads.config import EvaluateConfig
 from specheads.decoding.draw_tree import tree_svg
-from specheads.decoding.evaluate import compare, decode_all
+from specheads.decoding.evaluate import compare, decode_all, need_steps
 from specheads.decoding.measure import Prompt, Runs, end_tokens, read_prompts
 from specheads.log import Outcome
 from specheads.models.base import context_length
@@ -38,6 +38,9 @@ def final_evaluation(
         :func:`specheads.decoding.evaluate.figures`; lengths and intervals rounded as the bench
         rounds them; ``final/rep8/t...`` of plain output. Samples, see :func:`sample_texts`, and
         the picture of the tree.
+
+    Raises:
+        ConfigError: if no prompt fits, or the base ends every text with its first token.
     """
     base, heads = export.base, export.heads
     context = context_length(base)
@@ -50,6 +53,7 @@ def final_evaluation(
     )
     shapes, eos = {"tree": export.tree}, end_tokens(base, export.tokenizer)
     runs = decode_all(base, heads, output_layer(base), shapes, prompts, evaluate, eos)
+    need_steps(runs)
     found = compare(runs, shapes, evaluate)
     figures = {
         f"final/{key}/{each}": round(value, 4)

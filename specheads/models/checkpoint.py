@@ -258,8 +258,17 @@ def set_tree(
     tree: Tree,
     expected_accept_length: float | None = None,
     measured_on: dict[str, Any] | None = None,
+    *,
+    heldout: dict[str, float] | None = None,
 ) -> None:
     """Replace the tree of an export, and its manifest with it.
+
+    Args:
+        path: the export.
+        tree: to decode with.
+        expected_accept_length: of ``tree`` where it was measured.
+        measured_on: JSON about that measurement.
+        heldout: figures for the ``training`` section; None leaves it as it is.
 
     Raises:
         ConfigError: if ``path`` is no export, or the tree is deeper than there are heads, or wider
@@ -271,6 +280,8 @@ def set_tree(
     _check_depth(tree, config["num_heads"], ConfigError)
     _check_rank(tree, config)
     config["tree"] = _tree_section(tree, expected_accept_length, measured_on)
+    if heldout is not None:
+        config["training"] = {**config["training"], "heldout": heldout}
     aside = path / f".{_CONFIG}.tmp"
     write_json(aside, config)
     manifest["files"][_CONFIG] = manifest_entry(aside)

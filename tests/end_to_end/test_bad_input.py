@@ -7,6 +7,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,6 +48,26 @@ def run(
     return started
 
 
+MEASURED: list[tuple[list[str], str]] = [
+    (["tree.choices=[[0],[0,0],[0,0,0]]"], "tree.choices is 3 deep, but there are 2 heads"),
+    (["tree.choices=[[0],[1,0]]"], "tree.choices has node (1, 0) without its parent (1,)"),
+    (["tree.choices=[[0],[0]]"], "tree.choices has node (0,) twice"),
+    (["tree.choices=[[-1]]"], "tree.choices must be paths of ranks from 0 up, got (-1,)"),
+    (["tree.choices=[[0],[272]]"], "tree.choices uses rank 272, a head guesses among 272 tokens"),
+    (
+        ["tree.choices=[[0],[1]]", "tree.choices=[]", "evaluate.max_new_tokens=3"],
+        "evaluate.max_new_tokens is 3, which leaves no position to measure a tree of 2 heads at:"
+        " expected at least 4, or the tree in tree.choices",
+    ),
+    (["evaluate.max_new_tokens=1"], "evaluate.max_new_tokens must be at least 2, got 1"),
+    (
+        ["evaluate.max_new_tokens=512"],
+        "no held-out record has a prompt that leaves room for evaluate.max_new_tokens=512",
+    ),
+    (["evaluate.loss_rows=-1"], "evaluate.loss_rows must be at least 0, got -1"),
+]
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -64,13 +85,50 @@ def run(
         ),
         (["resume=/no/such/checkpoint"], "no checkpoint at /no/such/checkpoint"),
         (["loss.implementation=liger"], "liger"),
+        (["deepspeed=zero2", "optim=muon"], "needs deepspeed=none, as ZeRO flattens the matrices"),
+        *MEASURED,
     ],
 )
-def test_wrong_settings(run: Start, arguments: list[str], line: str) -> None:
-    """Hydra's own answer is up to fifty lines and advises `+key=value`, which trains wrongly."""
+def test_wrong_settings(run: Start, tmp_path: Path, arguments: list[str], line: str) -> None:
+    """Hydra's own answer is up to fifty lines and advises `+key=value`, which trains wrongly.
+
+    A folder that is left behind would be refused when the advice of the line is followed.
+    """
     code, error = run(*arguments)
     assert code == 2
     assert line in error
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("arguments", "line"), MEASURED[::3])
+def test_what_is_measured_at_the_end_is_checked_in_a_dry_run(
+    run: Start, arguments: list[str], line: str
+) -> None:
+    """A tree that these heads cannot have was found after the last step, with no way out."""
+    code, error = run(*arguments, "dry_run=true")
+    assert code == 2 and line in error
+
+
+def test_a_refused_run_removes_nothing_of_others(run: Start, tmp_path: Path) -> None:
+    """What lay in the folder, and an empty folder that somebody made, are not the run's."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    time.sleep(0.02)  # a file system's clock ticks more slowly than ours
+    wrong = ("deepspeed=zero2", "optim=muon")
+    assert run(*wrong)[0] == 2
+    assert folder.is_dir() and not list(folder.iterdir())
+    made = ("tokenizer=bpe", "tokenizer_size=300", "data.growth=[]")
+    init = "model.init={model_type: llama, vocab_size: 0, hidden_size: 32, num_hidden_layers: 1}"
+    assert run(*wrong, *made, init, recipe="+recipe=pretrain")[0] == 2
+    assert folder.is_dir() and not list(folder.iterdir())
+    (folder / "notes.txt").write_text("mine")
+    (folder / "wandb").mkdir()
+    assert run(*wrong, "resume=auto")[0] == 2
+    assert sorted(path.name for path in folder.iterdir()) == ["notes.txt", "wandb"]
+    assert run("max_steps=1")[0] == 0
+    before = sorted(path.name for path in folder.iterdir())
+    assert run(*wrong, "resume=auto")[0] == 2
+    assert sorted(path.name for path in folder.iterdir()) == before
 
 
 def test_unknown_recipe_lists_those_there_are(run: Start) -> None:

@@ -40,7 +40,7 @@ SHORT = {
     "spec_bench": ["max_new_tokens=4"],
     "train": ["dry_run=true", "hydra.run.dir=out", "data.growth=[]",
               "data.seq_len=512", "data.rows=2", "data.max_records=60",
-              "evaluate.num_prompts=2", "evaluate.max_new_tokens=4", "log.wandb=disabled"],
+              "evaluate.num_prompts=2", "evaluate.max_new_tokens=16", "log.wandb=disabled"],
     "doctor": [],
     "export": [],
     "preview": [],

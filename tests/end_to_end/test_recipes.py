@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from specheads import train
 from specheads.models.checkpoint import load_export
+from specheads.models.draft_files import read_provenance
+from specheads.tree import Tree
 from tests.end_to_end.commands import SHORT, on_files, start
 
 PINNED = {
@@ -172,3 +181,122 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(
     assert start(monkeypatch, "+recipe=medusa2", *files, *SHORT, "dry_run=true") == 0
     assert "4 steps of 128 tokens" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
+
+
+SILENT = {
+    "medusa2": ("tree.choices=[]",),
+    "mtp_finetune": ("tree.choices=[]", "mtp.num_heads=3"),
+    "distill": (),
+}
+
+
+def words_of(*words: str) -> list[str]:
+    """Return settings without those that a later one replaces."""
+    return list({word.partition("=")[0]: word for word in words}.values())
+
+
+@pytest.mark.parametrize("recipe", SILENT)
+def test_a_base_whose_answers_end_at_once_still_gives_an_export(
+    recipe: str,
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    tiny_jsonl: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Training completes, nothing can be measured, and what was trained must not be lost by it."""
+    model = shutil.copytree(tiny_model_dir, tmp_path / "silent")
+    settings = json.loads((model / "generation_config.json").read_text())
+    settings["eos_token_id"] = list(range(272))
+    (model / "generation_config.json").write_text(json.dumps(settings))
+    words = words_of(*SHORT, "autocast=none", "evaluate.every=2", *SILENT[recipe])
+    files = on_files(model, tiny_jsonl, tmp_path / "run")
+    assert start(monkeypatch, f"+recipe={recipe}", *files, *words) == 0
+    export = tmp_path / "run" / "export"
+    (line,) = [x for x in capfd.readouterr().out.splitlines() if x.startswith("not measured: ")]
+    assert "the base ends every text with its first token" in line and str(export) in line
+    assert "Nothing was measured yet" in (export / "README.md").read_text()
+    if recipe == "distill":
+        provenance = read_provenance(export)
+        assert provenance is not None and provenance["measured"] == {}
+        assert provenance["training"]["heldout"]["alpha"] > 0
+        return
+    loaded = load_export(export)
+    assert loaded.tree == Tree.chain(2) and loaded.config["tree"]["measured_on"] is None
+    assert 0 <= loaded.config["training"]["heldout"]["head_1/top1"] <= 1
+
+
+def raises() -> None:
+    """Be a defect of ours."""
+    raise TypeError("a defect")
+
+
+def is_stopped() -> None:
+    """Be asked to stop by a scheduler."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    while True:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("recipe", "place", "what"),
+    [
+        ("medusa1", "decoding.evaluate.calibrate", is_stopped),
+        ("medusa2", "training.parts.count_valid", raises),
+        ("mtp", "formats.card_texts.measured_by_training", raises),
+        ("mtp_finetune", "decoding.outcome.decode_all", raises),
+        ("distill", "decoding.evaluate_draft.clock", is_stopped),
+        ("pretrain", "training.heldout._hidden_at_labels", raises),
+    ],
+)
+def test_what_fails_after_training_never_costs_the_export(
+    recipe: str,
+    place: str,
+    what: Callable[[], None],
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    tiny_jsonl: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A defect in what only measures, or a signal there, threw days of training away."""
+    files = on_files(tiny_model_dir, tiny_jsonl, tmp_path / "run")
+    words = words_of(*SHORT, "autocast=none", *OWN.get(recipe, ()))
+    fast = ("tree.choices=[]", "tree.num_nodes=4", "evaluate.num_prompts=1")
+    arguments = (f"+recipe={recipe}", *files, *words_of(*words, *fast))
+    with monkeypatch.context() as patch:
+        patch.setattr(f"specheads.{place}", lambda *_, **__: what())
+        if what is raises:
+            with pytest.raises(TypeError, match="a defect"):
+                start(patch, *arguments)
+        else:
+            assert start(patch, *arguments) == 75
+    export = tmp_path / "run" / "export"
+    said = f"{export} is whole; what followed it failed: TypeError: a defect; resume=auto"
+    assert (said in capfd.readouterr().out) == (what is raises)
+    if recipe in ("distill", "pretrain"):
+        AutoModelForCausalLM.from_pretrained(export)
+        assert recipe == "pretrain" or read_provenance(export)
+    else:
+        assert load_export(export).tree.num_nodes > 1
+    # the rest of it, and with other settings of what is measured
+    more = ("resume=auto", "evaluate.max_new_tokens=12", "log.samples=1")
+    assert start(monkeypatch, *arguments, *more) == 0
+    if recipe.startswith("m"):
+        assert load_export(export).config["tree"]["measured_on"]["max_new_tokens"] == 12
+
+
+def test_one_seed_for_all_generators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe that shuffles by Python's or numpy's generator would differ from run to run."""
+    drawn: list[tuple[float, ...]] = []
+
+    def recipe(cfg: object) -> None:
+        del cfg
+        drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+
+    monkeypatch.setattr(train, "load_recipe", lambda name: recipe)
+    for seed in (3, 3, 4):
+        words = ("+recipe=medusa1", f"hydra.run.dir={tmp_path / 'run'}", f"seed={seed}")
+        assert start(monkeypatch, *words) == 0
+    assert drawn[0] == drawn[1]
+    assert all(one != other for one, other in zip(drawn[0], drawn[2], strict=True))

@@ -24,6 +24,7 @@ LAYERS = [
     {"models", "data", "formats", "tree_support"},
     {"drafters"},
     {"training", "decoding"},
+    {"pipeline"},
     {"recipes"},
     {
         "entry", "train", "generate", "chat", "bench", "tree_search", "export", "regenerate",
