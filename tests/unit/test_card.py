@@ -364,6 +364,9 @@ def test_finishing_writes_says_and_uploads(
     finish.finish(folder, "native", info(), push="me/heads", private=True)
     out = capsys.readouterr().out
     assert f"specheads generate checkpoint={folder} prompt=" in out
-    assert "vLLM (0.33.0, its files): no" in out and "uploaded to https://hub/me/heads" in out
+    assert (
+        "vLLM (0.32 and 0.33, tried on a CPU): no" in out
+        and "uploaded to https://hub/me/heads" in out
+    )
     assert [(push, private) for push, private, _ in sent] == [("me/heads", True)]
     assert "hf download me/heads" in sent[0][2]
