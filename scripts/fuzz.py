@@ -140,9 +140,9 @@ def main() -> int:
     again = f"--seed {seed}" + (f" --times {given.times}" if given.times != TIMES else "")
     print(f'fuzz: seed {seed}; the same again: make fuzz FUZZ="{again}"', flush=True)
     keep = Keep(given.times, f"make fuzz, seed {seed}")
-    options = ["--hypothesis-profile=fuzz", f"--hypothesis-seed={seed}", "--timeout=0", "--disable-warnings"]
-    chosen = "hypothesis and not slow and not gpu"
-    code = pytest.main(["-q", "-m", chosen, *options, *more], plugins=[keep])
+    options = ["-q", "--timeout=0", "--disable-warnings", "--hypothesis-profile=fuzz"]
+    chosen = ["-m", "hypothesis and not slow and not gpu", f"--hypothesis-seed={seed}"]
+    code = pytest.main([*options, *chosen, *more], plugins=[keep])
     keep.write()
     print("\n".join(["", *keep.said, f"fuzz: seed {seed}, {len(keep.said)} found"]))
     return int(code)
