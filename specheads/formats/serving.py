@@ -233,7 +233,8 @@ def _mtp(place: str, info: dict[str, Any]) -> list[Serving]:
     config = {"method": "mtp", "num_speculative_tokens": number}
     needs = (
         f"needs vLLM 0.33 and transformers 5.20 or newer, and specheads beside them, of which a"
-        f" {kind} with MTP layers is a class: docs/serving.md"
+        f" {kind} with MTP layers is a class. 0.33 exists for GPUs only: on a CPU its Python files"
+        " were tried, over the kernels of 0.32"
     )
     sglang = (
         f"python -m sglang.launch_server --model-path {place} --speculative-algorithm EAGLE"
