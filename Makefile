@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all test-distributed bench bench-full lint
+.PHONY: help setup quickstart test test-all test-distributed fuzz bench bench-full lint
 
 help:
 	@echo "make setup             create $(VENV) from constraints.txt"
@@ -15,6 +15,7 @@ help:
 	@echo "make test              lint, types and the default tests"
 	@echo "make test-all          the slow tests too"
 	@echo "make test-distributed  the tests that start several processes"
+	@echo "make fuzz              other random examples for the tests; keeps those that fail"
 	@echo "make bench             measure every figure of the README again (about 50 minutes)"
 	@echo "make bench-full        train and measure all of BENCHMARKS.md again (about a day)"
 	@echo "                       either goes on where it was stopped with BENCH=--resume"
@@ -39,8 +40,10 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 # A process per core, each with one thread; a file's tests share what they build. In the order of
-# their names, the slow ones of end_to_end come first, and no core waits at the end.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+# their names, the slow ones of end_to_end come first, and no core waits at the end. SHUFFLE=seed
+# takes files and their tests in another order, in which they must be green too.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
+	$(if $(SHUFFLE),--shuffle $(SHUFFLE))
 
 test: lint
 	$(PYTEST)
@@ -50,6 +53,10 @@ test-all: lint
 
 test-distributed: $(STAMP)
 	$(BIN)/pytest -q -m distributed
+
+# The default tests draw the same examples every time; here it is FUZZ="--seed N" that repeats them.
+fuzz: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/fuzz.py $(FUZZ)
 
 bench: $(STAMP)
 	$(BIN)/python scripts/bench_readme.py $(BENCH)

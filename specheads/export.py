@@ -84,6 +84,7 @@ def _check(config: ExportConfig) -> list[Record]:
     output = Path(config.output)
     if output.exists():
         raise ConfigError(f"output is {output}, which exists: give a new folder")
+    _check_path(config)
     try:
         with made_for_now(output):
             pass
@@ -103,6 +104,20 @@ def _check(config: ExportConfig) -> list[Record]:
             " to keep"
         )
     return read_jsonl(config.counted)
+
+
+def _check_path(config: ExportConfig) -> None:
+    """Refuse a place from which vLLM would load the folder as another kind of drafter."""
+    from specheads.formats.serving import taken_for
+
+    if config.format == "native" and not (Path(config.checkpoint) / _PROVENANCE).is_file():
+        return  # heads, which vLLM does not load
+    for key, place in (("output", Path(config.output).resolve()), ("push", config.push)):
+        if word := taken_for(place):
+            raise ConfigError(
+                f"{key} is {place}: vLLM takes what lies under a path with {word!r} for a drafter"
+                " of that kind, whatever method says: give one without it"
+            )
 
 
 def _native(config: ExportConfig, records: list[Record]) -> dict[str, Any]:

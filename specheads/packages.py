@@ -86,10 +86,10 @@ PACKAGES = (
     Package("liger_kernel", "liger-kernel", "loss.implementation=liger", needs_gpu=True),
     Package("flash_attn", "flash-attn", "model.attn=flash_attention_2", needs_gpu=True),
     Package("lm_eval", "lm-eval", "lm-evaluation-harness through our decoder", quick=False),
-    Package("vllm", "vllm", "specheads.vllm_proposer in vLLM 0.33", needs_gpu=True, quick=False),
+    Package("vllm", "vllm", "specheads.vllm_proposer in vLLM", needs_gpu=True, quick=False),
 )
 # where the package's own metadata, which pip keeps, is not there or says nothing
-_REQUIREMENTS = {"vllm": "vllm>=0.33"}
+_REQUIREMENTS = {"vllm": "vllm>=0.32"}
 _TRIAL = """
 import importlib, sys
 for name in sys.argv[1:]:

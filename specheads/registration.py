@@ -69,3 +69,20 @@ def register() -> None:
         _fill(sys.modules[_TABLE])
     else:
         sys.meta_path.insert(0, _Finder())
+
+
+def register_vllm() -> None:
+    """Make vLLM serve our models through its transformers backend; it may be called again.
+
+    The entry point ``vllm.general_plugins`` calls this in each of vLLM's processes. vLLM looks an
+    architecture up in its own registry, in the package transformers and in a config's ``auto_map``;
+    the Auto classes are not asked.
+    """
+    from vllm.model_executor.models import ModelRegistry
+
+    register()
+    for config in CONFIGS.values():
+        ModelRegistry.register_model(
+            config.replace("Config", "ForCausalLM"),
+            "vllm.model_executor.models.transformers:TransformersForCausalLM",
+        )

@@ -1,18 +1,19 @@
-"""Our drafters of token ids as classes that vLLM 0.33 imports by name, its method ``custom_class``.
+"""Our drafters of token ids as classes that vLLM imports by name, its method ``custom_class``.
 
 ``vllm serve BASE --speculative-config '{"method": "custom_class", "model":
 "specheads.vllm_proposer.SuffixProposer", "num_speculative_tokens": 8}'``, in an environment where
 both packages are installed. vLLM makes ``Class(vllm_config)`` once, and calls ``propose`` after
 every step with the rows of its batch; it verifies what comes back with its own sampler, so what is
-proposed changes its speed and never its output. It shows a proposer token ids and nothing else:
-heads, which read hidden states, cannot be served this way.
+proposed changes its speed and never its output. It hands a proposer token ids: these here read
+nothing else, and no heads.
 
 ``SuffixProposer`` copies what most often followed the longest suffix of a request's text that
 occurred in it before, ``NgramProposer`` what followed its last few tokens, and
 ``LookaheadPoolProposer`` the n-grams that any request wrote lately. Other settings than the class
-attributes below: a subclass in a module of one's own, named in ``model``.
+attributes below: a subclass in a module of one's own, named in ``model``; of vLLM's settings only
+``num_speculative_tokens`` arrives.
 
-Written for the call of vLLM 0.33; nothing of vLLM is imported here.
+Written for the call of vLLM 0.32 and 0.33; nothing of vLLM is imported here.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def read_rows(
         if text[-len(sampled) :].tolist() != list(sampled):
             raise ValueError(
                 f"the text of row {row} ends with {text[-len(sampled) :].tolist()}, but"
-                f" {list(sampled)} were sampled: not the call of vLLM 0.33"
+                f" {list(sampled)} were sampled: not the call of vLLM 0.32 or 0.33"
             )
     return texts
 
@@ -130,8 +131,7 @@ def read_rows(
 class NgramProposer:
     """Proposes the continuation of the latest earlier match of a request's last tokens.
 
-    As ``decode.drafter=lookup`` does. ``prompt_lookup_max`` and ``prompt_lookup_min`` of vLLM's
-    settings are taken over where they are given.
+    As ``decode.drafter=lookup`` does.
     """
 
     max_ngram = 8  # longest suffix to look up; shorter ones are tried after it
@@ -139,10 +139,7 @@ class NgramProposer:
 
     def __init__(self, vllm_config: Any) -> None:
         self.num_tokens, self.max_length = _limits(vllm_config)
-        asked = vllm_config.speculative_config
-        longest = getattr(asked, "prompt_lookup_max", None) or self.max_ngram
-        shortest = getattr(asked, "prompt_lookup_min", None) or min(self.min_ngram, longest)
-        self._drafter = NgramDrafter(longest, self.num_tokens, shortest)
+        self._drafter = NgramDrafter(self.max_ngram, self.num_tokens, self.min_ngram)
         self._texts = Texts(NgramRow, self._drafter.extend)
 
     def propose(

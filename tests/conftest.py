@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,16 @@ os.environ.update(
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+# the default run draws the same examples everywhere; `make fuzz` (scripts/fuzz.py) draws at random
+_ANY_SPEED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "database": None}
+settings.register_profile("default", derandomize=True, print_blob=False, **_ANY_SPEED)
+settings.register_profile("fuzz", derandomize=False, print_blob=True, **_ANY_SPEED)
+settings.load_profile("default")
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<|system|>", "<|user|>", "<|assistant|>")
 TINY_VOCAB_SIZE = 272  # the tokenizer has 262: embeddings padded to a round size are normal
@@ -113,6 +123,40 @@ def _byte_alphabet() -> list[str]:
     kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(byte) if byte in kept else chr(next(others)) for byte in range(256)]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option for another order."""
+    parser.addoption(
+        "--shuffle", type=int, metavar="SEED", help="files and their tests in disorder"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep what Hypothesis draws from depending on the tests that this process ran before."""
+    if config.getoption("--hypothesis-profile") != "fuzz":
+        # it also draws constants of the modules imported so far: they stay unknown to it
+        providers._get_local_constants = lambda: providers._local_constants
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Shuffle the files, and the tests within each, if asked."""
+    if (seed := config.getoption("--shuffle")) is None:
+        return
+    files = [list(tests) for _, tests in groupby(items, key=lambda item: item.path)]
+    order = random.Random(seed)
+    order.shuffle(files)
+    for tests in files:
+        order.shuffle(tests)
+    items[:] = [test for tests in files for test in tests]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> None:
+    """Let no fixture that several tests share depend on which of them came first."""
+    if fixturedef.scope != "function":
+        torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -72,7 +72,7 @@ def damaged(file: Path, content: bytes) -> Iterator[None]:
 
 
 @contextmanager
-def no_hang(seconds: int = 120) -> Iterator[None]:
+def no_hang(seconds: int = 600) -> Iterator[None]:
     """Fail when the body takes longer; generous, for a machine that is busy with other things."""
 
     def late(signum: int, frame: FrameType | None) -> None:

@@ -256,7 +256,7 @@ class ExportConfig:
     # base and MTP heads as one model of transformers; mtp_standard: sequential MTP heads as
     # generate(use_mtp=True) and serving engines read them; vllm_medusa: Medusa heads for vLLM 0.28
     # to 0.32; fasterdecoding_v1, _v2: for the original repository and TGI; merged: base and Medusa
-    # heads in one folder; vllm_custom_class: settings of n-gram drafting for vLLM 0.33
+    # heads in one folder; vllm_custom_class: settings of text copies for vLLM 0.32 and 0.33
     format: str = "native"
     lm_head: str = "keep"  # keep; low_rank: by SVD of the trained heads; pruned: fewer tokens
     rank: int = 64  # low_rank

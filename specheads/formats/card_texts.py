@@ -65,8 +65,7 @@ def introduction(form: str, info: Mapping[str, Any]) -> str:
     if form == "vllm_custom_class":
         return (
             f"Settings with which vLLM guesses from the text, for the base model{of}. The {kind}"
-            " heads that it was exported with are not used: vLLM shows such a proposer token ids"
-            " only."
+            " heads that it was exported with are not used."
         )
     if kind == "draft":
         return f"A small model that guesses the next tokens{of}, for speculative decoding."
@@ -283,8 +282,8 @@ def _machine(about: Mapping[str, Any]) -> str:
 def serving(found: Sequence[Serving]) -> str:
     """Return the commands of the engines, and why others have none."""
     parts = [
-        "Composed from the engines' files and documents in the versions named; of these, only"
-        " transformers and specheads were run."
+        "Composed from the engines' files and documents in the versions named, and run where it"
+        " says tried."
     ]
     for each in (each for each in found if each.command):
         note = f"\n\n{each.note[0].upper()}{each.note[1:]}." if each.note else ""

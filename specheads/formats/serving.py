@@ -1,8 +1,7 @@
 """How a written folder is served: one command per engine, or why there is none.
 
-Composed from what the engines' own files and documents say, in the versions named here; none of
-these engines was started with any of these folders, but transformers and specheads itself. What
-they can hold changes quickly: see docs/serving.md.
+Composed from what the engines' own files and documents say, in the versions named here. Where these
+say "tried", docs/serving.md has what was run, and how. What engines can hold changes quickly.
 """
 
 from __future__ import annotations
@@ -15,12 +14,14 @@ from specheads import __version__
 from specheads.assets import tinycode_dir
 from specheads.formats import vllm_custom_class
 
-# what was read of each, in November 2026
-VLLM = "0.33.0, its files"
-VLLM_MEDUSA = "0.28 to 0.32, their files"
+# what was read and run of each, in November 2026
+VLLM = "0.32 and 0.33, tried on a CPU"
+VLLM_MTP = "0.33, tried on a CPU"
+VLLM_NATIVE_MTP = "0.33, its files"
+VLLM_MEDUSA = "0.28 to 0.32, their files; the last tried on a CPU"
 SGLANG = "its documents of 2026"
 TENSORRT = "its documents of 2026"
-LLAMA_CPP = "its documents of 2026"
+LLAMA_CPP = "of 2026, tried in part"
 TGI = "3.3.7, its files; archived in March 2026"
 TRANSFORMERS = "5.23, tried"
 DRAFTED = 4  # tokens per step that a draft model is asked for
@@ -28,6 +29,8 @@ COPIED = 8  # tokens per step that are copied from the text
 _DEEPSEEK = "deepseek_v3"
 _ONLY_DEEPSEEK = "it knows MTP layers of DeepSeek-V3 alone"
 _NATIVE_MTP = (_DEEPSEEK, "glm4_moe")  # bases whose MTP layers engines know by themselves
+# by which vLLM 0.32 and 0.33 know other drafters, whatever "method" says: config/speculative.py
+_OF_OTHERS = ("eagle-", "eagle3", "dflash", "dspark")
 
 
 class Serving(NamedTuple):
@@ -88,6 +91,15 @@ def commands(
     return [*_ours(place, moved, info), *_elsewhere(form, info)]
 
 
+def taken_for(path: str | Path) -> str:
+    """Return the word in a folder's path, or in its name on the hub, that misleads vLLM.
+
+    A draft in a folder with such a word is loaded as a head of that kind, whatever ``method`` says.
+    Empty where there is none.
+    """
+    return next((word for word in _OF_OTHERS if word in str(path).lower()), "")
+
+
 def base_place(form: str, folder: str, info: dict[str, Any]) -> str:
     """Return where the base model of a folder is: its own, or the original under its name."""
     about = info.get("base", {})
@@ -99,8 +111,8 @@ def base_place(form: str, folder: str, info: dict[str, Any]) -> str:
 
 def lines(found: list[Serving]) -> list[str]:
     """Return the commands as lines for a terminal."""
-    shown = ["how it is served (read in the engines' files and documents; only transformers and"
-             " specheads were run):"]  # fmt: skip
+    shown = ["how it is served (read in the engines' files and documents; run where it says"
+             " tried):"]  # fmt: skip
     for each in found:
         shown.append(f"  {each.engine} ({each.checked}): {each.command or 'no'}")
         if each.note:
@@ -123,7 +135,11 @@ def _draft_model(form: str, place: str, base: str) -> list[Serving]:
         *own,
         Serving("transformers", TRANSFORMERS, python, "one prompt at a time, a chain of guesses"),
         Serving(
-            "vLLM", VLLM, _vllm_command(base, config), "vocab_size must be the same in both configs"
+            "vLLM",
+            VLLM,
+            _vllm_command(base, config),
+            "vocab_size must be the same in both configs; the draft's path must not hold "
+            + ", ".join(_OF_OTHERS),
         ),
         Serving(
             "SGLang",
@@ -142,7 +158,8 @@ def _draft_model(form: str, place: str, base: str) -> list[Serving]:
         Serving(
             "llama.cpp",
             LLAMA_CPP,
-            f"llama-server -m base.gguf -md draft.gguf --draft-max {DRAFTED}",
+            f"llama-server -m base.gguf -md draft.gguf --spec-type draft-simple"
+            f" --spec-draft-n-max {DRAFTED}",
             f"after convert_hf_to_gguf.py for {base} and for {place}",
         ),
     ]
@@ -177,7 +194,8 @@ def _alone(place: str, note: str, settings: str = "") -> list[Serving]:
         Serving(
             "llama.cpp",
             LLAMA_CPP,
-            f"llama-server -m base.gguf --spec-type ngram-simple --draft-max {COPIED}",
+            "llama-server -m base.gguf --spec-type ngram-simple --spec-ngram-simple-size-m"
+            f" {COPIED}",
             f"after convert_hf_to_gguf.py for {place}",
         ),
     ]
@@ -185,7 +203,10 @@ def _alone(place: str, note: str, settings: str = "") -> list[Serving]:
 
 def _vllm_medusa(place: str, base: str, num_heads: int) -> Serving:
     config = {"method": "medusa", "model": place, "num_speculative_tokens": num_heads}
-    note = "a chain of the heads' best guesses, no tree; 0.33 removed the method"
+    note = (
+        "a chain of the heads' best guesses, no tree; num_speculative_tokens may be smaller; 0.33"
+        " removed the method"
+    )
     return Serving("vLLM", VLLM_MEDUSA, _vllm_command(base, config), note)
 
 
@@ -210,7 +231,11 @@ def _mtp(place: str, info: dict[str, Any]) -> list[Serving]:
         f'{load}AutoModelForCausalLM.from_pretrained("{place}").generate(**inputs, use_mtp=True)'
     )
     config = {"method": "mtp", "num_speculative_tokens": number}
-    ours = f"a {kind} with MTP layers is a class of specheads, which must be installed beside vLLM"
+    needs = (
+        f"needs vLLM 0.33 and transformers 5.20 or newer, and specheads beside them, of which a"
+        f" {kind} with MTP layers is a class. 0.33 exists for GPUs only: on a CPU its Python files"
+        " were tried, over the kernels of 0.32"
+    )
     sglang = (
         f"python -m sglang.launch_server --model-path {place} --speculative-algorithm EAGLE"
         f" --speculative-num-steps {number} --speculative-eagle-topk 1"
@@ -223,7 +248,12 @@ def _mtp(place: str, info: dict[str, Any]) -> list[Serving]:
     converted = (llama, f"after convert_hf_to_gguf.py for {place}")
     return [
         Serving("transformers", TRANSFORMERS, python, "one prompt at a time, a chain of guesses"),
-        Serving("vLLM", VLLM, _vllm_command(place, config), "" if native else ours),
+        Serving(
+            "vLLM",
+            VLLM_NATIVE_MTP if native else VLLM_MTP,
+            _vllm_command(place, config),
+            "" if native else needs,
+        ),
         Serving("SGLang", SGLANG, *((sglang,) if native else no)),
         Serving(
             "TensorRT-LLM", TENSORRT, *(tensorrt if kind == _DEEPSEEK else ("", _ONLY_DEEPSEEK))
@@ -269,9 +299,11 @@ def _elsewhere(form: str, info: dict[str, Any]) -> list[Serving]:
                 "vLLM": reads, "SGLang": native, "TensorRT-LLM": deepseek, "llama.cpp": native,
             }  # fmt: skip
     else:
-        gone = "0.33 removed Medusa heads, and shows other proposers no hidden states"
-        if kind == "medusa" and form != "vllm_medusa":
-            gone += "; format=vllm_medusa is for 0.28 to 0.32"
+        gone = "it has no Hydra method"
+        if kind == "medusa":
+            gone = "0.33 removed Medusa heads"
+            if form != "vllm_medusa":
+                gone += "; format=vllm_medusa is for 0.28 to 0.32"
         answers = {
             "vLLM": f"{gone}; format=vllm_custom_class guesses without heads",
             "SGLang": f"it has no Medusa or Hydra method; {drafts}",

@@ -1,9 +1,9 @@
-"""What vLLM 0.33 needs to draft with :mod:`specheads.vllm_proposer`: settings, and a tuned base.
+"""What vLLM 0.32 or 0.33 needs to draft with :mod:`specheads.vllm_proposer`: settings, and a base.
 
-vLLM shows a ``custom_class`` proposer token ids and nothing else, so heads cannot be used there:
-this is what remains of speculation for a base that was tuned together with its heads, or for any
-other. The folder holds ``speculative_config.json``, the value of ``--speculative-config``, and
-beside it the base as a plain Hugging Face folder where the recipe changed it.
+These proposers guess from the text, without heads, for a base that was tuned together with its
+heads or for any other. The folder holds ``speculative_config.json``, the value of
+``--speculative-config``, and beside it the base as a plain Hugging Face folder where the recipe
+changed it.
 """
 
 from __future__ import annotations

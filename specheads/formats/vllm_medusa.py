@@ -75,7 +75,7 @@ def write(
     write_json(folder / "config.json", config)
     return [
         f"for vLLM {VERSIONS} alone: 0.33 removed the method; it drafts a chain of the heads' best"
-        f" guesses, num_speculative_tokens={heads.num_heads}, no tree",
+        f" guesses, num_speculative_tokens={heads.num_heads} or fewer, no tree",
         *notes,
     ]
 

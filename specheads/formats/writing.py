@@ -108,7 +108,7 @@ def _custom_class(
     from specheads.models.base import torch_dtype
     from specheads.models.checkpoint import load_export
 
-    notes = ["vLLM 0.33 shows such a proposer token ids alone: the heads are not in it"]
+    notes = ["vLLM guesses from the text with it: the heads are not in it"]
     if not info["base"]["tuned"]:
         vllm_custom_class.write(output)
         return notes

@@ -69,7 +69,7 @@ def program(tmp_path: Path) -> Program:
             input=stdin if stdin is not None else "",
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=900,
             check=False,
         )
 

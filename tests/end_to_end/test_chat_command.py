@@ -71,7 +71,7 @@ class Terminal:
         """Press keys."""
         os.write(self.fd, text.encode())
 
-    def wait_for(self, text: str, seconds: float = 100) -> str:
+    def wait_for(self, text: str, seconds: float = 600) -> str:
         """Return what was written up to ``text``, from where the last call ended."""
         end = time.monotonic() + seconds
         while (found := self.seen.find(text, self._from)) < 0:

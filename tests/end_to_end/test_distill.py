@@ -194,7 +194,7 @@ def test_transformers_alone_drafts_with_it(
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     assert AutoTokenizer.from_pretrained(run_dir / "export").eos_token_id == 258

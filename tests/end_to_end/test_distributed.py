@@ -43,7 +43,7 @@ def start(command: list[str]) -> str:
     """Run a command from the repository; return what it printed, or show it if it fails."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done.stdout

@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM
 
 from specheads import export, generate
 from specheads.config import AdapterConfig, ConfigError, ExportConfig, GenerateConfig
+from specheads.config.commands import FORMATS
 from specheads.data.chat import Encoder
 from specheads.losses import IGNORE
 from specheads.models.adapters import add_adapter, has_adapter
@@ -269,3 +270,34 @@ def test_the_folders_above_the_output_are_made(trained: Path) -> None:
         ExportConfig(checkpoint=str(trained), output=str(output), lm_head="low_rank", rank=4)
     )
     assert load_export(output).heads.lm_head == "low_rank"
+
+
+@pytest.mark.parametrize("form", [form for form in FORMATS if form != "native"])
+def test_a_path_that_vllm_takes_for_another_drafter_is_refused(
+    form: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a folder is loaded as an EAGLE head, whatever ``method`` says, and fails in its tensors.
+
+    What is found is said before anything is read: there is no checkpoint here. Native heads, which
+    vLLM cannot load at all, may lie anywhere.
+    """
+    (tmp_path / "dflash").mkdir()
+    monkeypatch.chdir(tmp_path / "dflash")
+    for settings, message in (
+        ({"output": str(tmp_path / "My-Eagle-draft")}, "output is .*My-Eagle-draft: .* 'eagle-'"),
+        ({"output": "out"}, "output is .*/dflash/out: .* 'dflash'"),
+        (
+            {"output": str(tmp_path / "out"), "push": "o/d-eagle3"},
+            "push is o/d-eagle3: .* 'eagle3'",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=f"{message}.*without it") as refused:
+            export.run(ExportConfig(checkpoint="gone", format=form, **settings))  # type: ignore[arg-type]
+        assert "\n" not in str(refused.value)
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    (draft / "specheads.json").write_text("{}")
+    with pytest.raises(ConfigError, match="'dflash'"):
+        export.run(ExportConfig(checkpoint=str(draft), output="out", dtype="bfloat16"))
+    export.run(ExportConfig(checkpoint=str(trained), output="out", dtype="bfloat16"))
+    assert load_heads("out").num_heads == 3

@@ -248,7 +248,7 @@ def in_a_process(folder: Path, code: str) -> dict[str, Any]:
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     assert "UNEXPECTED" not in done.stdout + done.stderr, "a report of unknown tensors"

@@ -64,7 +64,7 @@ def run(run_dir: Path, launcher: list[str], *words: str) -> list[dict[str, Any]]
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]

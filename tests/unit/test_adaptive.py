@@ -32,7 +32,7 @@ def tokens_per_step(rates: list[float], length: int) -> float:
 
 
 @given(RATES, st.floats(0, 1), st.lists(st.floats(0.5, 3), min_size=7, max_size=7))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_no_length_is_faster(rates: list[float], draft: float, verify: list[float]) -> None:
     """A formula that is off by one node or one pass picks a slower length on every step."""
     costs = StepCosts(draft, [0.0, *verify])
@@ -53,7 +53,7 @@ def test_flat_costs_give_the_published_formula(alpha: float, cost: float) -> Non
 
 
 @given(RATES, st.lists(st.integers(0, 6), min_size=1, max_size=8))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_short_drafts_and_refusals_bend_no_rate(rates: list[float], lengths: list[int]) -> None:
     """Counting what was not tried as wrong makes deep guesses look bad, and drafts ever shorter.
 
@@ -124,7 +124,7 @@ def test_a_state_is_a_value() -> None:
     st.lists(st.floats(0, 1), min_size=1, max_size=5),
     st.lists(st.floats(0.05, 1), min_size=4, max_size=4),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_token_is_drafted_where_it_is_worth_its_cost(
     probs: list[float], chances: list[float]
 ) -> None:

@@ -34,7 +34,7 @@ def pair() -> tuple[PreTrainedModel, PreTrainedModel]:
     num_tokens=st.integers(1, 4),
     room=st.integers(0, 3),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_chain_along_a_text_is_every_outcome_weighed(
     rates: list[float], num_tokens: int, room: int
 ) -> None:

@@ -117,7 +117,8 @@ def test_every_damage_is_named_with_both_numbers(tmp_path: Path) -> None:
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=150,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), cut=st.booleans())
 def test_a_damaged_manifest_is_one_line(tmp_path: Path, where: float, bit: int, cut: bool) -> None:
@@ -208,23 +209,23 @@ def test_every_damage_is_passed_over_by_auto(
         checkpoint_to_resume(cfg)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     steps=st.sets(st.integers(1, 40), min_size=1, max_size=7),
     keep=st.integers(1, 4),
     best=st.integers(0, 40),
-    data=st.data(),
+    newest=st.integers(0, 6),
 )
 def test_pruning_keeps_the_newest_and_the_best(
     tmp_path_factory: pytest.TempPathFactory,
     steps: set[int],
     keep: int,
     best: int,
-    data: st.DataObject,
+    newest: int,
 ) -> None:
     """A pruned best checkpoint is gone for good; a kept future would be resumed by auto."""
     run_dir = tmp_path_factory.mktemp("run")
-    newest = data.draw(st.sampled_from(sorted(steps)))
+    newest = sorted(steps)[newest % len(steps)]
     for step in steps:
         (run_dir / "checkpoints" / f"step-{step:07d}").mkdir(parents=True)
     (run_dir / "checkpoints" / ".step-0000099.tmp").mkdir()

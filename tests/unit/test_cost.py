@@ -14,7 +14,7 @@ from specheads.decoding.cost import CostCurve, clock_steps, clock_texts, never_f
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_smoothing_is_the_closest_line_that_never_falls(values: list[int]) -> None:
     """A smoothing that only cuts off peaks, or only fills dips, shifts the whole curve."""
     smooth = never_falling([[value] for value in values])

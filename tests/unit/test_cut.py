@@ -64,7 +64,7 @@ def test_chains_stay_lawful(base: PreTrainedModel) -> None:
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=6, max_size=6),
     st.lists(st.floats(0.01, 0.8), min_size=7, max_size=7),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_part_of_the_tree_is_better(seen: list[tuple[int, int]], more: list[float]) -> None:
     """A greedy cut that stops at the first node that does not pay misses those behind it."""
     row = CutRow()

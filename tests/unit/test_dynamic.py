@@ -73,7 +73,7 @@ def guesses(draw: st.DrawFn) -> list[list[float]]:
 
 
 @given(guesses(), st.integers(2, 8))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_the_tree_is_the_best_of_all(log_probs: list[list[float]], num_nodes: int) -> None:
     """A level cut too short, or a child kept without its parent where values tie."""
     paths = all_paths(log_probs)

@@ -36,7 +36,7 @@ def test_the_undamaged_ones_load(exports: dict[str, Path]) -> None:
 
 
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 def test_every_change_of_every_file_is_found(exports: dict[str, Path], seed: int) -> None:
     """A flipped bit in a weight decodes, only with less accepted: nobody would ever notice."""
     random = Random(seed)
@@ -80,7 +80,7 @@ def check_with_a_matching_manifest(exports: dict[str, Path], seed: int) -> None:
 
 
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 def test_damage_under_a_matching_manifest(exports: dict[str, Path], seed: int) -> None:
     """Who can write the files can write the manifest; it must not be all that stands there."""
     check_with_a_matching_manifest(exports, seed)
@@ -88,7 +88,7 @@ def test_damage_under_a_matching_manifest(exports: dict[str, Path], seed: int) -
 
 @pytest.mark.slow
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3000, suppress_health_check=list(HealthCheck))
 def test_much_damage_under_a_matching_manifest(exports: dict[str, Path], seed: int) -> None:
     """The same, for long."""
     check_with_a_matching_manifest(exports, seed)

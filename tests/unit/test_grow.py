@@ -32,7 +32,7 @@ def hits_of(ranks: Tensor, ended: bool = True) -> Hits:
     st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=2), min_size=1, max_size=20),
     st.integers(2, 8),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_the_order_is_the_best_of_every_size(rows: list[list[int]], num_nodes: int) -> None:
     """Conditional rates jump from path to path; a greedy growth could miss what lies below."""
     ranks = torch.tensor(rows)

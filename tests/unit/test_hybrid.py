@@ -347,7 +347,7 @@ TREES = st.lists(
 
 
 @given(st.lists(TREES, min_size=1, max_size=3), st.sampled_from([0, 2, 4]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_merging_shares_equal_prefixes(members: list[list[list[list[int]]]], num: int) -> None:
     """A prefix verified twice costs a node; one lost costs what hangs under it."""
     fixed = [Fixed([[tuple(path) for path in row] for row in rows]) for rows in members]

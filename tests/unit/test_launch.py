@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -236,18 +238,23 @@ torch.distributed.destroy_process_group()
 @pytest.mark.distributed
 def test_two_tasks_of_srun_meet() -> None:
     """Variables that look right and lead nowhere end in a timeout of half an hour."""
-    number = os.getpid() % 1_000
+    step = {**SRUN, "SLURM_JOB_NODELIST": "localhost"}
+    for number in range(os.getpid() % 1_000, 2_000):  # the first whose port nobody uses now
+        place = {**step, "SLURM_JOB_ID": str(number)}
+        read_launcher(place)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", int(place["MASTER_PORT"])))
+            break
     tasks = [
         subprocess.Popen(
             [sys.executable, "-c", MEET],
             env={
                 **{k: v for k, v in os.environ.items() if k not in TORCHRUN},
-                **SRUN,
+                **step,
                 "PYTHONPATH": str(TEMPLATES.parents[1]),
                 "SLURM_PROCID": str(rank),
                 "SLURM_LOCALID": str(rank),
                 "SLURM_STEP_NUM_TASKS": "2",
-                "SLURM_JOB_NODELIST": "localhost",
                 "SLURM_JOB_ID": str(number),
             },
             stdout=subprocess.PIPE,
@@ -255,7 +262,7 @@ def test_two_tasks_of_srun_meet() -> None:
         )
         for rank in range(2)
     ]
-    assert [task.communicate(timeout=60)[0].split() for task in tasks] == [["0", "3"], ["1", "3"]]
+    assert [task.communicate(timeout=600)[0].split() for task in tasks] == [["0", "3"], ["1", "3"]]
 
 
 def test_a_build_that_was_killed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

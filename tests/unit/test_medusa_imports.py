@@ -435,7 +435,7 @@ def test_damage_is_one_line(form: str, tiny_model_dir: Path, tmp_path: Path) -> 
         content = (
             replace_value(data.decode(), random).encode() if number % 2 else flip(data, random)
         )
-        with damaged(file, content), no_hang(30):
+        with damaged(file, content), no_hang():
             try:
                 made(folder, tmp_path / f"back{number}", base=str(tiny_model_dir))
             except ConfigError as error:

@@ -41,7 +41,7 @@ def steps_of(path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rooms=st.lists(st.integers(0, 400), min_size=1, max_size=8),
     widths=st.lists(st.integers(0, 90), min_size=1, max_size=12),

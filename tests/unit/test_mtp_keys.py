@@ -128,7 +128,7 @@ def splits(draw: st.DrawFn) -> tuple[list[list[int]], list[list[int]]]:
 
 
 @given(splits(), st.sampled_from(["llama", "qwen3", "mistral-window"]), st.sampled_from(VARIANTS))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_splits_do_not_matter(
     drawn: tuple[list[list[int]], list[list[int]]], name: str, variant: str
 ) -> None:

@@ -43,7 +43,7 @@ def _stream(documents: list[Encoded], **settings: Any) -> PackedBatches:
     return PackedBatches(documents, **given)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(1, 32), min_size=1, max_size=60))
 def test_every_item_is_packed_once_and_fits(lengths: list[int]) -> None:
     """A lost or doubled document, or a row that overflows, shows in no loss curve."""

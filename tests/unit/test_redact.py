@@ -99,7 +99,7 @@ def test_what_is_a_secret_variable() -> None:
     before=st.text("xyz ", max_size=10),
     after=st.text("xyz ", max_size=10),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_no_text_shows_a_secret(secret: str, before: str, after: str) -> None:
     """Whatever surrounds it, and whatever it looks like to a pattern."""
     with pytest.MonkeyPatch.context() as patch:

@@ -58,7 +58,7 @@ def value_of_tree(tree: Tree, rates: list[float]) -> float:
 
 
 @given(RATES, st.integers(1, 7), st.integers(0, 4))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_no_shape_is_better(rates: list[float], num_nodes: int, max_depth: int) -> None:
     """A table read one node off grows a tree that is merely good, and nothing else shows it."""
     tree, expected = sequoia_tree(rates, num_nodes, max_depth)
@@ -89,7 +89,7 @@ def test_rates_that_rise_are_looked_through() -> None:
 
 
 @given(RATES, st.lists(st.floats(0.5, 3), min_size=1, max_size=6).map(sorted), st.floats(0, 0.5))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_no_shape_is_faster(rates: list[float], costs: list[float], draft_cost: float) -> None:
     """A size paired with another one's cost picks trees that are slower than plain decoding."""
     tree, speed = fastest_tree(rates, draft_cost, [0.0, *costs], 3)

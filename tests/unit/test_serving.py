@@ -14,7 +14,7 @@ import yaml
 from specheads.config import ExportConfig
 from specheads.config.commands import FORMATS
 from specheads.formats import vllm_custom_class
-from specheads.formats.serving import Serving, commands, lines
+from specheads.formats.serving import Serving, commands, lines, taken_for
 
 BASE = {"name": "org/base", "tuned": False}
 TUNED = {"name": "org/base", "tuned": True}
@@ -185,14 +185,60 @@ def test_our_own_command_names_a_base_that_was_moved() -> None:
     assert "base=" not in command("specheads", "native", tuned, base="BASE")
 
 
+RUN = ("specheads", "transformers", "vLLM", "llama.cpp")  # at least in part
+
+
 def test_nothing_is_said_to_have_been_run_that_was_not() -> None:
-    """A version beside a command reads like a test; only two of these were ever started."""
+    """A version beside a command reads like a test, so each says whether anything was run."""
     for form, info, *_ in CASES:
         for each in commands(form, "FOLDER", info):
-            assert ("files" in each.checked or "documents" in each.checked) != (
-                each.engine in ("specheads", "transformers")
-            ), each
-    assert "only transformers and specheads were run" in " ".join(lines([]))
+            tried = "tried" in each.checked or each.engine == "specheads"
+            native = form == "mtp_standard" and info["block"]["model_type"] != "llama"
+            assert tried == (each.engine in RUN and not (each.engine == "vLLM" and native)), each
+            assert tried or "files" in each.checked or "documents" in each.checked
+    assert "tried" in " ".join(lines([])) and "read" in " ".join(lines([]))
+
+
+def test_llama_cpp_is_given_options_that_it_has() -> None:
+    """llama.cpp ends at ``--draft-max``, which it removed, and drafts nothing without a type."""
+    draft = command("llama.cpp", "draft", {"kind": "draft", "base": {"name": "org/base"}})
+    assert "-md draft.gguf --spec-type draft-simple --spec-draft-n-max 4" in draft
+    copies = command("llama.cpp", "plain", {})
+    assert copies.endswith("--spec-type ngram-simple --spec-ngram-simple-size-m 8")
+    mtp_heads = command("llama.cpp", "mtp_standard", mtp("glm4_moe"))
+    assert mtp_heads.endswith("--spec-type draft-mtp --spec-draft-n-max 3")
+
+
+def test_mtp_in_vllm_names_what_it_needs() -> None:
+    """The folder loads in vLLM 0.32, which refuses its MTP layers; transformers 5.19 has none."""
+    for kind in ("llama", "mistral", "qwen3"):
+        served = commands("mtp_standard", "FOLDER", mtp(kind))
+        note = next(each.note for each in served if each.engine == "vLLM")
+        assert "vLLM 0.33 and transformers 5.20 or newer, and specheads beside them" in note
+
+
+def test_no_more_is_denied_of_vllm_than_was_tried() -> None:
+    """A class in vLLM is handed the base model: that heads cannot work in one is not known."""
+    for form, info, *_ in CASES:
+        for each in commands(form, "FOLDER", info):
+            assert "hidden states" not in each.note
+
+
+@pytest.mark.parametrize(
+    "path,word",
+    [
+        ("runs/my-eagle-draft", "eagle-"),
+        ("Qwen3-8B_EAGLE3/out", "eagle3"),
+        ("org/DFlash-heads", "dflash"),
+        ("/data/dspark/drafts/one", "dspark"),
+        ("runs/eagle", ""),
+        ("runs/eagle_draft", ""),
+        ("beagle/d-flash", ""),
+    ],
+)
+def test_paths_that_vllm_takes_for_another_drafter(path: str, word: str) -> None:
+    """The whole path that vLLM is given counts, in lower case, whatever ``method`` says."""
+    assert taken_for(path) == word
 
 
 def test_the_page_names_the_versions_that_were_checked() -> None:

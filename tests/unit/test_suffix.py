@@ -99,7 +99,7 @@ def paths_of(candidates: Any, row: int) -> list[tuple[int, ...]]:
 
 
 @given(TEXTS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_automaton_counts_every_substring(text: list[int]) -> None:
     """A split state with a wrong count or link turns rare continuations into frequent ones."""
     automaton = SuffixAutomaton()
@@ -124,7 +124,7 @@ def test_automaton_counts_every_substring(text: list[int]) -> None:
     st.sampled_from([None, 1.0, 2.5]),
     st.sampled_from([0.0, 0.3]),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_trees_hold_the_most_frequent_continuations(
     texts: list[list[int]],
     steps: list[list[int]],

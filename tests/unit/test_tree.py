@@ -27,7 +27,7 @@ def trees(draw: st.DrawFn) -> Tree:
 
 
 @given(trees())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_index_tensors_agree_with_the_choices(tree: Tree) -> None:
     """Prevents a node that attends to a cousin or stands at the wrong position: silent garbage."""
     nodes = [(), *tree.choices]
@@ -46,7 +46,7 @@ def test_index_tensors_agree_with_the_choices(tree: Tree) -> None:
 
 
 @given(trees(), st.integers(0, 4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_trimming_keeps_the_first_nodes(tree: Tree, depth: int) -> None:
     """Prevents tokens that no longer belong to their nodes after a cut at the token limit."""
     trimmed = tree.trim(depth)
@@ -121,7 +121,7 @@ def hit_rates(draw: st.DrawFn) -> list[list[float]]:
 
 
 @given(hit_rates(), st.integers(1, 8))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_grown_tree_is_the_best_of_all(rates: list[list[float]], num_nodes: int) -> None:
     """Prevents a growth that is right only where rates fall with the rank; measured ones jump."""
     sizes = itertools.accumulate((len(each) for each in rates), lambda a, b: a * b)

@@ -1,10 +1,12 @@
-"""Proposers for vLLM, against a re-statement of how vLLM 0.33 calls them."""
+"""Proposers for vLLM, against a re-statement of how vLLM 0.32 and 0.33 call them."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import random
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -19,6 +21,8 @@ import torch
 from transformers import AutoConfig, LlamaForCausalLM
 
 from specheads.formats import vllm_custom_class
+from specheads.models import mtp_hf
+from specheads.registration import register
 from specheads.vllm_proposer import (
     SPARED,
     LookaheadPoolProposer,
@@ -37,7 +41,7 @@ def vllm_config(num_tokens: int = NUM_TOKENS, max_length: int = MAX_LENGTH, **mo
     return SimpleNamespace(
         speculative_config=SimpleNamespace(
             num_speculative_tokens=num_tokens,
-            **{"prompt_lookup_max": None, "prompt_lookup_min": None, **more},
+            **{"prompt_lookup_max": 0, "prompt_lookup_min": 0, **more},
         ),
         model_config=SimpleNamespace(max_model_len=max_length),
     )
@@ -348,14 +352,25 @@ def test_no_guess_beyond_the_longest_text(kind: type) -> None:
         assert [len(each) for each in propose(proposer, text)] == [expected], room
 
 
-def test_settings_of_vllm_and_of_subclasses() -> None:
-    """A setting that is read from nowhere looks as if it had been taken."""
+@pytest.mark.parametrize("longest,shortest", [(0, 0), (1, 1), (4, 3)])
+def test_settings_are_those_of_the_class(longest: int, shortest: int) -> None:
+    """A setting that works here and never arrives in vLLM looks as if it had been taken.
+
+    vLLM sets ``prompt_lookup_max`` and ``prompt_lookup_min`` to 0 for a custom class, whatever the
+    user wrote, so that a class that reads them promises what no server does.
+    """
     text = [1, 2, 9, 5, 2, 8, 1, 2]
-    assert propose(NgramProposer(vllm_config()), text) == [[9, 5, 2, 8, 1]]
-    asked = vllm_config(num_tokens=2, prompt_lookup_max=1)
-    assert propose(NgramProposer(asked), text) == [[8, 1]]
-    asked = vllm_config(prompt_lookup_max=4, prompt_lookup_min=3)
-    assert propose(NgramProposer(asked), text) == [[]]
+    given = {"prompt_lookup_max": longest, "prompt_lookup_min": shortest}
+    assert propose(NgramProposer(vllm_config(**given)), text) == [[9, 5, 2, 8, 1]]
+
+    class Shorter(NgramProposer):
+        max_ngram = 1
+
+    class Longer(NgramProposer):
+        min_ngram = 3
+
+    assert propose(Shorter(vllm_config(2, **given)), text) == [[8, 1]]
+    assert propose(Longer(vllm_config(**given)), text) == [[]]
 
     class Surer(SuffixProposer):
         min_match = 3
@@ -397,15 +412,65 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_the_plugin_of_vllm_can_be_called_again() -> None:
-    """Every process of a server calls it, after the import has called it: it must change nothing.
-
-    A name in pyproject.toml that is renamed in the package would be found by servers alone.
-    """
+def plugin() -> str:
+    """Return ``module:function`` of the entry point, which each of vLLM's processes calls."""
     with (Path(__file__).parents[2] / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
-    module, _, name = project["entry-points"]["vllm.general_plugins"]["specheads"].partition(":")
-    register = getattr(importlib.import_module(module), name)
+    return str(project["entry-points"]["vllm.general_plugins"]["specheads"])
+
+
+# vLLM's ModelRegistry as a plug-in sees it, in 0.32 and 0.33: model_executor/models/registry.py
+REGISTRY = """
+class _Registry:
+    def __init__(self):
+        self.models = {}
+
+    def register_model(self, model_arch, model_cls):
+        if not isinstance(model_arch, str):
+            raise TypeError(f"`model_arch` should be a string, not a {type(model_arch)}")
+        if len(parts := model_cls.split(":")) != 2:
+            raise ValueError("Expected a string in the format `<module>:<class>`")
+        self.models[model_arch] = parts
+
+ModelRegistry = _Registry()
+"""
+
+
+def test_vllm_knows_the_architectures_that_are_written(tmp_path: Path) -> None:
+    """An architecture that was not registered by its name is refused by vLLM: no folder loads.
+
+    It looks for that name in its registry, in the package transformers and in ``auto_map``; the
+    Auto classes, which do know ours, are not asked. Each process of a server calls the plug-in,
+    some of them twice, and before anything heavy is imported there.
+    """
+    models = tmp_path / "vllm" / "model_executor" / "models"
+    models.mkdir(parents=True)
+    for folder in (tmp_path / "vllm", models.parent):
+        (folder / "__init__.py").touch()
+    (models / "__init__.py").write_text(REGISTRY)
+    module, _, name = plugin().partition(":")
+    code = (
+        f"import json, sys; from {module} import {name} as register; assert 'vllm' not in"
+        " sys.modules; register(); register(); from vllm.model_executor.models import"
+        " ModelRegistry; assert 'torch' not in sys.modules; from transformers import AutoConfig;"
+        " print(json.dumps([ModelRegistry.models,"
+        " AutoConfig.for_model('llama_mtp').model_type]))"
+    )
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr
+    backend = ["vllm.model_executor.models.transformers", "TransformersForCausalLM"]
+    written = {each.model.__name__ for each in mtp_hf.CLASSES.values()}
+    assert json.loads(done.stdout) == [dict.fromkeys(written, backend), "llama_mtp"]
+
+
+def test_importing_again_changes_nothing() -> None:
+    """A finder that were left in place would be asked at every later import of the process."""
     before = list(sys.meta_path)
     register()
     register()

