@@ -189,9 +189,9 @@ def _tree(
     """Compare a verify step over one of TREES with a forward pass over each path."""
     tree, ok, parts = TREES[name], True, []
     for length in lengths:
-        error, limit, _ = compare(model, tree, length, chain_only=chain_only)
-        parts.append(f"{_error(error, limit)} behind {length} tokens")
-        ok = ok and error <= limit
+        found = compare(model, tree, length, chain_only=chain_only)
+        parts.append(f"{_error(found.error, found.limit)} behind {length} tokens")
+        ok = ok and found.passes
     return ok, f"{tree.num_nodes} nodes: {'; '.join(parts)}"
 
 
