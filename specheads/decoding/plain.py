@@ -8,6 +8,7 @@ it is a speed-up over a loop without wasted work.
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -100,7 +101,7 @@ def _decode(
     tokens, counts = prompt_tokens(output, known)
     rows = list(range(len(counts)))
     while True:
-        logits = base.read_next(tokens, counts, lambda: output.text(rows[0]))
+        logits = base.read_next(tokens, counts, partial(output.text, rows[0]))
         chosen = chooser.next_tokens(logits, rows)
         counts = output.emit(rows, [[token] for token in chosen])
         going = [bool(output.budget(row)) for row in rows]

@@ -246,5 +246,5 @@ def replay(model: PreTrainedModel, ids: Tensor, num_prompt_tokens: int) -> Tenso
     logits = base.read(ids[:, :num_prompt_tokens], [num_prompt_tokens])
     for i in range(num_prompt_tokens, ids.shape[1]):
         so_far = ids[:, : i + 1]
-        logits = base.read_next(so_far[:, i:], [1], lambda text=so_far: text[0].tolist())
+        logits = base.read_next(so_far[:, i:], [1], so_far[0].tolist)
     return logits

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -72,8 +73,8 @@ def thresholds(model: PreTrainedModel) -> Thresholds | None:
     for rope in _rope_settings(config):
         kind = rope.get("rope_type", rope.get("type"))
         if kind in ("longrope", "su") or "long_mscale" in rope:
-            start = rope.get("original_max_position_embeddings")
-            starts.add(int(start or config.original_max_position_embeddings))
+            name = "original_max_position_embeddings"
+            starts.add(int(rope.get(name) or getattr(config, name)))
     if starts:
         found = tuple(sorted(starts))
         numbers = ", ".join(map(str, found))
@@ -93,12 +94,29 @@ def named_positions(model: PreTrainedModel) -> list[int]:
     return sorted({int(value) for value in values if isinstance(value, int) and value > 0})
 
 
-def _rope_settings(config: object) -> Iterator[Mapping[str, object]]:
+def _rope_settings(config: object) -> Iterator[Mapping[str, Any]]:
     """Yield the settings of rotary embeddings, those of each type of layer too."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     if isinstance(rope, Mapping):
         yield rope
         yield from (own for own in rope.values() if isinstance(own, Mapping))
+
+
+def groups_by_side(model: PreTrainedModel, spans: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Return the rows that may be decoded together, as their numbers; who crosses is alone.
+
+    Args:
+        model: the model.
+        spans: see :meth:`Thresholds.shared_side`.
+    """
+    found = thresholds(model)
+    if found is None:
+        return [list(range(len(spans)))]
+    groups: dict[object, list[int]] = {}
+    for row, span in enumerate(spans):
+        side = found.shared_side([span])
+        groups.setdefault(("alone", row) if side is None else side, []).append(row)
+    return list(groups.values())
 
 
 def check_sides(
@@ -138,8 +156,9 @@ def reads_anew(model: PreTrainedModel, length: int) -> bool:
         ConfigError: where it forgets the cache and reads the last token only, or does not say.
     """
     cache, name = _Full(length), type(model).__name__
+    prepare: Any = model.prepare_inputs_for_generation
     try:
-        inputs = model.prepare_inputs_for_generation(
+        inputs = prepare(
             torch.zeros(1, length + 1, dtype=torch.long),
             past_key_values=cache,
             next_sequence_length=1,
