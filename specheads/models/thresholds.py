@@ -143,7 +143,7 @@ def check_sides(
             f"{type(model).__name__} computes a whole batch differently from position"
             f" {found.after(min(lengths) - 1)} on ({found.name}), and rows of {min(lengths)} to"
             f" {max(lengths)} tokens with max_new_tokens {max_new_tokens} do not all stay on one"
-            " side of it: decode them one by one"
+            " side of it: decode them one by one (batch_size=1)"
         )
 
 

@@ -64,13 +64,17 @@ def test_the_self_test_finds_alibi_by_itself(name: str, monkeypatch: pytest.Monk
         ("qwen3_next", "recurrent state"),
         ("lfm2", "recurrent state"),
         ("deepseek_v32", "DynamicIndexedLayer"),
+        ("moshi", "a window of 6 tokens, but asks for no mask"),
     ],
 )
 def test_models_that_cannot_forget_are_refused(name: str, reason: str) -> None:
     """Prevents a rejected guess that stays in the state and changes all text after it."""
     assert name in REFUSED_MODELS
+    model = build(name)
     with pytest.raises(ConfigError, match=reason):  # one line in every command
-        check_tree_support(build(name))
+        check_tree_support(model)
+    with pytest.raises(ConfigError, match=reason):  # our cache is no better alone
+        plain_decode(model, torch.zeros(1, 4, dtype=torch.long), max_new_tokens=4)
 
 
 def test_dropout_is_refused_even_after_a_pass(tiny_llama: LlamaForCausalLM) -> None:
