@@ -27,9 +27,9 @@ from specheads.models.forward import replay
 from specheads.models.thresholds import Thresholds, named_positions, thresholds
 from specheads.sampling import ROUNDING, Sampler
 from specheads.tree import Tree, default_tree
-from specheads.tree_support import Support, check_tree_support, compare
+from specheads.tree_support import check_tree_support, compare
 from tests.ragged import padded
-from tests.scripted import ScriptedDrafter
+from tests.scripted import ScriptedDrafter, pretend_rounding
 from tests.zoo import THRESHOLD, THRESHOLD_MODELS, VOCAB, build
 
 NUM_NEW = 16
@@ -338,9 +338,25 @@ def test_measured_rounding_widens_near_ties(monkeypatch: pytest.MonkeyPatch) -> 
         weight[VOCAB // 2 :] = weight[: VOCAB // 2] * (1 + 3e-5)
     ids = prompt(9)
     for rounding, replays in ((ROUNDING, False), (1e-3, True)):
-        known = str(shallow.config._attn_implementation), Support("tree", "", 0, 1, rounding)
-        monkeypatch.setitem(tree_support._known, shallow, known)
+        pretend_rounding(monkeypatch, shallow, rounding)
         result = decode(shallow, NgramDrafter(), ids, max_new_tokens=NUM_NEW)
         assert (result.num_replays > 0) == replays
         continued = plain_decode(shallow, ids.repeat(2, 1), max_new_tokens=NUM_NEW)
         assert (continued.num_replays > 0) == replays
+
+
+def test_growing_frequencies_begin_anew_with_every_text() -> None:
+    """Prevents what generate() left in a model from changing every later text within its context.
+
+    Dynamic frequencies change beyond the model's context, where no text of ours is.
+    """
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    model = build("llama", seed=6, rope_parameters=rope, max_position_embeddings=THRESHOLD)
+    ids, num_new = prompt(20), THRESHOLD - 20
+    expected = plain_decode(model, ids, max_new_tokens=num_new).new_tokens
+    model.generate(prompt(THRESHOLD), max_new_tokens=9, do_sample=False, pad_token_id=0)
+    assert plain_decode(model, ids, max_new_tokens=num_new).new_tokens == expected
+    drafter = ScriptedDrafter(default_tree(4, 20), ids[0].tolist() + expected, 0.8)
+    assert decode(model, drafter, ids, max_new_tokens=num_new).new_tokens == expected
+    with pytest.raises(ValueError, match="context is 64"):
+        plain_decode(model, ids, max_new_tokens=num_new + 1)
