@@ -1,12 +1,19 @@
-"""Try every causal model type of the installed transformers, tiny and random.
+r"""Try every causal model type of the installed transformers, tiny and random.
 
-    python scripts/sweep_architectures.py --out sweep.json
+    python scripts/sweep_architectures.py --json benchmarks/architectures.json \
+        --page docs/architectures.md
     python scripts/sweep_architectures.py --types llama gemma2
 
 For each type: can it be built at this size; what the self-test makes of it; and, where it promises
-trees, whether three ragged rows decoded by tree give what each gives alone by the plain loop. A
-promise that is not kept is printed as WRONG, and the exit code is 1. Types that cannot be built
-from these settings are listed and prove nothing.
+anything, whether the promise is kept:
+
+- our plain greedy text is that of transformers' generate();
+- trees (or chains), sampled with a seed, give the plain text;
+- three ragged rows decoded by tree give what each gives alone, or are refused as a batch.
+
+Prompts are short, just before and just across each position that the config names. A promise that
+is not kept is printed as WRONG, and the exit code is 1. Types that cannot be built from these
+settings are listed and prove nothing.
 """
 
 from __future__ import annotations
@@ -23,22 +30,28 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone need 
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
+from specheads.config import ConfigError
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
+from specheads.models.base import context_length
+from specheads.models.thresholds import named_positions
+from specheads.sampling import Sampler
 from specheads.tree import default_tree
 from specheads.tree_support import tree_support
-from tests.ragged import ROWS, padded
+from tests.ragged import padded
 from tests.scripted import ScriptedDrafter
-from tests.zoo import SMALL, WINDOW, redraw
+from tests.zoo import MODELS, SMALL, THRESHOLD, THRESHOLD_MODELS, VOCAB, WINDOW, redraw
 
-MAX_PARAMETERS = 4_000_000
-SECONDS = 20  # for one type
+MAX_PARAMETERS = 8_000_000
+SECONDS = 60  # for one type
 NUM_NEW = 12
+SHORT = 9
 
 # the names under which configs keep their sizes, for whatever has them
 SIZES: dict[str, Any] = {
@@ -47,6 +60,9 @@ SIZES: dict[str, Any] = {
     "use_sliding_window": True,
     "max_window_layers": 1,
     "attention_chunk_size": WINDOW,
+    "keep_window_size": THRESHOLD,
+    "attn_temperature_tuning": True,
+    "floor_scale": THRESHOLD,
     "num_experts": 4,
     "num_local_experts": 4,
     "n_routed_experts": 4,
@@ -94,55 +110,149 @@ SIZES: dict[str, Any] = {
 }
 
 
+# what the names above do not say
+CHANGES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(
+        ("cwm", "emu3", "gemma4", "gemma4_unified", "mllama", "modernbert-decoder"),
+        {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0},
+    ),
+    "gpt_neo": MODELS["gpt_neo"].changes,
+    "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [16, 16]},
+    "zaya": {"num_experts_per_tok": 1},
+}
+# encoders that are causal only if they are told
+ENCODERS = (
+    *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie"),
+    *("megatron-bert", "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert"),
+    *("roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+)
+# the same type with another mechanism, whose threshold is within reach
+VARIANTS = {name: kind for name, kind in THRESHOLD_MODELS.items() if "longrope" in name}
+VARIANTS["phi4_multimodal-longrope"] = VARIANTS["phi3-longrope"]._replace(
+    model_type="phi4_multimodal"
+)
+
+
 class TooBigError(ValueError):
     """The settings above do not make this type small."""
 
 
-def build(model_type: str) -> PreTrainedModel:
-    """Build a type as small as its config lets us."""
-    known = CONFIG_MAPPING[model_type]()
-    settings = {name: value for name, value in SIZES.items() if hasattr(known, name)}
-    if kinds := getattr(known, "layer_types", None):
+def settings_of(known: Any) -> dict[str, Any]:
+    """Return what makes a config small, of those settings that it has."""
+    settings: dict[str, Any] = {}
+    for name, value in SIZES.items():
+        own = getattr(type(known), name, None)
+        try:
+            there = hasattr(known, name)
+        except Exception:  # one that differs from layer to layer
+            there = False
+        if there and not (isinstance(own, property) and own.fset is None):
+            settings[name] = value
+    kinds = getattr(known, "layer_types", None)
+    names = ("layer_types", "layers_block_type")
+    if kinds and not any(isinstance(getattr(type(known), n, None), property) for n in names):
         settings["layer_types"] = (list(dict.fromkeys(kinds))[:2] * 2)[:2]  # one layer of each
-    if model_type == "falcon":
-        del settings["head_dim"]  # a property there
     if hasattr(known, "kv_lora_rank"):
         settings["num_key_value_heads"] = 4
+    for name in known.sub_configs or ():  # of models that also see and hear
+        part = getattr(known, name, None)
+        if isinstance(part, PreTrainedConfig):
+            settings[name] = {"model_type": part.model_type} | settings_of(part)
+    rope = getattr(known, "rope_parameters", None) or {}
+    if "original_max_position_embeddings" in rope:
+        settings["rope_parameters"] = rope | {"original_max_position_embeddings": THRESHOLD}
     if hasattr(known, "rotary_dim"):
         settings["rotary_dim"] = 4
+    return settings
+
+
+def build(name: str) -> PreTrainedModel:
+    """Build a type as small as its config lets us."""
+    model_type, changes, attention = VARIANTS.get(name, (name, CHANGES.get(name, {}), None))
+    known = CONFIG_MAPPING[model_type]()
+    settings = settings_of(known) | changes
+    for part in filter(lambda value: isinstance(value, dict), settings.values()):
+        part.update({name: value for name, value in changes.items() if name in part})
+    if model_type in ENCODERS:
+        settings |= {"is_decoder": True, "pad_token_id": 0}
     config = CONFIG_MAPPING[model_type](**settings)
     with torch.device("meta"):
         shape = AutoModelForCausalLM.from_config(config)
     if (count := sum(parameter.numel() for parameter in shape.parameters())) > MAX_PARAMETERS:
         raise TooBigError(f"{count:,} parameters")
-    model = AutoModelForCausalLM.from_config(config).eval()
-    redraw(model)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    if model_type == "xmod":
+        model.set_default_language("en_XX")
+    redraw(model, seed=6)
     model(torch.zeros(1, 4, dtype=torch.long))
     return model
 
 
-def keeps_its_promise(model: PreTrainedModel) -> bool:
-    """Decode ragged rows by tree and compare with each row's plain text."""
-    alone = [plain_decode(model, row, max_new_tokens=NUM_NEW).new_tokens for row in ROWS]
-    truth = [row[0].tolist() + text for row, text in zip(ROWS, alone, strict=True)]
-    drafter = ScriptedDrafter(default_tree(3, 9), truth, 0.7)
-    together = decode(model, drafter, **padded(ROWS), max_new_tokens=NUM_NEW)
-    return [row.new_tokens for row in together.rows] == alone
+def prompt(length: int) -> Tensor:
+    """Return random tokens [1, length]."""
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(VOCAB - 1, (1, length), generator=generator)
 
 
-def judge(model_type: str) -> tuple[str, str]:
+def prompt_lengths(model: PreTrainedModel) -> list[int]:
+    """Return lengths of prompts: short, just before and just across what the config names."""
+    longest = (context_length(model) or 1 << 30) - NUM_NEW
+    near = [n for position in named_positions(model) for n in (position - 3, position + 2)]
+    return sorted({SHORT, *(n for n in near if 0 < n <= min(longest, 4 * THRESHOLD))})
+
+
+def broken_promises(model: PreTrainedModel, *, trees: bool) -> tuple[list[str], list[str]]:
+    """Return what differs from what was promised, and what was refused instead of decoded."""
+    wrong: list[str] = []
+    refused: list[str] = []
+    seeded = Sampler(temperature=0.9, seed=3)
+    greedy = GenerationConfig(max_new_tokens=NUM_NEW, do_sample=False, pad_token_id=0)
+    lengths = prompt_lengths(model)
+    model.generation_config = GenerationConfig()  # some types force how a text ends
+    for length in lengths:
+        ids = prompt(length)
+        theirs = model.generate(ids, greedy, attention_mask=torch.ones_like(ids))
+        try:
+            plain = plain_decode(model, ids, max_new_tokens=NUM_NEW)
+            drawn = plain_decode(model, ids, max_new_tokens=NUM_NEW, sampler=seeded)
+            drafter = ScriptedDrafter(default_tree(3, 9), drawn.sequences[0].tolist(), 0.7)
+            guessed = decode(model, drafter, ids, max_new_tokens=NUM_NEW, sampler=seeded)
+        except ConfigError as error:
+            refused.append(f"a prompt of {length}: {error}")
+            continue
+        if plain.sequences[0].tolist() != theirs[0].tolist():
+            wrong.append(f"not generate's text behind {length} tokens")
+        if guessed.new_tokens != drawn.new_tokens:
+            wrong.append(f"guesses change the text behind {length} tokens")
+    for longest in lengths if trees else []:
+        rows = [prompt(n) for n in (longest, max(1, longest // 3), SHORT - 3)]
+        try:
+            alone = [plain_decode(model, row, max_new_tokens=NUM_NEW).new_tokens for row in rows]
+            truth = [row[0].tolist() + text for row, text in zip(rows, alone, strict=True)]
+            drafter = ScriptedDrafter(default_tree(3, 9), truth, 0.7)
+            together = decode(model, drafter, **padded(rows), max_new_tokens=NUM_NEW)
+        except ConfigError as error:
+            refused.append(f"a batch: {error}")
+            continue
+        if [row.new_tokens for row in together.rows] != alone:
+            wrong.append(f"a row of a batch differs, the longest of {longest} tokens")
+    return wrong, refused
+
+
+def judge(name: str) -> tuple[str, str]:
     """Return the verdict on a type, and the reason."""
     try:
-        model = build(model_type)
+        model = build(name)
     except Exception as error:  # 190 modelling files, each with its own
         return "not built", f"{type(error).__name__}: {error}"
     try:
         support = tree_support(model)
     except ValueError as error:
         return "refused", str(error)
-    if support.kind == "chain":
-        return "chain", support.reason
-    return ("tree", "") if keeps_its_promise(model) else ("WRONG", "tree, but other tokens")
+    wrong, refused = broken_promises(model, trees=support.kind == "tree")
+    if wrong:
+        return "WRONG", f"{support.kind}, but {'; '.join(wrong)}"
+    return support.kind, "; ".join(filter(None, [support.reason, *refused[:1]]))
 
 
 def expired(*_: object) -> NoReturn:
@@ -150,35 +260,86 @@ def expired(*_: object) -> NoReturn:
     raise TimeoutError(f"took more than {SECONDS} s")
 
 
+TITLES = {
+    "tree": "Trees and batches",
+    "chain": "Chains, one row at a time",
+    "refused": "Refused",
+    "not built": "Not tried",
+    "WRONG": "Accepted and wrong",
+}
+
+
+def page(document: dict[str, Any]) -> str:
+    """Return the page of what was found."""
+    verdicts = document["verdicts"]
+    lines = [
+        "# Architectures",
+        "",
+        f"Every type that `AutoModelForCausalLM` of transformers {document['transformers']} knows,",
+        "built tiny with random weights in float32 and compared: the plain loop with `generate`,",
+        "trees and chains with the plain loop, seeded, and three rows of different lengths with",
+        "each alone. Prompts are short, just before and just across every position that the config",
+        f"names: longrope's threshold and `floor_scale` are set to {THRESHOLD}, windows and chunks",
+        f"to {WINDOW}. What your own model is, `doctor` tells",
+        "([which models](decoding.md#which-models)); pretrained weights were not tried. From",
+        "[architectures.json](../benchmarks/architectures.json):",
+        "",
+        "```sh",
+        "python scripts/sweep_architectures.py --json benchmarks/architectures.json"
+        " --page docs/architectures.md",
+        "```",
+        "",
+        "| | types |",
+        "|---|---|",
+        *(f"| {title} | {len(verdicts.get(key, {}))} |" for key, title in TITLES.items()),
+    ]
+    for key, title in TITLES.items():
+        if found := verdicts.get(key):
+            bare = ", ".join(f"`{name}`" for name, reason in sorted(found.items()) if not reason)
+            rows = [
+                f"| `{name}` | {' '.join(reason.split()).replace('|', '/').replace('<', '&lt;')} |"
+                for name, reason in sorted(found.items())
+                if reason
+            ]
+            lines += ["", f"## {title}"]
+            lines += ["", bare] if bare else []
+            lines += ["", "| type | |", "|---|---|", *rows] if rows else []
+    return "\n".join(lines) + "\n"
+
+
 def main() -> int:
     """Judge all types; print and write what was found."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--types", nargs="+", default=list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-    parser.add_argument("--out", type=Path)
+    every = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS]
+    parser.add_argument("--types", nargs="+", default=every)
+    parser.add_argument("--json", type=Path, help="where what was found is written")
+    parser.add_argument("--page", type=Path, help="where its table is written")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    logging.set_verbosity_error()
+    logging.set_verbosity(logging.CRITICAL)
     signal.signal(signal.SIGALRM, expired)
-    verdicts: dict[str, dict[str, str]] = defaultdict(dict)
-    for model_type in options.types:
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for name in options.types:
         signal.alarm(SECONDS)
         try:
-            verdict, reason = judge(model_type)
+            verdict, reason = judge(name)
         except Exception as error:
             verdict, reason = "WRONG", f"{type(error).__name__}: {error}"
         finally:
             signal.alarm(0)
-        verdicts[verdict][model_type] = " ".join(reason.split())[:200]
-    for verdict, types in sorted(verdicts.items()):
+        found[verdict][name] = " ".join(reason.split())[:300]
+    for verdict, types in sorted(found.items()):
         print(f"\n{verdict}: {len(types)}")
-        for model_type, reason in types.items():
-            print(f"  {model_type:<28}{reason[:100]}".rstrip())
-    if options.out:
-        document = {"transformers": transformers.__version__, **verdicts}
-        options.out.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
-    return int("WRONG" in verdicts)
+        for name, reason in types.items():
+            print(f"  {name:<28}{reason[:160]}".rstrip())
+    document = {"transformers": transformers.__version__, "verdicts": dict(found)}
+    if options.json:
+        options.json.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
+    if options.page:
+        options.page.write_text(page(document))
+    return int("WRONG" in found)
 
 
 if __name__ == "__main__":

@@ -177,12 +177,15 @@ class TreeCache(Cache):
     Attributes:
         tokens: per row the token ids in its slots; whoever decodes keeps them, so that a later
             turn of a conversation can see how much of it is already here.
+        sides: of a position threshold of the model's, on which the keys were made; kept by the
+            passes of a model that has one.
     """
 
     def __init__(self) -> None:
         self.rows = RowEnds()
         super().__init__(layer_class_to_replicate=partial(TreeLayer, self.rows))  # type: ignore[arg-type]
         self.tokens: list[list[int]] = []
+        self.sides: set[int] = set()
         self._pool: Tensor | None = None  # [L, 2, B, H, capacity, d]: one copy commits all layers
         self._poolable = True
 

@@ -164,16 +164,17 @@ class Sampler:
         each = torch.arange(len(noise), device=logits.device)[:, None]
         return self.warp(logits) + noise[each, tree.depths]
 
-    def near_ties(self, logits: Tensor, scores: Tensor) -> Tensor:
+    def near_ties(self, logits: Tensor, scores: Tensor, *, rounding: float = ROUNDING) -> Tensor:
         """Tell where rounding might change a draw: the two best scores are closer than it.
 
         Args:
             logits: [..., V], as the model gave them; their size sets the size of rounding.
             scores: [..., V].
+            rounding: of the logits, relative to the largest.
 
         Returns:
             [...] bool.
         """
         best = scores.topk(2, dim=-1).values
-        rounding = ROUNDING * logits.abs().amax(-1) / (self.temperature or 1.0)
-        return best[..., 0] - best[..., 1] < rounding
+        margin = rounding * logits.abs().amax(-1) / (self.temperature or 1.0)
+        return best[..., 0] - best[..., 1] < margin

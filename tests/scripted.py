@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from specheads import tree_support
 from specheads.drafters.contract import FINAL, Candidates, Prefill, StepResult
 from specheads.tree import RowTrees, Tree
 from tests.zoo import SMALL, VOCAB, build
@@ -85,6 +88,15 @@ class ScriptedDrafter:
         return ScriptedState(
             [state.rows[i] for i in kept], [state.positions[i] for i in kept], state.root[rows]
         )
+
+
+def pretend_rounding(
+    monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, rounding: float
+) -> None:
+    """Let the self-test of ``model`` have measured ``rounding`` of its logits."""
+    support = replace(tree_support.tree_support(model), rounding=rounding)
+    attention = tree_support._known[model][0]
+    monkeypatch.setitem(tree_support._known, model, (attention, support))
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,43 @@ TREE_MODELS = {
     ),
 }
 
+THRESHOLD = 64
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.0, 1.0, 1.0],
+    "long_factor": [4.0, 3.0, 2.0, 5.0],
+    "original_max_position_embeddings": THRESHOLD,
+    "factor": 4.0,
+}
+_PHI = {"original_max_position_embeddings": THRESHOLD}
+
+# what they compute changes for a whole pass at THRESHOLD
+THRESHOLD_MODELS = {
+    "llama-longrope": Kind("llama", {"rope_parameters": _LONGROPE}),  # keeps keys at the crossing
+    "phi3-longrope": Kind("phi3", _PHI | {"rope_parameters": _LONGROPE}),  # reads the text anew
+    "phimoe-longrope": Kind(
+        "phimoe",
+        _PHI
+        | {
+            "num_local_experts": 4,
+            "rope_parameters": _LONGROPE | {"short_mscale": 1.0, "long_mscale": 1.5},
+        },
+    ),
+    "llama4-temperature": Kind(
+        "llama4_text",
+        {
+            "attention_chunk_size": 200,
+            "attn_temperature_tuning": True,
+            "attn_scale": 2.0,
+            "floor_scale": THRESHOLD,
+            "no_rope_layers": [1, 0],
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 64,
+        },
+    ),
+}
+
 # ALiBi counts slots, gpt_neo's local layers mask by slot: a tree would be wrong, a chain is exact
 CHAIN_MODELS = {
     "bloom": Kind("bloom", {"n_head": 4, "n_layer": 2}, "eager"),
@@ -116,13 +153,15 @@ REFUSED_MODELS = {
             "linear_value_head_dim": 8,
         },
     ),
+    # its window is in transformers' own cache only
+    "moshi": Kind("moshi", {"sliding_window": WINDOW, "ffn_dim": 64}),
     "lfm2": Kind("lfm2", {"layer_types": ["conv", "full_attention"]}),
     "deepseek_v32": Kind(
         "deepseek_v32", _DEEPSEEK | {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 64}
     ),
 }
 
-MODELS = TREE_MODELS | CHAIN_MODELS | REFUSED_MODELS
+MODELS = TREE_MODELS | THRESHOLD_MODELS | CHAIN_MODELS | REFUSED_MODELS
 
 
 def build(name: str, *, seed: int = 1, std: float = 0.3, **changes: Any) -> PreTrainedModel:

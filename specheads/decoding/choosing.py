@@ -18,7 +18,7 @@ from specheads.decoding.processors import RowProcessors, bind
 from specheads.decoding.result import Output
 from specheads.drafters.contract import Candidates
 from specheads.models.forward import replay
-from specheads.sampling import Sampler
+from specheads.sampling import ROUNDING, Sampler
 from specheads.tree import Tree
 
 EXACT_DTYPES = (torch.float32, torch.float64)
@@ -34,12 +34,14 @@ class Chooser:
         processors: evaluated at each node with that node's own prefix.
         replay: text [1, T] and its number of prompt tokens to the logits [1, V] of plain decoding,
             to settle near-ties with; None leaves those to rounding.
+        rounding: of logits relative to the largest, below which two scores are a near-tie.
     """
 
     sampler: Sampler
     output: Output
     processors: RowProcessors | None = None
     replay: Callable[[Tensor, int], Tensor] | None = None
+    rounding: float = ROUNDING
 
     @property
     def imitable(self) -> Sampler:
@@ -145,7 +147,8 @@ class Chooser:
     def _near_ties(self, logits: Tensor, scores: Tensor) -> Tensor:
         # a temperature among the processors enlarges rounding as the sampler's own does
         factor = 1.0 if self.processors is None else self.processors.temperature
-        return self.sampler.near_ties(logits if factor == 1.0 else logits / factor, scores)
+        logits = logits if factor == 1.0 else logits / factor
+        return self.sampler.near_ties(logits, scores, rounding=self.rounding)
 
     def settle(self, row: int, more: Sequence[int] = ()) -> Tensor:
         """Return scores [1, V] after a text from plain decoding's logits, beyond any doubt."""
@@ -188,6 +191,7 @@ def make_chooser(
     *,
     num_prompt_tokens: int,
     exact: bool,
+    rounding: float = ROUNDING,
 ) -> Chooser:
     """Return a chooser.
 
@@ -198,7 +202,8 @@ def make_chooser(
         logits_processor: for prompts that were padded to ``num_prompt_tokens``.
         num_prompt_tokens: P.
         exact: settle near-ties where the dtype is precise enough for it.
+        rounding: of the model's logits, relative to the largest.
     """
     settle = partial(replay, model) if exact and model.dtype in EXACT_DTYPES else None
     processors = bind(logits_processor, output.prompts, num_prompt_tokens)
-    return Chooser(sampler or Sampler(), output, processors, settle)
+    return Chooser(sampler or Sampler(), output, processors, settle, rounding)

@@ -51,8 +51,9 @@ def continue_prompts(
         )
         while waiting or stream.free < rows:
             if waiting and stream.free >= min(-(-rows // 4), len(waiting)):
-                first, waiting = waiting[: stream.free], waiting[stream.free :]
-                stream.add(first)
+                num = stream.num_fitting(waiting)
+                stream.add(waiting[:num])
+                waiting = waiting[num:]
             if stream.free < rows:
                 stream.step()
             for job, row in stream.take_ended():

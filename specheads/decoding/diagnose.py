@@ -29,6 +29,8 @@ from specheads.models.base import (
 )
 from specheads.models.forward import ModelPass
 from specheads.models.output import output_layer
+from specheads.models.thresholds import thresholds
+from specheads.sampling import ROUNDING
 from specheads.tree import Tree, default_tree
 from specheads.tree_support import compare, tree_support
 
@@ -71,6 +73,15 @@ def examine(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -
         return
     yield _cache(model)
     yield Finding("self-test", f"{support.kind}, {_error(support.error, support.limit)}")
+    if support.rounding > ROUNDING:
+        text = (
+            f"{support.rounding:.1e} of the largest logit, more than {ROUNDING:.0e}: closer tokens"
+            " are decided by a plain replay, but plain decoding's very tokens are not promised"
+        )
+        yield Finding("rounding", text)
+    if (found := thresholds(model)) is not None:
+        text = f"{found.name}: one row at a time may cross it; rows of a batch lie on one side"
+        yield Finding("threshold", text)
     lengths, window = _prompt_lengths(model)
     checks = {
         name: partial(_tree, model, name, lengths, chain_only=support.kind == "chain")
@@ -189,9 +200,9 @@ def _tree(
     """Compare a verify step over one of TREES with a forward pass over each path."""
     tree, ok, parts = TREES[name], True, []
     for length in lengths:
-        error, limit, _ = compare(model, tree, length, chain_only=chain_only)
-        parts.append(f"{_error(error, limit)} behind {length} tokens")
-        ok = ok and error <= limit
+        found = compare(model, tree, length, chain_only=chain_only)
+        parts.append(f"{_error(found.error, found.limit)} behind {length} tokens")
+        ok = ok and found.passes
     return ok, f"{tree.num_nodes} nodes: {'; '.join(parts)}"
 
 

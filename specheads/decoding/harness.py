@@ -13,6 +13,7 @@ from specheads.decoding.generate import SpecDecoder
 from specheads.decoding.logits_at import log_likelihood, logits_at
 from specheads.decoding.measure import end_tokens
 from specheads.models.base import context_length, input_device
+from specheads.models.thresholds import groups_by_side
 from specheads.tree_support import tree_support
 
 Tick = Callable[[], object]
@@ -193,6 +194,9 @@ class Harness:
                 f"a task asks for {limit} new tokens, but the model's context is {self.max_length}"
             )
         rows = [self.encode(context)[-room:] or [self._first_token()] for context in contexts]
+        if len(groups_by_side(self.decoder.base, [(len(r), len(r) + limit) for r in rows])) > 1:
+            alone = [self._generate([text], plan, seed + i) for i, text in enumerate(contexts)]
+            return [text for texts in alone for text in texts]
         longest = max(map(len, rows))
         padded = [[0] * (longest - len(row)) + row for row in rows]
         mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]

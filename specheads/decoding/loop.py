@@ -5,8 +5,11 @@ sampling, the same noise. A verify step multiplies matrices of other shapes than
 its logits differ by rounding, and where the two best tokens are closer than that, a near-tie, the
 choice could differ. In float32 such a choice (a few in 10,000) is made again from a plain replay of
 the text so far, so that the tokens are those of plain decoding and not almost always so. This rests
-on rounding being below ``sampling.ROUNDING``. In bfloat16 and float16 rounding is so coarse that
-near-ties are common, and no replay is made: outputs are plausible, not identical.
+on rounding being below ``sampling.ROUNDING``. Where the self-test measures more, near-ties are
+wider by as much; but a model which multiplies rounding like that (dozens of layers with random
+weights did) is not promised to give the very tokens of plain decoding. In bfloat16 and float16
+rounding is so coarse that near-ties are common, and no replay is made: outputs are plausible, not
+identical.
 """
 
 from __future__ import annotations
@@ -75,11 +78,17 @@ def decode(
         model, TreeCache() if cache is None else cache, chain_only=chain_only, compiled=compile
     )
     chooser = make_chooser(
-        model, output, sampler, logits_processor, num_prompt_tokens=input_ids.shape[1], exact=True
+        model,
+        output,
+        sampler,
+        logits_processor,
+        num_prompt_tokens=input_ids.shape[1],
+        exact=True,
+        rounding=support.rounding,
     )
     # saves a tenth of the calls' overhead beside no_grad, in the plain loop too
     with torch.inference_mode(), tapped(base, drafter.taps) as hidden:
-        known = base.cache.align(prompts)
+        known = base.align(prompts)
         try:
             drop = cache is None and not compile  # a batch of another size is compiled anew
             _decode(base, drafter, output, chooser, acceptance, hidden, known, drop=drop)
@@ -119,12 +128,23 @@ def _decode(
             base.cache.select(kept)
             state = drafter.select(state, kept.to(root.device))
             rows = [rows[i] for i in going]
-        budgets = [output.budget(row) for row in rows]
+        anew = base.starts_over()
         candidates = propose(
-            drafter, state, budgets, chain_only=base.chain_only, trim=not base.compiled
+            drafter,
+            state,
+            [1] if anew else base.within([output.budget(row) for row in rows]),
+            chain_only=base.chain_only or anew,
+            trim=anew or not base.compiled,
+            num_slots=base.num_slots,
         )
-        logits = base.verify(candidates.inputs, candidates.tree)
-        result = accept(candidates, logits, hidden(), chooser, rows, acceptance)
+        if anew:  # the root alone, the text's last token
+            logits = base.read_anew(output.text(rows[0]))[:, None]
+            base.cache.crop(-1)  # the commit adds it
+            at_nodes = {tap: states[:, -1:] for tap, states in hidden().items()}
+        else:
+            logits = base.verify(candidates.inputs, candidates.tree)
+            at_nodes = hidden()
+        result = accept(candidates, logits, at_nodes, chooser, rows, acceptance)
         counts = output.emit(rows, result.new_tokens)
         base.cache.commit(result.path, counts)
         gained = [new[:n] for new, n in zip(result.new_tokens, counts, strict=True)]
@@ -155,6 +175,7 @@ def propose(
     *,
     chain_only: bool = False,
     trim: bool = True,
+    num_slots: int | None = None,
 ) -> Candidates:
     """Ask for guesses; forbid those that would run past a row's limit.
 
@@ -164,6 +185,7 @@ def propose(
         budgets: per row the tokens it may still get, of which a step gives one beside the guesses.
         chain_only: keep first children only.
         trim: make the tree smaller where the limit allows; False keeps its shape.
+        num_slots: nodes from this one on are forbidden, and all that are as deep; None: no limit.
 
     Raises:
         ValueError: for sampled candidates of a drafter that says it is deterministic.
@@ -176,6 +198,9 @@ def propose(
     if chain_only:
         candidates = first_chain(candidates)
     tree, tokens, probes = candidates.tree, candidates.tokens, candidates.probes
+    if num_slots is not None and num_slots < tree.num_nodes:
+        deepest = int(batched(tree, tree.depths)[:, num_slots].min()) - 1
+        budgets = [min(budget, max(deepest, 0) + 1) for budget in budgets]
     if trim and isinstance(tree, Tree):
         tree = tree.trim(max(max(budgets) - 1, 0))
         tokens = tokens[:, : tree.num_nodes]

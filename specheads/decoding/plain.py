@@ -8,6 +8,7 @@ it is a speed-up over a loop without wasted work.
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ def plain_decode(
     """Decode one token at a time.
 
     Args:
-        model: any causal language model of transformers.
+        model: any causal language model that can be decoded step by step.
         input_ids: [B, P], left-padded where prompts differ in length.
         max_new_tokens: limit per row; the end-of-sequence token counts.
         attention_mask: [B, P], 0 on padding.
@@ -58,15 +59,14 @@ def plain_decode(
 
     Raises:
         ValueError: for an empty prompt, a mask that is not left padding, a cache of another number
-            of rows, more tokens than the model has positions, or a batch or compiled passes where
-            the model's masks or positions are out of reach.
+            of rows, more tokens than the model has positions, a model that cannot be decoded step
+            by step, or a batch or compiled passes where its masks or positions are out of reach.
     """
     prompts = read_prompts(model, input_ids, attention_mask, max_new_tokens)
-    chain_only = False
-    if len(prompts) > 1 or compile:  # these need what trees need: masks that are not the model's
-        support = check_tree_support(model)
-        support.check_batch(len(prompts))
-        chain_only = support.kind == "chain"
+    support = check_tree_support(model)
+    support.check_batch(len(prompts))
+    # a batch and compiled passes need what trees need: masks that are not the model's
+    chain_only = support.kind == "chain"
     output = Output(
         prompts, input_ids.device, max_new_tokens, eos_token_ids, stopping_criteria, on_tokens
     )
@@ -75,7 +75,7 @@ def plain_decode(
         model, TreeCache() if cache is None else cache, chain_only=chain_only, compiled=compile
     )
     with torch.inference_mode():
-        known = base.cache.align(prompts)
+        known = base.align(prompts)
         # what others are compared with
         alone = len(prompts) == 1 and not any(known) and not compile
         chooser = make_chooser(
@@ -85,6 +85,7 @@ def plain_decode(
             logits_processor,
             num_prompt_tokens=input_ids.shape[1],
             exact=not alone,
+            rounding=support.rounding,
         )
         try:
             _decode(base, output, chooser, known, drop=cache is None and not compile)
@@ -100,7 +101,7 @@ def _decode(
     tokens, counts = prompt_tokens(output, known)
     rows = list(range(len(counts)))
     while True:
-        logits = base.read(tokens, counts)
+        logits = base.read_next(tokens, counts, partial(output.text, rows[0]))
         chosen = chooser.next_tokens(logits, rows)
         counts = output.emit(rows, [[token] for token in chosen])
         going = [bool(output.budget(row)) for row in rows]

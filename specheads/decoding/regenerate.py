@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from specheads.decoding.result import DecodedRow
 from specheads.decoding.stream import Job, PlainStream, SeededRows
 from specheads.drafters.contract import Drafter
 from specheads.models.base import context_length
+from specheads.models.thresholds import groups_by_side
 from specheads.tree_support import tree_support
 
 POOL = 32  # batches whose records are sorted by length together
@@ -132,8 +133,10 @@ class Engine:
                     outcome.quarantined += found[1].quarantined
             # a prompt alone is read as fast as a few together: let some rows become free
             if waiting and stream.free >= min(-(-self.batch_size // 4), len(waiting)):
-                talks = [waiting.popleft() for _ in range(min(stream.free, len(waiting)))]
-                stream.add([self._job(talk) for talk in talks])
+                jobs = [self._job(talk) for talk in islice(waiting, stream.free)]
+                stream.add(jobs := jobs[: stream.num_fitting(jobs)])
+                for _ in jobs:
+                    waiting.popleft()
             if stream.free < self.batch_size:
                 stream.step()
             ended = stream.take_ended()
@@ -209,7 +212,10 @@ class Engine:
         order = sorted(range(len(jobs)), key=lambda i: jobs[i].limit)
         for _, group in groupby(order, lambda i: jobs[i].limit):
             members = list(group)
-            found |= zip(members, self._decode([jobs[i] for i in members]), strict=True)
+            spans = [(len(jobs[i].ids), len(jobs[i].ids) + jobs[i].limit) for i in members]
+            for rows in groups_by_side(self.base, spans):
+                some = [members[row] for row in rows]
+                found |= zip(some, self._decode([jobs[i] for i in some]), strict=True)
         return [found[i] for i in range(len(jobs))]
 
     def _decode(self, jobs: Sequence[Job]) -> tuple[DecodedRow, ...]:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from specheads.kv_cache import TreeCache
 from specheads.models.base import context_length
+from specheads.models.thresholds import check_sides
 
 OnTokens = Callable[[int, list[int]], None]
 Stopping = Callable[..., Tensor]  # transformers: (input_ids [B, T], scores) -> [B] bool
@@ -220,7 +221,8 @@ def read_prompts(
 
     Raises:
         ValueError: for no rows or an empty one, a mask of another shape or one that is not left
-            padding, or more tokens than the model has positions.
+            padding, more tokens than the model has positions, or a batch that a position threshold
+            of the model divides.
     """
     if input_ids.dim() != 2 or input_ids.shape[0] < 1:
         raise ValueError(
@@ -248,4 +250,5 @@ def read_prompts(
                 f"prompt of {len(row)} plus max_new_tokens {max_new_tokens} is "
                 f"{len(row) + max_new_tokens} tokens, but the model's context is {context}"
             )
+    check_sides(model, rows, max_new_tokens)
     return rows

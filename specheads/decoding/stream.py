@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from specheads.decoding.choosing import make_chooser
 from specheads.decoding.result import DecodedRow, Output
 from specheads.kv_cache import TreeCache
 from specheads.models.forward import ModelPass, pad_rows
+from specheads.models.thresholds import thresholds
 from specheads.sampling import Sampler
 from specheads.tree import RowTrees, Tree
 from specheads.tree_support import check_tree_support
@@ -102,11 +104,10 @@ class PlainStream:
         eos_token_ids: Collection[int] = (),
         batch_size: int = 8,
     ) -> None:
-        self._chain_only = False
-        if batch_size > 1:
-            support = check_tree_support(model)
-            support.check_batch(batch_size)
-            self._chain_only = support.kind == "chain"
+        support = check_tree_support(model)
+        support.check_batch(batch_size)
+        self._chain_only = support.kind == "chain"
+        self._thresholds = thresholds(model)
         self.model = model
         self.batch_size = batch_size
         self._jobs: list[Job] = []
@@ -116,7 +117,13 @@ class PlainStream:
         self._prompts = prompts
         seeded = SeededRows(sampler.temperature, sampler.top_k, sampler.top_p, seeds=self._seeds)
         self._chooser = make_chooser(
-            model, self._output, seeded, None, num_prompt_tokens=0, exact=True
+            model,
+            self._output,
+            seeded,
+            None,
+            num_prompt_tokens=0,
+            exact=True,
+            rounding=support.rounding,
         )
         self._base: ModelPass | None = None
         self._rows: list[int] = []  # of the cache: which jobs they belong to
@@ -128,17 +135,36 @@ class PlainStream:
         """How many rows are free."""
         return self.batch_size - len(self._rows)
 
+    def num_fitting(self, jobs: Sequence[Job]) -> int:
+        """Return how many of ``jobs``, the first ones, can be added beside the rows there are.
+
+        Beside the free rows, a position threshold of the model's limits them: what crosses it is
+        decoded alone. 0 while there are other rows only.
+        """
+        jobs = jobs[: self.free]
+        if self._thresholds is None:
+            return len(jobs)
+        there = [self._jobs[row] for row in self._rows]
+        for num in range(len(jobs), 0, -1):
+            beside = [*there, *jobs[:num]]
+            spans = [(len(job.ids), len(job.ids) + job.limit) for job in beside]
+            if len(beside) == 1 or self._thresholds.shared_side(spans) is not None:
+                return num
+        return 0
+
     @torch.inference_mode()
     def add(self, jobs: Sequence[Job]) -> None:
-        """Read the prompts of jobs, at most as many as rows are free.
+        """Read the prompts of jobs, as many as fit.
 
         Raises:
-            ValueError: for an empty prompt, a limit below 1, or more jobs than free rows.
+            ValueError: for an empty prompt, a limit below 1, or more jobs than fit.
         """
         if len(jobs) > self.free or any(not job.ids or job.limit < 1 for job in jobs):
             raise ValueError(f"got {len(jobs)} jobs for {self.free} rows, or an empty one")
         if not jobs:
             return
+        if self.num_fitting(jobs) < len(jobs):
+            raise ValueError(f"{len(jobs)} jobs lie on other sides of {self._thresholds} than rows")
         rows = list(range(len(self._jobs), len(self._jobs) + len(jobs)))
         for job in jobs:
             self._jobs.append(job)
@@ -172,7 +198,8 @@ class PlainStream:
         self, base: ModelPass, tokens: Tensor, counts: list[int], rows: list[int]
     ) -> tuple[list[int], list[int]]:
         """Read tokens, choose the next ones; return the rows that go on, and their tokens."""
-        chosen = self._chooser.next_tokens(base.read(tokens, counts), rows)
+        logits = base.read_next(tokens, counts, partial(self._output.text, rows[0]))
+        chosen = self._chooser.next_tokens(logits, rows)
         self._output.emit(rows, [[token] for token in chosen])
         kept = [i for i, row in enumerate(rows) if self._output.budget(row)]
         if len(kept) == len(rows):

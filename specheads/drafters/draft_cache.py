@@ -137,7 +137,8 @@ class DraftCache:
         counts = [len(tokens) for tokens in unread]
         tokens = pad_rows(unread, self.forward.device).clamp_(max=self._num_embeddings - 1)
         width = tokens.shape[1]
-        if width == 1 or width > MAX_CHAIN or not cache.lengths:
+        plain = width == 1 or width > MAX_CHAIN or self.forward.reaches_threshold(width)
+        if plain or not cache.lengths:
             return self.forward.read(tokens, counts)
         logits = self.forward.verify(tokens, Tree.chain(width - 1))
         cache.extend(counts)

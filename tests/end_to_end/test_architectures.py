@@ -6,6 +6,7 @@ generate() gives. Where a text ends is worked out from the plain text without an
 
 from __future__ import annotations
 
+import json
 import string
 from dataclasses import dataclass
 from functools import cache, partial
@@ -26,11 +27,16 @@ from transformers import (
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
 from specheads.decoding.result import DecodeResult
+from specheads.models import forward
 from specheads.sampling import Sampler
 from specheads.tree import Tree, default_tree
+from tests.end_to_end.conftest import ROOT
 from tests.scripted import ScriptedDrafter
+from tests.scripts import load_script
 from tests.zoo import CHAIN_MODELS, TREE_MODELS, VOCAB, WINDOW, build
 
+SWEEP = load_script("sweep_architectures")
+STORED = json.loads((ROOT / "benchmarks" / "architectures.json").read_text())
 LENGTHS = (9, 3, 14, 1, 6)  # of prompts: within the windows and beyond them
 NUM_NEW = 18
 LETTERS = string.ascii_letters + string.digits + "+-"
@@ -216,3 +222,36 @@ def test_the_plain_text_is_that_of_generate(name: str) -> None:
             )
             assert theirs[0, ids.shape[1] :].tolist() == texts[row]
         assert max(len(set(text)) for text in texts) > 4, "a degenerate text would prove little"
+
+
+@pytest.mark.parametrize(
+    "name,verdict",
+    [
+        ("qwen3", "tree"),
+        ("llama4_text", "tree"),
+        ("phi3-longrope", "tree"),
+        ("bloom", "chain"),
+        ("mamba", "refused"),
+        ("moshi", "refused"),
+    ],
+)
+def test_the_sweep_finds_what_its_page_says(name: str, verdict: str) -> None:
+    """Prevents a page about the models of another day."""
+    found, reason = SWEEP.judge(name)
+    assert found == verdict
+    assert " ".join(reason.split())[:300] == STORED["verdicts"][verdict][name]
+
+
+def test_the_sweep_tells_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents a page on which all is well because nothing was compared."""
+    monkeypatch.setattr(forward, "thresholds", lambda model: None)
+    verdict, reason = SWEEP.judge("llama-longrope")
+    assert verdict == "WRONG"
+    assert "guesses change the text behind 61 tokens" in reason
+
+
+def test_the_page_is_what_the_sweep_found() -> None:
+    """Prevents a table that was written by hand, or one with a model that is accepted and wrong."""
+    assert (ROOT / "docs" / "architectures.md").read_text() == SWEEP.page(STORED)
+    assert "WRONG" not in STORED["verdicts"]
+    assert all(STORED["verdicts"]["refused"].values()), "a refusal without its reason"

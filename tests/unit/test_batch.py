@@ -15,7 +15,6 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from specheads import sampling
 from specheads.decoding import accepting
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
@@ -27,7 +26,7 @@ from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
 from specheads.sampling import Sampler
 from specheads.tree import Tree, default_tree
-from tests.scripted import MODELS, VOCAB, ScriptedDrafter, build
+from tests.scripted import MODELS, VOCAB, ScriptedDrafter, build, pretend_rounding
 
 LENGTHS = (9, 3, 14, 1, 6)
 NUM_NEW = 24
@@ -126,7 +125,7 @@ def test_a_device_walks_as_the_host_does(
 ) -> None:
     """Prevents an error in what only a GPU would run, near-ties included."""
     monkeypatch.setattr(accepting, "follow_on_host", accepting.follow_on_device)
-    monkeypatch.setattr(sampling, "ROUNDING", 1e-3)  # more near-ties than there are
+    pretend_rounding(monkeypatch, llama, 1e-3)  # more near-ties than there are
     rows = prompts()
     ids, mask = left_padded(rows)
     for sampler in (Sampler(), Sampler(1.0, seed=3)):

@@ -20,7 +20,6 @@ from transformers import (
     TopKLogitsWarper,
 )
 
-from specheads import sampling
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
 from specheads.drafters.contract import Candidates
@@ -31,7 +30,7 @@ from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
 from specheads.sampling import Sampler
 from specheads.tree import Tree, default_tree
-from tests.scripted import MODELS, VOCAB, ScriptedDrafter, build
+from tests.scripted import MODELS, VOCAB, ScriptedDrafter, build, pretend_rounding
 
 TREES = {
     "chain": Tree.chain(4),
@@ -200,7 +199,7 @@ def test_near_ties_are_settled_as_plain_decoding_does(
     monkeypatch.setattr(ModelPass, "verify", coarse)
     careless = decode(llama, drafter, ids, **settings)
     assert not careless.sequences.equal(plain.sequences), "the test would prove nothing"
-    monkeypatch.setattr(sampling, "ROUNDING", 0.1)
+    pretend_rounding(monkeypatch, llama, 0.1)
     for _ in range(3):
         careful = decode(llama, drafter, ids, **settings)
         assert careful.sequences.equal(plain.sequences)
