@@ -21,7 +21,17 @@ from typing import TYPE_CHECKING, Any
 from specheads.config import ChatConfig, ConfigError
 from specheads.entry import hydra_main
 from specheads.generate import take_literal, write
-from specheads.terminal import DIM, RESET, Keys, Lines, StatusLine, ctrl_c, wants_color
+from specheads.terminal import (
+    DIM,
+    RESET,
+    Keys,
+    Lines,
+    StatusLine,
+    ctrl_c,
+    harmless,
+    unescaped,
+    wants_color,
+)
 
 if TYPE_CHECKING:
     from specheads.decoding.conversation import Conversation, OnStep, Turn
@@ -138,7 +148,9 @@ class Chat:
         """Say something that is not the model's, on standard error."""
         sys.stdout.flush()
         dim = wants_color(self.talks.config.color, sys.stderr)
-        print(f"{DIM}{text}{RESET}" if dim else text, file=sys.stderr, flush=True)
+        text = harmless(text)
+        out = unescaped(sys.stderr)
+        print(f"{DIM}{text}{RESET}" if dim else text, file=out, flush=True)
 
     def turn(self, text: str) -> None:
         """Answer a message, and show how it went."""

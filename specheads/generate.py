@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from specheads.config import ConfigError, GenerateConfig
 from specheads.entry import hydra_main
 from specheads.json_answer import answer, answers_json
-from specheads.terminal import wants_color
+from specheads.terminal import harmless, unescaped, wants_color
 
 if TYPE_CHECKING:
     from specheads.data.records import Record
@@ -111,7 +111,9 @@ def _run_one(
 
     assert decoder.tokenizer is not None
     color = wants_color(config.color, sys.stdout)
-    printer = StepPrinter(decoder.tokenizer, write, color=color, safe=sys.stdout.isatty())
+    # with json=true the text that is to be exact stands in the object
+    safe = config.json or sys.stdout.isatty()
+    printer = StepPrinter(decoder.tokenizer, write, color=color, safe=safe)
     limit = min(config.max_new_tokens, context - len(prompt))
     start = time.perf_counter()
     result = _decode(config, decoder, [prompt], limit, config.seed, on_tokens=printer)
@@ -166,7 +168,8 @@ def _run_batches(
                 "num_steps": len(row.accept_lengths),
                 "finished": row.finished,
             }
-            write(json.dumps(line, ensure_ascii=False) + "\n")
+            text = json.dumps(line, ensure_ascii=False) + "\n"
+            write(harmless(text) if config.json or sys.stdout.isatty() else text)
             lines.append({**line, "new_tokens": row.new_tokens})
     seconds = time.perf_counter() - start
     print(
@@ -240,11 +243,12 @@ def _read_prompt() -> str:
 
 
 def write(piece: str) -> None:
-    """Write to standard output at once, whatever its encoding."""
+    """Write to standard output at once, whatever its encoding, and nothing escaped."""
     # A terminal without UTF-8 shows a question mark rather than ending the program.
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(piece.encode(encoding, "replace").decode(encoding))
-    sys.stdout.flush()
+    out = unescaped(sys.stdout)
+    encoding = out.encoding or "utf-8"
+    out.write(piece.encode(encoding, "replace").decode(encoding))
+    out.flush()
 
 
 def main() -> None:
