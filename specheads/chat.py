@@ -83,6 +83,7 @@ def _load(config: ChatConfig) -> tuple[Any, str]:
         )
     device = dist.device()
     hardware.quiet_loading()
+    hardware.pin_threads(None)
     subject = load_subject(
         config.checkpoint,
         base=config.base,

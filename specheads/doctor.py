@@ -78,6 +78,7 @@ def examine_model(config: DoctorConfig) -> None:
         )
     device = torch.device(config.device) if config.device else dist.device()
     hardware.quiet_loading()
+    hardware.pin_threads(None)
     model = load_base_model(
         config.model,
         revision=config.revision,

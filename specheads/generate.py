@@ -70,6 +70,7 @@ def run(config: GenerateConfig) -> None:
     device = dist.device()
     dtype = hardware.pick_dtype(config.dtype, device)
     hardware.quiet_loading()
+    hardware.pin_threads(None)
     subject = load_subject(
         config.checkpoint,
         base=config.base,

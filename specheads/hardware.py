@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
+import re
+import sys
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
+
+from specheads.contention import processors
 
 if TYPE_CHECKING:
     import torch
 
+PROCESS = Path("/proc/self")
+# proc(5) and cgroups(7): of a mount its root, its place, 2 or nothing, and the controllers
+_CGROUP_MOUNT = re.compile(r"^\S+ \S+ \S+ (\S+) (\S+) .*- cgroup(2?) \S+ (\S+)$", re.MULTILINE)
+_CGROUP = re.compile(r"^\d+:([^:\n]*):(.*)$", re.MULTILINE)
 # Names under which Linux lists instructions that multiply bfloat16 matrices (x86, then Arm).
 _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
@@ -45,15 +54,66 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def pin_threads(threads: int) -> int:
-    """Give torch ``threads`` threads (0: one per processor this process may use)."""
+def cpu_quota() -> float | None:
+    """Return how many processors' time the cgroups of this process may use; None: no limit.
+
+    Of a cgroup and of those above it the tightest counts (cgroups(7)): ``cpu.max`` in version 2,
+    ``cpu.cfs_quota_us`` and ``cpu.cfs_period_us`` in version 1.
+    """
+    try:
+        mounts = _CGROUP_MOUNT.findall((PROCESS / "mountinfo").read_text())
+        member = _CGROUP.findall((PROCESS / "cgroup").read_text())
+    except OSError:  # not Linux
+        return None
+    paths = {name: path for names, path in member for name in names.split(",")}
+    found: list[float] = []
+    for root, mount, second, options in mounts:
+        if not second and "cpu" not in options.split(","):  # another controller's
+            continue
+        own = PurePosixPath(paths.get("" if second else "cpu", root))
+        # a container may see its own part of the tree alone, and still the names of the whole
+        inside = own.is_relative_to(root) and ".." not in own.parts
+        below = own.relative_to(root) if inside else PurePosixPath()
+        for folder in (below, *below.parents):
+            found += _quota_of(Path(mount) / folder)
+    return min(found, default=None)
+
+
+def _quota_of(cgroup: Path) -> list[float]:
+    try:
+        if (cgroup / "cpu.max").is_file():
+            quota, period = (cgroup / "cpu.max").read_text().split()
+        else:
+            quota, period = ((cgroup / f"cpu.cfs_{x}_us").read_text() for x in ("quota", "period"))
+        return [int(quota) / int(period)] if int(quota) > 0 else []
+    except (OSError, ValueError, ZeroDivisionError):  # no such file, or "max"
+        return []
+
+
+def pin_threads(threads: int | None) -> int:
+    """Set torch's number of threads, and say in a line on standard error which it is and why.
+
+    Args:
+        threads: 0 takes what ``OMP_NUM_THREADS``, the CPU quota of the container and the processors
+            that this process may use all allow. None keeps torch's own number without a line, which
+            heeds the variable, unless the quota is below it.
+    """
     import torch
 
-    if threads == 0:
-        affinity = getattr(os, "sched_getaffinity", None)
-        threads = len(affinity(0)) if affinity else os.cpu_count() or 1
-    torch.set_num_threads(threads)
-    return threads
+    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    limits = {"OMP_NUM_THREADS": int(wanted) if wanted.isdecimal() else 0, "CPU quota": cpu_quota()}
+    limits["processors"] = len(processors())
+    known = {name: number for name, number in limits.items() if number}
+    fitting = max(1, int(min(known.values())))
+    if threads is None and torch.get_num_threads() <= max(1, known.get("CPU quota", math.inf)):
+        return torch.get_num_threads()
+    count = threads or fitting
+    why = f"as threads={threads} says; there are" if threads else "the least of"
+    shown = ", ".join(f"{name} {number:g}" for name, number in known.items())
+    plural = "s" if count > 1 else ""
+    print(f"specheads: {count} thread{plural}, {why}: {shown}", file=sys.stderr, flush=True)
+    torch.set_num_threads(count)
+    return count
 
 
 def quiet_loading() -> None:

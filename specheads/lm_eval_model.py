@@ -139,6 +139,7 @@ def load(
         device = None  # lm-eval asks for a GPU where its user asked for nothing
     place = torch.device(device) if device else dist.device()
     hardware.quiet_loading()
+    hardware.pin_threads(None)
     decoder = load_decoder(
         str(checkpoint),
         DecodeConfig(**{key: _typed(key, value) for key, value in decode.items()}),

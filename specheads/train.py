@@ -18,7 +18,7 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
-from specheads import dist, heartbeat
+from specheads import dist, hardware, heartbeat
 from specheads.assets import conf_dir, recipes_dir
 from specheads.config import ConfigError, InterruptedRunError, RunError, TrainConfig
 from specheads.entry import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, hydra_main, stop
@@ -93,6 +93,7 @@ def train(cfg: TrainConfig) -> None:
 
         cfg = ready_to_resume(cfg, say)
     keep_freed_memory()
+    hardware.pin_threads(None)
     if not sys.stderr.isatty():
         from transformers.utils import logging
 

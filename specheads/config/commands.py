@@ -132,7 +132,7 @@ class BenchConfig:
     batch_sizes: list[int] = field(default_factory=lambda: [1])  # 1 is always measured
     repeats: int = 3
     dtype: str = "auto"  # auto: bfloat16 where the processor has it
-    threads: int = 0  # 0: all
+    threads: int = 0  # 0: OMP_NUM_THREADS, the container's quota, the processors: the least
     seed: int = 0
     tree_nodes: list[int] = field(default_factory=list)  # other sizes beside the export's tree
     drafters: list[str] = field(default_factory=list)  # more of decode.drafter's names, a row each
@@ -171,7 +171,7 @@ class CompareConfig:
     max_tokens: int = 8  # longest draft to consider
     repeats: int = 3
     dtype: str = "auto"
-    threads: int = 0
+    threads: int = 0  # 0: OMP_NUM_THREADS, the container's quota, the processors: the least
     seed: int = 0
     out: str = "compare.json"
     json: bool = False  # one JSON object on standard output, everything else on standard error
@@ -203,7 +203,7 @@ class TreeSearchConfig:
     batch_size: int = 1  # rows of the clocked steps
     repeats: int = 5  # of the clocking
     dtype: str = "auto"
-    threads: int = 0
+    threads: int = 0  # 0: OMP_NUM_THREADS, the container's quota, the processors: the least
     seed: int = 0
     out: str = ""  # the tree's picture; empty: tree.svg in the export
     json: bool = False  # one JSON object on standard output, everything else on standard error

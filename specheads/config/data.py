@@ -219,7 +219,7 @@ class RegenerateConfig:
     top_p: float = 1.0
     seed: int = 0
     dtype: str = "auto"
-    threads: int = 0
+    threads: int = 0  # 0: OMP_NUM_THREADS, the container's quota, the processors: the least
     json: bool = False  # one JSON object on standard output, everything else on standard error
     trust_remote_code: bool = False
 

@@ -33,7 +33,7 @@ class SpecBenchConfig:
     baseline: str = ""  # an answer file to compare with instead, of any program
     json: bool = False  # one JSON object on standard output, everything else on standard error
     dtype: str = "auto"  # auto: bfloat16 where the processor has it
-    threads: int = 0  # 0: all
+    threads: int = 0  # 0: OMP_NUM_THREADS, the container's quota, the processors: the least
     decode: DecodeConfig = field(default_factory=DecodeConfig)
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class QualityConfig:
     temperature: float = 0.7  # of the texts that a lossy rule is judged by
     seed: int = 0
     dtype: str = "float32"  # rounding is a distance too; auto: bfloat16 where there is
-    threads: int = 0  # 0: all
+    threads: int = 0  # 0: OMP_NUM_THREADS, the container's quota, the processors: the least
     decode: DecodeConfig = field(default_factory=DecodeConfig)
 
     def __post_init__(self) -> None:
