@@ -67,7 +67,7 @@ def run(config: ChatConfig) -> None:
 
 def _load(config: ChatConfig) -> tuple[Any, str]:
     """Return the decoder, and a line about it."""
-    from specheads import dist, hardware
+    from specheads import hardware
     from specheads.decoding.drafting import check_drafter, choose_drafter
     from specheads.decoding.exported import acceptance_rule
     from specheads.decoding.generate import SpecDecoder
@@ -81,7 +81,7 @@ def _load(config: ChatConfig) -> tuple[Any, str]:
             f"{config.checkpoint} has no chat template: give one with template=<file>.jinja, or"
             " continue texts with generate"
         )
-    device = dist.device()
+    device = hardware.pick_device(config.device)
     hardware.quiet_loading()
     hardware.pin_threads(None)
     subject = load_subject(

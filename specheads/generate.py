@@ -56,7 +56,7 @@ def take_literals(argv: list[str], key: str) -> tuple[list[str], list[str]]:
 @answers_json
 def run(config: GenerateConfig) -> None:
     """Load, decode, print."""
-    from specheads import dist, hardware
+    from specheads import hardware
     from specheads.data.chat import Encoder
     from specheads.decoding.drafting import check_drafter, choose_drafter
     from specheads.decoding.exported import acceptance_rule
@@ -67,7 +67,7 @@ def run(config: GenerateConfig) -> None:
 
     if not config.plain:
         check_drafter(config.decode, has_heads=not is_plain_model(config.checkpoint))
-    device = dist.device()
+    device = hardware.pick_device(config.device)
     dtype = hardware.pick_dtype(config.dtype, device)
     hardware.quiet_loading()
     hardware.pin_threads(None)

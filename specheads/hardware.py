@@ -12,6 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from specheads import dist
+from specheads.config import ConfigError
+from specheads.config.errors import check_device
 from specheads.contention import processors
 
 if TYPE_CHECKING:
@@ -40,6 +43,49 @@ def has_native_bfloat16() -> bool:
     cpu = _cpu_lines()
     flags = (cpu.get("flags") or cpu.get("Features") or "").split()
     return not _BFLOAT16_FLAGS.isdisjoint(flags)
+
+
+def pick_device(asked: str = "auto") -> torch.device:
+    """Return the device that ``device=`` asks for; a GPU becomes torch's current one as well.
+
+    Args:
+        asked: ``auto`` (a GPU where there is one, else the CPU), ``cpu``, ``cuda`` (also ROCm's; of
+            several processes on one machine each takes its own), ``cuda:<number>``, or ``mps``.
+
+    Raises:
+        ConfigError: if it is no such name, there is no such device, or there are more processes on
+            this machine than GPUs.
+    """
+    import torch
+
+    check_device(asked)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    kind, _, number = asked.partition(":")
+    if asked == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError("device=mps, but torch finds no Apple GPU here: device=cpu or auto")
+    if kind in ("cpu", "mps") or (asked == "auto" and not gpus):
+        return torch.device("cpu" if asked == "auto" else asked)
+    if not gpus:
+        raise ConfigError(
+            f"device={asked}, but torch finds no GPU here (`specheads doctor` says why):"
+            " device=cpu or auto"
+        )
+    if number and dist.world_size() > 1:
+        raise ConfigError(
+            f"device={asked} is one GPU for {dist.world_size()} processes: with device=cuda each"
+            " takes its own"
+        )
+    index = int(number or dist.local_rank())
+    if index >= gpus and number:
+        last = f" to cuda:{gpus - 1}" if gpus > 1 else ""
+        raise ConfigError(f"device={asked}, but this process sees cuda:0{last}: choose among these")
+    if index >= gpus:
+        raise ConfigError(
+            f"LOCAL_RANK is {index}, but this process sees {gpus} GPUs: start as many processes per"
+            " machine as it has GPUs, or set device=cpu"
+        )
+    torch.cuda.set_device(index)  # kernels, random state and memory figures that name no device
+    return torch.device("cuda", index)
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -141,8 +187,12 @@ def peak_memory(device: torch.device, *, reset: bool = False) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
 
 
-def environment() -> dict[str, Any]:
-    """Return date, versions, processor, threads and load, as printed beside measured figures."""
+def environment(device: torch.device | None = None) -> dict[str, Any]:
+    """Return date, versions, processor, threads and load, as printed beside measured figures.
+
+    Args:
+        device: that was measured on; None is the GPU where there is one.
+    """
     import torch
 
     packages: dict[str, str] = {}
@@ -154,13 +204,14 @@ def environment() -> dict[str, Any]:
 
             packages[name] = __version__
     cpu = _cpu_lines()
+    on_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "python": platform.python_version(),
         **packages,
         "system": f"{platform.system()} {platform.machine()}",
         "processor": cpu.get("model name") or platform.processor() or platform.machine(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "device": torch.cuda.get_device_name(device) if on_gpu else str(device or "cpu"),
         "threads": torch.get_num_threads(),
         "native_bfloat16": has_native_bfloat16(),
         "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,

@@ -86,6 +86,7 @@ def train(cfg: TrainConfig) -> None:
     if not cfg.recipe:
         names = sorted(path.stem for path in (conf_dir() / "recipe").glob("*.yaml"))
         raise ConfigError(f"choose a recipe: +recipe={'|'.join(names)}")
+    hardware.pick_device(cfg.device)  # or a line why not, before anything is read
     run = load_recipe(cfg.recipe)
     check_run_dir(Path(cfg.run_dir), cfg.resume)
     if cfg.resume:
