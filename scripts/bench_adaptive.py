@@ -178,8 +178,8 @@ def main() -> None:
     hardware.pin_threads(0)
     # float32: in coarser numbers a verify step's tokens may not be the recorded ones
     tokenizer = load_tokenizer(asked.base)
-    base = load_base_model(asked.base, attn="auto")
-    draft = load_draft(asked.draft, tokenizer=tokenizer, where="--draft")
+    base = load_base_model(asked.base, device=device, attn="auto")
+    draft = load_draft(asked.draft, tokenizer=tokenizer, where="--draft", device=device)
     eos = end_tokens(base, tokenizer)
     context = context_length(base)
     longest = 1 << 30 if context is None else context - asked.max_new_tokens

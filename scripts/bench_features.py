@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from specheads import dist, hardware
+from specheads import hardware
 from specheads.config import DataConfig, OptimConfig, TrainConfig
 from specheads.data.chat import Encoded
 from specheads.data.feature_plan import plan_features, readable
@@ -170,7 +170,7 @@ def random_documents(args: argparse.Namespace, vocab: int) -> list[Encoded]:
 def make_base(name: str, args: argparse.Namespace) -> PreTrainedModel:
     """Return the embedded model, or a random one of the sizes of the command line."""
     if name == "tinycode":
-        return load_base_model("tinycode", dtype=args.dtype, device=dist.device())
+        return load_base_model("tinycode", dtype=args.dtype, device=hardware.pick_device())
     torch.manual_seed(args.seed)
     config = LlamaConfig(
         vocab_size=args.deep_vocab,
@@ -183,7 +183,7 @@ def make_base(name: str, args: argparse.Namespace) -> PreTrainedModel:
         tie_word_embeddings=False,
     )
     model = LlamaForCausalLM(config).eval().to(getattr(torch, args.dtype))
-    return model.to(dist.device())
+    return model.to(hardware.pick_device())
 
 
 def measure(name: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:

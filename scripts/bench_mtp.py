@@ -233,9 +233,9 @@ def load(run: Path, dtype: torch.dtype) -> Model:
     if (export / "model.safetensors").is_file() and "format_version" in json.loads(
         (export / "config.json").read_text()
     ):
-        found = load_export(export, dtype=dtype)
+        found = load_export(export, dtype=dtype, device="cpu")
         return Model(found.base, found.heads, found.tokenizer)
-    base = load_base_model(str(export), dtype=dtype)
+    base = load_base_model(str(export), dtype=dtype, device="cpu")
     return Model(base, None, load_tokenizer(str(export)))
 
 

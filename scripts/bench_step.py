@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone need 
 import torch
 from torch import Tensor
 
-from specheads import dist, hardware
+from specheads import hardware
 from specheads.bench import max_prompt_length, prompt_file
 from specheads.decoding import loop
 from specheads.decoding.measure import Prompt, end_tokens, read_prompts
@@ -333,7 +333,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print."""
     args = parse(argv)
-    device = dist.device()
+    device = hardware.pick_device()
     hardware.pin_threads(args.threads)
     dtype = hardware.pick_dtype(args.dtype, device)
     hardware.quiet_loading()

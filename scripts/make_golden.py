@@ -277,7 +277,7 @@ def main() -> None:
     path = args.out / "export"
     if not args.pin:
         make(path, args.steps)
-    expected = pin(load_export(path, dtype="float32"))
+    expected = pin(load_export(path, dtype="float32", device="cpu"))
     text = json.dumps(expected, indent=1)
     (args.out / "expected.json").write_text(compact(text) + "\n", encoding="utf-8")
     size = sum(file.stat().st_size for file in args.out.rglob("*") if file.is_file())

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from specheads import dist, hardware, tree_search
+from specheads import hardware, tree_search
 from specheads.bench import max_prompt_length, prompt_file
 from specheads.config import DecodeConfig, TreeSearchConfig
 from specheads.decoding.benchmark import make_methods, measure_rows
@@ -74,13 +74,13 @@ def search_tree(checkpoint: Path) -> None:
 
 def load(checkpoint: Path, dtype: torch.dtype, num_prompts: int) -> tuple[Export, list[Prompt]]:
     """Return the export in ``dtype``, and prompts that it was neither trained nor calibrated on."""
-    export = load_export(checkpoint, dtype=dtype, device=dist.device())
+    export = load_export(checkpoint, dtype=dtype, device=hardware.pick_device())
     prompts, _ = read_prompts(
         prompt_file("", str(checkpoint), "prompts.jsonl"),
         export.tokenizer,
         num_prompts,
         max_length=max_prompt_length(export, MAX_NEW_TOKENS),
-        device=dist.device(),
+        device=hardware.pick_device(),
     )
     return export, prompts
 
@@ -213,7 +213,7 @@ def main() -> None:
         search_tree(checkpoint)
     hardware.quiet_loading()
     threads = hardware.pin_threads(0)
-    dtype = hardware.pick_dtype("auto", dist.device())
+    dtype = hardware.pick_dtype("auto", hardware.pick_device())
     exact, compared = load(checkpoint, torch.float32, NUM_COMPARED)
     same = {
         temperature: count_identical(exact, compared, temperature) for temperature in (0.0, 1.0)

@@ -37,7 +37,7 @@ def ship_export(source: Path, target: Path) -> None:
     """Write heads, and the base they were trained with where there is no other, in ``DTYPE``."""
     info = read_config(source)
     base, tree = info["base"], info["tree"]
-    tuned = load_export(source).base if base["tuned"] else None
+    tuned = load_export(source, device="cpu").base if base["tuned"] else None
     save_export(
         target,
         load_heads(source),
@@ -67,7 +67,7 @@ def ship_draft(source: Path, target: Path) -> None:
         raise SystemExit(f"{source} is no draft model made by specheads")
     save_draft(
         target,
-        load_base_model(str(source), dtype="float32"),
+        load_base_model(str(source), dtype="float32", device="cpu"),
         load_tokenizer(str(source)),
         base_name=about["base"]["name"],
         base_digest=about["base"]["digest"],

@@ -97,7 +97,7 @@ def run(config: BenchConfig) -> None:
 
     from tqdm import tqdm
 
-    from specheads import dist, hardware
+    from specheads import hardware
     from specheads.decoding.accuracy import accuracy_of
     from specheads.decoding.benchmark import benchmark, make_methods
     from specheads.decoding.contenders import (
@@ -115,7 +115,7 @@ def run(config: BenchConfig) -> None:
 
     out = Path(config.out)
     _check_outputs(config)
-    device = dist.device()
+    device = hardware.pick_device(config.device)
     hardware.pin_threads(config.threads)
     dtype = hardware.pick_dtype(config.dtype, device)
     hardware.quiet_loading()

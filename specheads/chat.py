@@ -21,7 +21,17 @@ from typing import TYPE_CHECKING, Any
 from specheads.config import ChatConfig, ConfigError
 from specheads.entry import hydra_main
 from specheads.generate import take_literal, write
-from specheads.terminal import DIM, RESET, Keys, Lines, StatusLine, ctrl_c, wants_color
+from specheads.terminal import (
+    DIM,
+    RESET,
+    Keys,
+    Lines,
+    StatusLine,
+    ctrl_c,
+    harmless,
+    unescaped,
+    wants_color,
+)
 
 if TYPE_CHECKING:
     from specheads.decoding.conversation import Conversation, OnStep, Turn
@@ -57,7 +67,7 @@ def run(config: ChatConfig) -> None:
 
 def _load(config: ChatConfig) -> tuple[Any, str]:
     """Return the decoder, and a line about it."""
-    from specheads import dist, hardware
+    from specheads import hardware
     from specheads.decoding.drafting import check_drafter, choose_drafter
     from specheads.decoding.exported import acceptance_rule
     from specheads.decoding.generate import SpecDecoder
@@ -71,8 +81,9 @@ def _load(config: ChatConfig) -> tuple[Any, str]:
             f"{config.checkpoint} has no chat template: give one with template=<file>.jinja, or"
             " continue texts with generate"
         )
-    device = dist.device()
+    device = hardware.pick_device(config.device)
     hardware.quiet_loading()
+    hardware.pin_threads(None)
     subject = load_subject(
         config.checkpoint,
         base=config.base,
@@ -138,7 +149,9 @@ class Chat:
         """Say something that is not the model's, on standard error."""
         sys.stdout.flush()
         dim = wants_color(self.talks.config.color, sys.stderr)
-        print(f"{DIM}{text}{RESET}" if dim else text, file=sys.stderr, flush=True)
+        text = harmless(text)
+        out = unescaped(sys.stderr)
+        print(f"{DIM}{text}{RESET}" if dim else text, file=out, flush=True)
 
     def turn(self, text: str) -> None:
         """Answer a message, and show how it went."""

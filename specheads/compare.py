@@ -33,7 +33,7 @@ def run(config: CompareConfig) -> None:
 
     from tqdm import tqdm
 
-    from specheads import dist, hardware
+    from specheads import hardware
     from specheads.decoding.comparing import Settings, compare_drafts
     from specheads.decoding.measure import end_tokens
     from specheads.decoding.subject import load_subject
@@ -42,7 +42,7 @@ def run(config: CompareConfig) -> None:
     from specheads.models.draft import load_draft
 
     _check(config)
-    device = dist.device()
+    device = hardware.pick_device(config.device)
     threads = hardware.pin_threads(config.threads)
     dtype = hardware.pick_dtype(config.dtype, device)
     hardware.quiet_loading()
@@ -69,7 +69,7 @@ def run(config: CompareConfig) -> None:
         eos_token_ids=end_tokens(subject.base, subject.tokenizer),
         seed=config.seed,
     )
-    before = hardware.environment()
+    before = hardware.environment(device)
     total = (len(drafts) + 1) * len(measured) * config.repeats
     with tqdm(total=total, unit="text", disable=None) as bar:
         found = compare_drafts(

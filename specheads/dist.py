@@ -10,8 +10,6 @@ import os
 import socket
 from typing import TYPE_CHECKING
 
-from specheads.config import ConfigError
-
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -37,24 +35,6 @@ def is_main() -> bool:
     return rank() == 0
 
 
-def device() -> torch.device:
-    """Return the device of this rank: its GPU where there is one, else the CPU.
-
-    Raises:
-        ConfigError: if more processes were started on this machine than it has GPUs.
-    """
-    import torch
-
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    if local_rank() >= (count := torch.cuda.device_count()):
-        raise ConfigError(
-            f"LOCAL_RANK is {local_rank()}, but this process sees {count} GPUs: start as many "
-            "processes per machine as it has GPUs"
-        )
-    return torch.device("cuda", local_rank())
-
-
 def set_defaults() -> None:
     """Describe a world of one process to libraries that insist on the launcher's variables."""
     if "MASTER_PORT" not in os.environ:
@@ -73,15 +53,24 @@ def _group_exists() -> bool:
     return group.is_available() and group.is_initialized()
 
 
+def _meeting_place() -> torch.device:
+    """Return where tensors have to lie for the process group to see them."""
+    import torch
+    import torch.distributed as group
+
+    on_gpu = "nccl" in group.get_backend()
+    return torch.device("cuda", local_rank()) if on_gpu else torch.device("cpu")
+
+
 def sum_over_ranks(values: Tensor) -> Tensor:
     """Return the elementwise sum of ``values`` over all ranks; every rank must call it."""
     import torch.distributed as group
 
     if not _group_exists() or world_size() == 1:
         return values
-    total = values.detach().clone()
+    total = values.detach().to(_meeting_place(), copy=True)
     group.all_reduce(total)
-    return total
+    return total.to(values.device)
 
 
 def gather_texts(text: str) -> list[str]:
@@ -91,7 +80,8 @@ def gather_texts(text: str) -> list[str]:
 
     if not _group_exists() or world_size() == 1:
         return [text]
-    data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8).to(device())
+    data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
+    data = data.to(_meeting_place())
     lengths = torch.zeros(world_size(), dtype=torch.long, device=data.device)
     lengths[rank()] = len(data)
     group.all_reduce(lengths)

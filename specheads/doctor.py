@@ -28,8 +28,12 @@ def run(config: DoctorConfig) -> None:
     """Examine, print."""
     if config.model:
         examine_model(config)
-    else:
-        examine_installation()
+        return
+    examine_installation()
+    if config.device != "auto":
+        from specheads import hardware
+
+        hardware.pick_device(config.device)
 
 
 def examine_installation() -> None:
@@ -64,9 +68,7 @@ def examine_model(config: DoctorConfig) -> None:
         ConfigError: if it is none, or cannot be loaded.
         RunError: if it cannot be decoded, or something about it must be mended.
     """
-    import torch
-
-    from specheads import dist, hardware
+    from specheads import hardware
     from specheads.decoding.diagnose import examine
     from specheads.models.base import load_base_model
 
@@ -76,8 +78,9 @@ def examine_model(config: DoctorConfig) -> None:
             f"{config.model} is an export; its base model is "
             + (f"model={tuned}" if tuned.is_dir() else "named in its config.json")
         )
-    device = torch.device(config.device) if config.device else dist.device()
+    device = hardware.pick_device(config.device)
     hardware.quiet_loading()
+    hardware.pin_threads(None)
     model = load_base_model(
         config.model,
         revision=config.revision,

@@ -30,6 +30,7 @@ from specheads.config import (
 )
 from specheads.launch import take_local_rank
 from specheads.redact import redact
+from specheads.terminal import escape_output, harmless
 
 T = TypeVar("T")
 
@@ -38,7 +39,8 @@ EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 75
 
 def stop(message: str, code: int) -> NoReturn:
     """Print ``message`` as one line on stderr and leave with ``code``."""
-    print(f"specheads: {redact(' '.join(message.split()))}", file=sys.stderr, flush=True)
+    line = harmless(redact(" ".join(message.split())))
+    print(f"specheads: {line}", file=sys.stderr, flush=True)
     raise SystemExit(code)
 
 
@@ -111,6 +113,7 @@ def hydra_main(
         except KeyboardInterrupt as error:
             stop(str(error) or "interrupted", EXIT_INTERRUPTED)
 
+    escape_output()
     register_schemas()
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors reach us instead of printing many lines

@@ -65,6 +65,7 @@ def run(config: ExportConfig) -> None:
 
 def _check(config: ExportConfig) -> list[Record]:
     """Check the settings before anything is loaded; return the records to count, if any."""
+    from specheads import hardware
     from specheads.data.records import read_jsonl
 
     changes = config.lm_head != "keep" or config.merge or config.dtype is not None or config.push
@@ -96,6 +97,8 @@ def _check(config: ExportConfig) -> list[Record]:
         from specheads.formats import push
 
         push.check(config.push)
+    if config.lm_head == "low_rank":
+        hardware.pick_device(config.device)
     if config.lm_head != "pruned":
         return []
     if not config.counted:
@@ -188,7 +191,8 @@ def _check_heads(config: ExportConfig, info: dict[str, Any]) -> None:
 def _tuned_base(config: ExportConfig, info: dict[str, Any]) -> PreTrainedModel | None:
     from specheads.models.checkpoint import load_export
 
-    return load_export(config.checkpoint).base if info["base"]["tuned"] else None
+    tuned = info["base"]["tuned"]
+    return load_export(config.checkpoint, device="cpu").base if tuned else None
 
 
 def _foreign(config: ExportConfig, info: dict[str, Any]) -> list[str]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from specheads.config import ConfigError, GenerateConfig
 from specheads.entry import hydra_main
 from specheads.json_answer import answer, answers_json
-from specheads.terminal import wants_color
+from specheads.terminal import harmless, unescaped, wants_color
 
 if TYPE_CHECKING:
     from specheads.data.records import Record
@@ -56,7 +56,7 @@ def take_literals(argv: list[str], key: str) -> tuple[list[str], list[str]]:
 @answers_json
 def run(config: GenerateConfig) -> None:
     """Load, decode, print."""
-    from specheads import dist, hardware
+    from specheads import hardware
     from specheads.data.chat import Encoder
     from specheads.decoding.drafting import check_drafter, choose_drafter
     from specheads.decoding.exported import acceptance_rule
@@ -67,9 +67,10 @@ def run(config: GenerateConfig) -> None:
 
     if not config.plain:
         check_drafter(config.decode, has_heads=not is_plain_model(config.checkpoint))
-    device = dist.device()
+    device = hardware.pick_device(config.device)
     dtype = hardware.pick_dtype(config.dtype, device)
     hardware.quiet_loading()
+    hardware.pin_threads(None)
     subject = load_subject(
         config.checkpoint,
         base=config.base,
@@ -111,7 +112,9 @@ def _run_one(
 
     assert decoder.tokenizer is not None
     color = wants_color(config.color, sys.stdout)
-    printer = StepPrinter(decoder.tokenizer, write, color=color, safe=sys.stdout.isatty())
+    # with json=true the text that is to be exact stands in the object
+    safe = config.json or sys.stdout.isatty()
+    printer = StepPrinter(decoder.tokenizer, write, color=color, safe=safe)
     limit = min(config.max_new_tokens, context - len(prompt))
     start = time.perf_counter()
     result = _decode(config, decoder, [prompt], limit, config.seed, on_tokens=printer)
@@ -166,7 +169,8 @@ def _run_batches(
                 "num_steps": len(row.accept_lengths),
                 "finished": row.finished,
             }
-            write(json.dumps(line, ensure_ascii=False) + "\n")
+            text = json.dumps(line, ensure_ascii=False) + "\n"
+            write(harmless(text) if config.json or sys.stdout.isatty() else text)
             lines.append({**line, "new_tokens": row.new_tokens})
     seconds = time.perf_counter() - start
     print(
@@ -240,11 +244,12 @@ def _read_prompt() -> str:
 
 
 def write(piece: str) -> None:
-    """Write to standard output at once, whatever its encoding."""
+    """Write to standard output at once, whatever its encoding, and nothing escaped."""
     # A terminal without UTF-8 shows a question mark rather than ending the program.
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(piece.encode(encoding, "replace").decode(encoding))
-    sys.stdout.flush()
+    out = unescaped(sys.stdout)
+    encoding = out.encoding or "utf-8"
+    out.write(piece.encode(encoding, "replace").decode(encoding))
+    out.flush()
 
 
 def main() -> None:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
+import re
+import sys
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
+
+from specheads import dist
+from specheads.config import ConfigError
+from specheads.config.errors import check_device
+from specheads.contention import processors
 
 if TYPE_CHECKING:
     import torch
 
+PROCESS = Path("/proc/self")
+# proc(5) and cgroups(7): of a mount its root, its place, 2 or nothing, and the controllers
+_CGROUP_MOUNT = re.compile(r"^\S+ \S+ \S+ (\S+) (\S+) .*- cgroup(2?) \S+ (\S+)$", re.MULTILINE)
+_CGROUP = re.compile(r"^\d+:([^:\n]*):(.*)$", re.MULTILINE)
 # Names under which Linux lists instructions that multiply bfloat16 matrices (x86, then Arm).
 _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
@@ -33,6 +45,49 @@ def has_native_bfloat16() -> bool:
     return not _BFLOAT16_FLAGS.isdisjoint(flags)
 
 
+def pick_device(asked: str = "auto") -> torch.device:
+    """Return the device that ``device=`` asks for; a GPU becomes torch's current one as well.
+
+    Args:
+        asked: ``auto`` (a GPU where there is one, else the CPU), ``cpu``, ``cuda`` (also ROCm's; of
+            several processes on one machine each takes its own), ``cuda:<number>``, or ``mps``.
+
+    Raises:
+        ConfigError: if it is no such name, there is no such device, or there are more processes on
+            this machine than GPUs.
+    """
+    import torch
+
+    check_device(asked)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    kind, _, number = asked.partition(":")
+    if asked == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError("device=mps, but torch finds no Apple GPU here: device=cpu or auto")
+    if kind in ("cpu", "mps") or (asked == "auto" and not gpus):
+        return torch.device("cpu" if asked == "auto" else asked)
+    if not gpus:
+        raise ConfigError(
+            f"device={asked}, but torch finds no GPU here (`specheads doctor` says why):"
+            " device=cpu or auto"
+        )
+    if number and dist.world_size() > 1:
+        raise ConfigError(
+            f"device={asked} is one GPU for {dist.world_size()} processes: with device=cuda each"
+            " takes its own"
+        )
+    index = int(number or dist.local_rank())
+    if index >= gpus and number:
+        last = f" to cuda:{gpus - 1}" if gpus > 1 else ""
+        raise ConfigError(f"device={asked}, but this process sees cuda:0{last}: choose among these")
+    if index >= gpus:
+        raise ConfigError(
+            f"LOCAL_RANK is {index}, but this process sees {gpus} GPUs: start as many processes per"
+            " machine as it has GPUs, or set device=cpu"
+        )
+    torch.cuda.set_device(index)  # kernels, random state and memory figures that name no device
+    return torch.device("cuda", index)
+
+
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     """Turn a dtype's name into the dtype; ``auto`` is bfloat16 where the hardware has it."""
     import torch
@@ -45,15 +100,66 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def pin_threads(threads: int) -> int:
-    """Give torch ``threads`` threads (0: one per processor this process may use)."""
+def cpu_quota() -> float | None:
+    """Return how many processors' time the cgroups of this process may use; None: no limit.
+
+    Of a cgroup and of those above it the tightest counts (cgroups(7)): ``cpu.max`` in version 2,
+    ``cpu.cfs_quota_us`` and ``cpu.cfs_period_us`` in version 1.
+    """
+    try:
+        mounts = _CGROUP_MOUNT.findall((PROCESS / "mountinfo").read_text())
+        member = _CGROUP.findall((PROCESS / "cgroup").read_text())
+    except OSError:  # not Linux
+        return None
+    paths = {name: path for names, path in member for name in names.split(",")}
+    found: list[float] = []
+    for root, mount, second, options in mounts:
+        if not second and "cpu" not in options.split(","):  # another controller's
+            continue
+        own = PurePosixPath(paths.get("" if second else "cpu", root))
+        # a container may see its own part of the tree alone, and still the names of the whole
+        inside = own.is_relative_to(root) and ".." not in own.parts
+        below = own.relative_to(root) if inside else PurePosixPath()
+        for folder in (below, *below.parents):
+            found += _quota_of(Path(mount) / folder)
+    return min(found, default=None)
+
+
+def _quota_of(cgroup: Path) -> list[float]:
+    try:
+        if (cgroup / "cpu.max").is_file():
+            quota, period = (cgroup / "cpu.max").read_text().split()
+        else:
+            quota, period = ((cgroup / f"cpu.cfs_{x}_us").read_text() for x in ("quota", "period"))
+        return [int(quota) / int(period)] if int(quota) > 0 else []
+    except (OSError, ValueError, ZeroDivisionError):  # no such file, or "max"
+        return []
+
+
+def pin_threads(threads: int | None) -> int:
+    """Set torch's number of threads, and say in a line on standard error which it is and why.
+
+    Args:
+        threads: 0 takes what ``OMP_NUM_THREADS``, the CPU quota of the container and the processors
+            that this process may use all allow. None keeps torch's own number without a line, which
+            heeds the variable, unless the quota is below it.
+    """
     import torch
 
-    if threads == 0:
-        affinity = getattr(os, "sched_getaffinity", None)
-        threads = len(affinity(0)) if affinity else os.cpu_count() or 1
-    torch.set_num_threads(threads)
-    return threads
+    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    limits = {"OMP_NUM_THREADS": int(wanted) if wanted.isdecimal() else 0, "CPU quota": cpu_quota()}
+    limits["processors"] = len(processors())
+    known = {name: number for name, number in limits.items() if number}
+    fitting = max(1, int(min(known.values())))
+    if threads is None and torch.get_num_threads() <= max(1, known.get("CPU quota", math.inf)):
+        return torch.get_num_threads()
+    count = threads or fitting
+    why = f"as threads={threads} says; there are" if threads else "the least of"
+    shown = ", ".join(f"{name} {number:g}" for name, number in known.items())
+    plural = "s" if count > 1 else ""
+    print(f"specheads: {count} thread{plural}, {why}: {shown}", file=sys.stderr, flush=True)
+    torch.set_num_threads(count)
+    return count
 
 
 def quiet_loading() -> None:
@@ -81,8 +187,12 @@ def peak_memory(device: torch.device, *, reset: bool = False) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
 
 
-def environment() -> dict[str, Any]:
-    """Return date, versions, processor, threads and load, as printed beside measured figures."""
+def environment(device: torch.device | None = None) -> dict[str, Any]:
+    """Return date, versions, processor, threads and load, as printed beside measured figures.
+
+    Args:
+        device: that was measured on; None is the GPU where there is one.
+    """
     import torch
 
     packages: dict[str, str] = {}
@@ -94,13 +204,14 @@ def environment() -> dict[str, Any]:
 
             packages[name] = __version__
     cpu = _cpu_lines()
+    on_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "python": platform.python_version(),
         **packages,
         "system": f"{platform.system()} {platform.machine()}",
         "processor": cpu.get("model name") or platform.processor() or platform.machine(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "device": torch.cuda.get_device_name(device) if on_gpu else str(device or "cpu"),
         "threads": torch.get_num_threads(),
         "native_bfloat16": has_native_bfloat16(),
         "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,

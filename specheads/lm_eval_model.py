@@ -122,7 +122,7 @@ def load(
     """
     import torch
 
-    from specheads import dist, hardware
+    from specheads import hardware
     from specheads.decoding.harness import Harness
     from specheads.spec_bench import load as load_decoder
 
@@ -137,8 +137,9 @@ def load(
         )
     if device and device.startswith("cuda") and not torch.cuda.is_available():
         device = None  # lm-eval asks for a GPU where its user asked for nothing
-    place = torch.device(device) if device else dist.device()
+    place = hardware.pick_device(device or "auto")
     hardware.quiet_loading()
+    hardware.pin_threads(None)
     decoder = load_decoder(
         str(checkpoint),
         DecodeConfig(**{key: _typed(key, value) for key, value in decode.items()}),

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from specheads.config import ConfigError, PreviewConfig, RunError
 from specheads.entry import hydra_main
-from specheads.generate import take_literal
+from specheads.generate import take_literal, write
 from specheads.json_answer import answer, answers_json
-from specheads.terminal import wants_color
+from specheads.terminal import harmless, wants_color
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -103,7 +103,7 @@ def _show(
         long = len(encoded.input_ids) > config.data.seq_len
         note = f", longer than data.seq_len={config.data.seq_len}" if long else ""
         _write(f"{title}: {share(learned, len(encoded.input_ids))}{note}")
-        _write(render(encoded, tokenizer, color=color, brackets=brackets) + "\n")
+        write(render(encoded, tokenizer, color=color, brackets=brackets) + "\n\n")
 
 
 def _can_show(text: str) -> bool:
@@ -115,9 +115,7 @@ def _can_show(text: str) -> bool:
 
 
 def _write(line: str) -> None:
-    # a terminal without UTF-8 shows a question mark rather than ending the program
-    encoding = sys.stdout.encoding or "utf-8"
-    print(line.encode(encoding, "replace").decode(encoding), flush=True)
+    write(harmless(line) + "\n")
 
 
 def main() -> None:

@@ -41,7 +41,7 @@ def run(config: QualityConfig) -> None:
 
     from tqdm import tqdm
 
-    from specheads import dist, hardware
+    from specheads import hardware
     from specheads.decoding.drafting import check_drafter
     from specheads.decoding.exported import acceptance_rule
     from specheads.decoding.measure import end_tokens, read_prompts
@@ -60,7 +60,7 @@ def run(config: QualityConfig) -> None:
     if not data.is_file():
         raise ConfigError(f"data is {data}, which is no file")
     threads = hardware.pin_threads(config.threads)
-    device = dist.device()
+    device = hardware.pick_device(config.device)
     dtype = hardware.pick_dtype(config.dtype, device)
     hardware.quiet_loading()
     subject = load_subject(config.checkpoint, base=config.base or None, dtype=dtype, device=device)
@@ -96,7 +96,7 @@ def run(config: QualityConfig) -> None:
         if not rule.lossless and prompts:
             lossy = _lossy(config, subject, prompts, eos, bar.update)
     result: dict[str, Any] = {
-        "environment": hardware.environment(),
+        "environment": hardware.environment(device),
         "settings": {
             **asdict(config),
             # the embedded file and an export's own lie elsewhere on every machine

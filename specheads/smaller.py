@@ -21,7 +21,7 @@ def changed(
     records: list[Record],
 ) -> tuple[Heads, dict[str, Any]]:
     """Return the heads that are asked for, and what the new export says about how they came."""
-    from specheads import dist
+    from specheads import hardware
     from specheads.models.compress import low_rank_heads, pruned_heads, relative_errors
     from specheads.models.mtp import MtpHeads
 
@@ -29,7 +29,7 @@ def changed(
         return heads, {}
     try:
         if config.lm_head == "low_rank":
-            smaller = low_rank_heads(heads.to(dist.device()), config.rank)
+            smaller = low_rank_heads(heads.to(hardware.pick_device(config.device)), config.rank)
             errors = relative_errors(heads, smaller)
             for i, error in enumerate(errors):
                 print(f"head {i}: relative error of its output matrix {error:.4f}")

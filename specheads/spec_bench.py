@@ -38,7 +38,7 @@ def load(
     *,
     base: str = "",
     dtype: str | torch.dtype = "float32",
-    device: str | torch.device = "cpu",
+    device: str | torch.device = "auto",
 ) -> SpecDecoder:
     """Return a decoder for :func:`forward`, with the drafter that the settings ask for.
 
@@ -47,7 +47,7 @@ def load(
         decode: the settings; by default an export's heads, a base model's own suffixes.
         base: where an export's base model is now, if it was moved.
         dtype: of the weights.
-        device: where they go.
+        device: where they go: one of torch's, or what :func:`hardware.pick_device` knows.
 
     Raises:
         ConfigError: if something cannot be found or loaded.
@@ -123,7 +123,7 @@ def run(config: SpecBenchConfig) -> None:
     """
     import json
 
-    from specheads import contention, dist, hardware
+    from specheads import contention, hardware
     from specheads.data.suites import read_questions
     from specheads.data.templates import QuestionPrompts
     from specheads.decoding.answer_files import AnswerFile, details_of, read_answers, read_details
@@ -138,8 +138,9 @@ def run(config: SpecBenchConfig) -> None:
     questions = read_questions(config.questions, config.begin, config.end)
     baseline = read_answers(Path(config.baseline)) if config.baseline else []
     names = check_drafter(config.decode, has_heads=not is_plain_model(config.checkpoint))
+    device = hardware.pick_device(config.device)
     threads = hardware.pin_threads(config.threads)
-    dtype = str(hardware.pick_dtype(config.dtype, dist.device())).removeprefix("torch.")
+    dtype = str(hardware.pick_dtype(config.dtype, device)).removeprefix("torch.")
     hardware.quiet_loading()
     tokenizer = load_tokenizer(config.checkpoint)
     prompts = QuestionPrompts(tokenizer, config.template)
@@ -176,7 +177,7 @@ def run(config: SpecBenchConfig) -> None:
         details0,
     )
     result = {
-        "environment": {**hardware.environment(), "contention": others},
+        "environment": {**hardware.environment(device), "contention": others},
         "settings": {**asdict(config), **shared, "threads": threads, "drafter": "+".join(names)},
         "answers": {name: str(file.path) for name, file in files.items()}
         | ({"baseline": config.baseline} if config.baseline else {}),
@@ -242,12 +243,11 @@ def _answer_all(
     """Load, and answer what is missing; return the questions left out because they are too long."""
     from tqdm import tqdm
 
-    from specheads import dist
     from specheads.decoding.generate import SpecDecoder
     from specheads.decoding.suite_answers import Asked, answer_all
 
     drafted = load(
-        config.checkpoint, config.decode, base=config.base, dtype=dtype, device=dist.device()
+        config.checkpoint, config.decode, base=config.base, dtype=dtype, device=config.device
     )
     plain = SpecDecoder(
         drafted.base, None, tokenizer=drafted.tokenizer, compile=config.decode.compile

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import json
 import os
 import re
 import select
 import signal
 import sys
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TextIO
 
 DIM, RESET = "\x1b[2m", "\x1b[0m"
 _FEW_ROWS = 4
+# C0, DEL, C1; line and paragraph separators; bidirectional formatting; surrogates
+_OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u206f\ud800-\udfff]")
+_MOVES = re.compile(r"(?:\x1b\[A)*\Z|\r?")  # all that tqdm writes but text
 _KEYS = re.compile(r"\x1b(?:[\[O][0-9;]*[A-Za-z~]|.)")  # what arrows and their like send
 
 
@@ -39,15 +43,52 @@ def moves_cursor(stream: TextIO) -> bool:
 
 
 def harmless(text: str) -> str:
-    """Return ``text`` without control characters that a terminal would obey.
+    """Return ``text`` with escapes for the characters that a terminal would obey.
 
-    What a model writes may hold any of them: they can move the cursor, or type.
+    What a model, a file or a server wrote may hold any of them: they move the cursor, type, fill
+    the clipboard, or make a line read as another one. Escaped as JSON does it, so that a line of
+    JSON stays one, are C0 and C1 but for line breaks and tabs, DEL, line and paragraph separators,
+    bidirectional embeddings, overrides and isolates, and lone surrogates, which no stream takes.
     """
-    if text.isprintable():
-        return text
-    return "".join(
-        repr(c)[1:-1] if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text
-    )
+    return _OBEYED.sub(lambda found: json.dumps(found[0])[1:-1], text)
+
+
+class _Escaped:
+    """A stream of text that gets what :func:`harmless` gives; standard error also tqdm's moves."""
+
+    def __init__(self, stream: TextIO, *, bars: bool) -> None:
+        self.stream, self.bars = stream, bars
+
+    def write(self, text: str) -> int:
+        """Write ``text``."""
+        moves = _MOVES.match(text) if self.bars else None
+        start = moves.end() if moves else 0
+        self.stream.write(text[:start] + harmless(text[start:]))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write texts one after the other."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def escape_output() -> None:
+    """Let whatever this process prints, logs or warns of pass through :func:`harmless`.
+
+    Also where output is piped: behind a pipe there is mostly a pager, and then a terminal.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, _Escaped):
+            setattr(sys, name, _Escaped(stream, bars=name == "stderr"))
+
+
+def unescaped(stream: TextIO) -> TextIO:
+    """Return the stream itself, for escape sequences of our own and for text that must be exact."""
+    return stream.stream if isinstance(stream, _Escaped) else stream
 
 
 class StatusLine:
@@ -57,7 +98,7 @@ class StatusLine:
     """
 
     def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
+        self.stream = unescaped(stream)
         self._rows = self._columns = 0
 
     def __enter__(self) -> Self:

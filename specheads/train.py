@@ -21,7 +21,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from specheads import dist, heartbeat
+from specheads import dist, hardware, heartbeat
 from specheads.assets import conf_dir, recipes_dir
 from specheads.config import ConfigError, InterruptedRunError, RunError, TrainConfig
 from specheads.entry import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, hydra_main, stop
@@ -112,6 +112,7 @@ def train(cfg: TrainConfig) -> None:
     if not cfg.recipe:
         names = sorted(path.stem for path in (conf_dir() / "recipe").glob("*.yaml"))
         raise ConfigError(f"choose a recipe: +recipe={'|'.join(names)}")
+    hardware.pick_device(cfg.device)  # or a line why not, before anything is read
     run = load_recipe(cfg.recipe)
     check_run_dir(Path(cfg.run_dir), cfg.resume)
     if cfg.resume:
@@ -119,6 +120,7 @@ def train(cfg: TrainConfig) -> None:
 
         cfg = ready_to_resume(cfg, say)
     keep_freed_memory()
+    hardware.pin_threads(None)
     from specheads.training.state import seed_generators
 
     seed_generators(cfg.seed)

@@ -31,7 +31,7 @@ def run(config: TreeSearchConfig) -> None:
     """Load, measure, print, write."""
     from tqdm import tqdm
 
-    from specheads import dist, hardware
+    from specheads import hardware
     from specheads.decoding.calibrate import calibrate
     from specheads.decoding.draw_tree import tree_svg, tree_text
     from specheads.decoding.measure import end_tokens
@@ -42,7 +42,7 @@ def run(config: TreeSearchConfig) -> None:
     picture = Path(config.out or Path(config.checkpoint) / "tree.svg")
     if config.out and not picture.parent.is_dir():
         raise ConfigError(f"out is {picture}, but there is no folder {picture.parent}")
-    device = dist.device()
+    device = hardware.pick_device(config.device)
     hardware.pin_threads(config.threads)
     dtype = hardware.pick_dtype(config.dtype, device)
     hardware.quiet_loading()

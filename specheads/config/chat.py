@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from specheads.config.commands import DecodeConfig, check_device_map
+from specheads.config.commands import DecodeConfig, check_devices
 from specheads.config.errors import MISSING, check, one_of
 
 
@@ -25,7 +25,8 @@ class ChatConfig:
     no_repeat_ngram_size: int = 0
     seed: int = 0  # of every turn
     dtype: str = "float32"
-    device_map: str = ""  # spread the base model by itself: auto, balanced, sequential
+    device: str = "auto"  # auto: a GPU if there is one; cpu, cuda, cuda:1, mps
+    device_map: str = ""  # in place of device, spread the model: auto, balanced, sequential
     color: str = "auto"  # auto, always, never: one colour per verify step; auto heeds NO_COLOR
     beside: bool = False  # decode every turn plainly as well, and compare
     decode: DecodeConfig = field(default_factory=DecodeConfig)
@@ -41,4 +42,4 @@ class ChatConfig:
         check(ngram >= 0, "no_repeat_ngram_size", ngram, "at least 0")
         one_of("dtype", self.dtype, "float32", "bfloat16", "float16")
         one_of("color", self.color, "auto", "always", "never")
-        check_device_map(self.device_map)
+        check_devices(self.device, self.device_map)

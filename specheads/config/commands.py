@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from specheads.config.errors import MISSING, check, one_of
+from specheads.config.errors import MISSING, check, check_device, one_of
 
 
-def check_device_map(device_map: str) -> None:
-    """Raise ConfigError unless accelerate knows this way to spread a model."""
+def check_devices(device: str, device_map: str) -> None:
+    """Raise ConfigError unless these say where a model goes: one device, or a way to spread it."""
+    check_device(device)
     options = ("auto", "balanced", "balanced_low_0", "sequential")
-    expected = "empty or one of " + ", ".join(options)
+    expected = "empty or one of " + ", ".join(options) + " (device= puts it on one device)"
     check(device_map in ("", *options), "device_map", device_map, expected)
+    check(not device_map or device == "auto", "device", device, f"auto with {device_map=!s}")
 
 
 # what proposes: heads (the export's), draft (a draft model's chain), draft_tree, draft_heads (a
@@ -94,7 +96,8 @@ class GenerateConfig:
     stop: list[str] = field(default_factory=list)  # stop="..." as often as there are strings
     seed: int = 0  # of the first prompt; the next has the next
     dtype: str = "float32"
-    device_map: str = ""  # spread the base model by itself: auto, balanced, sequential
+    device: str = "auto"  # auto: a GPU if there is one; cpu, cuda, cuda:1, mps
+    device_map: str = ""  # in place of device, spread the model: auto, balanced, sequential
     color: str = "auto"  # auto, always, never: one colour per verify step
     plain: bool = False  # one token at a time, for comparison
     json: bool = False  # one JSON object on standard output, everything else on standard error
@@ -113,7 +116,7 @@ class GenerateConfig:
         check(not (self.prompt and self.prompts), "prompts", self.prompts, "left out with prompt")
         check(all(self.stop), "stop", self.stop, "strings that are not empty")
         one_of("dtype", self.dtype, "float32", "bfloat16", "float16")
-        check_device_map(self.device_map)
+        check_devices(self.device, self.device_map)
         one_of("color", self.color, "auto", "always", "never")
 
 
@@ -132,7 +135,8 @@ class BenchConfig:
     batch_sizes: list[int] = field(default_factory=lambda: [1])  # 1 is always measured
     repeats: int = 3
     dtype: str = "auto"  # auto: bfloat16 where the processor has it
-    threads: int = 0  # 0: all
+    device: str = "auto"  # auto: a GPU if there is one; cpu, cuda, cuda:1, mps
+    threads: int = 0  # 0: OMP_NUM_THREADS, the container's quota, the processors: the least
     seed: int = 0
     tree_nodes: list[int] = field(default_factory=list)  # other sizes beside the export's tree
     drafters: list[str] = field(default_factory=list)  # more of decode.drafter's names, a row each
@@ -148,6 +152,7 @@ class BenchConfig:
         check(self.num_prompts >= 1, "num_prompts", self.num_prompts, "at least 1")
         check(self.repeats >= 1, "repeats", self.repeats, "at least 1")
         one_of("dtype", self.dtype, "auto", "float32", "bfloat16", "float16")
+        check_device(self.device)
         for name, suffix in (("steps", ".jsonl"), ("markdown", ".md"), ("report", ".html")):
             given: str = getattr(self, name)
             check(not given or given.endswith(suffix), name, given, f"a file name with {suffix}")
@@ -171,7 +176,8 @@ class CompareConfig:
     max_tokens: int = 8  # longest draft to consider
     repeats: int = 3
     dtype: str = "auto"
-    threads: int = 0
+    device: str = "auto"  # auto: a GPU if there is one; cpu, cuda, cuda:1, mps
+    threads: int = 0  # 0: OMP_NUM_THREADS, the container's quota, the processors: the least
     seed: int = 0
     out: str = "compare.json"
     json: bool = False  # one JSON object on standard output, everything else on standard error
@@ -185,6 +191,7 @@ class CompareConfig:
         check(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
         check(self.repeats >= 1, "repeats", self.repeats, "at least 1")
         one_of("dtype", self.dtype, "auto", "float32", "bfloat16", "float16")
+        check_device(self.device)
 
 
 @dataclass
@@ -203,7 +210,8 @@ class TreeSearchConfig:
     batch_size: int = 1  # rows of the clocked steps
     repeats: int = 5  # of the clocking
     dtype: str = "auto"
-    threads: int = 0
+    device: str = "auto"  # auto: a GPU if there is one; cpu, cuda, cuda:1, mps
+    threads: int = 0  # 0: OMP_NUM_THREADS, the container's quota, the processors: the least
     seed: int = 0
     out: str = ""  # the tree's picture; empty: tree.svg in the export
     json: bool = False  # one JSON object on standard output, everything else on standard error
@@ -219,6 +227,7 @@ class TreeSearchConfig:
         check(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
         check(self.repeats >= 1, "repeats", self.repeats, "at least 1")
         one_of("dtype", self.dtype, "auto", "float32", "bfloat16", "float16")
+        check_device(self.device)
 
 
 @dataclass
@@ -229,15 +238,15 @@ class DoctorConfig:
     model: str = ""
     revision: str | None = None
     dtype: str = "auto"  # auto: bfloat16 where the processor has it; float32 finds the most
-    device: str = ""  # empty: a GPU if there is one
-    device_map: str = ""  # in place of device: auto, balanced, sequential
+    device: str = "auto"  # auto: a GPU if there is one; cpu, cuda, cuda:1, mps
+    device_map: str = ""  # in place of device, spread the model: auto, balanced, sequential
     attn: str = "auto"  # auto: sdpa where the model has it
     trust_remote_code: bool = False
     json: bool = False  # one JSON object on standard output, everything else on standard error
 
     def __post_init__(self) -> None:
         one_of("dtype", self.dtype, "auto", "float32", "bfloat16", "float16")
-        check_device_map(self.device_map)
+        check_devices(self.device, self.device_map)
 
 
 FORMATS = (
@@ -264,6 +273,7 @@ class ExportConfig:
     counted: str = ""  # pruned: a .jsonl of records whose answers' tokens are counted
     merge: bool = False  # merge a separate adapter into the base model
     dtype: str | None = None  # of the written tensors; None keeps them
+    device: str = "auto"  # of the SVD: auto, a GPU if there is one; cpu, cuda, cuda:1, mps
     base: str = ""  # of a foreign checkpoint, which is brought into native: the model it is for
     allow_pickle: bool = False  # read a foreign checkpoint's .pt too: tensors alone, no code is run
     push: str = ""  # organisation/name: upload the written folder to that repository of the hub
@@ -277,6 +287,7 @@ class ExportConfig:
             expected = f"keep with format={self.format}"
             check(self.lm_head == "keep", "lm_head", self.lm_head, expected)
         one_of("lm_head", self.lm_head, "keep", "low_rank", "pruned")
+        check_device(self.device)
         check(self.rank >= 1, "rank", self.rank, "at least 1")
         check(self.num_kept >= 1, "num_kept", self.num_kept, "at least 1")
         if self.dtype is not None:

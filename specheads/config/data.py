@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any
 
-from specheads.config.errors import MISSING, ConfigError, check, one_of
+from specheads.config.errors import MISSING, ConfigError, check, check_device, one_of
 
 SOURCES = ("pycode", "jsonl", "parquet", "hub", "mixture")
 
@@ -219,7 +219,8 @@ class RegenerateConfig:
     top_p: float = 1.0
     seed: int = 0
     dtype: str = "auto"
-    threads: int = 0
+    device: str = "auto"  # auto: a GPU if there is one; cpu, cuda, cuda:1, mps
+    threads: int = 0  # 0: OMP_NUM_THREADS, the container's quota, the processors: the least
     json: bool = False  # one JSON object on standard output, everything else on standard error
     trust_remote_code: bool = False
 
@@ -240,3 +241,4 @@ class RegenerateConfig:
             "left out with checkpoint",
         )
         one_of("dtype", self.dtype, "auto", "float32", "bfloat16", "float16")
+        check_device(self.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 MISSING: Any = "???"  # OmegaConf's word for a value that has to be given
@@ -29,6 +30,12 @@ def check(ok: bool, key: str, value: object, expected: str) -> None:
     """Raise ConfigError unless ``ok``."""
     if not ok:
         raise ConfigError(f"{key} must be {expected}, got {value!r}")
+
+
+def check_device(device: str) -> None:
+    """Raise ConfigError unless ``device`` is a name that :func:`hardware.pick_device` knows."""
+    known = re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps", device)
+    check(known is not None, "device", device, "one of auto, cpu, cuda, cuda:<number>, mps")
 
 
 def one_of(key: str, value: str, *options: str) -> None:

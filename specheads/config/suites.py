@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from specheads.config.commands import DecodeConfig
-from specheads.config.errors import MISSING, check, one_of
+from specheads.config.errors import MISSING, check, check_device, one_of
 
 
 @dataclass
@@ -33,7 +33,8 @@ class SpecBenchConfig:
     baseline: str = ""  # an answer file to compare with instead, of any program
     json: bool = False  # one JSON object on standard output, everything else on standard error
     dtype: str = "auto"  # auto: bfloat16 where the processor has it
-    threads: int = 0  # 0: all
+    device: str = "auto"  # auto: a GPU if there is one; cpu, cuda, cuda:1, mps
+    threads: int = 0  # 0: OMP_NUM_THREADS, the container's quota, the processors: the least
     decode: DecodeConfig = field(default_factory=DecodeConfig)
 
     def __post_init__(self) -> None:
@@ -45,6 +46,7 @@ class SpecBenchConfig:
         check(self.temperature >= 0, "temperature", self.temperature, "at least 0")
         check(self.warmup >= 0, "warmup", self.warmup, "at least 0")
         one_of("dtype", self.dtype, "auto", "float32", "bfloat16", "float16")
+        check_device(self.device)
 
 
 @dataclass
@@ -63,7 +65,8 @@ class QualityConfig:
     temperature: float = 0.7  # of the texts that a lossy rule is judged by
     seed: int = 0
     dtype: str = "float32"  # rounding is a distance too; auto: bfloat16 where there is
-    threads: int = 0  # 0: all
+    device: str = "auto"  # auto: a GPU if there is one; cpu, cuda, cuda:1, mps
+    threads: int = 0  # 0: OMP_NUM_THREADS, the container's quota, the processors: the least
     decode: DecodeConfig = field(default_factory=DecodeConfig)
 
     def __post_init__(self) -> None:
@@ -72,3 +75,4 @@ class QualityConfig:
         check(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1")
         check(self.temperature >= 0, "temperature", self.temperature, "at least 0")
         one_of("dtype", self.dtype, "auto", "float32", "bfloat16", "float16")
+        check_device(self.device)

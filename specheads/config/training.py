@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specheads.config.data import DataConfig, FeaturesConfig
-from specheads.config.errors import MISSING, check, one_of
+from specheads.config.errors import MISSING, check, check_device, one_of
 
 
 @dataclass
@@ -314,6 +314,7 @@ class TrainConfig:
     # resume.trust=true: load DeepSpeed's state, which is pickle, from another run's directory too
     resume_trust: bool = False
     dry_run: bool = False  # check everything, print the plan, train nothing
+    device: str = "auto"  # auto: a GPU if there is one, each rank its own; cpu, cuda, cuda:1
     # seconds after which a process that no longer answers stops all others
     dist_timeout: float = 600.0
     # models trained from scratch: byte (no vocabulary to learn), bpe (learned from the training
@@ -338,6 +339,10 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check(self.steps >= 1, "steps", self.steps, "at least 1")
         check(self.max_steps >= 0, "max_steps", self.max_steps, "at least 0")
+        check_device(self.device)
+        check(  # the loss sums in float64
+            self.device != "mps", "device", self.device, "auto, cpu or cuda: mps has no float64"
+        )
         check(self.dist_timeout >= 1, "dist_timeout", self.dist_timeout, "at least 1")
         check(0 <= self.warmup_heads < 1, "warmup_heads", self.warmup_heads, "in [0, 1)")
         one_of("autocast", self.autocast, "none", "bfloat16", "float16")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from transformers import PreTrainedTokenizerBase
@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from specheads.data.chat import Encoded
 from specheads.data.records import Record
 from specheads.losses import IGNORE
+from specheads.terminal import harmless
 
 PLAIN = ("⟦", "⟧")
 _LEARNED = "\x1b[38;5;16;48;5;157m"  # black on pale green
@@ -61,6 +62,8 @@ def render(
 ) -> str:
     """Return a document's text, special tokens included, with its learned parts marked.
 
+    Characters that a terminal would obey are shown as escapes.
+
     Args:
         encoded: the document.
         tokenizer: that encoded it.
@@ -68,7 +71,8 @@ def render(
         brackets: what stands before and after a learned part.
     """
     pieces: list[str] = []
-    for learned, group in groupby(segments(encoded, tokenizer), key=lambda s: s.learned):
+    shown = (replace(each, text=harmless(each.text)) for each in segments(encoded, tokenizer))
+    for learned, group in groupby(shown, key=lambda s: s.learned):
         if color:
             pieces += [_paint(segment) for segment in group]
         else:

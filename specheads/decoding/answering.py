@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specheads import dist, hardware
+from specheads import hardware
 from specheads.config import ConfigError, RegenerateConfig
 from specheads.data.client import Client
 from specheads.data.dialogue import TurnEncoder
@@ -83,7 +83,11 @@ def _digest(model: str, config: RegenerateConfig) -> str:
     folder = model_folder(model, revision=config.revision)
     if folder != Path(resolve_name(model)) and not weight_files(folder):
         load_base_model(  # a hub model that was never used here: fetch it
-            model, revision=config.revision, attn="auto", trust_remote_code=config.trust_remote_code
+            model,
+            revision=config.revision,
+            device="cpu",
+            attn="auto",
+            trust_remote_code=config.trust_remote_code,
         )
     return base_digest(model, revision=config.revision)
 
@@ -93,7 +97,7 @@ def settings_of(config: RegenerateConfig, who: Answering) -> dict[str, Any]:
     if config.endpoint:
         ours = {"model": who.model, "endpoint": True, "tokenizer": config.model}
     else:
-        dtype = hardware.pick_dtype(config.dtype, dist.device())
+        dtype = hardware.pick_dtype(config.dtype, hardware.pick_device(config.device))
         ours = {
             "model_digest": who.digest,  # its folder may move
             "tuned": who.tuned,
@@ -125,7 +129,7 @@ def sampling_of(config: RegenerateConfig) -> Sampling:
 
 def load_engine(config: RegenerateConfig, who: Answering) -> Engine:
     """Load the base model, and the heads of ``checkpoint`` where there is one."""
-    device = dist.device()
+    device = hardware.pick_device(config.device)
     dtype = hardware.pick_dtype(config.dtype, device)
     hardware.pin_threads(config.threads)
     trust = config.trust_remote_code

@@ -184,7 +184,7 @@ def benchmark(
         tick: called after every decoded prompt.
         clocked: gets the runs themselves, by temperature and batch size.
     """
-    before = environment()
+    before = environment(base.device)
     clocked = {} if clocked is None else clocked
     watched: list[dict[str, Any]] = []
     for temperature in temperatures:

@@ -42,6 +42,7 @@ from specheads.decoding.settings import (
     tree_cache,
 )
 from specheads.drafters.contract import Drafter
+from specheads.models.base import input_device
 from specheads.sampling import Sampler
 from specheads.tree_support import check_tree_support
 
@@ -112,7 +113,7 @@ class SpecDecoder:
         (20 new tokens; ``top_k`` is 50 when sampling).
 
         Args:
-            input_ids: [B, P], left-padded where prompts differ in length.
+            input_ids: [B, P], left-padded where prompts differ in length; on any device.
             max_new_tokens: limit per row; or give ``max_length``, which counts the prompt.
             temperature: 0 is greedy, more is sampling.
             seed: same seed, same tokens, as plain decoding with it; row b draws what it would draw
@@ -137,6 +138,9 @@ class SpecDecoder:
         """
         if input_ids.dim() != 2:
             raise ValueError(f"input_ids must be [B, P], got {list(input_ids.shape)}")
+        input_ids = input_ids.to(device := input_device(self.base))
+        if (mask := settings.get("attention_mask")) is not None:
+            settings["attention_mask"] = mask.to(device)
         if settings.pop("assistant_model", None) is not None:
             raise ValueError("assistant_model is not available: the drafter proposes")
         if max_new_tokens is not None:

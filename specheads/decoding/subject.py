@@ -50,7 +50,7 @@ def load_subject(
     *,
     base: str | None = None,
     dtype: str | torch.dtype = "float32",
-    device: str | torch.device = "cpu",
+    device: str | torch.device = "auto",
     device_map: str | None = None,
     attn: str = "auto",
     trust_remote_code: bool = False,
@@ -61,7 +61,7 @@ def load_subject(
         checkpoint: an export's folder, or what :func:`is_plain_model` knows.
         base: where an export's base model is now, if it was moved.
         dtype: of the weights.
-        device: where they go.
+        device: where they go: one of torch's, or what :func:`hardware.pick_device` knows.
         device_map: in place of ``device``, see :func:`specheads.models.base.load_base_model`.
         attn: attention implementation of a base model alone; an export's is its own.
         trust_remote_code: run modelling code that comes with the model.

@@ -31,7 +31,7 @@ def write(
     """
     info = read_provenance(Path(checkpoint))
     tokenizer = load_tokenizer(checkpoint)
-    model = load_base_model(checkpoint, dtype=dtype or recorded_dtype(checkpoint))
+    model = load_base_model(checkpoint, dtype=dtype or recorded_dtype(checkpoint), device="cpu")
     if form == "native":
         base = info["base"]
         save_draft(

@@ -91,7 +91,8 @@ def bring_in(
         check_sizes(files, layout, config, hidden_size, vocab_size)
     if hydra_heads is not None:
         hydra_published.check_sizes(files, hydra_heads, hidden_size, vocab_size)
-    model, digest = load_base_model(base, dtype=recorded_dtype(base)), base_digest(base)
+    model = load_base_model(base, dtype=recorded_dtype(base), device="cpu")
+    digest = base_digest(base)
     form = output_layer(model)
     if hydra_heads is not None:
         heads = hydra_published.build(files, hydra_heads, model, form)
@@ -120,7 +121,9 @@ def _bring_whole(
         name = base
     check_sizes(inside, layout, config, *_sizes(name))
     with _quiet():  # the heads are known here, and reported by transformers as of no use
-        model = load_base_model(name, dtype=recorded_dtype(name), beside=merged.PREFIX)
+        model = load_base_model(
+            name, dtype=recorded_dtype(name), device="cpu", beside=merged.PREFIX
+        )
     heads = read_heads(inside, layout, config, output_layer(model))
     for key in _COUNTS:
         vars(model.config).pop(key, None)

@@ -76,7 +76,7 @@ def write(
     from specheads.models.checkpoint import load_export, save_plain_model
     from specheads.models.mtp import MtpHeads
 
-    export = load_export(checkpoint, dtype=dtype)
+    export = load_export(checkpoint, dtype=dtype, device="cpu")
     base, heads, tokenizer = export.base, export.heads, export.tokenizer
     if form == "plain":
         save_plain_model(output, base, tokenizer, dtype=dtype)
@@ -112,7 +112,7 @@ def _custom_class(
     if not info["base"]["tuned"]:
         vllm_custom_class.write(output)
         return notes
-    export = load_export(checkpoint)
+    export = load_export(checkpoint, device="cpu")
     wanted = None if dtype is None else torch_dtype(dtype)
     vllm_custom_class.write(output, export.base, export.tokenizer, dtype=wanted)
     return [*notes, "the tuned base model lies beside the settings"]
@@ -137,7 +137,7 @@ def _medusa(
             notes = fasterdecoding.write_v2(folder, heads, wanted, base=place)
             load_tokenizer(checkpoint).save_pretrained(folder)
         return notes
-    export = load_export(checkpoint)
+    export = load_export(checkpoint, device="cpu")
     base, tokenizer, layer = export.base, export.tokenizer, output_layer(export.base)
     with whole_folder(output) as folder:
         if form == "merged":

@@ -18,6 +18,7 @@ from transformers import (
 )
 from transformers.utils import is_flash_attn_2_available
 
+from specheads import hardware
 from specheads.config import ConfigError
 from specheads.models.foreign import one_line
 from specheads.models.model_files import check_model_files, needs_safetensors, refuse_kernels
@@ -30,7 +31,7 @@ def load_base_model(
     *,
     revision: str | None = None,
     dtype: str | torch.dtype = "float32",
-    device: str | torch.device = "cpu",
+    device: str | torch.device = "auto",
     device_map: str | dict[str, Any] | None = None,
     offload_folder: str | Path | None = None,
     attn: str = "sdpa",
@@ -48,7 +49,7 @@ def load_base_model(
         name: ``tinycode``, a folder, or a name on the hub.
         revision: of a hub model: a branch, tag or commit.
         dtype: of the weights.
-        device: where they go.
+        device: where they go: one of torch's, or what :func:`hardware.pick_device` knows.
         device_map: in place of ``device``: ``auto``, ``balanced``, ``sequential``, or a device for
             each part, ``disk`` among them.
         offload_folder: for the parts on disk.
@@ -70,6 +71,8 @@ def load_base_model(
             "model.attn=flash_attention_2 needs the flash-attn package and a CUDA device;"
             " model.attn=sdpa works everywhere"
         )
+    if isinstance(device, str):
+        device = torch.device("cpu") if device_map else hardware.pick_device(device)
     bnb = bnb_config(quantization, torch_dtype(dtype))
     place, revision = resolve_name(name), revision or "main"
     ours = check_model_files(name, place, trust_remote_code=trust_remote_code)

@@ -164,7 +164,7 @@ def load_export(
     *,
     base: str | None = None,
     dtype: str | torch.dtype | None = None,
-    device: str | torch.device = "cpu",
+    device: str | torch.device = "auto",
     device_map: str | dict[str, Any] | None = None,
     attn: str = "auto",
     trust_remote_code: bool = False,
@@ -179,7 +179,7 @@ def load_export(
         base: where the original base model is now, if not under its recorded name.
         dtype: of the base, and of the heads (see :func:`as_loaded`); None takes the recorded
             one.
-        device: where they go.
+        device: where they go: one of torch's, or what :func:`hardware.pick_device` knows.
         device_map: spreads the base instead, see :func:`load_base_model`; heads go where its output
             layer is.
         attn: transformers' attention implementation; ``auto`` is sdpa where the base has it.

@@ -168,7 +168,7 @@ def load_draft(
     where: str = "draft",
     revision: str | None = None,
     dtype: str | torch.dtype = "float32",
-    device: str | torch.device = "cpu",
+    device: str | torch.device = "auto",
     attn: str = "auto",
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
@@ -181,7 +181,7 @@ def load_draft(
         where: the setting that names the draft model, for messages.
         revision: of a hub model.
         dtype: of the weights.
-        device: where they go.
+        device: where they go: one of torch's, or what :func:`hardware.pick_device` knows.
         attn: transformers' attention implementation; ``auto`` is sdpa where the model has it.
         trust_remote_code: run modelling code that comes with the model.
 

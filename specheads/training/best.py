@@ -71,7 +71,7 @@ def judge(
         return dict(found)
     value = torch.tensor([found[KEY]], dtype=torch.float64)
     # one verdict for all ranks, or some would stop and the others wait for them
-    value = dist.sum_over_ranks(value.to(dist.device())).cpu() / dist.world_size()
+    value = dist.sum_over_ranks(value) / dist.world_size()
     length = float(value)
     progress.since_best = 0 if length > progress.best else progress.since_best + 1
     if length >= progress.best:  # of equals the one that has trained longer

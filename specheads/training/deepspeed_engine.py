@@ -25,7 +25,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from specheads import dist, heartbeat
+from specheads import dist, hardware, heartbeat
 from specheads.config import ConfigError, RunError, TrainConfig
 from specheads.models.quantize import is_quantized_linear
 from specheads.training.engine import Batch, Groups, check_names, learning_rates, make_optimizers
@@ -134,7 +134,8 @@ class DeepSpeedEngine:
             need_compiler()
             check_build_lock()
         dist.set_defaults()
-        os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+        device = hardware.pick_device(cfg.device).type
+        os.environ.setdefault("DS_ACCELERATOR", device)
         import deepspeed
         from deepspeed.accelerator import get_accelerator
         from deepspeed.utils import logger
@@ -152,7 +153,7 @@ class DeepSpeedEngine:
         # on a processor it would compile a part that only its inference uses, whose lock outlives
         # a process that is killed, and then every later start waits for it without end
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        backend = "nccl" if device == "cuda" else "gloo"
         # the heartbeat knows earlier of a process that is gone; this is for one that is stuck
         patience = timedelta(seconds=cfg.dist_timeout + 30)
         deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=patience)

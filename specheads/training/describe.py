@@ -104,7 +104,7 @@ def gpu_memory() -> float:
     """Return the bytes of this rank's GPU, or those of an 80 GB one."""
     if not torch.cuda.is_available():
         return 80e9
-    return float(torch.cuda.get_device_properties(dist.device()).total_memory)
+    return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
 
 def verdict(peak: float, memory: float) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specheads import dist
+from specheads import hardware
 from specheads.config import ConfigError, TrainConfig
 from specheads.data.pack import PackedBatches, check_isolation
 from specheads.data.top_logits import (
@@ -114,10 +114,11 @@ def build_draft(
             wanted.start,
             tokenizer=tokenizer,
             where="draft.start",
+            device="cpu",
             attn=attn,
             trust_remote_code=cfg.model.trust_remote_code,
         )
-    draft.to(dist.device())  # type: ignore[arg-type]
+    draft.to(hardware.pick_device(cfg.device))  # type: ignore[arg-type]
     shared_vocabulary(vocab_size(base), vocab_size(draft), num_ids(tokenizer))
     context = context_length(draft)
     if context is not None and cfg.data.seq_len > context:

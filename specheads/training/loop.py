@@ -203,7 +203,7 @@ class _Stage:
             with contextlib.suppress(StopAsked), signals.interrupting():
                 found = evaluate(self.progress.step)
             flags = torch.tensor([float(found is None), float(bool(signals.name))])
-            cut, asked = dist.sum_over_ranks(flags.to(dist.device())).tolist()
+            cut, asked = dist.sum_over_ranks(flags).tolist()
             self.progress.unevaluated = cut > 0
             if found is not None and not cut:
                 found = best.judge(found, self.parameters, self.cfg, self.progress, self.run)

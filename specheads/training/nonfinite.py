@@ -38,8 +38,7 @@ def begin(run_dir: Path, step: int) -> int:
             with whole_file(path) as fresh:
                 fresh.write_text("".join(kept))
         count = len(kept)
-    counted = torch.tensor([float(count)], device=dist.device())
-    return int(dist.sum_over_ranks(counted))
+    return int(dist.sum_over_ranks(torch.tensor([float(count)])))
 
 
 def report(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads import dist
+from specheads import hardware
 from specheads.config import ConfigError, TrainConfig
 from specheads.data.chat import Encoded
 from specheads.data.streamed import StreamedBatches
@@ -62,7 +62,7 @@ def build_heads(
             assert not isinstance(data.train, StreamedBatches)  # read_data has seen to it
             kept = most_frequent(data.train.documents, vocab_size, wanted.num_kept)
         heads.init_from_output(output.weight, kept)
-    return heads.to(_place(output))
+    return heads.to(_place(output, cfg.device))
 
 
 def build_mtp_heads(
@@ -104,7 +104,7 @@ def build_mtp_heads(
         raise
     except ValueError as error:
         raise ConfigError(f"mtp.{error}") from None
-    return heads.to(_place(output))
+    return heads.to(_place(output, cfg.device))
 
 
 def check_mtp(cfg: TrainConfig) -> None:
@@ -125,9 +125,9 @@ def check_mtp(cfg: TrainConfig) -> None:
         )
 
 
-def _place(output: OutputLayer) -> torch.device:
+def _place(output: OutputLayer, device: str) -> torch.device:
     found = output.weight.device
-    return found if found.type != "meta" else dist.device()
+    return found if found.type != "meta" else hardware.pick_device(device)
 
 
 def _start_from(start: str, heads: Heads) -> None:

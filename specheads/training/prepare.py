@@ -99,7 +99,7 @@ def load_base(
         model.name,
         revision=model.revision,
         dtype=model.dtype,
-        device=dist.device(),
+        device=cfg.device,
         attn=model.attn,
         trust_remote_code=model.trust_remote_code,
         quantization=model.quantization,

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specheads import dist
+from specheads import hardware
 from specheads.config import ConfigError, TrainConfig
 from specheads.data.tokenizers import choose_tokenizer, complete_init
 from specheads.models.base import build_from_init, check_tokenizer, checkpoint_layers
@@ -33,7 +33,7 @@ def new_base(
     if fewer_layers:
         init = _shortened(init, fewer_layers)
     base = build_from_init(init, attn=cfg.model.attn)
-    base.to(dist.device())  # type: ignore[arg-type]
+    base.to(hardware.pick_device(cfg.device))  # type: ignore[arg-type]
     check_tokenizer(tokenizer, base)
     output = output_layer(base)
     check_loss(cfg, output)

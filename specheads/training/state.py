@@ -30,7 +30,7 @@ from specheads.training.tensor_files import load_tensors, save_tensors
 # These may differ between a run and its continuation; anything else would change what is learned.
 FREE_TO_CHANGE = (
     "name", "run_dir", "max_steps", "resume", "resume_trust", "dry_run", "log", "checkpoint",
-    "dist_timeout", "optim.skip_nonfinite", "tree", "evaluate",
+    "device", "dist_timeout", "optim.skip_nonfinite", "tree", "evaluate",
 )  # fmt: skip
 
 

@@ -12,8 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
-from specheads import train
+from specheads import cli, train
 from specheads.training.checkpoints import checkpoints_of
 from tests.end_to_end.commands import SHORT, on_files, start
 
@@ -129,6 +131,47 @@ def test_a_refused_run_removes_nothing_of_others(run: Start, tmp_path: Path) -> 
     before = sorted(path.name for path in folder.iterdir())
     assert run(*wrong, "resume=auto")[0] == 2
     assert sorted(path.name for path in folder.iterdir()) == before
+
+
+DEVICE_LESS = {
+    "generate": ["checkpoint={export}", "prompt=x"],
+    "chat": ["checkpoint={export}"],
+    "bench": ["checkpoint={export}"],
+    "tree": ["checkpoint={export}"],
+    "compare": ["model={model}", "candidates=[{model}]"],
+    "quality": ["checkpoint={export}", "data={records}"],
+    "spec_bench": ["checkpoint={export}", "questions={questions}"],
+    "regenerate": ["model={model}", "data=pycode", "limit=2", "output=answers.jsonl"],
+    "export": ["checkpoint={export}", "lm_head=low_rank", "output=out"],
+    "doctor": ["model={model}"],
+    "train": ["+recipe=medusa1", "model={model}", "hydra.run.dir=run"],
+}
+
+
+@pytest.mark.parametrize("command", DEVICE_LESS)
+def test_a_device_that_is_not_there_is_one_line(
+    command: str, tiny_export: Path, tiny_model_dir: Path, tiny_jsonl: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Fifty lines of torch, minutes after the start, or the CPU without a word."""
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text(json.dumps({"question_id": 1, "category": "a", "turns": ["x"]}) + "\n")
+    places = {"export": tiny_export, "model": tiny_model_dir, "records": tiny_jsonl}
+    words = [word.format(**places, questions=questions) for word in DEVICE_LESS[command]]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", _loads)
+    monkeypatch.setattr(sys, "argv", ["specheads", command, *words, "device=cuda"])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if line.startswith("specheads: device=cuda, but torch finds no")]
+    assert "Traceback" not in "".join(lines) and not (tmp_path / "run" / "LOCK").exists()
+
+
+def _loads(*arguments: object, **settings: object) -> None:
+    pytest.fail("a model was loaded")
 
 
 def test_unknown_recipe_lists_those_there_are(run: Start) -> None:

@@ -24,6 +24,16 @@ def findings(
     return {finding.name: finding for finding in examine(model, tokenizer)}
 
 
+def test_a_missing_device_is_said_beside_what_is_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The doctor is asked about a GPU where there is none, and says that all is well."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="device=cuda, but torch finds no GPU here"):
+        run(DoctorConfig(device="cuda"))
+    assert "\nGPU " in capsys.readouterr().out
+
+
 def test_a_sound_model_passes(tiny_model_dir: Path, program: Program) -> None:
     """Prevents a command that does not start, or an exit code that scripts cannot use."""
     done = program("doctor", f"model={tiny_model_dir}", "dtype=float32")

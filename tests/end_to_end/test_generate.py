@@ -12,6 +12,7 @@ import pytest
 
 from specheads.config import ConfigError, GenerateConfig
 from specheads.generate import run, take_literal, take_literals
+from specheads.terminal import harmless
 
 Program = Callable[..., subprocess.CompletedProcess[str]]
 AWKWARD = "def f(a, \"b\", [c], ${d}, k=1):\n    x = 'é' \\"
@@ -64,6 +65,39 @@ def test_tree_writes_what_plain_writes(
     colored = text_of(capsys, **settings, color="always")
     assert "\x1b[" in colored and "\x1b[" not in tree
     assert re.sub(r"\x1b\[[0-9;]*m", "", colored) == tree
+
+
+class Screen(io.StringIO):
+    """Standard output that is a terminal."""
+
+    def isatty(self) -> bool:
+        """Return True."""
+        return True
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_file_gets_the_text_and_a_terminal_its_escapes(
+    tiny_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Random bytes hold control characters: a terminal obeys them, a file must have them."""
+    file = tmp_path / "p.jsonl"
+    file.write_text(json.dumps({"text": "def"}) + "\n")
+    given = {"prompts": str(file)} if batch else {"prompt": "def", "raw": True}
+    settings = {**given, "checkpoint": str(tiny_export), "temperature": 1.5, "max_new_tokens": 200}
+    run(GenerateConfig(**settings, json=True))
+    answer = json.loads(capsys.readouterr().out)
+    text = answer["rows"][0]["text"] if batch else answer["text"]
+    assert harmless(text) != text
+    run(GenerateConfig(**settings))
+    exact = capsys.readouterr().out
+    assert (json.loads(exact)["text"] if batch else exact.removesuffix("\n")) == text
+    screen = Screen()
+    monkeypatch.setattr("sys.stdout", screen)
+    run(GenerateConfig(**settings, color="never"))
+    shown = screen.getvalue()
+    assert shown == harmless(exact)
+    assert not batch or json.loads(shown) == json.loads(exact)
 
 
 def test_prompt_from_standard_input(

@@ -16,11 +16,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specheads import generate
 from specheads.config import ConfigError
 from specheads.models.base import load_base_model, load_tokenizer
 from specheads.models.checkpoint import load_export
 from specheads.models.digest import base_digest, weight_files
 from specheads.models.manifest import MANIFEST, check_manifest, read_json, write_manifest
+from specheads.terminal import harmless
 from tests.export_kinds import build_exports, load, refusal
 
 Change = Callable[[Path], object]
@@ -227,6 +229,22 @@ def test_names_in_a_manifest(exports: dict[str, Path], name: str) -> None:
     file.write_text(json.dumps(content))
     with pytest.raises(ConfigError, match="manifest.json lists .* which is no file of that folder"):
         load_export(exports["medusa"])
+
+
+def test_a_name_in_a_manifest_does_not_steer_the_terminal(
+    exports: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The one line that refuses an export quotes what the stranger wrote."""
+    file = exports["medusa"] / MANIFEST
+    content = json.loads(file.read_text())
+    content["files"]["base/\x1b]0;x\x07\x9b2J\u202e"] = {"size": 1, "sha256": "0"}
+    file.write_text(json.dumps(content))
+    monkeypatch.setattr("sys.argv", ["generate", f"checkpoint={exports['medusa']}", "prompt=x"])
+    with pytest.raises(SystemExit) as stopped:
+        generate.main()
+    err = capsys.readouterr().err
+    assert stopped.value.code == 2 and "base/\\u001b]0;x\\u0007\\u009b2J\\u202e" in err
+    assert harmless(err) == err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,10 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from hydra import compose, initialize_config_dir
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specheads import dist
 from specheads.assets import conf_dir
 from specheads.config import ConfigError, TrainConfig, register_schemas, to_config
 from specheads.entry import tidy_arguments
@@ -211,17 +209,6 @@ def strings(value: object) -> list[str]:
     if isinstance(value, list):
         return [each for inner in value for each in strings(inner)]
     return []
-
-
-def test_more_processes_than_gpus_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's own error is about an invalid device ordinal, after minutes of loading."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert dist.device() == torch.device("cuda", 1)
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(ConfigError, match="LOCAL_RANK is 2, but this process sees 2 GPUs"):
-        dist.device()
 
 
 MEET = """

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers import decoders as token_decoders
@@ -22,6 +22,7 @@ from specheads.data.chat import Encoded, encode
 from specheads.data.masks import pick, render, segments
 from specheads.losses import IGNORE
 from specheads.preview import run
+from specheads.terminal import harmless
 from tests.conftest import build_byte_tokenizer
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
@@ -57,6 +58,8 @@ def _unpaint(text: str) -> tuple[str, str]:
 
 
 @given(st.text(max_size=20), st.lists(st.booleans(), min_size=64, max_size=64))
+@example("\x1b", [True] * 64)
+@example("a\x1b]52;c;eA==\x07b\x9b\x7f\r\u202e", [True, False] * 32)
 def test_colours_mark_the_learned_tokens(text: str, flags: list[bool]) -> None:
     """Every mask, not only those of chats, against a token by token reference."""
     ids = [257, *BYTES(text, add_special_tokens=False).input_ids][:64]
@@ -65,11 +68,13 @@ def test_colours_mark_the_learned_tokens(text: str, flags: list[bool]) -> None:
     encoded = Encoded("r", "k", np.asarray(ids, np.int32), np.asarray(labels, np.int32))
     parts = list(segments(encoded, BYTES))
     assert all((a.learned, a.special) != (b.learned, b.special) for a, b in pairwise(parts))
+    uncoloured = render(encoded, BYTES, color=False)
+    assert harmless(uncoloured) == uncoloured
     if text.isascii():
         plain, marked = _unpaint(render(encoded, BYTES, color=True))
-        assert plain == BYTES.decode(ids)
+        assert plain == harmless(BYTES.decode(ids))
         slow = "".join(BYTES.decode([i]) for i, flag in zip(ids, keep, strict=True) if flag)
-        assert marked == slow.replace("\n", "")
+        assert marked == harmless(slow).replace("\n", "")
 
 
 def test_colour_ends_with_the_line() -> None:
@@ -167,3 +172,21 @@ def test_a_missing_file_is_wrong_usage(tiny_model_dir: Path) -> None:
     data = DataConfig(source="jsonl", path="/no/such.jsonl")
     with pytest.raises(ConfigError, match="/no/such.jsonl"):
         run(PreviewConfig(model=str(tiny_model_dir), data=data))
+
+
+def test_data_cannot_steer_the_terminal(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Looking at a stranger's data is what the preview is for, and is often piped into a pager."""
+    foreign = "\x1b]52;c;ZXZpbA==\x07\x9b2J"
+    talk = [{"role": "user", "content": foreign}, {"role": "assistant", "content": foreign}]
+    records = [{"messages": talk, "id": f"{foreign}{i}", "kind": foreign} for i in range(20)]
+    records += [{"messages": [{"role": foreign, "content": "x"}], "id": foreign}]
+    data = _file(tmp_path / "d.jsonl", records)
+    data.max_bad_fraction = 0.5
+    for color in ("never", "always"):
+        run(PreviewConfig(model=str(tiny_model_dir), data=data, num_records=3, color=color))
+        out, err = capsys.readouterr()
+        assert out.count(harmless(foreign)) >= 9
+        plain = re.sub(r"\x1b\[[\d;]*m", "", out) if color == "always" else out
+        assert harmless(plain) == plain and harmless(err) == err

@@ -2,17 +2,19 @@
 
 import re
 
+import pytest
 from transformers import PreTrainedTokenizerFast
 
 from specheads.decoding.show import StepPrinter
+from specheads.terminal import harmless
 
 
 def show(
-    tokenizer: PreTrainedTokenizerFast, steps: list[list[int]], *, color: bool
+    tokenizer: PreTrainedTokenizerFast, steps: list[list[int]], *, color: bool, safe: bool = False
 ) -> tuple[list[str], StepPrinter]:
     """Print steps of tokens; return the written pieces and the printer."""
     pieces: list[str] = []
-    printer = StepPrinter(tokenizer, pieces.append, color=color)
+    printer = StepPrinter(tokenizer, pieces.append, color=color, safe=safe)
     for step in steps:
         printer(0, step)
     printer.finish()
@@ -53,3 +55,16 @@ def test_unfinished_bytes_are_shown_at_the_end(byte_tokenizer: PreTrainedTokeniz
     """Bytes held back for a character that never completes would vanish."""
     pieces, _ = show(byte_tokenizer, [[97], [0xC3]], color=False)
     assert "".join(pieces) == "a\ufffd"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 99])
+def test_sequences_across_steps_are_escaped(
+    byte_tokenizer: PreTrainedTokenizerFast, size: int
+) -> None:
+    """A sequence in pieces, or a control character whose bytes are in two, is obeyed as a whole."""
+    text = "a\x1b]0;x\x07\x9b2J\u202eé\r\nb"
+    ids = byte_tokenizer(text, add_special_tokens=False).input_ids
+    steps = [ids[i : i + size] for i in range(0, len(ids), size)]
+    pieces, printer = show(byte_tokenizer, steps, color=False, safe=True)
+    assert "".join(pieces) == harmless(text) != text
+    assert printer.text == text

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import io
+import json
+import logging
 import os
+import sys
+import traceback
+import unicodedata
+import warnings
 
 import pytest
+from tqdm import tqdm
 
 from specheads import terminal
-from specheads.terminal import Keys, Lines, StatusLine, harmless, wants_color
+from specheads.terminal import (
+    Keys,
+    Lines,
+    StatusLine,
+    escape_output,
+    harmless,
+    unescaped,
+    wants_color,
+)
 
 
 class Screen(io.StringIO):
@@ -57,10 +72,58 @@ def test_colours_are_wanted_where_somebody_sees_them(
     assert not wants_color("auto", Screen())
 
 
-def test_what_a_model_writes_cannot_steer_the_terminal() -> None:
-    """A model can be made to write sequences that change the title, or answer in your name."""
-    assert harmless("a\n\tb é ü 日本 👩\u200d💻 \u00a0.") == "a\n\tb é ü 日本 👩\u200d💻 \u00a0."
-    assert harmless("\x1b]0;title\x07\r\x9b31m\x7f") == "\\x1b]0;title\\x07\\r\\x9b31m\\x7f"
+def test_what_others_wrote_cannot_steer_the_terminal() -> None:
+    """Sequences change the title, or the clipboard; overrides make a line read as another one."""
+    kept = "a\n\tb é ü 日本 👩\u200d💻 \u00a0 שלום\u200f."
+    assert harmless(kept) == kept
+    assert harmless("\x1b]0;title\x07\r\x9b31m\x7f") == "\\u001b]0;title\\u0007\\r\\u009b31m\\u007f"
+    for number in range(0x110000):
+        c = chr(number)
+        obeyed = unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") and c not in "\n\t"
+        obeyed |= 0x202A <= number <= 0x202E or 0x2066 <= number <= 0x206F
+        assert (harmless(c) != c) == obeyed, hex(number)
+        assert harmless(c).isascii() or not obeyed
+    line = json.dumps({"text": "\x1b\x7f\x9b\u202e\u2028é"}, ensure_ascii=False)
+    assert json.loads(harmless(line)) == json.loads(line), "a line of JSON stays one"
+
+
+def test_whatever_a_command_prints_is_escaped(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One print, log line, warning or bar that quotes a file's name raw would be enough."""
+    foreign = "\x1b]52;c;ZXZpbA==\x07\x9b2J\u202e"
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))
+    escape_output()
+    escape_output()
+    assert unescaped(unescaped(sys.stdout)) is unescaped(sys.stdout) is not sys.stdout
+    print(foreign)
+    sys.stdout.writelines([foreign, "\r\n"])
+    logger = logging.getLogger("specheads.test")
+    logger.addHandler(handler := logging.StreamHandler())
+    logger.warning(foreign)
+    logger.removeHandler(handler)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning(foreign, UserWarning, "file", 1)
+    with (
+        tqdm(total=2, file=sys.stderr, desc=foreign, mininterval=0, ascii=True) as outer,
+        tqdm(total=1, file=sys.stderr, mininterval=0, ascii=True) as inner,
+    ):
+        inner.update()
+        outer.update()
+        tqdm.write(foreign, file=sys.stdout)
+    try:
+        raise ValueError(foreign)
+    except ValueError:
+        traceback.print_exc()
+    out, err = capsys.readouterr()
+    assert out.count(harmless(foreign)) == 3 and err.count(harmless(foreign)) >= 4
+    assert "\x1b[A" in err and "\r" in err, "bars above each other are moved to"
+    for text in (out, err.replace("\x1b[A", "").replace("\r", "")):
+        assert harmless(text) == text
+    print("\x1b[2mours\x1b[0m", file=unescaped(sys.stdout))
+    assert capsys.readouterr().out == "\x1b[2mours\x1b[0m\n"
 
 
 def test_the_status_line_is_given_back(size: list[int]) -> None:
