@@ -56,11 +56,17 @@ HOSTILE = {
 }
 
 
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Give every test a process of its own, with a time limit that is soon over."""
-    monkeypatch.setattr(rendering, "_SECONDS", 1)
-    yield
+@pytest.fixture(autouse=True, scope="module")
+def soon_over() -> Iterator[None]:
+    """Give these tests a process with a time limit that is soon over."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendering, "_SECONDS", 1)
+        _end_process()
+        yield
+    _end_process()
+
+
+def _end_process() -> None:
     if (process := rendering._Child.process) is not None:
         process.kill()
         process.communicate()
@@ -117,6 +123,7 @@ def test_a_refusal_is_told_from_a_limit(make_byte_tokenizer: MakeTokenizer) -> N
 
 def test_our_own_template_needs_no_process(make_byte_tokenizer: MakeTokenizer) -> None:
     """Commands on the embedded model would all wait for a second Python."""
+    _end_process()
     render(make_byte_tokenizer(OUR_TEMPLATE), TALK)
     assert rendering._Child.process is None
 
