@@ -11,14 +11,14 @@ import hashlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specheads import __version__
-from specheads.config import ConfigError, InterruptedRunError, RegenerateConfig
+from specheads.config import ConfigError, InterruptedRunError, RegenerateConfig, RunError
 from specheads.entry import hydra_main
 from specheads.generate import take_literal
 from specheads.json_answer import answer, answers_json
@@ -74,6 +74,11 @@ def run(config: RegenerateConfig) -> None:
         )
         if num_again := sum(reason == "server" for reason in answers.bad.values()):
             _say(f"the server failed {num_again:,} of them; the same command tries those again")
+        cure = _cure_of_cut_answers(answers.done, answers.bad, config.max_new_tokens)
+        if not answers.done:
+            raise RunError(f"no record was answered: {answers.reasons()}{cure and f'; {cure}'}")
+        if cure:
+            _say(cure)
         answer(
             {
                 "output": config.output,
@@ -83,6 +88,26 @@ def run(config: RegenerateConfig) -> None:
                 "bad": dict(Counter(answers.bad.values())),
             }
         )
+
+
+def _cure_of_cut_answers(done: Collection[str], bad: Mapping[str, str], max_new_tokens: int) -> str:
+    """Return what to do where a tenth of all records or more is truncated, else nothing.
+
+    Those that are left are the short ones: heads would learn from them that answers are short.
+
+    Args:
+        done: ids of the answered records.
+        bad: id -> reason of the others.
+        max_new_tokens: that the answers were given.
+    """
+    num_cut = sum(reason == "truncated" for reason in bad.values())
+    if not num_cut or num_cut * 10 < len(done) + len(bad):
+        return ""
+    return (
+        f"{num_cut:,} of {len(done) + len(bad):,} records reached max_new_tokens={max_new_tokens}"
+        f" (or the context's end) before an answer's end: max_new_tokens={4 * max_new_tokens} with"
+        " another output= lets more answers end, keep_truncated=true keeps them as they are"
+    )
 
 
 def read_input(config: RegenerateConfig) -> list[Record]:

@@ -45,9 +45,15 @@ def records(path: Path) -> Iterator[Any]:
 def offline_run(run_dir: Path) -> dict[str, Any]:
     """Return what all offline starts of a run hold together.
 
+    Wandb's service is ended first, as at the end of a process: ``finish`` returns before the last
+    records are on disk.
+
     ``ids``, ``config``, ``history`` (rows in order), ``metrics`` (step axis and summary of every
     name that was defined), ``files``, ``artifacts`` (type -> names of files).
     """
+    import wandb
+
+    wandb.teardown()
     found: dict[str, Any] = {
         "ids": [], "config": {}, "history": [], "metrics": {}, "files": [], "artifacts": {},
     }  # fmt: skip

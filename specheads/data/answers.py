@@ -223,7 +223,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         for number, line in enumerate(lines, 1):
             try:
                 found = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{path}:{number} is damaged: {error}") from None
             if not isinstance(found, dict):
                 raise ConfigError(f"{path}:{number} is damaged: it holds no object")

@@ -5,7 +5,7 @@ Which tokens of a record are learned: :mod:`specheads.data.encoder`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from specheads.config import ConfigError
 from specheads.data.dropped import Dropped, RecordError, check_share
 from specheads.data.encoder import Encoded, Encoder
-from specheads.data.records import Progress, Record
+from specheads.data.records import Record
 from specheads.data.stored import tokenizer_digest
 from specheads.losses import IGNORE
 
@@ -30,6 +30,7 @@ __all__ = [
     "tokenizer_digest",
 ]
 
+Progress = Callable[[str, int, int], None]
 
 _COUNTS = (
     "records", "documents", "tokens", "learned", "too_long", "unlabelled", "split", "retokenized",

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from specheads.config import ConfigError
 from specheads.data.chat import Encoder
 from specheads.data.records import Record
+from specheads.data.rendering import render
 from specheads.data.stored import tokenizer_digest
 from specheads.losses import IGNORE
 
@@ -287,10 +288,10 @@ class TurnEncoder:
         num_past = len(talk.answers)
         stand_in = {"role": "assistant", "content": _STAND_IN}
         messages = [message for turn in talk.turns[:num_past] for message in (*turn, stand_in)]
-        text = self.tokenizer.apply_chat_template(
-            [*messages, *talk.turns[num_past]], tokenize=False, add_generation_prompt=True
+        text, _ = render(
+            self.tokenizer, [*messages, *talk.turns[num_past]], add_generation_prompt=True
         )
-        _, found, behind = str(text).rpartition(_STAND_IN)
+        _, found, behind = text.rpartition(_STAND_IN)
         if not found:
             raise UnusableRecordError("template", "the chat template leaves earlier answers out")
         return list(self.tokenizer(behind, add_special_tokens=False, verbose=False).input_ids)

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specheads.config import ConfigError
 from specheads.data.dropped import RecordError
+from specheads.data.rendering import is_generated, render
 from specheads.data.rows import Record
 from specheads.data.stored import tokenizer_digest
 from specheads.losses import IGNORE
@@ -143,15 +144,12 @@ class Encoder:
         return ids, learned
 
     def _by_markers(self, record: Record) -> tuple[list[int], list[bool]]:
-        out = self._apply(
-            record["messages"],
-            record,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            tokenizer_kwargs={"return_offsets_mapping": True},
+        text, spans = self._apply(record["messages"], record, return_assistant_tokens_mask=True)
+        out = self.tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
         ids, offsets = list(out["input_ids"]), list(out["offset_mapping"])
-        learned = [bool(flag) for flag in out["assistant_masks"]]
+        learned = is_generated(out, spans, len(ids))
         for t in range(1, len(ids)):
             # the mask stops at the first token of its last character, which may have several, and
             # some templates close their block before the eos that ends the answer
@@ -209,12 +207,13 @@ class Encoder:
     def _render(self, messages: Sequence[Any], record: Record, prompt: bool) -> list[int]:
         if not messages:
             return []
-        out = self._apply(messages, record, return_dict=True, add_generation_prompt=prompt)
-        return list(out["input_ids"])
+        return self._plain(self._apply(messages, record, add_generation_prompt=prompt)[0])
 
-    def _apply(self, messages: Sequence[Any], record: Record, **options: Any) -> Any:
+    def _apply(
+        self, messages: Sequence[Any], record: Record, **options: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
         try:
-            return self.tokenizer.apply_chat_template(list(messages), tokenize=True, **options)
+            return render(self.tokenizer, messages, **options)
         except _REFUSALS as error:
             raise RecordError(
                 f"record {record['id']}",

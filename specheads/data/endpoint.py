@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import queue
+import reprlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -46,12 +46,24 @@ def next_answer(client: Client, model: str, sampling: Sampling, talk: Dialogue) 
         found = client.call("/completions", body | {"prompt": talk.record["prompt"]})
     try:
         choice = found["choices"][0]
-        text = choice["message"]["content"] if is_chat else choice["text"]
+        text = _text(choice["message"]["content"] if is_chat else choice["text"])
         reason = choice["finish_reason"]
         num_tokens = (found.get("usage") or {}).get("completion_tokens")
+        counted = num_tokens is None or (type(num_tokens) is int and 0 <= num_tokens < 1 << 32)
+        if not counted or not isinstance(reason, str | None):
+            raise TypeError
     except (KeyError, IndexError, TypeError, AttributeError):
-        raise ServerError(f"no answer in {json.dumps(found)[:120]}") from None
-    return Answer(text or "", str(reason), num_tokens)
+        raise ServerError(f"no answer in {reprlib.repr(found)}") from None
+    return Answer(text, f"{reason!s:.40}", num_tokens)
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):  # parts; others than texts are thoughts and the like
+        texts = ("text", "output_text")
+        return "".join(part["text"] for part in content if part["type"] in texts)
+    if not isinstance(content, str | None):
+        raise TypeError
+    return content or ""
 
 
 class Asking:

@@ -19,10 +19,11 @@ from typing import Any
 from specheads.data.pycode_corpus import (
     DEFAULT_PACKAGES,
     Module,
-    Progress,
     find_modules,
     licence_of,
     package_versions,
+    say,
+    told,
 )
 from specheads.data.pycode_pairs import KINDS, pairs_of_module, rank
 
@@ -32,18 +33,14 @@ MAX_PAIRS_PER_KIND = 12_000
 Record = dict[str, Any]
 
 
-def make_pairs(
-    modules: Iterable[Module], progress: Progress | None = None
-) -> dict[str, list[Record]]:
+def make_pairs(modules: Iterable[Module]) -> dict[str, list[Record]]:
     """Split -> pairs, at most ``MAX_PAIRS_PER_KIND`` of each kind; no code is in both splits."""
     modules = sorted(modules, key=lambda module: (module.split, module.path))  # held-out ones first
     taken: dict[tuple[str, str], str] = {}
     found: dict[str, dict[str, list[Record]]] = {
         split: {kind: [] for kind in KINDS} for split in ("heldout", "train")
     }
-    for number, module in enumerate(modules):
-        if progress and number % 100 == 0:
-            progress("making pairs", number, len(modules))
+    for module in told(modules, "making pairs"):
         for pair in pairs_of_module(module.path, module.text):
             owner = taken.setdefault(("code", pair.code), module.split)
             if (
@@ -64,30 +61,25 @@ def make_pairs(
     }
 
 
-def documents(
-    split: str, packages: Sequence[str] = DEFAULT_PACKAGES, progress: Progress | None = None
-) -> list[Record]:
+def documents(split: str, packages: Sequence[str] = DEFAULT_PACKAGES) -> list[Record]:
     """``{"id", "kind": "document", "text"}`` for every module of ``train`` or ``heldout``."""
-    modules, _ = _load(tuple(packages), progress)
+    modules, _ = _load(tuple(packages))
     return [{"id": m.path, "kind": "document", "text": m.text} for m in modules if m.split == split]
 
 
 def pairs(
-    split: str,
-    kinds: Sequence[str] = KINDS,
-    packages: Sequence[str] = DEFAULT_PACKAGES,
-    progress: Progress | None = None,
+    split: str, kinds: Sequence[str] = KINDS, packages: Sequence[str] = DEFAULT_PACKAGES
 ) -> list[Record]:
     """``{"id", "kind", "messages": [user, assistant]}``: kind after kind, each in hash order."""
     if unknown := sorted(set(kinds) - set(KINDS)):
         raise ValueError(f"unknown kind of pair {', '.join(unknown)}; there are {', '.join(KINDS)}")
-    _, made = _load(tuple(packages), progress)
+    _, made = _load(tuple(packages))
     return [record for record in made[split] if record["kind"] in kinds]
 
 
 def corpus_manifest(packages: Sequence[str] = DEFAULT_PACKAGES) -> dict[str, str]:
     """Module path -> sha256 of its text, for the whole corpus."""
-    modules, _ = _load(tuple(packages), None)
+    modules, _ = _load(tuple(packages))
     return {module.path: module.sha256 for module in modules}
 
 
@@ -96,7 +88,7 @@ def corpus_summary(packages: Sequence[str] = DEFAULT_PACKAGES) -> dict[str, Any]
 
     The hash is over the sorted lines ``path sha256``; held-out modules are listed one by one.
     """
-    modules, _ = _load(tuple(packages), None)
+    modules, _ = _load(tuple(packages))
     summary: dict[str, Any] = {}
     for name, version in package_versions(packages).items():
         own = [module for module in modules if module.path.split("/")[0] == name]
@@ -168,9 +160,7 @@ def _record(module: Module, kind: str, name: str, prompt: str, answer: str) -> R
 _memory: dict[str, tuple[list[Module], dict[str, list[Record]]]] = {}
 
 
-def _load(
-    packages: tuple[str, ...], progress: Progress | None
-) -> tuple[list[Module], dict[str, list[Record]]]:
+def _load(packages: tuple[str, ...]) -> tuple[list[Module], dict[str, list[Record]]]:
     """The corpus and its pairs, from memory, from the cache on disk, or made now (90 s)."""
     key = json.dumps([CODE_VERSION, sys.version_info[:3], package_versions(packages)])
     name = hashlib.sha256(key.encode()).hexdigest()[:16]
@@ -183,8 +173,12 @@ def _load(
             stored = json.load(stream)
         result = [Module(*item) for item in stored["modules"]], stored["pairs"]
     else:
-        modules = find_modules(packages, progress)
-        result = modules, make_pairs(modules, progress)
+        say(
+            "making the built-in corpus (data=pycode) from the Python source on this machine:"
+            f" a few minutes, once; it is then kept in {file}"
+        )
+        modules = find_modules(packages)
+        result = modules, make_pairs(modules)
         _store(file, {"modules": [[m.path, m.text] for m in modules], "pairs": result[1]})
     _memory[name] = result
     return result
@@ -204,5 +198,8 @@ def _store(file: Path, content: dict[str, Any]) -> None:
             except BaseException:
                 Path(aside.name).unlink()
                 raise
-    except OSError:
-        return
+    except OSError as error:
+        say(
+            f"cannot keep it in {file.parent} ({error.strerror}): the next command makes it anew;"
+            " XDG_CACHE_HOME names another place"
+        )

@@ -14,9 +14,15 @@ import importlib.util
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+from tqdm import tqdm
+
+from specheads import dist
 
 DEFAULT_PACKAGES = (
     "torch",
@@ -49,7 +55,9 @@ _GENERATED = (
 )
 _DISTRIBUTIONS = {"hydra": "hydra-core"}
 
-Progress = Callable[[str, int, int], None]
+LINE_EVERY = 10.0  # seconds, where no bar can be shown
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -124,34 +132,53 @@ def is_generated(text: str) -> bool:
     return digits > 0.15 * len(text) or text.count("\\x") + text.count("\\u") > 0.02 * len(text)
 
 
-def find_modules(
-    packages: Sequence[str] = DEFAULT_PACKAGES, progress: Progress | None = None
-) -> list[Module]:
+def find_modules(packages: Sequence[str] = DEFAULT_PACKAGES) -> list[Module]:
     """The corpus before splitting: readable, hand-written, parsable, without near-duplicates."""
-    return deduplicate(read_folders(package_folders(packages), progress))
+    return deduplicate(read_folders(package_folders(packages)))
 
 
-def read_folders(folders: dict[str, Path], progress: Progress | None = None) -> list[Module]:
+def read_folders(folders: dict[str, Path]) -> list[Module]:
     """Every file under ``folders`` that belongs in the corpus, sorted by folder and path."""
+    files = [
+        (name, folder, file)
+        for name, folder in folders.items()
+        for file in sorted(folder.rglob("*.py"))
+    ]
     modules = []
-    for number, (name, folder) in enumerate(folders.items()):
-        if progress:
-            progress(f"reading {name}", number, len(folders))
-        for file in sorted(folder.rglob("*.py")):
-            inner = file.relative_to(folder)
-            if any(_SKIPPED_FOLDERS.fullmatch(part) for part in inner.parts[:-1]):
+    for name, folder, file in told(files, "reading Python source"):
+        inner = file.relative_to(folder)
+        if any(_SKIPPED_FOLDERS.fullmatch(part) for part in inner.parts[:-1]):
+            continue
+        if inner.name.startswith(("test_", "conftest")):
+            continue
+        try:
+            if not MIN_BYTES <= file.stat().st_size <= MAX_BYTES:
                 continue
-            if inner.name.startswith(("test_", "conftest")):
-                continue
-            try:
-                if not MIN_BYTES <= file.stat().st_size <= MAX_BYTES:
-                    continue
-                text = "\n".join(file.read_text(encoding="utf-8").split("\n"))
-            except (UnicodeDecodeError, OSError):
-                continue
-            if not is_generated(text) and _parses(text):
-                modules.append(Module(f"{name}/{inner.as_posix()}", text))
+            text = "\n".join(file.read_text(encoding="utf-8").split("\n"))
+        except (UnicodeDecodeError, OSError):
+            continue
+        if not is_generated(text) and _parses(text):
+            modules.append(Module(f"{name}/{inner.as_posix()}", text))
     return modules
+
+
+def told(items: Sequence[T], what: str) -> Iterator[T]:
+    """Yield ``items``, with a bar on a terminal and a line now and then elsewhere, on rank 0."""
+    quiet = None if dist.is_main() else True  # None: where there is no terminal
+    with tqdm(items, desc=what, disable=quiet, leave=False) as bar:
+        said = time.monotonic()
+        for number, item in enumerate(bar, 1):
+            yield item
+            now = time.monotonic()
+            if bar.disable and now - said > LINE_EVERY:
+                said = now
+                say(f"{what}: {number:,} of {len(items):,}")
+
+
+def say(text: str) -> None:
+    """Print a line on standard error, on rank 0."""
+    if dist.is_main():
+        print(text, file=sys.stderr, flush=True)
 
 
 def deduplicate(modules: Iterable[Module]) -> list[Module]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from specheads.config import ConfigError, DataConfig, mixture_parts
@@ -20,9 +20,7 @@ from specheads.data.mixture import Part, lowest, mix, without
 from specheads.data.readers import json_reader
 from specheads.data.rows import Record
 
-__all__ = ["Progress", "Record", "SPLITS", "load_records", "read_jsonl"]
-
-Progress = Callable[[str, int, int], None]
+__all__ = ["Record", "SPLITS", "load_records", "read_jsonl"]
 
 SPLITS = ("train", "heldout")
 
@@ -41,13 +39,7 @@ def read_jsonl(path: str | Path) -> list[Record]:
     return sources.collect(rows, str(path), {}, 0, Dropped())
 
 
-def load_records(
-    data: DataConfig,
-    split: str,
-    *,
-    progress: Progress | None = None,
-    dropped: Dropped | None = None,
-) -> list[Record]:
+def load_records(data: DataConfig, split: str, *, dropped: Dropped | None = None) -> list[Record]:
     """Return the records of ``split`` that the settings ask for; deterministic.
 
     Files and data sets of the hub: ``eval_path`` or ``eval_split`` is the held-out part where it
@@ -60,7 +52,6 @@ def load_records(
     Args:
         data: the settings.
         split: ``train`` or ``heldout``.
-        progress: called now and then with what, done and total.
         dropped: is told of records that cannot be used; one for both splits counts each once.
 
     Raises:
@@ -72,12 +63,11 @@ def load_records(
     dropped = Dropped() if dropped is None else dropped
     if data.source == "mixture":
         parts = [
-            Part(_name(part), weight, _both(part, progress, dropped))
-            for part, weight in mixture_parts(data)
+            Part(_name(part), weight, _both(part, dropped)) for part, weight in mixture_parts(data)
         ]
         records = mix(parts, split, content_rank, data.max_records, dropped)
     elif data.source == "pycode":
-        records = _load_pycode(data, split, progress)
+        records = _load_pycode(data, split)
     else:
         records = _split(data, dropped)[split]
     if data.max_records:
@@ -91,9 +81,9 @@ def _name(data: DataConfig) -> str:
     return f"{data.source} {data.path}" if data.path else data.source
 
 
-def _both(data: DataConfig, progress: Progress | None, dropped: Dropped) -> dict[str, list[Record]]:
+def _both(data: DataConfig, dropped: Dropped) -> dict[str, list[Record]]:
     if data.source == "pycode":
-        splits = {split: _load_pycode(data, split, progress) for split in SPLITS}
+        splits = {split: _load_pycode(data, split) for split in SPLITS}
     else:
         splits = _split(data, dropped)
     n = data.max_records
@@ -122,7 +112,7 @@ def _split(data: DataConfig, dropped: Dropped) -> dict[str, list[Record]]:
     return splits
 
 
-def _load_pycode(data: DataConfig, split: str, progress: Progress | None) -> list[Record]:
+def _load_pycode(data: DataConfig, split: str) -> list[Record]:
     from specheads.data import pycode  # walks the machine's Python source: only when asked for
 
     packages = tuple(data.packages) or pycode.DEFAULT_PACKAGES
@@ -133,10 +123,10 @@ def _load_pycode(data: DataConfig, split: str, progress: Progress | None) -> lis
     pairs: list[Record] = []
     if data.documents < 1:
         kinds = tuple(data.kinds) or pycode.KINDS
-        pairs = pycode.pairs(split, kinds, packages, progress)
+        pairs = pycode.pairs(split, kinds, packages)
     if data.documents == 0:
         return pairs
-    documents = pycode.documents(split, packages, progress)
+    documents = pycode.documents(split, packages)
     if data.documents == 1:
         return documents
     # characters stand for tokens: documents make up the asked share of the sum

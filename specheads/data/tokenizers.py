@@ -23,6 +23,7 @@ from specheads import dist
 from specheads.config import ConfigError, RunError, TrainConfig
 from specheads.data.dropped import Dropped
 from specheads.data.records import load_records
+from specheads.data.rendering import OUR_TEMPLATE
 from specheads.data.rows import Record
 from specheads.data.stored import tokenizer_digest
 from specheads.files import whole_folder
@@ -31,18 +32,6 @@ from specheads.run_dir import is_used
 
 SPECIAL = ("<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|system|>")
 NUM_SPECIAL = 16  # with <|reserved_0|> and so on, for those who tune the model to more roles
-CHAT_TEMPLATE = (
-    "{{ bos_token }}"
-    "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}"
-    "{{ '<|assistant|>' }}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
-    "{% elif message['role'] in ('user', 'system') %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] }}"
-    "{% else %}{{ raise_exception('unknown role ' + message['role']) }}"
-    "{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
-
 _FOLDER, _MADE_FROM = "tokenizer", "made_from.json"
 _ROUND = 64  # rows of a new model's embedding come in multiples of it: matrix products like that
 _PATIENCE = 3 * 3600.0  # seconds that other ranks wait for the one that learns the merges
@@ -138,7 +127,7 @@ def _assemble(
         pad_token="<|pad|>",
         bos_token="<|bos|>",
         eos_token="<|eos|>",
-        chat_template=CHAT_TEMPLATE,
+        chat_template=OUR_TEMPLATE,
         clean_up_tokenization_spaces=False,
         **({"model_max_length": context} if context else {}),
     )

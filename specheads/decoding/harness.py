@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from specheads.config import ConfigError
+from specheads.data.rendering import render
 from specheads.decoding.generate import SpecDecoder
 from specheads.decoding.logits_at import log_likelihood, logits_at
 from specheads.decoding.measure import end_tokens
@@ -126,14 +127,12 @@ class Harness:
 
     def render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
         """Return the chat template's text; without a prompt the last message is to be gone on."""
-        return str(
-            self.tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
-        )
+        return render(
+            self.tokenizer,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )[0]
 
     def template(self, chosen: bool | str) -> str | None:
         """Return the chat template called ``chosen``, or the only one; None for False.

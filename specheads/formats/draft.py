@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from specheads.models.base import load_base_model, load_tokenizer
+from specheads.models.base import load_base_model, load_config, load_tokenizer
 from specheads.models.checkpoint import save_plain_model
 from specheads.models.draft_files import save_draft
 from specheads.models.model_files import read_provenance
@@ -51,12 +51,6 @@ def recorded_dtype(name: str) -> str:
     Raises:
         ConfigError: if its config cannot be read.
     """
-    from transformers import AutoConfig
-
-    from specheads.models.foreign import one_line
-    from specheads.models.names import resolve_name
-
-    with one_line(f"cannot load model.name={name}"):
-        config: Any = AutoConfig.from_pretrained(resolve_name(name))
+    config = load_config(name)
     dtype = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
     return str(dtype or "float32").removeprefix("torch.")

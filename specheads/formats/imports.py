@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from specheads.config import ConfigError
@@ -22,14 +22,18 @@ from specheads.formats.draft import recorded_dtype
 from specheads.formats.layouts import layout_of
 from specheads.formats.medusa_heads import check_sizes, read_heads
 from specheads.formats.tensor_files import TensorFiles, open_pickle, open_safetensors
-from specheads.models.base import check_tokenizer, load_base_model, load_tokenizer, torch_dtype
+from specheads.models.base import (
+    check_tokenizer,
+    load_base_model,
+    load_config,
+    load_tokenizer,
+    torch_dtype,
+)
 from specheads.models.checkpoint import save_export
 from specheads.models.digest import base_digest, model_folder, weight_files
-from specheads.models.foreign import one_line
 from specheads.models.heads import MedusaHeads
 from specheads.models.manifest import MANIFEST, read_json
 from specheads.models.model_files import PROVENANCE
-from specheads.models.names import resolve_name
 from specheads.models.output import output_layer
 from specheads.tree import Tree, default_tree
 
@@ -153,8 +157,7 @@ def _quiet() -> Iterator[None]:
 
 def _sizes(name: str) -> tuple[int, int]:
     """Return hidden size and vocabulary of a model, from its config alone."""
-    with one_line(f"cannot load model.name={name}"):
-        config = AutoConfig.from_pretrained(resolve_name(name)).get_text_config()
+    config = load_config(name).get_text_config()
     hidden_size, vocab_size = (getattr(config, key, 0) for key in ("hidden_size", "vocab_size"))
     if type(hidden_size) is not int or type(vocab_size) is not int or not hidden_size * vocab_size:
         raise ConfigError(f"base={name}: its config names no hidden_size and vocab_size")

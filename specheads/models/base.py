@@ -13,6 +13,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -21,7 +22,12 @@ from transformers.utils import is_flash_attn_2_available
 from specheads import hardware
 from specheads.config import ConfigError
 from specheads.models.foreign import one_line
-from specheads.models.model_files import check_model_files, needs_safetensors, refuse_kernels
+from specheads.models.model_files import (
+    check_counts,
+    check_model_files,
+    needs_safetensors,
+    refuse_kernels,
+)
 from specheads.models.names import resolve_name
 from specheads.models.quantize import bnb_config, check_own_quantization, prepare_quantized
 
@@ -78,11 +84,8 @@ def load_base_model(
     ours = check_model_files(name, place, trust_remote_code=trust_remote_code)
     # or transformers would ask the hub to convert a stranger's pickle
     os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "true")
+    config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
     with one_line(f"cannot load model.name={name}"):
-        config = AutoConfig.from_pretrained(
-            place, revision=revision, trust_remote_code=trust_remote_code
-        )
-        refuse_kernels(name, config, trust_remote_code=trust_remote_code)
         own = getattr(config, "quantization_config", None)
         own = own or getattr(config.get_text_config(), "quantization_config", None)
         check_own_quantization(name, own, quantization)
@@ -126,6 +129,23 @@ def load_base_model(
     if quantized:
         prepare_quantized(model)
     return model.eval() if device_map else model.eval().to(device)
+
+
+def load_config(
+    name: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedConfig:
+    """Return a model's config, after a look at the numbers in it.
+
+    Raises:
+        ConfigError: if there is none, or it asks for too many layers, or for code on the hub.
+    """
+    place, options = resolve_name(name), {"revision": revision or "main"}
+    with one_line(f"cannot load model.name={name}"):
+        check_counts(f"model.name={name}", PreTrainedConfig.get_config_dict(place, **options)[0])
+        config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code, **options)
+        refuse_kernels(name, config, trust_remote_code=trust_remote_code)
+    assert isinstance(config, PreTrainedConfig)
+    return config
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:

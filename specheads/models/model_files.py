@@ -1,13 +1,14 @@
 """Look at the files of a base or draft model before transformers does.
 
-Weights are safetensors or nothing. What specheads itself has written (``base/`` of an export, draft
-models) is held to its config before memory is taken: a damaged or hostile size in it would
-otherwise be allocated and filled with random numbers.
+Weights are safetensors or nothing. A config is held to them before memory is taken: a damaged or
+hostile size in it would otherwise be allocated and filled with random numbers. What specheads
+itself has written (``base/`` of an export, draft models) is looked at more closely.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,12 @@ _NEEDS_SAFETENSORS = (
     "specheads loads safetensors alone, since pickle can run any code; save it as safetensors"
     " where you trust it"
 )
-_COUNTED = ("layer", "block", "expert")  # what modules are made for, one by one
-_MOST = 1024  # of those in a model of fewer tensors
+# what modules may be made for one by one, and how many: widths have other names
+_COUNTED = {
+    re.compile(r"(num|n)_\w*(layer|block)s?|(\w+_)?(layers|blocks|depth)"): 1024,
+    re.compile(r"(num|n)_\w*experts?|(\w+_)?experts"): 1 << 16,
+}
+_PACKED = 16  # numbers that one of a quantised tensor may stand for: int32 of two bits each
 # what would make transformers run other code, or read other files, than those of the folder
 _FORBIDDEN = ("auto_map", "quantization_config", "transformers_weights", "per_layer_config")
 
@@ -45,8 +50,8 @@ def check_model_files(name: str, place: str, *, trust_remote_code: bool = False)
         Whether specheads wrote it, so that nothing may be left over in its files.
 
     Raises:
-        ConfigError: if its weights are pickle, its index names files elsewhere, or, if specheads
-            wrote it, a file was changed or does not fit the config.
+        ConfigError: if its weights are pickle, its index names files elsewhere, they are far fewer
+            than its config describes, or, if specheads wrote it, a file was changed.
     """
     folder = Path(place)
     if not folder.is_dir():
@@ -62,12 +67,14 @@ def check_model_files(name: str, place: str, *, trust_remote_code: bool = False)
         if read_provenance(folder)["format_version"] > 1 or (folder / MANIFEST).exists():
             check_manifest(folder)
     elif not (folder.name == "base" and (folder.parent / MANIFEST).is_file()):
+        if files and (folder / "config.json").is_file():
+            _check_sizes(folder, files, trust_remote_code, f"cannot load model.name={name}")
         return False
     for file in folder.iterdir():
         check_inside(folder if is_draft else folder.parent, file)
     if (folder / "adapter_config.json").exists():  # transformers would load it, from anywhere
         raise ConfigError(f"{folder} holds adapter_config.json, which was not saved with it")
-    _check_sizes(folder, files, trust_remote_code)
+    _check_own(folder, files, trust_remote_code)
     return True
 
 
@@ -123,31 +130,59 @@ def needs_safetensors(name: str, error: OSError) -> OSError | ConfigError:
     return ConfigError(f"model.name={name} has no model.safetensors: {_NEEDS_SAFETENSORS}")
 
 
-def _check_sizes(folder: Path, files: list[Path], trust_remote_code: bool) -> None:
-    """Hold the config to the headers of the weights, in numbers of values; nothing is allocated."""
+def check_counts(about: object, config: dict[str, Any]) -> None:
+    """Refuse numbers of layers and the like that would keep a machine busy for hours.
+
+    Args:
+        about: where the config is from, for messages.
+        config: as it was read: transformers makes lists from such numbers.
+
+    Raises:
+        ConfigError: one line with the key.
+    """
+    for key, value in _settings(config):
+        for counted, most in _COUNTED.items():
+            if type(value) is int and value > most and counted.fullmatch(key):
+                raise ConfigError(f"{about}: {key} is {value}, expected at most {most}")
+
+
+def _check_own(folder: Path, files: list[Path], trust_remote_code: bool) -> None:
+    """Refuse what specheads would not have written."""
     about = folder / "config.json"
     config = read_json(about, f"{folder} is no model", strict=False)
     if not files:
         raise ConfigError(f"{folder} lacks model.safetensors")
-    tensors = [(name, shape) for file in files for name, (shape, _) in read_header(file).items()]
-    if len(dict(tensors)) < len(tensors):
+    names = [name for file in files for name in read_header(file)]
+    if len(set(names)) < len(names):
         raise ConfigError(f"{folder}: a tensor is in two of its files")
-    most = max(_MOST, len(tensors))
-    for key, value in _settings(config):
+    for key, _ in _settings(config):
         if key in _FORBIDDEN and not (key == "auto_map" and trust_remote_code):
             raise ConfigError(f"{about}: {key} must not be there")
-        counted = type(value) is int and any(word in key for word in _COUNTED)
-        if counted and value > most:
-            raise ConfigError(f"{about}: {key} is {value}, its weights allow for {most}")
-    stored = sum(math.prod(shape) for _, shape in tensors)
-    with one_line(f"{about} describes no model"):
+    text = _check_sizes(folder, files, trust_remote_code, f"{about} describes no model")
+    _check_generation(folder / "generation_config.json", text.vocab_size)
+
+
+def _check_sizes(
+    folder: Path, files: list[Path], trust_remote_code: bool, problem: str
+) -> PreTrainedConfig:
+    """Hold the config to the headers of the weights, in numbers of values; nothing is allocated.
+
+    Returns:
+        The config of the text model.
+    """
+    about = folder / "config.json"
+    config = read_json(about, problem, strict=False)
+    check_counts(about, config)
+    shapes = [shape for file in files for shape, _ in read_header(file).values()]
+    packed = any(key == "quantization_config" and value for key, value in _settings(config))
+    stored = sum(map(math.prod, shapes)) * (_PACKED if packed else 1)
+    with one_line(problem):
         known = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         refuse_kernels(str(folder), known, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(
                 known, trust_remote_code=trust_remote_code
             )
-    _check_generation(folder / "generation_config.json", known.get_text_config().vocab_size)
     wanted = sum(parameter.numel() for parameter in model.parameters())
     tables = sum(buffer.numel() for buffer in model.buffers())
     if wanted > 2 * stored or tables > max(stored, 1 << 28):
@@ -155,6 +190,8 @@ def _check_sizes(folder: Path, files: list[Path], trust_remote_code: bool) -> No
             f"{about} describes a model of {wanted:,} weights and {tables:,} numbers in tables,"
             f" its files hold {stored:,}"
         )
+    text: PreTrainedConfig = known.get_text_config()
+    return text
 
 
 def _check_generation(file: Path, vocab_size: int) -> None:

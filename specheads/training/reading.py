@@ -65,12 +65,9 @@ def read_data(cfg: TrainConfig) -> Read:
         check_streaming(cfg)
         stream = RecordStream(cfg.data, dropped)
         return Read(stream, stream.heldout, dropped)
-    bars = Bars()
     train, heldout = (
-        load_records(cfg.data, split, progress=bars, dropped=dropped)
-        for split in ("train", "heldout")
+        load_records(cfg.data, split, dropped=dropped) for split in ("train", "heldout")
     )
-    bars.close()
     return Read(train, heldout, dropped)
 
 

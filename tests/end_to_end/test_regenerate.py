@@ -316,15 +316,22 @@ def test_what_did_not_end_is_quarantined(
     lines = run(tmp_path / "a.jsonl", **settings)
     bad = bad_of(tmp_path / "a.jsonl")
     assert len(lines) + len(bad) == 25 and len(lines) >= 5 and "truncated" in bad.values()
-    assert f"{len(lines)} done now" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    cut_off = list(bad.values()).count("truncated")
+    assert f"{len(lines)} done now" in said
+    assert f"{cut_off} of 25 records reached max_new_tokens=10" in said
+    assert "max_new_tokens=40 with another output=" in said and "keep_truncated=true" in said
     run(tmp_path / "a.jsonl", **settings)  # once is enough
     said = capsys.readouterr().err
     assert f"{len(lines)} done before" in said and "0 done now" in said
-    assert f"truncated {list(bad.values()).count('truncated')}" in said
+    assert f"truncated {cut_off}" in said and f"{cut_off} of 25 records reached" in said
     kept = run(tmp_path / "b.jsonl", **settings, keep_truncated=True)
     assert {name: kept[name]["tokens"] for name in lines} == {
         name: line["tokens"] for name, line in lines.items()
     }
+    assert "reached max_new_tokens" not in capsys.readouterr().err
+    with pytest.raises(RunError, match=r"no record .* \(truncated 2\d.*; 2\d of 25 .*=4 with"):
+        run(tmp_path / "c.jsonl", **settings | {"max_new_tokens": 1})
     cut = [line for line in kept.values() if "length" in line["generation"]["finish_reason"]]
     assert len(cut) >= 10
     for line in cut:

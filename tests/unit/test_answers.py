@@ -146,6 +146,7 @@ def test_a_file_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
         (b"[1]", r"out\.jsonl:2 is damaged: it holds no object"),
         (b'{"id": "x"}', r"out\.jsonl:2 is not a record that regenerate wrote"),
         (b"\0" * 20, r"out\.jsonl:2 is damaged"),
+        (b"[" * 200_000, r"out\.jsonl:2 is damaged"),
         (json.dumps(chat("a")).encode(), r"out\.jsonl:2: id 'a' is there twice"),
     ],
 )

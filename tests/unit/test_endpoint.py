@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import repeat
 from typing import Any
 
 import pytest
 
 from specheads.config import ConfigError, RunError
+from specheads.data import client as client_module
 from specheads.data.client import Client, ServerError
 from specheads.data.endpoint import Asking
 from specheads.data.outcome import Outcome, Sampling, record_seed
@@ -20,12 +24,20 @@ from specheads.data.outcome import Outcome, Sampling, record_seed
 Script = Callable[[int, str, dict[str, Any]], tuple[int, Any, dict[str, str]] | None]
 
 
+@dataclass
+class Drip:
+    """Bytes of an answer, its header among them, and the seconds between them."""
+
+    pieces: Iterable[bytes]
+    pause: float = 0.0
+
+
 class Server:
     """A scripted server; ``seen`` holds path, body and headers of every request."""
 
     def __init__(self, script: Script) -> None:
         self.seen: list[tuple[str, dict[str, Any], dict[str, str]]] = []
-        self.at_once = self.most_at_once = 0
+        self.at_once = self.most_at_once = self.sent = 0
         self.closing = threading.Event()
         lock, outer = threading.Lock(), self
 
@@ -51,12 +63,22 @@ class Server:
                     outer.closing.wait(600)
                     return
                 status, content, headers = found
+                if isinstance(content, Drip):
+                    self.drip(content)
+                    return
                 data = content if isinstance(content, bytes) else json.dumps(content).encode()
                 self.send_response(status)
                 for key, value in ({"Content-Length": str(len(data))} | headers).items():
                     self.send_header(key, value)
                 self.end_headers()
                 self.wfile.write(data)
+
+            def drip(self, content: Drip) -> None:
+                with contextlib.suppress(OSError):  # the client has gone
+                    for piece in content.pieces:
+                        self.wfile.write(piece)
+                        outer.sent += len(piece)
+                        outer.closing.wait(content.pause)
 
             def log_message(self, *args: Any) -> None:
                 pass
@@ -250,6 +272,110 @@ def test_a_record_that_fails_goes_to_quarantine(serve: Callable[[Script], Server
     assert asked.count("broken") == 2 and asked.count("bad") == 1
 
 
+def answer(**parts: Any) -> dict[str, Any]:
+    """Return a good answer with other parts."""
+    message = {"role": "assistant", "content": parts.pop("content", "yes")}
+    return {"choices": [{"message": message, "finish_reason": "stop"}], **parts}
+
+
+MALFORMED: dict[str, Any] = {
+    "nested too deeply": b"[" * 200_000,
+    "nested almost too deeply": b'{"choices":' + b"[" * 900 + b"]" * 900 + b"}",
+    "a digit too many": b'{"choices": ' + b"1" * 5000 + b"}",
+    "content: object": answer(content={"text": "yes"}),
+    "content: number": answer(content=7),
+    "content: false": answer(content=False),
+    "parts: words": answer(content=["yes"]),
+    "parts: no text": answer(content=[{"type": "text"}]),
+    "parts: text of a number": answer(content=[{"type": "text", "text": 7}]),
+    "count: text": answer(usage={"completion_tokens": "3"}),
+    "count: list": answer(usage={"completion_tokens": [1]}),
+    "count: object": answer(usage={"completion_tokens": {}}),
+    "count: true": answer(usage={"completion_tokens": True}),
+    "count: fraction": answer(usage={"completion_tokens": 1.5}),
+    "count: negative": answer(usage={"completion_tokens": -1}),
+    "count: beyond a float": answer(usage={"completion_tokens": 10**400}),
+    "usage: list": answer(usage=[3]),
+    "choices: object": {"choices": {"0": 1}},
+    "choices: text": {"choices": ["x"]},
+    "message: text": {"choices": [{"message": "yes", "finish_reason": "stop"}]},
+    "reason: object": {"choices": [{"message": {"content": "yes"}, "finish_reason": {"a": 1}}]},
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_answer_costs_one_record(serve: Callable[[Script], Server], name: str) -> None:
+    """One odd answer would end a run of days with a traceback, or be learned as a text."""
+
+    def script(n: int, path: str, body: dict[str, Any]) -> Any:
+        odd = body["messages"][0]["content"] == "odd"
+        return (200, MALFORMED[name], {}) if odd else ok(body)
+
+    total = ask(serve(script), chats("one", "odd", "two"), retries=1)
+    assert sorted(record["id"] for record in total.answered) == ["one", "two"]
+    (bad,) = total.quarantined
+    assert bad.record["id"] == "odd" and len(bad.detail) < 300
+    assert bad.reason in ("server", "refused", "unfinished")
+    assert f"{total.num_tokens:,.0f}" == "14"
+
+
+def test_parts_of_content_are_one_text(serve: Callable[[Script], Server]) -> None:
+    """Servers may give an answer in parts; each such record would be lost."""
+    parts = [
+        {"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "Yes, "},
+        {"type": "output_text", "text": "I do."},
+    ]  # fmt: skip
+    server = serve(lambda n, path, body: (200, answer(content=parts), {}))
+    total = ask(server, chats("a"))
+    assert total.answered[0]["messages"][-1] == {"role": "assistant", "content": "Yes, I do."}
+
+
+HEADER = b"HTTP/1.1 200 OK\r\nContent-Length: 90\r\n"
+DRIPS = {  # the first bytes at once, the others one at a time
+    "status": (b"", HEADER),
+    "header": (HEADER, b"X-Long: " + b"x" * 80),
+    "body": (HEADER + b"\r\n", b" " * 90),
+    "error": (HEADER.replace(b"200 OK", b"400 Bad") + b"\r\n", b" " * 90),
+    "chunks": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n" * 20),
+}
+
+
+@pytest.mark.parametrize("where", DRIPS)
+def test_a_request_has_one_deadline(serve: Callable[[Script], Server], where: str) -> None:
+    """A server that sends a byte now and then would hold a worker, and so the run, for ever."""
+    first, then = DRIPS[where]
+    drip = Drip([first, *(then[i : i + 1] for i in range(len(then)))], pause=0.15)
+    server = serve(lambda n, path, body: (200, drip, {}))
+    with pytest.raises(ServerError) as caught:
+        client_of(server, timeout=0.6, retries=0).call("/x", {})
+    # all of it takes several seconds
+    assert server.sent < len(first + then)
+    late = "no whole answer within timeout=0.6 seconds"
+    assert str(caught.value) in (late, "HTTP 400") and (where == "error" or caught.value.transient)
+
+
+@pytest.mark.parametrize("code", [200, 400])
+def test_a_body_is_read_up_to_a_limit(
+    serve: Callable[[Script], Server], monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """A body without end would fill the memory, and the system would end the run."""
+    monkeypatch.setattr(client_module, "_MOST_BYTES", 1 << 20, raising=False)
+    head = b"HTTP/1.1 %d Well\r\n\r\n" % code
+    drip = Drip([head, *repeat(b" " * (1 << 16), 1 << 9)])  # 32 MiB
+    server = serve(lambda n, path, body: (200, drip, {}))
+    with pytest.raises(ServerError, match="more than 1 MiB came back|HTTP 400") as caught:
+        client_of(server, timeout=60).call("/x", {})
+    assert server.sent < 1 << 25 and not caught.value.transient and len(server.seen) == 1
+
+
+def test_a_malformed_redirection_is_refused(serve: Callable[[Script], Server]) -> None:
+    """A place that is no address would end the run with a traceback."""
+    server = serve(lambda n, path, body: fails(302, Location="http://[bad"))
+    with pytest.raises(ServerError, match="HTTP 302") as caught:
+        client_of(server).call("/x", {})
+    assert caught.value.hopeless
+
+
 def test_a_server_that_never_answers_ends_the_run(serve: Callable[[Script], Server]) -> None:
     """A wrong port or a dead server would put a whole data set into quarantine, slowly."""
     server = serve(lambda n, path, body: fails(500))
@@ -311,8 +437,13 @@ def test_the_first_model_is_asked_for(serve: Callable[[Script], Server]) -> None
     """A server of one model should not need to be told its long name."""
     server = serve(lambda n, path, body: (200, {"data": [{"id": "org/m"}, {"id": "b"}]}, {}))
     assert client_of(server).first_model() == "org/m" and server.seen[0][0] == "/v1/models"
-    with pytest.raises(RunError, match="lists no models"):
-        client_of(serve(lambda n, path, body: (200, {"data": []}, {}))).first_model()
+    odd: list[Any] = [1, "id", None, ["id"], {"id": 7}, {"id": ""}, {"name": "x"}]
+    server = serve(lambda n, path, body: (200, {"data": [*odd, {"id": "c"}]}, {}))
+    assert client_of(server).first_model() == "c"
+    for data in ([], odd, {}, {"0": 1}, "id", None):
+        server = serve(lambda n, path, body, data=data: (200, {"data": data}, {}))
+        with pytest.raises(RunError, match="lists no models; give endpoint_model="):
+            client_of(server).first_model()
 
 
 def test_stopping_does_not_wait(serve: Callable[[Script], Server]) -> None:

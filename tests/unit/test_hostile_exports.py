@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
 import shutil
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedConfig
 
 from specheads import generate
 from specheads.config import ConfigError
+from specheads.formats.draft import recorded_dtype
+from specheads.models import base
 from specheads.models.base import load_base_model, load_tokenizer
 from specheads.models.checkpoint import load_export
 from specheads.models.digest import base_digest, weight_files
@@ -50,7 +54,7 @@ def edit(file: Path, changes: dict[str, Any]) -> None:
         *above, key = path.split(".")
         inner = content
         for part in above:
-            inner = inner[part]
+            inner = inner.setdefault(part, {})
         inner[key] = value
     file.write_text(json.dumps(content))
 
@@ -58,14 +62,21 @@ def edit(file: Path, changes: dict[str, Any]) -> None:
 def refused(path: Path, complaint: str) -> str:
     """Check that loading is refused at once, without memory; with a manifest that matches."""
     write_manifest(path)
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    line = refusal(path)
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    with bounded():
+        line = refusal(path)
     assert line is not None, "loaded"
     assert complaint in line, line
+    return line
+
+
+@contextlib.contextmanager
+def bounded() -> Iterator[None]:
+    """Check that what is done takes neither memory nor time."""
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    yield
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 200_000, f"{grown} KiB were taken"
     assert time.process_time() - start < 10
-    return line
 
 
 HUGE = 10**12
@@ -109,7 +120,7 @@ CONFIGS: list[tuple[str, str, dict[str, Any], str]] = [
     ("adapter", "adapter/adapter_config", {"target_modules": ["x"]}, "the base has no x"),
     ("medusa", "base/config", {"vocab_size": HUGE}, "its files hold"),
     ("medusa", "base/config", {"intermediate_size": 10**9}, "its files hold"),
-    ("medusa", "base/config", {"num_hidden_layers": 10**9}, "its weights allow for 1024"),
+    ("medusa", "base/config", {"num_hidden_layers": 10**9}, "expected at most 1024"),
     ("medusa", "base/config", {"num_hidden_layers": 1}, "9 weights are of no use in its files"),
     ("medusa", "base/config", {"num_attention_heads": 0}, "base/config.json describes no model"),
     ("medusa", "base/config", {"model_type": "nothing"}, "base/config.json describes no model"),
@@ -119,7 +130,7 @@ CONFIGS: list[tuple[str, str, dict[str, Any], str]] = [
     ("medusa", "base/config", {"attn_implementation": "a/kernel"}, "asks for the code of a/kernel"),
     ("medusa", "base/generation_config", {"eos_token_id": 10**9}, "eos_token_id is 1000000000"),
     ("draft", "config", {"vocab_size": HUGE}, "its files hold"),
-    ("draft", "config", {"num_hidden_layers": 10**9}, "its weights allow for 1024"),
+    ("draft", "config", {"num_hidden_layers": 10**9}, "expected at most 1024"),
     ("draft", "specheads", {"format_version": 9}, "format version 9, this specheads reads 2"),
     ("draft", "specheads", {"base.name": "../x"}, "base.name is '../x'"),
     ("draft", "specheads", {"measured": {"alpha": "x"}}, "measured.alpha is 'x'"),
@@ -143,6 +154,55 @@ def test_numbers_of_a_config(
     finally:
         file.write_bytes(before)
         write_manifest(shared[kind])
+
+
+FOREIGN: list[tuple[dict[str, Any], str]] = [
+    ({"num_hidden_layers": 10**5}, r"num_hidden_layers is 100000, expected at most 1024"),
+    ({"num_hidden_layers": 10**12}, r"num_hidden_layers is 1000000000000, expected at most 1024"),
+    ({"text_config.num_hidden_layers": 10**5}, r"num_hidden_layers is 100000, expected"),
+    ({"n_layers": 10**5}, r"n_layers is 100000, expected at most 1024"),
+    ({"num_local_experts": 10**8}, r"num_local_experts is 100000000, expected at most 65536"),
+    ({"vocab_size": HUGE}, r"a model of [\d,]+ weights .* its files hold"),
+    ({"intermediate_size": 10**9}, r"a model of [\d,]+ weights .* its files hold"),
+    ({"hidden_size": 10**7, "head_dim": 16}, r"a model of [\d,]+ weights .* its files hold"),
+]
+
+
+@pytest.mark.parametrize(("changes", "complaint"), FOREIGN, ids=lambda x: str(x)[:30])
+def test_sizes_of_a_foreign_base(
+    tiny_model_dir: Path, tmp_path: Path, changes: dict[str, Any], complaint: str
+) -> None:
+    """A number in the config of a model that was downloaded must not take the machine either."""
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "m")
+    edit(folder / "config.json", changes)
+    with bounded(), pytest.raises(ConfigError, match=complaint) as caught:
+        load_base_model(str(folder))
+    assert "\n" not in str(caught.value) and "config.json" in str(caught.value)
+
+
+def test_sizes_of_a_base_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its config comes before its weights, and is all that there is to look at."""
+    config = {"model_type": "qwen2", "num_hidden_layers": 10**9}
+    monkeypatch.setattr(base, "resolve_name", lambda name: name)
+    monkeypatch.setattr(PreTrainedConfig, "get_config_dict", lambda *args, **kwargs: (config, {}))
+    complaint = "model.name=some/model: num_hidden_layers is 1000000000, expected at most 1024"
+    for load_it in (load_base_model, recorded_dtype):
+        with bounded(), pytest.raises(ConfigError, match=complaint):
+            load_it("some/model")
+
+
+def test_what_is_not_counted_may_be_large(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """Widths whose names hold "expert" or "layer" would refuse whole families of models."""
+    changes = {
+        "shared_expert_intermediate_size": 5632, "vocab_size_per_layer_input": 262_144,
+        "expert_ffn_hidden_size": 2048, "block_size": 4096, "num_experts": 16_384,
+    }  # fmt: skip
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "m")
+    edit(folder / "config.json", changes)
+    shutil.copytree(folder, folder / "base")
+    write_manifest(folder)
+    for path in (folder, folder / "base"):  # another's, and an export's own
+        assert load_base_model(str(path)).config.block_size == 4096
 
 
 @pytest.mark.parametrize(

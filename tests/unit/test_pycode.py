@@ -173,7 +173,7 @@ def test_prompt_sets_are_balanced_and_disjoint(
     modules = modules_of(package)
     made = pycode.make_pairs(modules)
     made = {"heldout": made["train"], "train": []}
-    monkeypatch.setattr(pycode, "_load", lambda packages, progress: (modules, made))
+    monkeypatch.setattr(pycode, "_load", lambda packages: (modules, made))
     prompts = pycode.heldout_prompts(24)
     assert len(prompts) == 24
     assert {
@@ -188,9 +188,16 @@ def test_prompt_sets_are_balanced_and_disjoint(
 
 
 def test_the_cache_is_read_back(
-    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    package: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A cache unlike what it caches gives other prompts in the second run than in the first."""
+    """A cache unlike what it caches gives other prompts in the second run than in the first.
+
+    And who sees nothing for the minutes that making it takes believes that the program hangs.
+    """
+    monkeypatch.setattr(pycode_corpus, "LINE_EVERY", 0.0, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(pycode_corpus, "package_folders", lambda packages: {"stdlib": package})
     results = []
@@ -203,8 +210,20 @@ def test_the_cache_is_read_back(
                 pycode.corpus_manifest([]),
             )
         )
+        said = capsys.readouterr().err
+        assert ("making the built-in corpus" in said) == (len(results) == 1)
+        assert said.count("reading Python source: 60 of 60") == (len(results) == 1)
+        assert said.count("making pairs: 30 of ") == (len(results) == 1)
     assert results[0] == results[1]
-    assert len(list((tmp_path / "cache" / "specheads").iterdir())) == 1
+    (file,) = (tmp_path / "cache" / "specheads").iterdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))  # no folder can be made there
+    monkeypatch.setattr(pycode, "_memory", {})
+    assert pycode.documents("train", []) == results[0][0]
+    assert f"cannot keep it in {file}" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(pycode, "_memory", {})
+    pycode.documents("train", [])
+    assert not capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +284,7 @@ def test_the_summary_of_the_corpus_names_every_heldout_file(
     modules = modules_of(package)
     hashes = set()
     for chosen in (modules, modules[1:]):
-        monkeypatch.setattr(pycode, "_load", lambda packages, progress, chosen=chosen: (chosen, {}))
+        monkeypatch.setattr(pycode, "_load", lambda packages, chosen=chosen: (chosen, {}))
         monkeypatch.setattr(pycode, "package_versions", lambda packages: {"tiny": "1"})
         summary = pycode.corpus_summary()["tiny"]
         held = {module.path: module.sha256 for module in chosen if module.split == "heldout"}
