@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from specheads.config import BenchConfig, ConfigError, RunError
 from specheads.entry import hydra_main
 from specheads.json_answer import answer, answers_json
+from specheads.terminal import progress_bar
 
 if TYPE_CHECKING:
     from specheads.config import DecodeConfig
@@ -95,8 +96,6 @@ def run(config: BenchConfig) -> None:
     """
     import json
 
-    from tqdm import tqdm
-
     from specheads import hardware
     from specheads.decoding.accuracy import accuracy_of
     from specheads.decoding.benchmark import benchmark, make_methods
@@ -115,6 +114,9 @@ def run(config: BenchConfig) -> None:
 
     out = Path(config.out)
     _check_outputs(config)
+    temperatures = sorted({*config.temperatures, *ALWAYS})
+    batch_sizes = sorted({1, *config.batch_sizes})
+    print(_announcement(config, temperatures, batch_sizes), file=sys.stderr, flush=True)
     device = hardware.pick_device(config.device)
     hardware.pin_threads(config.threads)
     dtype = hardware.pick_dtype(config.dtype, device)
@@ -157,12 +159,10 @@ def run(config: BenchConfig) -> None:
         compile=config.decode.compile,
     )
     headline = _headline(config, asked, export)
-    temperatures = sorted({*config.temperatures, *ALWAYS})
-    batch_sizes = sorted({1, *config.batch_sizes})
     per_text = sum(size > 1 or not method.in_batches for size in batch_sizes for method in methods)
     total = per_text * len(prompts) * len(temperatures) * config.repeats
     clocked: dict[tuple[float, int], dict[str, Runs]] = {}
-    with tqdm(total=total, unit="text", disable=None) as bar:
+    with progress_bar("text", total=total) as bar:
         result = benchmark(
             base,
             methods,
@@ -183,6 +183,7 @@ def run(config: BenchConfig) -> None:
                 "decode": asdict(config.decode),
             },
             headline=headline,
+            progress=bar.set_description,
             tick=bar.update,
             clocked=clocked,
         )
@@ -203,6 +204,24 @@ def run(config: BenchConfig) -> None:
 
         card.measured(config.checkpoint, result)
         print(f"wrote the figures into {Path(config.checkpoint) / card.CARD}")
+
+
+def _announcement(
+    config: BenchConfig, temperatures: Sequence[float], batch_sizes: Sequence[int]
+) -> str:
+    """Return the line at the start; it tells what is measured without having been asked for."""
+
+    def listed(name: str, values: Sequence[float]) -> str:
+        return f"{name}=[{','.join(f'{value:g}' for value in values)}]"
+
+    both = listed("temperatures", temperatures), listed("batch_sizes", batch_sizes)
+    always = []
+    if more := [each for each in temperatures if each not in config.temperatures]:
+        always.append(listed("temperatures", more))
+    if 1 not in config.batch_sizes:
+        always.append(listed("batch_sizes", [1]))
+    unasked = f"; every bench measures {' and '.join(always)}" if always else ""
+    return f"specheads: measuring {config.checkpoint} at {', '.join(both)}{unasked}"
 
 
 def _check_outputs(config: BenchConfig) -> None:

@@ -16,6 +16,7 @@ from specheads.config import CompareConfig, ConfigError
 from specheads.entry import hydra_main
 from specheads.generate import take_literal
 from specheads.json_answer import answer, answers_json
+from specheads.terminal import progress_bar
 
 if TYPE_CHECKING:
     from specheads.decoding.measure import Prompt
@@ -31,13 +32,11 @@ def run(config: CompareConfig) -> None:
     """
     import json
 
-    from tqdm import tqdm
-
     from specheads import hardware
     from specheads.decoding.comparing import Settings, compare_drafts
     from specheads.decoding.measure import end_tokens
     from specheads.decoding.subject import load_subject
-    from specheads.decoding.tables import format_compared
+    from specheads.decoding.tables import disturbance_lines, format_compared
     from specheads.models.base import input_device
     from specheads.models.draft import load_draft
 
@@ -71,7 +70,7 @@ def run(config: CompareConfig) -> None:
     )
     before = hardware.environment(device)
     total = (len(drafts) + 1) * len(measured) * config.repeats
-    with tqdm(total=total, unit="text", disable=None) as bar:
+    with progress_bar("text", total=total) as bar:
         found = compare_drafts(
             subject.base,
             drafts,
@@ -83,7 +82,9 @@ def run(config: CompareConfig) -> None:
         )
     shown = {**asdict(config), **digests, "threads": threads}
     shown |= {"dtype": str(dtype).removeprefix("torch."), "sampling": settings.sampling}
-    result = {"environment": before, "settings": shown, **found}
+    place = before | found.pop("disturbance")
+    result = {"environment": place, "settings": shown, **found}
+    result["warnings"] = disturbance_lines(result)
     out = Path(config.out)
     out.write_text(json.dumps(result, indent=1) + "\n")
     print(format_compared(result))

@@ -11,9 +11,12 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import hydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
@@ -47,11 +50,18 @@ def stop(message: str, code: int) -> NoReturn:
 def tidy_arguments(argv: list[str]) -> list[str]:
     """Return the command line as Hydra wants it.
 
-    ``model=/a/folder`` and ``model=org/name`` become ``model.name=`` (``model=`` itself picks a
-    file of conf/model, whose names hold no slash). ``data.columns={ours: theirs}`` gets the ``++``
-    without which Hydra adds nothing to a dict. ``-m`` goes first: between settings, argparse would
-    take those after it for unknown arguments.
+    ``model=`` with anything but a file of conf/model, a folder or a name on the hub, becomes
+    ``model.name=``. ``recipe=`` and ``debug=`` get the ``+`` by which Hydra adds a group, and
+    ``data.columns={ours: theirs}`` the ``++`` without which it adds nothing to a dict. Flags go
+    first: argparse takes settings behind them for unknown arguments. The runs of a sweep are told
+    apart by what is swept, see conf/train.yaml.
+
+    Raises:
+        ConfigError: if a word is neither a setting, ``key=value``, nor a flag of Hydra.
     """
+    flags, settings = _flags_and_settings(argv)
+    places = [conf_dir(), *(Path(after) for flag, after in pairwise(flags) if flag in _CONFIG_DIR)]
+    models = {path.stem for place in places for path in (place / "model").glob("*.yaml")}
 
     def rewrite(arg: str) -> str:
         key, _, value = arg.partition("=")
@@ -59,13 +69,65 @@ def tidy_arguments(argv: list[str]) -> list[str]:
             return f"++{arg}"
         if key == "resume.trust":  # resume itself is a word, which has no keys below it
             return f"resume_trust={value}"
-        if key != "model" or "/" not in value:
+        if key in ("recipe", "debug"):
+            return f"+{arg}"
+        if key != "model" or models.issuperset(value.split(",")):
             return arg
         plain = re.fullmatch(r"[\w./:@~+,-]+", value)  # anything else must be quoted for Hydra
         return f"model.name={value}" if plain else f"model.name='{value}'"
 
-    flags = [arg for arg in argv if arg in ("-m", "--multirun")]
-    return flags + [rewrite(arg) for arg in argv if arg not in flags]
+    settings = [rewrite(arg) for arg in settings]
+    if {"-m", "--multirun"} & set(flags):
+        parsed = OverridesParser.create().parse_overrides(settings)
+        same = [each.key_or_group for each in parsed if not each.is_sweep_override()]
+        keys = ",".join(f"'{key}'" for key in same)
+        settings.append(f"hydra.job.config.override_dirname.exclude_keys=[{keys}]")
+    return flags + settings
+
+
+# of Hydra; the second ones are followed by a value
+_CONFIG_DIR = ("--config-dir", "-cd")
+_FLAGS = (
+    "--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m",
+    "--shell-completion", "-sc",
+)  # fmt: skip
+_VALUED = (
+    "--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", *_CONFIG_DIR,
+    "--experimental-rerun", "--info", "-i",
+)  # fmt: skip
+
+
+def _flags_and_settings(argv: list[str]) -> tuple[list[str], list[str]]:
+    flags: list[str] = []
+    settings = []
+    for at, (before, word) in enumerate(pairwise(["", *argv])):
+        if word in _FLAGS or word.partition("=")[0] in _VALUED:
+            flags += word.split("=", 1)
+        elif re.match(r"~|[^-=][^=]*=", word):
+            settings.append(word)
+        elif before in _VALUED:
+            flags.append(word)
+        else:
+            raise ConfigError(_meant(word, before, argv[at + 1 :]))
+    return flags, settings
+
+
+def _meant(word: str, before: str, after: list[str]) -> str:
+    """Return what to write in place of a word that is neither a setting nor a flag."""
+    if word.startswith("-"):
+        key, _, value = word.lstrip("-").partition("=")
+        value = value or next((each for each in after[:1] if each[:1] not in "-="), "<value>")
+        return (
+            f"{word} is no option; settings have no dashes: write {key.replace('-', '_')}={value}"
+        )
+    if after and after[0].startswith("="):
+        return f"{word} {after[0]}: write {word}={''.join(after[:2])[1:]}, without blanks around ="
+    if before.endswith("="):
+        return f"{before} {word}: write {before}{word}, without blanks around ="
+    return (
+        f"{word!r} is no setting; settings are written key=value, and a value with blanks in"
+        " quotes, key='two words'"
+    )
 
 
 def hydra_main(
@@ -117,13 +179,13 @@ def hydra_main(
     register_schemas()
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors reach us instead of printing many lines
-    sys.argv[1:] = tidy_arguments(take_local_rank(sys.argv[1:]))
     try:
+        sys.argv[1:] = tidy_arguments(take_local_rank(sys.argv[1:]))
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=name)(checked)()
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ConfigError) as error:
         if wants_traceback:
             raise
-        stop(explain(error), EXIT_USAGE)
+        stop(str(error) if isinstance(error, ConfigError) else explain(error), EXIT_USAGE)
     except OSError as error:
         if started or wants_traceback:
             raise

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from specheads.config import ConfigError, DecodeConfig
+from specheads.config import ConfigError, DecodeConfig, dtype_name, export_of
 from specheads.entry import EXIT_USAGE, stop
 
 if TYPE_CHECKING:
@@ -140,11 +140,12 @@ def load(
     place = hardware.pick_device(device or "auto")
     hardware.quiet_loading()
     hardware.pin_threads(None)
+    checkpoint = export_of(str(checkpoint))
     decoder = load_decoder(
-        str(checkpoint),
+        checkpoint,
         DecodeConfig(**{key: _typed(key, value) for key, value in decode.items()}),
         base=str(base),
-        dtype=hardware.pick_dtype(str(dtype), place),
+        dtype=hardware.pick_dtype(dtype_name("dtype", str(dtype), "auto"), place),
         device=place,
     )
     return Harness(
@@ -153,7 +154,7 @@ def load(
         max_gen_toks=int(max_gen_toks),
         max_length=int(max_length),
         seed=int(seed),
-        about={"checkpoint": str(checkpoint), "decode": decode},
+        about={"checkpoint": checkpoint, "decode": decode},
     )
 
 

@@ -20,6 +20,7 @@ from specheads.entry import hydra_main
 from specheads.generate import take_literal
 from specheads.json_answer import answer as answer_json
 from specheads.json_answer import answers_json
+from specheads.terminal import progress_bar
 
 if TYPE_CHECKING:
     import torch
@@ -38,8 +39,6 @@ def run(config: QualityConfig) -> None:
         ConfigError: for wrong settings or files.
     """
     import json
-
-    from tqdm import tqdm
 
     from specheads import hardware
     from specheads.decoding.drafting import check_drafter
@@ -78,9 +77,7 @@ def run(config: QualityConfig) -> None:
             device=device,
         )
     rounds = (original is not None) + (not rule.lossless)
-    with tqdm(
-        total=len(documents) + rounds * len(prompts), unit="text", disable=None, leave=False
-    ) as bar:
+    with progress_bar("text", total=len(documents) + rounds * len(prompts), leave=False) as bar:
         readings = read_answers(subject.base, original, documents, bar.update)
         texts = None
         if original is not None and prompts:

@@ -20,6 +20,7 @@ from specheads.config import ConfigError, DecodeConfig, SpecBenchConfig
 from specheads.entry import hydra_main
 from specheads.json_answer import answer as answer_json
 from specheads.json_answer import answers_json
+from specheads.terminal import progress_bar
 
 if TYPE_CHECKING:
     import torch
@@ -241,8 +242,6 @@ def _answer_all(
     dtype: str,
 ) -> list[int | str]:
     """Load, and answer what is missing; return the questions left out because they are too long."""
-    from tqdm import tqdm
-
     from specheads.decoding.generate import SpecDecoder
     from specheads.decoding.suite_answers import Asked, answer_all
 
@@ -252,7 +251,7 @@ def _answer_all(
     plain = SpecDecoder(
         drafted.base, None, tokenizer=drafted.tokenizer, compile=config.decode.compile
     )
-    with tqdm(total=len(todo), unit="question", disable=None) as bar:
+    with progress_bar("question", total=len(todo)) as bar:
         return answer_all(
             {"drafted": drafted, "plain": plain},
             questions,

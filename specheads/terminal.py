@@ -1,7 +1,7 @@
 """What a program needs of the terminal it runs in, and how it goes on where there is none.
 
-Only the standard library: readline for editing where Python has it, termios for keys while text is
-written, and the few escape sequences that every terminal since the VT100 knows.
+Only the standard library, and tqdm for bars: readline for editing where Python has it, termios for
+keys while text is written, and the few escape sequences that every terminal since the VT100 knows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ import sys
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 DIM, RESET = "\x1b[2m", "\x1b[0m"
 _FEW_ROWS = 4
@@ -89,6 +92,40 @@ def escape_output() -> None:
 def unescaped(stream: TextIO) -> TextIO:
     """Return the stream itself, for escape sequences of our own and for text that must be exact."""
     return stream.stream if isinstance(stream, _Escaped) else stream
+
+
+class _LineByLine:
+    """A stream for tqdm that has a line of its own for each state of the bar."""
+
+    def write(self, text: str) -> None:
+        if text := text.strip():
+            sys.stderr.write(text + "\n")
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
+def progress_bar(unit: str, **settings: Any) -> tqdm[Any]:
+    """Return a bar on standard error; where that is no terminal, a line every ten seconds.
+
+    As far as something is done in between. Such a line also stands at the start, at the end, and
+    wherever the description is set.
+
+    Args:
+        unit: what is counted, one of it.
+        **settings: tqdm's, as ``total`` or ``iterable``.
+    """
+    from tqdm import tqdm
+
+    if not sys.stderr.isatty():
+        shown = "{desc}{unit} {n_fmt} of {total_fmt}, {elapsed}, left {remaining}"
+        settings |= {
+            "file": _LineByLine(),
+            "mininterval": 10,
+            "miniters": 1,
+            "bar_format": f"specheads: {shown}",
+        }
+    return tqdm(unit=unit, **settings)
 
 
 class StatusLine:

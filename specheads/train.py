@@ -13,7 +13,8 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from specheads.assets import conf_dir, recipes_dir
 from specheads.config import ConfigError, InterruptedRunError, RunError, TrainConfig
 from specheads.entry import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, hydra_main, stop
 from specheads.launch import read_launcher
+from specheads.metrics_file import read_rows
 from specheads.run_dir import check_run_dir, discard, is_used
 from specheads.training.signals import StopSignal
 
@@ -102,7 +104,7 @@ def train(cfg: TrainConfig) -> None:
         ConfigError: if the settings ask for something that cannot be.
     """
     read_launcher()
-    if dist.world_size() > 1 and HydraConfig.get().mode is RunMode.MULTIRUN:
+    if dist.world_size() > 1 and _is_sweep():
         raise ConfigError("a sweep (-m) runs in one process; start one torchrun per setting")
     if dist.world_size() > 1 and not cfg.deepspeed:
         raise ConfigError(
@@ -130,6 +132,43 @@ def train(cfg: TrainConfig) -> None:
         logging.disable_progress_bar()
     with _together():
         run(cfg)
+
+
+def _is_sweep() -> bool:
+    return HydraConfig.get().mode is RunMode.MULTIRUN
+
+
+def compare_runs(runs: Sequence[TrainConfig]) -> list[str]:
+    """Return a table of a sweep's runs, the best first, and the line that names it.
+
+    They are compared by the accept length of their exports at the lowest temperature, which is what
+    training itself chooses weights by; where there is nothing to draft with, by the held-out loss.
+
+    Args:
+        runs: those that have ended.
+    """
+    found: list[dict[str, float]] = []
+    for run in runs:
+        found.append({})
+        for row in read_rows(Path(run.run_dir) / "metrics.jsonl"):
+            found[-1] |= row
+    common = set.intersection(*map(set, found)) if len(found) > 1 else set()
+    lengths = [key for key in common if key.startswith("final/accept_length/t")]
+    lengths.sort(key=lambda key: float(key.rpartition("/t")[2]))
+    key = next(iter([*lengths, *common & {"heldout/loss"}]), "")
+    if not key:
+        return []
+    order = sorted(range(len(runs)), key=lambda i: found[i][key], reverse=bool(lengths))
+    shown = [key, *common & {key.replace("accept_length", "speedup")} - {key}]
+    lines = ["  ".join([*shown, "run"])]
+    for i in order:
+        figures = [f"{found[i][each]:{len(each)}.4f}" for each in shown]
+        lines.append("  ".join([*figures, runs[i].name]))
+    best = runs[order[0]]
+    return [
+        *lines,
+        f"best of {len(runs)} runs: {best.name}, {key} {found[order[0]][key]:.4f}, {best.run_dir}",
+    ]
 
 
 @contextlib.contextmanager
@@ -174,11 +213,24 @@ def _leave() -> None:
 
 
 def main() -> None:
-    """Compose, check, train."""
+    """Compose, check, train; at the end of a sweep, compare its runs."""
+    ended: list[TrainConfig] = []
+
+    def task(cfg: TrainConfig) -> None:
+        if swept := HydraConfig.get().sweep.subdir if _is_sweep() else "":
+            cfg = replace(cfg, name=f"{cfg.name}/{swept}")
+        train(cfg)
+        if swept:
+            ended.append(cfg)
+
     with StopSignal(at_once=True):
         try:
-            began = partial(leaving_nothing, began=time.time())
-            hydra_main("train", TrainConfig, train, around=began)
+            try:
+                began = partial(leaving_nothing, began=time.time())
+                hydra_main("train", TrainConfig, task, around=began)
+            finally:  # one of the runs may have failed
+                for line in compare_runs(ended):
+                    say(line)
         except KeyboardInterrupt as asked:
             stop(str(asked) or "interrupted", EXIT_INTERRUPTED)
         except SystemExit as stopped:

@@ -16,6 +16,7 @@ from specheads.bench import max_prompt_length, prompt_file
 from specheads.config import ConfigError, TreeSearchConfig
 from specheads.entry import hydra_main
 from specheads.json_answer import answer, answers_json
+from specheads.terminal import progress_bar
 
 if TYPE_CHECKING:
     import torch
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 @answers_json
 def run(config: TreeSearchConfig) -> None:
     """Load, measure, print, write."""
-    from tqdm import tqdm
-
     from specheads import hardware
     from specheads.decoding.calibrate import calibrate
     from specheads.decoding.draw_tree import tree_svg, tree_text
@@ -64,7 +63,7 @@ def run(config: TreeSearchConfig) -> None:
         batch_size=config.batch_size,
         repeats=config.repeats,
         dynamic=True,
-        progress=lambda items: tqdm(items, unit="batch", disable=None),
+        progress=lambda items: progress_bar("batch", iterable=items, desc="calibrate"),
     )
     measured_on = {**found.measured_on, **digests}
     if measured:
@@ -155,8 +154,6 @@ def check(
     """Decode prompts that were not calibrated on, and compare accept lengths with the expected."""
     import hashlib
 
-    from tqdm import tqdm
-
     from specheads.decoding.gains import decoded_gains
     from specheads.drafters.made import dynamic_drafter, static_drafter
     from specheads.models.output import output_layer
@@ -171,7 +168,7 @@ def check(
             max_new_tokens=config.max_new_tokens,
             temperatures=measured_on["temperatures"],
             seed=config.seed,
-            progress=lambda items: tqdm(items, desc=name, unit="batch", disable=None),
+            progress=lambda items: progress_bar("batch", iterable=items, desc=name),
         )
         (length,) = gains.lengths()
         return {

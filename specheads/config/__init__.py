@@ -15,7 +15,7 @@ from specheads.config.commands import (
     GenerateConfig,
     TreeSearchConfig,
 )
-from specheads.config.compose import explain, register_schemas, to_config
+from specheads.config.compose import explain, export_of, register_schemas, to_config
 from specheads.config.data import (
     DataConfig,
     FeaturesConfig,
@@ -23,7 +23,14 @@ from specheads.config.data import (
     RegenerateConfig,
     mixture_parts,
 )
-from specheads.config.errors import MISSING, ConfigError, InterruptedRunError, RunError
+from specheads.config.errors import (
+    DTYPES,
+    MISSING,
+    ConfigError,
+    InterruptedRunError,
+    RunError,
+    dtype_name,
+)
 from specheads.config.suites import QualityConfig, SpecBenchConfig
 from specheads.config.training import (
     AdapterConfig,
@@ -41,6 +48,7 @@ from specheads.config.training import (
 )
 
 __all__ = [
+    "DTYPES",
     "AdapterConfig",
     "BenchConfig",
     "ChatConfig",
@@ -71,7 +79,9 @@ __all__ = [
     "TrainConfig",
     "TreeConfig",
     "TreeSearchConfig",
+    "dtype_name",
     "explain",
+    "export_of",
     "mixture_parts",
     "register_schemas",
     "to_config",

@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from specheads.config.commands import DecodeConfig, check_devices
-from specheads.config.errors import MISSING, check, one_of
+from specheads.config.errors import (
+    MISSING,
+    check,
+    dtype_name,
+    one_of,
+)
 
 
 @dataclass
@@ -40,6 +45,6 @@ class ChatConfig:
         penalty, ngram = self.repetition_penalty, self.no_repeat_ngram_size
         check(penalty > 0, "repetition_penalty", penalty, "more than 0")
         check(ngram >= 0, "no_repeat_ngram_size", ngram, "at least 0")
-        one_of("dtype", self.dtype, "float32", "bfloat16", "float16")
+        self.dtype = dtype_name("dtype", self.dtype)
         one_of("color", self.color, "auto", "always", "never")
         check_devices(self.device, self.device_map)

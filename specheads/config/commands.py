@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from specheads.config.errors import MISSING, check, check_device, one_of
+from specheads.config.errors import (
+    MISSING,
+    check,
+    check_device,
+    dtype_name,
+    one_of,
+)
 
 
 def check_devices(device: str, device_map: str) -> None:
@@ -115,7 +121,7 @@ class GenerateConfig:
         check(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
         check(not (self.prompt and self.prompts), "prompts", self.prompts, "left out with prompt")
         check(all(self.stop), "stop", self.stop, "strings that are not empty")
-        one_of("dtype", self.dtype, "float32", "bfloat16", "float16")
+        self.dtype = dtype_name("dtype", self.dtype)
         check_devices(self.device, self.device_map)
         one_of("color", self.color, "auto", "always", "never")
 
@@ -151,7 +157,7 @@ class BenchConfig:
     def __post_init__(self) -> None:
         check(self.num_prompts >= 1, "num_prompts", self.num_prompts, "at least 1")
         check(self.repeats >= 1, "repeats", self.repeats, "at least 1")
-        one_of("dtype", self.dtype, "auto", "float32", "bfloat16", "float16")
+        self.dtype = dtype_name("dtype", self.dtype, "auto")
         check_device(self.device)
         for name, suffix in (("steps", ".jsonl"), ("markdown", ".md"), ("report", ".html")):
             given: str = getattr(self, name)
@@ -190,7 +196,7 @@ class CompareConfig:
         check(self.temperature >= 0, "temperature", self.temperature, "at least 0")
         check(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
         check(self.repeats >= 1, "repeats", self.repeats, "at least 1")
-        one_of("dtype", self.dtype, "auto", "float32", "bfloat16", "float16")
+        self.dtype = dtype_name("dtype", self.dtype, "auto")
         check_device(self.device)
 
 
@@ -226,7 +232,7 @@ class TreeSearchConfig:
         check(self.temperature >= 0, "temperature", self.temperature, "at least 0")
         check(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
         check(self.repeats >= 1, "repeats", self.repeats, "at least 1")
-        one_of("dtype", self.dtype, "auto", "float32", "bfloat16", "float16")
+        self.dtype = dtype_name("dtype", self.dtype, "auto")
         check_device(self.device)
 
 
@@ -245,7 +251,7 @@ class DoctorConfig:
     json: bool = False  # one JSON object on standard output, everything else on standard error
 
     def __post_init__(self) -> None:
-        one_of("dtype", self.dtype, "auto", "float32", "bfloat16", "float16")
+        self.dtype = dtype_name("dtype", self.dtype, "auto")
         check_devices(self.device, self.device_map)
 
 
@@ -291,4 +297,4 @@ class ExportConfig:
         check(self.rank >= 1, "rank", self.rank, "at least 1")
         check(self.num_kept >= 1, "num_kept", self.num_kept, "at least 1")
         if self.dtype is not None:
-            one_of("dtype", self.dtype, "float32", "bfloat16", "float16")
+            self.dtype = dtype_name("dtype", self.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from specheads.config import chat, commands, data, suites, training
@@ -20,6 +21,12 @@ def explain(error: Exception) -> str:
     """Return one line that says what is wrong, for an error of Hydra or OmegaConf."""
     from omegaconf.errors import OmegaConfBaseException
 
+    if override := getattr(error, "override", ""):  # no value of Hydra's grammar
+        key, _, value = override.partition("=")
+        return (
+            f"cannot read {override}: a list or dict must be closed, and a text with signs like"
+            f" these quoted for the shell and for Hydra: \"{key}='{value}'\""
+        )
     text = str(error)
     if isinstance(error.__cause__, OmegaConfBaseException):
         text += "\n" + str(error.__cause__)
@@ -32,6 +39,8 @@ def explain(error: Exception) -> str:
         names = [f.name for f in fields(schema)] if is_dataclass(schema) else []
         path = full_key.group(1) if full_key else key
         close = difflib.get_close_matches(key, names, n=1)
+        if key == "model" and "checkpoint" in names:
+            close = ["checkpoint"]
         prefix = path.removesuffix(key)
         return f"unknown key {path}" + (f"; did you mean {prefix}{close[0]}?" if close else "")
     lines = [line.strip() for line in text.splitlines()]
@@ -48,6 +57,27 @@ def explain(error: Exception) -> str:
     return ": ".join(line.rstrip(":.") for line in shown)
 
 
+# settings that name exports, among them lists
+_EXPORTS = ("checkpoint", "exports", "candidates", "decode.draft", "heads.start", "draft.start")
+
+
+def export_of(path: str) -> str:
+    """Return the folder ``export`` of a run directory; any other path as it is.
+
+    Raises:
+        ConfigError: if the run has written none yet.
+    """
+    folder = Path(path).expanduser()
+    if (folder / "config.json").exists() or not (folder / "config.yaml").is_file():
+        return path
+    if not (folder / "export").is_dir():
+        raise ConfigError(
+            f"{path} is a run directory without an export: its run has not ended; go on with"
+            " resume=auto"
+        )
+    return str(Path(path) / "export")
+
+
 def to_config(cfg: DictConfig, schema: type[T]) -> T:
     """Turn Hydra's composed ``cfg`` into a checked instance of the dataclass ``schema``.
 
@@ -59,6 +89,12 @@ def to_config(cfg: DictConfig, schema: type[T]) -> T:
 
     if missing := sorted(OmegaConf.missing_keys(cfg)):
         raise ConfigError(f"no value given for {', '.join(missing)}")
+    for key in _EXPORTS:
+        given = OmegaConf.select(cfg, key)
+        if isinstance(given, str):
+            OmegaConf.update(cfg, key, export_of(given))
+        elif OmegaConf.is_list(given):
+            OmegaConf.update(cfg, key, [export_of(each) for each in given])
     try:  # merging again refuses keys that `+typo=1` slipped past Hydra
         values = OmegaConf.to_container(cfg, resolve=True)
         checked = OmegaConf.to_object(OmegaConf.merge(schema, values))
@@ -68,10 +104,24 @@ def to_config(cfg: DictConfig, schema: type[T]) -> T:
     return checked
 
 
-def register_schemas() -> None:
-    """Make the dataclasses known to Hydra under the names that conf/*.yaml list first."""
-    from hydra.core.config_store import ConfigStore
+def swept(overrides: str, number: int) -> str:
+    """Return the name of one run of a sweep, which is its folder's too.
 
+    Args:
+        overrides: the settings that are swept, ``key=value``, joined by commas.
+        number: of the run, which goes into the name where the settings are no file name.
+    """
+    told = re.sub(r"(^|,)\++", r"\1", overrides)
+    name = re.sub(r"[^\w.,=+-]+", "_", told)[:100]
+    return name if name == told else f"{name}-{number}"
+
+
+def register_schemas() -> None:
+    """Make known to Hydra what conf/*.yaml name: the dataclasses, and :func:`swept`."""
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
+
+    OmegaConf.register_new_resolver("swept", swept, replace=True)
     store = ConfigStore.instance()
     store.store(name="train_schema", node=training.TrainConfig)
     store.store(name="generate_schema", node=commands.GenerateConfig)

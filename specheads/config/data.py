@@ -7,7 +7,15 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any
 
-from specheads.config.errors import MISSING, ConfigError, check, check_device, one_of
+from specheads.config.errors import (
+    DTYPES,
+    MISSING,
+    ConfigError,
+    check,
+    check_device,
+    dtype_name,
+    one_of,
+)
 
 SOURCES = ("pycode", "jsonl", "parquet", "hub", "mixture")
 
@@ -66,12 +74,18 @@ class DataConfig:
         stages = [*self.growth, [self.seq_len, 1.0]]
         check(
             all(len(stage) == 2 for stage in stages)
-            and all(a[0] < b[0] and 0 < a[1] < b[1] for a, b in pairwise(stages))
-            and all(self.seq_len % stage[0] == 0 for stage in stages),
+            and all(0 < a[0] < b[0] for a, b in pairwise(stages[:-1]))
+            and all(0 < a[1] < b[1] for a, b in pairwise(stages)),
             "data.growth",
             self.growth,
-            f"[divisor of seq_len={self.seq_len}, share of the steps until then], both rising",
+            "[divisor of data.seq_len, share of the steps until then], both rising",
         )
+        if any(not 0 < length < self.seq_len or self.seq_len % length for length, _ in self.growth):
+            raise ConfigError(
+                f"data.seq_len={self.seq_len} does not fit data.growth={self.growth}, the lengths"
+                f" that rows have first, of which it must be a larger multiple; for rows of"
+                f" {self.seq_len} tokens from the first step write data.growth=[]"
+            )
         for source, what in (
             ("jsonl", "a .jsonl file"),
             ("parquet", "a .parquet file or a folder of them"),
@@ -172,6 +186,7 @@ class FeaturesConfig:
     dtype: str = "auto"  # auto (that of model.dtype), float32, bfloat16, int8 (a scale per token)
 
     def __post_init__(self) -> None:
+        self.dtype = DTYPES.get(self.dtype, self.dtype)
         one_of("features.dtype", self.dtype, "auto", "float32", "bfloat16", "int8")
 
 
@@ -240,5 +255,5 @@ class RegenerateConfig:
             self.endpoint,
             "left out with checkpoint",
         )
-        one_of("dtype", self.dtype, "auto", "float32", "bfloat16", "float16")
+        self.dtype = dtype_name("dtype", self.dtype, "auto")
         check_device(self.device)

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 MISSING: Any = "???"  # OmegaConf's word for a value that has to be given
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # short names to torch's
 
 
 class ConfigError(ValueError):
@@ -41,3 +42,14 @@ def check_device(device: str) -> None:
 def one_of(key: str, value: str, *options: str) -> None:
     """Raise ConfigError unless ``value`` is among ``options``."""
     check(value in options, key, value, "one of " + ", ".join(options))
+
+
+def dtype_name(key: str, value: str, *others: str) -> str:
+    """Return torch's name of the dtype ``value``, or ``value`` if it is one of ``others``.
+
+    Raises:
+        ConfigError: if it is neither.
+    """
+    name = DTYPES.get(value, value)
+    one_of(key, name, *others, *DTYPES.values())
+    return name

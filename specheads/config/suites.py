@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from specheads.config.commands import DecodeConfig
-from specheads.config.errors import MISSING, check, check_device, one_of
+from specheads.config.errors import (
+    MISSING,
+    check,
+    check_device,
+    dtype_name,
+)
 
 
 @dataclass
@@ -45,7 +50,7 @@ class SpecBenchConfig:
         check(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1")
         check(self.temperature >= 0, "temperature", self.temperature, "at least 0")
         check(self.warmup >= 0, "warmup", self.warmup, "at least 0")
-        one_of("dtype", self.dtype, "auto", "float32", "bfloat16", "float16")
+        self.dtype = dtype_name("dtype", self.dtype, "auto")
         check_device(self.device)
 
 
@@ -74,5 +79,5 @@ class QualityConfig:
         check(self.num_prompts >= 0, "num_prompts", self.num_prompts, "at least 0")
         check(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1")
         check(self.temperature >= 0, "temperature", self.temperature, "at least 0")
-        one_of("dtype", self.dtype, "auto", "float32", "bfloat16", "float16")
+        self.dtype = dtype_name("dtype", self.dtype, "auto")
         check_device(self.device)

@@ -6,7 +6,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specheads.config.data import DataConfig, FeaturesConfig
-from specheads.config.errors import MISSING, check, check_device, one_of
+from specheads.config.errors import (
+    DTYPES,
+    MISSING,
+    check,
+    check_device,
+    dtype_name,
+    one_of,
+)
 
 
 @dataclass
@@ -15,7 +22,7 @@ class ModelConfig:
 
     name: str = "tinycode"  # "tinycode" (embedded), a folder, or a hub name
     revision: str | None = None
-    dtype: str = "float32"  # of the weights while training: float32, bfloat16, float16
+    dtype: str = "float32"  # of the weights while training: fp32, bf16, fp16, or torch's names
     attn: str = "sdpa"  # sdpa, eager, flex_attention; flash_attention_2 for training only
     # none, nf4 or int8 (bitsandbytes, CPU or GPU); GPTQ and AWQ bases say it themselves
     quantization: str = "none"
@@ -25,7 +32,7 @@ class ModelConfig:
     init: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        one_of("model.dtype", self.dtype, "float32", "bfloat16", "float16")
+        self.dtype = dtype_name("model.dtype", self.dtype)
         one_of("model.attn", self.attn, "sdpa", "eager", "flex_attention", "flash_attention_2")
         one_of("model.quantization", self.quantization, "none", "nf4", "int8")
 
@@ -345,6 +352,7 @@ class TrainConfig:
         )
         check(self.dist_timeout >= 1, "dist_timeout", self.dist_timeout, "at least 1")
         check(0 <= self.warmup_heads < 1, "warmup_heads", self.warmup_heads, "in [0, 1)")
+        self.autocast = DTYPES.get(self.autocast, self.autocast)
         one_of("autocast", self.autocast, "none", "bfloat16", "float16")
         check(
             self.autocast != "float16" or (bool(self.deepspeed) and self.model.dtype != "bfloat16"),

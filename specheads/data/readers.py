@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from specheads.config import ConfigError, DataConfig
 from specheads.data.dropped import RecordError, one_line
-from specheads.data.rows import CONTENTS, EXPECTED, wanted
+from specheads.data.rows import CONTENTS, EXPECTED, columns_advice, wanted
 
 MAX_DEPTH = 64  # of objects and lists in a row; what reads them by recursion has a limit
 _BATCH = 256  # rows of a table that are converted at a time
@@ -399,8 +399,8 @@ def usable(names: list[str], columns: Mapping[str, str], what: str) -> list[str]
         )
     if not columns and not any(keys <= set(names) for keys in CONTENTS):
         raise ConfigError(
-            f"{what} has the columns {one_line(', '.join(names))}; {EXPECTED}:"
-            " say which is which, e.g. data.columns={prompt: instruction, completion: output}"
+            f"{what} has the columns {one_line(', '.join(names))}; {EXPECTED}: "
+            + columns_advice(names)
         )
     return [name for name in names if name in keep]
 

@@ -36,7 +36,7 @@ def read_jsonl(path: str | Path) -> list[Record]:
         ConfigError: if the file is missing, empty, or a line is not a record; names file and line.
     """
     rows = json_reader(Path(path), DataConfig().max_row_bytes).read()
-    return sources.collect(rows, str(path), {}, 0, Dropped())
+    return sources.collect(rows, str(path), None, 0, Dropped())
 
 
 def load_records(data: DataConfig, split: str, *, dropped: Dropped | None = None) -> list[Record]:

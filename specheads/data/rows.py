@@ -9,7 +9,7 @@ theirs. There, ``user``, ``assistant`` and ``system`` name columns that become m
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from specheads.config import ConfigError
@@ -22,6 +22,12 @@ CONTENTS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"text"})
 _TURNS = {"system", "user", "assistant"}  # only by data.columns
 KNOWN = {"id", "kind", "tokens", *set().union(*CONTENTS)}
 EXPECTED = "a record holds messages, or conversations, or prompt and completion, or text"
+
+# what others call a prompt and its completion, the more telling names first
+_QUESTIONS = ("prompt", "question", "instruction", "query", "problem", "input", "user", "source")
+_ANSWERS = (
+    "completion", "answer", "response", "output", "solution", "reply", "assistant", "target",
+)  # fmt: skip
 
 # ShareGPT names speakers after the services its conversations come from
 _ROLES = {
@@ -53,13 +59,26 @@ def check_columns(columns: Mapping[str, str]) -> None:
         raise ConfigError("data.columns: user and assistant belong together")
 
 
+def columns_advice(names: Iterable[object]) -> str:
+    """Return the setting that says which of ``names`` are question and answer.
+
+    Common names are recognised; only these are repeated, so that nothing has to be quoted.
+    """
+    by_word = {name.lower(): name for name in names if isinstance(name, str)}
+    asked = next((by_word[word] for word in _QUESTIONS if word in by_word), "<column>")
+    answered = next((by_word[word] for word in _ANSWERS if word in by_word), "<column>")
+    if asked.lower() == "instruction" and "input" in by_word:
+        asked += f"+{by_word['input']}"
+    return f"say which is which: 'data.columns={{prompt: {asked}, completion: {answered}}}'"
+
+
 def wanted(columns: Mapping[str, str]) -> set[str]:
     """Return the names of the columns that a record can be made of."""
     return KNOWN | {name for theirs in columns.values() for name in theirs.split("+") if name}
 
 
 def to_record(
-    row: object, where: str, name: str, columns: Mapping[str, str], dropped: Dropped
+    row: object, where: str, name: str, columns: Mapping[str, str] | None, dropped: Dropped
 ) -> Record:
     """Check a row and give it ``id``, ``kind`` and one content.
 
@@ -67,7 +86,8 @@ def to_record(
         row: what a line or a row of a table holds; it is not changed.
         where: its place, for messages.
         name: the id of a record without one.
-        columns: our names to theirs, checked by :func:`check_columns`; ``""`` leaves one out.
+        columns: our names to theirs, checked by :func:`check_columns`; ``""`` leaves one out. None
+            where the user has no setting for them.
         dropped: is told of repairs.
 
     Raises:
@@ -79,10 +99,12 @@ def to_record(
     found = [keys for keys in CONTENTS if keys <= record.keys()]
     if len(found) != 1:
         keys = one_line(", ".join(sorted(map(str, row))) or "nothing", 200)
+        meant = ", ".join(f"{key}: {key}" for key in sorted(found[0])) if found else ""
+        advice = f"say which is meant: 'data.columns={{{meant}}}'" if found else columns_advice(row)
         raise RecordError(
             where,
             "without a content" if not found else "with several contents",
-            f"{EXPECTED}; found {keys}" + ("; data.columns says which is meant" if found else ""),
+            f"{EXPECTED}; found {keys}" + ("" if columns is None else f"; {advice}"),
         )
     if found[0] == {"conversations"}:
         _say_as_messages(record, "conversations", where, dropped)
@@ -108,7 +130,7 @@ def _id(value: object, name: str, where: str) -> str:
     return _check_text(value, "id", where)
 
 
-def _rename(row: Mapping[str, Any], where: str, columns: Mapping[str, str]) -> Record:
+def _rename(row: Mapping[str, Any], where: str, columns: Mapping[str, str] | None) -> Record:
     if not columns:
         return dict(row)
     mapped = {

@@ -36,7 +36,11 @@ def name_of(data: DataConfig, split: str) -> str:
 
 
 def collect(
-    rows: Iterable[Raw], what: str, columns: Mapping[str, str], allowed: float, dropped: Dropped
+    rows: Iterable[Raw],
+    what: str,
+    columns: Mapping[str, str] | None,
+    allowed: float,
+    dropped: Dropped,
 ) -> list[Record]:
     """Turn rows into records with different ids.
 

@@ -36,12 +36,18 @@ def advice(candidates: Sequence[Mapping[str, Any]], best: str | None, sampling: 
         )
     low, high = RULE_OF_THUMB
     factor = taken["times_smaller"]
+    cost = "an unknown number of" if taken["c"] is None else f"{taken['c']:.2f}"
     rule = (
         f"rule of thumb: {low:g} to {high:g} times smaller than the base. This one is"
-        f" {factor:.1f} times smaller; a pass of it costs {taken['c']:.2f} plain steps where its"
-        f" size alone would say {1 / factor:.2f}, and alpha is {taken['alpha']:.2f}"
+        f" {factor:.1f} times smaller; a pass of it costs {cost} plain steps where its size alone"
+        f" would say {1 / factor:.2f}, and alpha is {taken['alpha']:.2f}"
     )
     lines = [f"recommended: {first}", rule]
+    if unknown := [str(each["name"]) for each in candidates if each["c"] is None]:
+        lines.append(
+            f"c of {', '.join(unknown)} is unmeasured: longer drafts were clocked as no dearer than"
+            " shorter ones, which cannot be; measure again on a quiet machine"
+        )
     if len(candidates) > 1:
         by_size = sorted(candidates, key=lambda each: float(each["times_smaller"]))
         lines.append(

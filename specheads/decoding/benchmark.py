@@ -164,6 +164,7 @@ def benchmark(
     seed: int = 0,
     settings: dict[str, Any] | None = None,
     headline: str = "tree",
+    progress: Callable[[str], object] = lambda text: None,
     tick: Callable[[], object] = lambda: None,
     clocked: dict[tuple[float, int], dict[str, Runs]] | None = None,
 ) -> dict[str, Any]:
@@ -181,6 +182,7 @@ def benchmark(
         seed: of the sampling.
         settings: more to record beside the figures.
         headline: the method whose figures are to be quoted.
+        progress: told which temperature and batch size comes next.
         tick: called after every decoded prompt.
         clocked: gets the runs themselves, by temperature and batch size.
     """
@@ -189,6 +191,7 @@ def benchmark(
     watched: list[dict[str, Any]] = []
     for temperature in temperatures:
         for size in batch_sizes:
+            progress(f"T={temperature:g}, batch {size}")
             started: list[contention.Sample] = []  # when the warm-up is over
             clocked[temperature, size] = clock(
                 methods,

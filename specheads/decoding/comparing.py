@@ -13,11 +13,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from specheads import contention
 from specheads.decoding.advice import advice, recommended
 from specheads.decoding.alpha import Alpha, measure_alpha
 from specheads.decoding.drafting import num_parameters
 from specheads.decoding.measure import Decoded, Prompt, Runs, clock, drafted_method, plain_method
-from specheads.decoding.report import per_batch_seconds
+from specheads.decoding.report import baseline_drift, disturbance, per_batch_seconds
 from specheads.decoding.speculation import (
     DraftCosts,
     best_length,
@@ -103,10 +104,14 @@ def compare_drafts(
         tick: called after every decoded prompt.
 
     Returns:
-        ``plain`` (the baseline's figures), ``verify_cost`` (T by number of nodes, in plain steps),
-        ``candidates`` in the given order, ``recommended`` (a name, or None) and ``advice`` (lines).
+        ``disturbance`` (see :func:`specheads.decoding.report.disturbance`; of the steps that were
+        clocked, and of the measured texts), ``plain`` (the baseline's figures), ``verify_cost`` (T
+        by number of nodes, in plain steps), ``candidates`` in the given order, ``recommended`` (a
+        name, or None) and ``advice`` (lines).
     """
+    samples = [contention.sample()]
     found = prospects(base, drafts, prompts, settings, progress)
+    samples.append(contention.sample())
     progress("measure")
     limit, eos = settings.max_new_tokens, settings.eos_token_ids
     methods = [plain_method(base, eos, limit)]
@@ -121,7 +126,14 @@ def compare_drafts(
         repeats=settings.repeats,
         seed=settings.seed + len(prompts),
         tick=tick,
+        started=samples,  # when the warm-up is over
     )
+    samples.append(contention.sample())
+    watched = [
+        {"temperature": settings.temperature, "batch": 1, **contention.between(*each)}
+        for each in (samples[:2], samples[2:])
+    ]
+    watched[1]["drift"] = round(baseline_drift([runs]), 4)
     plain, size = runs["plain"], num_parameters(base)
     candidates = []
     for i, (name, each) in enumerate(found.items()):
@@ -150,6 +162,7 @@ def compare_drafts(
     best_name = recommended(candidates)
     texts = [each.tokens for each in plain.decoded]
     return {
+        "disturbance": disturbance(watched),
         "base": {"parameters": size},
         "plain": {
             "seconds": [round(sum(repeat), 6) for repeat in plain.seconds],
@@ -210,17 +223,19 @@ def predictions(alpha: Alpha, costs: DraftCosts, max_tokens: int) -> list[dict[s
     """Return what drafts of 1 to ``max_tokens`` tokens are expected to bring.
 
     Returns:
-        Per length ``leviathan`` (the published formula), ``formula_with_costs`` (the same accept
-        length over the clocked cost of the step), ``predicted`` (the accept length of chains along
-        the measured texts over the clocked cost, prefills included) and the two accept lengths.
+        Per length ``leviathan`` (the published formula; None without a measured c),
+        ``formula_with_costs`` (the same accept length over the clocked cost of the step),
+        ``predicted`` (the accept length of chains along the measured texts over the clocked cost,
+        prefills included) and the two accept lengths.
     """
     rows = []
     for n in range(1, max_tokens + 1):
         gained, tokens = alpha.chain(n), expected_tokens(alpha.alpha, n)
+        published = leviathan_speedup(alpha.alpha, costs.draft, n) if costs.draft > 0 else None
         rows.append(
             {
                 "num_tokens": n,
-                "leviathan": round(leviathan_speedup(alpha.alpha, costs.draft, n), 4),
+                "leviathan": None if published is None else round(published, 4),
                 "formula_with_costs": round(tokens / costs.step(n), 4),
                 "predicted": round(
                     costs.speedup(len(alpha.texts), gained.steps, gained.tokens, n), 4

@@ -187,10 +187,10 @@ def disturbance(watched: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return what the environment block says about other work on the machine.
 
     Args:
-        watched: per temperature and batch size ``drift`` of plain decoding, and what
-            :func:`specheads.contention.between` returns.
+        watched: per temperature and batch size ``drift`` of plain decoding, where it was clocked
+            more than once, and what :func:`specheads.contention.between` returns.
     """
-    drift = max(each["drift"] for each in watched)
+    drift = max(each["drift"] for each in watched if "drift" in each)
     shares = [each["other_share"] for each in watched]
     known = [
         (share, each["seconds"])

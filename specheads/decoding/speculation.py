@@ -55,7 +55,8 @@ class DraftCosts:
 
     Attributes:
         verify: of a verify step, by its nodes, the root included.
-        draft: of one more draft pass, its choice of a token included (c).
+        draft: of one more draft pass, its choice of a token included (c). 0 where the clock was
+            disturbed: longer drafts seemed no dearer than shorter ones, which cannot be.
         steps: of whole steps that were clocked, by their guesses.
         overhead: of a step that drafts, however much: noise, the acceptance rule, two caches.
         start: of a text before its first plain step, the prefill above all.
@@ -97,9 +98,9 @@ class DraftCosts:
         return plain / (num_texts * (self.start + self.draft_start) + num_steps * self.step(length))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the costs as JSON."""
+        """Return the costs as JSON; c is None where it could not be measured."""
         return {
-            "c": round(self.draft, 4),
+            "c": round(self.draft, 4) if self.draft > 0 else None,
             "overhead": round(self.overhead, 4),
             "start": round(self.start, 4),
             "draft_start": round(self.draft_start, 4),

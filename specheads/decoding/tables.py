@@ -218,9 +218,12 @@ def format_compared(result: dict[str, Any]) -> str:
     for each in result["candidates"]:
         best, found = each["predicted"], each["measured"]
         low, high = found["speedup_ci95"]
+        cost, published = "?", "?"
+        if each["c"] is not None:
+            cost, published = f"{each['c']:.2f}", f"{best['leviathan']:.2f}x"
         lines.append(
-            f"{each['times_smaller']:>7.1f}x{each['alpha']:>7.3f}{each['c']:>6.2f}"
-            f"{each['num_tokens']:>3}{best['leviathan']:>9.2f}x{best['predicted']:>9.2f}x"
+            f"{each['times_smaller']:>7.1f}x{each['alpha']:>7.3f}{cost:>6}"
+            f"{each['num_tokens']:>3}{published:>10}{best['predicted']:>9.2f}x"
             f"{found['speedup']:>8.2f}x{f'{low:.2f}-{high:.2f}':>11}"
             f"{found['accept_length']:>7.2f}{found['acceptance_rate']:>6.2f}  {each['name']}"
         )
@@ -240,4 +243,4 @@ def format_compared(result: dict[str, Any]) -> str:
         f" {settings['threads']} threads, plain rep8 {result['plain']['rep8']:.2f}. Cost of a"
         f" verify step by nodes, in plain steps: {costs}"
     )
-    return "\n".join([*lines, *result["advice"]])
+    return "\n".join([*lines, *result["advice"], *result["warnings"]])

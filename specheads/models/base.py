@@ -20,7 +20,7 @@ from transformers import (
 from transformers.utils import is_flash_attn_2_available
 
 from specheads import hardware
-from specheads.config import ConfigError
+from specheads.config import DTYPES, ConfigError
 from specheads.models.foreign import one_line
 from specheads.models.model_files import (
     check_counts,
@@ -254,8 +254,8 @@ def _device_of(module: nn.Module) -> torch.device:
 
 
 def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """Return the torch dtype called ``dtype``, e.g. ``bfloat16``."""
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    """Return the torch dtype called ``dtype``, e.g. ``bfloat16`` or ``bf16``."""
+    found = getattr(torch, DTYPES.get(dtype, dtype), None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype):
         raise ValueError(f"dtype must name a torch dtype, got {dtype!r}")
     return found

@@ -41,6 +41,8 @@ def first_line(error: BaseException) -> str:
         error = error.__cause__  # its own first line only names a validator
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     line = lines[0] if lines else type(error).__name__
+    if line.endswith(":"):  # what it announces comes on the lines below
+        line = " ".join(lines)
     if isinstance(error, KeyError):
         line = f"there is no {line}"
     return line if len(line) <= 400 else f"{line[:400]} ..."

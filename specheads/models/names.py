@@ -19,12 +19,19 @@ def resolve_name(name: str) -> str:
     For a name on the hub it is found out whether the hub answers.
 
     Raises:
-        ConfigError: if ``name`` looks like a folder that does not exist.
+        ConfigError: if ``name`` looks like a folder that does not exist, or one without a model.
     """
     if name == "tinycode":
         return str(tinycode_dir())
     path = Path(name).expanduser()
     if path.is_dir():
+        if not any(path.glob("*.json")):  # which a tokenizer alone has too
+            found = ", ".join(sorted(each.name for each in path.iterdir())[:5])
+            raise ConfigError(
+                f"model.name={name}: the folder holds no model, which is config.json,"
+                " model.safetensors and tokenizer.json as save_pretrained writes them; it holds"
+                f" {found or 'nothing'}"
+            )
         return str(path)
     if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
         raise ConfigError(f"model.name={name}: there is no such folder")

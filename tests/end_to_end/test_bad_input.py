@@ -80,6 +80,7 @@ MEASURED: list[tuple[list[str], str]] = [
         (["optim.lr=-1"], "optim.lr must be positive, got -1.0"),
         (["heads=medusaa"], "Available options in 'heads': hydra, hydra_plus"),
         (["model=/no/such/folder"], "/no/such/folder: there is no such folder"),
+        (["model=tinycod"], "tinycod"),
         (["data.path=/no/such.jsonl"], "/no/such.jsonl"),
         (
             ["data.seq_len=1024"],
@@ -172,6 +173,34 @@ def test_a_device_that_is_not_there_is_one_line(
 
 def _loads(*arguments: object, **settings: object) -> None:
     pytest.fail("a model was loaded")
+
+
+def test_a_folder_without_a_model(run: Start, tmp_path: Path) -> None:
+    """The first line of what transformers says about it announces a list, which was cut off."""
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for found in ("nothing", "notes.md"):
+        code, error = run(f"model={empty}")
+        assert code == 2
+        assert f"model.name={empty}: the folder holds no model" in error
+        assert "config.json, model.safetensors and tokenizer.json" in error
+        assert error.endswith(f"; it holds {found}")
+        (empty / "notes.md").write_text("")
+    (empty / "config.json").write_text('{"model_type": "llama"}')
+    code, error = run(f"model={empty}")
+    assert code == 2 and "tokenizer" in error and not error.endswith(":")
+
+
+def test_columns_of_other_names(run: Start, tmp_path: Path) -> None:
+    """Training needs `data.columns`, which the error must name as it is to be written."""
+    records = tmp_path / "records.jsonl"
+    rows = [{"question": f"what is {i}?", "answer": str(i)} for i in range(40)]
+    records.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, error = run(f"data.path={records}")
+    assert code == 2
+    assert "'data.columns={prompt: question, completion: answer}'" in error
+    pasted = error.split("'")[-2]
+    assert run(f"data.path={records}", pasted, "dry_run=true")[0] == 0
 
 
 def test_unknown_recipe_lists_those_there_are(run: Start) -> None:

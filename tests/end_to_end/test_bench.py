@@ -30,7 +30,10 @@ KEYS = {
 
 
 def test_bench_writes_every_row(tiny_export: Path, prompt_file: Path, program: Program) -> None:
-    """A table without its baselines, or with outputs that differ, proves nothing."""
+    """A table without its baselines, or with outputs that differ, proves nothing.
+
+    Nor does it say why it took so long if it measures in silence what was not asked for.
+    """
     out = prompt_file.with_name("bench.json")
     done = program(
         "bench",
@@ -47,6 +50,15 @@ def test_bench_writes_every_row(tiny_export: Path, prompt_file: Path, program: P
         "batch_sizes=[2]",
     )
     assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("specheads: ")]
+    assert lines[0] == (
+        f"specheads: measuring {tiny_export} at temperatures=[0,0.7,1], batch_sizes=[1,2];"
+        " every bench measures temperatures=[0.7,1] and batch_sizes=[1]"
+    )
+    parts = [f"specheads: T={t:g}, batch {b}: text " for t in (0, 0.7, 1) for b in (1, 2)]
+    found = [part for line in lines for part in parts if line.startswith(part)]
+    assert [*dict.fromkeys(found)] == parts
+    assert " of 264, " in lines[-1] and lines[-1].startswith(f"{parts[-1]}264 of")
     result = json.loads(out.read_text())
     assert set(result) >= {"environment", "settings", "rows", "headline"}
     batched = [row for row in result["rows"] if row["batch"] == 2]

@@ -18,8 +18,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from specheads import train
+from specheads.config import TrainConfig
 from specheads.models.checkpoint import load_export
 from specheads.models.draft_files import read_provenance
+from specheads.train import compare_runs
 from specheads.tree import Tree
 from tests.end_to_end.commands import SHORT, on_files, start
 
@@ -156,17 +158,63 @@ def test_the_tree_is_measured_and_evaluation_is_logged(
     assert row["step"] == 4
 
 
-def test_a_sweep_has_a_directory_per_job(
-    tmp_path: Path, tiny_model_dir: Path, tiny_jsonl: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_sweep_names_its_runs_and_the_best(
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    tiny_jsonl: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Jobs of a sweep in one directory would refuse or overwrite each other."""
+    """Runs called 0 and 1, in one directory, leave it to the user which was which and won."""
     files = on_files(tiny_model_dir, tiny_jsonl, tmp_path)[:-1]
-    sweep = ["-m", f"hydra.sweep.dir={tmp_path / 'sweep'}", "optim.lr=1e-3,1e-4"]
-    assert start(monkeypatch, "+recipe=medusa1", *files, *SHORT, "steps=1", *sweep) == 0
-    for job, lr in (("0", 1e-3), ("1", 1e-4)):
-        (row,) = rows_of(tmp_path / "sweep" / job)
-        assert row["train/lr/heads"] == pytest.approx(lr)
-        assert (tmp_path / "sweep" / job / "export" / "config.json").exists()
+    monkeypatch.chdir(tmp_path)
+    sweep = ["recipe=medusa1", "debug=cpu", "name=mine", "optim.lr=1e-3,1e-4", "-m"]
+    assert start(monkeypatch, *files, *SHORT[1:], "steps=1", *sweep) == 0
+    said = capsys.readouterr().out
+    lengths = {}
+    for name, lr in (("mine/optim.lr=0.001", 1e-3), ("mine/optim.lr=0.0001", 1e-4)):
+        run_dir = tmp_path / "runs" / name
+        rows = [*map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())]
+        assert rows[0]["train/lr/heads"] == pytest.approx(lr)
+        assert f"name: {name}\n" in (run_dir / "config.yaml").read_text()
+        assert (run_dir / "export" / "config.json").exists()
+        lengths[name] = rows[-1]["final/accept_length/t0"]
+    best = max(lengths, key=lambda name: lengths[name])
+    assert f"best of 2 runs: {best}, final/accept_length/t0 {lengths[best]:.4f}" in said
+
+
+@pytest.mark.parametrize(
+    ("rows", "best"),
+    [
+        ([{"final/accept_length/t0": 2.0}, {"final/accept_length/t0": 3.0}], "run1"),
+        ([{"heldout/loss": 2.0}, {"heldout/loss": 3.0}], "run0"),
+        (
+            [
+                {"final/accept_length/t1": 9.0, "final/accept_length/t0.7": 1.0, "heldout/loss": 1},
+                {"final/accept_length/t1": 1.0, "final/accept_length/t0.7": 2.0, "heldout/loss": 2},
+            ],
+            "run1",
+        ),
+        ([{"final/accept_length/t0": 2.0, "heldout/loss": 2.0}, {"heldout/loss": 1.0}], "run1"),
+        ([{"heldout/loss": 2.0}], None),
+        ([{}, {}], None),
+    ],
+)
+def test_runs_are_compared_by_what_all_report(
+    rows: list[dict[str, float]], best: str | None, tmp_path: Path
+) -> None:
+    """A loss taken for a figure that should be large names the worst run."""
+    runs = []
+    for i, row in enumerate(rows):
+        runs.append(TrainConfig(name=f"run{i}", run_dir=str(tmp_path / str(i))))
+        (tmp_path / str(i)).mkdir()
+        lines = [json.dumps({"step": 1, **dict.fromkeys(row, 5.0)}), json.dumps({"step": 2, **row})]
+        (tmp_path / str(i) / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    said = compare_runs(runs)
+    assert (best is None) == (not said)
+    if best is not None:
+        assert said[-1].startswith(f"best of 2 runs: {best}, ")
+        assert said[1].endswith(best) and len(said) == 4
 
 
 def test_a_dry_run_prints_the_plan_and_leaves_nothing(

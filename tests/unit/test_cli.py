@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
 
-from specheads import cli, config
+from specheads import cli, config, entry
 from specheads.assets import conf_dir
 from specheads.entry import tidy_arguments
 
@@ -101,6 +102,49 @@ def test_arguments_reach_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [["specheads tree", "checkpoint=x"]] * 2 + [["specheads tree", "--help"]]
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("checkpoint = x", "checkpoint =: write checkpoint=x, without blanks around ="),
+        ("checkpoint =x", "checkpoint =x: write checkpoint=x, without"),
+        ("checkpoint= x", "checkpoint= x: write checkpoint=x, without"),
+        ("seed=1 x", "'x' is no setting; settings are written key=value, and a value with blanks"),
+        (
+            "--checkpoint x",
+            "--checkpoint is no option; settings have no dashes: write checkpoint=x",
+        ),
+        ("--max-new-tokens=5", "settings have no dashes: write max_new_tokens=5"),
+        ("-recipe", "settings have no dashes: write recipe=<value>"),
+        ("checkpoint=a(b", "quoted for the shell and for Hydra: \"checkpoint='a(b'\""),
+        ("checkpoint=x model=gpt2", "unknown key model; did you mean checkpoint?"),
+        ("checkpoint=x model=/a/b", "unknown key model; did you mean checkpoint?"),
+    ],
+)
+def test_words_that_are_no_settings(
+    words: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hydra's grammar, or argparse's usage, in answer to a blank too many."""
+    assert called(monkeypatch, "generate", *words.split()) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("specheads: ") and err.count("\n") == 1 and line in err
+
+
+def test_flags_may_stand_anywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Settings behind a flag are unknown arguments to argparse, which prints its usage."""
+    known = {name for action in get_args_parser()._actions for name in action.option_strings}
+    assert known == {*entry._FLAGS, *entry._VALUED}
+    given = ["seed=1", "--cfg", "job", "steps=2", "--info", "-cn=other", "~data.path"]
+    flags = ["--cfg", "job", "--info", "-cn", "other"]
+    assert tidy_arguments(given) == [*flags, "seed=1", "steps=2", "~data.path"]
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("name: /x\n")
+    for place in (["--config-dir", str(tmp_path)], [f"--config-dir={tmp_path}"]):
+        assert tidy_arguments(["model=mine", *place])[-1] == "model=mine"
+    assert tidy_arguments(["recipe=a", "+recipe=b", "debug=cpu", "+debug=cpu"]) == [
+        "+recipe=a", "+recipe=b", "+debug=cpu", "+debug=cpu",
+    ]  # fmt: skip
+
+
 def taken_literally(program: str) -> tuple[str, ...]:
     """Return the keys of a command that Hydra never sees."""
     code = (ROOT / "specheads" / f"{program}.py").read_text()
@@ -138,8 +182,6 @@ def test_help_shows_examples_that_compose(program: str) -> None:
 
 def test_exit_codes_are_documented() -> None:
     """A script that takes 75 for a failure throws a resumable run away."""
-    from specheads import entry
-
     assert (entry.EXIT_FAILED, entry.EXIT_USAGE, entry.EXIT_INTERRUPTED) == (1, 2, 75)
     said = "0 done, 1 failed, 2 wrong usage, 75 interrupted and resumable"
     assert said in cli.usage()

@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from specheads.assets import conf_dir, recipes_dir
 from specheads.config import (
+    BenchConfig,
+    ChatConfig,
+    CompareConfig,
     ConfigError,
     DataConfig,
+    DoctorConfig,
+    ExportConfig,
+    FeaturesConfig,
+    GenerateConfig,
     HeadsConfig,
+    ModelConfig,
+    QualityConfig,
+    RegenerateConfig,
+    SpecBenchConfig,
     TrainConfig,
+    TreeSearchConfig,
+    export_of,
     register_schemas,
     to_config,
 )
+from specheads.config.compose import swept
 from specheads.entry import tidy_arguments
+from specheads.models.base import torch_dtype
 from specheads.train import load_recipe
 
 
@@ -117,12 +134,76 @@ def test_settings_that_exclude_each_other() -> None:
     DataConfig(seq_len=512, growth=[[128, 0.5], [256, 0.75]])
 
 
+@pytest.mark.parametrize("schema", [
+    BenchConfig, ChatConfig, CompareConfig, DoctorConfig, ExportConfig, GenerateConfig, ModelConfig,
+    QualityConfig, RegenerateConfig, SpecBenchConfig, TreeSearchConfig,
+])  # fmt: skip
+def test_short_names_of_dtypes(schema: Any) -> None:
+    """Two names for one dtype must compare equal, or a resumed run is refused for nothing."""
+    names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "float16": "float16"}
+    assert [schema(dtype=name).dtype for name in names] == [*names.values()]
+    with pytest.raises(ConfigError, match=r"dtype must be one of .*float16, got 'bf61'"):
+        schema(dtype="bf61")
+
+
+def test_short_names_of_dtypes_elsewhere() -> None:
+    """A name that works for the model and not for its matrix products looks like a mistake."""
+    assert FeaturesConfig(dtype="bf16").dtype == TrainConfig(autocast="bf16").autocast == "bfloat16"
+    assert torch_dtype("bf16") is torch.bfloat16 and torch_dtype("fp32") is torch.float32
+
+
+@pytest.mark.parametrize(("seq_len", "growth"), [(128, [256, 0.85]), (300, [200, 0.5])])
+def test_rows_that_do_not_fit_their_growth(seq_len: int, growth: list[float]) -> None:
+    """Who sets data.seq_len with a recipe that grows rows never wrote data.growth."""
+    cure = rf"data.seq_len={seq_len} does not fit data.growth=.* write data.growth=\[\]"
+    with pytest.raises(ConfigError, match=cure):
+        DataConfig(seq_len=seq_len, growth=[growth])
+    assert composed("+recipe=mtp", "data.seq_len=128", "data.growth=[]").data.seq_len == 128
+
+
+def test_a_run_directory_stands_for_its_export(tmp_path: Path) -> None:
+    """The folder that train names is not the one that every other command wants."""
+    run = tmp_path / "mine"
+    run.mkdir()
+    assert export_of(str(run)) == str(run), "any folder"
+    (run / "config.yaml").write_text("name: mine\n")
+    with pytest.raises(ConfigError, match="mine is a run directory without an export.*resume=auto"):
+        export_of(str(run))
+    (run / "export").mkdir()
+    cfg = OmegaConf.create(
+        {
+            "checkpoint": str(run),
+            "exports": [str(run), "tinycode"],
+            "decode": {"drafter": "draft", "draft": str(run)},
+        }
+    )
+    found = to_config(cfg, BenchConfig)
+    assert found.checkpoint == found.decode.draft == found.exports[0] == str(run / "export")
+    assert found.exports[1] == "tinycode"
+    (run / "config.json").write_text("{}")
+    assert export_of(str(run)) == str(run), "a model of one's own that is called export inside"
+
+
+def test_the_name_of_a_run_in_a_sweep_is_a_file_name() -> None:
+    """Two values that differ in a sign no folder can have must not share a folder."""
+    assert swept("optim.lr=0.001,seed=1", 0) == "optim.lr=0.001,seed=1"
+    assert swept("+recipe=medusa1", 2) == "recipe=medusa1"
+    names = [swept(f"data.path=/tmp/{name}", i) for i, name in enumerate(("a b", "a/b", "a?b"))]
+    assert len(set(names)) == 3 and not set("/ ?") & set("".join(names))
+    assert len(swept("x=" + "y" * 500, 0)) < 120
+    assert tidy_arguments(["-m", "recipe=a,b", "seed=1", "optim.lr=1,2"]) == [
+        "-m", "+recipe=a,b", "seed=1", "optim.lr=1,2",
+        "hydra.job.config.override_dirname.exclude_keys=['seed']",
+    ]  # fmt: skip
+
+
 def test_a_folder_or_hub_name_is_a_model() -> None:
-    """`model=/path` would otherwise be looked up as a file of conf/model."""
-    given = ["model=/a/b c", "model=org/name", "model=tinycode", "data.path=/x", "model.name=/y"]
-    expected = ["model.name='/a/b c'", "model.name=org/name", *given[2:]]
+    """`model=gpt2` would otherwise be looked up as a file of conf/model, and not be found."""
+    given = ["model=/a/b c", "model=org/name", "model=gpt2", "model=tinycode,llama3_8b"]
+    given += ["data.path=/x", "model.name=/y"]
+    expected = ["model.name='/a/b c'", "model.name=org/name", "model.name=gpt2", *given[3:]]
     assert tidy_arguments(given) == expected
-    assert tidy_arguments(["a=1", "-m", "b=1,2"]) == ["-m", "a=1", "b=1,2"]
+    assert tidy_arguments(["a=1", "-m", "b=1,2"])[:3] == ["-m", "a=1", "b=1,2"]
 
 
 def test_a_recipe_of_ones_own(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from specheads.config import ConfigError, RunError
 from specheads.data import dropped as dropped_module
 from specheads.data.dropped import Dropped, RecordError, check_share
+from specheads.data.readers import usable
 from specheads.data.rows import check_columns, to_record
 
 
@@ -163,8 +165,45 @@ def test_wrong_columns_are_named() -> None:
         read({"a": "x", "b": "y"}, {"prompt": "q", "completion": "b"})
     with pytest.raises(RecordError, match="n must be a string, got 3"):
         read({"i": "a", "n": 3, "o": "c"}, {"prompt": "i+n", "completion": "o"})
-    with pytest.raises(RecordError, match="found messages, text; data.columns says which is meant"):
+    meant = "found messages, text; say which is meant: 'data.columns={messages: messages}'"
+    with pytest.raises(RecordError, match=meant):
         read({"messages": [], "text": "t"})
+
+
+@pytest.mark.parametrize(
+    ("names", "columns"),
+    [
+        ("question answer id", {"prompt": "question", "completion": "answer"}),
+        ("prompt response", {"prompt": "prompt", "completion": "response"}),
+        ("Instruction input output", {"prompt": "Instruction+input", "completion": "output"}),
+        ("input output", {"prompt": "input", "completion": "output"}),
+    ],
+)
+def test_the_setting_for_unknown_columns_is_written_out(
+    names: str, columns: dict[str, str]
+) -> None:
+    """Nobody guesses `data.columns` from "a record holds prompt and completion"."""
+    row = {name: f"the {name}" for name in names.split()}
+    with pytest.raises(RecordError, match="found .*") as caught:
+        read(row)
+    with pytest.raises(ConfigError) as of_a_table:
+        usable(list(row), {}, "f")
+    for error in (caught.value, of_a_table.value):
+        said = re.search(r"'data\.columns=\{(.*)\}'", str(error))
+        assert said is not None
+        assert dict(pair.split(": ") for pair in said[1].split(", ")) == columns
+    record = read(row, columns)
+    assert record["completion"] == f"the {columns['completion']}"
+    assert record["prompt"].startswith(f"the {columns['prompt'].partition('+')[0]}")
+    with pytest.raises(RecordError) as unnamed:
+        to_record(row, "f:1", "f#1", None, Dropped())
+    assert "data.columns" not in str(unnamed.value), "which a file of prompts does not have"
+
+
+def test_unknown_names_are_left_to_the_user() -> None:
+    """A guess among names that nobody knows would be pasted, and trained on."""
+    with pytest.raises(RecordError, match=r"\{prompt: <column>, completion: <column>\}'"):
+        read({"a": "x", "b": "y"})
 
 
 def test_half_a_character_is_named() -> None:

@@ -24,6 +24,7 @@ from specheads.decoding.speculation import (
     expected_tokens,
     leviathan_speedup,
 )
+from specheads.decoding.tables import format_compared
 from tests.drafter_laws import check_deterministic
 from tests.zoo import build
 
@@ -170,6 +171,7 @@ def test_none_is_a_recommendation() -> None:
     assert (
         lines[2].count("(within the rule)") == 1 and "slow 7.0x smaller, 0.80x (within" in lines[2]
     )
+    assert not any("unmeasured" in line for line in lines)
     assert replace(DraftCosts(FLAT, 0.1, {1: 1.1}), draft=0.2).to_json() == {
         "c": 0.2,
         "overhead": 0.0,
@@ -177,3 +179,33 @@ def test_none_is_a_recommendation() -> None:
         "draft_start": 0.0,
         "step": {"1": 1.1},
     }
+
+
+def test_a_cost_that_cannot_be_is_unmeasured() -> None:
+    """A draft pass that costs 0.00 plain steps makes every draft model look free."""
+    draft, overhead = drafting_costs({1: 1.5, 2: 1.4}, FLAT)
+    costs = DraftCosts(FLAT, draft, {1: 1.5, 2: 1.4}, overhead)
+    assert costs.to_json()["c"] is None
+    rows = predictions(alpha_of([0.7] * 60), costs, 2)
+    assert [row["leviathan"] for row in rows] == [None, None] and rows[0]["predicted"] > 0
+    each = {
+        **candidate("busy", 7.0, 1.4, 1.2),
+        "c": None,
+        "predicted": rows[0],
+        "per_kind": {},
+    }
+    each["measured"] |= {"accept_length": 1.7, "acceptance_rate": 0.7}
+    lines = advice([each, candidate("quiet", 8.0, 1.1, 1.0)], "busy", "greedy")
+    assert "a pass of it costs an unknown number of plain steps" in lines[1]
+    assert lines[2].startswith("c of busy is unmeasured: longer drafts were clocked as no dearer")
+    result = {
+        "settings": {"temperature": 0, "sampling": "greedy", "dtype": "float32", "threads": 1},
+        "candidates": [each],
+        "verify_cost": {"1": 1.0},
+        "plain": {"rep8": 0.0},
+        "advice": lines,
+        "warnings": ["The machine was busy"],
+    }
+    shown = format_compared(result).splitlines()
+    assert shown[1].split()[2:5] == ["?", "3", "?"] and len(shown[0]) < len(shown[1]) + 10
+    assert shown[-1] == "The machine was busy"

@@ -21,6 +21,7 @@ from specheads.terminal import (
     StatusLine,
     escape_output,
     harmless,
+    progress_bar,
     unescaped,
     wants_color,
 )
@@ -188,3 +189,26 @@ def test_what_was_typed_ahead_comes_first(
     assert capsys.readouterr().err == "> one\n> two\n> three, "
     lines.type_ahead("a\n\x7fxy\b\x1b[A\x1bOD\x04é\t\x7f\x7fz\n")
     assert [lines.read(""), lines.read("")] == ["a", "z"]
+
+
+def test_a_bar_without_a_terminal_is_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Minutes of silence in a log look like a program that hangs; a line per text fills it."""
+    now = [1000.0]
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    with progress_bar("text", total=35) as bar:
+        bar.set_description("T=0")
+        for _ in range(35):
+            now[0] += 1
+            bar.update()
+    out, err = capsys.readouterr()
+    assert not out and "\r" not in err
+    assert [line.partition(",")[0] for line in err.splitlines()] == [
+        "specheads: text 0 of 35",
+        "specheads: T=0: text 0 of 35",
+        *(f"specheads: T=0: text {n} of 35" for n in (10, 20, 30, 35)),
+    ]
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert [*progress_bar("text", iterable=[1, 2])] == [1, 2]
+    assert "\r" in capsys.readouterr().err
