@@ -360,15 +360,31 @@ def _for_row(
     if kind is PrefixConstrainedLogitsProcessor:
         allowed = processor._prefix_allowed_tokens_fn
         return _changed(processor, _prefix_allowed_tokens_fn=lambda _row, ids: allowed(row, ids))
-    if kind in STATELESS or row == 0:
+    if kind in STATELESS:
         return processor
-    heavy = (nn.Module, PreTrainedTokenizerBase)  # shared, not copied
-    memo = {id(v): v for v in getattr(processor, "__dict__", {}).values() if isinstance(v, heavy)}
+    return copy_for_row(processor, row, "logits processor")
+
+
+def copy_for_row(called: Any, row: int, what: str) -> Any:
+    """Return a copy of what may keep a state, for any row but the first; models are shared.
+
+    Args:
+        called: a logits processor, a stopping criterion.
+        row: of the batch.
+        what: how to call it in an error.
+
+    Raises:
+        ValueError: if it cannot be copied.
+    """
+    if row == 0:
+        return called
+    heavy = (nn.Module, PreTrainedTokenizerBase)
+    memo = {id(v): v for v in getattr(called, "__dict__", {}).values() if isinstance(v, heavy)}
     try:
-        return copy.deepcopy(processor, memo)
+        return copy.deepcopy(called, memo)
     except Exception as error:
         raise ValueError(
-            f"logits processor {kind.__name__} cannot be copied for row {row} ({error});"
+            f"{what} {type(called).__name__} cannot be copied for row {row} ({error});"
             " decode one prompt at a time"
         ) from error
 
