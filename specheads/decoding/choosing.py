@@ -206,7 +206,9 @@ class Chooser:
     def settle(self, row: int, more: Sequence[int] = ()) -> Tensor:
         """Return scores [1, V] after a text from plain decoding's logits, beyond any doubt."""
         assert self.replay is not None
-        self.output.rows[row].num_replays += 1
+        decoded = self.output.rows[row]
+        decoded.num_replays += 1
+        decoded.num_replay_passes += 1 + len(decoded.new_tokens) + len(more)
         logits = self.replay(self.output.ids(row, more), len(self.output.prompts[row]))
         scores = self._scores_after(logits, [row], more).scores
         return scores.scatter(-1, scores.argmax(-1, keepdim=True), float("inf"))

@@ -37,6 +37,7 @@ class DecodedRow:
         step_ids: per new token the step that gave it; 0 is the prefill.
         finished: ended by an end-of-sequence token or a stopping criterion, not by the limit.
         num_replays: near-ties that were settled by replaying the text plainly.
+        num_replay_passes: forward passes of the base model that replays took, which are no steps.
     """
 
     new_tokens: list[int] = field(default_factory=list)
@@ -44,6 +45,7 @@ class DecodedRow:
     step_ids: list[int] = field(default_factory=list)
     finished: bool = False
     num_replays: int = 0
+    num_replay_passes: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ class DecodeResult:
     Attributes:
         sequences: [B, P+L]: the prompts as they were given, the new tokens, padding on the right.
         num_prompt_tokens: P, padding included.
-        num_steps: forward passes of the base model after the prefill, for the whole batch.
+        num_steps: forward passes of the base model after the prefill, for the whole batch; those of
+            replays are not among them, see ``num_replay_passes``.
         rows: one per prompt.
         cache: the KV cache that was handed in, with all tokens of a row in it but the last.
         scores: with ``keep_scores``: per new token [B, V], what it was chosen from, without noise;
@@ -101,6 +104,11 @@ class DecodeResult:
     def num_replays(self) -> int:
         """Near-ties that were settled by a replay, in all rows."""
         return sum(row.num_replays for row in self.rows)
+
+    @property
+    def num_replay_passes(self) -> int:
+        """Forward passes of the base model that replays took, in all rows."""
+        return sum(row.num_replay_passes for row in self.rows)
 
     @property
     def accept_length(self) -> float:
