@@ -75,7 +75,7 @@ class Chooser:
         if self.replay is None:
             chosen = tokens.tolist()
         else:
-            ties = self._near_ties(logits, scored, rows)
+            ties = self._near_ties(logits, scored.before, scored.scores, rows)
             chosen, tied = torch.stack([tokens, ties]).tolist()
             for i, row in enumerate(rows):
                 if tied[i] and self.output.budget(row):
@@ -134,7 +134,10 @@ class Chooser:
             while here and self.output.budget(row):
                 at_node = logits[i : i + 1, here[0]]
                 found = self._scores_after(at_node, [row], more)
-                if self.replay is not None and bool(self._near_ties(at_node, found, [row], more)):
+                ties = self.replay is not None and self._near_ties(
+                    at_node, found.before, found.scores, [row], more
+                )
+                if ties:
                     found = found._replace(scores=self.settle(row, more))
                 for whole, part in zip(every, found, strict=True):
                     whole[i, here] = part.float()
@@ -173,24 +176,36 @@ class Chooser:
         if self.replay is None:
             return torch.zeros_like(path, dtype=torch.bool)
         each, nodes = torch.arange(path.shape[0], device=path.device)[:, None], path.clamp(min=0)
-        on_path = Scored(*(part[each, nodes] for part in scored))
-        return self._near_ties(logits[each, nodes], on_path, rows) & (path >= 0)
+        before = scored.before[each, nodes] if self._cuts else None
+        ties = self._near_ties(logits[each, nodes], before, scored.scores[each, nodes], rows)
+        return ties & (path >= 0)
+
+    @property
+    def _cuts(self) -> bool:
+        """Whether tokens are cut off; greedily the best is taken, which no cut removes."""
+        sampler, processors = self.sampler, self.processors
+        cut = sampler.top_k > 0 or sampler.top_p < 1 or (processors is not None and processors.cut)
+        return cut and sampler.temperature > 0
 
     def _near_ties(
-        self, logits: Tensor, scored: Scored, rows: Sequence[int], more: Sequence[int] = ()
+        self,
+        logits: Tensor,
+        before: Tensor | None,
+        scores: Tensor,
+        rows: Sequence[int],
+        more: Sequence[int] = (),
     ) -> Tensor:
         """Tell it along paths [B, D+1, V], or of single nodes [B, V] after the texts and ``more``.
 
         One whose best score is infinite has been settled.
         """
-        sampler, processors, scores = self.sampler, self.processors, scored.scores
-        cut = sampler.top_k > 0 or sampler.top_p < 1 or (processors is not None and processors.cut)
-        if not cut or sampler.temperature == 0:  # which takes the best, and no cut removes that
+        sampler, processors = self.sampler, self.processors
+        if before is None or not self._cuts:
             # a temperature among the processors enlarges rounding as the sampler's own does
             factor = 1.0 if processors is None else processors.temperature
             logits = logits if factor == 1.0 else logits / factor
             return sampler.near_ties(logits, scores, rounding=self.rounding)
-        left = Survivors(scored.before, self.rounding * logits.abs().amax(-1, keepdim=True))
+        left = Survivors(before, self.rounding * logits.abs().amax(-1, keepdim=True))
         if processors is not None:
             processors.leave(left)
         left.temper(sampler.temperature)
