@@ -125,6 +125,7 @@ def _run_one(
     print(
         f"{num_new} tokens in {result.num_steps} steps after the prompt: "
         f"{result.accept_length:.2f} tokens per step, {num_new / seconds:.0f} tokens/s"
+        + (f", {result.num_replay_passes} passes for near-ties" if result.num_replays else "")
         + ("" if result.finished or limit == config.max_new_tokens else "; the context is full"),
         file=sys.stderr,
     )

@@ -10,7 +10,8 @@ sample need noise of their own: streams of the same generator that have nothing 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -33,6 +34,7 @@ from specheads.tree import RowTrees, Tree
 # of float32 logits relative to the largest, between passes of different shapes; 1.5e-6 was seen on
 # a 5-layer model, and a choice compares two logits
 ROUNDING = 1e-5
+_SUMS = 1e-5  # of float32 sums of probabilities over a vocabulary, relative
 
 
 @dataclass(frozen=True)
@@ -167,14 +169,110 @@ class Sampler:
     def near_ties(self, logits: Tensor, scores: Tensor, *, rounding: float = ROUNDING) -> Tensor:
         """Tell where rounding might change a draw: the two best scores are closer than it.
 
+        What a cut has removed is not looked at: see :class:`Survivors`.
+
         Args:
             logits: [..., V], as the model gave them; their size sets the size of rounding.
             scores: [..., V].
-            rounding: of the logits, relative to the largest.
+            rounding: of a difference of two logits, relative to the largest.
 
         Returns:
             [...] bool.
         """
         best = scores.topk(2, dim=-1).values
-        margin = rounding * logits.abs().amax(-1) / (self.temperature or 1.0)
-        return best[..., 0] - best[..., 1] < margin
+        slack = rounding * logits.abs().amax(-1) / (self.temperature or 1.0)
+        return best[..., 0] - best[..., 1] < slack
+
+
+class Survivors:
+    """Which tokens are left by cuts, where rounding may have moved every score.
+
+    A cut leaves the upper end of the scores. Each method is told of one, in their order, and finds
+    between which two bounds its edge is for all scores that rounding could have given.
+
+    Args:
+        scores: [..., V], before the first cut.
+        slack: [..., 1], how far rounding may move two of them against each other.
+
+    Attributes:
+        scores: [..., V], without any cut.
+        slack: [..., 1].
+        possible: [..., V] bool, tokens that may be left.
+        certain: [..., V] bool, tokens that are left in any case.
+    """
+
+    def __init__(self, scores: Tensor, slack: Tensor) -> None:
+        self.scores, self.slack = scores.float(), slack
+        self.possible = self.certain = torch.ones_like(scores, dtype=torch.bool)
+
+    def temper(self, temperature: float) -> None:
+        """Divide by a temperature."""
+        self.scores, self.slack = self.scores / temperature, self.slack / temperature
+
+    def top_k(self, k: int) -> None:
+        """Cut all but the ``k`` best."""
+        self._cut(*self._best(k))
+
+    def top_p(self, p: float, at_least: int = 1) -> None:
+        """Cut all but the best that together reach probability ``p``, and ``at_least`` as many."""
+        ordered, index = self.scores.masked_fill(~self.possible, -math.inf).sort(dim=-1)
+        weights = (ordered - ordered[..., -1:]).exp()
+        possible, certain = (kept.gather(-1, index) for kept in (self.possible, self.certain))
+        total = (weights * possible).sum(-1, keepdim=True)
+        # what stands at a token and below it, at most and at least; the odds of such a share move
+        # by no more than a score does
+        most, least = ((weights * kept).cumsum(-1) / total for kept in (possible, certain))
+        odds, slack = torch.tensor(1.0 - p).logit(), self.slack + _SUMS
+        cut = most <= (odds - slack).sigmoid()
+        low = ordered.masked_fill(cut, math.inf).amin(-1, keepdim=True) - self.slack
+        cut = certain & (least <= (odds + slack).sigmoid())
+        high = ordered.masked_fill(~cut, -math.inf).amax(-1, keepdim=True) + self.slack
+        self._cut(low, high, at_least)
+
+    def min_p(self, p: float, at_least: int = 1) -> None:
+        """Cut what is less than ``p`` times as likely as the best, but ``at_least`` as many."""
+        least, most = (
+            self.scores.masked_fill(~kept, -math.inf).amax(-1, keepdim=True) + math.log(p or 1e-45)
+            for kept in (self.certain, self.possible)
+        )
+        slack = self.slack + _SUMS
+        self._cut(least - slack, most + slack, at_least)
+
+    def other(self, cut: Callable[[Tensor], Tensor]) -> None:
+        """Cut where ``cut`` gives -inf; of its edge nothing is known, rounding may not move it."""
+        self.possible, self.certain = (
+            kept & cut(self.scores.masked_fill(~kept, -math.inf)).isfinite()
+            for kept in (self.possible, self.certain)
+        )
+
+    def undecided(self, noised: Tensor) -> Tensor:
+        """Tell where rounding might change which token is the best of those left.
+
+        Args:
+            noised: [..., V], ``scores`` with the noise of their draw.
+
+        Returns:
+            [...] bool.
+        """
+        best = noised.masked_fill(~self.possible, -math.inf).topk(2, dim=-1)
+        close = best.values[..., 0] - best.values[..., 1] < self.slack[..., 0]
+        return close | ~self.certain.gather(-1, best.indices[..., :1])[..., 0]
+
+    def _cut(self, low: Tensor, high: Tensor, at_least: int = 0) -> None:
+        """Cut below an edge between ``low`` and ``high`` [..., 1], but leave some of the best."""
+        if at_least:
+            lowest, highest = self._best(at_least)
+            low, high = torch.minimum(low, lowest), torch.minimum(high, highest)
+        self.possible = self.possible & (self.scores >= low)
+        self.certain = self.certain & (self.scores > high)
+
+    def _best(self, k: int) -> tuple[Tensor, Tensor]:
+        """Return the bounds [..., 1] of the edge below the ``k`` best."""
+        if k >= self.scores.shape[-1]:
+            nothing = torch.full_like(self.slack, -math.inf)
+            return nothing, nothing
+        most = self.scores.masked_fill(~self.possible, -math.inf).topk(k + 1).values
+        least = most
+        if self.certain is not self.possible:
+            least = self.scores.masked_fill(~self.certain, -math.inf).topk(k).values
+        return least[..., k - 1 : k] - self.slack, most[..., k : k + 1] + self.slack

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -46,21 +47,21 @@ def accept_by_walk(
     rows: Sequence[int],
 ) -> StepResult:
     """Choose the base model's token at the nodes and walk down the tree along them."""
-    processed, scores = chooser.scores_at_nodes(candidates, logits, rows)
+    scored = chooser.scores_at_nodes(candidates, logits, rows)
     follow = follow_on_host if logits.device.type == "cpu" else follow_on_device
     while True:
-        base_tokens = scores.argmax(-1)
-        path, num_accepted, next_root, gained, tied = follow(
-            candidates, base_tokens, chooser, logits, scores
-        )
+        base_tokens = scored.scores.argmax(-1)
+        near_ties = partial(chooser.near_ties, logits, scored, rows)
+        path, num_accepted, next_root, gained, tied = follow(candidates, base_tokens, near_ties)
         unsettled = [i for i, row in enumerate(rows) if 1 in tied[i] and chooser.output.budget(row)]
         if not unsettled:
             break
-        scores = scores.clone()
+        scores = scored.scores.clone()
         for i in unsettled:
             first = tied[i].index(1)
             scores[i, path[i, first]] = chooser.settle(rows[i], gained[i][:first])[0].to(scores)
-    chooser.keep(rows, path, logits, processed)
+        scored = scored._replace(scores=scores)
+    chooser.keep(rows, path, logits, scored.processed)
     return StepResult(
         tree=candidates.tree,
         tokens=candidates.tokens,
@@ -80,7 +81,7 @@ Followed = tuple[Tensor, Tensor, Tensor, list[list[int]], list[list[int]]]
 
 
 def follow_on_host(
-    candidates: Candidates, base_tokens: Tensor, chooser: Chooser, logits: Tensor, scores: Tensor
+    candidates: Candidates, base_tokens: Tensor, near_ties: Callable[[Tensor], Tensor]
 ) -> Followed:
     """Walk in Python: on a CPU nothing waits for a device, and small ops cost more."""
     tree = candidates.tree
@@ -91,22 +92,20 @@ def follow_on_host(
     width = tree.max_depth + 1
     path = torch.tensor([nodes + [-1] * (width - len(nodes)) for nodes in paths])
     gained = [[row[node] for node in nodes] for row, nodes in zip(drawn, paths, strict=True)]
-    tied: list[list[int]] = [[]] * len(paths)
-    if chooser.replay is not None:
-        tied = chooser.near_ties(logits, scores, path).long().tolist()
+    longest = max(map(len, paths))
+    tied = near_ties(path[:, :longest]).long().tolist()
     num_accepted = torch.tensor([len(nodes) - 1 for nodes in paths])
     return path, num_accepted, torch.tensor([tokens[-1] for tokens in gained]), gained, tied
 
 
 def follow_on_device(
-    candidates: Candidates, base_tokens: Tensor, chooser: Chooser, logits: Tensor, scores: Tensor
+    candidates: Candidates, base_tokens: Tensor, near_ties: Callable[[Tensor], Tensor]
 ) -> Followed:
     """Walk in tensors, and fetch everything at once: the step's only synchronisation."""
     path, num_accepted = walk(candidates.tokens, candidates.tree, base_tokens)
     emitted = base_tokens.gather(1, path.clamp(min=0)).masked_fill(path < 0, -1)
     next_root = emitted.gather(1, num_accepted[:, None])[:, 0]
-    ties = chooser.near_ties(logits, scores, path)
-    rows, tied = torch.stack([emitted, ties]).tolist()
+    rows, tied = torch.stack([emitted, near_ties(path)]).tolist()
     return path, num_accepted, next_root, [[t for t in row if t >= 0] for row in rows], tied
 
 

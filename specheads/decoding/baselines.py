@@ -12,6 +12,7 @@ import torch
 from transformers import CompileConfig, PreTrainedModel
 
 from specheads.decoding.measure import Batch, Decode, Decoded, Method
+from specheads.models.mtp_hf import check_prompt
 
 
 def hf_generate_method(
@@ -45,6 +46,8 @@ def hf_generate_method(
     ) -> list[Decoded]:
         torch.manual_seed(seed)
         chosen: dict[str, Any] = dict(options or {})
+        if chosen.get("use_mtp"):
+            check_prompt(base, batch.input_ids.shape[1])
         if temperature:
             chosen |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
         sequences = base.generate(  # type: ignore[operator]

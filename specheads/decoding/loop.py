@@ -2,14 +2,14 @@
 
 Both loops take, at each position, the base model's own choice given the same prefix and, when
 sampling, the same noise. A verify step multiplies matrices of other shapes than a plain step, so
-its logits differ by rounding, and where the two best tokens are closer than that, a near-tie, the
-choice could differ. In float32 such a choice (a few in 10,000) is made again from a plain replay of
-the text so far, so that the tokens are those of plain decoding and not almost always so. This rests
-on rounding being below ``sampling.ROUNDING``. Where the self-test measures more, near-ties are
-wider by as much; but a model which multiplies rounding like that (dozens of layers with random
-weights did) is not promised to give the very tokens of plain decoding. In bfloat16 and float16
-rounding is so coarse that near-ties are common, and no replay is made: outputs are plausible, not
-identical.
+its logits differ by rounding, and where the two best tokens are closer than that, or one is as
+close to the edge of a cut, a near-tie, the choice could differ. In float32 such a choice (a few in
+10,000) is made again from a plain replay of the text so far, so that the tokens are those of plain
+decoding and not almost always so. This rests on rounding being below ``sampling.ROUNDING``. Where
+the self-test measures more, near-ties are wider by as much; but a model which multiplies rounding
+like that (dozens of layers with random weights did) is not promised to give the very tokens of
+plain decoding. In bfloat16 and float16 rounding is so coarse that near-ties are common, and no
+replay is made: outputs are plausible, not identical.
 """
 
 from __future__ import annotations

@@ -48,11 +48,15 @@ class Decoded:
         tokens: all after the prompt, the end of text included.
         accept_lengths: tokens gained by each verify step; plain decoding gains one.
         ended: stopped by an end of text, not by the limit.
+        num_replays: near-ties that were settled by a plain replay.
+        num_replay_passes: forward passes that replays took.
     """
 
     tokens: list[int]
     accept_lengths: list[int]
     ended: bool
+    num_replays: int = field(default=0, compare=False)
+    num_replay_passes: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -128,7 +132,16 @@ def make_batches(prompts: Sequence[Prompt], size: int) -> list[Batch]:
 
 def as_decoded(result: DecodeResult) -> list[Decoded]:
     """Return what a comparison needs of every row."""
-    return [Decoded(row.new_tokens, row.accept_lengths, row.finished) for row in result.rows]
+    return [
+        Decoded(
+            row.new_tokens,
+            row.accept_lengths,
+            row.finished,
+            row.num_replays,
+            row.num_replay_passes,
+        )
+        for row in result.rows
+    ]
 
 
 def read_prompts(

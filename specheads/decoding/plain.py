@@ -49,7 +49,8 @@ def plain_decode(
         eos_token_ids: tokens that end a row.
         logits_processor: changes the logits, given the row's text so far without padding, see
             :mod:`specheads.decoding.processors`.
-        stopping_criteria: asked after every token, row by row.
+        stopping_criteria: one, or a list of them, asked after every token about one row [1, T] at
+            a time, without padding. Rows after the first ask copies of those that may keep a state.
         on_tokens: called with a row's number and its new tokens, for every row and step.
         cache: keeps keys and values for a later turn. If it holds the beginnings of the prompts,
             only the rest is read.
@@ -60,7 +61,9 @@ def plain_decode(
     Raises:
         ValueError: for an empty prompt, a mask that is not left padding, a cache of another number
             of rows, more tokens than the model has positions, a model that cannot be decoded step
-            by step, or a batch or compiled passes where its masks or positions are out of reach.
+            by step, a batch or compiled passes where its masks or positions are out of reach, a
+            logits processor or stopping criterion that cannot be copied for a row, or one that
+            answers about several rows.
     """
     prompts = read_prompts(model, input_ids, attention_mask, max_new_tokens)
     support = check_tree_support(model)

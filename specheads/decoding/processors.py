@@ -18,6 +18,7 @@ import copy
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -52,7 +53,7 @@ from transformers import (
 from transformers.generation.logits_process import TopHLogitsWarper
 
 from specheads.drafters.contract import Candidates
-from specheads.sampling import Sampler
+from specheads.sampling import Sampler, Survivors
 from specheads.tree import RowTrees, Tree, batched
 
 # they look at the logits alone: one call serves all nodes of all rows
@@ -69,6 +70,8 @@ PREFIX_FREE = {
     TopPLogitsWarper,
     TypicalLogitsWarper,
 }
+# of these it is known how far rounding moves the edge
+CUTS = (MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
 
 
 class PromptPenalty(EncoderRepetitionPenaltyLogitsProcessor):
@@ -167,12 +170,43 @@ class RowProcessors:
         return replace(sampler, temperature=temperature, top_k=top_k, top_p=top_p)
 
     @property
+    def cut(self) -> bool:
+        """Whether there are cuts whose edges :meth:`leave` finds."""
+        return any(type(each) in CUTS for each in self.rest)
+
+    def leave(self, tokens: Survivors) -> None:
+        """Tell which tokens are left by the processors that look at the logits alone.
+
+        The edges of top-k, top-p and min-p are found. Those of rarer cuts, which go by entropies or
+        by likelihood alone, are taken to be where they are without rounding.
+
+        Args:
+            tokens: with the scores that ``rest`` is applied to, and the slack of the logits.
+        """
+        for each in self.rows[0]:
+            if type(each) is TemperatureLogitsWarper:  # the scores are divided already
+                tokens.slack = tokens.slack / each.temperature
+        for each in self.rest:
+            if type(each) is TemperatureLogitsWarper:
+                tokens.temper(each.temperature)
+            elif type(each) is TopKLogitsWarper:
+                tokens.top_k(each.top_k)
+            elif type(each) is TopPLogitsWarper:
+                tokens.top_p(each.top_p, each.min_tokens_to_keep)
+            elif type(each) is MinPLogitsWarper:
+                tokens.min_p(each.min_p, each.min_tokens_to_keep)
+            elif type(each) is not LogitNormalization:  # which moves all of them alike
+                tokens.other(partial(self._alone, each))
+
+    @property
     def stateless(self) -> bool:
         """Whether they may be asked about texts that will never be."""
         return all(type(processor) in STATELESS for processor in self.rows[0])
 
-    def after(self, logits: Tensor, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
-        """Return the scores [R, V] after texts.
+    def after(
+        self, logits: Tensor, rows: Sequence[int], texts: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, Tensor]:
+        """Return scores [R, V] after texts: those that ``rest`` is applied to, and the outcome.
 
         Args:
             logits: [R, V].
@@ -185,7 +219,7 @@ class RowProcessors:
             for members, ids in self._alike(rows, texts, scores.device):
                 block = process(self.rows[rows[members[0]]], ids, scores[members])
                 scores[members] = block.to(scores)
-        return self._finish(scores)
+        return scores, self._finish(scores)
 
     def at_nodes(
         self,
@@ -193,8 +227,8 @@ class RowProcessors:
         logits: Tensor,
         rows: Sequence[int],
         texts: Sequence[Sequence[int]],
-    ) -> Tensor:
-        """Return the scores at all nodes [B, N, V], a call for each level of the trees.
+    ) -> tuple[Tensor, Tensor]:
+        """Return scores at all nodes as :meth:`after` does, a call for each level of the trees.
 
         Args:
             candidates: the trees.
@@ -202,13 +236,16 @@ class RowProcessors:
             rows: [B], the rows of the batch.
             texts: [B], without padding, the root included.
 
+        Returns:
+            Both [B, N, V].
+
         Raises:
             ValueError: if a processor has to be asked about accepted nodes only.
         """
         if not self.stateless:
             raise ValueError("at_nodes needs stateless processors: ask along the accepted path")
         if self.prefix_free:
-            return self._finish(logits.flatten(0, 1)).view_as(logits)
+            return logits, self._finish(logits)
         tree = candidates.tree
         tokens = candidates.inputs.clamp(min=0).to(logits.device)
         lines = batched(tree, tree.ancestors).to(logits.device).expand(len(rows), -1, -1)
@@ -224,13 +261,17 @@ class RowProcessors:
                 head = self.rows[rows[members[0]]]
                 processed = process(head, prefix, block.flatten(0, 1))
                 scores[members, start:end] = processed.view_as(block).to(scores)
-        return self._finish(scores.flatten(0, 1)).view_as(scores)
+        return scores, self._finish(scores)
 
     def _finish(self, scores: Tensor) -> Tensor:
-        if not self.rest:
-            return scores
-        unused = torch.zeros(scores.shape[0], 1, dtype=torch.long, device=scores.device)
-        return process(self.rest, unused, scores)
+        """Apply ``rest`` to [..., V]."""
+        return self._alone(self.rest, scores) if self.rest else scores
+
+    @staticmethod
+    def _alone(processor: Any, scores: Tensor) -> Tensor:
+        flat = scores.flatten(0, -2)
+        unused = torch.zeros(flat.shape[0], 1, dtype=torch.long, device=flat.device)
+        return cast(Tensor, processor(unused, flat.float())).view_as(scores)
 
     def _alike(
         self,
@@ -319,15 +360,31 @@ def _for_row(
     if kind is PrefixConstrainedLogitsProcessor:
         allowed = processor._prefix_allowed_tokens_fn
         return _changed(processor, _prefix_allowed_tokens_fn=lambda _row, ids: allowed(row, ids))
-    if kind in STATELESS or row == 0:
+    if kind in STATELESS:
         return processor
-    heavy = (nn.Module, PreTrainedTokenizerBase)  # shared, not copied
-    memo = {id(v): v for v in getattr(processor, "__dict__", {}).values() if isinstance(v, heavy)}
+    return copy_for_row(processor, row, "logits processor")
+
+
+def copy_for_row(called: Any, row: int, what: str) -> Any:
+    """Return a copy of what may keep a state, for any row but the first; models are shared.
+
+    Args:
+        called: a logits processor, a stopping criterion.
+        row: of the batch.
+        what: how to call it in an error.
+
+    Raises:
+        ValueError: if it cannot be copied.
+    """
+    if row == 0:
+        return called
+    heavy = (nn.Module, PreTrainedTokenizerBase)
+    memo = {id(v): v for v in getattr(called, "__dict__", {}).values() if isinstance(v, heavy)}
     try:
-        return copy.deepcopy(processor, memo)
+        return copy.deepcopy(called, memo)
     except Exception as error:
         raise ValueError(
-            f"logits processor {kind.__name__} cannot be copied for row {row} ({error});"
+            f"{what} {type(called).__name__} cannot be copied for row {row} ({error});"
             " decode one prompt at a time"
         ) from error
 

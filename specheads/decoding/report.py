@@ -92,6 +92,8 @@ def make_row(
         "near_ties": identity.near_ties if identity else None,
         "divergences": [asdict(each) for each in identity.divergences] if identity else [],
         "ended": sum(each.ended for each in runs[method.name].decoded),
+        "num_replays": sum(each.num_replays for each in runs[method.name].decoded),
+        "num_replay_passes": sum(each.num_replay_passes for each in runs[method.name].decoded),
         "per_kind": {
             kind: {
                 "num_prompts": len(rows),

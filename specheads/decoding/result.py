@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    PreTrainedModel,
+    StopStringCriteria,
+)
 
+from specheads.decoding.processors import copy_for_row
 from specheads.kv_cache import TreeCache
 from specheads.models.base import context_length
 from specheads.models.thresholds import check_sides
 
 OnTokens = Callable[[int, list[int]], None]
 Stopping = Callable[..., Tensor]  # transformers: (input_ids [B, T], scores) -> [B] bool
+# exact types: a subclass may do anything
+_STATELESS = {EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria}
 
 
 @dataclass
@@ -28,6 +38,7 @@ class DecodedRow:
         step_ids: per new token the step that gave it; 0 is the prefill.
         finished: ended by an end-of-sequence token or a stopping criterion, not by the limit.
         num_replays: near-ties that were settled by replaying the text plainly.
+        num_replay_passes: forward passes of the base model that replays took, which are no steps.
     """
 
     new_tokens: list[int] = field(default_factory=list)
@@ -35,6 +46,7 @@ class DecodedRow:
     step_ids: list[int] = field(default_factory=list)
     finished: bool = False
     num_replays: int = 0
+    num_replay_passes: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,7 +58,8 @@ class DecodeResult:
     Attributes:
         sequences: [B, P+L]: the prompts as they were given, the new tokens, padding on the right.
         num_prompt_tokens: P, padding included.
-        num_steps: forward passes of the base model after the prefill, for the whole batch.
+        num_steps: forward passes of the base model after the prefill, for the whole batch; those of
+            replays are not among them, see ``num_replay_passes``.
         rows: one per prompt.
         cache: the KV cache that was handed in, with all tokens of a row in it but the last.
         scores: with ``keep_scores``: per new token [B, V], what it was chosen from, without noise;
@@ -94,6 +107,11 @@ class DecodeResult:
         return sum(row.num_replays for row in self.rows)
 
     @property
+    def num_replay_passes(self) -> int:
+        """Forward passes of the base model that replays took, in all rows."""
+        return sum(row.num_replay_passes for row in self.rows)
+
+    @property
     def accept_length(self) -> float:
         """Mean tokens per step and row; 1 for plain decoding."""
         lengths = [length for row in self.rows for length in row.accept_lengths]
@@ -108,6 +126,9 @@ class Output:
         prompts: per row, without padding.
         device: of the texts given to stopping criteria and processors.
         max_new_tokens: per row.
+        stopping_criteria: one, or a list; those of unknown type are copied for every row but the
+            first, as they may keep a state; functions are taken to keep none.
+        criteria: per row its own.
         rows: per row what has been emitted.
         kept: per row, and token, the logits [V] and scores [V] that it was chosen from.
     """
@@ -121,9 +142,19 @@ class Output:
     rows: list[DecodedRow] = field(default_factory=list)
     num_calls: int = 0
     kept: list[list[tuple[Tensor, Tensor]]] | None = None
+    criteria: list[list[Stopping]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.rows = [DecodedRow() for _ in self.prompts]
+        rules: Any = self.stopping_criteria or []
+        rules = rules if isinstance(rules, list) else [rules]
+        self.criteria = [
+            [
+                each if type(each) in _STATELESS else copy_for_row(each, row, "stopping criterion")
+                for each in rules
+            ]
+            for row in range(len(self.prompts))
+        ]
 
     def keep_scores(self, keep: bool) -> None:
         """Say whether to keep what tokens are chosen from."""
@@ -166,7 +197,7 @@ class Output:
             decoded.new_tokens.append(token)
             decoded.step_ids.append(self.num_calls)
             kept += 1
-            if token in self.eos_token_ids or self._criteria_met(row):
+            if token in self.eos_token_ids or self._stops(row):
                 decoded.finished = True
                 break
         if self.num_calls:
@@ -175,10 +206,12 @@ class Output:
             self.on_tokens(row, decoded.new_tokens[-kept:])
         return kept
 
-    def _criteria_met(self, row: int) -> bool:
-        if self.stopping_criteria is None:
+    def _stops(self, row: int) -> bool:
+        if not self.stopping_criteria:
             return False
-        return bool(self.stopping_criteria(self.ids(row), None).all())
+        ids = self.ids(row)
+        # all of them are asked, as one may count the tokens
+        return any([_met(each, ids) for each in self.criteria[row]])
 
     def result(self, input_ids: Tensor, pad_token_id: int, cache: TreeCache | None) -> DecodeResult:
         """Freeze."""
@@ -206,6 +239,19 @@ class Output:
             torch.stack([row[i][which] if i < len(row) else nothing for row in kept])
             for i in range(num_tokens)
         )
+
+
+def _met(criterion: Stopping, ids: Tensor) -> bool:
+    """Ask a criterion about one row's text [1, T]."""
+    answer: object = criterion(ids, None)
+    if isinstance(answer, bool) or (isinstance(answer, Tensor) and answer.shape in ((), (1,))):
+        return bool(answer)
+    got = list(answer.shape) if isinstance(answer, Tensor) else repr(answer)
+    name = getattr(criterion, "__name__", type(criterion).__name__)
+    raise ValueError(
+        f"stopping criterion {name} is asked about one row at a time, [1, {ids.shape[1]}], and has"
+        f" to answer a bool of shape [1], got {got}"
+    )
 
 
 def read_prompts(

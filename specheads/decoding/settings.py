@@ -76,17 +76,17 @@ def tree_cache(cache: object, keep: bool) -> TreeCache | None:
 
 def longest(config: GenerationConfig, rules: StoppingCriteriaList) -> int:
     """Return how many tokens a padded row may have, prompt and padding included."""
-    own = (rule for rule in rules if isinstance(rule, MaxLengthCriteria))
+    own = (rule for rule in rules if type(rule) is MaxLengthCriteria)
     return min([config.max_length, *(rule.max_length for rule in own)])
 
 
 def eos_tokens(rules: StoppingCriteriaList) -> tuple[int, ...]:
     """Return the tokens that end a row."""
-    own = (rule for rule in rules if isinstance(rule, EosTokenCriteria))
+    own = (rule for rule in rules if type(rule) is EosTokenCriteria)
     return tuple(int(token) for rule in own for token in rule.eos_token_id)
 
 
 def other_rules(rules: StoppingCriteriaList) -> StoppingCriteriaList:
     """Return the criteria that are neither a length nor a token."""
-    own = (MaxLengthCriteria, EosTokenCriteria)
-    return StoppingCriteriaList([rule for rule in rules if not isinstance(rule, own)])
+    own = (MaxLengthCriteria, EosTokenCriteria)  # exact types: a subclass may do anything
+    return StoppingCriteriaList([rule for rule in rules if type(rule) not in own])

@@ -246,8 +246,11 @@ def _mtp(place: str, info: dict[str, Any]) -> list[Serving]:
     tensorrt = (f"trtllm-serve {place} --config spec.yaml", spec)
     no = ("", _unknown_mtp(kind))
     converted = (llama, f"after convert_hf_to_gguf.py for {place}")
+    alone = "one prompt at a time, a chain of guesses"
+    if number > 1:
+        alone += f"; prompts of at least {number} tokens: it fails with fewer than there are heads"
     return [
-        Serving("transformers", TRANSFORMERS, python, "one prompt at a time, a chain of guesses"),
+        Serving("transformers", TRANSFORMERS, python, alone),
         Serving(
             "vLLM",
             VLLM_NATIVE_MTP if native else VLLM_MTP,

@@ -26,6 +26,7 @@ KEYS = {
     "new_tokens", "seconds", "tokens_per_second", "speedup_vs_plain", "speedup_vs_plain_ci95",
     "speedup_vs_hf_generate", "accept_length", "accept_length_ci95", "rep8", "peak_memory",
     "extra_parameters", "identical", "compared", "near_ties", "divergences",
+    "num_replays", "num_replay_passes",
 }  # fmt: skip
 
 

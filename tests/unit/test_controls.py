@@ -19,7 +19,7 @@ from transformers import (
     TextStreamer,
 )
 
-from specheads.decoding.choosing import Chooser
+from specheads.decoding.choosing import Chooser, Scored
 from specheads.decoding.generate import SpecDecoder
 from specheads.decoding.loop import decode
 from specheads.decoding.processors import bind
@@ -132,8 +132,9 @@ def test_near_ties_are_as_wide_as_the_temperature_among_the_processors() -> None
     for temperature, tied in ((0.01, True), (1.0, False)):
         processors = bind(LogitsProcessorList([TemperatureLogitsWarper(temperature)]), [[1]], 1)
         chooser = Chooser(Sampler(1.0), output, processors, lambda ids, n: logits)
+        scored = Scored(logits[None], logits[None] / temperature, scores[None])
         path = torch.tensor([[0]])
-        assert chooser.near_ties(logits[None], scores[None], path).tolist() == [[tied]]
+        assert chooser.near_ties(logits[None], scored, [0], path).tolist() == [[tied]]
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])

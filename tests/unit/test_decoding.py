@@ -13,11 +13,13 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
     NoRepeatNGramLogitsProcessor,
     PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
+    TopPLogitsWarper,
 )
 
 from specheads.decoding.loop import decode
@@ -30,6 +32,7 @@ from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
 from specheads.sampling import Sampler
 from specheads.tree import Tree, default_tree
+from specheads.tree_support import check_tree_support
 from tests.scripted import MODELS, VOCAB, ScriptedDrafter, build, pretend_rounding
 
 TREES = {
@@ -204,6 +207,65 @@ def test_near_ties_are_settled_as_plain_decoding_does(
         careful = decode(llama, drafter, ids, **settings)
         assert careful.sequences.equal(plain.sequences)
         assert careful.num_replays > 2
+
+
+class Turns(LogitsProcessor):
+    """Forbids tokens by the length of the text; of a type that may be asked along the path only."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Shut out every third token."""
+        scores = scores.clone()
+        scores[:, input_ids.shape[1] % 3 :: 3] = -float("inf")
+        return scores
+
+
+CUTS: dict[str, tuple[Sampler, list[LogitsProcessor]]] = {
+    "top_k": (Sampler(1.0, top_k=5), []),
+    "top_p": (Sampler(0.7, top_p=0.4), []),
+    "top_k, top_p": (Sampler(1.0, top_k=9, top_p=0.6), []),
+    "warpers top_k": (Sampler(1.0), [TemperatureLogitsWarper(0.7), TopKLogitsWarper(5)]),
+    "warpers top_p": (Sampler(1.0), [TopPLogitsWarper(0.4)]),
+    "warpers min_p": (Sampler(1.0), [MinPLogitsWarper(1.0)]),
+    "warpers, penalty": (
+        Sampler(1.0, top_k=3),
+        [RepetitionPenaltyLogitsProcessor(1.1), TopKLogitsWarper(9), TopPLogitsWarper(0.6)],
+    ),
+    "warpers, unknown": (Sampler(1.0), [Turns(), TopKLogitsWarper(5)]),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_near_ties_at_the_edge_of_a_cut_are_settled(llama: PreTrainedModel, name: str) -> None:
+    """Prevents a token cut off in a tree and kept in plain decoding: the best scores show none.
+
+    And passes that are in no count, which is how a text of few steps takes long.
+    """
+    head = llama.get_output_embeddings().weight
+    noise = torch.randn(head.shape, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        # eight groups of eight: which of a group are among the best is a matter of rounding
+        head.copy_(head[:8].repeat_interleave(8, dim=0) + 1e-7 * noise)
+    sampler, processors = CUTS[name]
+    check_tree_support(llama)  # whose passes are no part of decoding
+    passes: list[int] = []
+    llama.register_forward_hook(lambda *_: passes.append(1))
+    num_replays = 0
+    for seed in range(2):
+        settings: dict[str, Any] = {
+            "max_new_tokens": 12,
+            "sampler": replace(sampler, seed=seed),
+            "logits_processor": LogitsProcessorList(processors),
+        }
+        plain = plain_decode(llama, prompt(), **settings)
+        drafter = ScriptedDrafter(TREES["grown"], plain.sequences[0].tolist(), 0.7)
+        passes.clear()
+        found = decode(llama, drafter, prompt(), **settings)
+        assert len(passes) == 1 + found.num_steps + found.num_replay_passes, "some uncounted"
+        assert found.new_tokens == plain.new_tokens
+        in_batch = plain_decode(llama, prompt().repeat(2, 1), **settings)
+        assert in_batch.rows[0].new_tokens == plain.new_tokens
+        num_replays += found.num_replays
+    assert num_replays > 0
 
 
 PROCESSORS: dict[str, Callable[[int], list[LogitsProcessor]]] = {

@@ -111,7 +111,7 @@ def test_processors_are_given_the_probes_own_prefix() -> None:
     read = torch.randint(3, 8, (2, TREE.num_nodes), generator=torch.Generator().manual_seed(0))
     logits = torch.randn(2, TREE.num_nodes, VOCAB)
     candidates = Candidates(read.masked_fill(PROBED, -1), TREE, probes=read)
-    scores = bound.at_nodes(candidates, logits, [0, 1], texts)
+    _, scores = bound.at_nodes(candidates, logits, [0, 1], texts)
     for i, text in enumerate(texts):
         for node, line in enumerate(TREE.ancestors.tolist()):
             prefix = [*text, *(int(read[i, each]) for each in line[1:] if each >= 0)]

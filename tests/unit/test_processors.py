@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    LlamaForCausalLM,
+    LogitNormalization,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from specheads.decoding.processors import bind
 from specheads.drafters.contract import Candidates
+from specheads.sampling import Survivors
 from specheads.tree import RowTrees, Tree, default_tree
 
 V = 272
@@ -104,7 +117,7 @@ def test_nodes_and_rows_are_as_if_alone(tiny_llama: LlamaForCausalLM, name: str,
     tokens[:, 0] = torch.tensor([text[-1] for text in texts])
     logits = torch.randn(4, tree.num_nodes, V, generator=generator)
     if name not in WALKED:
-        scores = bound.at_nodes(Candidates(tokens, tree), logits, [0, 1, 2, 3], texts)
+        _, scores = bound.at_nodes(Candidates(tokens, tree), logits, [0, 1, 2, 3], texts)
     changed = 0
     for i, text in enumerate(texts):
         kwargs = dict(settings)
@@ -119,7 +132,7 @@ def test_nodes_and_rows_are_as_if_alone(tiny_llama: LlamaForCausalLM, name: str,
         for node, line in enumerate(lines.tolist()):
             prefix = text + [int(tokens[i, j]) for j in line[1:] if j >= 0]
             expected = alone(torch.tensor([prefix]), logits[i, node][None].clone())
-            assert bound.after(logits[i, node][None], [i], [prefix]).equal(expected)
+            assert bound.after(logits[i, node][None], [i], [prefix])[1].equal(expected)
             changed += not expected.equal(logits[i, node][None])
             if name not in WALKED:
                 assert scores[i, node].equal(expected[0])
@@ -136,10 +149,10 @@ def test_rows_may_have_gone(tiny_llama: LlamaForCausalLM) -> None:
     assert bound is not None
     logits = torch.randn(2, V)
     texts = [[*PROMPTS[1], 5, 5, 5], [*PROMPTS[2], 5, 5]]
-    scores = bound.after(logits, [1, 2], texts)
+    _, scores = bound.after(logits, [1, 2], texts)
     assert scores[0, 12] == logits[0, 12] and scores[1, 12] == -float("inf")
     root = Candidates(torch.tensor([[5], [5]]), Tree.chain(0))
-    assert bound.at_nodes(root, logits[:, None], [1, 2], texts)[:, 0].equal(scores)
+    assert bound.at_nodes(root, logits[:, None], [1, 2], texts)[1][:, 0].equal(scores)
 
 
 class Counting(LogitsProcessor):
@@ -163,7 +176,7 @@ def test_processors_of_unknown_type_have_a_state_per_row() -> None:
     assert bound is not None and not bound.stateless
     for step in range(3):
         texts = [[1, 2, 3][: step + 1], [7, 8, 9][: step + 1]]
-        assert bound.after(torch.zeros(2, 4), [0, 1], texts).tolist() == [[step + 1.0] * 4] * 2
+        assert bound.after(torch.zeros(2, 4), [0, 1], texts)[1].tolist() == [[step + 1.0] * 4] * 2
     assert processor.seen == [[1], [1, 2], [1, 2, 3]]
     (copied,) = bound.rows[1]
     assert isinstance(copied, Counting)
@@ -187,6 +200,60 @@ def test_what_cannot_be_copied_is_refused_for_a_batch_only() -> None:
     assert bind(processors, [[1]], 1) is not None
     with pytest.raises(ValueError, match="Locked cannot be copied for row 1 .* one prompt at a"):
         bind(processors, [[1], [2]], 1)
+
+
+CHAINS = {
+    "k": [TopKLogitsWarper(4)],
+    "p": [TopPLogitsWarper(0.7)],
+    "little p": [TopPLogitsWarper(0.05, min_tokens_to_keep=2)],
+    "m": [MinPLogitsWarper(0.4)],
+    "most m": [MinPLogitsWarper(1.0, min_tokens_to_keep=2)],
+    "all": [
+        SuppressTokensLogitsProcessor([0, 3]),
+        TemperatureLogitsWarper(0.5),
+        TopKLogitsWarper(7),
+        TopPLogitsWarper(0.9),
+        MinPLogitsWarper(0.2),
+        LogitNormalization(),
+    ],
+    "reversed": [MinPLogitsWarper(0.2), TopPLogitsWarper(0.8), TopKLogitsWarper(4)],
+}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("slack", [0.2, 1e-4])
+def test_what_rounding_may_cut_is_known(chain: str, slack: float) -> None:
+    """Prevents an edge found too narrow: a token comes and goes, and no tie is seen.
+
+    Scores come in clusters, so that edges fall between equals; each is then moved by up to half the
+    slack, at random and to either end, and cut by transformers' own.
+    """
+    generator = torch.Generator().manual_seed(4)
+    bound = bind(LogitsProcessorList(CHAINS[chain]), [[1]], 1)
+    assert bound is not None and bound.cut
+    places = torch.randn(400, 4, generator=generator)
+    places[:, 1] = places[:, 0] + math.log(0.4)  # an edge of min-p
+    which = torch.randint(4, (400, 12), generator=generator)
+    scores = places.gather(1, which) + 0.4 * slack * torch.randn(400, 12, generator=generator)
+    spread = torch.randn(40, 12, generator=generator)  # as a model's own are
+    noise = torch.randn(440, 12, generator=generator)
+    scores = torch.cat([scores, spread])
+    left = Survivors(scores, torch.full((440, 1), slack))
+    bound.leave(left)
+    undecided = left.undecided(left.scores + noise)
+    assert not (left.certain & ~left.possible).any()
+    winners = torch.zeros(440, 12, dtype=torch.bool)
+    for i in range(60):
+        moved = torch.rand(scores.shape, generator=generator) - 0.5
+        _, cut = bound.after(scores + slack * (moved if i % 2 else 0.499 * moved.sign()), [], [])
+        kept = cut.isfinite()
+        assert not (kept & ~left.possible).any()
+        assert not (left.certain & ~kept).any()
+        winners.scatter_(1, (cut + noise).argmax(-1, keepdim=True), True)
+    assert not ((winners.sum(-1) > 1) & ~undecided).any()
+    assert 0 < undecided[:400].sum() < 400
+    if slack < 1e-3:
+        assert left.certain[400:].equal(left.possible[400:]) and not undecided[400:].any()
 
 
 def test_rows_of_one_length_are_processed_together(

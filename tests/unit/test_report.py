@@ -122,7 +122,7 @@ def rows(runs: dict[str, Runs], log: list[str]) -> list[dict[str, Any]]:
 def test_rows_hold_ratios_of_medians() -> None:
     """Means over repeats would let one disturbed repeat make or break a speed-up."""
     text = Decoded(list(range(13)), [1] * 12, ended=False)
-    tree = Decoded(list(range(13)), [4] * 3, ended=False)
+    tree = Decoded(list(range(13)), [4] * 3, False, num_replays=2, num_replay_passes=9)
     runs = {
         "plain": Runs([[3.0] * 3, [30.0, 3.0, 3.0], [3.0] * 3], [text] * 3),
         "hf_generate": Runs([[6.0] * 3] * 3, [text] * 3),
@@ -135,6 +135,7 @@ def test_rows_hold_ratios_of_medians() -> None:
     assert row["speedup_vs_hf_generate"] == pytest.approx(6)
     assert row["accept_length"] == 4 and found[0]["accept_length"] == 1
     assert row["seconds"] == [3, 11, 3] and row["new_tokens"] == 39
+    assert (row["num_replays"], row["num_replay_passes"]) == (6, 27), "time that no step took"
     assert row["identical"] is None and row["compared"] == 0
     assert row["per_kind"]["a"]["num_prompts"] == 2
     assert baseline_drift([runs]) == 4
