@@ -67,7 +67,7 @@ def test_missing_models_are_one_line(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="model.name=") as caught:
             load_base_model(name)
         assert "\n" not in str(caught.value)
-    with pytest.raises(ConfigError, match="cannot load a tokenizer"):
+    with pytest.raises(ConfigError, match="the folder holds no model"):
         load_tokenizer(str(tmp_path))
 
 
