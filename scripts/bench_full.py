@@ -373,6 +373,15 @@ def full_parts(runs: str = RUNS) -> list[Part]:
             ),
         ),
         script("chaos", 4, "", ("scripts/chaos.py", "--json", "benchmarks/chaos.json")),
+        script(
+            "architectures",
+            8,
+            "",
+            (
+                *("scripts/sweep_architectures.py", "--json", "benchmarks/architectures.json"),
+                *("--page", "docs/architectures.md"),
+            ),
+        ),
     ]
     readme = readme_parts()
     last = Part(
