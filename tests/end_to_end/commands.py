@@ -1,13 +1,12 @@
-"""Start the training command inside the test's process, as the command line would."""
+"""Start commands inside the test's process, as the command line would."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
 import pytest
-
-from specheads import train
 
 # a run that takes a second: no wandb, a given tree instead of a measured one
 SHORT = (
@@ -20,11 +19,11 @@ SHORT = (
 )
 
 
-def start(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """Run ``python -m specheads.train`` with ``arguments`` and return the exit code."""
-    monkeypatch.setattr(sys, "argv", ["train", *arguments])
+def start(monkeypatch: pytest.MonkeyPatch, *arguments: str, command: str = "train") -> int:
+    """Run ``python -m specheads.<command>`` with ``arguments`` and return the exit code."""
+    monkeypatch.setattr(sys, "argv", [command, *arguments])
     try:
-        train.main()
+        importlib.import_module(f"specheads.{command}").main()
     except SystemExit as stopped:
         return int(stopped.code or 0)
     return 0

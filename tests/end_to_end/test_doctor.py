@@ -8,11 +8,12 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from specheads import tree_mask
+from specheads import installation, tree_mask
 from specheads.config import ConfigError, DoctorConfig, RunError
 from specheads.decoding.diagnose import Finding, examine
 from specheads.doctor import run
 from specheads.tree import Tree
+from tests.end_to_end.commands import start
 from tests.end_to_end.conftest import Program
 from tests.zoo import build
 
@@ -29,6 +30,7 @@ def test_a_missing_device_is_said_beside_what_is_there(
 ) -> None:
     """The doctor is asked about a GPU where there is none, and says that all is well."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(installation, "look_up", lambda **_: [])  # importing them all takes long
     with pytest.raises(ConfigError, match="device=cuda, but torch finds no GPU here"):
         run(DoctorConfig(device="cuda"))
     assert "\nGPU " in capsys.readouterr().out
@@ -50,11 +52,13 @@ def test_a_sound_model_passes(tiny_model_dir: Path, program: Program) -> None:
     assert lines["verdict"].startswith("tree: ")
 
 
-def test_a_path_that_is_not_there_is_one_line(program: Program) -> None:
+def test_a_path_that_is_not_there_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Prevents a traceback for a typing mistake."""
-    done = program("doctor", "model=/no/such/model")
-    assert done.returncode == 2
-    assert done.stderr == "specheads: model.name=/no/such/model: there is no such folder\n"
+    assert start(monkeypatch, "model=/no/such/model", command="doctor") == 2
+    expected = "specheads: model.name=/no/such/model: there is no such folder\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_mistakes_are_named(tmp_path: Path, tiny_export: Path) -> None:

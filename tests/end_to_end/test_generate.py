@@ -13,6 +13,7 @@ import pytest
 from specheads.config import ConfigError, GenerateConfig
 from specheads.generate import run, take_literal, take_literals
 from specheads.terminal import harmless
+from tests.end_to_end.commands import start
 
 Program = Callable[..., subprocess.CompletedProcess[str]]
 AWKWARD = "def f(a, \"b\", [c], ${d}, k=1):\n    x = 'é' \\"
@@ -120,11 +121,14 @@ def test_context_is_a_limit(tiny_export: Path, capsys: pytest.CaptureFixture[str
         text_of(capsys, checkpoint=str(tiny_export), prompt="x" * 600, raw=True)
 
 
-def test_bad_usage_is_one_line(tiny_export: Path, program: Program) -> None:
+def test_bad_usage_is_one_line(
+    tiny_export: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A traceback hides which word was mistyped."""
-    done = program("generate", f"checkpoint={tiny_export}", "prompt=x", "max_new_tokns=3")
-    assert done.returncode == 2
-    assert len(done.stderr.strip().splitlines()) == 1 and "max_new_tokns" in done.stderr
+    given = (f"checkpoint={tiny_export}", "prompt=x", "max_new_tokns=3")
+    assert start(monkeypatch, *given, command="generate") == 2
+    error = capsys.readouterr().err
+    assert len(error.strip().splitlines()) == 1 and "max_new_tokns" in error
 
 
 SETTINGS: list[dict[str, object]] = [
@@ -149,7 +153,7 @@ def test_settings_reach_the_text(
 
 
 def test_text_stops_behind_a_string(
-    tiny_export: Path, program: Program, capsys: pytest.CaptureFixture[str]
+    tiny_export: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Stop strings are full of what Hydra reads: line breaks, quotes, brackets."""
     given = {"checkpoint": str(tiny_export), "prompt": "def f(x):", "temperature": 1.0, "seed": 5}
@@ -159,9 +163,9 @@ def test_text_stops_behind_a_string(
     assert text_of(capsys, **given, stop=["no such", stop]) == expected
     assert text_of(capsys, **given, stop=[stop], plain=True) == expected
     words = [f"{key}={value}" for key, value in given.items()]
-    done = program("generate", *words, "max_new_tokens=24", "stop=[${", f"stop={stop}")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == expected
+    words += ["max_new_tokens=24", "stop=[${", f"stop={stop}"]
+    assert start(monkeypatch, *words, command="generate") == 0
+    assert capsys.readouterr().out == expected
 
 
 def test_prompts_are_decoded_in_batches(

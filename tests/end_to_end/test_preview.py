@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
+from tests.end_to_end.commands import start
 from tests.end_to_end.conftest import Program
 
 
 def test_preview_reads_what_training_reads(
-    tiny_model_dir: Path, tmp_path: Path, program: Program
-) -> None:
+    tiny_model_dir: Path, tmp_path: Path, program: Program, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     """Prevents a command that does not start, and settings that the shell or Hydra takes apart."""
     rows = [{"instruction": f"ask {i}", "input": "", "output": "answer"} for i in range(40)]
     alpaca = tmp_path / "alpaca.json"
@@ -37,27 +41,31 @@ def test_preview_reads_what_training_reads(
     assert done.stdout.count("<|assistant|>⟦answer<eos>⟧") >= 1
     assert "[1 of " in done.stdout and "0:alpaca.json[" in done.stdout
     assert "\nmask: " in done.stdout and "\npacked: " in done.stdout
-    done = program(
-        "preview",
+    code = start(
+        monkeypatch,
         f"model={tiny_model_dir}",
         "data=jsonl",
         f"data.path={alpaca}",
         "data.columns={prompt:instruction+input,completion:output}",
         "color=always",
+        command="preview",
     )
-    assert done.returncode == 0, done.stderr
-    assert "\x1b[38;5;16;48;5;157manswer\x1b[0m" in done.stdout
+    shown = capsys.readouterr()
+    assert code == 0, shown.err
+    assert "\x1b[38;5;16;48;5;157manswer\x1b[0m" in shown.out
 
 
 def test_nothing_to_learn_is_one_line_and_exit_code_1(
-    tiny_model_dir: Path, tmp_path: Path, program: Program
-) -> None:
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     """Prevents an all-zero mask that a script goes on with."""
     path = tmp_path / "questions.jsonl"
     lines = [{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(9)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    done = program("preview", f"model={tiny_model_dir}", "data=jsonl", f"data.path={path}")
-    assert done.returncode == 1
-    assert done.stderr.startswith("specheads: all labels are masked in ")
-    assert f"the chat template of {tiny_model_dir} hides them" in done.stderr
-    assert done.stderr.count("\n") == 1
+    given = (f"model={tiny_model_dir}", "data=jsonl", f"data.path={path}")
+    assert start(monkeypatch, *given, command="preview") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("specheads: all labels are masked in ")
+    assert f"the chat template of {tiny_model_dir} hides them" in error
+    assert error.count("\n") == 1
