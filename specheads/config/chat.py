@@ -5,12 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from specheads.config.commands import DecodeConfig, check_devices
-from specheads.config.errors import (
-    MISSING,
-    check,
-    dtype_name,
-    one_of,
-)
+from specheads.config.errors import MISSING, check, dtype_name, one_of
 
 
 @dataclass

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from specheads.config.errors import (
-    MISSING,
-    check,
-    check_device,
-    dtype_name,
-    one_of,
-)
+from specheads.config.errors import MISSING, check, check_device, dtype_name, one_of
 
 
 def check_devices(device: str, device_map: str) -> None:

@@ -5,12 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from specheads.config.commands import DecodeConfig
-from specheads.config.errors import (
-    MISSING,
-    check,
-    check_device,
-    dtype_name,
-)
+from specheads.config.errors import MISSING, check, check_device, dtype_name
 
 
 @dataclass
