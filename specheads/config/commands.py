@@ -31,7 +31,6 @@ class DecodeConfig:
     drafter: str = "auto"
     draft: str = ""  # draft...: folder or hub name of the draft model; or an export of its heads
     draft_tokens: int = 0  # draft: tokens per step; 0: as many as pay, adapted while decoding
-    merge: str = "tree"  # several drafters: tree, merged into one; choose: one asked per step
     draft_sampling: str = "greedy"  # greedy, sampled, coupled: see drafters/draft_model.py
     window: int = 7  # lookahead: W
     ngram: int = 4  # lookahead: N
@@ -58,7 +57,6 @@ class DecodeConfig:
             f"a draft model with decode.drafter={self.drafter}",
         )
         check(self.draft_tokens >= 0, "decode.draft_tokens", self.draft_tokens, "at least 0")
-        one_of("decode.merge", self.merge, "tree", "choose")
         one_of("decode.draft_sampling", self.draft_sampling, "greedy", "sampled", "coupled")
         check(self.window >= 2, "decode.window", self.window, "at least 2")
         check(self.ngram >= 2, "decode.ngram", self.ngram, "at least 2")

@@ -69,7 +69,6 @@ def member_costs(
     draft: PreTrainedModel | None,
     *,
     max_nodes: int,
-    merged: bool = False,
 ) -> list[StepCosts]:
     """Clock briefly what each of several drafters costs: where it copies, the verify step alone.
 
@@ -80,7 +79,6 @@ def member_costs(
         sizes: nodes of their largest trees.
         draft: the draft model, if one of them runs it.
         max_nodes: most that is verified in one step, root included.
-        merged: count what merging the guesses of heads with others' costs.
     """
     verify = verify_costs(base, max_nodes)
     found = []
@@ -90,10 +88,10 @@ def member_costs(
             assert draft is not None
             per_level = step_costs(base, draft, 2).draft
         elif name == "heads":
-            whole_step = HybridDrafter([drafter]) if merged else drafter
+            # merging the guesses of heads with others' costs time as well
             runs = [
                 runner(base, each, _prompt(base), max_new_tokens=_NUM_TOKENS)
-                for each in (None, whole_step)
+                for each in (None, HybridDrafter([drafter]))
             ]
             whole = median(ratios(clock_steps(runs, repeats=_REPEATS))[1])
             # all levels at once: what one of them costs depends on how many there are

@@ -14,7 +14,6 @@ from specheads.decoding.clocking import OF_A_MODEL, member_costs, step_costs
 from specheads.decoding.exported import exported_drafter
 from specheads.decoding.subject import Subject, is_plain_model
 from specheads.drafters.adaptive import CALIBRATED, AdaptiveLength, StepCosts
-from specheads.drafters.choosing import ChoosingDrafter
 from specheads.drafters.contract import Drafter
 from specheads.drafters.draft_heads import NUM_PASSES, DraftHeadsDrafter
 from specheads.drafters.draft_model import DraftModelDrafter
@@ -123,20 +122,11 @@ def choose_drafter(
     num_nodes = decode.num_nodes or sum(each.num_nodes - 1 for each in members) + 1
     parts = [each.drafter for each in members]
     sizes = [each.num_nodes for each in members]
-    model = None if draft is None else model_of(draft)
-
-    def costs(max_nodes: int, *, merged: bool) -> list[StepCosts]:
-        return member_costs(
-            subject.base, names, parts, sizes, model, max_nodes=max_nodes, merged=merged
-        )
-
-    merged: Drafter
-    if decode.merge == "choose":
-        num_nodes = max(sizes)
-        merged = ChoosingDrafter(parts, costs(num_nodes, merged=False))
-    else:
-        own = [] if decode.num_nodes else costs(num_nodes, merged=True)
-        merged = HybridDrafter(parts, decode.num_nodes, costs=own)
+    costs: list[StepCosts] = []
+    if not decode.num_nodes:
+        model = None if draft is None else model_of(draft)
+        costs = member_costs(subject.base, names, parts, sizes, model, max_nodes=num_nodes)
+    merged = HybridDrafter(parts, decode.num_nodes, costs=costs)
     return Chosen(
         "+".join(names), merged, num_nodes, sum(each.extra_parameters for each in extra.values())
     )

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from specheads.drafters.adaptive import MEMORY, WEIGHT, StepCosts
 from specheads.drafters.contract import Candidates, Drafter, Prefill, StepResult
-from specheads.drafters.laid import Laid, lay_out
 from specheads.drafters.packed import pack
+from specheads.tree import batched
 
 Rank = tuple[int, int]  # depth from 1 on, place among its siblings from 0 on
 
@@ -241,3 +241,43 @@ def verified_places(parents: Sequence[int], probed: Sequence[bool], num_verified
         if node and parent == last and not probed[node] and num < num_verified:
             last, places[node], num = node, num, num + 1
     return places
+
+
+@dataclass(frozen=True)
+class Laid:
+    """One row's candidates as lists over its nodes.
+
+    Attributes:
+        tokens: the root first; negative where nothing may be accepted.
+        inputs: what the base model reads; negative where nothing.
+        parents: -1 for the root.
+        depth: of the deepest guess.
+        num_read: nodes that are no padding.
+    """
+
+    tokens: list[int]
+    inputs: list[int]
+    parents: list[int]
+    depth: int
+    num_read: int
+
+
+def lay_out(candidates: Candidates) -> list[Laid]:
+    """Return candidates row by row."""
+    parents = batched(candidates.tree, candidates.tree.parents).tolist()
+    depths = batched(candidates.tree, candidates.tree.depths).tolist()
+    tokens, inputs = candidates.tokens.tolist(), candidates.inputs.tolist()
+    found = []
+    for row, (own, read) in enumerate(zip(tokens, inputs, strict=True)):
+        shape = row if len(parents) > 1 else 0
+        nodes = [node for node, token in enumerate(own) if token >= 0]
+        found.append(
+            Laid(
+                own,
+                read,
+                parents[shape],
+                max(depths[shape][node] for node in nodes),
+                sum(each >= 0 for each in read),
+            )
+        )
+    return found

@@ -71,7 +71,7 @@ class HybridDrafter:
         members: deterministic drafters; hybrids as well.
         num_nodes: largest tree, root included; 0 verifies all. What members only want read
             (``Candidates.probes``) comes on top and is always in.
-        costs: one for each member, as of :class:`specheads.drafters.choosing.ChoosingDrafter`:
+        costs: one for each member:
             ``draft`` times the depth of its guesses. A tree then takes as many guesses as give the
             most tokens for the cost, and no more nodes than were measured. Empty: all is free. Rows
             of a batch may with them be proposed other tokens than alone, where a member's rule for

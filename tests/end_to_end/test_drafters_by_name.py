@@ -52,7 +52,7 @@ def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
         drafting, "step_costs", lambda base, draft, n: StepCosts(0.1, [1.0] * (n + 2))
     )
 
-    def costs(base: Any, names: list[str], *rest: Any, max_nodes: int, merged: bool) -> Any:
+    def costs(base: Any, names: list[str], *rest: Any, max_nodes: int) -> Any:
         return [StepCosts(COSTS[name], [1.0] * (max_nodes + 1)) for name in names]
 
     monkeypatch.setattr(drafting, "member_costs", costs)
@@ -88,8 +88,7 @@ EVERY: list[dict[str, Any]] = [
     {"drafter": "draft_tree", "draft_tokens": 2, "num_nodes": 6},
     {"drafter": "draft+suffix", "num_nodes": 8},
     {"drafter": "lookahead+lookup+draft_tree"},
-    {"drafter": "draft+suffix", "merge": "choose"},
-    {"drafter": "suffix+draft_tree", "draft_sampling": "coupled", "merge": "choose"},
+    {"drafter": "suffix+draft_tree", "draft_sampling": "coupled"},
 ]
 
 

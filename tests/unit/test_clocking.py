@@ -41,12 +41,8 @@ def test_each_member_costs_what_it_adds_to_the_verify_step(monkeypatch: pytest.M
     assert suffix.draft == 0 and draft.draft == 0.25
     assert by_heads.draft == pytest.approx((2.5 - by_heads.verify[9]) / 4)
     assert suffix.verify == by_heads.verify == draft.verify and len(suffix.verify) == 10
-    assert clocked[-1] is heads
-    both = clocking.member_costs(
-        base, names[:2], drafters[:2], sizes[:2], None, max_nodes=11, merged=True
-    )
     assert isinstance(clocked[-1], HybridDrafter), "merging their guesses costs time as well"
-    assert clocked[-1].members == (heads,) and len(both[0].verify) == 12
+    assert clocked[-1].members == (heads,)
 
 
 def test_what_is_clocked_is_real() -> None:

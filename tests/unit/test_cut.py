@@ -12,10 +12,9 @@ from transformers import PreTrainedModel
 
 from specheads.drafters.adaptive import StepCosts
 from specheads.drafters.contract import Candidates, Prefill, StepResult
-from specheads.drafters.cut import CutDrafter, CutRow, ranks_of, verified_places
+from specheads.drafters.cut import CutDrafter, CutRow, lay_out, ranks_of, verified_places
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.heads import HeadsDrafter
-from specheads.drafters.laid import lay_out
 from specheads.drafters.length import FixedLength
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer

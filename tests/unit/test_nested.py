@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
 from specheads.drafters.adaptive import StepCosts
-from specheads.drafters.choosing import ChoosingDrafter
 from specheads.drafters.contract import Candidates, Drafter, Prefill, StepResult
 from specheads.drafters.cut import CutDrafter
 from specheads.drafters.hybrid import HybridDrafter
@@ -69,19 +68,9 @@ class Checked(LookaheadDrafter):
 
 
 FREE = StepCosts(0.0, [0.0, 1.0, 1.02, 1.04, 1.06, 1.1])
-PRICED = StepCosts(0.01, FREE.verify)
 DEAR = StepCosts(0.2, FREE.verify)
 NESTS: dict[str, Callable[[Drafter], Drafter]] = {
     "hybrid of cut": lambda it: HybridDrafter([NgramDrafter(), CutDrafter(it, FREE)]),
-    "hybrid of choosing": lambda it: HybridDrafter(
-        [NgramDrafter(), ChoosingDrafter([SuffixDrafter(6), it], [FREE, PRICED])]
-    ),
-    "choosing of cut": lambda it: ChoosingDrafter(
-        [NgramDrafter(), CutDrafter(it, FREE)], [FREE, PRICED]
-    ),
-    "choosing of hybrid": lambda it: ChoosingDrafter(
-        [HybridDrafter([NgramDrafter(), it]), SuffixDrafter(6)], [FREE, FREE]
-    ),
     "cut of hybrid": lambda it: CutDrafter(HybridDrafter([NgramDrafter(), it]), FREE),
     "lazy hybrid of cut": lambda it: HybridDrafter(
         [SuffixDrafter(6), CutDrafter(it, FREE)], costs=[FREE, DEAR]
