@@ -23,10 +23,9 @@ from specheads.decoding.evaluate_draft import (
     describe_costs_of_drafting,
     final_draft_evaluation,
 )
-from specheads.decoding.measure import end_tokens
 from specheads.formats import card
 from specheads.log import Outcome, RunLog
-from specheads.models.base import torch_dtype
+from specheads.models.base import end_tokens, torch_dtype
 from specheads.models.digest import base_digest
 from specheads.models.draft import num_ids, shared_vocabulary, vocab_size
 from specheads.models.draft_files import read_provenance, save_draft

@@ -16,29 +16,29 @@ import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
+from specheads.decoding.judging import judge, learn_chances, learn_rates
+from specheads.decoding.recording import Recording, record
 
 from specheads import hardware
-from specheads.decoding.judging import judge, learn_chances, learn_rates
 from specheads.decoding.measure import (
     Prompt,
     Runs,
     clock,
     drafted_method,
-    end_tokens,
     plain_method,
     read_prompts,
 )
-from specheads.decoding.recording import Recording, record
 from specheads.decoding.speculation import clock_drafts
-from specheads.decoding.stats import median, ratio_ci95
+from specheads.decoding.stats import ratio_ci95
 from specheads.drafters.adaptive import CALIBRATED, AdaptiveLength, StepCosts
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.length import ConfidentLength, EntropyLength, FixedLength
 from specheads.hardware import environment
-from specheads.models.base import context_length, load_base_model, load_tokenizer
+from specheads.models.base import context_length, end_tokens, load_base_model, load_tokenizer
 from specheads.models.draft import load_draft
 from specheads.models.manifest import write_json
 from specheads.sampling import Sampler

@@ -42,8 +42,8 @@ from specheads import hardware
 from specheads.assets import tinycode_dir
 from specheads.config.training import DRAFT_LOSSES
 from specheads.decoding.alpha import measure_alpha
-from specheads.decoding.measure import end_tokens, read_prompts
-from specheads.models.base import load_base_model, load_tokenizer
+from specheads.decoding.measure import read_prompts
+from specheads.models.base import end_tokens, load_base_model, load_tokenizer
 from specheads.models.draft import load_draft
 from specheads.models.manifest import write_json
 

@@ -29,12 +29,19 @@ from typing import Any
 import torch
 
 from specheads import hardware
-from specheads.bench import max_prompt_length, prompt_file
 from specheads.decoding.benchmark import make_methods, make_rows, rounding_of
-from specheads.decoding.measure import Prompt, clock, drafted_method, end_tokens, read_prompts
+from specheads.decoding.measure import (
+    Prompt,
+    clock,
+    drafted_method,
+    max_prompt_length,
+    prompt_file,
+    read_prompts,
+)
 from specheads.decoding.stats import ratio_ci95
 from specheads.drafters.made import static_drafter
 from specheads.hardware import environment
+from specheads.models.base import end_tokens
 from specheads.models.checkpoint import Export, load_export, read_config
 from specheads.models.manifest import write_json
 from specheads.models.output import output_layer
@@ -264,7 +271,7 @@ def load(export_dir: Path, num_prompts: int) -> tuple[Export, list[Prompt], tupl
         prompt_file("", str(export_dir), "prompts.jsonl"),
         export.tokenizer,
         num_prompts,
-        max_length=max_prompt_length(export, MAX_NEW_TOKENS),
+        max_length=max_prompt_length(export.base, MAX_NEW_TOKENS),
         device=device,
     )
     return export, prompts, end_tokens(export.base, export.tokenizer)

@@ -50,13 +50,7 @@ from specheads.config import DataConfig
 from specheads.data.chat import Encoder
 from specheads.data.records import Record, load_records
 from specheads.decoding.baselines import hf_generate_method
-from specheads.decoding.benchmark import (
-    LOOKUP_NGRAM,
-    LOOKUP_TOKENS,
-    make_methods,
-    make_rows,
-    rounding_of,
-)
+from specheads.decoding.benchmark import make_methods, make_rows, rounding_of
 from specheads.decoding.calibrate import calibrate
 from specheads.decoding.cost import clock_steps, runner
 from specheads.decoding.grow import grow_static
@@ -66,15 +60,14 @@ from specheads.decoding.measure import (
     Prompt,
     clock,
     drafted_method,
-    end_tokens,
     plain_method,
     read_prompts,
 )
 from specheads.decoding.stats import ratio_ci95, rep8
 from specheads.drafters.contract import Candidates, Drafter, Prefill, StepResult
 from specheads.drafters.made import static_drafter
-from specheads.drafters.ngram import NgramDrafter
-from specheads.models.base import load_base_model, load_tokenizer
+from specheads.drafters.ngram import LOOKUP_NGRAM, LOOKUP_TOKENS, NgramDrafter
+from specheads.models.base import end_tokens, load_base_model, load_tokenizer
 from specheads.models.checkpoint import load_export
 from specheads.models.kinds import Heads
 from specheads.models.manifest import write_json

@@ -31,16 +31,15 @@ import torch
 from torch import Tensor
 
 from specheads import hardware
-from specheads.bench import max_prompt_length, prompt_file
 from specheads.decoding import loop
-from specheads.decoding.measure import Prompt, end_tokens, read_prompts
+from specheads.decoding.measure import Prompt, max_prompt_length, prompt_file, read_prompts
 from specheads.decoding.phases import FORWARD, HEADS, PHASES, Phases, now
 from specheads.decoding.plain import plain_decode
 from specheads.decoding.result import DecodeResult
 from specheads.drafters.contract import Candidates
 from specheads.drafters.made import static_drafter
 from specheads.kv_cache import TreeCache
-from specheads.models.base import context_length
+from specheads.models.base import context_length, end_tokens
 from specheads.models.checkpoint import Export, load_export
 from specheads.models.forward import ModelPass
 from specheads.models.output import output_layer
@@ -347,7 +346,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         prompt_file("", args.checkpoint, "prompts.jsonl"),
         export.tokenizer,
         args.num_prompts,
-        max_length=max_prompt_length(export, args.max_new_tokens),
+        max_length=max_prompt_length(export.base, args.max_new_tokens),
         device=device,
     )
     if "budget" in args.parts:

@@ -20,21 +20,22 @@ import torch
 from transformers import PreTrainedModel
 
 from specheads import hardware
-from specheads.bench import max_prompt_length, prompt_file
 from specheads.decoding.deciding import Acceptance
 from specheads.decoding.measure import (
     Decoded,
     Prompt,
     clock,
     drafted_method,
-    end_tokens,
+    max_prompt_length,
     plain_method,
+    prompt_file,
     read_prompts,
 )
 from specheads.decoding.report import rep8
 from specheads.decoding.stats import ratio_ci95
 from specheads.drafters.made import static_drafter
 from specheads.hardware import environment
+from specheads.models.base import end_tokens
 from specheads.models.checkpoint import load_export
 from specheads.models.manifest import write_json
 from specheads.models.output import output_layer
@@ -85,7 +86,7 @@ def main() -> None:
         prompt_file("", str(options.checkpoint), "prompts.jsonl"),
         export.tokenizer,
         options.num_prompts,
-        max_length=max_prompt_length(export, MAX_NEW_TOKENS),
+        max_length=max_prompt_length(export.base, MAX_NEW_TOKENS),
         device=device,
     )
     eos = end_tokens(export.base, export.tokenizer)

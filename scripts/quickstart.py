@@ -18,16 +18,16 @@ import torch
 from tqdm import tqdm
 
 from specheads import hardware, tree_search
-from specheads.bench import max_prompt_length, prompt_file
 from specheads.config import DecodeConfig, TreeSearchConfig
 from specheads.decoding.benchmark import make_methods, measure_rows
 from specheads.decoding.exported import exported_drafter, tree_kind
 from specheads.decoding.loop import decode
-from specheads.decoding.measure import Prompt, end_tokens, read_prompts
+from specheads.decoding.measure import Prompt, max_prompt_length, prompt_file, read_prompts
 from specheads.decoding.plain import plain_decode
 from specheads.decoding.report import LOOPING_HEADLINE, REP8_LIMIT
 from specheads.decoding.show import StepPrinter
 from specheads.drafters.made import DynamicDrafter
+from specheads.models.base import end_tokens
 from specheads.models.checkpoint import Export, load_export
 from specheads.models.output import output_layer
 from specheads.sampling import Sampler
@@ -79,7 +79,7 @@ def load(checkpoint: Path, dtype: torch.dtype, num_prompts: int) -> tuple[Export
         prompt_file("", str(checkpoint), "prompts.jsonl"),
         export.tokenizer,
         num_prompts,
-        max_length=max_prompt_length(export, MAX_NEW_TOKENS),
+        max_length=max_prompt_length(export.base, MAX_NEW_TOKENS),
         device=hardware.pick_device(),
     )
     return export, prompts

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specheads.config import BenchConfig, ConfigError, RunError
+from specheads.decoding.measure import max_prompt_length, prompt_file
 from specheads.entry import hydra_main
 from specheads.json_answer import answer, answers_json
 from specheads.terminal import progress_bar
@@ -23,66 +24,11 @@ from specheads.terminal import progress_bar
 if TYPE_CHECKING:
     from specheads.config import DecodeConfig
     from specheads.decoding.measure import Runs
-    from specheads.decoding.subject import Subject
     from specheads.drafters.made import DynamicDrafter
     from specheads.models.checkpoint import Export
     from specheads.tree import Tree
 
 ALWAYS = (0.0, 0.7, 1.0)  # greedy, the headline where greedy text loops, and unmodified sampling
-
-
-def prompt_file(given: str, checkpoint: str, name: str) -> Path:
-    """Return the user's file of prompts, else the export's own, else the embedded one.
-
-    The embedded ones are instructions about Python; for a base that is not the embedded one a line
-    says so, as figures on prompts of another kind say little.
-    """
-    from specheads.assets import tinycode_dir
-
-    if given:
-        return Path(given)
-    own = Path(checkpoint) / name
-    if own.is_file():
-        return own
-    if not _is_embedded(checkpoint):
-        of_run = Path(checkpoint).parent / "prompts.jsonl"  # held out, and calibrated on
-        kept = f"; the run kept {of_run} to calibrate on" if of_run.is_file() else ""
-        print(
-            f"specheads: no prompts given: taking the embedded ones, which are about Python{kept}",
-            file=sys.stderr,
-        )
-    return tinycode_dir() / name
-
-
-def _is_embedded(checkpoint: str) -> bool:
-    """Return whether the base is the embedded model, as far as can be told before it is loaded."""
-    import json
-
-    if checkpoint == "tinycode":
-        return True
-    try:
-        base = json.loads((Path(checkpoint) / "config.json").read_text())["base"]
-        return bool(base["name"] == "tinycode")
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def max_prompt_length(export: Export | Subject, max_new_tokens: int) -> int:
-    """Return the longest prompt that leaves room for the new tokens.
-
-    Raises:
-        ConfigError: if there is none.
-    """
-    from specheads.models.base import context_length
-
-    context = context_length(export.base)
-    if context is None:
-        return 1 << 30
-    if max_new_tokens >= context:
-        raise ConfigError(
-            f"max_new_tokens is {max_new_tokens}, but the base model's context is {context}"
-        )
-    return context - max_new_tokens
 
 
 @answers_json
@@ -106,10 +52,11 @@ def run(config: BenchConfig) -> None:
         other_methods,
     )
     from specheads.decoding.exported import acceptance_rule
-    from specheads.decoding.measure import end_tokens, read_prompts
+    from specheads.decoding.measure import read_prompts
     from specheads.decoding.report import failures
     from specheads.decoding.steps import write_steps
     from specheads.decoding.subject import is_plain_model, load_subject
+    from specheads.models.base import end_tokens
     from specheads.models.output import output_layer
 
     out = Path(config.out)
@@ -129,7 +76,7 @@ def run(config: BenchConfig) -> None:
         prompt_file(config.prompts, config.checkpoint, "prompts.jsonl"),
         subject.tokenizer,
         config.num_prompts,
-        max_length=max_prompt_length(subject, config.max_new_tokens),
+        max_length=max_prompt_length(subject.base, config.max_new_tokens),
         device=device,
     )
     eos = end_tokens(base, subject.tokenizer)
@@ -320,7 +267,7 @@ def _other_trees(export: Export, config: BenchConfig, eos: tuple[int, ...]) -> l
         prompt_file("", config.checkpoint, "calibration.jsonl"),
         export.tokenizer,
         config.num_prompts,
-        max_length=max_prompt_length(export, config.max_new_tokens),
+        max_length=max_prompt_length(export.base, config.max_new_tokens),
         device=export.base.device,
     )
     hits = collect_hits(

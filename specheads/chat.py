@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specheads.config import ChatConfig, ConfigError
-from specheads.entry import hydra_main
-from specheads.generate import take_literal, write
+from specheads.entry import hydra_main, take_literal
 from specheads.terminal import (
     DIM,
     RESET,
@@ -31,6 +30,7 @@ from specheads.terminal import (
     harmless,
     unescaped,
     wants_color,
+    write,
 )
 
 if TYPE_CHECKING:

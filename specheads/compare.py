@@ -11,10 +11,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specheads.bench import max_prompt_length, prompt_file
 from specheads.config import CompareConfig, ConfigError
-from specheads.entry import hydra_main
-from specheads.generate import take_literal
+from specheads.decoding.measure import max_prompt_length, prompt_file
+from specheads.entry import hydra_main, take_literal
 from specheads.json_answer import answer, answers_json
 from specheads.terminal import progress_bar
 
@@ -34,10 +33,9 @@ def run(config: CompareConfig) -> None:
 
     from specheads import hardware
     from specheads.decoding.comparing import Settings, compare_drafts
-    from specheads.decoding.measure import end_tokens
     from specheads.decoding.subject import load_subject
     from specheads.decoding.tables import disturbance_lines, format_compared
-    from specheads.models.base import input_device
+    from specheads.models.base import end_tokens, input_device
     from specheads.models.draft import load_draft
 
     _check(config)
@@ -131,7 +129,7 @@ def chosen_prompts(
     from specheads.decoding.measure import read_prompts
 
     def read(path: Path, number: int) -> list[Prompt]:
-        length, device = max_prompt_length(subject, config.max_new_tokens), subject.base.device
+        length, device = max_prompt_length(subject.base, config.max_new_tokens), subject.base.device
         found, digest = read_prompts(
             path, subject.tokenizer, number, max_length=length, device=device
         )

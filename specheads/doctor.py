@@ -124,8 +124,7 @@ def main() -> None:
             print(f"specheads: {error}", file=sys.stderr)
             raise SystemExit(1) from None
         return
-    from specheads.entry import hydra_main
-    from specheads.generate import take_literal
+    from specheads.entry import hydra_main, take_literal
 
     sys.argv[1:], model = take_literal(sys.argv[1:], "model")
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -31,20 +31,11 @@ from specheads.config import (
     register_schemas,
     to_config,
 )
+from specheads.config.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from specheads.launch import take_local_rank
-from specheads.redact import redact
-from specheads.terminal import escape_output, harmless
+from specheads.terminal import escape_output, stop
 
 T = TypeVar("T")
-
-EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 75
-
-
-def stop(message: str, code: int) -> NoReturn:
-    """Print ``message`` as one line on stderr and leave with ``code``."""
-    line = harmless(redact(" ".join(message.split())))
-    print(f"specheads: {line}", file=sys.stderr, flush=True)
-    raise SystemExit(code)
 
 
 def tidy_arguments(argv: list[str]) -> list[str]:
@@ -194,3 +185,28 @@ def hydra_main(
     finally:
         if not wants_traceback:
             os.environ.pop("HYDRA_FULL_ERROR", None)
+
+
+def take_literal(argv: list[str], key: str) -> tuple[list[str], str | None]:
+    """Take ``key=value`` out of a command line before Hydra sees it; the last one counts.
+
+    Returns:
+        The other arguments, and the value, or None.
+    """
+    others, values = take_literals(argv, key)
+    return others, values[-1] if values else None
+
+
+def take_literals(argv: list[str], key: str) -> tuple[list[str], list[str]]:
+    """Take every ``key=value`` out of a command line before Hydra sees it.
+
+    Hydra gives meaning to quotes, commas, brackets, ``$`` and line breaks in values; prompts are
+    full of them.
+
+    Returns:
+        The other arguments, and the values given for ``key``.
+    """
+    values = [arg.partition("=")[2] for arg in argv if arg.startswith(f"{key}=")]
+    others = [arg for arg in argv if not arg.startswith(f"{key}=")]
+    # An argument that is not UTF-8 arrives with surrogates, which no tokenizer takes.
+    return others, [v.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for v in values]

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from specheads.config import RunError
+from specheads.config.errors import RunError
 
 
 def flush_file(path: Path) -> None:

@@ -18,39 +18,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from specheads.config import ConfigError, GenerateConfig
-from specheads.entry import hydra_main
+from specheads.entry import hydra_main, take_literal, take_literals
 from specheads.json_answer import answer, answers_json
-from specheads.terminal import harmless, unescaped, wants_color
+from specheads.terminal import harmless, wants_color, write
 
 if TYPE_CHECKING:
     from specheads.data.records import Record
     from specheads.decoding.generate import SpecDecoder
     from specheads.decoding.result import DecodeResult
-
-
-def take_literal(argv: list[str], key: str) -> tuple[list[str], str | None]:
-    """Take ``key=value`` out of a command line before Hydra sees it; the last one counts.
-
-    Returns:
-        The other arguments, and the value, or None.
-    """
-    others, values = take_literals(argv, key)
-    return others, values[-1] if values else None
-
-
-def take_literals(argv: list[str], key: str) -> tuple[list[str], list[str]]:
-    """Take every ``key=value`` out of a command line before Hydra sees it.
-
-    Hydra gives meaning to quotes, commas, brackets, ``$`` and line breaks in values; prompts are
-    full of them.
-
-    Returns:
-        The other arguments, and the values given for ``key``.
-    """
-    values = [arg.partition("=")[2] for arg in argv if arg.startswith(f"{key}=")]
-    others = [arg for arg in argv if not arg.startswith(f"{key}=")]
-    # An argument that is not UTF-8 arrives with surrogates, which no tokenizer takes.
-    return others, [v.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for v in values]
 
 
 @answers_json
@@ -242,15 +217,6 @@ def _read_prompt() -> str:
     if not prompt.strip():
         raise ConfigError('no prompt given: prompt="..." or text on standard input')
     return prompt
-
-
-def write(piece: str) -> None:
-    """Write to standard output at once, whatever its encoding, and nothing escaped."""
-    # A terminal without UTF-8 shows a question mark rather than ending the program.
-    out = unescaped(sys.stdout)
-    encoding = out.encoding or "utf-8"
-    out.write(piece.encode(encoding, "replace").decode(encoding))
-    out.flush()
 
 
 def main() -> None:

@@ -13,8 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from specheads import dist
-from specheads.config import ConfigError
-from specheads.config.errors import check_device
+from specheads.config.errors import ConfigError, check_device
 from specheads.contention import processors
 
 if TYPE_CHECKING:

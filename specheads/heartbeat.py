@@ -22,7 +22,7 @@ from datetime import timedelta
 from typing import Any
 
 from specheads import dist
-from specheads.config import InterruptedRunError, RunError
+from specheads.config.errors import InterruptedRunError, RunError
 
 _GONE, _DONE = "gone", "done"
 _LAUNCHER = {"rank": 0, "text": "or its launcher is gone", "code": 1}

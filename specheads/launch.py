@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping, MutableMapping
 
-from specheads.config import ConfigError
+from specheads.config.errors import ConfigError
 
 COUNTS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 PLACE = ("MASTER_ADDR", "MASTER_PORT")

@@ -19,7 +19,8 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from specheads.config import ConfigError, DecodeConfig, dtype_name, export_of
-from specheads.entry import EXIT_USAGE, stop
+from specheads.entry import EXIT_USAGE
+from specheads.terminal import stop
 
 if TYPE_CHECKING:
     from specheads.decoding.harness import Harness
@@ -123,8 +124,8 @@ def load(
     import torch
 
     from specheads import hardware
+    from specheads.decoding.drafting import load_decoder
     from specheads.decoding.harness import Harness
-    from specheads.spec_bench import load as load_decoder
 
     del max_batch_size
     if not checkpoint:

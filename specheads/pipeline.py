@@ -23,12 +23,11 @@ from specheads.data.records import Record
 from specheads.decoding.calibrate import Calibration
 from specheads.decoding.evaluate import choose_tree, decode_heldout, write_prompts
 from specheads.decoding.expected import describe_expected, expect
-from specheads.decoding.measure import end_tokens
 from specheads.decoding.outcome import final_evaluation
 from specheads.formats import card
 from specheads.log import Outcome, RunLog
 from specheads.models.adapters import has_adapter, merge_adapter, merges
-from specheads.models.base import context_length
+from specheads.models.base import context_length, end_tokens
 from specheads.models.checkpoint import Export, read_config, save_export, set_tree
 from specheads.models.digest import base_digest
 from specheads.models.heads_files import as_loaded

@@ -12,10 +12,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specheads.config import ConfigError, PreviewConfig, RunError
-from specheads.entry import hydra_main
-from specheads.generate import take_literal, write
+from specheads.entry import hydra_main, take_literal
 from specheads.json_answer import answer, answers_json
-from specheads.terminal import harmless, wants_color
+from specheads.terminal import harmless, wants_color, write
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,10 +14,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specheads.bench import max_prompt_length, prompt_file
 from specheads.config import ConfigError, QualityConfig
-from specheads.entry import hydra_main
-from specheads.generate import take_literal
+from specheads.decoding.measure import max_prompt_length, prompt_file
+from specheads.entry import hydra_main, take_literal
 from specheads.json_answer import answer as answer_json
 from specheads.json_answer import answers_json
 from specheads.terminal import progress_bar
@@ -43,10 +42,11 @@ def run(config: QualityConfig) -> None:
     from specheads import hardware
     from specheads.decoding.drafting import check_drafter
     from specheads.decoding.exported import acceptance_rule
-    from specheads.decoding.measure import end_tokens, read_prompts
+    from specheads.decoding.measure import read_prompts
     from specheads.decoding.quality import greedy_agreement, read_answers, summarise
     from specheads.decoding.quality_report import format_quality
     from specheads.decoding.subject import is_plain_model, load_subject
+    from specheads.models.base import end_tokens
 
     out = Path(config.out)
     if not out.parent.is_dir():
@@ -73,7 +73,7 @@ def run(config: QualityConfig) -> None:
             data,
             subject.tokenizer,
             config.num_prompts,
-            max_length=max_prompt_length(subject, config.max_new_tokens),
+            max_length=max_prompt_length(subject.base, config.max_new_tokens),
             device=device,
         )
     rounds = (original is not None) + (not rule.lossless)

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from specheads import __version__
 from specheads.config import ConfigError, InterruptedRunError, RegenerateConfig, RunError
-from specheads.entry import hydra_main
-from specheads.generate import take_literal
+from specheads.entry import hydra_main, take_literal
 from specheads.json_answer import answer, answers_json
 from specheads.training.signals import StopSignal
 

@@ -16,103 +16,29 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specheads.config import ConfigError, DecodeConfig, SpecBenchConfig
+from specheads.config import ConfigError, SpecBenchConfig
 from specheads.entry import hydra_main
 from specheads.json_answer import answer as answer_json
 from specheads.json_answer import answers_json
 from specheads.terminal import progress_bar
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
     from specheads.data.suites import Question
     from specheads.data.templates import QuestionPrompts
     from specheads.decoding.answer_files import AnswerFile
-    from specheads.decoding.generate import SpecDecoder
 
 
-def load(
-    checkpoint: str,
-    decode: DecodeConfig | None = None,
-    *,
-    base: str = "",
-    dtype: str | torch.dtype = "float32",
-    device: str | torch.device = "auto",
-) -> SpecDecoder:
-    """Return a decoder for :func:`forward`, with the drafter that the settings ask for.
+def __getattr__(name: str) -> Any:
+    """Import :func:`forward` and :func:`load`, hence torch, when somebody asks for them."""
+    if name == "forward":
+        from specheads.decoding.suite_answers import forward
 
-    Args:
-        checkpoint: an export, or a base model: a folder, a hub name, tinycode.
-        decode: the settings; by default an export's heads, a base model's own suffixes.
-        base: where an export's base model is now, if it was moved.
-        dtype: of the weights.
-        device: where they go: one of torch's, or what :func:`hardware.pick_device` knows.
+        return forward
+    if name == "load":
+        from specheads.decoding.drafting import load_decoder
 
-    Raises:
-        ConfigError: if something cannot be found or loaded.
-    """
-    from specheads.decoding.drafting import choose_drafter
-    from specheads.decoding.exported import acceptance_rule
-    from specheads.decoding.generate import SpecDecoder
-    from specheads.decoding.subject import load_subject
-
-    decode = decode or DecodeConfig()
-    subject = load_subject(checkpoint, base=base or None, dtype=dtype, device=device)
-    return SpecDecoder(
-        subject.base,
-        choose_drafter(subject, decode).drafter,
-        tokenizer=subject.tokenizer,
-        acceptance=acceptance_rule(decode),
-        compile=decode.compile,
-    )
-
-
-def forward(
-    inputs: Any,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    max_new_tokens: int,
-    *,
-    decoder: SpecDecoder | None = None,
-    temperature: float = 0.0,
-    seed: int = 0,
-    **ignored: Any,
-) -> tuple[Tensor, int, int, list[int]]:
-    """Serve as ``forward_func`` of Spec-Bench's ``run_eval``.
-
-    Args:
-        inputs: what the tokenizer gave, with ``input_ids`` [1, P].
-        model: the base model.
-        tokenizer: its tokenizer.
-        max_new_tokens: limit.
-        decoder: from :func:`load`; None decodes plainly, the baseline.
-        temperature: of the sampling.
-        seed: of the sampling.
-        **ignored: what the harness hands to every method.
-
-    Returns:
-        ``output_ids`` [1, P + L]; new tokens, the one that ends the answer not counted; forward
-        passes, the prefill included; tokens gained per verify step (of the baseline: per pass).
-
-    Raises:
-        ValueError: for another model than the decoder's base, or more than one prompt.
-    """
-    from specheads.decoding.generate import SpecDecoder
-    from specheads.decoding.suite_answers import count_tokens, decode_prompt
-
-    del ignored
-    if decoder is None:
-        decoder = SpecDecoder(model, None, tokenizer=tokenizer)
-    elif decoder.base is not model:
-        raise ValueError("model is not the base model of decoder: model=decoder.base")
-    if inputs.input_ids.shape[0] != 1:
-        raise ValueError(f"inputs must hold 1 prompt, got {inputs.input_ids.shape[0]}")
-    result, _, _ = decode_prompt(
-        decoder, inputs.input_ids, max_new_tokens, temperature=temperature, seed=seed
-    )
-    return (result.sequences, *count_tokens(decoder, result))
+        return load_decoder
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @answers_json
@@ -242,10 +168,11 @@ def _answer_all(
     dtype: str,
 ) -> list[int | str]:
     """Load, and answer what is missing; return the questions left out because they are too long."""
+    from specheads.decoding.drafting import load_decoder
     from specheads.decoding.generate import SpecDecoder
     from specheads.decoding.suite_answers import Asked, answer_all
 
-    drafted = load(
+    drafted = load_decoder(
         config.checkpoint, config.decode, base=config.base, dtype=dtype, device=config.device
     )
     plain = SpecDecoder(

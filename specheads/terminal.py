@@ -17,7 +17,9 @@ import sys
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TextIO
+
+from specheads.redact import redact
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -317,3 +319,19 @@ def ctrl_c() -> Iterator[list[int]]:
         yield pressed
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def write(piece: str) -> None:
+    """Write to standard output at once, whatever its encoding, and nothing escaped."""
+    # A terminal without UTF-8 shows a question mark rather than ending the program.
+    out = unescaped(sys.stdout)
+    encoding = out.encoding or "utf-8"
+    out.write(piece.encode(encoding, "replace").decode(encoding))
+    out.flush()
+
+
+def stop(message: str, code: int) -> NoReturn:
+    """Print ``message`` as one line on stderr and leave with ``code``."""
+    line = harmless(redact(" ".join(message.split())))
+    print(f"specheads: {line}", file=sys.stderr, flush=True)
+    raise SystemExit(code)

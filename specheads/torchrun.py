@@ -19,7 +19,8 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
-from specheads.entry import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, stop
+from specheads.config.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+from specheads.terminal import stop
 
 # our own processes, and those that the launcher ended because one of them had stopped
 _ASKED = {EXIT_INTERRUPTED, -signal.SIGTERM, -signal.SIGINT, -signal.SIGUSR1}

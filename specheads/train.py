@@ -25,10 +25,12 @@ from omegaconf import DictConfig
 from specheads import dist, hardware, heartbeat
 from specheads.assets import conf_dir, recipes_dir
 from specheads.config import ConfigError, InterruptedRunError, RunError, TrainConfig
-from specheads.entry import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, hydra_main, stop
+from specheads.config.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+from specheads.entry import hydra_main
 from specheads.launch import read_launcher
 from specheads.metrics_file import read_rows
 from specheads.run_dir import check_run_dir, discard, is_used
+from specheads.terminal import stop
 from specheads.training.signals import StopSignal
 
 Recipe = Callable[[TrainConfig], None]

@@ -12,8 +12,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specheads.bench import max_prompt_length, prompt_file
 from specheads.config import ConfigError, TreeSearchConfig
+from specheads.decoding.measure import max_prompt_length, prompt_file
 from specheads.entry import hydra_main
 from specheads.json_answer import answer, answers_json
 from specheads.terminal import progress_bar
@@ -33,8 +33,8 @@ def run(config: TreeSearchConfig) -> None:
     from specheads import hardware
     from specheads.decoding.calibrate import calibrate
     from specheads.decoding.draw_tree import tree_svg, tree_text
-    from specheads.decoding.measure import end_tokens
     from specheads.formats import card
+    from specheads.models.base import end_tokens
     from specheads.models.checkpoint import load_export, set_tree
     from specheads.models.output import output_layer
 
@@ -110,7 +110,7 @@ def choose_prompts(
     """
     from specheads.decoding.measure import read_prompts
 
-    longest = max_prompt_length(export, config.max_new_tokens)
+    longest = max_prompt_length(export.base, config.max_new_tokens)
 
     def read(path: Path, number: int) -> tuple[list[Prompt], str]:
         return read_prompts(path, export.tokenizer, number, max_length=longest, device=device)

@@ -53,3 +53,6 @@ def dtype_name(key: str, value: str, *others: str) -> str:
     name = DTYPES.get(value, value)
     one_of(key, name, *others, *DTYPES.values())
     return name
+
+
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 75

@@ -13,9 +13,8 @@ from specheads.data.client import Client
 from specheads.data.dialogue import TurnEncoder
 from specheads.data.outcome import Sampling
 from specheads.decoding.exported import exported_drafter
-from specheads.decoding.measure import end_tokens
 from specheads.decoding.regenerate import Engine
-from specheads.models.base import check_tokenizer, load_base_model, load_tokenizer
+from specheads.models.base import check_tokenizer, end_tokens, load_base_model, load_tokenizer
 from specheads.models.checkpoint import load_export, read_config
 from specheads.models.digest import base_digest, file_sha256, model_folder, weight_files
 from specheads.models.names import resolve_name

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specheads.decoding.measure import end_tokens
+from specheads.models.base import end_tokens
 
 
 class Asked(Protocol):

@@ -29,16 +29,12 @@ from specheads.decoding.measure import (
 from specheads.decoding.paired import pairs
 from specheads.decoding.tables import disturbance_lines
 from specheads.drafters.made import DynamicDrafter, StaticDrafter, static_drafter
-from specheads.drafters.ngram import NgramDrafter
+from specheads.drafters.ngram import LOOKUP_NGRAM, LOOKUP_TOKENS, NgramDrafter
 from specheads.hardware import environment
 from specheads.models.kinds import Heads
 from specheads.models.output import OutputLayer
 from specheads.sampling import Sampler
 from specheads.tree import Tree
-
-# Prompt lookup at its best on the embedded model's calibration answers: longer matches first, any
-# match rather than none, ten tokens at once.
-LOOKUP_NGRAM, LOOKUP_TOKENS = 8, 10
 
 Clocked = Mapping[tuple[float, int], dict[str, Runs]]  # (temperature, batch size) -> method -> runs
 

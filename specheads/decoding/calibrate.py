@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from specheads.decoding.cost import CostCurve, clock_steps, ratios, runner
 from specheads.decoding.gains import Gains, drafter_gains, static_gains
 from specheads.decoding.grow import acceptance, grow_nodes
 from specheads.decoding.hits import collect_hits, fit_temperatures
-from specheads.decoding.stats import median
 from specheads.drafters.contract import Drafter
 from specheads.drafters.made import DynamicDrafter, dynamic_drafter, static_drafter
 from specheads.models.kinds import Heads

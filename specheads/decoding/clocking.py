@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -10,7 +11,6 @@ from transformers import PreTrainedModel
 
 from specheads.decoding.cost import CostCurve, clock_steps, ratios, runner
 from specheads.decoding.speculation import Blank, clock_drafts, clocked_lengths
-from specheads.decoding.stats import median
 from specheads.drafters.adaptive import StepCosts
 from specheads.drafters.contract import Drafter
 from specheads.drafters.draft_model import DraftModelDrafter

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from specheads.config import ConfigError, DecodeConfig
 from specheads.decoding.assisted import hf_assisted_method, hf_lookup_method
-from specheads.decoding.benchmark import LOOKUP_NGRAM, LOOKUP_TOKENS
 from specheads.decoding.deciding import Acceptance
 from specheads.decoding.drafting import (
     check_drafter,
@@ -21,6 +20,7 @@ from specheads.decoding.drafting import (
 from specheads.decoding.exported import dynamic_settings, exported_drafter
 from specheads.decoding.measure import Method, drafted_method
 from specheads.decoding.subject import Subject
+from specheads.drafters.ngram import LOOKUP_NGRAM, LOOKUP_TOKENS
 from specheads.models.checkpoint import Export, load_export
 from specheads.models.draft import vocab_size
 

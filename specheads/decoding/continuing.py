@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 
 from transformers import PreTrainedModel
 
-from specheads.decoding.evaluate import undisturbed
 from specheads.decoding.stream import Job, PlainStream
+from specheads.models.forward import undisturbed
 from specheads.sampling import Sampler
 from specheads.tree_support import tree_support
 

@@ -7,13 +7,13 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
-from specheads.decoding.stats import median
 from specheads.drafters.contract import Drafter
 from specheads.sampling import Sampler
 

@@ -16,13 +16,13 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.config import ConfigError
 from specheads.decoding.loop import decode
-from specheads.decoding.measure import end_tokens
 from specheads.decoding.plain import plain_decode
 from specheads.drafters.ngram import NgramDrafter
 from specheads.kv_cache import TreeCache, TreeLayer
 from specheads.models.base import (
     check_tokenizer,
     context_length,
+    end_tokens,
     input_device,
     input_embedding,
     output_device,

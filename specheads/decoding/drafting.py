@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from specheads.config import ConfigError, DecodeConfig
-from specheads.decoding.benchmark import LOOKUP_NGRAM, LOOKUP_TOKENS
 from specheads.decoding.clocking import OF_A_MODEL, member_costs, step_costs
-from specheads.decoding.exported import exported_drafter
-from specheads.decoding.subject import Subject, is_plain_model
+from specheads.decoding.exported import acceptance_rule, exported_drafter
+from specheads.decoding.generate import SpecDecoder
+from specheads.decoding.subject import Subject, is_plain_model, load_subject
 from specheads.drafters.adaptive import CALIBRATED, AdaptiveLength, StepCosts
 from specheads.drafters.contract import Drafter
 from specheads.drafters.draft_heads import NUM_PASSES, DraftHeadsDrafter
@@ -21,7 +22,7 @@ from specheads.drafters.draft_tree import DraftTreeDrafter
 from specheads.drafters.hybrid import HybridDrafter
 from specheads.drafters.length import FixedLength, Length
 from specheads.drafters.lookahead import LookaheadDrafter
-from specheads.drafters.ngram import NgramDrafter
+from specheads.drafters.ngram import LOOKUP_NGRAM, LOOKUP_TOKENS, NgramDrafter
 from specheads.drafters.sampled_tree import SampledTreeDrafter
 from specheads.drafters.sequoia import sequoia_tree
 from specheads.drafters.suffix import SuffixDrafter
@@ -224,3 +225,34 @@ def _draft_tree(base: PreTrainedModel, draft: PreTrainedModel, decode: DecodeCon
 def num_parameters(model: nn.Module) -> int:
     """Return the number of a model's parameters, shared ones counted once."""
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def load_decoder(
+    checkpoint: str,
+    decode: DecodeConfig | None = None,
+    *,
+    base: str = "",
+    dtype: str | torch.dtype = "float32",
+    device: str | torch.device = "auto",
+) -> SpecDecoder:
+    """Return a decoder with the drafter that the settings ask for.
+
+    Args:
+        checkpoint: an export, or a base model: a folder, a hub name, tinycode.
+        decode: the settings; by default an export's heads, a base model's own suffixes.
+        base: where an export's base model is now, if it was moved.
+        dtype: of the weights.
+        device: where they go: one of torch's, or what :func:`hardware.pick_device` knows.
+
+    Raises:
+        ConfigError: if something cannot be found or loaded.
+    """
+    decode = decode or DecodeConfig()
+    subject = load_subject(checkpoint, base=base or None, dtype=dtype, device=device)
+    return SpecDecoder(
+        subject.base,
+        choose_drafter(subject, decode).drafter,
+        tokenizer=subject.tokenizer,
+        acceptance=acceptance_rule(decode),
+        compile=decode.compile,
+    )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.config import ConfigError, EvaluateConfig, TreeConfig
@@ -24,26 +23,12 @@ from specheads.decoding.measure import (
 )
 from specheads.decoding.stats import mean_accept_length, ratio_ci95, rep8
 from specheads.drafters.made import static_drafter
+from specheads.models.forward import undisturbed
 from specheads.models.kinds import Heads
 from specheads.models.output import OutputLayer
 from specheads.tree import Tree, default_tree
 
 SEED = 0  # of what is drawn, in all runs alike, so that they differ by their weights only; bench's
-
-
-@contextlib.contextmanager
-def undisturbed(*modules: nn.Module) -> Iterator[None]:
-    """Put modules into eval mode; give every submodule its mode back, and torch its randomness."""
-    modes = [(part, part.training) for module in modules for part in module.modules()]
-    places = {tensor.device for module in modules for tensor in module.parameters()}
-    with torch.random.fork_rng([place for place in places if place.type == "cuda"]):
-        for module in modules:
-            module.eval()
-        try:
-            yield
-        finally:
-            for part, mode in modes:
-                part.training = mode
 
 
 def decode_heldout(

@@ -10,13 +10,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.config import EvaluateConfig
 from specheads.decoding.alpha import Alpha, agreement
-from specheads.decoding.evaluate import SEED, figures, need_steps, undisturbed
+from specheads.decoding.evaluate import SEED, figures, need_steps
 from specheads.decoding.measure import (
     Prompt,
     Runs,
     clock,
     drafted_method,
-    end_tokens,
     plain_method,
     read_prompts,
 )
@@ -26,7 +25,8 @@ from specheads.decoding.stats import rep8
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.length import FixedLength
 from specheads.log import Outcome
-from specheads.models.base import context_length
+from specheads.models.base import context_length, end_tokens
+from specheads.models.forward import undisturbed
 from specheads.sampling import Sampler
 
 NUM_TOKENS = 4  # of the chain, the same at every step of a run and in all runs

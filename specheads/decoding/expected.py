@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.config import EvaluateConfig, TreeConfig
 from specheads.decoding.cost import clock_steps, ratios, runner
-from specheads.decoding.evaluate import undisturbed
-from specheads.decoding.stats import median
 from specheads.drafters.made import static_drafter
 from specheads.models.checkpoint import read_config
+from specheads.models.forward import undisturbed
 from specheads.models.kinds import Heads
 from specheads.models.output import OutputLayer
 from specheads.tree import Choice, Tree, grow_tree

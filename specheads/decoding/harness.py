@@ -12,8 +12,7 @@ from specheads.config import ConfigError
 from specheads.data.rendering import render
 from specheads.decoding.generate import SpecDecoder
 from specheads.decoding.logits_at import log_likelihood, logits_at
-from specheads.decoding.measure import end_tokens
-from specheads.models.base import context_length, input_device
+from specheads.models.base import context_length, end_tokens, input_device
 from specheads.models.thresholds import groups_by_side
 from specheads.tree_support import tree_support
 

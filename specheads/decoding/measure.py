@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads import contention
+from specheads.assets import tinycode_dir
 from specheads.config import ConfigError
 from specheads.data.chat import Encoder
 from specheads.data.suites import prompt_records
@@ -28,6 +30,7 @@ from specheads.decoding.plain import plain_decode
 from specheads.decoding.result import DecodeResult
 from specheads.drafters.contract import Drafter
 from specheads.hardware import peak_memory
+from specheads.models.base import context_length
 from specheads.sampling import Sampler
 
 
@@ -181,19 +184,6 @@ def read_prompts(
     return chosen, hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def end_tokens(base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the ids that end a text, of the model's generation settings or the tokenizer's."""
-    config = getattr(base, "generation_config", None)
-    found = getattr(config, "eos_token_id", None)
-    if found is None:
-        found = base.config.eos_token_id
-    if found is None:
-        found = tokenizer.eos_token_id
-    if found is None:
-        return ()
-    return tuple(found) if isinstance(found, Iterable) else (int(found),)
-
-
 def plain_method(
     base: PreTrainedModel, eos: tuple[int, ...], max_new_tokens: int, *, compile: bool = False
 ) -> Method:
@@ -332,3 +322,51 @@ def clock(
                 for _ in decoded:
                     tick()
     return runs
+
+
+def prompt_file(given: str, checkpoint: str, name: str) -> Path:
+    """Return the user's file of prompts, else the export's own, else the embedded one.
+
+    The embedded ones are instructions about Python; for a base that is not the embedded one a line
+    says so, as figures on prompts of another kind say little.
+    """
+    if given:
+        return Path(given)
+    own = Path(checkpoint) / name
+    if own.is_file():
+        return own
+    if not _is_embedded(checkpoint):
+        of_run = Path(checkpoint).parent / "prompts.jsonl"  # held out, and calibrated on
+        kept = f"; the run kept {of_run} to calibrate on" if of_run.is_file() else ""
+        print(
+            f"specheads: no prompts given: taking the embedded ones, which are about Python{kept}",
+            file=sys.stderr,
+        )
+    return tinycode_dir() / name
+
+
+def _is_embedded(checkpoint: str) -> bool:
+    """Return whether the base is the embedded model, as far as can be told before it is loaded."""
+    if checkpoint == "tinycode":
+        return True
+    try:
+        base = json.loads((Path(checkpoint) / "config.json").read_text())["base"]
+        return bool(base["name"] == "tinycode")
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def max_prompt_length(base: PreTrainedModel, max_new_tokens: int) -> int:
+    """Return the longest prompt that leaves room for the new tokens.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    context = context_length(base)
+    if context is None:
+        return 1 << 30
+    if max_new_tokens >= context:
+        raise ConfigError(
+            f"max_new_tokens is {max_new_tokens}, but the base model's context is {context}"
+        )
+    return context - max_new_tokens

@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerBase
 from specheads.config import EvaluateConfig
 from specheads.decoding.draw_tree import tree_svg
 from specheads.decoding.evaluate import compare, decode_all, need_steps
-from specheads.decoding.measure import Prompt, Runs, end_tokens, read_prompts
+from specheads.decoding.measure import Prompt, Runs, read_prompts
 from specheads.log import Outcome
-from specheads.models.base import context_length
+from specheads.models.base import context_length, end_tokens
 from specheads.models.checkpoint import Export
 from specheads.models.output import output_layer
 

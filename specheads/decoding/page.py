@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from specheads.decoding.paired import format_pairs
 from specheads.decoding.published import NEVER_RUN, PUBLISHED
-from specheads.decoding.report import failures, in_order
-from specheads.decoding.stats import median
+from specheads.decoding.report import failures, in_order, is_static_tree
 from specheads.decoding.tables import (
     crossover_lines,
     disturbance_lines,
@@ -262,11 +262,6 @@ def sizes_table(rows: Sequence[Mapping[str, Any]]) -> Table | None:
             for row in chosen
         ),
     )
-
-
-def is_static_tree(method: str) -> bool:
-    """Return whether a method is the export's heads in a static tree: ``tree`` or ``tree_<N>``."""
-    return method == "tree" or method.removeprefix("tree_").isdecimal()
 
 
 def _heads(result: Mapping[str, Any], drawn: Mapping[str, str]) -> list[Section]:

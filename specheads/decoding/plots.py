@@ -10,7 +10,7 @@ from typing import Any
 
 from specheads.config import ConfigError
 from specheads.decoding.draw_tree import tree_svg
-from specheads.decoding.page import is_static_tree
+from specheads.decoding.report import is_static_tree
 from specheads.tree import Tree
 
 # beside each other on white, and told apart by people who do not see red or green

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from statistics import median
 from typing import Any
 
 from specheads.contention import SHARE_LIMIT
 from specheads.decoding.identity import Identity
 from specheads.decoding.measure import Method, Prompt, Runs
-from specheads.decoding.stats import crossover, mean_accept_length, median, ratio_ci95, rep8
+from specheads.decoding.stats import crossover, mean_accept_length, ratio_ci95, rep8
 
 REP8_LIMIT = 0.25  # above it greedy text is mostly loops, and its speed says little
 LOOPING_HEADLINE = 0.7  # the temperature of the headline then
@@ -290,3 +291,8 @@ def failures(result: dict[str, Any]) -> list[str]:
                 f"{each['margin_fp32']:.5f} in float32 (limit {noise['dtype']:.5f})"
             )
     return lines
+
+
+def is_static_tree(method: str) -> bool:
+    """Return whether a method is the export's heads in a static tree: ``tree`` or ``tree_<N>``."""
+    return method == "tree" or method.removeprefix("tree_").isdecimal()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.decoding.cost import CostCurve, clock_texts, ratios, runner
-from specheads.decoding.stats import median
 from specheads.drafters.adaptive import StepCosts
 from specheads.drafters.contract import Candidates, Drafter, Prefill, StepResult
 from specheads.tree import Tree

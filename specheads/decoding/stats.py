@@ -25,13 +25,6 @@ def mean_accept_length(accept_lengths: Sequence[Sequence[int]]) -> float:
     return sum(map(sum, accept_lengths)) / steps if steps else 0.0
 
 
-def median(values: Sequence[float]) -> float:
-    """Return the median; the mean of the middle two where their number is even."""
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-
-
 def ratio_ci95(
     numerators: Sequence[Sequence[float]],
     denominators: Sequence[Sequence[float]],

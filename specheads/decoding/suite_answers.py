@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.config import ConfigError
 from specheads.data.suites import Question
 from specheads.data.templates import QuestionPrompts
 from specheads.decoding.answer_files import AnswerFile, Turn
 from specheads.decoding.generate import SpecDecoder
-from specheads.decoding.measure import end_tokens
 from specheads.decoding.result import DecodeResult
-from specheads.models.base import context_length, input_device
+from specheads.models.base import context_length, end_tokens, input_device
 
 
 class TooLongError(ValueError):
@@ -227,3 +227,46 @@ def _end_tokens(decoder: SpecDecoder) -> tuple[int, ...]:
 def _wait(decoder: SpecDecoder) -> None:
     if decoder.base.device.type == "cuda":  # kernels run on after the call that starts them
         torch.cuda.synchronize()
+
+
+def forward(
+    inputs: Any,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    max_new_tokens: int,
+    *,
+    decoder: SpecDecoder | None = None,
+    temperature: float = 0.0,
+    seed: int = 0,
+    **ignored: Any,
+) -> tuple[Tensor, int, int, list[int]]:
+    """Serve as ``forward_func`` of Spec-Bench's ``run_eval``.
+
+    Args:
+        inputs: what the tokenizer gave, with ``input_ids`` [1, P].
+        model: the base model.
+        tokenizer: its tokenizer.
+        max_new_tokens: limit.
+        decoder: what ``load`` returned; None decodes plainly, the baseline.
+        temperature: of the sampling.
+        seed: of the sampling.
+        **ignored: what the harness hands to every method.
+
+    Returns:
+        ``output_ids`` [1, P + L]; new tokens, the one that ends the answer not counted; forward
+        passes, the prefill included; tokens gained per verify step (of the baseline: per pass).
+
+    Raises:
+        ValueError: for another model than the decoder's base, or more than one prompt.
+    """
+    del ignored
+    if decoder is None:
+        decoder = SpecDecoder(model, None, tokenizer=tokenizer)
+    elif decoder.base is not model:
+        raise ValueError("model is not the base model of decoder: model=decoder.base")
+    if inputs.input_ids.shape[0] != 1:
+        raise ValueError(f"inputs must hold 1 prompt, got {inputs.input_ids.shape[0]}")
+    result, _, _ = decode_prompt(
+        decoder, inputs.input_ids, max_new_tokens, temperature=temperature, seed=seed
+    )
+    return (result.sequences, *count_tokens(decoder, result))

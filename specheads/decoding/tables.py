@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from specheads.contention import SHARE_LIMIT
 from specheads.decoding.report import DRIFT_LIMIT, crossovers, in_order, series_of
-from specheads.decoding.stats import median
 
 _COLUMNS = (
     ("T", 4),

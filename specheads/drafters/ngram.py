@@ -107,3 +107,8 @@ class NgramDrafter:
             for n in range(self.min_ngram, min(self.max_ngram, index) + 1):
                 row.ends[tuple(row.tokens[index - n :])] = index
             row.tokens.append(token)
+
+
+# Prompt lookup at its best on the embedded model's calibration answers: longer matches first, any
+# match rather than none, ten tokens at once.
+LOOKUP_NGRAM, LOOKUP_TOKENS = 8, 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -259,3 +260,16 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise ValueError(f"dtype must name a torch dtype, got {dtype!r}")
     return found
+
+
+def end_tokens(base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the ids that end a text, of the model's generation settings or the tokenizer's."""
+    config = getattr(base, "generation_config", None)
+    found = getattr(config, "eos_token_id", None)
+    if found is None:
+        found = base.config.eos_token_id
+    if found is None:
+        found = tokenizer.eos_token_id
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, Iterable) else (int(found),)

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specheads.grouped_attention import grouped_attention
@@ -248,3 +248,18 @@ def replay(model: PreTrainedModel, ids: Tensor, num_prompt_tokens: int) -> Tenso
         so_far = ids[:, : i + 1]
         logits = base.read_next(so_far[:, i:], [1], so_far[0].tolist)
     return logits
+
+
+@contextlib.contextmanager
+def undisturbed(*modules: nn.Module) -> Iterator[None]:
+    """Put modules into eval mode; give every submodule its mode back, and torch its randomness."""
+    modes = [(part, part.training) for module in modules for part in module.modules()]
+    places = {tensor.device for module in modules for tensor in module.parameters()}
+    with torch.random.fork_rng([place for place in places if place.type == "cuda"]):
+        for module in modules:
+            module.eval()
+        try:
+            yield
+        finally:
+            for part, mode in modes:
+                part.training = mode

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from specheads.config import ConfigError, GenerateConfig
-from specheads.generate import run, take_literal, take_literals
+from specheads.entry import take_literal, take_literals
+from specheads.generate import run
 from specheads.terminal import harmless
 from tests.end_to_end.commands import start
 

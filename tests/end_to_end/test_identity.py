@@ -7,10 +7,10 @@ import torch
 
 from specheads.assets import tinycode_dir
 from specheads.decoding.loop import decode
-from specheads.decoding.measure import Prompt, end_tokens, read_prompts
+from specheads.decoding.measure import Prompt, read_prompts
 from specheads.decoding.plain import plain_decode
 from specheads.drafters.heads import HeadsDrafter
-from specheads.models.base import load_base_model, load_tokenizer
+from specheads.models.base import end_tokens, load_base_model, load_tokenizer
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
 from specheads.sampling import Sampler

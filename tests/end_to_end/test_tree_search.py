@@ -18,10 +18,11 @@ from specheads.decoding import calibrate
 from specheads.decoding.gains import Gains, decoded_gains, dynamic_gains, static_gains
 from specheads.decoding.grow import grow_static
 from specheads.decoding.hits import Hits, collect_hits, fit_temperatures
-from specheads.decoding.measure import end_tokens, read_prompts
+from specheads.decoding.measure import read_prompts
 from specheads.drafters.contract import Drafter
 from specheads.drafters.dynamic import DynamicHeadsDrafter
 from specheads.drafters.heads import HeadsDrafter
+from specheads.models.base import end_tokens
 from specheads.models.checkpoint import Export, load_export
 from specheads.models.output import output_layer
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from specheads.decoding.recording import Recording
 
 from specheads.decoding.measure import Decoded, Prompt, Runs
-from specheads.decoding.recording import Recording
 from specheads.drafters.adaptive import StepCosts
 from tests.scripts import load_script
 

@@ -13,18 +13,14 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specheads.config import EvaluateConfig
-from specheads.decoding.evaluate import (
-    conditional_acceptance,
-    decode_heldout,
-    undisturbed,
-    write_prompts,
-)
+from specheads.decoding.evaluate import conditional_acceptance, decode_heldout, write_prompts
 from specheads.decoding.loop import decode
 from specheads.decoding.measure import Decoded, read_prompts
 from specheads.decoding.plain import plain_decode
 from specheads.decoding.stats import rep8
 from specheads.drafters.contract import StepResult
 from specheads.drafters.heads import HeadsDrafter
+from specheads.models.forward import undisturbed
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer, output_layer
 from specheads.sampling import Sampler

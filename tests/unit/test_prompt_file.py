@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from specheads.assets import tinycode_dir
-from specheads.bench import prompt_file
+from specheads.decoding.measure import prompt_file
 
 
 def export(folder: Path, base: str) -> Path:

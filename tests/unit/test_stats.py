@@ -1,12 +1,13 @@
 """Figures about decoded text."""
 
+from statistics import median
+
 import pytest
 
 from specheads.decoding.stats import (
     crossover,
     first_difference,
     mean_accept_length,
-    median,
     ratio_ci95,
     rep8,
 )
