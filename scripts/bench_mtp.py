@@ -48,7 +48,8 @@ from specheads import hardware
 from specheads.assets import tinycode_dir
 from specheads.config import DataConfig
 from specheads.data.chat import Encoder
-from specheads.data.records import Record, load_records
+from specheads.data.records import load_records
+from specheads.data.rows import Record
 from specheads.decoding.baselines import hf_generate_method
 from specheads.decoding.benchmark import make_methods, make_rows, rounding_of
 from specheads.decoding.calibrate import calibrate

@@ -26,7 +26,7 @@ from specheads.json_answer import answer, answers_json
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from specheads.data.records import Record
+    from specheads.data.rows import Record
 
 _PROMPTS = ("prompts.jsonl", "calibration.jsonl")  # what bench and tree_search read of an export
 _PROVENANCE = "specheads.json"  # beside a draft model

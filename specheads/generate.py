@@ -23,7 +23,7 @@ from specheads.json_answer import answer, answers_json
 from specheads.terminal import harmless, wants_color, write
 
 if TYPE_CHECKING:
-    from specheads.data.records import Record
+    from specheads.data.rows import Record
     from specheads.decoding.generate import SpecDecoder
     from specheads.decoding.result import DecodeResult
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specheads import dist
 from specheads.config import ConfigError, EvaluateConfig, TrainConfig, TreeConfig
 from specheads.data.chat import Encoder
-from specheads.data.records import Record
+from specheads.data.rows import Record
 from specheads.decoding.calibrate import Calibration
 from specheads.decoding.evaluate import choose_tree, decode_heldout, write_prompts
 from specheads.decoding.expected import describe_expected, expect

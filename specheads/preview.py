@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from specheads.data.records import Record
+    from specheads.data.rows import Record
 
 
 @answers_json

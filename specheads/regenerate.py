@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from specheads.data.answers import AnswerFile
     from specheads.data.client import Client
     from specheads.data.outcome import Outcome
-    from specheads.data.records import Record
+    from specheads.data.rows import Record
     from specheads.decoding.answering import Answering
 
     Asker = Callable[[Sequence[Record]], Iterator[Outcome]]

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-    from specheads.data.records import Record
+    from specheads.data.rows import Record
     from specheads.models.kinds import Heads
 
 

@@ -19,7 +19,7 @@ from typing import Any, Self
 from specheads.config import ConfigError, RunError
 from specheads.data.dialogue import prompt_digest
 from specheads.data.outcome import Quarantined
-from specheads.data.records import Record
+from specheads.data.rows import Record
 from specheads.files import whole_file
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from specheads.config import ConfigError
 from specheads.data.dropped import Dropped, RecordError, check_share
 from specheads.data.encoder import Encoded, Encoder
-from specheads.data.records import Record
+from specheads.data.rows import Record
 from specheads.data.stored import tokenizer_digest
 from specheads.losses import IGNORE
 

@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from specheads.config import ConfigError
 from specheads.data.chat import Encoder
-from specheads.data.records import Record
 from specheads.data.rendering import render
+from specheads.data.rows import Record
 from specheads.data.stored import tokenizer_digest
 from specheads.losses import IGNORE
 

@@ -12,7 +12,7 @@ from specheads.config import ConfigError, RunError
 from specheads.data.client import Client, ServerError, StoppedError
 from specheads.data.dialogue import Answer, Dialogue, UnusableRecordError, check_answer, dialogue
 from specheads.data.outcome import Outcome, Quarantined, Sampling, record_seed
-from specheads.data.records import Record
+from specheads.data.rows import Record
 
 _ANSWERED = (
     "truncated",

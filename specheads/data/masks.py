@@ -10,7 +10,7 @@ from itertools import groupby
 from transformers import PreTrainedTokenizerBase
 
 from specheads.data.chat import Encoded
-from specheads.data.records import Record
+from specheads.data.rows import Record
 from specheads.losses import IGNORE
 from specheads.terminal import harmless
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
-from specheads.data.records import Record
+from specheads.data.rows import Record
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from specheads.data.mixture import Part, lowest, mix, without
 from specheads.data.readers import json_reader
 from specheads.data.rows import Record
 
-__all__ = ["Record", "SPLITS", "load_records", "read_jsonl"]
+__all__ = ["SPLITS", "load_records", "read_jsonl"]
 
 SPLITS = ("train", "heldout")
 

@@ -23,7 +23,8 @@ from typing import Any
 from specheads.config import ConfigError, DataConfig
 from specheads.data.dropped import RecordError, one_line
 from specheads.data.readers import ParquetReader, Row, json_reader
-from specheads.data.records import Record, read_jsonl
+from specheads.data.records import read_jsonl
+from specheads.data.rows import Record
 
 # SPEED-Bench is published with this in place of the texts that its licence keeps elsewhere
 _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"

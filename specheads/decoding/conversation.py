@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from specheads.config import ChatConfig, ConfigError
 from specheads.data.chat import Encoder
-from specheads.data.records import Record
+from specheads.data.rows import Record
 from specheads.decoding.asked import decode_arguments
 from specheads.decoding.generate import SpecDecoder
 from specheads.kv_cache import TreeCache

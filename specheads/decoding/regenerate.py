@@ -25,7 +25,7 @@ from specheads.data.dialogue import (
     dialogue,
 )
 from specheads.data.outcome import Outcome, Quarantined, Sampling, record_seed
-from specheads.data.records import Record
+from specheads.data.rows import Record
 from specheads.decoding.loop import decode
 from specheads.decoding.result import DecodedRow
 from specheads.decoding.stream import Job, PlainStream, SeededRows

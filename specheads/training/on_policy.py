@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from specheads import dist
+from specheads.data.pack import Batch
 from specheads.losses import IGNORE
 from specheads.training.loop import Batches
 
-Batch = dict[str, Any]
 # prompts, most new tokens of each, seed of each -> new tokens of each
 Generate = Callable[[Sequence[Sequence[int]], Sequence[int], Sequence[int]], list[list[int]]]
 

@@ -15,7 +15,8 @@ from specheads.config import ConfigError, TrainConfig
 from specheads.data.chat import Documents, EncodedRecords, Encoder, encode_records
 from specheads.data.dropped import Dropped
 from specheads.data.pack import PackedBatches, check_isolation, one_pass
-from specheads.data.records import Record, read_jsonl
+from specheads.data.records import read_jsonl
+from specheads.data.rows import Record
 from specheads.data.stream import RecordStream
 from specheads.data.streamed import StreamedBatches
 from specheads.losses import check_implementation

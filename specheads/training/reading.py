@@ -11,7 +11,8 @@ from tqdm import tqdm
 from specheads import dist
 from specheads.config import ConfigError, TrainConfig
 from specheads.data.dropped import Dropped
-from specheads.data.records import Record, load_records
+from specheads.data.records import load_records
+from specheads.data.rows import Record
 from specheads.data.stream import RecordStream
 
 
