@@ -13,26 +13,30 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from specheads import dist
 from specheads.config import TrainConfig
 from specheads.data.chat import pad_token_id
-from specheads.decoding.continuing import continue_prompts
-from specheads.decoding.evaluate import write_prompts
-from specheads.decoding.evaluate_draft import (
+from specheads.decoding.stream import continue_prompts
+from specheads.formats import card
+from specheads.measure.evaluate import (
     decode_with_draft,
     describe_costs_of_drafting,
     final_draft_evaluation,
+    write_prompts,
 )
-from specheads.formats import card
-from specheads.log import Outcome, RunLog
 from specheads.models.base import end_tokens, torch_dtype
-from specheads.models.digest import base_digest
-from specheads.models.draft import num_ids, shared_vocabulary, vocab_size
-from specheads.models.draft_files import read_provenance, save_draft
+from specheads.models.draft import (
+    num_ids,
+    read_provenance,
+    save_draft,
+    shared_vocabulary,
+    vocab_size,
+)
+from specheads.models.names import base_digest
 from specheads.pipeline import heldout_prompts, improving
+from specheads.runs.log import Outcome, RunLog
+from specheads.system import dist
 from specheads.training.best import chosen as chosen_step
-from specheads.training.describe import describe_costs, describe_run, tokens_per_step
-from specheads.training.drafts import (
+from specheads.training.draft_setup import (
     StoredTeacher,
     build_draft,
     check_draft,
@@ -40,11 +44,16 @@ from specheads.training.drafts import (
     heldout_agreement,
 )
 from specheads.training.loop import Batches, fit
-from specheads.training.on_policy import OnPolicyBatches
-from specheads.training.plan import count_parameters, plan_stage
-from specheads.training.prepare import load_base, load_data
-from specheads.training.reading import read_data
+from specheads.training.plan import (
+    count_parameters,
+    describe_costs,
+    describe_run,
+    plan_stage,
+    tokens_per_step,
+)
 from specheads.training.schedule import param_groups
+from specheads.training.setup import load_base, load_data, read_data
+from specheads.training.teachers import OnPolicyBatches
 
 
 def run(cfg: TrainConfig) -> None:

@@ -8,16 +8,13 @@ original (loss.base=distill).   python -m specheads.train +recipe=medusa2
 from torch import nn
 
 from specheads.config import TrainConfig
-from specheads.log import RunLog
 from specheads.pipeline import Speculation, check_tree
-from specheads.training.describe import describe_costs, describe_run
+from specheads.runs.log import RunLog
 from specheads.training.heldout import remember_original
 from specheads.training.loop import fit
-from specheads.training.parts import build_heads, heads_objective
-from specheads.training.plan import plan_stage
-from specheads.training.prepare import load_base, load_data
-from specheads.training.reading import read_data
+from specheads.training.plan import describe_costs, describe_run, plan_stage
 from specheads.training.schedule import param_groups
+from specheads.training.setup import build_heads, heads_objective, load_base, load_data, read_data
 
 
 def run(cfg: TrainConfig) -> None:

@@ -6,17 +6,19 @@ python -m specheads.train +recipe=mtp
 """
 
 from specheads.config import TrainConfig
-from specheads.log import RunLog
 from specheads.pipeline import Speculation, check_tree
-from specheads.training.describe import describe_costs, describe_run
+from specheads.runs.log import RunLog
 from specheads.training.heldout import heldout_loss
 from specheads.training.loop import fit
-from specheads.training.parts import build_mtp_heads, heads_objective
-from specheads.training.plan import plan_stage
-from specheads.training.prepare import load_data
-from specheads.training.reading import read_data
+from specheads.training.plan import describe_costs, describe_run, plan_stage
 from specheads.training.schedule import param_groups
-from specheads.training.scratch import new_base
+from specheads.training.setup import (
+    build_mtp_heads,
+    heads_objective,
+    load_data,
+    new_base,
+    read_data,
+)
 
 
 def run(cfg: TrainConfig) -> None:

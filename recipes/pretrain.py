@@ -5,21 +5,18 @@ python -m specheads.train +recipe=pretrain
 
 from pathlib import Path
 
-from specheads import dist
 from specheads.config import TrainConfig
 from specheads.formats import card
-from specheads.log import RunLog
 from specheads.models.checkpoint import save_plain_model
 from specheads.pipeline import improving
-from specheads.training.describe import describe_costs, describe_run
+from specheads.runs.log import RunLog
+from specheads.system import dist
 from specheads.training.heldout import heldout_loss
 from specheads.training.loop import fit
-from specheads.training.output_loss import LMObjective
-from specheads.training.plan import plan_stage
-from specheads.training.prepare import load_data
-from specheads.training.reading import read_data
+from specheads.training.objectives import LMObjective
+from specheads.training.plan import describe_costs, describe_run, plan_stage
 from specheads.training.schedule import param_groups
-from specheads.training.scratch import new_base
+from specheads.training.setup import load_data, new_base, read_data
 
 
 def run(cfg: TrainConfig) -> None:

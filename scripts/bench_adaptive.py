@@ -23,25 +23,24 @@ import torch
 from specheads.decoding.judging import judge, learn_chances, learn_rates
 from specheads.decoding.recording import Recording, record
 
-from specheads import hardware
-from specheads.decoding.measure import (
-    Prompt,
-    Runs,
-    clock,
-    drafted_method,
-    plain_method,
-    read_prompts,
-)
-from specheads.decoding.speculation import clock_drafts
-from specheads.decoding.stats import ratio_ci95
-from specheads.drafters.adaptive import CALIBRATED, AdaptiveLength, StepCosts
+from specheads.decoding.costs import clock_drafts
 from specheads.drafters.draft_model import DraftModelDrafter
-from specheads.drafters.length import ConfidentLength, EntropyLength, FixedLength
-from specheads.hardware import environment
+from specheads.drafters.length import (
+    CALIBRATED,
+    AdaptiveLength,
+    ConfidentLength,
+    EntropyLength,
+    FixedLength,
+    StepCosts,
+)
+from specheads.measure.clock import Prompt, Runs, clock, drafted_method, plain_method, read_prompts
+from specheads.measure.stats import ratio_ci95
 from specheads.models.base import context_length, end_tokens, load_base_model, load_tokenizer
 from specheads.models.draft import load_draft
 from specheads.models.manifest import write_json
-from specheads.sampling import Sampler
+from specheads.system import hardware
+from specheads.system.hardware import environment
+from specheads.verification.sampling import Sampler
 
 if TYPE_CHECKING:
     from specheads.drafters.length import Length

@@ -38,14 +38,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone need 
 
 import torch
 
-from specheads import hardware
-from specheads.assets import tinycode_dir
 from specheads.config.training import DRAFT_LOSSES
-from specheads.decoding.alpha import measure_alpha
-from specheads.decoding.measure import read_prompts
+from specheads.measure.clock import read_prompts
+from specheads.measure.drafts import measure_alpha
 from specheads.models.base import end_tokens, load_base_model, load_tokenizer
 from specheads.models.draft import load_draft
 from specheads.models.manifest import write_json
+from specheads.system import hardware
+from specheads.system.files import tinycode_dir
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ("documents", "corpus", "regenerated", "on_policy")

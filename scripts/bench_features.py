@@ -34,20 +34,19 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from specheads import hardware
 from specheads.config import DataConfig, OptimConfig, TrainConfig
 from specheads.data.chat import Encoded
-from specheads.data.feature_plan import plan_features, readable
-from specheads.data.features import Features, write_features
 from specheads.data.pack import PackedBatches
+from specheads.data.teacher_cache import Features, plan_features, readable, write_features
 from specheads.models.base import load_base_model
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
-from specheads.training.cached import CachedBatches
+from specheads.system import hardware
 from specheads.training.engine import TorchEngine
 from specheads.training.loop import gather, run_micro_batches
 from specheads.training.objectives import HeadsObjective
 from specheads.training.schedule import param_groups
+from specheads.training.teachers import CachedBatches
 
 SHARE = 0.9  # of the speed that is possible: the aim
 SIDES = ("online", "cached")

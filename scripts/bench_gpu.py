@@ -48,22 +48,19 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.masking_utils import create_masks_for_generate
 
-from specheads import dist
+from specheads.attention.cache import TreeCache
+from specheads.attention.mask import grouped_attention, grouped_attention_traced, tree_attention
+from specheads.attention.tree import Tree, default_tree
 from specheads.config import ConfigError, DataConfig, ModelConfig, OptimConfig, TrainConfig
-from specheads.grouped_attention import grouped_attention, grouped_attention_traced
-from specheads.hardware import environment, peak_memory
-from specheads.kv_cache import TreeCache
-from specheads.models.compiled import run_compiled
-from specheads.models.forward import ModelPass
+from specheads.models.forward import ModelPass, run_compiled
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer
-from specheads.training.capacity import Load, Spread, need
+from specheads.system import dist
+from specheads.system.hardware import environment, peak_memory
 from specheads.training.engine import open_engine
 from specheads.training.objectives import HeadsObjective
+from specheads.training.plan import Load, Shape, Spread, load_of, need
 from specheads.training.schedule import param_groups
-from specheads.training.shapes import Shape, load_of
-from specheads.tree import Tree, default_tree
-from specheads.tree_mask import tree_attention
 
 NUM_HEADS = 4
 MODES = ("eager", "compiled", "graphs", "loop")

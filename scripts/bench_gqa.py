@@ -26,11 +26,15 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specheads.grouped_attention import attend_folded, grouped_attention
-from specheads.hardware import environment, pin_threads
-from specheads.kv_cache import TreeCache
-from specheads.tree import Tree, default_tree
-from specheads.tree_mask import causal_tree_mask, tree_attention
+from specheads.attention.cache import TreeCache
+from specheads.attention.mask import (
+    attend_folded,
+    causal_tree_mask,
+    grouped_attention,
+    tree_attention,
+)
+from specheads.attention.tree import Tree, default_tree
+from specheads.system.hardware import environment, pin_threads
 
 
 def build(options: argparse.Namespace) -> LlamaForCausalLM:

@@ -28,9 +28,9 @@ from typing import Any
 
 import torch
 
-from specheads import hardware
-from specheads.decoding.benchmark import make_methods, make_rows, rounding_of
-from specheads.decoding.measure import (
+from specheads.drafters.growing import static_drafter
+from specheads.measure.bench import make_methods, make_rows, rounding_of
+from specheads.measure.clock import (
     Prompt,
     clock,
     drafted_method,
@@ -38,13 +38,13 @@ from specheads.decoding.measure import (
     prompt_file,
     read_prompts,
 )
-from specheads.decoding.stats import ratio_ci95
-from specheads.drafters.made import static_drafter
-from specheads.hardware import environment
+from specheads.measure.stats import ratio_ci95
 from specheads.models.base import end_tokens
 from specheads.models.checkpoint import Export, load_export, read_config
 from specheads.models.manifest import write_json
 from specheads.models.output import output_layer
+from specheads.system import hardware
+from specheads.system.hardware import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 CALIBRATION = ROOT / "data" / "tinycode" / "calibration.jsonl"

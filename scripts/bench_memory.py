@@ -30,9 +30,9 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from specheads.hardware import environment, peak_memory, pin_threads
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer
+from specheads.system.hardware import environment, peak_memory, pin_threads
 from specheads.training.objectives import HeadsObjective
 
 MIB = 2**20

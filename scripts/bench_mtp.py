@@ -44,36 +44,35 @@ import torch.nn.functional as F
 from omegaconf import OmegaConf
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specheads import hardware
-from specheads.assets import tinycode_dir
+from specheads.attention.tree import Tree
 from specheads.config import DataConfig
 from specheads.data.chat import Encoder
-from specheads.data.records import load_records
-from specheads.data.rows import Record
-from specheads.decoding.baselines import hf_generate_method
-from specheads.decoding.benchmark import make_methods, make_rows, rounding_of
-from specheads.decoding.calibrate import calibrate
-from specheads.decoding.cost import clock_steps, runner
-from specheads.decoding.grow import grow_static
-from specheads.decoding.hits import collect_hits
-from specheads.decoding.measure import (
+from specheads.data.load import load_records
+from specheads.data.schema import Record
+from specheads.decoding.costs import clock_steps, runner
+from specheads.drafters.contract import Candidates, Drafter, Prefill, StepResult
+from specheads.drafters.growing import static_drafter
+from specheads.drafters.lookup import LOOKUP_NGRAM, LOOKUP_TOKENS, NgramDrafter
+from specheads.measure.bench import make_methods, make_rows, rounding_of
+from specheads.measure.calibrate import calibrate
+from specheads.measure.clock import (
     Method,
     Prompt,
     clock,
     drafted_method,
+    hf_generate_method,
     plain_method,
     read_prompts,
 )
-from specheads.decoding.stats import ratio_ci95, rep8
-from specheads.drafters.contract import Candidates, Drafter, Prefill, StepResult
-from specheads.drafters.made import static_drafter
-from specheads.drafters.ngram import LOOKUP_NGRAM, LOOKUP_TOKENS, NgramDrafter
+from specheads.measure.hits import collect_hits, grow_static
+from specheads.measure.stats import ratio_ci95, rep8
 from specheads.models.base import end_tokens, load_base_model, load_tokenizer
 from specheads.models.checkpoint import load_export
-from specheads.models.kinds import Heads
 from specheads.models.manifest import write_json
+from specheads.models.mtp import Heads
 from specheads.models.output import output_layer
-from specheads.tree import Tree
+from specheads.system import hardware
+from specheads.system.files import tinycode_dir
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADS = {"byte": (2, 4, 8), "bpe": (2, 4)}  # n of the models to compare with n=1

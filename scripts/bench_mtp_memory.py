@@ -39,12 +39,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specheads.hardware import environment, pin_threads
-from specheads.models.mtp import VARIANTS, MtpHeads
-from specheads.models.mtp_layer import block_config
+from specheads.models.mtp import VARIANTS, MtpHeads, block_config
+from specheads.system.hardware import environment, pin_threads
 from specheads.train import keep_freed_memory
-from specheads.training.objectives import HeadsObjective
-from specheads.training.output_loss import LMObjective
+from specheads.training.objectives import HeadsObjective, LMObjective
 
 MIB = 2**20
 SIDES = ("ours", "naive")

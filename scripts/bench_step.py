@@ -30,21 +30,30 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone need 
 import torch
 from torch import Tensor
 
-from specheads import hardware
+from specheads.attention.cache import TreeCache
+from specheads.attention.tree import default_tree
 from specheads.decoding import loop
-from specheads.decoding.measure import Prompt, max_prompt_length, prompt_file, read_prompts
-from specheads.decoding.phases import FORWARD, HEADS, PHASES, Phases, now
-from specheads.decoding.plain import plain_decode
+from specheads.decoding.loop import plain_decode
 from specheads.decoding.result import DecodeResult
 from specheads.drafters.contract import Candidates
-from specheads.drafters.made import static_drafter
-from specheads.kv_cache import TreeCache
+from specheads.drafters.growing import static_drafter
+from specheads.measure.clock import (
+    FORWARD,
+    HEADS,
+    PHASES,
+    Phases,
+    Prompt,
+    max_prompt_length,
+    now,
+    prompt_file,
+    read_prompts,
+)
 from specheads.models.base import context_length, end_tokens
 from specheads.models.checkpoint import Export, load_export
 from specheads.models.forward import ModelPass
 from specheads.models.output import output_layer
-from specheads.sampling import Sampler
-from specheads.tree import default_tree
+from specheads.system import hardware
+from specheads.verification.sampling import Sampler
 
 SHARE_LIMIT, MS_LIMIT = 0.08, 0.3  # of the overhead: one of the two is to be kept
 VERIFY_LIMIT, GROWTH_LIMIT = 1.05, 1.10

@@ -38,10 +38,10 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specheads.hardware import environment, peak_memory, pin_threads
-from specheads.losses import IGNORE
+from specheads.losses.cross_entropy import IGNORE
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
+from specheads.system.hardware import environment, peak_memory, pin_threads
 from specheads.train import keep_freed_memory
 from specheads.training.objectives import HeadsObjective
 

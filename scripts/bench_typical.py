@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from specheads import hardware
-from specheads.decoding.deciding import Acceptance
-from specheads.decoding.measure import (
+from specheads.decoding.accept import Acceptance
+from specheads.drafters.growing import static_drafter
+from specheads.measure.clock import (
     Decoded,
     Prompt,
     clock,
@@ -31,14 +31,14 @@ from specheads.decoding.measure import (
     prompt_file,
     read_prompts,
 )
-from specheads.decoding.report import rep8
-from specheads.decoding.stats import ratio_ci95
-from specheads.drafters.made import static_drafter
-from specheads.hardware import environment
+from specheads.measure.rows import rep8
+from specheads.measure.stats import ratio_ci95
 from specheads.models.base import end_tokens
 from specheads.models.checkpoint import load_export
 from specheads.models.manifest import write_json
 from specheads.models.output import output_layer
+from specheads.system import hardware
+from specheads.system.hardware import environment
 
 THRESHOLDS = (0.05, 0.09, 0.15)
 MAX_NEW_TOKENS = 128

@@ -37,12 +37,24 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specheads import dist
 from specheads.config import DataConfig, ModelConfig, TrainConfig
-from specheads.hardware import environment, peak_memory, pin_threads
-from specheads.training.capacity import RESERVED, SPREADS, Spread, need
-from specheads.training.shapes import LLAMA_7B, LLAMA_13B, LLAMA_70B, Shape, load_of
-from specheads.training.step_time import A100_OF_8, ADAM_TRAFFIC, Machine, seconds
+from specheads.system import dist
+from specheads.system.hardware import environment, peak_memory, pin_threads
+from specheads.training.plan import (
+    A100_OF_8,
+    ADAM_TRAFFIC,
+    LLAMA_7B,
+    LLAMA_13B,
+    LLAMA_70B,
+    RESERVED,
+    SPREADS,
+    Machine,
+    Shape,
+    Spread,
+    load_of,
+    need,
+    seconds,
+)
 
 MB = 1e6
 CPU = torch.device("cpu")
@@ -134,7 +146,7 @@ class Work:
     """One rank's training: model, engine and a batch that never changes."""
 
     def __init__(self, settings: dict[str, Any], stage: int, run_dir: str) -> None:
-        from specheads.training.output_loss import LMObjective
+        from specheads.training.objectives import LMObjective
 
         self.model = build(settings)
         self.cfg = run_config(settings, stage, run_dir)

@@ -45,7 +45,7 @@ from chaos_lab import (
 from chaos_runs import Ended, NotRun, Wrong, need_deepspeed
 from safetensors.torch import load_file
 
-from specheads.hardware import environment
+from specheads.system.hardware import environment
 
 Fault = Callable[[Lab], Seen]
 SLOW = {"CHAOS": "step=0.03"}  # so that a run is not over before it is hurt

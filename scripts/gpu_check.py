@@ -32,25 +32,22 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
+from specheads.attention.cache import TreeCache
+from specheads.attention.tree import Tree, default_tree
 from specheads.decoding.generate import SpecDecoder
-from specheads.decoding.identity import Divergence, Rounding, compare
-from specheads.decoding.loop import decode
-from specheads.decoding.plain import plain_decode
+from specheads.decoding.loop import decode, plain_decode
 from specheads.decoding.result import DecodeResult
 from specheads.drafters.contract import Candidates, Prefill, StepResult
-from specheads.drafters.dynamic import DynamicHeadsDrafter
+from specheads.drafters.growing import DynamicHeadsDrafter, dynamic_drafter, static_drafter
 from specheads.drafters.heads import HeadsDrafter
-from specheads.drafters.made import dynamic_drafter, static_drafter
-from specheads.drafters.ngram import NgramDrafter
-from specheads.hardware import environment
-from specheads.kv_cache import TreeCache
+from specheads.drafters.lookup import NgramDrafter
+from specheads.measure.identity import Divergence, Rounding, compare
 from specheads.models.checkpoint import load_export
-from specheads.models.heads import MedusaHeads
+from specheads.models.heads import MedusaHeads, prefix_sizes
 from specheads.models.output import output_layer
-from specheads.models.prefix import prefix_sizes
-from specheads.sampling import Sampler
-from specheads.tree import Tree, default_tree
-from specheads.tree_support import tree_support
+from specheads.models.support import tree_support
+from specheads.system.hardware import environment
+from specheads.verification.sampling import Sampler
 from tests.zoo import TREE_MODELS, build
 
 ROOT = Path(__file__).resolve().parent.parent

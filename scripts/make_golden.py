@@ -26,20 +26,18 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from specheads.decoding.loop import decode
-from specheads.decoding.plain import plain_decode
+from specheads.attention.tree import Tree
+from specheads.decoding.loop import decode, plain_decode
 from specheads.decoding.result import DecodeResult
 from specheads.drafters.contract import Candidates, Prefill, StepResult
-from specheads.drafters.following import HeadsState
-from specheads.drafters.heads import HeadsDrafter
-from specheads.drafters.ngram import NgramDrafter
+from specheads.drafters.heads import HeadsDrafter, HeadsState
+from specheads.drafters.lookup import NgramDrafter
 from specheads.models.base import load_tokenizer
 from specheads.models.checkpoint import Export, load_export, save_export
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
-from specheads.sampling import Sampler
 from specheads.training.objectives import HeadsObjective
-from specheads.tree import Tree
+from specheads.verification.sampling import Sampler
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "golden"

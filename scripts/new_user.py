@@ -32,7 +32,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # a clone need not be installed
 
-from specheads.assets import tinycode_dir  # noqa: E402
+from specheads.system.files import tinycode_dir  # noqa: E402
 
 LONGEST_COMMAND = 100  # characters
 COMMANDS = (
@@ -135,7 +135,7 @@ def tidy(output: str, folder: Path) -> list[str]:
 
 def environment() -> dict[str, Any]:
     """Return the machine and the versions."""
-    from specheads import hardware
+    from specheads.system import hardware
 
     return hardware.environment()
 

@@ -17,20 +17,20 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from specheads import hardware, tree_search
+from specheads import tree_search
 from specheads.config import DecodeConfig, TreeSearchConfig
-from specheads.decoding.benchmark import make_methods, measure_rows
+from specheads.decoding.conversation import StepPrinter
 from specheads.decoding.exported import exported_drafter, tree_kind
-from specheads.decoding.loop import decode
-from specheads.decoding.measure import Prompt, max_prompt_length, prompt_file, read_prompts
-from specheads.decoding.plain import plain_decode
-from specheads.decoding.report import LOOPING_HEADLINE, REP8_LIMIT
-from specheads.decoding.show import StepPrinter
-from specheads.drafters.made import DynamicDrafter
+from specheads.decoding.loop import decode, plain_decode
+from specheads.drafters.growing import DynamicDrafter
+from specheads.measure.bench import make_methods, measure_rows
+from specheads.measure.clock import Prompt, max_prompt_length, prompt_file, read_prompts
+from specheads.measure.rows import LOOPING_HEADLINE, REP8_LIMIT
 from specheads.models.base import end_tokens
 from specheads.models.checkpoint import Export, load_export
 from specheads.models.output import output_layer
-from specheads.sampling import Sampler
+from specheads.system import hardware
+from specheads.verification.sampling import Sampler
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_PROMPTS, MAX_NEW_TOKENS = 12, 96

@@ -16,11 +16,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone need not be installed
 
+from specheads.attention.tree import Tree
 from specheads.formats import card
 from specheads.models.base import load_base_model, load_tokenizer
 from specheads.models.checkpoint import load_export, load_heads, read_config, save_export
-from specheads.models.draft_files import read_provenance, save_draft
-from specheads.tree import Tree
+from specheads.models.draft import read_provenance, save_draft
 
 SHIPPED = Path("data/checkpoints")
 RUNS = {"hydra": "hydra", "medusa1": "medusa1", "draft": "distill", "mtp_byte": "mtp"}

@@ -36,14 +36,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
+from specheads.attention.tree import default_tree
 from specheads.config import ConfigError
-from specheads.decoding.loop import decode
-from specheads.decoding.plain import plain_decode
+from specheads.decoding.loop import decode, plain_decode
 from specheads.models.base import context_length
-from specheads.models.thresholds import named_positions
-from specheads.sampling import Sampler
-from specheads.tree import default_tree
-from specheads.tree_support import tree_support
+from specheads.models.forward import named_positions
+from specheads.models.support import tree_support
+from specheads.verification.sampling import Sampler
 from tests.ragged import padded
 from tests.scripted import ScriptedDrafter
 from tests.zoo import MODELS, SMALL, THRESHOLD, THRESHOLD_MODELS, VOCAB, WINDOW, redraw

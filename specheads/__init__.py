@@ -1,7 +1,38 @@
 """specheads: train and decode with models that emit several tokens per forward pass."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from specheads._moved import forward_old_names
 from specheads.registration import register
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from specheads.attention.cache import TreeCache
+    from specheads.decoding.generate import SpecDecoder
+    from specheads.models.checkpoint import load_export
 
+__version__ = "0.1.0"
+__all__ = ["SpecDecoder", "TreeCache", "load_export", "register"]
+
+# torch and transformers take seconds to import: only what is used is
+_LAZY = {
+    "SpecDecoder": "specheads.decoding.generate",
+    "TreeCache": "specheads.attention.cache",
+    "load_export": "specheads.models.checkpoint",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])
+
+
+forward_old_names()
 register()

@@ -16,17 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specheads.config import BenchConfig, ConfigError, RunError
-from specheads.decoding.measure import max_prompt_length, prompt_file
-from specheads.entry import hydra_main
-from specheads.json_answer import answer, answers_json
-from specheads.terminal import progress_bar
+from specheads.config.main import answer, answers_json, hydra_main
+from specheads.measure.clock import max_prompt_length, prompt_file
+from specheads.system.terminal import progress_bar
 
 if TYPE_CHECKING:
+    from specheads.attention.tree import Tree
     from specheads.config import DecodeConfig
-    from specheads.decoding.measure import Runs
-    from specheads.drafters.made import DynamicDrafter
+    from specheads.drafters.growing import DynamicDrafter
+    from specheads.measure.clock import Runs
     from specheads.models.checkpoint import Export
-    from specheads.tree import Tree
 
 ALWAYS = (0.0, 0.7, 1.0)  # greedy, the headline where greedy text loops, and unmodified sampling
 
@@ -42,22 +41,21 @@ def run(config: BenchConfig) -> None:
     """
     import json
 
-    from specheads import hardware
-    from specheads.decoding.accuracy import accuracy_of
-    from specheads.decoding.benchmark import benchmark, make_methods
-    from specheads.decoding.contenders import (
+    from specheads.decoding.exported import acceptance_rule, is_plain_model, load_subject
+    from specheads.measure.bench import (
         asked_for,
+        benchmark,
         load_others,
+        make_methods,
         methods_of_others,
         other_methods,
     )
-    from specheads.decoding.exported import acceptance_rule
-    from specheads.decoding.measure import read_prompts
-    from specheads.decoding.report import failures
-    from specheads.decoding.steps import write_steps
-    from specheads.decoding.subject import is_plain_model, load_subject
+    from specheads.measure.clock import read_prompts
+    from specheads.measure.hits import accuracy_of
+    from specheads.measure.rows import failures, write_steps
     from specheads.models.base import end_tokens
     from specheads.models.output import output_layer
+    from specheads.system import hardware
 
     out = Path(config.out)
     _check_outputs(config)
@@ -173,7 +171,7 @@ def _announcement(
 
 def _check_outputs(config: BenchConfig) -> None:
     """Refuse files that could not be written, before anything is measured."""
-    from specheads.decoding.plots import check_plots
+    from specheads.measure.plots import check_plots
 
     for name in ("out", "steps", "markdown", "report"):
         path = Path(getattr(config, name))
@@ -184,7 +182,7 @@ def _check_outputs(config: BenchConfig) -> None:
     if config.report:
         check_plots("report", config.report)
     if config.card:
-        from specheads.decoding.subject import is_plain_model
+        from specheads.decoding.exported import is_plain_model
         from specheads.formats import card
 
         if is_plain_model(config.checkpoint):
@@ -194,8 +192,7 @@ def _check_outputs(config: BenchConfig) -> None:
 
 def _print(result: dict[str, Any]) -> None:
     """Print the figures as tables and sentences."""
-    from specheads.decoding.paired import format_pairs
-    from specheads.decoding.tables import (
+    from specheads.measure.render import (
         disturbance_lines,
         format_batches,
         format_divergences,
@@ -203,6 +200,7 @@ def _print(result: dict[str, Any]) -> None:
         format_table,
         headline_line,
     )
+    from specheads.measure.rows import format_pairs
 
     print(format_table(result["rows"]))
     print("\nAccept length (speed-up) per kind of prompt")
@@ -221,8 +219,7 @@ def _print(result: dict[str, Any]) -> None:
 
 def _write_pages(config: BenchConfig, result: dict[str, Any]) -> None:
     """Write the pages that were asked for, and say what was written."""
-    from specheads.decoding.html_page import html_page
-    from specheads.decoding.markdown import markdown_page
+    from specheads.measure.render import html_page, markdown_page
 
     if config.markdown:
         Path(config.markdown).write_text(markdown_page(result), encoding="utf-8")
@@ -244,7 +241,7 @@ def _headline(config: BenchConfig, asked: Sequence[DecodeConfig], export: Export
 def _dynamic(export: Export, config: BenchConfig) -> DynamicDrafter | None:
     """Return the drafter of trees grown at each step, where its size is given or was measured."""
     from specheads.decoding.exported import dynamic_settings, exported_drafter
-    from specheads.drafters.made import DynamicDrafter
+    from specheads.drafters.growing import DynamicDrafter
 
     asked = config.decode.tree == "dynamic" or config.decode.num_nodes
     if not asked and not dynamic_settings(export):
@@ -258,9 +255,8 @@ def _other_trees(export: Export, config: BenchConfig, eos: tuple[int, ...]) -> l
     """Grow the sizes asked for beside the export's tree, on the calibration prompts."""
     if not config.tree_nodes:
         return []
-    from specheads.decoding.grow import grow_static
-    from specheads.decoding.hits import collect_hits
-    from specheads.decoding.measure import read_prompts
+    from specheads.measure.clock import read_prompts
+    from specheads.measure.hits import collect_hits, grow_static
     from specheads.models.output import output_layer
 
     prompts, _ = read_prompts(

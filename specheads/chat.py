@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specheads.config import ChatConfig, ConfigError
-from specheads.entry import hydra_main, take_literal
-from specheads.terminal import (
+from specheads.config.main import hydra_main, take_literal
+from specheads.system.terminal import (
     DIM,
     RESET,
     Keys,
@@ -67,12 +67,16 @@ def run(config: ChatConfig) -> None:
 
 def _load(config: ChatConfig) -> tuple[Any, str]:
     """Return the decoder, and a line about it."""
-    from specheads import hardware
-    from specheads.decoding.drafting import check_drafter, choose_drafter
-    from specheads.decoding.exported import acceptance_rule
+    from specheads.decoding.exported import (
+        acceptance_rule,
+        check_drafter,
+        choose_drafter,
+        is_plain_model,
+        load_subject,
+    )
     from specheads.decoding.generate import SpecDecoder
-    from specheads.decoding.subject import is_plain_model, load_subject
     from specheads.models.base import load_tokenizer
+    from specheads.system import hardware
 
     check_drafter(config.decode, has_heads=not is_plain_model(config.checkpoint))
     template = _template(config)
@@ -155,7 +159,7 @@ class Chat:
 
     def turn(self, text: str) -> None:
         """Answer a message, and show how it went."""
-        from specheads.decoding.turns import summary
+        from specheads.decoding.conversation import summary
 
         turn = self._decoded(lambda on_step: self.talks.ask(text, on_step), color=self.color)
         if turn is None:
@@ -167,7 +171,7 @@ class Chat:
 
     def compare(self) -> None:
         """Decode the last answer plainly too, and compare tokens and speeds."""
-        from specheads.decoding.turns import comparison
+        from specheads.decoding.conversation import comparison
 
         fast = self.last
         if fast is None or not fast.new_tokens:
@@ -243,7 +247,7 @@ class Chat:
 
     def _decoded(self, decode: Callable[[OnStep], Turn], *, color: bool) -> Turn | None:
         """Run a turn with its text, its status line and its keys; None where there is no turn."""
-        from specheads.decoding.show import StepPrinter
+        from specheads.decoding.conversation import StepPrinter
 
         printer = StepPrinter(self.talks.tokenizer, write, color=color, safe=sys.stdout.isatty())
         self._said = ""

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specheads.config import CompareConfig, ConfigError
-from specheads.decoding.measure import max_prompt_length, prompt_file
-from specheads.entry import hydra_main, take_literal
-from specheads.json_answer import answer, answers_json
-from specheads.terminal import progress_bar
+from specheads.config.main import answer, answers_json, hydra_main, take_literal
+from specheads.measure.clock import max_prompt_length, prompt_file
+from specheads.system.terminal import progress_bar
 
 if TYPE_CHECKING:
-    from specheads.decoding.measure import Prompt
-    from specheads.decoding.subject import Subject
+    from specheads.decoding.exported import Subject
+    from specheads.measure.clock import Prompt
 
 
 @answers_json
@@ -31,12 +30,12 @@ def run(config: CompareConfig) -> None:
     """
     import json
 
-    from specheads import hardware
-    from specheads.decoding.comparing import Settings, compare_drafts
-    from specheads.decoding.subject import load_subject
-    from specheads.decoding.tables import disturbance_lines, format_compared
+    from specheads.decoding.exported import load_subject
+    from specheads.measure.drafts import Settings, compare_drafts
+    from specheads.measure.render import disturbance_lines, format_compared
     from specheads.models.base import end_tokens, input_device
     from specheads.models.draft import load_draft
+    from specheads.system import hardware
 
     _check(config)
     device = hardware.pick_device(config.device)
@@ -126,7 +125,7 @@ def chosen_prompts(
     Raises:
         ConfigError: if there are not enough of them.
     """
-    from specheads.decoding.measure import read_prompts
+    from specheads.measure.clock import read_prompts
 
     def read(path: Path, number: int) -> list[Prompt]:
         length, device = max_prompt_length(subject.base, config.max_new_tokens), subject.base.device

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specheads.config import ConfigError, DoctorConfig, RunError
-from specheads.json_answer import answer, answers_json
+from specheads.config.main import answer, answers_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,7 +31,7 @@ def run(config: DoctorConfig) -> None:
         return
     examine_installation()
     if config.device != "auto":
-        from specheads import hardware
+        from specheads.system import hardware
 
         hardware.pick_device(config.device)
 
@@ -42,9 +42,9 @@ def examine_installation() -> None:
     Raises:
         RunError: if something is missing that nothing works without.
     """
-    from specheads import installation
+    from specheads.measure import diagnose
 
-    parts = installation.examine()
+    parts = diagnose.examine_installation()
     for part in parts:
         print(f"{part.name:<15} {part.line()}")
         if part.wanting:
@@ -68,9 +68,9 @@ def examine_model(config: DoctorConfig) -> None:
         ConfigError: if it is none, or cannot be loaded.
         RunError: if it cannot be decoded, or something about it must be mended.
     """
-    from specheads import hardware
-    from specheads.decoding.diagnose import examine
+    from specheads.measure.diagnose import examine
     from specheads.models.base import load_base_model
+    from specheads.system import hardware
 
     if (Path(config.model) / "manifest.json").is_file():
         tuned = Path(config.model) / "base"
@@ -124,7 +124,7 @@ def main() -> None:
             print(f"specheads: {error}", file=sys.stderr)
             raise SystemExit(1) from None
         return
-    from specheads.entry import hydra_main, take_literal
+    from specheads.config.main import hydra_main, take_literal
 
     sys.argv[1:], model = take_literal(sys.argv[1:], "model")
 

@@ -10,6 +10,8 @@ right changes, and with it the best tree.
 ``base=`` brings a checkpoint of others in: Medusa heads of the original repository or of vLLM,
 Hydra heads of theirs. A draft model's folder can be written in another ``dtype=``, or without what
 only specheads reads (``format=draft``).
+
+Smaller heads of trained ones, as ``python -m specheads.export`` is asked for them.
 """
 
 from __future__ import annotations
@@ -19,14 +21,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specheads.config import ConfigError, ExportConfig
-from specheads.entry import hydra_main
-from specheads.files import made_for_now
-from specheads.json_answer import answer, answers_json
+from specheads.config.main import answer, answers_json, hydra_main
+from specheads.system.files import made_for_now
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from specheads.data.rows import Record
+    from specheads.data.schema import Record
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from specheads.data.schema import Record
+    from specheads.models.mtp import Heads
 
 _PROMPTS = ("prompts.jsonl", "calibration.jsonl")  # what bench and tree_search read of an export
 _PROVENANCE = "specheads.json"  # beside a draft model
@@ -36,10 +43,10 @@ _PROVENANCE = "specheads.json"  # beside a draft model
 def run(config: ExportConfig) -> None:
     """Load, change, print, write."""
     records = _check(config)
-    from specheads import hardware
-    from specheads.formats.finish import finish
-    from specheads.formats.imports import is_foreign
+    from specheads.formats.read import is_foreign
+    from specheads.formats.write import finish
     from specheads.models.checkpoint import read_config
+    from specheads.system import hardware
 
     hardware.quiet_loading()
     output = Path(config.output)
@@ -65,8 +72,8 @@ def run(config: ExportConfig) -> None:
 
 def _check(config: ExportConfig) -> list[Record]:
     """Check the settings before anything is loaded; return the records to count, if any."""
-    from specheads import hardware
-    from specheads.data.records import read_jsonl
+    from specheads.data.load import read_jsonl
+    from specheads.system import hardware
 
     changes = config.lm_head != "keep" or config.merge or config.dtype is not None or config.push
     if config.format == "native" and not changes and not config.base:
@@ -94,9 +101,9 @@ def _check(config: ExportConfig) -> list[Record]:
             f"output={output} cannot be made: {error.strerror}; give a folder that can be written"
         ) from None
     if config.push:
-        from specheads.formats import push
+        from specheads.formats import write
 
-        push.check(config.push)
+        write.check(config.push)
     if config.lm_head == "low_rank":
         hardware.pick_device(config.device)
     if config.lm_head != "pruned":
@@ -127,8 +134,9 @@ def _native(config: ExportConfig, records: list[Record]) -> dict[str, Any]:
     """Write a native export; return what its config.json holds."""
     from specheads.models.base import load_tokenizer
     from specheads.models.checkpoint import load_heads, read_config, save_export
-    from specheads.smaller import changed, choice, num_bytes, size
-    from specheads.tree import Tree
+
+    pass  # MOVED
+    from specheads.attention.tree import Tree
 
     info = read_config(config.checkpoint)
     _check_heads(config, info)
@@ -169,7 +177,7 @@ def _native(config: ExportConfig, records: list[Record]) -> dict[str, Any]:
 
 def _check_heads(config: ExportConfig, info: dict[str, Any]) -> None:
     """Refuse what cannot be done to the heads, from config.json alone."""
-    from specheads.smaller import choice
+    pass  # MOVED
 
     if config.lm_head != "keep" and info["kind"] == "mtp":
         raise ConfigError(f"{choice(config)} is not for MTP heads, which {config.checkpoint} has")
@@ -197,15 +205,15 @@ def _tuned_base(config: ExportConfig, info: dict[str, Any]) -> PreTrainedModel |
 
 def _foreign(config: ExportConfig, info: dict[str, Any]) -> list[str]:
     """Write an export of heads in another format; return what there is to say."""
-    from specheads.formats import writing
+    from specheads.formats import write
 
-    writing.check_form(config.format, config.checkpoint, info)
-    return writing.write(config.format, config.checkpoint, Path(config.output), info, config.dtype)
+    write.check_form(config.format, config.checkpoint, info)
+    return write.write(config.format, config.checkpoint, Path(config.output), info, config.dtype)
 
 
 def _draft(config: ExportConfig) -> tuple[str, list[str], dict[str, Any]]:
     """Write a draft model again, in another dtype or as a plain folder."""
-    from specheads.formats import draft
+    from specheads.formats import write
 
     if config.lm_head != "keep" or config.merge:
         raise ConfigError(
@@ -217,12 +225,12 @@ def _draft(config: ExportConfig) -> tuple[str, list[str], dict[str, Any]]:
             " format=draft writes for every engine"
         )
     form = "native" if config.format == "native" else "draft"
-    return form, *draft.write(form, config.checkpoint, Path(config.output), config.dtype)
+    return form, *write.write_draft(form, config.checkpoint, Path(config.output), config.dtype)
 
 
 def _import(config: ExportConfig) -> tuple[str, list[str], dict[str, Any]]:
     """Bring a checkpoint of others into native."""
-    from specheads.formats.imports import bring_in
+    from specheads.formats.read import bring_in
     from specheads.models.checkpoint import read_config
 
     notes = bring_in(
@@ -242,3 +250,84 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def changed(
+    config: ExportConfig,
+    heads: Heads,
+    tokenizer: PreTrainedTokenizerBase,
+    records: list[Record],
+) -> tuple[Heads, dict[str, Any]]:
+    """Return the heads that are asked for, and what the new export says about how they came."""
+    from specheads.models.compress import low_rank_heads, pruned_heads, relative_errors
+    from specheads.models.mtp import MtpHeads
+    from specheads.system import hardware
+
+    if config.lm_head == "keep" or isinstance(heads, MtpHeads):
+        return heads, {}
+    try:
+        if config.lm_head == "low_rank":
+            smaller = low_rank_heads(heads.to(hardware.pick_device(config.device)), config.rank)
+            errors = relative_errors(heads, smaller)
+            for i, error in enumerate(errors):
+                print(f"head {i}: relative error of its output matrix {error:.4f}")
+            return smaller, {"rank": config.rank, "relative_errors": errors}
+        kept, coverage = _most_frequent(config, heads, tokenizer, records)
+        return pruned_heads(heads, kept), {"num_kept": config.num_kept, **coverage}
+    except ValueError as error:
+        raise ConfigError(f"{config.checkpoint}: {error}") from None
+
+
+def _most_frequent(
+    config: ExportConfig,
+    heads: Heads,
+    tokenizer: PreTrainedTokenizerBase,
+    records: list[Record],
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return the tokens to keep, and how much of the counted answers they are; prints that."""
+    import numpy as np
+    from tqdm import tqdm
+
+    from specheads.data.chat import Encoder
+    from specheads.losses.cross_entropy import IGNORE
+    from specheads.training.setup import most_frequent
+
+    encode = Encoder(tokenizer)
+    documents = [encode(record) for record in tqdm(records, unit="record", disable=None)]
+    learned = np.concatenate([document.labels for document in documents])
+    learned = learned[learned != IGNORE]
+    if not len(learned):
+        raise ConfigError(f"counted={config.counted}: its records hold no answers")
+    kept = most_frequent(documents, heads.vocab_size, config.num_kept)
+    share, seen = float(np.isin(learned, kept.numpy()).mean()), len(np.unique(learned))
+    print(
+        f"the {len(kept):,} kept tokens are {share:.2%} of the {len(learned):,} answer tokens of"
+        f" {config.counted}"
+    )
+    if seen < len(kept):
+        print(f"only {seen:,} different tokens occur there; the others are kept by their number")
+    return kept, {"counted_tokens": len(learned), "counted_share": share}
+
+
+def choice(config: ExportConfig) -> str:
+    """Return the settings that ask for smaller heads, as the user wrote them."""
+    if config.lm_head == "low_rank":
+        return f"lm_head=low_rank rank={config.rank}"
+    return f"lm_head=pruned num_kept={config.num_kept}"
+
+
+def num_bytes(heads: Heads, dtype: str | None = None) -> int:
+    """Return the size of all tensors of ``heads``, as they are or in ``dtype``."""
+    from specheads.models.base import torch_dtype
+
+    return sum(
+        tensor.numel()
+        * (torch_dtype(dtype) if dtype and tensor.is_floating_point() else tensor.dtype).itemsize
+        for tensor in heads.state_dict().values()
+    )
+
+
+def size(heads: Heads, dtype: str | None = None) -> str:
+    """Return how many parameters ``heads`` have and what they take, in words."""
+    parameters = sum(parameter.numel() for parameter in heads.parameters())
+    return f"{parameters:,} parameters in {num_bytes(heads, dtype) / 1e6:,.2f} MB"

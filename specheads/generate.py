@@ -18,12 +18,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from specheads.config import ConfigError, GenerateConfig
-from specheads.entry import hydra_main, take_literal, take_literals
-from specheads.json_answer import answer, answers_json
-from specheads.terminal import harmless, wants_color, write
+from specheads.config.main import answer, answers_json, hydra_main, take_literal, take_literals
+from specheads.system.terminal import harmless, wants_color, write
 
 if TYPE_CHECKING:
-    from specheads.data.rows import Record
+    from specheads.data.schema import Record
     from specheads.decoding.generate import SpecDecoder
     from specheads.decoding.result import DecodeResult
 
@@ -31,14 +30,18 @@ if TYPE_CHECKING:
 @answers_json
 def run(config: GenerateConfig) -> None:
     """Load, decode, print."""
-    from specheads import hardware
     from specheads.data.chat import Encoder
-    from specheads.decoding.drafting import check_drafter, choose_drafter
-    from specheads.decoding.exported import acceptance_rule
+    from specheads.decoding.exported import (
+        acceptance_rule,
+        check_drafter,
+        choose_drafter,
+        is_plain_model,
+        load_subject,
+    )
     from specheads.decoding.generate import SpecDecoder
-    from specheads.decoding.subject import is_plain_model, load_subject
     from specheads.models.base import context_length
-    from specheads.tree_support import tree_support
+    from specheads.models.support import tree_support
+    from specheads.system import hardware
 
     if not config.plain:
         check_drafter(config.decode, has_heads=not is_plain_model(config.checkpoint))
@@ -83,7 +86,7 @@ def run(config: GenerateConfig) -> None:
 def _run_one(
     config: GenerateConfig, decoder: SpecDecoder, prompt: Sequence[int], context: int
 ) -> None:
-    from specheads.decoding.show import StepPrinter
+    from specheads.decoding.conversation import StepPrinter
 
     assert decoder.tokenizer is not None
     color = wants_color(config.color, sys.stdout)
@@ -184,7 +187,7 @@ def _decode(
     seed: int,
     **more: Any,
 ) -> DecodeResult:
-    from specheads.decoding.asked import decode_arguments
+    from specheads.decoding.generate import decode_arguments
 
     assert decoder.tokenizer is not None
     return decoder.generate(
@@ -197,7 +200,7 @@ def _decode(
 
 
 def _records(config: GenerateConfig, *, has_template: bool) -> list[Record]:
-    from specheads.data.records import read_jsonl
+    from specheads.data.load import read_jsonl
 
     if config.prompts:
         return read_jsonl(config.prompts)

@@ -16,29 +16,25 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specheads import dist
+from specheads.attention.tree import Tree
 from specheads.config import ConfigError, EvaluateConfig, TrainConfig, TreeConfig
 from specheads.data.chat import Encoder
-from specheads.data.rows import Record
-from specheads.decoding.calibrate import Calibration
-from specheads.decoding.evaluate import choose_tree, decode_heldout, write_prompts
-from specheads.decoding.expected import describe_expected, expect
-from specheads.decoding.outcome import final_evaluation
+from specheads.data.schema import Record
 from specheads.formats import card
-from specheads.log import Outcome, RunLog
+from specheads.measure.calibrate import Calibration, describe_expected, expect
+from specheads.measure.evaluate import choose_tree, decode_heldout, final_evaluation, write_prompts
 from specheads.models.adapters import has_adapter, merge_adapter, merges
 from specheads.models.base import context_length, end_tokens
-from specheads.models.checkpoint import Export, read_config, save_export, set_tree
-from specheads.models.digest import base_digest
-from specheads.models.heads_files import as_loaded
-from specheads.models.kinds import Heads
+from specheads.models.checkpoint import Export, as_loaded, read_config, save_export, set_tree
+from specheads.models.mtp import Heads
+from specheads.models.names import base_digest
 from specheads.models.output import OutputLayer
 from specheads.models.quantize import quantization_of
+from specheads.runs.log import Outcome, RunLog
+from specheads.system import dist
 from specheads.training.best import chosen as chosen_step
 from specheads.training.heldout import Original, heldout_loss
-from specheads.training.parts import heads_accuracy
-from specheads.training.prepare import Data, prompt_records
-from specheads.tree import Tree
+from specheads.training.setup import Data, heads_accuracy, prompt_records
 
 
 def check_tree(tree: TreeConfig, evaluate: EvaluateConfig, num_heads: int) -> None:

@@ -12,26 +12,24 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specheads.config import ConfigError, PreviewConfig, RunError
-from specheads.entry import hydra_main, take_literal
-from specheads.json_answer import answer, answers_json
-from specheads.terminal import harmless, wants_color, write
+from specheads.config.main import answer, answers_json, hydra_main, take_literal
+from specheads.system.terminal import harmless, wants_color, write
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from transformers import PreTrainedTokenizerBase
 
-    from specheads.data.rows import Record
+    from specheads.data.schema import Record
 
 
 @answers_json
 def run(config: PreviewConfig) -> None:
     """Read, encode, print."""
-    from specheads.data.chat import encode_records, pad_token_id
+    from specheads.data.chat import encode_records, pad_token_id, pick, share
     from specheads.data.dropped import Dropped
-    from specheads.data.masks import pick, share
+    from specheads.data.load import load_records
     from specheads.data.pack import PackedBatches
-    from specheads.data.records import load_records
     from specheads.models.base import load_tokenizer
 
     data = config.data
@@ -83,10 +81,9 @@ def run(config: PreviewConfig) -> None:
 def _show(
     config: PreviewConfig, chosen: Sequence[Record], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    from specheads.data.chat import Encoder
+    from specheads.data.chat import PLAIN, Encoder, render_mask, share
     from specheads.data.dropped import RecordError
-    from specheads.data.masks import PLAIN, render, share
-    from specheads.losses import IGNORE
+    from specheads.losses.cross_entropy import IGNORE
 
     color = wants_color(config.color, sys.stdout)
     brackets = PLAIN if _can_show("".join(PLAIN)) else (">>>", "<<<")
@@ -102,7 +99,7 @@ def _show(
         long = len(encoded.input_ids) > config.data.seq_len
         note = f", longer than data.seq_len={config.data.seq_len}" if long else ""
         _write(f"{title}: {share(learned, len(encoded.input_ids))}{note}")
-        write(render(encoded, tokenizer, color=color, brackets=brackets) + "\n\n")
+        write(render_mask(encoded, tokenizer, color=color, brackets=brackets) + "\n\n")
 
 
 def _can_show(text: str) -> bool:

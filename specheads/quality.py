@@ -15,19 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specheads.config import ConfigError, QualityConfig
-from specheads.decoding.measure import max_prompt_length, prompt_file
-from specheads.entry import hydra_main, take_literal
-from specheads.json_answer import answer as answer_json
-from specheads.json_answer import answers_json
-from specheads.terminal import progress_bar
+from specheads.config.main import answer as answer_json
+from specheads.config.main import answers_json, hydra_main, take_literal
+from specheads.measure.clock import max_prompt_length, prompt_file
+from specheads.system.terminal import progress_bar
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from specheads.data.encoder import Encoded
-    from specheads.decoding.measure import Prompt
-    from specheads.decoding.subject import Subject
+    from specheads.data.chat import Encoded
+    from specheads.decoding.exported import Subject
+    from specheads.measure.clock import Prompt
 
 
 @answers_json
@@ -39,14 +38,17 @@ def run(config: QualityConfig) -> None:
     """
     import json
 
-    from specheads import hardware
-    from specheads.decoding.drafting import check_drafter
-    from specheads.decoding.exported import acceptance_rule
-    from specheads.decoding.measure import read_prompts
-    from specheads.decoding.quality import greedy_agreement, read_answers, summarise
-    from specheads.decoding.quality_report import format_quality
-    from specheads.decoding.subject import is_plain_model, load_subject
+    from specheads.decoding.exported import (
+        acceptance_rule,
+        check_drafter,
+        is_plain_model,
+        load_subject,
+    )
+    from specheads.measure.clock import read_prompts
+    from specheads.measure.quality import greedy_agreement, read_answers, summarise
+    from specheads.measure.render import format_quality
     from specheads.models.base import end_tokens
+    from specheads.system import hardware
 
     out = Path(config.out)
     if not out.parent.is_dir():
@@ -125,7 +127,7 @@ def original_of(config: QualityConfig) -> tuple[str, str]:
     Raises:
         ConfigError: if the export cannot be read.
     """
-    from specheads.decoding.subject import is_plain_model
+    from specheads.decoding.exported import is_plain_model
     from specheads.models.checkpoint import read_config
 
     if config.original:
@@ -154,9 +156,8 @@ def load_original(
             changed.
     """
     from specheads.models.base import load_base_model, load_tokenizer
-    from specheads.models.digest import base_digest
     from specheads.models.draft import check_same_tokenizer
-    from specheads.models.names import check_recorded
+    from specheads.models.names import base_digest, check_recorded
 
     recorded: dict[str, Any] = subject.export.config["base"] if subject.export else {}
     revision = None
@@ -191,9 +192,9 @@ def read_documents(
     Raises:
         ConfigError: if the file is wrong, or no record is left.
     """
-    from specheads.data.encoder import Encoder
-    from specheads.data.records import read_jsonl
-    from specheads.decoding.quality import answer_places
+    from specheads.data.chat import Encoder
+    from specheads.data.load import read_jsonl
+    from specheads.measure.quality import answer_places
     from specheads.models.base import context_length
 
     models = [subject.base, *([original] if original is not None else [])]
@@ -233,9 +234,8 @@ def _lossy(
     eos: tuple[int, ...],
     tick: Callable[[], object],
 ) -> dict[str, Any]:
-    from specheads.decoding.drafting import choose_drafter
-    from specheads.decoding.exported import acceptance_rule
-    from specheads.decoding.quality import lossy_cost
+    from specheads.decoding.exported import acceptance_rule, choose_drafter
+    from specheads.measure.quality import lossy_cost
 
     return lossy_cost(
         subject.base,

@@ -19,16 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 from specheads import __version__
 from specheads.config import ConfigError, InterruptedRunError, RegenerateConfig, RunError
-from specheads.entry import hydra_main, take_literal
-from specheads.json_answer import answer, answers_json
-from specheads.training.signals import StopSignal
+from specheads.config.main import answer, answers_json, hydra_main, take_literal
+from specheads.system.signals import StopSignal
 
 if TYPE_CHECKING:
-    from specheads.data.answers import AnswerFile
-    from specheads.data.client import Client
-    from specheads.data.outcome import Outcome
-    from specheads.data.rows import Record
-    from specheads.decoding.answering import Answering
+    from specheads.data.schema import Record
+    from specheads.regeneration.answers import AnswerFile, Outcome
+    from specheads.regeneration.endpoint import Client
+    from specheads.regeneration.engine import Answering
 
     Asker = Callable[[Sequence[Record]], Iterator[Outcome]]
 
@@ -38,9 +36,9 @@ _LINE_EVERY = 60.0  # seconds, where no bar can be shown
 @answers_json
 def run(config: RegenerateConfig) -> None:
     """Check, load, answer, and say what came of it."""
-    from specheads import hardware
-    from specheads.data.answers import AnswerFile
-    from specheads.decoding.answering import settings_of, who_answers
+    from specheads.regeneration.answers import AnswerFile
+    from specheads.regeneration.engine import settings_of, who_answers
+    from specheads.system import hardware
 
     hardware.quiet_loading()
     if config.prompts and Path(config.prompts).resolve() == Path(config.output).resolve():
@@ -115,9 +113,9 @@ def read_input(config: RegenerateConfig) -> list[Record]:
     Raises:
         ConfigError: if the input is wrong, or one of its records holds a text.
     """
-    from specheads.data.dialogue import check_answerable
     from specheads.data.dropped import Dropped
-    from specheads.data.records import load_records, read_jsonl
+    from specheads.data.load import load_records, read_jsonl
+    from specheads.regeneration.dialogue import check_answerable
 
     if config.prompts:
         records = read_jsonl(config.prompts)
@@ -141,7 +139,7 @@ def endpoint_client(config: RegenerateConfig) -> Client | None:
     Raises:
         ConfigError: if ``endpoint`` is no url.
     """
-    from specheads.data.client import Client
+    from specheads.regeneration.endpoint import Client
 
     if not config.endpoint:
         return None
@@ -172,8 +170,8 @@ def _answer_all(
 
 
 def _ask_engine(config: RegenerateConfig, who: Answering, drawn: dict[str, Any]) -> Asker:
-    from specheads.data.stored import tokenizer_digest
-    from specheads.decoding.answering import load_engine
+    from specheads.data.schema import tokenizer_digest
+    from specheads.regeneration.engine import load_engine
 
     engine = load_engine(config, who)
     made = {
@@ -194,10 +192,10 @@ def _ask_engine(config: RegenerateConfig, who: Answering, drawn: dict[str, Any])
 def _ask_server(
     client: Client, config: RegenerateConfig, who: Answering, drawn: dict[str, Any]
 ) -> Asker:
-    from specheads.data.dialogue import span_encoder
-    from specheads.data.endpoint import Asking
-    from specheads.decoding.answering import sampling_of
     from specheads.models.base import load_tokenizer
+    from specheads.regeneration.dialogue import span_encoder
+    from specheads.regeneration.endpoint import Asking
+    from specheads.regeneration.engine import sampling_of
 
     encode = None
     if config.model:

@@ -17,25 +17,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specheads.config import ConfigError, SpecBenchConfig
-from specheads.entry import hydra_main
-from specheads.json_answer import answer as answer_json
-from specheads.json_answer import answers_json
-from specheads.terminal import progress_bar
+from specheads.config.main import answer as answer_json
+from specheads.config.main import answers_json, hydra_main
+from specheads.system.terminal import progress_bar
 
 if TYPE_CHECKING:
-    from specheads.data.suites import Question
-    from specheads.data.templates import QuestionPrompts
-    from specheads.decoding.answer_files import AnswerFile
+    from specheads.data.suites import Question, QuestionPrompts
+    from specheads.measure.suites import AnswerFile
 
 
 def __getattr__(name: str) -> Any:
     """Import :func:`forward` and :func:`load`, hence torch, when somebody asks for them."""
     if name == "forward":
-        from specheads.decoding.suite_answers import forward
+        from specheads.measure.suites import forward
 
         return forward
     if name == "load":
-        from specheads.decoding.drafting import load_decoder
+        from specheads.decoding.exported import load_decoder
 
         return load_decoder
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -50,14 +48,18 @@ def run(config: SpecBenchConfig) -> None:
     """
     import json
 
-    from specheads import contention, hardware
-    from specheads.data.suites import read_questions
-    from specheads.data.templates import QuestionPrompts
-    from specheads.decoding.answer_files import AnswerFile, details_of, read_answers, read_details
-    from specheads.decoding.drafting import check_drafter
-    from specheads.decoding.subject import is_plain_model
-    from specheads.decoding.suite_scores import format_scores, score
+    from specheads.data.suites import QuestionPrompts, read_questions
+    from specheads.decoding.exported import check_drafter, is_plain_model
+    from specheads.measure.suites import (
+        AnswerFile,
+        details_of,
+        format_scores,
+        read_answers,
+        read_details,
+        score,
+    )
     from specheads.models.base import load_tokenizer
+    from specheads.system import hardware
 
     out = Path(config.out)
     if not out.parent.is_dir():
@@ -83,9 +85,9 @@ def run(config: SpecBenchConfig) -> None:
         for number, question in enumerate(questions)
         if (missing := [name for name, file in files.items() if not file.has(question)])
     }
-    before = contention.sample()
+    before = hardware.sample()
     left_out = _answer_all(config, questions, todo, files, prompts, dtype) if todo else []
-    others = contention.between(before, contention.sample()) if todo else None
+    others = hardware.between(before, hardware.sample()) if todo else None
     for file in files.values():
         file.reorganise()
     asked = {question.id for question in questions}
@@ -139,9 +141,9 @@ def model_ids(config: SpecBenchConfig, names: Sequence[str], dtype: str) -> tupl
 
 def _settings(config: SpecBenchConfig, prompts: QuestionPrompts, dtype: str) -> dict[str, Any]:
     """Return what decides the answers and their times, but for the drafter."""
-    from specheads.decoding.subject import is_plain_model
-    from specheads.models.digest import base_digest, file_sha256
+    from specheads.decoding.exported import is_plain_model
     from specheads.models.manifest import MANIFEST
+    from specheads.models.names import base_digest, file_sha256
 
     weights = config.checkpoint
     if not is_plain_model(weights):
@@ -168,9 +170,9 @@ def _answer_all(
     dtype: str,
 ) -> list[int | str]:
     """Load, and answer what is missing; return the questions left out because they are too long."""
-    from specheads.decoding.drafting import load_decoder
+    from specheads.decoding.exported import load_decoder
     from specheads.decoding.generate import SpecDecoder
-    from specheads.decoding.suite_answers import Asked, answer_all
+    from specheads.measure.suites import Asked, answer_all
 
     drafted = load_decoder(
         config.checkpoint, config.decode, base=config.base, dtype=dtype, device=config.device
@@ -193,7 +195,7 @@ def _answer_all(
 
 def _remarks(config: SpecBenchConfig, result: Mapping[str, Any], alike: bool) -> list[str]:
     """Return what a reader of the table has to know."""
-    from specheads.contention import SHARE_LIMIT
+    from specheads.system.hardware import SHARE_LIMIT
 
     lines = []
     overall = result["scores"][-1]

@@ -22,16 +22,16 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from specheads import dist, hardware, heartbeat
-from specheads.assets import conf_dir, recipes_dir
 from specheads.config import ConfigError, InterruptedRunError, RunError, TrainConfig
-from specheads.config.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
-from specheads.entry import hydra_main
-from specheads.launch import read_launcher
-from specheads.metrics_file import read_rows
-from specheads.run_dir import check_run_dir, discard, is_used
-from specheads.terminal import stop
-from specheads.training.signals import StopSignal
+from specheads.config.main import hydra_main
+from specheads.runs.directory import check_run_dir, discard, is_used
+from specheads.runs.metrics import read_rows
+from specheads.system import dist, hardware, heartbeat
+from specheads.system.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+from specheads.system.files import conf_dir, recipes_dir
+from specheads.system.launch import read_launcher
+from specheads.system.signals import StopSignal
+from specheads.system.terminal import stop
 
 Recipe = Callable[[TrainConfig], None]
 
@@ -125,7 +125,7 @@ def train(cfg: TrainConfig) -> None:
         cfg = ready_to_resume(cfg, say)
     keep_freed_memory()
     hardware.pin_threads(None)
-    from specheads.training.state import seed_generators
+    from specheads.training.checkpoints import seed_generators
 
     seed_generators(cfg.seed)
     if not sys.stderr.isatty():

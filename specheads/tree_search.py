@@ -13,30 +13,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specheads.config import ConfigError, TreeSearchConfig
-from specheads.decoding.measure import max_prompt_length, prompt_file
-from specheads.entry import hydra_main
-from specheads.json_answer import answer, answers_json
-from specheads.terminal import progress_bar
+from specheads.config.main import answer, answers_json, hydra_main
+from specheads.measure.clock import max_prompt_length, prompt_file
+from specheads.system.terminal import progress_bar
 
 if TYPE_CHECKING:
     import torch
 
-    from specheads.decoding.measure import Prompt
+    from specheads.attention.tree import Tree
     from specheads.drafters.contract import Drafter
+    from specheads.measure.clock import Prompt
     from specheads.models.checkpoint import Export
-    from specheads.tree import Tree
 
 
 @answers_json
 def run(config: TreeSearchConfig) -> None:
     """Load, measure, print, write."""
-    from specheads import hardware
-    from specheads.decoding.calibrate import calibrate
-    from specheads.decoding.draw_tree import tree_svg, tree_text
     from specheads.formats import card
+    from specheads.measure.calibrate import calibrate
+    from specheads.measure.plots import tree_svg, tree_text
     from specheads.models.base import end_tokens
     from specheads.models.checkpoint import load_export, set_tree
     from specheads.models.output import output_layer
+    from specheads.system import hardware
 
     picture = Path(config.out or Path(config.checkpoint) / "tree.svg")
     if config.out and not picture.parent.is_dir():
@@ -108,7 +107,7 @@ def choose_prompts(
     Raises:
         ConfigError: if a file of prompts to measure holds none that is not calibrated on.
     """
-    from specheads.decoding.measure import read_prompts
+    from specheads.measure.clock import read_prompts
 
     longest = max_prompt_length(export.base, config.max_new_tokens)
 
@@ -154,8 +153,8 @@ def check(
     """Decode prompts that were not calibrated on, and compare accept lengths with the expected."""
     import hashlib
 
-    from specheads.decoding.gains import decoded_gains
-    from specheads.drafters.made import dynamic_drafter, static_drafter
+    from specheads.drafters.growing import dynamic_drafter, static_drafter
+    from specheads.measure.hits import decoded_gains
     from specheads.models.output import output_layer
 
     def gain(name: str, drafter: Drafter, expected: float) -> dict[str, Any]:
@@ -231,7 +230,7 @@ def format_sizes(measured_on: dict[str, Any]) -> str:
 
 def format_result(measured_on: dict[str, Any], depth: int) -> str:
     """Return what was chosen, what is expected of it and what came of it."""
-    from specheads.decoding.report import DRIFT_LIMIT
+    from specheads.measure.rows import DRIFT_LIMIT
 
     if "sizes" not in measured_on:
         return "do not speculate here: no guess of any head was right"

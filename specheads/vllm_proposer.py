@@ -25,8 +25,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from specheads.drafters.lookahead import NgramPool
-from specheads.drafters.ngram import NgramDrafter, NgramRow
-from specheads.drafters.suffix import SuffixAutomaton
+from specheads.drafters.lookup import NgramDrafter, NgramRow, SuffixAutomaton
 
 State = TypeVar("State")
 Tokens = NDArray[np.integer[Any]]

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.decoding.loop import decode
-from specheads.decoding.plain import plain_decode
+from specheads.attention.cache import TreeCache
+from specheads.decoding.loop import decode, plain_decode
 from specheads.decoding.result import DecodeResult
 from specheads.drafters.contract import Drafter
-from specheads.kv_cache import TreeCache
 from specheads.models.forward import ModelPass
-from specheads.sampling import Sampler
+from specheads.verification.sampling import Sampler
 from tests.ragged import NUM_NEW, ROWS, new_tokens, padded
 
 Make = Callable[[], Drafter]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from specheads.tree import Tree
+from specheads.attention.tree import Tree
 
 Prefix = tuple[int, ...]
 NEGLIGIBLE = 1e-14  # outcomes that only rounding gives a probability

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from specheads import export
+from specheads.attention.tree import default_tree
 from specheads.config import ExportConfig
 from specheads.models.base import load_tokenizer
 from specheads.models.checkpoint import save_export
-from specheads.models.digest import base_digest
 from specheads.models.heads import MedusaHeads
-from specheads.tree import default_tree
+from specheads.models.names import base_digest
 
 VOCAB, SIZE, HEADS = 272, 32, 3
 

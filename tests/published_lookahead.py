@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from specheads.sampling import Sampler
+from specheads.verification.sampling import Sampler
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from specheads.attention.tree import Tree
 from specheads.drafters.contract import Candidates, Prefill, StepResult
-from specheads.noise import draft_noise
-from specheads.rejection import sample_siblings, sample_top_and_one
-from specheads.tree import Tree
+from specheads.verification.rejection import sample_siblings, sample_top_and_one
+from specheads.verification.sampling import draft_noise
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads import tree_support
+from specheads.attention.tree import RowTrees, Tree
 from specheads.drafters.contract import FINAL, Candidates, Prefill, StepResult
-from specheads.tree import RowTrees, Tree
+from specheads.models import support as tree_support
 from tests.zoo import SMALL, VOCAB, build
 
 __all__ = ["MODELS", "SMALL", "VOCAB", "ScriptedDrafter", "build"]

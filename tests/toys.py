@@ -18,7 +18,7 @@ from specheads.config import (
     OptimConfig,
     TrainConfig,
 )
-from specheads.losses import IGNORE, shift_labels
+from specheads.losses.cross_entropy import IGNORE, shift_labels
 
 VOCAB_SIZE, HIDDEN_SIZE, NUM_HEADS = 11, 6, 2
 

@@ -5,14 +5,16 @@ this package must stay cheap: no torch, no transformers (``--help`` answers at o
 the library imports it for its errors, and runs where Hydra is not installed.
 """
 
-from specheads.config.chat import ChatConfig
 from specheads.config.commands import (
     BenchConfig,
+    ChatConfig,
     CompareConfig,
     DecodeConfig,
     DoctorConfig,
     ExportConfig,
     GenerateConfig,
+    QualityConfig,
+    SpecBenchConfig,
     TreeSearchConfig,
 )
 from specheads.config.compose import explain, export_of, register_schemas, to_config
@@ -23,15 +25,6 @@ from specheads.config.data import (
     RegenerateConfig,
     mixture_parts,
 )
-from specheads.config.errors import (
-    DTYPES,
-    MISSING,
-    ConfigError,
-    InterruptedRunError,
-    RunError,
-    dtype_name,
-)
-from specheads.config.suites import QualityConfig, SpecBenchConfig
 from specheads.config.training import (
     AdapterConfig,
     CheckpointConfig,
@@ -45,6 +38,14 @@ from specheads.config.training import (
     OptimConfig,
     TrainConfig,
     TreeConfig,
+)
+from specheads.system.errors import (
+    DTYPES,
+    MISSING,
+    ConfigError,
+    InterruptedRunError,
+    RunError,
+    dtype_name,
 )
 
 __all__ = [

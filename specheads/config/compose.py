@@ -8,8 +8,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from specheads.config import chat, commands, data, suites, training
-from specheads.config.errors import ConfigError
+from specheads.config import commands, data, training
+from specheads.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -34,7 +34,7 @@ def explain(error: Exception) -> str:
     unknown = re.search(r"Key '(\w+)' (?:is )?not in '(\w+)'", text)
     if unknown:  # Hydra's own advice is "+key=value", which to_config refuses
         key, owner = unknown.groups()
-        modules = (training, commands, data, chat, suites)
+        modules = (training, commands, data, commands, commands)
         schema = next((s for m in modules if (s := getattr(m, owner, None))), None)
         names = [f.name for f in fields(schema)] if is_dataclass(schema) else []
         path = full_key.group(1) if full_key else key
@@ -125,7 +125,7 @@ def register_schemas() -> None:
     store = ConfigStore.instance()
     store.store(name="train_schema", node=training.TrainConfig)
     store.store(name="generate_schema", node=commands.GenerateConfig)
-    store.store(name="chat_schema", node=chat.ChatConfig)
+    store.store(name="chat_schema", node=commands.ChatConfig)
     store.store(name="bench_schema", node=commands.BenchConfig)
     store.store(name="compare_schema", node=commands.CompareConfig)
     store.store(name="tree_search_schema", node=commands.TreeSearchConfig)
@@ -133,5 +133,5 @@ def register_schemas() -> None:
     store.store(name="export_schema", node=commands.ExportConfig)
     store.store(name="preview_schema", node=data.PreviewConfig)
     store.store(name="regenerate_schema", node=data.RegenerateConfig)
-    store.store(name="spec_bench_schema", node=suites.SpecBenchConfig)
-    store.store(name="quality_schema", node=suites.QualityConfig)
+    store.store(name="spec_bench_schema", node=commands.SpecBenchConfig)
+    store.store(name="quality_schema", node=commands.QualityConfig)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any
 
-from specheads.config.errors import (
+from specheads.system.errors import (
     DTYPES,
     MISSING,
     ConfigError,

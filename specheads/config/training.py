@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specheads.config.data import DataConfig, FeaturesConfig
-from specheads.config.errors import DTYPES, MISSING, check, check_device, dtype_name, one_of
+from specheads.system.errors import DTYPES, MISSING, check, check_device, dtype_name, one_of
 
 
 @dataclass

@@ -2,8 +2,10 @@
 
 A row holds whole documents. Each starts at position 0 in its own segment, from which transformers
 builds attention that stays inside documents (only where no cache is made: ``use_cache=False``) and
-:mod:`specheads.losses` keeps labels inside them. Padding is a segment of its own; it is marked by
-place, never by token id, since many tokenizers pad with eos.
+:mod:`specheads.losses.cross_entropy` keeps labels inside them. Padding is a segment of its own; it
+is marked by place, never by token id, since many tokenizers pad with eos.
+
+Rows that become longer while the run goes on.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ from transformers import PreTrainedModel
 
 from specheads.config import ConfigError
 from specheads.data.chat import Encoded
-from specheads.losses import IGNORE
+from specheads.losses.cross_entropy import IGNORE
 from specheads.models.base import input_embedding
-from specheads.models.hidden import packed_hidden
+from specheads.models.output import packed_hidden
+from specheads.system import dist
 
 Batch = dict[str, Any]
 
@@ -285,3 +288,42 @@ def check_isolation(
 def _hidden(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor) -> Tensor:
     device = input_embedding(model).device
     return packed_hidden(model, input_ids.to(device), position_ids.to(device)).float()
+
+
+class GrowingBatches:
+    """Short rows first, long rows later: cheap tokens while there is little context to use.
+
+    Every stage has its own packing of the data; the place in the run decides the stage.
+    """
+
+    def __init__(self, stages: Sequence[tuple[int, PackedBatches]]) -> None:
+        """Take ``(last micro-batch of the stage, its batches)``, in order."""
+        self.stages = list(stages)
+        self.taken = 0
+
+    @property
+    def current(self) -> PackedBatches:
+        """The batches of the stage that the next micro-batch belongs to."""
+        later = (batches for end, batches in self.stages if self.taken < end)
+        return next(later, self.stages[-1][1])
+
+    @property
+    def documents(self) -> Sequence[Encoded]:
+        """The documents of the longest rows."""
+        return self.stages[-1][1].documents
+
+    def __next__(self) -> dict[str, Any]:
+        batches = self.current
+        self.taken += 1
+        return next(batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the run and in every packing, for any number of ranks; plain JSON."""
+        taken = self.taken * dist.world_size()  # by all ranks together
+        return {"taken": taken, "stages": [b.state_dict() for _, b in self.stages]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved place."""
+        self.taken = int(state["taken"]) // dist.world_size()
+        for (_, batches), inner in zip(self.stages, state["stages"], strict=True):
+            batches.load_state_dict(inner)

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from specheads.config import ConfigError, DataConfig
 from specheads.data.dropped import RecordError, one_line
-from specheads.data.rows import CONTENTS, EXPECTED, columns_advice, wanted
+from specheads.data.schema import CONTENTS, EXPECTED, columns_advice, wanted
 
 MAX_DEPTH = 64  # of objects and lists in a row; what reads them by recursion has a limit
 _BATCH = 256  # rows of a table that are converted at a time

@@ -4,23 +4,33 @@ The rows of all epochs form one endless order. It is made window by window, each
 ``data.shuffle_buffer`` rows that are shuffled by seed, epoch and place, so that a place in it is a
 few numbers. Row ``k`` of the order belongs to rank ``k % world``: every rank reads all windows, and
 parses its own rows.
+
+Packed batches of a data set that is read while training (:mod:`specheads.data.stream`).
+
+The documents of one rank are packed pool by pool: as many as fill some batches, or as are left in
+the epoch, so that rows become nearly as full as if all were packed together. The place is that of
+the pool's first row and the number of its rows that are behind; to go on, the pool is read anew.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from specheads.config import ConfigError, DataConfig
-from specheads.data.dropped import Dropped, RecordError, check_share
+from specheads.config import ConfigError, DataConfig, RunError
+from specheads.data.chat import Documents, Encoded
+from specheads.data.dropped import Dropped, Quarantine, RecordError, check_share
+from specheads.data.load import content_rank, name_of, read_part
+from specheads.data.pack import Batch, collate, pack_lengths
 from specheads.data.readers import ListReader, Raw, Reader, Row, open_reader
-from specheads.data.records import content_rank
-from specheads.data.rows import Record, check_columns, to_record
-from specheads.data.sources import name_of, read_part
+from specheads.data.schema import Record, check_columns, to_record
 
 LOOKED_AT = 1000  # rows that are checked before a model is loaded
 _HELD_OUT = 1000  # records that are looked for in the data set itself
@@ -201,3 +211,229 @@ class RecordStream:
             wanted = max(lowest[0], min(wanted, highest - 1))
             found = [each for each in found if each[0] <= wanted] or [lowest]
         self._limit, self.heldout = wanted, [record for _, record in found]
+
+
+POOL = 64  # rows that are packed together, at the least
+_EPOCHS = 8  # without a single document: there will be none
+
+
+class StreamedBatches:
+    """An endless iterator over one rank's batches whose place can be saved and restored exactly.
+
+    Within an epoch every record is used once, by one of the ranks. Ranks may be in different
+    epochs, since their documents differ in length. Bad rows go to the quarantine while they are
+    met, in the first epoch.
+
+    Attributes:
+        counts: what became of this rank's records so far, as ``EncodedRecords.counts``.
+        efficiency: share of the row positions of the present pool that hold documents.
+    """
+
+    def __init__(
+        self,
+        stream: RecordStream,
+        documents: Documents,
+        *,
+        rows: int,
+        seed: int,
+        pad_token_id: int,
+        dropped: Dropped | None = None,
+        rank: int = 0,
+        world: int = 1,
+        pool: int = POOL,
+    ) -> None:
+        """Read and pack the first pool.
+
+        Args:
+            stream: the records.
+            documents: makes documents of them; says the row length T.
+            rows: rows per batch and rank (B).
+            seed: decides the order.
+            pad_token_id: fills the rest of a row.
+            dropped: what ``stream`` found when it looked at the first rows.
+            rank: of this process.
+            world: number of processes.
+            pool: rows that are packed together, at the least.
+
+        Raises:
+            ConfigError: if too many records cannot be used, or none can.
+        """
+        self.stream, self.encoding, self.pad_token_id = stream, documents, pad_token_id
+        self.rows, self.seq_len, self.seed = rows, documents.seq_len, seed
+        self.rank, self.world, self.pool = rank, world, max(pool, rows)
+        self.quarantine = Quarantine(dropped or Dropped(), first=rank == 0)
+        self._reasons: Counter[str] = Counter()  # of bad rows, in the first epoch
+        self._seen = 0  # rows of the first epoch
+        self._go_to(Place())
+        self._fill()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What became of this rank's records so far; always the same object."""
+        return self.encoding.counts
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the last record that was read, counted from 0."""
+        return self._place.epoch
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the row positions of the present pool that hold documents."""
+        used = sum(len(document.input_ids) for row in self._packed for document in row)
+        return used / (len(self._packed) * self.seq_len)
+
+    def write_quarantine(self, path: Path) -> None:
+        """Choose the file for bad rows; other ranks than the first add their number to its name."""
+        if self.rank:
+            path = path.with_name(f"{path.stem}-{self.rank}{path.suffix}")
+        self.quarantine.write_to(path)
+
+    def __iter__(self) -> StreamedBatches:
+        return self
+
+    def __next__(self) -> Batch:
+        """Return the next batch (see ``collate``).
+
+        Raises:
+            RunError: if the data cannot be read any more, or too many rows of it cannot be used.
+        """
+        self.quarantine.start()
+        rows = []
+        for _ in range(self.rows):
+            if self._taken == len(self._packed):
+                try:
+                    self._fill()
+                except ConfigError as error:
+                    raise RunError(f"{error}; checkpoints are untouched") from None
+            rows.append(self._packed[self._taken])
+            self._taken += 1
+        return collate(rows, self.seq_len, self.pad_token_id)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the data; plain JSON."""
+        return {**self._begin, "taken": self._taken, "digest": self._digest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved place.
+
+        Raises:
+            ConfigError: if the state is of other data or settings, or another number of ranks.
+        """
+        there, here = state.get("streamed"), self._settings()
+        if not isinstance(there, dict):
+            raise ConfigError("the checkpoint was made without data.streaming, or of other data")
+        if there.get("world") != self.world:
+            raise ConfigError(
+                f"streamed data was shared by {there.get('world')} processes, this run has"
+                f" {self.world}; with data.streaming=true a run goes on with as many as before"
+            )
+        for key, own in here.items():
+            if there.get(key) != own:
+                raise ConfigError(
+                    f"the checkpoint was made with other training data or settings ({key}"
+                    f" {there.get(key)} there, {own} here), so the order cannot be resumed"
+                )
+        self._seen = int(state["seen"])
+        self._reasons = Counter(state["reasons"])
+        self.counts.update(state["counts"])
+        self.quarantine.go_back(int(state["quarantined"]))
+        self._go_to(Place(**state["place"]))
+        self._fill()
+        if self._digest != state["digest"]:
+            raise ConfigError(
+                f"{self.stream.name} does not hold the rows that it held when the checkpoint was"
+                " made, so the order cannot be resumed"
+            )
+        self._taken = int(state["taken"])
+
+    def _settings(self) -> dict[str, Any]:
+        data = self.stream.data
+        return {
+            "seed": self.seed,
+            "seq_len": self.seq_len,
+            "rank": self.rank,
+            "world": self.world,
+            "pool": self.pool,
+            "shuffle_buffer": data.shuffle_buffer,
+            "max_records": data.max_records,
+            "data": self.stream.reader.identity,
+        }
+
+    def _go_to(self, place: Place) -> None:
+        data = self.stream.data
+        self._place = self._fruitful = place
+        self._ahead: tuple[Raw, Place] | None = None  # of the next epoch
+        self._rows = shuffled(
+            self.stream.reader,
+            place,
+            buffer=data.shuffle_buffer,
+            seed=self.seed,
+            rank=self.rank,
+            world=self.world,
+            limit=data.max_records,
+        )
+
+    def _fill(self) -> None:
+        """Read the next pool and pack it."""
+        self._begin = {
+            "streamed": self._settings(),
+            "place": asdict(self._place),
+            "seen": self._seen,
+            "reasons": dict(self._reasons),
+            "counts": dict(self.counts),
+            "quarantined": self.quarantine.written,
+        }
+        found: list[Encoded] = []
+        tokens, digest = 0, hashlib.sha256()
+        while tokens < self.pool * self.seq_len:
+            raw, place = self._ahead or next(self._rows)
+            if place.epoch > self._place.epoch:
+                if not self._place.epoch:
+                    self._check(least=1)
+                if found:  # the epoch's last pool is packed as it is, so that no row repeats one
+                    self._ahead = raw, place
+                    break
+            self._place, self._ahead = place, None
+            for document in self._documents_of(raw):
+                found.append(document)
+                tokens += len(document.input_ids)
+                digest.update(f"{document.id}\0{len(document.input_ids)}\n".encode())
+                digest.update(document.input_ids.tobytes())
+                digest.update(document.labels.tobytes())
+                self._fruitful = place
+            if place.epoch - self._fruitful.epoch > _EPOCHS * self.world:
+                raise ConfigError(f"{self.stream.name} has no record that rank {self.rank} learns")
+        packed = pack_lengths([len(document.input_ids) for document in found], self.seq_len)
+        number = int.from_bytes(digest.digest()[:7], "big")
+        generator = torch.Generator().manual_seed(self.seed ^ number)
+        order = torch.randperm(len(packed), generator=generator).tolist()
+        self._packed = [[found[i] for i in packed[row]] for row in order]
+        self._digest, self._taken = digest.hexdigest()[:16], 0
+
+    def _documents_of(self, raw: Raw) -> list[Encoded]:
+        """Return the documents of a row; none if it is held out, too long or bad."""
+        row, first = raw.parse(), self._place.epoch == 0
+        self._seen += first
+        try:
+            record = self.stream.record(row, Dropped())  # repairs of all rows are not counted
+            return [] if record is None else self.encoding.of(record)
+        except RecordError as error:
+            found = RecordError(row.where, error.reason, error.detail)
+            if self.stream.data.max_bad_fraction == 0:
+                raise found from None
+            if first:
+                self._reasons[found.reason] += 1
+                self.quarantine.add(found, None if row.value is error else row.value)
+                self._check(least=LOOKED_AT)
+            return []
+
+    def _check(self, *, least: int) -> None:
+        bad, allowed = self._reasons.total(), self.stream.data.max_bad_fraction
+        if self._seen < least or bad <= allowed * self._seen:
+            return
+        reason, number = self._reasons.most_common(1)[0]
+        raise ConfigError(
+            f"{self.stream.name}: {bad:,} of {self._seen:,} records read so far cannot be used,"
+            f" more than data.max_bad_fraction={allowed:g}; most often ({number:,}) {reason}"
+        )

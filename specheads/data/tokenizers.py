@@ -19,16 +19,15 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import CONFIG_MAPPING, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from specheads import dist
 from specheads.config import ConfigError, RunError, TrainConfig
 from specheads.data.dropped import Dropped
-from specheads.data.records import load_records
+from specheads.data.load import load_records
 from specheads.data.rendering import OUR_TEMPLATE
-from specheads.data.rows import Record
-from specheads.data.stored import tokenizer_digest
-from specheads.files import whole_folder
+from specheads.data.schema import Record, tokenizer_digest
 from specheads.models.base import load_tokenizer
-from specheads.run_dir import is_used
+from specheads.runs.directory import is_used
+from specheads.system import dist
+from specheads.system.files import whole_folder
 
 SPECIAL = ("<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|system|>")
 NUM_SPECIAL = 16  # with <|reserved_0|> and so on, for those who tune the model to more roles

@@ -4,6 +4,10 @@ Every turn's prompt is the whole conversation, rendered by the chat template as 
 a record of ``messages``. What the cache holds of it is not read again; where a template rewrites
 earlier messages, or text comes back as other tokens, the cache forgets what follows, so that a turn
 is the one that ``generate`` gives for these messages.
+
+Text as it appears, one colour per verify step: the tokens of a step came from one pass.
+
+A turn of a conversation in words: how it went, and how it compares with plain decoding.
 """
 
 from __future__ import annotations
@@ -12,13 +16,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from specheads.attention.cache import TreeCache
 from specheads.config import ChatConfig, ConfigError
 from specheads.data.chat import Encoder
-from specheads.data.rows import Record
-from specheads.decoding.asked import decode_arguments
-from specheads.decoding.generate import SpecDecoder
-from specheads.kv_cache import TreeCache
+from specheads.data.schema import Record
+from specheads.decoding.generate import SpecDecoder, decode_arguments
 from specheads.models.base import context_length
+from specheads.system.terminal import harmless
 
 OnStep = Callable[[list[int]], None]
 NO_LIMIT = 1 << 30
@@ -238,3 +245,124 @@ class Conversation:
                 break
             same += 1
         return same
+
+
+_BACKGROUNDS = (223, 153, 157, 225, 229, 189)  # pale, of the 256-colour palette
+_RESET = "\x1b[0m"
+
+
+class StepPrinter:
+    """Prints the new tokens of every step as text; give it to a decoding loop as ``on_tokens``.
+
+    Bytes of an unfinished character wait for the step that completes it.
+
+    Args:
+        tokenizer: the base model's.
+        write: gets pieces of text; they join to the whole text.
+        color: give each step a background of its own.
+        safe: write control characters as escapes, for a terminal that would obey them.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        write: Callable[[str], object],
+        *,
+        color: bool,
+        safe: bool = False,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.write = write
+        self.color = color
+        self.safe = safe
+        self._tokens: list[int] = []
+        self._shown = ""
+        self._num_steps = 0
+
+    def __call__(self, row: int, tokens: list[int]) -> None:
+        """Show one step's tokens; there is only one row."""
+        assert row == 0
+        self._tokens += tokens
+        self._show(self._decode().rstrip("\ufffd"))
+        self._num_steps += 1
+
+    def finish(self) -> None:
+        """Show what was held back; it will not be completed."""
+        self._show(self._decode())
+
+    @property
+    def text(self) -> str:
+        """All text shown so far, without colours."""
+        return self._shown
+
+    def _decode(self) -> str:
+        text = self.tokenizer.decode(
+            self._tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text
+
+    def _show(self, text: str) -> None:
+        piece = text[len(self._shown) :]
+        if not piece:
+            return
+        self._shown = text
+        if self.safe:
+            piece = harmless(piece)
+        self.write(self._paint(piece) if self.color else piece)
+
+    def _paint(self, piece: str) -> str:
+        start = f"\x1b[30;48;5;{_BACKGROUNDS[self._num_steps % len(_BACKGROUNDS)]}m"
+        # A background that is on at a line break would fill the rest of the line.
+        return "\n".join(f"{start}{line}{_RESET}" if line else "" for line in piece.split("\n"))
+
+
+def summary(turn: Turn) -> str:
+    """Return one line about a turn; the first token is the prefill's, and no step's."""
+    num_tokens, num_steps = len(turn.new_tokens), len(turn.accept_lengths)
+    line = f"1 + {num_tokens - 1} tokens in {num_steps} steps: {turn.accept_length:.2f} per step, "
+    line += f"{turn.tokens_per_second:.0f} tokens/s; read {turn.num_read} of"
+    line += f" {len(turn.prompt)} prompt tokens"
+    if turn.stopped:
+        return line + "; stopped"
+    if turn.context_full:
+        return line + "; the context is full: /undo or /reset makes room"
+    return line if turn.finished else line + f"; max_new_tokens={num_tokens} ended it"
+
+
+def comparison(fast: Turn, plain: Turn, dtype: torch.dtype) -> str:
+    """Return both speeds, and whether the tokens are the same.
+
+    Args:
+        fast: the turn as it was decoded.
+        plain: the same, one token at a time; compared as far as it goes, if it was stopped.
+        dtype: of the base model.
+    """
+    rows = [
+        f"{name:<12}{turn.tokens_per_second:7.0f} tokens/s{turn.accept_length:7.2f} tokens per step"
+        for name, turn in (("speculative", fast), ("plain", plain))
+    ]
+    if fast.tokens_per_second and plain.tokens_per_second:
+        rows.append(f"{fast.tokens_per_second / plain.tokens_per_second:.2f}x the speed of plain")
+    else:
+        rows.append("too short to compare speeds")
+    ours, theirs = fast.new_tokens, plain.new_tokens
+    num = len(theirs) if plain.stopped else max(len(ours), len(theirs))
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    same = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+    if same >= num:
+        rows.append(f"all {num} tokens are equal")
+    else:
+        rows.append(f"the first {same} of {num} tokens are equal{_why_not_all(fast, dtype)}")
+    return "\n".join(rows)
+
+
+def _why_not_all(turn: Turn, dtype: torch.dtype) -> str:
+    decode = turn.config.decode
+    if decode.acceptance != "exact":
+        return f": decode.acceptance={decode.acceptance} is not the base's distribution"
+    if decode.draft_sampling == "sampled" and turn.config.temperature > 0:
+        return ": decode.draft_sampling=sampled keeps the distribution, not the tokens of a seed"
+    if dtype in (torch.float32, torch.float64):
+        return ", which must not be: please report it"
+    return f": in {turn.config.dtype} near-ties fall either way, see docs/decoding.md"

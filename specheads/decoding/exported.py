@@ -1,18 +1,43 @@
-"""Decode with an export as the settings say: which trees, which rule."""
+"""Decode with an export as the settings say: which trees, which rule.
+
+What a command is asked to decode with: an export, or a base model without heads.
+
+Make the drafter that the settings name: of one kind, or several merged.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 from specheads.config import ConfigError, DecodeConfig
-from specheads.decoding.deciding import Acceptance
-from specheads.drafters.made import (
+from specheads.decoding.accept import Acceptance
+from specheads.decoding.costs import OF_A_MODEL, member_costs, step_costs
+from specheads.decoding.generate import SpecDecoder
+from specheads.drafters.contract import Drafter
+from specheads.drafters.draft_heads import NUM_PASSES, DraftHeadsDrafter
+from specheads.drafters.draft_model import DraftModelDrafter
+from specheads.drafters.draft_tree import DraftTreeDrafter, SampledTreeDrafter, sequoia_tree
+from specheads.drafters.growing import (
     DynamicDrafter,
     StaticDrafter,
     dynamic_drafter,
     static_drafter,
 )
-from specheads.models.checkpoint import Export
+from specheads.drafters.length import CALIBRATED, AdaptiveLength, FixedLength, Length, StepCosts
+from specheads.drafters.lookahead import LookaheadDrafter
+from specheads.drafters.lookup import LOOKUP_NGRAM, LOOKUP_TOKENS, NgramDrafter, SuffixDrafter
+from specheads.drafters.merge import HybridDrafter
+from specheads.models.base import check_tokenizer, input_device, load_base_model, load_tokenizer
+from specheads.models.checkpoint import Export, load_export
+from specheads.models.draft import check_same_tokenizer, load_draft
+from specheads.models.heads import MedusaHeads
+from specheads.models.manifest import MANIFEST, PROVENANCE, read_json
 from specheads.models.output import output_layer
 
 
@@ -63,4 +88,315 @@ def acceptance_rule(decode: DecodeConfig) -> Acceptance:
     """Return the rule that ``decode`` asks for."""
     return Acceptance(
         decode.acceptance, epsilon=decode.epsilon, delta=decode.delta, lenience=decode.lenience
+    )
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A base model with its tokenizer, in eval mode, and the export it came with, if any."""
+
+    base: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    export: Export | None = None
+
+
+def is_plain_model(checkpoint: str) -> bool:
+    """Return whether ``checkpoint`` names a base model rather than an export of specheads.
+
+    ``tinycode``, a folder whose config.json is transformers', or, where there is no such folder, a
+    name of the form owner/model.
+
+    Raises:
+        ConfigError: if the folder's config.json cannot be read.
+    """
+    if checkpoint == "tinycode":
+        return True
+    path = Path(checkpoint).expanduser()
+    if path.is_dir():
+        export = (path / MANIFEST).is_file() and not (path / PROVENANCE).is_file()
+        if export or not (path / "config.json").is_file():
+            return False
+        config = read_json(path / "config.json", f"{path} is no model", strict=False)
+        return "model_type" in config and "format_version" not in config
+    return not path.exists() and checkpoint.count("/") == 1 and checkpoint[0] not in "./~"
+
+
+def load_subject(
+    checkpoint: str,
+    *,
+    base: str | None = None,
+    dtype: str | torch.dtype = "float32",
+    device: str | torch.device = "auto",
+    device_map: str | None = None,
+    attn: str = "auto",
+    trust_remote_code: bool = False,
+) -> Subject:
+    """Load an export, or a base model alone.
+
+    Args:
+        checkpoint: an export's folder, or what :func:`is_plain_model` knows.
+        base: where an export's base model is now, if it was moved.
+        dtype: of the weights.
+        device: where they go: one of torch's, or what :func:`hardware.pick_device` knows.
+        device_map: in place of ``device``, see :func:`specheads.models.base.load_base_model`.
+        attn: attention implementation of a base model alone; an export's is its own.
+        trust_remote_code: run modelling code that comes with the model.
+
+    Raises:
+        ConfigError: if it cannot be found or loaded, or ``base`` is given for a base model.
+    """
+    if not is_plain_model(checkpoint):
+        export = load_export(
+            checkpoint,
+            base=base or None,
+            dtype=dtype,
+            device=device,
+            device_map=device_map,
+            trust_remote_code=trust_remote_code,
+        )
+        return Subject(export.base, export.tokenizer, export)
+    if base:
+        raise ConfigError(f"base is {base}, but checkpoint={checkpoint} is a base model itself")
+    try:
+        tokenizer = load_tokenizer(checkpoint, trust_remote_code=trust_remote_code)
+        model = load_base_model(
+            checkpoint,
+            dtype=dtype,
+            device=device,
+            device_map=device_map,
+            attn=attn,
+            trust_remote_code=trust_remote_code,
+        )
+    except ConfigError as error:
+        raise ConfigError(
+            f"checkpoint={checkpoint} is no export, and as a base model: {error}"
+        ) from None
+    check_tokenizer(tokenizer, model)
+    return Subject(model, tokenizer)
+
+
+ADAPTIVE_TOKENS = 8  # longest draft where the length adapts itself
+TREE_NODES, TREE_DEPTH = 12, 4  # of a draft model's tree where the settings say nothing
+# per child of a node, how often it is accepted; shapes sampled trees, whose own rates are unknown
+ASSUMED_RATES = (0.7, 0.12, 0.05, 0.03)
+
+Draft = PreTrainedModel | Export  # alone, or with heads of its own
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A drafter as asked for.
+
+    Attributes:
+        name: as in ``decode.drafter``; of ``auto``, what that was.
+        drafter: proposes.
+        num_nodes: of its largest tree, root included.
+        extra_parameters: of all models beside the base.
+    """
+
+    name: str
+    drafter: Drafter
+    num_nodes: int
+    extra_parameters: int = 0
+
+
+def drafter_names(decode: DecodeConfig, *, has_heads: bool) -> list[str]:
+    """Return what ``decode.drafter`` names; ``auto`` is a draft model if one is given, else heads.
+
+    Where there is neither, it is what needs no training: the text's own suffixes.
+
+    Raises:
+        ConfigError: for heads where there are none.
+    """
+    if decode.drafter == "auto":
+        return ["draft" if decode.draft else "heads" if has_heads else "suffix"]
+    names = decode.drafter.split("+")
+    if "heads" in names and not has_heads:
+        raise ConfigError(
+            f"decode.drafter={decode.drafter} needs the heads of an export, but the checkpoint is a"
+            " base model alone"
+        )
+    return names
+
+
+def check_drafter(decode: DecodeConfig, *, has_heads: bool) -> list[str]:
+    """Return :func:`drafter_names`, if they can be made together; nothing need be loaded.
+
+    Raises:
+        ConfigError: naming what does not go together.
+    """
+    names = drafter_names(decode, has_heads=has_heads)
+    if decode.draft_sampling == "sampled" and len(names) > 1 and OF_A_MODEL & set(names):
+        raise ConfigError(
+            f"decode.drafter={decode.drafter} merges guesses, which sampled ones cannot be:"
+            " decode.draft_sampling must be greedy or coupled, got 'sampled'"
+        )
+    return names
+
+
+def choose_drafter(
+    subject: Subject,
+    decode: DecodeConfig,
+    *,
+    draft: Draft | None = None,
+    trust_remote_code: bool = False,
+) -> Chosen:
+    """Make the drafter that ``decode`` asks for; several are merged into one tree.
+
+    With ``decode.draft_tokens=0`` the costs of the draft model are clocked first, for a second or
+    some, on which the length of drafts then depends; so are, where several are merged and
+    ``decode.num_nodes=0``, verify steps of several sizes, on which depends how much is verified.
+
+    Args:
+        subject: the base model, its tokenizer, and its heads, if any.
+        decode: the settings.
+        draft: the model of ``decode.draft``, if it is loaded already.
+        trust_remote_code: run modelling code that comes with a draft model.
+
+    Raises:
+        ConfigError: if something asked for is not there, does not fit the base model, or cannot be
+            merged.
+    """
+    names = check_drafter(decode, has_heads=subject.export is not None)
+    if draft is None and OF_A_MODEL & set(names):
+        draft = draft_model(subject, decode, trust_remote_code=trust_remote_code)
+    members = [_member(name, subject, decode, draft) for name in names]
+    if len(members) == 1:
+        return members[0]
+    extra = {id(draft) if each.name in OF_A_MODEL else each.name: each for each in members}
+    num_nodes = decode.num_nodes or sum(each.num_nodes - 1 for each in members) + 1
+    parts = [each.drafter for each in members]
+    sizes = [each.num_nodes for each in members]
+    costs: list[StepCosts] = []
+    if not decode.num_nodes:
+        model = None if draft is None else model_of(draft)
+        costs = member_costs(subject.base, names, parts, sizes, model, max_nodes=num_nodes)
+    merged = HybridDrafter(parts, decode.num_nodes, costs=costs)
+    return Chosen(
+        "+".join(names), merged, num_nodes, sum(each.extra_parameters for each in extra.values())
+    )
+
+
+def draft_model(
+    subject: Subject, decode: DecodeConfig, *, trust_remote_code: bool = False
+) -> Draft:
+    """Load ``decode.draft`` with the base's dtype, where the base reads its tokens.
+
+    Returns:
+        The draft model; with its heads, where the folder is an export of heads on it.
+
+    Raises:
+        ConfigError: if it cannot be loaded, or has another tokenizer.
+    """
+    path, dtype, device = decode.draft, subject.base.dtype, input_device(subject.base)
+    if not (Path(path).is_dir() and not is_plain_model(path)):
+        return load_draft(
+            path,
+            tokenizer=subject.tokenizer,
+            where="decode.draft",
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+        )
+    export = load_export(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    check_same_tokenizer(subject.tokenizer, export.tokenizer, f"decode.draft={path}")
+    return export
+
+
+def model_of(draft: Draft) -> PreTrainedModel:
+    """Return the draft model itself."""
+    return draft.base if isinstance(draft, Export) else draft
+
+
+def _member(name: str, subject: Subject, decode: DecodeConfig, loaded: Draft | None) -> Chosen:
+    if name == "heads":
+        assert subject.export is not None
+        heads = exported_drafter(subject.export, decode)
+        # a drafter of a static tree has the tree instead
+        num_nodes = getattr(heads, "num_nodes", subject.export.tree.num_nodes)
+        return Chosen(name, heads, num_nodes, num_parameters(subject.export.heads))
+    if name == "lookup":
+        return Chosen(name, NgramDrafter(LOOKUP_NGRAM, LOOKUP_TOKENS), LOOKUP_TOKENS + 1)
+    if name == "suffix":
+        suffix = SuffixDrafter()
+        return Chosen(name, suffix, suffix.num_nodes)
+    if name == "lookahead":
+        window, ngram, guesses = decode.window, decode.ngram, decode.guesses
+        lookahead = LookaheadDrafter(window, ngram, guesses, fixed_size=decode.compile)
+        return Chosen(name, lookahead, (ngram - 1) * (window + guesses))
+    assert loaded is not None
+    draft = model_of(loaded)
+    if name == "draft_heads":
+        return _draft_heads(loaded, decode)
+    if name == "draft_tree":
+        return _draft_tree(subject.base, draft, decode)
+    length: Length
+    if decode.draft_tokens:
+        length = FixedLength(decode.draft_tokens)
+    else:
+        costs = step_costs(subject.base, draft, ADAPTIVE_TOKENS)
+        length = AdaptiveLength(costs, ADAPTIVE_TOKENS, chances=CALIBRATED)
+    chain = DraftModelDrafter(draft, length, sampling=decode.draft_sampling)
+    return Chosen(name, chain, length.max_tokens + 1, num_parameters(draft))
+
+
+def _draft_heads(draft: Draft, decode: DecodeConfig) -> Chosen:
+    if not isinstance(draft, Export) or not isinstance(draft.heads, MedusaHeads):
+        raise ConfigError(
+            f"decode.drafter=draft_heads needs Medusa or Hydra heads of a draft model:"
+            f" decode.draft={decode.draft} is no export of such heads"
+        )
+    heads = DraftHeadsDrafter.of_export(draft, max_tokens=decode.draft_tokens)
+    num_nodes = (NUM_PASSES - 1) * (draft.tree.max_depth + 1) + draft.tree.num_nodes + 1
+    extra = num_parameters(draft.base) + num_parameters(draft.heads)
+    return Chosen("draft_heads", heads, num_nodes, extra)
+
+
+def _draft_tree(base: PreTrainedModel, draft: PreTrainedModel, decode: DecodeConfig) -> Chosen:
+    num_nodes, depth = decode.num_nodes or TREE_NODES, decode.draft_tokens or TREE_DEPTH
+    tree: Drafter
+    if decode.draft_sampling != "greedy":
+        shape, _ = sequoia_tree(ASSUMED_RATES, num_nodes, depth)
+        coupled = decode.draft_sampling == "coupled"
+        sampling = "coupled" if coupled else "without_replacement"
+        tree = SampledTreeDrafter(draft, shape, sampling=sampling)
+    else:
+        gain = 0.0 if decode.draft_tokens else step_costs(base, draft, 2).draft
+        tree = DraftTreeDrafter(draft, num_nodes, max_depth=depth, min_gain=gain)
+    return Chosen("draft_tree", tree, num_nodes, num_parameters(draft))
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Return the number of a model's parameters, shared ones counted once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def load_decoder(
+    checkpoint: str,
+    decode: DecodeConfig | None = None,
+    *,
+    base: str = "",
+    dtype: str | torch.dtype = "float32",
+    device: str | torch.device = "auto",
+) -> SpecDecoder:
+    """Return a decoder with the drafter that the settings ask for.
+
+    Args:
+        checkpoint: an export, or a base model: a folder, a hub name, tinycode.
+        decode: the settings; by default an export's heads, a base model's own suffixes.
+        base: where an export's base model is now, if it was moved.
+        dtype: of the weights.
+        device: where they go: one of torch's, or what :func:`hardware.pick_device` knows.
+
+    Raises:
+        ConfigError: if something cannot be found or loaded.
+    """
+    decode = decode or DecodeConfig()
+    subject = load_subject(checkpoint, base=base or None, dtype=dtype, device=device)
+    return SpecDecoder(
+        subject.base,
+        choose_drafter(subject, decode).drafter,
+        tokenizer=subject.tokenizer,
+        acceptance=acceptance_rule(decode),
+        compile=decode.compile,
     )

@@ -9,42 +9,122 @@ Example::
 There is one way in: ours calls transformers' ``generate`` (half a millisecond a call), which reads
 the settings, builds logits processors and stopping criteria from them, and calls back. So every
 setting means here what it means there, and the same settings give the same tokens at both doors.
+
+Which of ``generate``'s settings go with a tree of guesses, and how decoding takes them.
+
+From the settings of ``generate`` and ``chat`` to the arguments of ``SpecDecoder.generate``.
+
+Both commands come through here, so that a turn of a chat is what ``generate`` gives for the same
+conversation.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import LongTensor, Tensor
 from transformers import (
+    EosTokenCriteria,
     GenerationConfig,
     LogitsProcessorList,
+    MaxLengthCriteria,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
     StopStringCriteria,
 )
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from specheads.decoding.deciding import Acceptance
-from specheads.decoding.loop import decode
-from specheads.decoding.plain import plain_decode
+from specheads.attention.cache import TreeCache
+from specheads.decoding.accept import Acceptance
+from specheads.decoding.loop import decode, plain_decode
 from specheads.decoding.result import DecodeResult, OnTokens
-from specheads.decoding.settings import (
-    check_settings,
-    eos_tokens,
-    longest,
-    other_rules,
-    tree_cache,
-)
 from specheads.drafters.contract import Drafter
-from specheads.models.base import input_device
-from specheads.sampling import Sampler
-from specheads.tree_support import check_tree_support
+from specheads.models.base import end_tokens, input_device
+from specheads.models.support import check_tree_support
+from specheads.verification.sampling import Sampler
+
+# what generate() hands on for its own forward passes
+_OF_A_PASS = {"position_ids", "use_cache", "logits_to_keep", "attention_mask", "past_key_values"}
+
+
+def check_settings(
+    config: GenerationConfig, input_ids: Tensor, model_kwargs: dict[str, Any]
+) -> None:
+    """Refuse what does not go with a tree of guesses.
+
+    Args:
+        config: as ``generate`` resolved it.
+        input_ids: [B, P].
+        model_kwargs: what else ``generate`` hands on.
+
+    Raises:
+        ValueError: one line.
+    """
+    if (config.num_beams or 1) > 1:
+        raise ValueError(f"num_beams must be 1, got {config.num_beams}")
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(f"{mode.value} is not available: the drafter proposes, the base decides")
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(config, name, None):
+            raise ValueError(f"{name} is not available with a tree of guesses")
+    if (config.guidance_scale or 1) != 1:
+        raise ValueError("guidance_scale is not available: it reads every token a second time")
+    if config.cache_implementation not in (None, "dynamic"):
+        raise ValueError(
+            f"cache_implementation must be 'dynamic', got {config.cache_implementation!r}:"
+            " decoding brings a cache of its own"
+        )
+    others = {name for name, value in model_kwargs.items() if value is not None} - _OF_A_PASS
+    if others:
+        raise ValueError(f"{', '.join(sorted(others))}: only input_ids can be continued")
+    positions, mask = map(model_kwargs.get, ("position_ids", "attention_mask"))
+    if positions is not None:
+        mask = torch.ones_like(input_ids[:1]) if mask is None else mask.long()
+        if not ((positions == mask.cumsum(-1) - 1) | (mask == 0)).all():
+            raise ValueError("position_ids must count each row's tokens from 0")
+
+
+def tree_cache(cache: object, keep: bool) -> TreeCache | None:
+    """Return the cache to use and keep; None for one that nobody will see.
+
+    Raises:
+        ValueError: for a cache of transformers that the user has given.
+    """
+    if isinstance(cache, TreeCache):
+        return cache
+    filled = getattr(cache, "get_seq_length", int)()
+    if getattr(cache, "_is_user_defined", False) or filled:
+        raise ValueError(
+            f"past_key_values must be a TreeCache, got {type(cache).__name__} of {filled} tokens"
+        )
+    return TreeCache() if keep else None
+
+
+def longest(config: GenerationConfig, rules: StoppingCriteriaList) -> int:
+    """Return how many tokens a padded row may have, prompt and padding included."""
+    own = (rule for rule in rules if type(rule) is MaxLengthCriteria)
+    return min([config.max_length, *(rule.max_length for rule in own)])
+
+
+def eos_tokens(rules: StoppingCriteriaList) -> tuple[int, ...]:
+    """Return the tokens that end a row."""
+    own = (rule for rule in rules if type(rule) is EosTokenCriteria)
+    return tuple(int(token) for rule in own for token in rule.eos_token_id)
+
+
+def other_rules(rules: StoppingCriteriaList) -> StoppingCriteriaList:
+    """Return the criteria that are neither a length nor a token."""
+    own = (MaxLengthCriteria, EosTokenCriteria)  # exact types: a subclass may do anything
+    return StoppingCriteriaList([rule for rule in rules if type(rule) not in own])
+
 
 Decoded = Tensor | GenerateDecoderOnlyOutput
 
@@ -292,3 +372,48 @@ class _Call:
             self.streamer.put(torch.tensor(tokens))
         if self.on_tokens is not None:
             self.on_tokens(row, tokens)
+
+
+class Asked(Protocol):
+    """What both settings have."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    no_repeat_ngram_size: int
+
+
+def decode_arguments(
+    asked: Asked,
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+) -> dict[str, Any]:
+    """Return ``input_ids`` and ``attention_mask`` [B, P], padded on the left, and the settings.
+
+    Args:
+        asked: how tokens are chosen.
+        base: the base model, for its end tokens and its device.
+        tokenizer: its tokenizer.
+        prompts: per row its token ids.
+    """
+    eos = end_tokens(base, tokenizer)
+    pad = tokenizer.pad_token_id
+    longest = max(map(len, prompts))
+    padding = [longest - len(prompt) for prompt in prompts]
+    rows = [[0] * n + [*prompt] for n, prompt in zip(padding, prompts, strict=True)]
+    mask = [[0] * n + [1] * (longest - n) for n in padding]
+    found = {
+        "input_ids": torch.tensor(rows, device=base.device),
+        "attention_mask": torch.tensor(mask, device=base.device),
+        "temperature": asked.temperature,
+        "repetition_penalty": asked.repetition_penalty,
+        "no_repeat_ngram_size": asked.no_repeat_ngram_size,
+        "eos_token_id": list(eos) or None,
+        "pad_token_id": pad if isinstance(pad, int) else 0,
+    }
+    if asked.temperature > 0:
+        found |= {"top_k": asked.top_k, "top_p": asked.top_p, "min_p": asked.min_p or None}
+    return found

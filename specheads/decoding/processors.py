@@ -9,7 +9,7 @@ Processors of transformers without a state may be asked about all nodes of a tre
 before it is known which of them will be accepted. Any other one, written by the user or with a
 state, is asked about a node only once its path is accepted: it sees the text before each new token
 once and in order, as in plain decoding. (Once more where two tokens tie to within rounding, see
-:mod:`specheads.decoding.choosing`, and on beyond a token that ends the text within a step.)
+:mod:`specheads.decoding.choose`, and on beyond a token that ends the text within a step.)
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from transformers import (
 )
 from transformers.generation.logits_process import TopHLogitsWarper
 
+from specheads.attention.tree import RowTrees, Tree, batched
 from specheads.drafters.contract import Candidates
-from specheads.sampling import Sampler, Survivors
-from specheads.tree import RowTrees, Tree, batched
+from specheads.verification.sampling import Sampler, Survivors
 
 # they look at the logits alone: one call serves all nodes of all rows
 PREFIX_FREE = {

@@ -16,10 +16,10 @@ from transformers import (
     StopStringCriteria,
 )
 
+from specheads.attention.cache import TreeCache
 from specheads.decoding.processors import copy_for_row
-from specheads.kv_cache import TreeCache
 from specheads.models.base import context_length
-from specheads.models.thresholds import check_sides
+from specheads.models.forward import check_sides
 
 OnTokens = Callable[[int, list[int]], None]
 Stopping = Callable[..., Tensor]  # transformers: (input_ids [B, T], scores) -> [B] bool

@@ -16,17 +16,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.acceptance import walk_on_host
+from specheads.attention.tree import Tree
 from specheads.drafters.contract import Candidates, Prefill, StepResult
-from specheads.drafters.draft_cache import DraftCache
+from specheads.drafters.draft_model import DraftCache
 from specheads.drafters.draft_tree import DraftRows, check_reads_trees, merged
-from specheads.drafters.following import HeadsState
-from specheads.drafters.made import static_drafter
+from specheads.drafters.growing import static_drafter
+from specheads.drafters.heads import HeadsState
 from specheads.models.forward import pad_rows
 from specheads.models.heads import MedusaHeads
-from specheads.models.hidden import Captured, capture_hidden
-from specheads.models.output import OutputLayer, output_layer
-from specheads.tree import Tree
+from specheads.models.output import Captured, OutputLayer, capture_hidden, output_layer
+from specheads.verification.acceptance import walk_on_host
 
 if TYPE_CHECKING:
     from specheads.models.checkpoint import Export

@@ -7,12 +7,29 @@ most valuable nodes are proposed. The guesses are a function of the prefix.
 
 The draft model's cache holds certain text only. A level is read by verifying the nodes read so far
 once more with the new ones: they are few (those with children), and one pass is one pass.
+
+Trees of a fixed shape that a draft model fills, by sampling or with its best guesses.
+
+Sampled siblings are drawn one after another from the draft model's distribution at their parent,
+each parent with noise of its own, and recursive rejection decides about them: Sequoia
+(arXiv:2402.12374), recursive speculative decoding (arXiv:2402.14160). Or all but one are its best
+guesses and one is drawn from the rest, which accepts more at most temperatures.
+
+The best fixed shape of a tree whose siblings are drawn one after another: Sequoia's.
+
+Chen et al., arXiv:2402.12374, section 3: where the k-th child of any node is accepted at a rate
+that depends on k alone, dynamic programming finds the shape of a given size and depth that accepts
+most. A child can only stand beside all those drawn before it, and their rates need not fall (one
+sampled token is tested before the best ones, see ``top_and_one`` in
+:mod:`specheads.verification.rejection`), so that taking the most valuable node next may miss it.
+And depth has a price here: each level costs a pass of the draft model.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,15 +37,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specheads.attention.tree import Choice, RowTrees, Tree
 from specheads.config import ConfigError
 from specheads.drafters.contract import Candidates, Prefill, StepResult
-from specheads.drafters.draft_cache import DraftCache
-from specheads.drafters.dynamic import NUM_RANKS, best_guesses
-from specheads.drafters.grown import GrowingRow
-from specheads.models.base import input_embedding
-from specheads.sampling import Sampler
-from specheads.tree import RowTrees, Tree
-from specheads.tree_support import tree_support
+from specheads.drafters.draft_model import DraftCache
+from specheads.drafters.growing import NUM_RANKS, GrowingRow, best_guesses
+from specheads.models.base import input_embedding, output_device
+from specheads.models.draft import vocab_size
+from specheads.models.support import tree_support
+from specheads.verification.rejection import Randomness, reject, sample_siblings, sample_top_and_one
+from specheads.verification.sampling import Sampler, draft_noise, noise_ahead
 
 WIDTH = 4  # nodes of a level that the draft model reads
 MAX_DEPTH = 6
@@ -264,3 +282,390 @@ def verify_again(cache: DraftCache, tokens: Tensor, tree: Tree | RowTrees) -> Te
     logits = cache.forward.verify(tokens.clamp(max=known - 1), tree)
     held.extend([1] * len(held.lengths))
     return logits
+
+
+SAMPLINGS = ("none", "coupled", "without_replacement", "top_and_one")
+
+
+@dataclass(frozen=True)
+class Family:
+    """The nodes of one level that have equally many guesses to choose their children from.
+
+    Attributes:
+        num_ranks: R, guesses at each of them.
+        places: [n], where they stand among the inner nodes (those with children) of the level.
+        sites: [n], where they stand among the inner nodes of the tree.
+        nodes: [n], where they stand in the tree.
+        children: [c], where their children stand in the tree.
+        slots: [c], where these stand among the guesses laid end to end, n times R.
+    """
+
+    num_ranks: int
+    places: Tensor
+    sites: Tensor
+    nodes: Tensor
+    children: Tensor
+    slots: Tensor
+
+
+@dataclass(frozen=True)
+class FixedLevel:
+    """What is read and filled for the children of the inner nodes of one depth.
+
+    Attributes:
+        read: the inner nodes down to this depth, a tree.
+        nodes: [M + 1], where they stand in the whole tree, the root first.
+        num_asked: how many of them, the last ones, are of this depth.
+        families: of the inner nodes of this depth.
+    """
+
+    read: Tree
+    nodes: Tensor
+    num_asked: int
+    families: list[Family]
+
+
+def fixed_levels(tree: Tree, device: torch.device) -> list[FixedLevel]:
+    """Return the levels of a tree with inner nodes, the root's first; indices on ``device``."""
+    all_nodes: list[Choice] = [(), *tree.choices]
+    number = {choice: node for node, choice in enumerate(all_nodes)}
+    below: dict[Choice, list[Choice]] = defaultdict(list)
+    for choice in tree.choices:
+        below[choice[:-1]].append(choice)
+    inner = [choice for choice in all_nodes if choice in below]
+    levels = []
+
+    def index(numbers: Iterable[int]) -> Tensor:
+        return torch.tensor(list(numbers), device=device)
+
+    for depth in range(tree.max_depth):
+        read = [choice for choice in inner if len(choice) <= depth]
+        asked = [choice for choice in inner if len(choice) == depth]
+        kinds: dict[int, list[Choice]] = defaultdict(list)
+        for choice in asked:
+            kinds[1 + below[choice][-1][-1]].append(choice)
+        families = [
+            Family(
+                num_ranks,
+                index(asked.index(choice) for choice in members),
+                index(inner.index(choice) for choice in members),
+                index(number[choice] for choice in members),
+                index(number[child] for choice in members for child in below[choice]),
+                index(
+                    place * num_ranks + child[-1]
+                    for place, choice in enumerate(members)
+                    for child in below[choice]
+                ),
+            )
+            for num_ranks, members in kinds.items()
+        ]
+        nodes = index(number[choice] for choice in read)
+        levels.append(FixedLevel(Tree.from_choices(read[1:]), nodes, len(asked), families))
+    return levels
+
+
+class SampledTreeDrafter:
+    """Fills a fixed tree from a draft model.
+
+    Siblings are drawn from the draft model's distribution as the base model's sampler makes it
+    (temperature, top-k, top-p). At temperature 0 they are its best guesses, whatever the sampling.
+
+    Args:
+        draft: the draft model, in eval mode; of the base model's token ids.
+        tree: its ranks are the order in which siblings are drawn and tested.
+            :func:`specheads.drafters.draft_tree.sequoia_tree` finds good ones.
+        sampling: how the children of a node are chosen.
+            none: the draft model's best guesses.
+            coupled: those that it would draw first with the very noise that the base model will
+            draw with at their position; a function of text and seed, so that output is plain
+            decoding's for the seed, as with ``none``.
+            without_replacement: drawn one after another, with noise that nothing else uses.
+            top_and_one: rank 0 is drawn from all but the best guesses, which are the other ranks.
+            With these two the output has the base model's distribution, but is not plain
+            decoding's for the seed; ranks must have no gaps.
+
+    Raises:
+        ValueError: for another ``sampling``, a tree without guesses, with gaps in its ranks, or
+            wider than the draft model has tokens.
+        ConfigError: for a draft model that cannot read a tree.
+    """
+
+    taps: tuple[str, ...] = ()
+
+    def __init__(
+        self, draft: PreTrainedModel, tree: Tree, *, sampling: str = "without_replacement"
+    ) -> None:
+        if sampling not in SAMPLINGS:
+            raise ValueError(f"sampling must be one of {SAMPLINGS}, got {sampling!r}")
+        if tree.num_nodes < 2:
+            raise ValueError("the tree has no guesses")
+        self.deterministic = sampling in ("none", "coupled")
+        known = set(tree.choices)
+        gap = [
+            each for each in tree.choices if each[-1] and (*each[:-1], each[-1] - 1) not in known
+        ]
+        if gap and not self.deterministic:
+            raise ValueError(
+                f"the tree has node {gap[0]} without the sibling before it, in whose place nothing"
+                " would be drawn"
+            )
+        if tree.max_rank >= vocab_size(draft):
+            raise ValueError(
+                f"the tree has rank {tree.max_rank}, the draft model {vocab_size(draft)} tokens"
+            )
+        check_reads_trees(draft)
+        self.draft, self.tree, self.sampling = draft, tree, sampling
+        self._levels = fixed_levels(tree, output_device(draft))
+        self._num_inner = len(self._levels[-1].nodes)
+        self._latest: DraftCache | None = None  # a conversation may go on
+
+    def start(self, prefill: Prefill) -> DraftRows:
+        """Start behind the prompt; the draft model reads it with the first guesses."""
+        state = DraftRows.start(self.draft, prefill, self._latest)
+        self._latest = state.cache
+        return state
+
+    @torch.inference_mode()
+    def propose(self, state: DraftRows) -> Candidates:
+        """One pass of the draft model per level."""
+        limits, place = state.limits(self.tree.max_depth), state.root.device
+        if not any(limits):
+            return Candidates(state.root[:, None], Tree.chain(0).to(place))
+        logits = state.cache.sync()[:, None]
+        device = logits.device
+        tokens = torch.zeros(len(limits), self.tree.num_nodes, dtype=torch.long, device=device)
+        tokens[:, 0] = state.root.to(device)
+        noise, draft_probs = self._noise(state, state.shared(logits)), None
+        for depth, level in enumerate(self._levels):
+            if depth > 0:
+                logits = verify_again(state.cache, tokens[:, level.nodes], level.read)
+                logits = logits[:, -level.num_asked :]
+            scores = state.shared(logits)
+            if noise is not None and self.deterministic:
+                scores = state.sampler.warp(scores) + noise[:, depth, None]
+            if noise is None or self.deterministic:
+                fill_best(tokens, scores, level)
+                continue
+            if draft_probs is None:
+                draft_probs = torch.zeros_like(noise[:, :1]).repeat(1, tokens.shape[1], 1)
+            self._draw(tokens, draft_probs, state.sampler.probs(scores), noise, level)
+        if min(limits) < self.tree.max_depth:
+            deepest = torch.tensor(limits, device=device)[:, None]
+            tokens = tokens.masked_fill(self.tree.depths.to(device) > deepest, -1)
+        tree, tokens = self.tree.to(place), tokens.to(place)
+        if draft_probs is None:
+            return Candidates(tokens, tree)
+        return Candidates(tokens, tree, draft_probs.to(place), self.sampling)
+
+    def _noise(self, state: DraftRows, logits: Tensor) -> Tensor | None:
+        """Return [B, n, V] for n levels if coupled, else for n inner nodes; None: no draws."""
+        sampler, device, num_tokens = state.sampler, logits.device, logits.shape[-1]
+        if self.sampling == "none" or sampler.temperature == 0:
+            return None
+        after = [len(text) for text in state.cache.texts]  # where the first guess stands
+        if self.sampling == "coupled":
+            depth = self.tree.max_depth
+            return noise_ahead(sampler.seed, after, depth, num_tokens, device, state.rows)
+        roots = torch.tensor(after, device=device) - 1
+        return draft_noise(sampler.seed, roots, self._num_inner, num_tokens, state.rows)
+
+    def _draw(
+        self, tokens: Tensor, draft_probs: Tensor, probs: Tensor, noise: Tensor, level: FixedLevel
+    ) -> None:
+        """Fill in the children of a level's inner nodes, and what they were drawn from.
+
+        Args:
+            tokens: [B, N], of the whole tree.
+            draft_probs: [B, N, V].
+            probs: [B, n, V], at the n inner nodes.
+            noise: [B, I, V], of all inner nodes.
+            level: which they are.
+        """
+        for family in level.families:
+            here, own = probs[:, family.places], noise[:, family.sites]
+            if self.sampling == "top_and_one":
+                drawn, drawn_from = sample_top_and_one(here, family.num_ranks, own)
+            else:
+                drawn, drawn_from = sample_siblings(here, family.num_ranks, own), here
+            tokens[:, family.children] = drawn.flatten(1)
+            draft_probs[:, family.nodes] = drawn_from.to(draft_probs)
+
+    def observe(self, state: DraftRows, result: StepResult) -> DraftRows:
+        """Append the tokens gained."""
+        return state.observe(result)
+
+    def select(self, state: DraftRows, rows: Tensor) -> DraftRows:
+        """Keep some rows."""
+        return state.select(rows)
+
+
+def fill_best(tokens: Tensor, scores: Tensor, level: FixedLevel) -> None:
+    """Fill in the best children of a level's inner nodes.
+
+    Args:
+        tokens: [B, N], of the whole tree.
+        scores: [B, n, V], at the n inner nodes.
+        level: which they are.
+    """
+    for family in level.families:
+        best = scores[:, family.places].topk(family.num_ranks, dim=-1).indices
+        tokens[:, family.children] = best.flatten(1)[:, family.slots]
+
+
+def sequoia_tree(rates: Sequence[float], num_nodes: int, max_depth: int) -> tuple[Tree, float]:
+    """Return the tree that is expected to accept most.
+
+    Args:
+        rates: ``rates[k]``, the probability that child k is accepted where its parent was: all
+            children before it were refused and it was not (:func:`child_rates`).
+        num_nodes: at most, root included.
+        max_depth: at most.
+
+    Returns:
+        The tree and its expected accept length, 1 + the sum over its nodes of the product of the
+        rates along the path.
+
+    Raises:
+        ValueError: if ``num_nodes`` < 1, ``max_depth`` < 0, or a rate lies outside [0, 1].
+    """
+    tables = _Tables(rates, num_nodes, max_depth)
+    return tables.tree(num_nodes, max_depth), float(tables.values[-1][num_nodes])
+
+
+def fastest_tree(
+    rates: Sequence[float], draft_cost: float, verify_costs: Sequence[float], max_depth: int
+) -> tuple[Tree, float]:
+    """Return the tree that is expected to give most tokens in the time that its step takes.
+
+    Args:
+        rates: as in :func:`sequoia_tree`.
+        draft_cost: of one pass of the draft model; a tree of depth D takes D of them.
+        verify_costs: ``verify_costs[n]``, of a base pass over n nodes, root included; in the same
+            unit. Entry 0 is not read; the last one is of the largest tree.
+        max_depth: at most.
+
+    Returns:
+        The tree and its tokens per unit of cost. The root alone where no drafting pays.
+
+    Raises:
+        ValueError: as :func:`sequoia_tree`, or if there is no cost of a pass over one node, or one
+            that is not positive.
+    """
+    if len(verify_costs) < 2 or min(verify_costs[1:]) <= 0 or draft_cost < 0:
+        raise ValueError(
+            "verify_costs must give positive costs for 1 node and more and draft_cost must not be"
+            f" negative, got {list(verify_costs)} and {draft_cost}"
+        )
+    num_nodes = len(verify_costs) - 1
+    tables = _Tables(rates, num_nodes, max_depth)
+    speed, depth, size = max(
+        (float(values[n]) / (depth * draft_cost + verify_costs[n]), -depth, -n)
+        for depth, values in enumerate(tables.values)
+        for n in range(1, num_nodes + 1)
+    )
+    return tables.tree(-size, -depth), speed
+
+
+class _Tables:
+    """What trees of every depth and size are worth, and how their nodes are shared out.
+
+    Attributes:
+        values: per depth, [N + 1] the most tokens that a tree of at most so many nodes gains.
+    """
+
+    def __init__(self, rates: Sequence[float], num_nodes: int, max_depth: int) -> None:
+        if num_nodes < 1 or max_depth < 0:
+            raise ValueError(
+                f"num_nodes must be at least 1 and max_depth at least 0, got {num_nodes} and"
+                f" {max_depth}"
+            )
+        if any(not 0 <= rate <= 1 for rate in rates):
+            raise ValueError(f"rates must lie in [0, 1], got {list(rates)}")
+        self.rates = list(rates)[: num_nodes - 1]
+        root = torch.ones(num_nodes + 1, dtype=torch.float64)
+        root[0] = 0
+        self.values = [root]
+        # per depth and child [N]: of so many nodes for it and its later siblings, how many it gets
+        self._shares: list[list[list[int]]] = [[]]
+        for _ in range(max_depth):
+            below, shares = self._siblings(self.values[-1])
+            self.values.append(torch.cat([root[:1], 1 + below]))
+            self._shares.append(shares)
+
+    def _siblings(self, values: Tensor) -> tuple[Tensor, list[list[int]]]:
+        """Share nodes out among the children of one node, the last child first.
+
+        Args:
+            values: [N + 1], of the trees that may hang there.
+
+        Returns:
+            [N], what 0 to N - 1 nodes below gain at most; and the shares.
+        """
+        num = len(values) - 1
+        rest = torch.arange(num)[:, None] - torch.arange(num)  # [nodes, those that a child gets]
+        after, shares = torch.zeros(num, dtype=torch.float64), []
+        for rate in reversed(self.rates):
+            gains = rate * values[:num] + after[rest.clamp(min=0)]
+            gains = gains.masked_fill(rest < 0, -1.0)
+            gains[:, 0] = 0.0  # without this child there are no later ones
+            after, share = gains.max(dim=1)
+            shares.append(share.tolist())
+        return after, shares[::-1]
+
+    def tree(self, num_nodes: int, max_depth: int) -> Tree:
+        """Return the best tree of at most so many nodes."""
+        return Tree.from_choices(self._nodes((), num_nodes, max_depth))
+
+    def _nodes(self, path: Choice, num_nodes: int, depth: int) -> Iterator[Choice]:
+        left = num_nodes - 1
+        for child, shares in enumerate(self._shares[depth]):
+            if not (share := shares[left]):
+                return
+            yield (*path, child)
+            yield from self._nodes((*path, child), share, depth - 1)
+            left -= share
+
+
+def child_rates(
+    base_probs: Tensor,
+    draft_probs: Tensor,
+    num_children: int,
+    sampling: str,
+    noise: Tensor,
+    chance: Randomness,
+) -> list[float]:
+    """Measure how often each child of a node is accepted, over nodes that were visited.
+
+    Args:
+        base_probs: [S, V], what the base model said at S nodes, after all warpers.
+        draft_probs: [S, V], what the draft model said there.
+        num_children: that are drawn at each node.
+        sampling: ``without_replacement`` or ``top_and_one``.
+        noise: [S, V] Gumbel noise for the draws.
+        chance: the random choices of the rule.
+
+    Returns:
+        Per child the share of nodes at which it was accepted.
+
+    Raises:
+        ValueError: for another ``sampling``.
+    """
+    if sampling == "without_replacement":
+        children, drawn_from = sample_siblings(draft_probs, num_children, noise), draft_probs
+    elif sampling == "top_and_one":
+        children, drawn_from = sample_top_and_one(draft_probs, num_children, noise)
+    else:
+        raise ValueError(f"sampling must be without_replacement or top_and_one, got {sampling!r}")
+    tree = Tree.from_choices([(child,) for child in range(num_children)]).to(children.device)
+    tokens = torch.cat([torch.zeros_like(children[:, :1]), children], dim=1)
+    shape = (-1, tree.num_nodes, -1)
+    path, num_accepted, _ = reject(
+        tokens,
+        tree,
+        base_probs[:, None].expand(shape),
+        drawn_from[:, None].expand(shape),
+        chance,
+        sampling,
+    )
+    accepted = path[:, 1][num_accepted > 0]
+    return (accepted.bincount(minlength=tree.num_nodes)[1:] / max(len(tokens), 1)).tolist()

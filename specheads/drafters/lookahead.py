@@ -29,8 +29,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specheads.attention.tree import RowTrees
 from specheads.drafters.contract import Candidates, Prefill, StepResult
-from specheads.tree import RowTrees
 
 
 class Preset(NamedTuple):

@@ -26,12 +26,10 @@ from transformers import (
 )
 
 from specheads.config import ConfigError
-from specheads.files import whole_folder
-from specheads.models.hf import save_as
-from specheads.models.kinds import Heads
-from specheads.models.mtp import MtpHeads
+from specheads.models.checkpoint import save_as
+from specheads.models.mtp import Heads, MtpHeads, block_config
 from specheads.models.mtp_hf import CLASSES, our_config, plain_config
-from specheads.models.mtp_layer import block_config
+from specheads.system.files import whole_folder
 
 NATIVE = ("deepseek_v3", "glm4_moe")  # whose own classes know such layers
 # of a layer's config, but not of what it computes

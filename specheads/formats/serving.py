@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specheads import __version__
-from specheads.assets import tinycode_dir
-from specheads.formats import vllm_custom_class
+from specheads.formats import vllm
+from specheads.system.files import tinycode_dir
 
 # what was read and run of each, in November 2026
 VLLM = "0.32 and 0.33, tried on a CPU"
@@ -167,7 +167,7 @@ def _draft_model(form: str, place: str, base: str) -> list[Serving]:
 
 def _alone(place: str, note: str, settings: str = "") -> list[Serving]:
     """Return how engines serve a plain model, guessing from the text where they can."""
-    config = vllm_custom_class.settings(num_tokens=COPIED)
+    config = vllm.settings(num_tokens=COPIED)
     needs = "needs specheads in vLLM's environment, and its first model runner: docs/serving.md"
     return [
         Serving(

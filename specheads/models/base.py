@@ -20,17 +20,17 @@ from transformers import (
 )
 from transformers.utils import is_flash_attn_2_available
 
-from specheads import hardware
 from specheads.config import DTYPES, ConfigError
-from specheads.models.foreign import one_line
-from specheads.models.model_files import (
+from specheads.models.manifest import (
     check_counts,
     check_model_files,
     needs_safetensors,
+    one_line,
     refuse_kernels,
 )
 from specheads.models.names import resolve_name
 from specheads.models.quantize import bnb_config, check_own_quantization, prepare_quantized
+from specheads.system import hardware
 
 
 def load_base_model(

@@ -5,48 +5,308 @@ the original, quantised as it was, is loaded under it.
 
 Everything is safetensors and JSON, written aside and renamed, and listed in ``manifest.json`` with
 its size and sha256. Loading takes all of it or refuses with one line.
+
+Write a model as a Hugging Face folder, in another dtype if asked.
+
+Heads of every kind as files: what config.json says of them, and their tensors.
+
+Tensors of MTP heads are called ``mtp.layers.{k}.*``, the others' ``heads.{i}.*`` and ``prefix.*``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from specheads.attention.tree import Tree
 from specheads.config import ConfigError
-from specheads.files import whole_folder
-from specheads.models.adapter_files import load_adapter, save_adapter
-from specheads.models.adapters import has_adapter, merges
-from specheads.models.base import check_tokenizer, load_base_model, load_tokenizer, torch_dtype
-from specheads.models.digest import base_digest as digest_of_base
-from specheads.models.digest import file_sha256
-from specheads.models.export_config import check_config
-from specheads.models.heads_files import (
-    HEADS_FILE,
-    KIND_KEYS,
-    as_loaded,
-    heads_section,
-    load_heads_file,
-    save_heads,
+from specheads.models.adapters import has_adapter, load_adapter, merged_state, merges, save_adapter
+from specheads.models.base import (
+    check_tokenizer,
+    load_base_model,
+    load_tokenizer,
+    output_device,
+    torch_dtype,
 )
-from specheads.models.hf import save_hf
-from specheads.models.kinds import Heads
+from specheads.models.export_config import check_config
+from specheads.models.heads import MedusaHeads
 from specheads.models.manifest import (
     MANIFEST,
+    check_header,
     check_manifest,
     manifest_entry,
+    one_line,
     read_json,
+    read_tensors,
     write_json,
     write_manifest,
 )
-from specheads.models.names import resolve_name
-from specheads.models.quantize import METHODS, quantization_of
-from specheads.redact import redact
-from specheads.tree import Tree
+from specheads.models.mtp import Heads, MtpHeads, config_from_json
+from specheads.models.names import base_digest as digest_of_base
+from specheads.models.names import file_sha256, resolve_name
+from specheads.models.quantize import METHODS, as_if_plain, quantization_of
+from specheads.system.files import whole_folder
+from specheads.system.redact import redact
+
+
+def save_hf(
+    folder: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype | None,
+) -> None:
+    """Write model and tokenizer so that transformers, and what builds on it, can load them.
+
+    An adapter is merged in what is written, and a quantised base under it dequantised. The caller's
+    model stays as it is; ``dtype`` is that of the written tensors, None keeps theirs.
+    """
+    plain: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if has_adapter(model):
+        state, plain = merged_state(model, model.dtype), as_if_plain(model)
+    else:
+        state = model.state_dict()
+    with plain, _quiet():
+        model.save_pretrained(folder, state_dict=cast_tensors(state, dtype))
+    if dtype is not None:
+        _set_dtype(folder, dtype)
+    tokenizer.save_pretrained(folder)
+
+
+def save_as(
+    folder: Path,
+    kind: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    base: PreTrainedModel,
+    extra: dict[str, Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype | None,
+) -> None:
+    """Write ``base`` and more tensors as a model of class ``kind``, with its names for them.
+
+    An adapter is merged and a quantised base dequantised in what is written. All tensors get one
+    dtype, the base's if it is None, but those that the class keeps in float32.
+
+    Raises:
+        ConfigError: if the base is quantised in a way that cannot be undone.
+    """
+    plain = not has_adapter(base) and quantization_of(base) is None
+    state = (base.state_dict() if plain else merged_state(base, base.dtype)) | extra
+    dtype = dtype or base.dtype
+    with torch.device("meta"):
+        model: Any = kind(config)  # only its class and config are used
+    if base.can_generate():
+        model.generation_config = base.generation_config
+    exact = {
+        name: tensor
+        for name, tensor in state.items()
+        if any(part in name for part in model._keep_in_fp32_modules_strict)
+    }
+    with _quiet():
+        model.save_pretrained(folder, state_dict=cast_tensors(state, dtype) | exact)
+    _set_dtype(folder, dtype)
+    tokenizer.save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    silenced = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # to unwrap the model accelerate imports deepspeed: it warns
+    try:
+        yield
+    finally:
+        logging.disable(silenced)
+
+
+def _set_dtype(folder: Path, dtype: torch.dtype) -> None:
+    config = read_json(folder / "config.json", "", strict=False)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    write_json(folder / "config.json", config, strict=False)
+
+
+def cast_tensors(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Return ``tensors`` in ``dtype``; what shares memory (tied matrices) stays one tensor."""
+    done: dict[tuple[object, ...], Tensor] = {}
+    cast = {}
+    for name, tensor in tensors.items():
+        # tensors without memory of their own (empty ones) are never taken for one another
+        key = (tensor.data_ptr() or name, tensor.shape, tensor.stride())
+        if key not in done:
+            keep = dtype is None or not tensor.is_floating_point()
+            done[key] = tensor if keep else tensor.to(dtype)
+        cast[name] = done[key]
+    return cast
+
+
+HEADS_FILE = "model.safetensors"
+_SMALL_HEADS = 1 << 23  # parameters: 32 MB in float32
+_MTP_PREFIX = "mtp."
+_MEDUSA_KEYS = ("num_heads", "num_layers", "lm_head", "hidden_size", "vocab_size")
+# keys that an export of each kind must have
+KIND_KEYS: dict[str, tuple[str, ...]] = {
+    "medusa": _MEDUSA_KEYS,
+    "hydra": _MEDUSA_KEYS,
+    "mtp": ("num_heads", "variant", "lm_head", "block", "hidden_size", "vocab_size"),
+}
+
+
+def heads_section(heads: Heads) -> dict[str, Any]:
+    """Return, as JSON, what :func:`build_heads` builds the same heads from."""
+    if isinstance(heads, MtpHeads):
+        return {
+            "kind": heads.kind,
+            "num_heads": heads.num_heads,
+            "variant": heads.variant,
+            "lm_head": heads.lm_head,
+            "hidden_first": heads.hidden_first,
+            "block": heads.block,
+            "hidden_size": heads.hidden_size,
+            "vocab_size": heads.vocab_size,
+        }
+    return {
+        "kind": heads.kind,
+        "num_heads": heads.num_heads,
+        "num_layers": heads.num_layers,
+        "lm_head": heads.lm_head,
+        "rank": heads.rank,
+        "num_kept": 0 if heads.token_map is None else heads.num_outputs,
+        "correction": "markov" if heads.markov_rank else "none",
+        "markov_rank": heads.markov_rank,
+        "prefix_layer": heads.prefix is not None,
+        "prefix": None if heads.prefix is None else heads.prefix.sizes,
+        "hidden_size": heads.hidden_size,
+        "vocab_size": heads.vocab_size,
+        **({"joined": True} if heads.joined else {}),
+    }
+
+
+def build_heads(config: dict[str, Any]) -> Heads:
+    """Return heads of ``config`` without memory, whose tensors are still to be read.
+
+    Raises:
+        ValueError: one line, if there are no such heads.
+    """
+    with torch.device("meta"):  # nor is time lost for drawing weights that are replaced at once
+        if config["kind"] == "mtp":
+            return _build_mtp(config)
+        # exports of 0.1 have none of them
+        optional = ("rank", "num_kept", "markov_rank", "prefix", "joined")
+        try:
+            return MedusaHeads(
+                **{key: config[key] for key in _MEDUSA_KEYS},
+                **{key: config[key] for key in optional if key in config},
+                condition=config["kind"] == "hydra",
+            )
+        except (TypeError, ArithmeticError, RuntimeError) as error:
+            raise ValueError(str(error)) from None
+
+
+def _build_mtp(config: dict[str, Any]) -> MtpHeads:
+    with one_line("block"):
+        heads = MtpHeads(
+            config["num_heads"],
+            config_from_json(config["block"]),
+            config["vocab_size"],
+            variant=config["variant"],
+            lm_head=config["lm_head"],
+            hidden_first=bool(config.get("hidden_first")),
+        )
+    if heads.hidden_size != config["hidden_size"]:
+        raise ValueError(
+            f"block.hidden_size is {heads.hidden_size}, hidden_size {config['hidden_size']}"
+        )
+    return heads
+
+
+def _compute_tables(heads: Heads, config_file: Path) -> None:
+    """Make the rotary tables of ``heads``, which no file holds; the sizes are checked by now."""
+    holder: Any = heads if isinstance(heads, MtpHeads) else heads.prefix and heads.prefix.model
+    if holder is None:
+        return
+    with one_line(f"{config_file}: no rotary table"):
+        holder.rotary_emb = type(holder.rotary_emb)(config=holder.config)
+
+
+def save_heads(folder: Path, heads: Heads, dtype: torch.dtype | None) -> None:
+    """Write the tensors of ``heads`` into ``folder``, in ``dtype`` (None keeps each as it is)."""
+    tensors = {k: v.detach().cpu().contiguous() for k, v in named_tensors(heads).items()}
+    save_file(cast_tensors(tensors, dtype), folder / HEADS_FILE, metadata={"format": "pt"})
+
+
+def named_tensors(heads: Heads) -> dict[str, Tensor]:
+    """Return the tensors of ``heads`` by the names that an export gives them."""
+    prefix = _prefix(heads)
+    return {prefix + name: tensor for name, tensor in heads.state_dict().items()}
+
+
+def _prefix(heads: Heads) -> str:
+    return _MTP_PREFIX if isinstance(heads, MtpHeads) else ""
+
+
+def load_heads_file(path: Path, config: dict[str, Any], config_file: Path) -> Heads:
+    """Build the heads of ``config`` and read all of their tensors, and no others.
+
+    Args:
+        path: the export's folder.
+        config: what its config.json holds.
+        config_file: where that lies, for the messages.
+
+    Raises:
+        ConfigError: one line, if config and tensors do not fit together.
+    """
+    try:
+        heads = build_heads(config)
+    except ValueError as error:
+        raise ConfigError(f"{config_file}: {error}") from None
+    file, wanted = path / HEADS_FILE, named_tensors(heads)
+    check_header(file, wanted)
+    _compute_tables(heads, config_file)
+    tensors = read_tensors(file, wanted)
+    _check_map(file, tensors.get("token_map"), config["vocab_size"])
+    prefix = _prefix(heads)
+    state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    heads.load_state_dict(state, assign=True)
+    return heads
+
+
+def _check_map(file: Path, token_map: Tensor | None, vocab_size: int) -> None:
+    if token_map is None:
+        return
+    lowest, highest = (int(bound) for bound in torch.aminmax(token_map))
+    if lowest < 0 or highest >= vocab_size or len(token_map.unique()) < len(token_map):
+        raise ConfigError(
+            f"{file}: token_map holds {lowest} to {highest}, expected {len(token_map)} different"
+            f" tokens of 0 to {vocab_size - 1}"
+        )
+
+
+def as_loaded(heads: Heads, base: PreTrainedModel, dtype: torch.dtype | None = None) -> Heads:
+    """Put heads where and how an export's are that is loaded, and return them: to decode with.
+
+    They take the base's dtype, but small ones are float32 on a CPU, which takes several times as
+    long for a product of one row with a small bfloat16 matrix, and they make dozens of them in a
+    step. Which tokens come depends on the base model alone.
+
+    Args:
+        heads: changed in place.
+        base: their base model.
+        dtype: None takes the base's.
+    """
+    place, dtype = output_device(base), dtype or base.dtype
+    small = sum(parameter.numel() for parameter in heads.parameters()) <= _SMALL_HEADS
+    if small and place.type == "cpu" and dtype.itemsize < 4:
+        dtype = torch.float32
+    return heads.to(device=place, dtype=dtype).eval()
+
 
 FORMAT_VERSION = 1
 _CONFIG, _BASE, _ADAPTER = "config.json", "base", "adapter"
@@ -100,7 +360,7 @@ def save_export(
         heads: to save.
         base_name: of the original base model, as the user gave it; empty where there is none,
             because the base was trained from scratch. ``tuned_base`` is then all there is.
-        base_digest: of the original base model, see :func:`specheads.models.digest.base_digest`;
+        base_digest: of the original base model, see :func:`specheads.models.names.base_digest`;
             empty likewise.
         tokenizer: saved with its chat template.
         tree: to decode with.

@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specheads.losses import IGNORE
-from specheads.models.blocks import LowRank
-from specheads.models.heads import MedusaHeads
+from specheads.losses.cross_entropy import IGNORE
+from specheads.models.heads import LowRank, MedusaHeads
 
 
 @torch.no_grad()

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from specheads.config import ConfigError
+from specheads.models.heads import FINAL_NORM, SIZES
 from specheads.models.names import check_recorded
-from specheads.models.prefix import FINAL_NORM, SIZES
 
 MAX_NODES = 4096  # of a tree: the verify step of that many tokens takes seconds
 _NUMBERS = {  # lowest and highest

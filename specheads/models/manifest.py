@@ -1,19 +1,89 @@
 """JSON files and the manifest of an export: every file with its size and sha256.
 
 Both may come from a stranger: what is read is bounded, and no name leaves the folder.
+
+Errors of the libraries that read files which may be damaged, or a stranger's.
+
+Read tensors after their file's header was held to what is expected of them.
+
+A header is some kilobytes, whatever it claims; safetensors checks that its offsets lie in the file.
+
+Look at the files of a base or draft model before transformers does.
+
+Weights are safetensors or nothing. A config is held to them before memory is taken: a damaged or
+hostile size in it would otherwise be allocated and filled with random numbers. What specheads
+itself has written (``base/`` of an export, draft models) is looked at more closely.
+
+Tensors in files of others: what they hold is known before anything is read.
+
+safetensors say it in their header. A ``.pt`` is pickle, which is read only where the user says so,
+and then by torch's restricted unpickler: tensors and containers, no code. Its archive must not be
+larger unpacked than it is, and its tensors not larger than their storage.
+
+Tensors of a run as safetensors: written, read, and held to the model by their headers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import re
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from specheads.config import ConfigError
-from specheads.models.digest import file_sha256
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+
+from specheads.config import ConfigError, InterruptedRunError, RunError
+from specheads.models.names import check_recorded, file_sha256, weight_files
+
+
+@contextlib.contextmanager
+def one_line(problem: str) -> Iterator[None]:
+    """Turn what a library raises about a file into one line; for its calls alone.
+
+    transformers, peft and tokenizers meet a damaged config wherever they first trip over it, with
+    whatever that raises: tokenizers with a bare ``Exception`` or a panic.
+
+    Args:
+        problem: the beginning of the line.
+
+    Raises:
+        ConfigError: ``problem`` and the first line of the error.
+    """
+    try:
+        yield
+    except (ConfigError, RunError, InterruptedRunError):
+        raise
+    except Exception as error:
+        raise ConfigError(f"{problem}: {first_line(error)}") from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # a library in Rust gave up
+            raise
+        raise ConfigError(f"{problem}: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, its kind where there is none; bounded."""
+    if isinstance(error, StrictDataclassError) and error.__cause__:
+        error = error.__cause__  # its own first line only names a validator
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    line = lines[0] if lines else type(error).__name__
+    if line.endswith(":"):  # what it announces comes on the lines below
+        line = " ".join(lines)
+    if isinstance(error, KeyError):
+        line = f"there is no {line}"
+    return line if len(line) <= 400 else f"{line[:400]} ..."
+
 
 MANIFEST = "manifest.json"
 _LARGEST = 64 << 20  # bytes of a JSON file that is read whole: a config has some thousand
@@ -198,3 +268,481 @@ def _finite(content: Any) -> Any:
     if isinstance(content, list | tuple):
         return [_finite(value) for value in content]
     return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+_FLOATS = ("F64", "F32", "BF16", "F16")
+
+
+def read_header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return shape and dtype (as safetensors calls it) of every tensor; none is read.
+
+    Raises:
+        ConfigError: if the file is missing or damaged.
+    """
+    try:
+        with safe_open(file, framework="pt") as opened:
+            found = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            return {k: (tuple(s.get_shape()), str(s.get_dtype())) for k, s in found.items()}
+    except SafetensorError as error:
+        raise ConfigError(f"{file} is damaged: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error}") from None
+
+
+def check_header(file: Path, wanted: Mapping[str, Tensor]) -> None:
+    """Check the names, shapes and kinds of the tensors of ``file``; none is read.
+
+    Args:
+        file: safetensors.
+        wanted: tensors of these shapes, on any device, meta too; of floating-point numbers in any
+            precision, or of int64.
+
+    Raises:
+        ConfigError: one line with both numbers.
+    """
+    found = read_header(file)
+    if missing := sorted(wanted.keys() - found.keys()):
+        raise ConfigError(
+            f"{file} lacks {len(missing)} of {len(wanted)} tensors, first {missing[0]}"
+        )
+    if extra := sorted(found.keys() - wanted.keys()):
+        raise ConfigError(
+            f"{file} has {len(found)} tensors where {len(wanted)} are expected;"
+            f" unexpected: {extra[0]}"
+        )
+    for name, tensor in wanted.items():
+        shape, dtype = found[name]
+        if shape != tuple(tensor.shape):
+            raise ConfigError(
+                f"{file}: {name} has shape {list(shape)}, expected {list(tensor.shape)}"
+            )
+        if dtype not in (_FLOATS if tensor.is_floating_point() else ("I64",)):
+            kind = "floating-point numbers" if tensor.is_floating_point() else "I64"
+            raise ConfigError(f"{file}: {name} holds {dtype}, expected {kind}")
+
+
+def read_tensors(file: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Read the tensors ``wanted`` and no others, each in the precision it is stored in.
+
+    Raises:
+        ConfigError: if the header is another, see :func:`check_header`, or a number is not finite.
+    """
+    check_header(file, wanted)
+    try:
+        tensors = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"cannot read {file}: {error}") from None
+    for name, tensor in tensors.items():
+        # the extremes are not finite as soon as one number is not
+        extremes = torch.aminmax(tensor) if tensor.is_floating_point() and tensor.numel() else ()
+        if not all(bound.isfinite() for bound in extremes):
+            raise ConfigError(f"{file} is damaged: {name} holds numbers that are not finite")
+    return tensors
+
+
+PROVENANCE = "specheads.json"  # beside a draft model of ours
+_PICKLED = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.pkl", "*.ckpt")
+_NEEDS_SAFETENSORS = (
+    "specheads loads safetensors alone, since pickle can run any code; save it as safetensors"
+    " where you trust it"
+)
+# what modules may be made for one by one, and how many: widths have other names
+_COUNTED = {
+    re.compile(r"(num|n)_\w*(layer|block)s?|(\w+_)?(layers|blocks|depth)"): 1024,
+    re.compile(r"(num|n)_\w*experts?|(\w+_)?experts"): 1 << 16,
+}
+_PACKED = 16  # numbers that one of a quantised tensor may stand for: int32 of two bits each
+# what would make transformers run other code, or read other files, than those of the folder
+_FORBIDDEN = ("auto_map", "quantization_config", "transformers_weights", "per_layer_config")
+
+
+def check_model_files(name: str, place: str, *, trust_remote_code: bool = False) -> bool:
+    """Check a model's folder before it is loaded; a name on the hub is not looked at.
+
+    Args:
+        name: as the user gave it, for messages.
+        place: what :func:`specheads.models.names.resolve_name` makes of it.
+        trust_remote_code: whether code in the folder may be run.
+
+    Returns:
+        Whether specheads wrote it, so that nothing may be left over in its files.
+
+    Raises:
+        ConfigError: if its weights are pickle, its index names files elsewhere, they are far fewer
+            than its config describes, or, if specheads wrote it, a file was changed.
+    """
+    folder = Path(place)
+    if not folder.is_dir():
+        return False
+    files = weight_files(folder)
+    pickled = sorted(file.name for pattern in _PICKLED for file in folder.glob(pattern))
+    if not files and pickled:
+        raise ConfigError(
+            f"model.name={name} has no model.safetensors, but {pickled[0]}: {_NEEDS_SAFETENSORS}"
+        )
+    is_draft = (folder / PROVENANCE).is_file()
+    if is_draft:
+        if read_provenance(folder)["format_version"] > 1 or (folder / MANIFEST).exists():
+            check_manifest(folder)
+    elif not (folder.name == "base" and (folder.parent / MANIFEST).is_file()):
+        if files and (folder / "config.json").is_file():
+            _check_sizes(folder, files, trust_remote_code, f"cannot load model.name={name}")
+        return False
+    for file in folder.iterdir():
+        check_inside(folder if is_draft else folder.parent, file)
+    if (folder / "adapter_config.json").exists():  # transformers would load it, from anywhere
+        raise ConfigError(f"{folder} holds adapter_config.json, which was not saved with it")
+    _check_own(folder, files, trust_remote_code)
+    return True
+
+
+def read_provenance(folder: Path) -> dict[str, Any]:
+    """Return what a draft model of ours says about its origin.
+
+    Raises:
+        ConfigError: if it cannot be read, or this version of specheads does not know it.
+    """
+    file = folder / PROVENANCE
+    found = read_json(file, f"{folder} is not a draft model of specheads")
+    if (version := found.get("format_version")) not in (1, 2) or type(version) is not int:
+        raise ConfigError(f"{file} has format version {version!r:.20}, this specheads reads 2")
+    if (kind := found.get("kind")) != "draft":
+        raise ConfigError(f"{file} holds kind {kind!r:.40}, expected 'draft'")
+    for key in ("base", "training", "measured"):
+        if not isinstance(found.get(key), dict):
+            raise ConfigError(f"{file}: {key} must be an object, found {found.get(key)!r:.40}")
+    base = found["base"]
+    try:
+        check_recorded(base.get("name"), base.get("revision"))
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    for key in ("digest", "dtype"):
+        if not isinstance(base.get(key), str):
+            raise ConfigError(f"{file}: base.{key} is {base.get(key)!r:.40}, expected a string")
+    for key, value in found["measured"].items():
+        if value is not None and type(value) not in (int, float):
+            raise ConfigError(f"{file}: measured.{key:.40} is {value!r:.40}, expected a number")
+    return found
+
+
+def refuse_kernels(name: str, config: PreTrainedConfig, *, trust_remote_code: bool) -> None:
+    """Refuse a config that names code on the hub for its attention or its experts.
+
+    Raises:
+        ConfigError: unless ``trust_remote_code``.
+    """
+    for each in (config, *(v for v in vars(config).values() if isinstance(v, PreTrainedConfig))):
+        for key in ("_attn_implementation", "_experts_implementation"):
+            value = getattr(each, key, None)
+            if isinstance(value, str) and "/" in value and not trust_remote_code:
+                raise ConfigError(
+                    f"model.name={name}: its config asks for the code of {value:.80}; load it with"
+                    " trust_remote_code=true if you trust that"
+                )
+
+
+def needs_safetensors(name: str, error: OSError) -> OSError | ConfigError:
+    """Return what to raise for an error of transformers: in our words where files are missing."""
+    if "safetensors" not in str(error):
+        return error
+    return ConfigError(f"model.name={name} has no model.safetensors: {_NEEDS_SAFETENSORS}")
+
+
+def check_counts(about: object, config: dict[str, Any]) -> None:
+    """Refuse numbers of layers and the like that would keep a machine busy for hours.
+
+    Args:
+        about: where the config is from, for messages.
+        config: as it was read: transformers makes lists from such numbers.
+
+    Raises:
+        ConfigError: one line with the key.
+    """
+    for key, value in _settings(config):
+        for counted, most in _COUNTED.items():
+            if type(value) is int and value > most and counted.fullmatch(key):
+                raise ConfigError(f"{about}: {key} is {value}, expected at most {most}")
+
+
+def _check_own(folder: Path, files: list[Path], trust_remote_code: bool) -> None:
+    """Refuse what specheads would not have written."""
+    about = folder / "config.json"
+    config = read_json(about, f"{folder} is no model", strict=False)
+    if not files:
+        raise ConfigError(f"{folder} lacks model.safetensors")
+    names = [name for file in files for name in read_header(file)]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"{folder}: a tensor is in two of its files")
+    for key, _ in _settings(config):
+        if key in _FORBIDDEN and not (key == "auto_map" and trust_remote_code):
+            raise ConfigError(f"{about}: {key} must not be there")
+    text = _check_sizes(folder, files, trust_remote_code, f"{about} describes no model")
+    _check_generation(folder / "generation_config.json", text.vocab_size)
+
+
+def _check_sizes(
+    folder: Path, files: list[Path], trust_remote_code: bool, problem: str
+) -> PreTrainedConfig:
+    """Hold the config to the headers of the weights, in numbers of values; nothing is allocated.
+
+    Returns:
+        The config of the text model.
+    """
+    about = folder / "config.json"
+    config = read_json(about, problem, strict=False)
+    check_counts(about, config)
+    shapes = [shape for file in files for shape, _ in read_header(file).values()]
+    packed = any(key == "quantization_config" and value for key, value in _settings(config))
+    stored = sum(map(math.prod, shapes)) * (_PACKED if packed else 1)
+    with one_line(problem):
+        known = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        refuse_kernels(str(folder), known, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(
+                known, trust_remote_code=trust_remote_code
+            )
+    wanted = sum(parameter.numel() for parameter in model.parameters())
+    tables = sum(buffer.numel() for buffer in model.buffers())
+    if wanted > 2 * stored or tables > max(stored, 1 << 28):
+        raise ConfigError(
+            f"{about} describes a model of {wanted:,} weights and {tables:,} numbers in tables,"
+            f" its files hold {stored:,}"
+        )
+    text: PreTrainedConfig = known.get_text_config()
+    return text
+
+
+def _check_generation(file: Path, vocab_size: int) -> None:
+    """Check what transformers would pass over without a word, and decoding ends by."""
+    if not file.is_file():
+        return
+    found = read_json(file, "", strict=False)
+    for key, value in found.items():
+        if key.endswith("_token_id"):
+            ids = value if isinstance(value, list) else [] if value is None else [value]
+            if not all(type(each) is int and -1 <= each < vocab_size for each in ids):
+                raise ConfigError(f"{file}: {key} is {value!r:.40}, expected 0 to {vocab_size - 1}")
+    with one_line(f"{file} cannot be used"):
+        GenerationConfig.from_dict(found).validate()
+
+
+def _settings(values: Any) -> list[tuple[str, Any]]:
+    """Return every key of nested objects with its value."""
+    if isinstance(values, list):
+        return [pair for value in values for pair in _settings(value)]
+    if not isinstance(values, dict):
+        return []
+    return [pair for key, value in values.items() for pair in ((key, value), *_settings(value))]
+
+
+FLOATS = ("F64", "F32", "BF16", "F16")
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
+    torch.int64: "I64", torch.int32: "I32",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorFiles:
+    """The tensors of one or several files.
+
+    Attributes:
+        where: the file, or the first one, for messages.
+        header: shape and dtype (as safetensors calls it) by name.
+        notes: what the user has to know, in lines.
+    """
+
+    where: Path
+    header: dict[str, tuple[tuple[int, ...], str]]
+    notes: list[str] = field(default_factory=list)
+    _files: dict[str, tuple[Path, str]] = field(default_factory=dict)  # name -> file, name there
+    _loaded: dict[str, Tensor] = field(default_factory=dict)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, which must be of floating-point numbers.
+
+        Raises:
+            ConfigError: if it holds something else.
+        """
+        shape, dtype = self.header[name]
+        if dtype not in FLOATS:
+            raise ConfigError(
+                f"{self.where}: {name} holds {dtype}, expected floating-point numbers"
+            )
+        return shape
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Read tensors, each with memory of its own, in the precision that it is stored in.
+
+        Raises:
+            ConfigError: if a file cannot be read, or a number is not finite.
+        """
+        found: dict[str, Tensor] = {}
+        for name in names:
+            if name in self._loaded:
+                tensor = self._loaded[name].clone()
+            else:
+                file, there = self._files[name]
+                try:
+                    with safe_open(file, framework="pt") as opened:
+                        tensor = opened.get_tensor(there)
+                except (OSError, SafetensorError) as error:
+                    raise ConfigError(f"cannot read {file}: {error}") from None
+            # the extremes are not finite as soon as one number is not
+            ends = torch.aminmax(tensor) if tensor.is_floating_point() and tensor.numel() else ()
+            if not all(end.isfinite() for end in ends):
+                raise ConfigError(f"{self.where}: {name} holds numbers that are not finite")
+            found[name] = tensor
+        return found
+
+
+def open_safetensors(files: list[Path]) -> TensorFiles:
+    """Read the headers of safetensors files.
+
+    ``save_model`` of safetensors writes a tensor that several names share once, and the other names
+    beside it: they are known here as if they were there.
+
+    Raises:
+        ConfigError: if one is damaged, or two hold the same name.
+    """
+    header: dict[str, tuple[tuple[int, ...], str]] = {}
+    places: dict[str, tuple[Path, str]] = {}
+    notes = []
+    for file in files:
+        inside = read_header(file)
+        if twice := sorted(inside.keys() & header.keys()):
+            raise ConfigError(f"{file}: {twice[0]} is in another file too")
+        header |= inside
+        places |= {name: (file, name) for name in inside}
+        shared = {
+            other: kept
+            for other, kept in _metadata(file).items()
+            if kept in inside and other not in inside
+        }
+        header |= {other: inside[kept] for other, kept in shared.items()}
+        places |= {other: (file, kept) for other, kept in shared.items()}
+        if shared:
+            notes.append(f"{file.name} stores {len(shared)} tensors under another name")
+    return TensorFiles(files[0], header, notes, places)
+
+
+def open_pickle(file: Path, *, allow_pickle: bool) -> TensorFiles:
+    """Read a ``.pt`` of torch 1.6 or newer that holds tensors by name.
+
+    Args:
+        file: to read.
+        allow_pickle: that the user wants this.
+
+    Raises:
+        ConfigError: unless ``allow_pickle``; if it is no such file, holds anything but tensors, or
+            claims to be larger than it is.
+    """
+    if not allow_pickle:
+        raise ConfigError(
+            f"{file} is pickle: allow_pickle=true reads it, tensors alone (weights_only)"
+        )
+    with one_line(f"cannot read {file}"):
+        if not zipfile.is_zipfile(file):
+            raise ConfigError(f"{file} is no .pt file of torch 1.6 or newer")
+        with zipfile.ZipFile(file) as archive:
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+        if unpacked > (size := file.stat().st_size):
+            raise ConfigError(f"{file} has {size} bytes, unpacked {unpacked}: no .pt is packed")
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file} holds a {type(found).__name__}, expected tensors by name")
+    header = {}
+    for name, tensor in found.items():
+        if not isinstance(name, str) or type(tensor) not in (Tensor, torch.nn.Parameter):
+            raise ConfigError(
+                f"{file}: {name!r:.80} is a {type(tensor).__name__}, expected tensors by name"
+            )
+        plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
+        if not plain or tensor.dtype not in _NAMES:
+            raise ConfigError(f"{file}: {name} holds {tensor.dtype}, which no head is made of")
+        stored = tensor.untyped_storage().nbytes()
+        if tensor.numel() * tensor.element_size() > stored:  # a view that repeats what is stored
+            raise ConfigError(f"{file}: {name} is larger than what is stored of it")
+        header[name] = (tuple(tensor.shape), _NAMES[tensor.dtype])
+    loaded = {name: tensor.detach() for name, tensor in found.items()}
+    return TensorFiles(file, header, _loaded=loaded)
+
+
+def _metadata(file: Path) -> dict[str, str]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return opened.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"cannot read {file}: {error}") from None
+
+
+# as safetensors calls them
+_DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16"}
+# of an optimizer's tensors those that are as large as their parameter
+_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer", "state1", "state2")
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write ``tensors`` as safetensors, copied to the CPU, none sharing memory with another."""
+    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """Read a file that ``save_tensors`` wrote.
+
+    Raises:
+        ConfigError: if it is missing or no safetensors file.
+    """
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
+
+
+def check_tensors(path: Path, expected: Mapping[str, Tensor]) -> None:
+    """Check names, shapes and dtypes in the header of a safetensors file; no tensor is read.
+
+    Raises:
+        ConfigError: naming the tensor, what the file has and what the model has.
+    """
+    about = _header(path)
+    if odd := sorted(about.keys() ^ expected.keys()):
+        raise ConfigError(
+            f"{path} is of another model: {len(odd)} parameters are in one only, e.g. {odd[0]}"
+        )
+    for name, tensor in expected.items():
+        here = (tuple(tensor.shape), _DTYPES.get(tensor.dtype, str(tensor.dtype)))
+        if about[name] != here:
+            raise ConfigError(
+                f"{path} is of another model: {name} is {list(about[name][0])} {about[name][1]} "
+                f"there, {list(here[0])} {here[1]} here"
+            )
+
+
+def check_moments(path: Path, trained: Mapping[str, Tensor]) -> None:
+    """Check an optimizer's file, tensors named ``parameter/key``, against what is trained.
+
+    Raises:
+        ConfigError: naming the tensor, what the file has and what the model has.
+    """
+    for name, (shape, _) in _header(path).items():
+        parameter, _, key = name.rpartition("/")
+        if parameter not in trained:
+            raise ConfigError(f"{path} is of another model: {name} belongs to nothing here")
+        wanted = trained[parameter].shape
+        if key in _MOMENTS and shape != tuple(wanted):
+            raise ConfigError(
+                f"{path} is of another model: {name} is {list(shape)} there, {list(wanted)} here"
+            )
+        if key == "step" and shape not in ((), (1,)):
+            raise ConfigError(f"{path}: {name} is {list(shape)}, a count of steps is one number")
+
+
+def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return name -> shape and dtype of every tensor of a file, of which no tensor is read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {n: (tuple(s.get_shape()), str(s.get_dtype())) for n, s in found.items()}
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None

@@ -34,10 +34,9 @@ from transformers import (
 )
 
 from specheads.config import ConfigError
-from specheads.files import whole_folder
-from specheads.models.hf import save_as
-from specheads.models.mtp import MtpHeads
-from specheads.models.mtp_layer import config_from_json
+from specheads.models.checkpoint import save_as
+from specheads.models.mtp import MtpHeads, config_from_json
+from specheads.system.files import whole_folder
 
 _OURS = ("mtp_heads", "num_mtp_layers", "mtp_layer_types")
 

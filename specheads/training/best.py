@@ -15,14 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specheads import dist
 from specheads.config import ConfigError, TrainConfig
-from specheads.files import aside, whole_folder
-from specheads.log import RunLog
-from specheads.models.manifest import check_manifest, write_manifest
-from specheads.training.checkpoints import checkpoints_of
-from specheads.training.state import Progress, load_progress
-from specheads.training.tensor_files import check_tensors, load_tensors, save_tensors
+from specheads.models.manifest import (
+    check_manifest,
+    check_tensors,
+    load_tensors,
+    save_tensors,
+    write_manifest,
+)
+from specheads.runs.log import RunLog
+from specheads.system import dist
+from specheads.system.files import aside, whole_folder
+from specheads.training.checkpoints import Progress, checkpoints_of, load_progress
 
 KEY = "eval/accept_length"
 _TENSORS, _FIGURES, _CHOSEN = "model.safetensors", "best.json", "chosen.json"

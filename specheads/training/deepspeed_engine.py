@@ -3,10 +3,18 @@
 DeepSpeed skips a step whose gradient norm is not finite by itself, for the sake of its fp16 loss
 scale, in every precision and stage but one: 0 in float32, which is a plain torch optimizer. There
 the check is made here, and so is the counting: a skipped step leaves no counter behind.
+
+DeepSpeed's universal checkpoint: its state, made independent of the number of ranks.
+
+DeepSpeed stores a part per rank. ``ds_to_universal`` puts the parts of every parameter together,
+and a run on another number of ranks takes its own parts from there. Weights, both moments and
+their step count are carried over exactly.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import logging
 import math
@@ -25,12 +33,91 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from specheads import dist, hardware, heartbeat
 from specheads.config import ConfigError, RunError, TrainConfig
 from specheads.models.quantize import is_quantized_linear
+from specheads.system import dist, hardware, heartbeat
+from specheads.system.files import aside, writing
+from specheads.training.checkpoints import read_state
 from specheads.training.engine import Batch, Groups, check_names, learning_rates, make_optimizers
-from specheads.training.state import read_state
-from specheads.training.universal import converted, load_universal
+
+
+@contextlib.contextmanager
+def converted(folder: Path, run_dir: Path) -> Iterator[Path]:
+    """Convert a checkpoint's ``deepspeed/state`` beside the run's checkpoints, for a while.
+
+    Args:
+        folder: a checkpoint that DeepSpeed's engine wrote.
+        run_dir: the run's directory, where the disk has room.
+
+    Yields:
+        A folder with the universal ``state``, removed afterwards.
+
+    Raises:
+        ConfigError: if DeepSpeed cannot convert it.
+        RunError: if the disk is full.
+    """
+    path = run_dir / "checkpoints" / f"universal-{folder.name}"
+    with writing(path) as out:
+        if dist.is_main():
+            shutil.rmtree(out, ignore_errors=True)
+            (out / "state").mkdir(parents=True)
+            _convert(folder / "deepspeed" / "state", out / "state")
+        dist.barrier()
+        yield out
+        dist.barrier()
+    if dist.is_main():
+        shutil.rmtree(aside(path))
+
+
+def _convert(source: Path, target: Path) -> None:
+    from deepspeed.checkpoint import ds_to_universal
+
+    arguments = argparse.Namespace(
+        input_folder=str(source),
+        output_folder=str(target),
+        num_extract_workers=1,  # forking a process that has started threads can hang
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
+    try:
+        with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
+            ds_to_universal.main(arguments)
+    except (AssertionError, KeyError, NotImplementedError, ValueError) as error:
+        raise ConfigError(
+            f"DeepSpeed cannot convert {source} for another number of processes: {error}"
+        ) from None
+
+
+def load_universal(engine: Any, folder: Path) -> None:
+    """Load what :func:`converted` made into a DeepSpeed engine.
+
+    Args:
+        engine: of ``deepspeed.initialize``.
+        folder: holds ``state``.
+
+    Raises:
+        ConfigError: if DeepSpeed finds nothing in it.
+    """
+    optimizer = engine.optimizer
+    own = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    settings = engine._config
+    settings.load_universal_checkpoint = True
+    try:
+        found, _ = engine.load_checkpoint(str(folder), tag="state", load_module_strict=False)
+    finally:
+        settings.load_universal_checkpoint = False
+    if found is None:
+        raise ConfigError(f"{folder} holds no DeepSpeed state")
+    # stage 3 gives all groups the settings of the first (0.19.8)
+    for group, settings_before in zip(optimizer.param_groups, own, strict=True):
+        group.update(settings_before)
+    # and all of them one counter of steps, which AdamW then counts up once per group
+    for state in optimizer.optimizer.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = state["step"].clone()
+
 
 LONGEST_BUILD = 900.0  # seconds
 

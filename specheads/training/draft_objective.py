@@ -12,11 +12,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specheads.losses import shift_labels
+from specheads.losses.cross_entropy import shift_labels
+from specheads.losses.distill import (
+    StoredTeacher,
+    Teacher,
+    check_options,
+    linear_soft_loss,
+)
 from specheads.models.adapters import require_grad
 from specheads.models.output import OutputLayer, output_layer
-from specheads.soft_loss import StoredTeacher, Teacher, check_options, linear_soft_loss
-from specheads.training.output_loss import (
+from specheads.training.objectives import (
     Batch,
     Metrics,
     OutputLoss,
@@ -26,7 +31,7 @@ from specheads.training.output_loss import (
 )
 
 LABELS = "labels"
-# names of draft.loss -> those of specheads.soft_loss
+# names of draft.loss -> those of specheads.losses.distill
 SOFT_KINDS = {
     "forward_kl": "soft",
     "reverse_kl": "reverse_kl",
@@ -55,7 +60,7 @@ class DraftObjective(nn.Module):
             reports the acceptance).
         loss: ``labels``, the cross entropy of the data's tokens, or a distance from the base's
             distribution: ``forward_kl``, ``reverse_kl``, ``jsd``, ``tv``, ``lk_alpha``,
-            ``lk_lambda``, see :func:`specheads.soft_loss.linear_soft_loss`.
+            ``lk_lambda``, see :func:`specheads.losses.distill.linear_soft_loss`.
         jsd_beta: of ``jsd``: weight of the base in the mixture.
         top_k: learn the base's k most likely tokens only; 0: all.
         temperature: of the base's distribution in the loss.

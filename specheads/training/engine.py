@@ -16,16 +16,16 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from specheads import dist
 from specheads.config import ConfigError, OptimConfig, TrainConfig
-from specheads.models.manifest import read_json
-from specheads.models.quantize import need_bitsandbytes
-from specheads.training.tensor_files import (
+from specheads.models.manifest import (
     check_moments,
     check_tensors,
     load_tensors,
+    read_json,
     save_tensors,
 )
+from specheads.models.quantize import need_bitsandbytes
+from specheads.system import dist
 
 Batch = dict[str, Any]
 Groups = list[dict[str, Any]]

@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.losses import IGNORE, kl_divergence, shift_labels
-from specheads.models.hidden import packed_hidden
-from specheads.models.output import OutputLayer
+from specheads.losses.cross_entropy import IGNORE, kl_divergence, shift_labels
+from specheads.models.output import OutputLayer, packed_hidden
 
 Batch = dict[str, Any]
 

@@ -3,38 +3,108 @@
 One optimizer step: gather its micro-batches, count their valid labels over micro-batches and
 ranks, run them, look at the losses, step. Counting first is what makes unequal micro-batches
 exact (each loss is a sum divided by the count of the whole step).
+
+Means of the metrics between two lines of the log, tokens per second, and memory.
+
+Steps whose loss or gradients are not finite: what brought them, and how many there were.
+
+They are written to ``nonfinite.jsonl`` of the run directory, one line per step:
+``{"step", "what": "loss" | "gradient", "batches": [{"rank", "micro_batch", "ids"}]}``. Of a loss
+the micro-batches that had it, of a gradient all that it was summed over.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from specheads import dist
 from specheads.config import InterruptedRunError, RunError, TrainConfig
-from specheads.log import RunLog
-from specheads.losses import count_valid
-from specheads.training import best, nonfinite
-from specheads.training.checkpoints import checkpoint_to_resume, new_checkpoint, prune, verify
-from specheads.training.engine import Batch, Engine, Objective, learning_rates, open_engine
-from specheads.training.meter import Meter, peak_memory
-from specheads.training.schedule import lambda_scale, lr_factor
-from specheads.training.signals import StopAsked, StopSignal, saving_first
-from specheads.training.state import (
+from specheads.losses.cross_entropy import count_valid
+from specheads.runs.log import RunLog
+from specheads.system import dist
+from specheads.system.files import whole_file
+from specheads.system.signals import StopAsked, StopSignal, saving_first
+from specheads.training import best
+from specheads.training.checkpoints import (
     Progress,
+    checkpoint_to_resume,
     load_progress,
+    new_checkpoint,
+    prune,
     random_state,
     restore_rank,
     same_random_state,
     save_rank,
     set_random_state,
+    verify,
 )
+from specheads.training.engine import Batch, Engine, Objective, learning_rates, open_engine
+from specheads.training.schedule import lambda_scale, lr_factor
+
+
+def peak_memory(device: torch.device) -> float:
+    """Return bytes: the allocator's peak on a GPU, the process's peak on a CPU."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    unit = 1 if sys.platform == "darwin" else 1024
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+
+
+class Meter:
+    """Means since the last line, and the rate in tokens per second."""
+
+    def __init__(self, progress: Progress) -> None:
+        """Go on with the sums that ``progress`` holds."""
+        self.progress = progress
+        self.tokens, self.steps = 0.0, 0
+        self.since = time.perf_counter()
+        self.seconds_per_step = 0.0
+
+    def add(self, metrics: Mapping[str, float], tokens: float) -> None:
+        """Count one step; without metrics, one that was left out."""
+        self.tokens += tokens
+        self.steps += 1
+        if not metrics:
+            return
+        window = self.progress.window
+        for key, value in metrics.items():
+            window[key] = window.get(key, 0.0) + value
+        self.progress.window_steps += 1
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave what happens inside out of the rate."""
+        begin = time.perf_counter()
+        yield
+        self.since += time.perf_counter() - begin
+
+    def read(self, *, keep: bool) -> dict[str, float]:
+        """Return the means; start a new window unless ``keep``.
+
+        Without a step since the last line, as right after a resume, there is no rate.
+        """
+        steps = self.progress.window_steps
+        means = {f"train/{key}": value / steps for key, value in self.progress.window.items()}
+        if not keep:
+            self.progress.window, self.progress.window_steps = {}, 0
+        now = time.perf_counter()
+        if self.steps:
+            means["train/tokens_per_second"] = self.tokens / (now - self.since)
+            self.seconds_per_step = (now - self.since) / self.steps
+        self.tokens, self.steps, self.since = 0.0, 0, now
+        return means
+
 
 Evaluate = Callable[[int], Mapping[str, float]]
 
@@ -166,7 +236,7 @@ class _Stage:
                 fault = "" if self.engine.overflowed else "gradient"
         if fault:
             chosen = ran.bad if fault == "loss" else range(len(micro))
-            where = nonfinite.report(self.run.dir, step + 1, fault, micro, chosen)
+            where = report(self.run.dir, step + 1, fault, micro, chosen)
             if self.progress.skipped >= self.cfg.optim.skip_nonfinite:
                 self.give_up(f"the {fault} of step {step + 1} is not finite", where, before)
             self.progress.skipped += 1
@@ -315,7 +385,7 @@ def fit(
         engine.load(checkpoint)
         restore_rank(checkpoint, batches)
     run.begin(progress.step, checkpoint)
-    progress.skipped = max(progress.skipped, nonfinite.begin(run.dir, progress.step))
+    progress.skipped = max(progress.skipped, begin(run.dir, progress.step))
     device = next(objective.parameters()).device
     now = _Stage(
         cfg, run, engine, objective, batches, parameters, progress, Meter(progress),
@@ -351,3 +421,61 @@ def fit(
     if last_step == cfg.steps:
         best.finish(parameters, cfg, progress, run)
     return progress.step
+
+
+_FILE = "nonfinite.jsonl"
+_NAMED = 8  # records in the one line that a user sees
+
+
+def begin(run_dir: Path, step: int) -> int:
+    """Go on after ``step``: later lines are dropped.
+
+    Returns:
+        The number of steps up to there that were left out, on every rank.
+    """
+    path, count = run_dir / _FILE, 0
+    if dist.is_main() and path.exists():
+        rows = path.read_text().splitlines(keepends=True)
+        # a killed run may leave half a line
+        kept = [r for r in rows if r.endswith("}\n") and json.loads(r)["step"] <= step]
+        if kept != rows:
+            with whole_file(path) as fresh:
+                fresh.write_text("".join(kept))
+        count = len(kept)
+    return int(dist.sum_over_ranks(torch.tensor([float(count)])))
+
+
+def report(
+    run_dir: Path, step: int, what: str, micro: Sequence[Batch], chosen: Sequence[int]
+) -> str:
+    """Write down what a step was made of; all ranks call it.
+
+    Args:
+        run_dir: the run's directory.
+        step: number of the step, from 1.
+        what: ``loss`` or ``gradient``.
+        micro: this rank's micro-batches of the step.
+        chosen: those of them to name.
+
+    Returns:
+        ``records a, b ...`` for an error message, of all ranks.
+
+    Raises:
+        RunError: if the file cannot be written.
+    """
+    mine = [
+        {"rank": dist.rank(), "micro_batch": i, "ids": [str(n) for n in micro[i].get("ids", [])]}
+        for i in chosen
+    ]
+    batches: list[dict[str, Any]] = sum(map(json.loads, dist.gather_texts(json.dumps(mine))), [])
+    if dist.is_main():
+        path = run_dir / _FILE
+        try:
+            with path.open("a") as lines:
+                lines.write(json.dumps({"step": step, "what": what, "batches": batches}) + "\n")
+        except OSError as error:
+            raise RunError(f"cannot write {path}: {error}") from error
+    ids = [name for batch in batches for name in batch["ids"]]
+    if not ids:
+        return "records without ids"
+    return f"records {', '.join(ids[:_NAMED])}{' ...' if len(ids) > _NAMED else ''}"

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from specheads.attention.tree import default_tree
 from specheads.models.base import load_base_model, load_tokenizer
 from specheads.models.checkpoint import save_export
-from specheads.models.digest import base_digest
 from specheads.models.heads import MedusaHeads
-from specheads.tree import default_tree
+from specheads.models.names import base_digest
 
 ROOT = Path(__file__).parents[2]
 Program = Callable[..., subprocess.CompletedProcess[str]]

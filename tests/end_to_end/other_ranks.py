@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from specheads import dist
+from specheads.system import dist
 from tests.end_to_end.two_ranks import settings, train
 
 if __name__ == "__main__":

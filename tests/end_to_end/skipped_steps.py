@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specheads import dist
+from specheads.system import dist
 from specheads.training.deepspeed_engine import DeepSpeedEngine
 from specheads.training.engine import TorchEngine
 from specheads.training.loop import gather

@@ -24,12 +24,11 @@ from transformers import (
     StopStringCriteria,
 )
 
-from specheads.decoding.loop import decode
-from specheads.decoding.plain import plain_decode
+from specheads.attention.tree import Tree, default_tree
+from specheads.decoding.loop import decode, plain_decode
 from specheads.decoding.result import DecodeResult
 from specheads.models import forward
-from specheads.sampling import Sampler
-from specheads.tree import Tree, default_tree
+from specheads.verification.sampling import Sampler
 from tests.end_to_end.conftest import ROOT
 from tests.scripted import ScriptedDrafter
 from tests.scripts import load_script

@@ -8,18 +8,17 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from specheads.decoding.assisted import (
+from specheads.decoding.loop import decode, plain_decode
+from specheads.drafters.draft_model import DraftModelDrafter
+from specheads.drafters.length import FixedLength
+from specheads.drafters.lookup import NgramDrafter
+from specheads.measure.clock import (
+    Batch,
     fixed_assistant,
     gained_by_passes,
     hf_assisted_method,
     hf_lookup_method,
 )
-from specheads.decoding.loop import decode
-from specheads.decoding.measure import Batch
-from specheads.decoding.plain import plain_decode
-from specheads.drafters.draft_model import DraftModelDrafter
-from specheads.drafters.length import FixedLength
-from specheads.drafters.ngram import NgramDrafter
 from tests.ragged import ROWS, padded
 from tests.zoo import build, disturbed
 

@@ -13,8 +13,8 @@ import torch
 
 from specheads.bench import run as bench
 from specheads.config import BenchConfig, ConfigError, RunError, TreeSearchConfig
-from specheads.decoding import benchmark
-from specheads.decoding.measure import Batch, Decoded, Method, read_prompts
+from specheads.measure import bench as benchmark
+from specheads.measure.clock import Batch, Decoded, Method, read_prompts
 from specheads.models.base import load_tokenizer
 from specheads.models.checkpoint import load_export, read_config
 from specheads.models.manifest import write_manifest

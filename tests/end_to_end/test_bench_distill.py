@@ -19,7 +19,7 @@ def compose(*overrides: str) -> TrainConfig:
     """Compose what a run of the table is started with."""
     import hydra
 
-    from specheads.assets import conf_dir
+    from specheads.system.files import conf_dir
 
     register_schemas()
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from specheads.config import TrainConfig, register_schemas, to_config
-from specheads.decoding.measure import Decoded, Prompt
+from specheads.measure.clock import Decoded, Prompt
 from tests.scripts import load_script
 
 bench: Any = load_script("bench_medusa")
@@ -21,7 +21,7 @@ def compose(*overrides: str) -> TrainConfig:
     """Compose what a run of the table is started with."""
     import hydra
 
-    from specheads.assets import conf_dir
+    from specheads.system.files import conf_dir
 
     register_schemas()
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):

@@ -16,11 +16,9 @@ import pytest
 
 from specheads.bench import run as bench
 from specheads.config import BenchConfig, ConfigError
-from specheads.decoding.html_page import html_page
-from specheads.decoding.markdown import markdown_page
-from specheads.decoding.page import sections
 from specheads.decoding.published import PUBLISHED
 from specheads.formats import card
+from specheads.measure.render import html_page, markdown_page, sections
 from specheads.models.checkpoint import read_config
 from tests.end_to_end.conftest import ROOT
 

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from specheads.losses import IGNORE
+from specheads.losses.cross_entropy import IGNORE
 from tests.scripts import load_script
 
 TINY = [

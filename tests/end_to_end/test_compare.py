@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from specheads import contention
 from specheads.compare import chosen_prompts, run
 from specheads.config import CompareConfig, ConfigError
-from specheads.decoding.subject import load_subject
+from specheads.decoding.exported import load_subject
+from specheads.system import hardware
 from tests.conftest import build_byte_tokenizer, build_tiny_llama
 from tests.zoo import disturbed
 
@@ -125,9 +125,9 @@ def test_greedy_decoding_is_compared_too(
     """
     config = settings_of(tiny_model_dir, candidates[:1], questions, temperature=0.0)
     shares = iter((0.6, 0.0))  # while steps were clocked, while texts were
-    between = contention.between
+    between = hardware.between
     monkeypatch.setattr(
-        contention, "between", lambda a, b: between(a, b) | {"other_share": next(shares)}
+        hardware, "between", lambda a, b: between(a, b) | {"other_share": next(shares)}
     )
     run(config)
     result = json.loads(Path(config.out).read_text())

@@ -11,10 +11,9 @@ from specheads.bench import run as bench
 from specheads.config import BenchConfig, ConfigError, DecodeConfig, GenerateConfig
 from specheads.decoding import exported
 from specheads.decoding.exported import exported_drafter, tree_kind
-from specheads.drafters.dynamic import DynamicHeadsDrafter
-from specheads.drafters.made import DynamicDrafter
+from specheads.drafters.growing import DynamicDrafter, DynamicHeadsDrafter
 from specheads.generate import run as generate
-from specheads.models import compiled
+from specheads.models import forward
 from specheads.models.checkpoint import load_export, set_tree
 
 DYNAMIC = {"num_nodes": 5, "temperatures": [1.0, 2.0, 0.5]}
@@ -50,12 +49,12 @@ def test_settings_change_the_speed_and_not_the_text(
     monkeypatch.setattr(
         torch, "compile", lambda f, mode=None: (run.append("compiled"), real(f, backend="eager"))[1]
     )
-    compiled._compiled_forward.cache_clear()
+    forward._compiled_forward.cache_clear()
     expected = text_of(capsys, tiny_export)
     assert text_of(capsys, tiny_export, tree="dynamic", num_nodes=4) == expected
     assert text_of(capsys, tiny_export, compile=True) == expected
     assert made == [{"temperatures": None}] and run == ["compiled"]
-    compiled._compiled_forward.cache_clear()
+    forward._compiled_forward.cache_clear()
     loose = text_of(capsys, tiny_export, acceptance="lossy_typical", epsilon=0.0, delta=0.0)
     assert loose != expected, "everything is accepted: the heads' own text"
 

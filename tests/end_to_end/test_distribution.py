@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from specheads import rejection
-from specheads.decoding import accepting
-from specheads.decoding.deciding import Acceptance
-from specheads.decoding.loop import decode
-from specheads.decoding.plain import plain_decode
-from specheads.kv_cache import TreeCache
-from specheads.sampling import Chance, Sampler
-from specheads.tree import Tree
+from specheads.attention.cache import TreeCache
+from specheads.attention.tree import Tree
+from specheads.decoding import accept
+from specheads.decoding.accept import Acceptance
+from specheads.decoding.loop import decode, plain_decode
+from specheads.verification import rejection
+from specheads.verification.sampling import Chance, Sampler
 from tests.sampled import SampledDrafter
 
 VOCAB, BATCH = 5, 1000
@@ -132,7 +131,7 @@ def keep_in_place(patch: pytest.MonkeyPatch) -> None:
 def repeat_choices(patch: pytest.MonkeyPatch) -> None:
     """Break the noise: a row makes the same choices in every step."""
     patch.setattr(
-        accepting,
+        accept,
         "Chance",
         lambda seed, positions, rows, num: Chance(seed, torch.zeros_like(positions), rows, num),
     )

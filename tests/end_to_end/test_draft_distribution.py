@@ -14,7 +14,7 @@ from specheads.decoding.loop import decode
 from specheads.drafters import draft_model
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.length import ConfidentLength
-from specheads.sampling import Sampler
+from specheads.verification.sampling import Sampler
 from tests.end_to_end.test_distribution import (
     BATCH,
     COUNTED,

@@ -10,22 +10,27 @@ from typing import Any
 import pytest
 import torch
 
+from specheads.attention.tree import default_tree
 from specheads.bench import run as bench
 from specheads.config import BenchConfig, ConfigError, DecodeConfig, GenerateConfig
-from specheads.decoding import clocking, drafting
-from specheads.decoding.drafting import check_drafter, choose_drafter
-from specheads.decoding.loop import decode
-from specheads.decoding.plain import plain_decode
-from specheads.decoding.subject import Subject, is_plain_model, load_subject
-from specheads.drafters.adaptive import StepCosts
+from specheads.decoding import costs as clocking
+from specheads.decoding import exported
+from specheads.decoding.exported import (
+    Subject,
+    check_drafter,
+    choose_drafter,
+    is_plain_model,
+    load_subject,
+)
+from specheads.decoding.loop import decode, plain_decode
+from specheads.drafters.length import StepCosts
 from specheads.generate import run as generate
 from specheads.models.base import load_base_model, load_tokenizer
 from specheads.models.checkpoint import save_export
-from specheads.models.digest import base_digest
 from specheads.models.heads import MedusaHeads
 from specheads.models.manifest import write_manifest
-from specheads.sampling import Sampler
-from specheads.tree import default_tree
+from specheads.models.names import base_digest
+from specheads.verification.sampling import Sampler
 from tests.conftest import build_byte_tokenizer, build_tiny_llama
 from tests.zoo import disturbed
 
@@ -49,13 +54,13 @@ VERIFY_COSTS = clocking.verify_costs  # as it is, where tests do without it
 def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
     # clocking would make lengths, hence these tests, depend on the machine
     monkeypatch.setattr(
-        drafting, "step_costs", lambda base, draft, n: StepCosts(0.1, [1.0] * (n + 2))
+        exported, "step_costs", lambda base, draft, n: StepCosts(0.1, [1.0] * (n + 2))
     )
 
     def costs(base: Any, names: list[str], *rest: Any, max_nodes: int) -> Any:
         return [StepCosts(COSTS[name], [1.0] * (max_nodes + 1)) for name in names]
 
-    monkeypatch.setattr(drafting, "member_costs", costs)
+    monkeypatch.setattr(exported, "member_costs", costs)
 
 
 def test_verify_steps_are_clocked_up_to_the_largest_tree(

@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from specheads.bench import run as bench
 from specheads.config import BenchConfig, TrainConfig, to_config
 from specheads.data.chat import Encoder
-from specheads.decoding.measure import read_prompts
-from specheads.decoding.outcome import final_evaluation
+from specheads.measure.clock import read_prompts
+from specheads.measure.evaluate import final_evaluation
 from specheads.models.base import context_length
 from specheads.models.checkpoint import load_export
-from specheads.training.prepare import load_base, load_data, prompt_records
+from specheads.training.setup import load_base, load_data, prompt_records
 from tests.end_to_end.commands import SHORT, on_files, start
 
 

@@ -13,17 +13,17 @@ import torch
 from transformers import LlamaForCausalLM
 
 from specheads import export, generate
+from specheads.attention.tree import default_tree
 from specheads.config import AdapterConfig, ConfigError, ExportConfig, GenerateConfig
 from specheads.config.commands import FORMATS
 from specheads.data.chat import Encoder
-from specheads.losses import IGNORE
+from specheads.losses.cross_entropy import IGNORE
 from specheads.models.adapters import add_adapter, has_adapter
 from specheads.models.base import load_base_model, load_tokenizer
 from specheads.models.checkpoint import load_export, load_heads, save_export
 from specheads.models.compress import low_rank_heads, output_matrix
-from specheads.models.digest import base_digest
 from specheads.models.heads import MedusaHeads
-from specheads.tree import default_tree
+from specheads.models.names import base_digest
 
 Program = Callable[..., subprocess.CompletedProcess[str]]
 VOCAB, SIZE = 272, 32

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from specheads.config import ConfigError, GenerateConfig
-from specheads.entry import take_literal, take_literals
+from specheads.config.main import take_literal, take_literals
 from specheads.generate import run
-from specheads.terminal import harmless
+from specheads.system.terminal import harmless
 from tests.end_to_end.commands import start
 
 Program = Callable[..., subprocess.CompletedProcess[str]]

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from specheads.decoding.plain import plain_decode
-from specheads.drafters.dynamic import DynamicHeadsDrafter
+from specheads.attention.tree import Tree
+from specheads.decoding.loop import plain_decode
+from specheads.drafters.growing import DynamicHeadsDrafter
 from specheads.drafters.heads import HeadsDrafter
 from specheads.models.checkpoint import Export, load_export
 from specheads.models.output import output_layer
-from specheads.sampling import Sampler
-from specheads.tree import Tree
+from specheads.verification.sampling import Sampler
 from tests.scripts import load_script
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specheads.decoding import accepting
+from specheads.decoding import accept
 from tests.scripts import load_script
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +65,7 @@ def test_failed_check_is_said_and_counted(
 
 def test_identity_check_notices_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """A check that cannot fail says ok on every machine."""
-    follow = accepting.walk_on_host
+    follow = accept.walk_on_host
 
     def too_generous(tokens: list[list[int]], *more: object) -> list[list[int]]:
         paths = follow(tokens, *more)  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ def test_identity_check_notices_wrong_tokens(monkeypatch: pytest.MonkeyPatch) ->
             for nodes, row in zip(paths, tokens, strict=True)
         ]
 
-    monkeypatch.setattr(accepting, "walk_on_host", too_generous)
+    monkeypatch.setattr(accept, "walk_on_host", too_generous)
     row = gpu_check.run_check("identity/llama", torch.device("cpu"))
     assert row["status"] == "failed", row
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specheads.assets import tinycode_dir
-from specheads.decoding.loop import decode
-from specheads.decoding.measure import Prompt, read_prompts
-from specheads.decoding.plain import plain_decode
+from specheads.attention.tree import default_tree
+from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.heads import HeadsDrafter
+from specheads.measure.clock import Prompt, read_prompts
 from specheads.models.base import end_tokens, load_base_model, load_tokenizer
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
-from specheads.sampling import Sampler
-from specheads.tree import default_tree
+from specheads.system.files import tinycode_dir
+from specheads.verification.sampling import Sampler
 
 NUM_PROMPTS, MAX_NEW_TOKENS = 40, 128
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from tokenizers import processors
 
-from specheads import lm_eval_model
 from specheads.config import ConfigError
-from specheads.decoding.harness import Harness, rolling_windows
-from specheads.decoding.plain import plain_decode
-from specheads.sampling import Sampler
+from specheads.decoding.loop import plain_decode
+from specheads.measure import lm_eval
+from specheads.measure.lm_eval import Harness, rolling_windows
+from specheads.verification.sampling import Sampler
 from tests import fake_lm_eval
 from tests.fake_lm_eval import Instance
 
@@ -28,7 +28,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, type]:
 @pytest.fixture
 def lm(registry: dict[str, type], tiny_export: Path) -> Any:
     """Return the model as lm-eval makes it, drafting with heads."""
-    lm_eval_model.register()
+    lm_eval.register()
     more = {"batch_size": 3, "device": "cpu", "max_batch_size": None}
     cls: Any = registry["specheads"]
     return cls.create_from_arg_string(f"checkpoint={tiny_export},dtype=float32", more)
@@ -169,14 +169,14 @@ def test_chat_templates(lm: Any) -> None:
 
 def test_arguments_are_settings(registry: dict[str, type], tiny_export: Path) -> None:
     """A mistyped rule would be scored as if it were the one that was meant."""
-    cls: Any = lm_eval_model.register()
-    assert registry == {"specheads": cls} and lm_eval_model.register() is cls
-    assert lm_eval_model.SpecheadsLM is cls, "lm-eval's own table names module:class"
+    cls: Any = lm_eval.register()
+    assert registry == {"specheads": cls} and lm_eval.register() is cls
+    assert lm_eval.SpecheadsLM is cls, "lm-eval's own table names module:class"
     lossy = cls.create_from_arg_string(
         f"checkpoint={tiny_export},drafter=suffix,acceptance=lossy_typical,epsilon=1,compile=false"
     )
     if not torch.cuda.is_available():  # lm-eval's default, whatever the machine has
-        assert lm_eval_model.load(str(tiny_export), device="cuda:0").device.type == "cpu"
+        assert lm_eval.load(str(tiny_export), device="cuda:0").device.type == "cpu"
     acceptance = lossy.harness.decoder.acceptance
     assert (acceptance.rule, acceptance.epsilon) == ("lossy_typical", 1.0)
     for arguments, message in {
@@ -200,11 +200,11 @@ def test_the_command_runs_lm_evals_own(
     """The line in the documentation is all that people will try."""
     arguments = ["--model", "specheads", "--model_args", f"checkpoint={tiny_export}"]
     monkeypatch.setattr(sys, "argv", ["lm_eval_model", *arguments])
-    lm_eval_model.main()
+    lm_eval.main()
     assert capsys.readouterr().out.startswith("['")
     monkeypatch.setattr(sys, "argv", [*sys.argv[:-1], "checkpoint=./nowhere"])
     with pytest.raises(SystemExit) as stopped:
-        lm_eval_model.main()
+        lm_eval.main()
     error = capsys.readouterr().err
     assert stopped.value.code == 2 and error.startswith("specheads: ") and error.count("\n") == 1
 
@@ -217,6 +217,6 @@ def test_a_missing_lm_eval_is_one_line(
     monkeypatch.setitem(sys.modules, "lm_eval.api", None)
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
     with pytest.raises(SystemExit) as stopped:
-        lm_eval_model.main()
+        lm_eval.main()
     assert stopped.value.code == 2
     assert capsys.readouterr().err == ("specheads: lm-eval is not installed: pip install lm-eval\n")

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from specheads.decoding.exported import exported_drafter
-from specheads.decoding.loop import decode
-from specheads.decoding.plain import plain_decode
+from specheads.decoding.loop import decode, plain_decode
 from specheads.models.checkpoint import Export, load_export
-from specheads.sampling import Sampler
+from specheads.verification.sampling import Sampler
 from tests.end_to_end.commands import SHORT, on_files, start
 
 ALONE = ("data.seq_len=128", "evaluate.max_new_tokens=12", "autocast=none")

@@ -17,8 +17,7 @@ from transformers import LlamaForCausalLM
 from specheads.config import TrainConfig, register_schemas, to_config
 from specheads.data.tokenizers import byte_tokenizer, complete_init
 from specheads.models.base import build_from_init, load_tokenizer
-from specheads.models.mtp import MtpHeads
-from specheads.models.mtp_layer import block_config
+from specheads.models.mtp import MtpHeads, block_config
 from tests.end_to_end.commands import start
 from tests.scripts import load_script
 
@@ -29,7 +28,7 @@ def compose(*overrides: str) -> TrainConfig:
     """Compose what a run of the table is started with."""
     import hydra
 
-    from specheads.assets import conf_dir
+    from specheads.system.files import conf_dir
 
     register_schemas()
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):

@@ -19,19 +19,17 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 
 from specheads import export
+from specheads.attention.tree import default_tree
 from specheads.config import ConfigError, ExportConfig
-from specheads.decoding.baselines import hf_generate_method
-from specheads.decoding.measure import Batch
 from specheads.formats import mtp_standard
 from specheads.formats.serving import commands
+from specheads.measure.clock import Batch, hf_generate_method
 from specheads.models.base import load_base_model, load_tokenizer
 from specheads.models.checkpoint import save_export
-from specheads.models.digest import base_digest
 from specheads.models.heads import MedusaHeads
-from specheads.models.mtp import MtpHeads
-from specheads.models.mtp_layer import block_config
+from specheads.models.mtp import MtpHeads, block_config
+from specheads.models.names import base_digest
 from specheads.models.output import output_layer
-from specheads.tree import default_tree
 from tests import zoo
 
 ROOT = Path(__file__).parents[2]

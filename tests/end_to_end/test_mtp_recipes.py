@@ -22,14 +22,13 @@ from specheads.config import (
     TreeSearchConfig,
 )
 from specheads.decoding.exported import exported_drafter
-from specheads.decoding.loop import decode
-from specheads.decoding.plain import plain_decode
+from specheads.decoding.loop import decode, plain_decode
 from specheads.generate import run as generate
 from specheads.models.checkpoint import Export, load_export, read_config
 from specheads.models.mtp import VARIANTS
-from specheads.sampling import Sampler
-from specheads.training.scratch import new_base
+from specheads.training.setup import new_base
 from specheads.tree_search import run as tree_search
+from specheads.verification.sampling import Sampler
 from tests.end_to_end.commands import SHORT, on_files, start
 
 # four layers, of which two become heads

@@ -78,7 +78,7 @@ def test_wheel_runs_from_an_empty_folder(site: Path, tmp_path: Path) -> None:
             site,
             tmp_path,
             "-c",
-            "import json, specheads.assets as a; from specheads.train import load_recipe;"
+            "import json, specheads.system.files as a; from specheads.train import load_recipe;"
             "load_recipe('medusa2'); print(json.dumps([str(f()) for f in"
             "(a.conf_dir, a.recipes_dir, a.tinycode_dir)]))",
         )

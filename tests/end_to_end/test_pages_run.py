@@ -15,15 +15,14 @@ import torch
 from datasets import Dataset
 
 from specheads import cli, export
+from specheads.attention.tree import default_tree
 from specheads.config import ExportConfig
 from specheads.models.base import load_base_model, load_tokenizer
 from specheads.models.checkpoint import save_export
-from specheads.models.digest import base_digest
-from specheads.models.draft_files import save_draft
+from specheads.models.draft import save_draft
 from specheads.models.heads import MedusaHeads
-from specheads.models.mtp import MtpHeads
-from specheads.models.mtp_layer import block_config
-from specheads.tree import default_tree
+from specheads.models.mtp import MtpHeads, block_config
+from specheads.models.names import base_digest
 from tests.end_to_end.test_readme import FOREIGN, commands
 
 pytestmark = pytest.mark.slow

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from specheads.attention.tree import Tree
 from specheads.config import (
     AdapterConfig,
     ConfigError,
@@ -22,23 +23,20 @@ from specheads.config import (
     OptimConfig,
     TrainConfig,
 )
-from specheads.decoding.loop import decode
-from specheads.decoding.plain import plain_decode
-from specheads.drafters.made import static_drafter
-from specheads.log import RunLog
+from specheads.decoding.loop import decode, plain_decode
+from specheads.drafters.growing import static_drafter
 from specheads.models.adapters import adapter_parameters, add_adapter, original
 from specheads.models.base import load_base_model
 from specheads.models.checkpoint import Export, load_export, save_export
-from specheads.models.digest import base_digest
 from specheads.models.heads import MedusaHeads
+from specheads.models.names import base_digest
 from specheads.models.output import output_layer
 from specheads.models.quantize import quantization_of
-from specheads.sampling import Sampler
+from specheads.runs.log import RunLog
 from specheads.training.loop import fit
-from specheads.training.parts import build_heads, heads_objective
-from specheads.training.prepare import load_base, load_data
 from specheads.training.schedule import param_groups
-from specheads.tree import Tree
+from specheads.training.setup import build_heads, heads_objective, load_base, load_data
+from specheads.verification.sampling import Sampler
 
 WARMUP, STEPS = 2, 6
 TREE = Tree.from_choices([[0], [1], [0, 0], [0, 1], [1, 0]])

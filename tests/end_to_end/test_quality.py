@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from specheads.attention.tree import default_tree
 from specheads.config import ConfigError, DecodeConfig, QualityConfig
 from specheads.models.base import load_base_model, load_tokenizer
 from specheads.models.checkpoint import save_export
-from specheads.models.digest import base_digest
 from specheads.models.heads import MedusaHeads
+from specheads.models.names import base_digest
 from specheads.quality import main, run
-from specheads.tree import default_tree
 from tests.conftest import build_byte_tokenizer
 
 
@@ -127,7 +127,7 @@ def test_an_original_that_changed_is_refused(
     tuned_export: Path, tiny_jsonl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The folder of the original may hold another model by now, with the same tokenizer."""
-    monkeypatch.setattr("specheads.models.digest.base_digest", lambda *_, **__: "0" * 64)
+    monkeypatch.setattr("specheads.models.names.base_digest", lambda *_, **__: "0" * 64)
     config = settings(tuned_export, tiny_jsonl, tmp_path)
     with pytest.raises(ConfigError, match=r"was tuned from .* with digest .*, now it has 000000"):
         run(config)

@@ -12,8 +12,8 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from specheads import cli, config
-from specheads.assets import conf_dir
-from specheads.entry import tidy_arguments
+from specheads.config.main import tidy_arguments
+from specheads.system.files import conf_dir
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from specheads import train
+from specheads.attention.tree import Tree
 from specheads.config import TrainConfig
 from specheads.models.checkpoint import load_export
-from specheads.models.draft_files import read_provenance
+from specheads.models.draft import read_provenance
 from specheads.train import compare_runs
-from specheads.tree import Tree
 from tests.end_to_end.commands import SHORT, on_files, start
 
 PINNED = {

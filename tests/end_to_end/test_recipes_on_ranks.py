@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specheads.decoding.subject import is_plain_model
+from specheads.decoding.exported import is_plain_model
 from specheads.models.base import load_tokenizer
 from specheads.models.checkpoint import load_export
 from specheads.models.draft import load_draft

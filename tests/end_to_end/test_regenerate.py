@@ -20,20 +20,20 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specheads import regenerate
+from specheads.attention.tree import default_tree
 from specheads.config import AdapterConfig, ConfigError, RegenerateConfig, RunError
 from specheads.data.chat import Encoder, encode_records
-from specheads.data.outcome import record_seed
-from specheads.data.records import read_jsonl
-from specheads.decoding import answering
-from specheads.decoding.plain import plain_decode
-from specheads.losses import IGNORE
+from specheads.data.load import read_jsonl
+from specheads.decoding.loop import plain_decode
+from specheads.losses.cross_entropy import IGNORE
 from specheads.models.adapters import add_adapter
 from specheads.models.base import load_base_model, load_tokenizer
 from specheads.models.checkpoint import save_export
-from specheads.models.digest import base_digest
 from specheads.models.heads import MedusaHeads
-from specheads.sampling import Sampler
-from specheads.tree import default_tree
+from specheads.models.names import base_digest
+from specheads.regeneration import engine
+from specheads.regeneration.answers import record_seed
+from specheads.verification.sampling import Sampler
 
 ROOT = Path(__file__).parents[2]
 EOS = 258
@@ -137,9 +137,9 @@ def bad_of(path: Path) -> dict[str, str]:
 FORKS = """
 import json, os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
-import specheads.decoding.answering
+import specheads.regeneration.engine
 from specheads import regenerate
-from specheads.data.answers import AnswerFile
+from specheads.regeneration.answers import AnswerFile
 append, left = AnswerFile.append, 0
 def waiting(self, *args):
     global left
@@ -503,7 +503,7 @@ def test_mistakes_are_one_line(
     (tmp_path / "text.jsonl").write_text('{"text": "x"}\n')
     (tmp_path / "mine.jsonl").write_text('{"text": "x"}\n')
     monkeypatch.setattr(sys, "argv", ["regenerate", *arguments])
-    monkeypatch.setattr(answering, "load_engine", None)
+    monkeypatch.setattr(engine, "load_engine", None)
     with pytest.raises(SystemExit) as stopped:
         regenerate.main()
     said = capsys.readouterr().err.strip().splitlines()

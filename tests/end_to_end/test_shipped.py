@@ -9,13 +9,11 @@ import pytest
 import torch
 
 from specheads.config import ConfigError, DecodeConfig
-from specheads.decoding.drafting import choose_drafter
-from specheads.decoding.loop import decode
-from specheads.decoding.plain import plain_decode
-from specheads.decoding.subject import Subject, load_subject
+from specheads.decoding.exported import Subject, choose_drafter, load_subject
+from specheads.decoding.loop import decode, plain_decode
 from specheads.models.checkpoint import load_export
 from specheads.models.manifest import check_manifest
-from specheads.sampling import Sampler
+from specheads.verification.sampling import Sampler
 
 SHIPPED = Path(__file__).parents[2] / "data" / "checkpoints"
 NAMES = ("hydra", "medusa1", "draft", "mtp_byte")

@@ -12,9 +12,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from specheads.config import ConfigError, DecodeConfig, SpecBenchConfig
-from specheads.decoding import suite_answers
 from specheads.decoding.generate import SpecDecoder
-from specheads.decoding.plain import plain_decode
+from specheads.decoding.loop import plain_decode
+from specheads.measure import suites
 from specheads.models.base import load_base_model, load_tokenizer
 from specheads.spec_bench import forward, load, main, run
 from tests import spec_bench_formula
@@ -122,7 +122,7 @@ def test_a_run_goes_on_where_it_stopped(
 ) -> None:
     """Hours of answers must survive a kill, and none may be answered twice."""
     asked: list[tuple[int | str, bool]] = []
-    real = suite_answers.answer
+    real = suites.answer
 
     def counted(decoder: SpecDecoder, question: Any, *rest: Any) -> Any:
         if len(asked) == 5:
@@ -130,14 +130,14 @@ def test_a_run_goes_on_where_it_stopped(
         asked.append((question.id, decoder.drafter is None))
         return real(decoder, question, *rest)
 
-    monkeypatch.setattr(suite_answers, "answer", counted)
+    monkeypatch.setattr(suites, "answer", counted)
     config = replace(config, warmup=0)
     with pytest.raises(KeyboardInterrupt):
         run(config)
     files = sorted(Path(config.answers).glob("*.jsonl"))
     before = [[json.loads(line) for line in file.open()] for file in files]
     assert [len(answers) for answers in before] == [2, 2], "the third question was half answered"
-    monkeypatch.setattr(suite_answers, "answer", real)
+    monkeypatch.setattr(suites, "answer", real)
     run(config)
     for file, kept in zip(files, before, strict=True):
         answers = {a["question_id"]: a for a in map(json.loads, file.open())}
@@ -241,7 +241,7 @@ def test_an_end_token_is_no_token_of_the_answer(tiny_export: Path) -> None:
     assert decoder.tokenizer is not None
     weight = decoder.base.get_output_embeddings().weight
     inputs = decoder.tokenizer(["def f(x):"], return_tensors="pt")
-    result, *_ = suite_answers.decode_prompt(decoder, inputs.input_ids, 8)
+    result, *_ = suites.decode_prompt(decoder, inputs.input_ids, 8)
     with torch.no_grad():  # from now on the fourth token ends the text
         weight[[EOS, result.new_tokens[3]]] = weight[[result.new_tokens[3], EOS]]
     ended = load(str(tiny_export))

@@ -12,19 +12,26 @@ import torch
 from torch import Tensor
 
 from specheads import tree_search
-from specheads.assets import tinycode_dir
 from specheads.config import ConfigError, TreeSearchConfig
-from specheads.decoding import calibrate
-from specheads.decoding.gains import Gains, decoded_gains, dynamic_gains, static_gains
-from specheads.decoding.grow import grow_static
-from specheads.decoding.hits import Hits, collect_hits, fit_temperatures
-from specheads.decoding.measure import read_prompts
 from specheads.drafters.contract import Drafter
-from specheads.drafters.dynamic import DynamicHeadsDrafter
+from specheads.drafters.growing import DynamicHeadsDrafter
 from specheads.drafters.heads import HeadsDrafter
+from specheads.measure import calibrate
+from specheads.measure.clock import read_prompts
+from specheads.measure.hits import (
+    Gains,
+    Hits,
+    collect_hits,
+    decoded_gains,
+    dynamic_gains,
+    fit_temperatures,
+    grow_static,
+    static_gains,
+)
 from specheads.models.base import end_tokens
 from specheads.models.checkpoint import Export, load_export
 from specheads.models.output import output_layer
+from specheads.system.files import tinycode_dir
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "export"
 NUM_NODES = 10

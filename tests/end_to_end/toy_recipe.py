@@ -16,15 +16,15 @@ import torch
 import torch.distributed as group
 from torch import Tensor
 
-from specheads import dist, heartbeat
 from specheads.config import TrainConfig
-from specheads.files import whole_folder
-from specheads.log import RunLog
+from specheads.runs.log import RunLog
+from specheads.system import dist, heartbeat
+from specheads.system.files import whole_folder
 from specheads.training import loop
+from specheads.training.checkpoints import save_tensors
 from specheads.training.engine import TorchEngine
 from specheads.training.loop import fit
 from specheads.training.schedule import param_groups
-from specheads.training.state import save_tensors
 from tests.toys import ToyBatches, ToyObjective
 
 WANTED = dict(part.partition("=")[::2] for part in os.environ.get("TOY", "").split(",") if part)

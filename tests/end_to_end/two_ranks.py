@@ -18,22 +18,20 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from specheads import dist
+from specheads.attention.tree import default_tree
 from specheads.config import AdapterConfig
-from specheads.log import RunLog
 from specheads.models.adapters import add_adapter
 from specheads.models.checkpoint import save_export
-from specheads.models.digest import base_digest
-from specheads.models.draft_files import save_draft
+from specheads.models.draft import save_draft
 from specheads.models.heads import MedusaHeads
-from specheads.models.kinds import Heads
-from specheads.models.mtp import MtpHeads
-from specheads.models.mtp_layer import block_config
+from specheads.models.mtp import Heads, MtpHeads, block_config
+from specheads.models.names import base_digest
+from specheads.runs.log import RunLog
+from specheads.system import dist
 from specheads.training.draft_objective import DraftObjective
 from specheads.training.loop import fit
 from specheads.training.objectives import HeadsObjective
 from specheads.training.schedule import param_groups
-from specheads.tree import default_tree
 from tests.conftest import build_byte_tokenizer, build_tiny_llama, redraw
 from tests.toys import toy_config
 

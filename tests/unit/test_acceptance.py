@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from specheads.acceptance import merge_siblings, walk, walk_on_host
-from specheads.rejection import reject
-from specheads.tree import RowTrees, Tree, default_tree
+from specheads.attention.tree import RowTrees, Tree, default_tree
+from specheads.verification.acceptance import merge_siblings, walk, walk_on_host
+from specheads.verification.rejection import reject
 from tests.enumeration import (
     Outcomes,
     Rule,

@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from specheads.decoding.accuracy import came_after, measure_accuracy, top_shares
-from specheads.decoding.measure import Decoded, Prompt
-from specheads.decoding.plain import plain_decode
+from specheads.attention.tree import Tree
+from specheads.decoding.loop import plain_decode
+from specheads.measure.clock import Decoded, Prompt
+from specheads.measure.hits import came_after, measure_accuracy, top_shares
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
-from specheads.tree import Tree
 
 NUM_HEADS = 2
 

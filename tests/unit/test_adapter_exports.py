@@ -13,15 +13,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from specheads.attention.tree import Tree
 from specheads.config import AdapterConfig, ConfigError
 from specheads.models.adapters import adapter_parameters, add_adapter, has_adapter, merge_adapter
 from specheads.models.base import load_base_model
 from specheads.models.checkpoint import load_export, save_export
-from specheads.models.digest import base_digest
 from specheads.models.heads import MedusaHeads
 from specheads.models.manifest import check_manifest, write_manifest
+from specheads.models.names import base_digest
 from specheads.models.quantize import quantization_of
-from specheads.tree import Tree
 
 IDS = torch.arange(20)[None]
 

@@ -16,21 +16,21 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from specheads.config import AdapterConfig, ConfigError
-from specheads.models.adapter_files import load_adapter, save_adapter
 from specheads.models.adapters import (
     adapter_parameters,
     add_adapter,
     check_tunable,
     has_adapter,
     in_float32,
+    load_adapter,
     merge_adapter,
     merged_state,
     original,
     require_grad,
+    save_adapter,
 )
 from specheads.models.base import checkpoint_layers, load_base_model
-from specheads.models.hidden import capture_hidden, packed_hidden
-from specheads.models.output import output_layer
+from specheads.models.output import capture_hidden, output_layer, packed_hidden
 from specheads.models.quantize import quantization_of
 from tests import zoo
 

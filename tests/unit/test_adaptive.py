@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specheads.drafters.adaptive import (
+from specheads.drafters.length import (
     CALIBRATED,
     AdaptiveLength,
     RunningRates,

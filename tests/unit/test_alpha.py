@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from specheads.decoding.alpha import Gained, fit_vocabulary, measure_alpha, replay_chain
-from specheads.decoding.loop import decode
-from specheads.decoding.plain import plain_decode
+from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.length import FixedLength
-from specheads.sampling import Sampler
+from specheads.measure.drafts import Gained, fit_vocabulary, measure_alpha, replay_chain
+from specheads.verification.sampling import Sampler
 from tests.ragged import ROWS
 from tests.zoo import VOCAB, build, disturbed
 

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from specheads.config import ConfigError, RunError
-from specheads.data import answers as module
-from specheads.data.answers import AnswerFile, cut_torn_line
-from specheads.data.outcome import Quarantined
+from specheads.regeneration import answers as module
+from specheads.regeneration.answers import AnswerFile, Quarantined, cut_torn_line
 
 SETTINGS = {"model_digest": "a" * 64, "temperature": 0.0, "max_new_tokens": 8}
 

@@ -20,10 +20,9 @@ from transformers import PreTrainedTokenizerFast
 from specheads.config import ConfigError, DataConfig
 from specheads.data.chat import Documents, NothingLearnedError, encode_records
 from specheads.data.dropped import Dropped
+from specheads.data.load import load_records
 from specheads.data.readers import MAX_DEPTH, open_reader
-from specheads.data.records import load_records
-from specheads.data.stream import RecordStream
-from specheads.data.streamed import StreamedBatches
+from specheads.data.stream import RecordStream, StreamedBatches
 from tests.conftest import build_byte_tokenizer
 
 LARGEST = 3000  # data.max_row_bytes

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from specheads.config import ConfigError
-from specheads.models import base, digest, names
+from specheads.models import base, names
 from specheads.models.base import (
     build_from_init,
     check_tokenizer,
@@ -26,8 +26,7 @@ from specheads.models.base import (
     load_base_model,
     load_tokenizer,
 )
-from specheads.models.hidden import capture_hidden
-from specheads.models.output import output_layer
+from specheads.models.output import capture_hidden, output_layer
 
 IDS = torch.arange(10, 30)[None]
 SMALL: dict[str, Any] = {
@@ -198,20 +197,20 @@ def test_digest_is_of_the_weights(
     tiny_model_dir: Path, tmp_path: Path, make_tiny_llama: Callable[..., PreTrainedModel]
 ) -> None:
     """The same weights elsewhere are the same base; one changed number is another."""
-    first = digest.base_digest(str(tiny_model_dir))
+    first = names.base_digest(str(tiny_model_dir))
     copy = shutil.copytree(tiny_model_dir, tmp_path / "copy")
     (copy / "README.md").write_text("a card")
-    assert digest.base_digest(str(copy)) == first
+    assert names.base_digest(str(copy)) == first
     tensors = load_file(copy / "model.safetensors")
     tensors["lm_head.weight"][0, 0] += 1e-3
     save_file(tensors, copy / "model.safetensors")
-    assert digest.base_digest(str(copy)) != first
+    assert names.base_digest(str(copy)) != first
     make_tiny_llama().save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
-    assert len(digest.weight_files(tmp_path / "sharded")) > 1
-    digest.base_digest(str(tmp_path / "sharded"))
+    assert len(names.weight_files(tmp_path / "sharded")) > 1
+    names.base_digest(str(tmp_path / "sharded"))
     (copy / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="holds no weights"):
-        digest.base_digest(str(copy))
+        names.base_digest(str(copy))
 
 
 def test_file_hashes_are_cached_until_the_file_changes(
@@ -219,20 +218,20 @@ def test_file_hashes_are_cached_until_the_file_changes(
 ) -> None:
     """140 GB are hashed once per machine, and a changed file is never taken for the old one."""
     monkeypatch.setenv("SPECHEADS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(digest, "_CACHED_FROM", 0)
+    monkeypatch.setattr(names, "_CACHED_FROM", 0)
     calls: list[Path] = []
-    read = digest._hash
-    monkeypatch.setattr(digest, "_hash", lambda path: calls.append(path) or read(path))
+    read = names._hash
+    monkeypatch.setattr(names, "_hash", lambda path: calls.append(path) or read(path))
     file = tmp_path / "f"
     file.write_bytes(b"one")
-    assert digest.file_sha256(file) == digest.file_sha256(file)
+    assert names.file_sha256(file) == names.file_sha256(file)
     assert len(calls) == 1
-    before = digest.file_sha256(file)
+    before = names.file_sha256(file)
     file.write_bytes(b"three")
-    assert digest.file_sha256(file) != before
+    assert names.file_sha256(file) != before
     assert len(calls) == 2
     monkeypatch.setenv("SPECHEADS_CACHE", "/dev/null/nowhere")
-    assert digest.file_sha256(file)
+    assert names.file_sha256(file)
 
 
 def test_hub_files_are_named_by_their_hash(tmp_path: Path) -> None:
@@ -243,7 +242,7 @@ def test_hub_files_are_named_by_their_hash(tmp_path: Path) -> None:
     (tmp_path / "blobs" / name).write_bytes(b"whatever")
     link = tmp_path / "snapshots" / "1" / "model.safetensors"
     link.symlink_to(tmp_path / "blobs" / name)
-    assert digest.file_sha256(link) == name
+    assert names.file_sha256(link) == name
 
 
 def test_tinycode_is_the_embedded_folder(

@@ -8,17 +8,17 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from specheads.decoding.benchmark import make_methods
-from specheads.decoding.measure import Batch
+from specheads.measure.bench import make_methods
+from specheads.measure.clock import Batch
 from tests.ragged import ROWS
 
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Trace instead of generating code, which takes minutes; note what was to be compiled."""
-    from specheads.models import compiled
+    from specheads.models import forward
 
-    compiled._compiled_forward.cache_clear()
+    forward._compiled_forward.cache_clear()
     real, asked = torch.compile, []
 
     def compile(function: Any, **settings: Any) -> Any:
@@ -40,9 +40,9 @@ def test_compiled_methods_stand_beside_others(
             tiny_llama, None, None, [], eos=(), pad=0, max_new_tokens=6, compile=True, batched=True
         )
     }
-    compiled = {name for name, each in methods.items() if each.compiled}
-    assert compiled == {"plain", "hf_compiled", "prompt_lookup", "one_by_one"}
-    assert {"plain_eager", "hf_generate"} == set(methods) - compiled
+    forward = {name for name, each in methods.items() if each.compiled}
+    assert forward == {"plain", "hf_compiled", "prompt_lookup", "one_by_one"}
+    assert {"plain_eager", "hf_generate"} == set(methods) - forward
     batch = Batch(ROWS[0], torch.ones_like(ROWS[0]))
     (expected,) = methods["plain_eager"].decode(batch, 0.0, 0)
     assert len(expected.tokens) == 6 and not traced

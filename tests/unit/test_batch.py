@@ -15,17 +15,16 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from specheads.decoding import accepting
-from specheads.decoding.loop import decode
-from specheads.decoding.plain import plain_decode
+from specheads.attention.cache import TreeCache
+from specheads.attention.tree import Tree, default_tree
+from specheads.decoding import accept
+from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.heads import HeadsDrafter
-from specheads.drafters.ngram import NgramDrafter
-from specheads.kv_cache import TreeCache
+from specheads.drafters.lookup import NgramDrafter
 from specheads.models.forward import ModelPass
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
-from specheads.sampling import Sampler
-from specheads.tree import Tree, default_tree
+from specheads.verification.sampling import Sampler
 from tests.scripted import MODELS, VOCAB, ScriptedDrafter, build, pretend_rounding
 
 LENGTHS = (9, 3, 14, 1, 6)
@@ -124,7 +123,7 @@ def test_a_device_walks_as_the_host_does(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prevents an error in what only a GPU would run, near-ties included."""
-    monkeypatch.setattr(accepting, "follow_on_host", accepting.follow_on_device)
+    monkeypatch.setattr(accept, "follow_on_host", accept.follow_on_device)
     pretend_rounding(monkeypatch, llama, 1e-3)  # more near-ties than there are
     rows = prompts()
     ids, mask = left_padded(rows)

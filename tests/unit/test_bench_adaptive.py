@@ -11,8 +11,8 @@ import pytest
 import torch
 from specheads.decoding.recording import Recording
 
-from specheads.decoding.measure import Decoded, Prompt, Runs
-from specheads.drafters.adaptive import StepCosts
+from specheads.drafters.length import StepCosts
+from specheads.measure.clock import Decoded, Prompt, Runs
 from tests.scripts import load_script
 
 bench: Any = load_script("bench_adaptive")

@@ -13,9 +13,9 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from specheads import config
-from specheads.assets import conf_dir
-from specheads.decoding.measure import read_prompts
+from specheads.measure.clock import read_prompts
 from specheads.models.base import load_tokenizer
+from specheads.system.files import conf_dir
 from tests.scripts import ROOT, load_script
 
 full: Any = load_script("bench_full")

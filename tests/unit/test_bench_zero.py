@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from specheads.training.capacity import SPREADS, need
-from specheads.training.shapes import LLAMA_7B, load_of
-from specheads.training.step_time import Machine
+from specheads.training.plan import LLAMA_7B, SPREADS, Machine, load_of, need
 from tests.scripts import load_script
 
 DOCS = Path(__file__).parents[2] / "docs" / "scaling.md"

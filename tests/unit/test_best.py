@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from specheads.config import ConfigError, TrainConfig
-from specheads.log import RunLog
+from specheads.runs.log import RunLog
 from specheads.training import loop
 from specheads.training.best import chosen
 from specheads.training.checkpoints import checkpoints_of

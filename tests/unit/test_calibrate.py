@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from specheads.decoding import calibrate as module
-from specheads.decoding.calibrate import Calibration, Kind, calibrate, fastest
-from specheads.decoding.cost import CostCurve
-from specheads.decoding.gains import Gains, static_gains
-from specheads.decoding.hits import Hits
-from specheads.drafters.dynamic import DynamicHeadsDrafter
+from specheads.attention.tree import Tree
+from specheads.decoding.costs import CostCurve
+from specheads.drafters.growing import DynamicHeadsDrafter
+from specheads.measure import calibrate as module
+from specheads.measure.calibrate import Calibration, Kind, calibrate, fastest
+from specheads.measure.hits import Gains, Hits, static_gains
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer, output_layer
-from specheads.tree import Tree
 
 Medusa = tuple[LlamaForCausalLM, MedusaHeads, OutputLayer]
 

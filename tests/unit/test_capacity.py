@@ -9,8 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from specheads.training.capacity import RESERVED, SPREADS, Load, Spread, need
-from specheads.training.step_time import ADAM_TRAFFIC, Machine, seconds, sent_bytes
+from specheads.training.plan import (
+    ADAM_TRAFFIC,
+    RESERVED,
+    SPREADS,
+    Load,
+    Machine,
+    Spread,
+    need,
+    seconds,
+    sent_bytes,
+)
 
 CONF = Path(__file__).parents[2] / "conf" / "deepspeed"
 

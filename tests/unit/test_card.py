@@ -13,12 +13,12 @@ import huggingface_hub
 import pytest
 import yaml
 
+from specheads.attention.tree import Tree
 from specheads.config import ConfigError
-from specheads.formats import card, finish
-from specheads.formats import push as hub
-from specheads.formats.licence import UNKNOWN, Licence, licence_of
+from specheads.formats import card, write
+from specheads.formats import write as hub
+from specheads.formats.card import UNKNOWN, Licence, licence_of
 from specheads.models.checkpoint import load_export, read_config, set_tree
-from specheads.tree import Tree
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "export"
@@ -84,7 +84,7 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*args: Any, **kwargs: Any) -> str:
         raise OSError("no such card")
 
-    monkeypatch.setattr("specheads.formats.licence.keep_to_the_cache_if_unreachable", lambda: None)
+    monkeypatch.setattr("specheads.formats.card.keep_to_the_cache_if_unreachable", lambda: None)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", missing)
 
 
@@ -352,7 +352,7 @@ def test_finishing_writes_says_and_uploads(
     """An upload without the card that was just written would be an earlier one, or bare."""
     folder = tmp_path / "heads"
     folder.mkdir()
-    finish.finish(folder, "native", info())
+    write.finish(folder, "native", info())
     assert "uploaded" not in capsys.readouterr().out
     (folder / card.CARD).unlink()
     sent = []
@@ -362,7 +362,7 @@ def test_finishing_writes_says_and_uploads(
         return "https://hub/me/heads"
 
     monkeypatch.setattr(hub, "upload", upload)
-    finish.finish(folder, "native", info(), push="me/heads", private=True)
+    write.finish(folder, "native", info(), push="me/heads", private=True)
     out = capsys.readouterr().out
     assert f"specheads generate checkpoint={folder} prompt=" in out
     assert (

@@ -7,8 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from specheads.noise import draft_noise, gumbel_noise
-from specheads.sampling import Chance
+from specheads.verification.sampling import Chance, draft_noise, gumbel_noise
 
 NUM = 20_000
 

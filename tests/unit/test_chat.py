@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from specheads.config import ConfigError
 from specheads.data.chat import Encoded, encode, encode_prompt, encode_records, pad_token_id
 from specheads.data.dropped import Dropped
-from specheads.losses import IGNORE
+from specheads.losses.cross_entropy import IGNORE
 
 EOS = 258
 TALK = [

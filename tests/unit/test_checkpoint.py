@@ -19,8 +19,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from specheads.attention.tree import Tree
 from specheads.config import ConfigError, RunError
-from specheads.models import checkpoint, heads_files
+from specheads.models import checkpoint
 from specheads.models.base import load_base_model
 from specheads.models.checkpoint import (
     load_export,
@@ -29,11 +30,10 @@ from specheads.models.checkpoint import (
     save_plain_model,
     set_tree,
 )
-from specheads.models.digest import base_digest
 from specheads.models.heads import MedusaHeads
 from specheads.models.manifest import check_manifest, write_manifest
+from specheads.models.names import base_digest
 from specheads.models.output import OutputLayer
-from specheads.tree import Tree
 
 TREE = Tree.from_choices([[0], [1], [0, 0], [0, 0, 0]])
 IDS = torch.arange(20)[None]
@@ -104,7 +104,7 @@ def test_round_trip(
     assert loaded.tree == TREE
     assert loaded.tokenizer.chat_template == byte_tokenizer.chat_template
     assert loaded.tokenizer("é<eos>").input_ids == byte_tokenizer("é<eos>").input_ids
-    monkeypatch.setattr(heads_files, "_SMALL_HEADS", 0)
+    monkeypatch.setattr(checkpoint, "_SMALL_HEADS", 0)
     narrow = load_export(path, dtype="bfloat16")
     assert all(p.dtype is torch.bfloat16 for p in narrow.heads.parameters())
     monkeypatch.undo()
@@ -293,7 +293,7 @@ def test_a_full_disk_leaves_the_earlier_export(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     places = (
-        (heads_files, "save_file"),
+        (checkpoint, "save_file"),
         (checkpoint, "write_json"),
         (checkpoint, "write_manifest"),
     )

@@ -16,28 +16,26 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from specheads.config import ConfigError, ModelConfig
-from specheads.entry import tidy_arguments
+from specheads.config.main import tidy_arguments
+from specheads.data.pack import GrowingBatches
 from specheads.models.manifest import MANIFEST, write_manifest
 from specheads.training.checkpoints import (
+    Progress,
     checkpoint_to_resume,
     checkpoints_of,
+    load_progress,
+    load_rank,
     new_checkpoint,
     prune,
     ready_to_resume,
+    restore_rank,
+    save_rank,
     step_of,
     verify,
 )
 from specheads.training.engine import open_engine
-from specheads.training.growing import GrowingBatches
-from specheads.training.on_policy import OnPolicyBatches
 from specheads.training.schedule import param_groups
-from specheads.training.state import (
-    Progress,
-    load_progress,
-    load_rank,
-    restore_rank,
-    save_rank,
-)
+from specheads.training.teachers import OnPolicyBatches
 from tests.toys import ToyBatches, ToyObjective, toy_config
 
 ZERO = {"zero_optimization": {"stage": 2}}

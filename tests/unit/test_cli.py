@@ -14,9 +14,10 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 
-from specheads import cli, config, entry
-from specheads.assets import conf_dir
-from specheads.entry import tidy_arguments
+from specheads import cli, config
+from specheads.config import main as entry
+from specheads.config.main import tidy_arguments
+from specheads.system.files import conf_dir
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = {module.removeprefix("specheads."): name for name, (module, _) in cli.COMMANDS.items()}

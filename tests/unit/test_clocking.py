@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from specheads.decoding import clocking
-from specheads.drafters.adaptive import StepCosts
-from specheads.drafters.hybrid import HybridDrafter
+from specheads.decoding import costs as clocking
+from specheads.drafters.length import StepCosts
+from specheads.drafters.merge import HybridDrafter
 from tests.zoo import build
 
 

@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from specheads.decoding.loop import decode
-from specheads.decoding.plain import plain_decode
+from specheads.attention.tree import Tree, default_tree
+from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import Candidates
-from specheads.drafters.ngram import NgramDrafter
-from specheads.models.hidden import capture_hidden
-from specheads.sampling import Sampler
-from specheads.tree import Tree, default_tree
+from specheads.drafters.lookup import NgramDrafter
+from specheads.models.output import capture_hidden
+from specheads.verification.sampling import Sampler
 from tests.scripted import ScriptedDrafter, build
 from tests.unit.test_batch import alone, left_padded, prompts
 
@@ -22,9 +21,9 @@ from tests.unit.test_batch import alone, left_padded, prompts
 @pytest.fixture(autouse=True)
 def _traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
     # tracing is what can go wrong here; the code generator's work takes minutes
-    from specheads.models import compiled
+    from specheads.models import forward
 
-    compiled._compiled_forward.cache_clear()
+    forward._compiled_forward.cache_clear()
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, mode=None: real(f, backend="eager"))
     torch._dynamo.reset()
@@ -78,13 +77,13 @@ def test_hidden_states_are_those_of_the_pass_at_hand() -> None:
     truth = plain_decode(model, row, max_new_tokens=30).sequences
     # passes of the same size for a drafter that wants no hidden states, compiled before
     decode(model, Blind(truth[0].tolist()), row, max_new_tokens=30, compile=True)
-    for compiled in (True, False, True):
-        plain_decode(model, row, max_new_tokens=5, compile=compiled)
+    for forward in (True, False, True):
+        plain_decode(model, row, max_new_tokens=5, compile=forward)
         with capture_hidden(model) as captured:
             model(truth, use_cache=False)
         assert captured.hidden is not None
         drafter = Watching(truth[0].tolist(), captured.hidden[0])
-        decode(model, drafter, row, max_new_tokens=30, compile=compiled)
+        decode(model, drafter, row, max_new_tokens=30, compile=forward)
 
 
 class Blind(NgramDrafter):

@@ -10,7 +10,6 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from specheads.assets import conf_dir, recipes_dir
 from specheads.config import (
     BenchConfig,
     ChatConfig,
@@ -33,8 +32,9 @@ from specheads.config import (
     to_config,
 )
 from specheads.config.compose import swept
-from specheads.entry import tidy_arguments
+from specheads.config.main import tidy_arguments
 from specheads.models.base import torch_dtype
+from specheads.system.files import conf_dir, recipes_dir
 from specheads.train import load_recipe
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from specheads import contention
-from specheads.contention import Sample, between, sample
+from specheads.system import hardware
+from specheads.system.hardware import Sample, between, sample
 
 # user nice system idle iowait irq softirq steal guest guest_nice, in hundredths of a second
 STAT = """cpu  900 90 300 5000 70 9 6 44 800 0
@@ -18,8 +18,8 @@ intr 12345 0
 
 @pytest.fixture(autouse=True)
 def _two_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contention, "processors", lambda: {0, 2})
-    monkeypatch.setattr(contention.os, "sysconf", lambda name: 100)
+    monkeypatch.setattr(hardware, "processors", lambda: {0, 2})
+    monkeypatch.setattr(hardware.os, "sysconf", lambda name: 100)
 
 
 def test_only_the_own_processors_count(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_shares_by_hand() -> None:
 def test_this_machine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A real /proc/stat that is no longer understood would be unknown for ever."""
     monkeypatch.undo()
-    if not contention.STAT.is_file():
+    if not hardware.STAT.is_file():
         pytest.skip("no /proc/stat here")
     first = sample()
     total = sum(i * i for i in range(200_000))

@@ -19,18 +19,18 @@ from transformers import (
     TextStreamer,
 )
 
-from specheads.decoding.choosing import Chooser, Scored
+from specheads.attention.cache import TreeCache
+from specheads.attention.tree import Tree, default_tree
+from specheads.decoding.choose import Chooser, Scored
 from specheads.decoding.generate import SpecDecoder
 from specheads.decoding.loop import decode
 from specheads.decoding.processors import bind
 from specheads.decoding.result import DecodeResult, Output
 from specheads.drafters.contract import FINAL, StepResult
-from specheads.drafters.ngram import NgramDrafter
-from specheads.kv_cache import TreeCache
+from specheads.drafters.lookup import NgramDrafter
 from specheads.models.forward import ModelPass
 from specheads.models.output import output_layer
-from specheads.sampling import Sampler
-from specheads.tree import Tree, default_tree
+from specheads.verification.sampling import Sampler
 from tests.ragged import NUM_NEW, PAD, ROWS, After, Alternate, new_tokens, padded, texts_of
 from tests.scripted import VOCAB, ScriptedDrafter, build
 

@@ -11,10 +11,9 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specheads.config import ChatConfig, ConfigError
 from specheads.data.chat import Encoder
-from specheads.decoding.conversation import Conversation, StopTurnError, Turn
+from specheads.decoding.conversation import Conversation, StopTurnError, Turn, comparison, summary
 from specheads.decoding.generate import SpecDecoder
-from specheads.decoding.turns import comparison, summary
-from specheads.drafters.suffix import SuffixDrafter
+from specheads.drafters.lookup import SuffixDrafter
 
 QUESTIONS = ("def add(a, b):", "abcabcabcabcabc", "And again.")
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specheads.decoding import cost as module
-from specheads.decoding.cost import CostCurve, clock_steps, clock_texts, never_falling, ratios
+from specheads.decoding import costs as module
+from specheads.decoding.costs import CostCurve, clock_steps, clock_texts, never_falling, ratios
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=5))

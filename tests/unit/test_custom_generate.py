@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from specheads.attention.tree import default_tree
 from specheads.decoding.generate import SpecDecoder
-from specheads.decoding.plain import plain_decode
-from specheads.sampling import Sampler
-from specheads.tree import default_tree
+from specheads.decoding.loop import plain_decode
+from specheads.verification.sampling import Sampler
 from tests.scripted import VOCAB, ScriptedDrafter, build
 
 IDS = torch.randint(VOCAB, (1, 9), generator=torch.Generator().manual_seed(9))

@@ -10,15 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from specheads.drafters.adaptive import StepCosts
+from specheads.attention.tree import RowTrees, Tree
 from specheads.drafters.contract import Candidates, Prefill, StepResult
-from specheads.drafters.cut import CutDrafter, CutRow, lay_out, ranks_of, verified_places
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.heads import HeadsDrafter
-from specheads.drafters.length import FixedLength
+from specheads.drafters.length import (
+    CutDrafter,
+    CutRow,
+    FixedLength,
+    StepCosts,
+    lay_out,
+    ranks_of,
+    verified_places,
+)
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
-from specheads.tree import RowTrees, Tree
 from tests.drafter_laws import check_deterministic
 from tests.zoo import VOCAB, build
 

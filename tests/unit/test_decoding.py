@@ -22,17 +22,16 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from specheads.decoding.loop import decode
-from specheads.decoding.plain import plain_decode
+from specheads.attention.tree import Tree, default_tree
+from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import Candidates
 from specheads.drafters.heads import HeadsDrafter
-from specheads.drafters.ngram import NgramDrafter
+from specheads.drafters.lookup import NgramDrafter
 from specheads.models.forward import ModelPass
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
-from specheads.sampling import Sampler
-from specheads.tree import Tree, default_tree
-from specheads.tree_support import check_tree_support
+from specheads.models.support import check_tree_support
+from specheads.verification.sampling import Sampler
 from tests.scripted import MODELS, VOCAB, ScriptedDrafter, build, pretend_rounding
 
 TREES = {

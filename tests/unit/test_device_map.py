@@ -12,14 +12,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from specheads.decoding.loop import decode
-from specheads.decoding.plain import plain_decode
+from specheads.attention.tree import default_tree
+from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.heads import HeadsDrafter
 from specheads.models.base import input_device, load_base_model, output_device
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
-from specheads.tree import default_tree
-from specheads.tree_support import check_tree_support
+from specheads.models.support import check_tree_support
 from tests.scripted import ScriptedDrafter
 
 MAPS: dict[str, dict[str, str | int]] = {

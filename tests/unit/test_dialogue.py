@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from specheads.config import ConfigError
 from specheads.data.chat import Encoder
-from specheads.data.dialogue import (
+from specheads.losses.cross_entropy import IGNORE
+from specheads.regeneration.dialogue import (
     Answer,
     Dialogue,
     TurnEncoder,
@@ -21,7 +22,6 @@ from specheads.data.dialogue import (
     prompt_digest,
     span_encoder,
 )
-from specheads.losses import IGNORE
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
 

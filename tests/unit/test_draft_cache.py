@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.drafters.contract import Prefill
-from specheads.drafters.draft_cache import DraftCache
+from specheads.drafters.draft_model import DraftCache
 from tests.zoo import VOCAB, build
 
 
@@ -100,7 +100,7 @@ def test_logits_are_those_after_the_text(seed: int, num_rows: int, draft: PreTra
 
 def test_trees_behind_the_text_leave_no_trace(draft: PreTrainedModel) -> None:
     """Prevents that what was verified behind the text stays there as if it had been written."""
-    from specheads.tree import Tree
+    from specheads.attention.tree import Tree
 
     texts = [[1, 2, 3, 4], [5, 6]]
     cache = DraftCache.start(draft, prefill_of(texts))

@@ -10,18 +10,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.decoding.loop import decode
-from specheads.decoding.plain import plain_decode
+from specheads.attention.tree import Tree
+from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import FINAL, Candidates, Prefill
 from specheads.drafters.draft_heads import DraftHeadsDrafter
-from specheads.drafters.made import static_drafter
+from specheads.drafters.growing import static_drafter
 from specheads.models.checkpoint import Export
-from specheads.models.heads import MedusaHeads
-from specheads.models.hidden import capture_hidden
-from specheads.models.output import output_layer
-from specheads.models.prefix import prefix_sizes
-from specheads.sampling import Sampler
-from specheads.tree import Tree
+from specheads.models.heads import MedusaHeads, prefix_sizes
+from specheads.models.output import capture_hidden, output_layer
+from specheads.verification.sampling import Sampler
 from tests.drafter_laws import check_deterministic, check_greedy_identity
 from tests.ragged import ROWS, new_tokens, padded
 from tests.unit.test_draft_model import near

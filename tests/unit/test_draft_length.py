@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from specheads.attention.tree import Tree
 from specheads.drafters.length import ConfidentLength, EntropyLength, FixedLength, Length
-from specheads.rejection import block, reject
-from specheads.tree import Tree
+from specheads.verification.rejection import block, reject
 from tests.enumeration import DRAFT_SITES, Outcomes, ToyModel, distance, expected_accepted, verified
 
 EXACT, BROKEN = 1e-9, 1e-3

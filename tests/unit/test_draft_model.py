@@ -13,15 +13,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specheads.attention.cache import TreeCache
 from specheads.config import ConfigError
-from specheads.decoding.loop import decode
-from specheads.decoding.plain import plain_decode
+from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import Candidates, Prefill, StepResult
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.length import ConfidentLength, EntropyLength, FixedLength, Length
-from specheads.kv_cache import TreeCache
-from specheads.noise import draft_noise, gumbel_noise
-from specheads.sampling import Sampler
+from specheads.verification.sampling import Sampler, draft_noise, gumbel_noise
 from tests.drafter_laws import (
     check_cache,
     check_conversation,

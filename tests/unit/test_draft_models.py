@@ -29,11 +29,13 @@ from specheads.models.draft import (
     new_draft,
     num_ids,
     pruned,
+    read_provenance,
+    save_draft,
     shared_vocabulary,
     spread,
+    take_end_tokens,
     vocab_size,
 )
-from specheads.models.draft_files import read_provenance, save_draft, take_end_tokens
 from tests.conftest import build_byte_tokenizer, build_tiny_llama
 from tests.zoo import TREE_MODELS, build
 

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from specheads.config.training import DRAFT_LOSSES
 from specheads.data.chat import Encoded
 from specheads.data.pack import collate
-from specheads.losses import IGNORE, count_valid
+from specheads.losses.cross_entropy import IGNORE, count_valid
 from specheads.training.draft_objective import LABELS, DraftObjective
-from specheads.training.output_loss import Batch, LMObjective
+from specheads.training.objectives import Batch, LMObjective
 from tests.zoo import VOCAB, build
 
 SMALLER: dict[str, Any] = {

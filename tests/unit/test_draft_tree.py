@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specheads.attention.tree import Tree, batched
 from specheads.config import ConfigError
-from specheads.decoding.loop import decode
-from specheads.decoding.plain import plain_decode
+from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import Candidates, Prefill, StepResult
 from specheads.drafters.draft_tree import DraftTreeDrafter
-from specheads.sampling import Sampler
-from specheads.tree import Tree, batched
+from specheads.verification.sampling import Sampler
 from tests.drafter_laws import check_deterministic
 from tests.ragged import ROWS, new_tokens, padded
 from tests.unit.test_draft_model import near

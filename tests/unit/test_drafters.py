@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
+from specheads.attention.tree import Tree, default_tree
 from specheads.drafters.contract import FINAL, Prefill, StepResult
 from specheads.drafters.heads import HeadsDrafter
-from specheads.drafters.ngram import NgramDrafter
+from specheads.drafters.lookup import NgramDrafter
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer, output_layer
-from specheads.tree import Tree, default_tree
 
 
 def result_of(tokens: list[int], tree: Tree | None = None, **changes: object) -> StepResult:

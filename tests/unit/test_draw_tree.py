@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from specheads.decoding.draw_tree import tree_svg, tree_text
-from specheads.tree import Tree
+from specheads.attention.tree import Tree
+from specheads.measure.plots import tree_svg, tree_text
 
 TREE = Tree.from_choices([(0,), (3,), (0, 0), (0, 1), (0, 0, 0)])
 ACCEPTANCE = [0.6, 0.1, 0.4, 0.1, 0.2]

@@ -13,17 +13,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaForCausalLM
 
-from specheads.decoding.hits import pad_left
-from specheads.decoding.loop import decode
-from specheads.decoding.plain import plain_decode
-from specheads.drafters import dynamic
+from specheads.attention.tree import RowTrees, grow_tree
+from specheads.decoding.loop import decode, plain_decode
+from specheads.drafters import growing
 from specheads.drafters.contract import FINAL, Prefill
-from specheads.drafters.dynamic import DynamicHeadsDrafter, best_tree_on_host, best_trees
-from specheads.drafters.following import HeadsState
+from specheads.drafters.growing import DynamicHeadsDrafter, best_tree_on_host, best_trees
+from specheads.drafters.heads import HeadsState
+from specheads.measure.hits import pad_left
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer, output_layer
-from specheads.sampling import Sampler
-from specheads.tree import RowTrees, grow_tree
+from specheads.verification.sampling import Sampler
 
 Paths = dict[tuple[int, ...], float]
 
@@ -129,7 +128,7 @@ def test_small_and_certain_trees() -> None:
 
 def test_nothing_waits_for_the_device() -> None:
     """A synchronisation in every step costs a GPU more than the tree gains."""
-    dynamic._offsets.cache_clear()
+    growing._offsets.cache_clear()
     try:
         with FakeTensorMode():  # has no values: reading one raises
             parents, slots = best_trees(torch.zeros(4, 3, 8), 16)
@@ -137,7 +136,7 @@ def test_nothing_waits_for_the_device() -> None:
         assert tuple(parents.shape) == (3, 16) and tuple(slots.shape) == (3, 15)
         assert tuple(tree.tree_mask.shape) == (3, 16, 16)
     finally:
-        dynamic._offsets.cache_clear()
+        growing._offsets.cache_clear()
 
 
 @pytest.fixture
@@ -242,7 +241,7 @@ def test_a_device_grows_what_the_host_grows(
     predict = heads.snapshot(output_layer(tiny_llama))
     state = HeadsState(torch.arange(3), torch.randn(3, 32), predict)
     on_host = drafter.propose(state)
-    monkeypatch.setattr(dynamic, "HOSTS", ())
+    monkeypatch.setattr(growing, "HOSTS", ())
     on_device = drafter.propose(state)
     assert on_host.tokens.equal(on_device.tokens)
     for name in ("parents", "depths", "tree_mask", "ancestors"):

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 
 from specheads.config import ConfigError, RunError
-from specheads.data import client as client_module
-from specheads.data.client import Client, ServerError
-from specheads.data.endpoint import Asking
-from specheads.data.outcome import Outcome, Sampling, record_seed
+from specheads.regeneration import endpoint as client_module
+from specheads.regeneration.answers import Outcome, Sampling, record_seed
+from specheads.regeneration.endpoint import Asking, Client, ServerError
 
 # what a server does with its nth request (from 0): status, body, headers; None: it never answers
 Script = Callable[[int, str, dict[str, Any]], tuple[int, Any, dict[str, str]] | None]

@@ -12,19 +12,18 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from specheads.attention.tree import Tree, default_tree
 from specheads.config import EvaluateConfig
-from specheads.decoding.evaluate import conditional_acceptance, decode_heldout, write_prompts
-from specheads.decoding.loop import decode
-from specheads.decoding.measure import Decoded, read_prompts
-from specheads.decoding.plain import plain_decode
-from specheads.decoding.stats import rep8
+from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import StepResult
 from specheads.drafters.heads import HeadsDrafter
+from specheads.measure.clock import Decoded, read_prompts
+from specheads.measure.evaluate import conditional_acceptance, decode_heldout, write_prompts
+from specheads.measure.stats import rep8
 from specheads.models.forward import undisturbed
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer, output_layer
-from specheads.sampling import Sampler
-from specheads.tree import Tree, default_tree
+from specheads.verification.sampling import Sampler
 
 Medusa = tuple[LlamaForCausalLM, MedusaHeads, OutputLayer]
 EVALUATE = EvaluateConfig(max_new_tokens=24, temperatures=[0.0, 0.3], num_nodes=6)
@@ -144,7 +143,7 @@ def test_written_prompts_are_read_back_as_they_were(
 ) -> None:
     """A bench on other prompts, or in another order, prints another accept length."""
     from specheads.data.chat import Encoder
-    from specheads.data.stored import tokenizer_digest
+    from specheads.data.schema import tokenizer_digest
 
     chat = {"messages": [{"role": "user", "content": "hé"}, {"role": "assistant", "content": "b"}]}
     stored = {"ids": [9, 8, 7, 258], "answers": [[2, 4]]}

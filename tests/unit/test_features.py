@@ -26,17 +26,23 @@ from specheads.config import (
     RunError,
     TrainConfig,
 )
-from specheads.data import features as features_module
+from specheads.data import teacher_cache as features_module
 from specheads.data.chat import Encoded
-from specheads.data.feature_plan import STORED, Plan, header_bytes, metadata, plan_features
-from specheads.data.features import Features, write_features
 from specheads.data.pack import PackedBatches, one_pass
-from specheads.losses import IGNORE
+from specheads.data.teacher_cache import (
+    STORED,
+    Features,
+    Plan,
+    header_bytes,
+    metadata,
+    plan_features,
+    write_features,
+)
+from specheads.losses.cross_entropy import IGNORE
 from specheads.models.heads import MedusaHeads
-from specheads.models.hidden import packed_hidden
-from specheads.models.output import output_layer
-from specheads.training.cached import CachedBatches, FeatureCache
+from specheads.models.output import output_layer, packed_hidden
 from specheads.training.objectives import HeadsObjective
+from specheads.training.teachers import CachedBatches, FeatureCache
 
 SEQ_LEN, ROWS, PAD = 64, 3, 256
 DTYPES = ("float32", "bfloat16", "int8")

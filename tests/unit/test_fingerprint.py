@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from specheads.config import ConfigError, ModelConfig, TrainConfig
-from specheads.models import fingerprint
-from specheads.models.fingerprint import base_fingerprint
-from specheads.training.state import Progress, check_settings, read_state, save_rank
+from specheads.models import names
+from specheads.models.names import base_fingerprint
+from specheads.training.checkpoints import Progress, check_settings, read_state, save_rank
 from tests.toys import toy_config
 
 
@@ -20,12 +20,12 @@ def on_base(run_dir: Path, name: str) -> TrainConfig:
     return replace(toy_config(run_dir), model=ModelConfig(name=name))
 
 
-@pytest.mark.parametrize("whole", [fingerprint._WHOLE, 0])
+@pytest.mark.parametrize("whole", [names._WHOLE, 0])
 def test_moved_is_the_same_and_changed_is_another(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, whole: int
 ) -> None:
     """Heads that go on on another base than they began on train wrongly without a word."""
-    monkeypatch.setattr(fingerprint, "_WHOLE", whole)  # 0: as of files of many gigabytes
+    monkeypatch.setattr(names, "_WHOLE", whole)  # 0: as of files of many gigabytes
     base_fingerprint.cache_clear()
     moved = shutil.copytree(tiny_model_dir, tmp_path / "moved")
     before = base_fingerprint(str(tiny_model_dir))

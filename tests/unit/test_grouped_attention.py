@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from transformers.integrations import sdpa_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from specheads import grouped_attention as module
-from specheads.grouped_attention import attend_folded, grouped_attention
-from specheads.kv_cache import TreeCache
-from specheads.tree import RowTrees, default_tree
-from specheads.tree_mask import tree_attention
+from specheads.attention import mask as module
+from specheads.attention.cache import TreeCache
+from specheads.attention.mask import attend_folded, grouped_attention, tree_attention
+from specheads.attention.tree import RowTrees, default_tree
 from tests.zoo import VOCAB, build
 
 TREE = default_tree(3, 9)

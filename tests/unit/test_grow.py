@@ -10,11 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specheads.decoding import grow as module
-from specheads.decoding.gains import replay
-from specheads.decoding.grow import acceptance, grow_nodes, grow_order, step_ranks
-from specheads.decoding.hits import MISS, Hits
-from specheads.tree import Tree
+from specheads.attention.tree import Tree
+from specheads.measure import hits as module
+from specheads.measure.hits import (
+    MISS,
+    Hits,
+    acceptance,
+    grow_nodes,
+    grow_order,
+    replay,
+    step_ranks,
+)
 
 
 def choices(ranks: Tensor, num_nodes: int) -> set[tuple[int, ...]]:

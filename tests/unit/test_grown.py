@@ -10,13 +10,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaForCausalLM
 
-from specheads.drafters import grown
+from specheads.attention.tree import RowTrees
+from specheads.drafters import growing
 from specheads.drafters.contract import FINAL, Candidates
-from specheads.drafters.grown import DynamicSequentialDrafter
-from specheads.drafters.made import dynamic_drafter, embedding
+from specheads.drafters.growing import DynamicSequentialDrafter, dynamic_drafter, embedding
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer, output_layer
-from specheads.tree import RowTrees
 from tests.unit.test_sequential import build, check_decoding, one_by_one, prefill
 
 Path = tuple[int, ...]
@@ -65,7 +64,7 @@ def test_the_tree_is_the_best_of_all_prefixes(
     tiny_llama: LlamaForCausalLM, kind: str, host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A level cut too short, a head asked too early, or probabilities of another path."""
-    monkeypatch.setattr(grown, "HOSTS", ("cpu",) if host else ())
+    monkeypatch.setattr(growing, "HOSTS", ("cpu",) if host else ())
     heads = build(tiny_llama, kind)
     sure = [0.02, 0.02, 5.0]  # all but two nodes on the last level
     for num_nodes, num_ranks, temperatures in (
@@ -105,7 +104,7 @@ def test_a_device_grows_what_the_host_grows(
         read = prefill(tiny_llama, 3)
         state = drafter.start(read)
         on_host = drafter.propose(state)
-        monkeypatch.setattr(grown, "HOSTS", ())
+        monkeypatch.setattr(growing, "HOSTS", ())
         on_device = drafter.propose(state)
         monkeypatch.undo()
         assert on_host.tokens.equal(on_device.tokens)
@@ -128,12 +127,12 @@ def test_nothing_waits_for_the_device(tiny_llama: LlamaForCausalLM) -> None:
     drafter = drafter_of(tiny_llama, heads, 12)
     steps = drafter.steps()
     walk = steps.begin(torch.randn(2, 32), torch.tensor([3, 4]))
-    grown.keep_best.__globals__["_offsets"].cache_clear()
+    growing.keep_best.__globals__["_offsets"].cache_clear()
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):  # has no values: reading one raises
             found = drafter.grow(walk)
     finally:
-        grown.keep_best.__globals__["_offsets"].cache_clear()
+        growing.keep_best.__globals__["_offsets"].cache_clear()
     assert tuple(found.parents.shape) == tuple(found.values.shape) == (2, 12)
 
 

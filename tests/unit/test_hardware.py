@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from specheads import config as settings
-from specheads import hardware
 from specheads.config import ConfigError
 from specheads.models.base import load_base_model
+from specheads.system import hardware
 
 V2 = "31 23 0:28 {root} {mount} rw,relatime shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
 V1 = "32 31 0:29 {root} {mount} rw,relatime - cgroup cgroup rw,cpu,cpuacct\n"

@@ -13,10 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from specheads.losses import IGNORE
+from specheads.losses.cross_entropy import IGNORE
 from specheads.models.heads import MedusaHeads
-from specheads.models.hidden import capture_hidden
-from specheads.models.output import OutputLayer, output_layer
+from specheads.models.output import OutputLayer, capture_hidden, output_layer
 
 
 def build(

@@ -9,28 +9,33 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from specheads.attention.tree import Tree
 from specheads.config import ConfigError
-from specheads.decoding.gains import decoded_gains, dynamic_sizes, gained, grown_sizes, replay
-from specheads.decoding.grow import static_sizes
-from specheads.decoding.hits import (
+from specheads.decoding.loop import decode, plain_decode
+from specheads.drafters.contract import Drafter
+from specheads.drafters.growing import (
+    DynamicSequentialDrafter,
+    best_trees,
+    dynamic_drafter,
+    static_drafter,
+)
+from specheads.measure.hits import (
     MISS,
     TEMPERATURES,
     Hits,
     collect_hits,
+    decoded_gains,
+    dynamic_sizes,
     fit_temperatures,
+    gained,
+    grown_sizes,
     measure_hits,
+    replay,
+    static_sizes,
 )
-from specheads.decoding.loop import decode
-from specheads.decoding.plain import plain_decode
-from specheads.drafters.contract import Drafter
-from specheads.drafters.dynamic import best_trees
-from specheads.drafters.grown import DynamicSequentialDrafter
-from specheads.drafters.made import dynamic_drafter, static_drafter
-from specheads.models.heads import MedusaHeads
+from specheads.models.heads import MedusaHeads, prefix_sizes
 from specheads.models.output import OutputLayer, output_layer
-from specheads.models.prefix import prefix_sizes
-from specheads.sampling import Sampler
-from specheads.tree import Tree
+from specheads.verification.sampling import Sampler
 
 Medusa = tuple[LlamaForCausalLM, MedusaHeads, OutputLayer]
 TREES = [

@@ -20,13 +20,13 @@ from transformers import PreTrainedConfig
 
 from specheads import generate
 from specheads.config import ConfigError
-from specheads.formats.draft import recorded_dtype
+from specheads.formats.write import recorded_dtype
 from specheads.models import base
 from specheads.models.base import load_base_model, load_tokenizer
 from specheads.models.checkpoint import load_export
-from specheads.models.digest import base_digest, weight_files
 from specheads.models.manifest import MANIFEST, check_manifest, read_json, write_manifest
-from specheads.terminal import harmless
+from specheads.models.names import base_digest, weight_files
+from specheads.system.terminal import harmless
 from tests.export_kinds import build_exports, load, refusal
 
 Change = Callable[[Path], object]

@@ -14,25 +14,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.decoding.hits import pad_left
-from specheads.decoding.loop import decode
-from specheads.decoding.plain import plain_decode
-from specheads.drafters.adaptive import StepCosts
+from specheads.attention.tree import Tree, batched, default_tree
+from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import FINAL, TRUNK, Candidates, Drafter, Prefill, StepResult
 from specheads.drafters.draft_model import DraftModelDrafter
-from specheads.drafters.hybrid import HybridDrafter
-from specheads.drafters.length import FixedLength
+from specheads.drafters.growing import dynamic_drafter, pack, static_drafter
+from specheads.drafters.length import FixedLength, StepCosts
 from specheads.drafters.lookahead import LookaheadDrafter
-from specheads.drafters.made import dynamic_drafter, static_drafter
-from specheads.drafters.ngram import NgramDrafter
-from specheads.drafters.packed import pack
-from specheads.drafters.suffix import SuffixDrafter
-from specheads.drafters.trie import FIRST, LATER, MEMORY, PRIOR, Rates, Trie
-from specheads.drafters.worth import Worth
+from specheads.drafters.lookup import NgramDrafter, SuffixDrafter
+from specheads.drafters.merge import FIRST, LATER, MEMORY, PRIOR, HybridDrafter, Rates, Trie, Worth
+from specheads.measure.hits import pad_left
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
-from specheads.sampling import Sampler
-from specheads.tree import Tree, batched, default_tree
+from specheads.verification.sampling import Sampler
 from tests.drafter_laws import check_deterministic
 from tests.ragged import ROWS, new_tokens, padded
 from tests.unit.test_mtp_drafters import counting

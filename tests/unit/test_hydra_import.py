@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 
 from specheads import generate
 from specheads.config import ConfigError, GenerateConfig
-from specheads.drafters.sequential import steps_of
+from specheads.drafters.heads import steps_of
 from specheads.models.checkpoint import Export, load_export, load_heads, read_config
 from specheads.models.compress import low_rank_heads
 from specheads.models.heads import MedusaHeads

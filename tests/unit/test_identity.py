@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from specheads.decoding.identity import (
+from specheads.attention.tree import default_tree
+from specheads.decoding.loop import decode, plain_decode
+from specheads.measure.identity import (
     Identity,
     Rounding,
     choice_scores,
@@ -16,10 +18,7 @@ from specheads.decoding.identity import (
     given_logits,
     unit_in_last_place,
 )
-from specheads.decoding.loop import decode
-from specheads.decoding.plain import plain_decode
-from specheads.sampling import Sampler
-from specheads.tree import default_tree
+from specheads.verification.sampling import Sampler
 from tests.scripted import ScriptedDrafter
 
 NUM_NEW = 12

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from specheads import config as settings
-from specheads.json_answer import answer, answers_json
+from specheads.config.main import answer, answers_json
 
 PACKAGE = Path(__file__).parents[2] / "specheads"
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from specheads.kv_cache import BLOCK, TreeCache
+from specheads.attention.cache import BLOCK, TreeCache
+from specheads.attention.tree import RowTrees, Tree
 from specheads.models.forward import ModelPass, pad_rows
-from specheads.tree import RowTrees, Tree
 from tests.scripted import build
 
 WIDTHS = {"pooled": (4, 4), "separate": (4, 6)}  # head sizes per layer

@@ -19,10 +19,10 @@ from hydra import compose, initialize_config_dir
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specheads.assets import conf_dir
 from specheads.config import ConfigError, TrainConfig, register_schemas, to_config
-from specheads.entry import tidy_arguments
-from specheads.launch import check_launcher, first_host, read_launcher, take_local_rank
+from specheads.config.main import tidy_arguments
+from specheads.system.files import conf_dir
+from specheads.system.launch import check_launcher, first_host, read_launcher, take_local_rank
 from specheads.training.deepspeed_engine import check_build_lock, need_compiler
 
 TEMPLATES = Path(__file__).parents[2] / "scripts" / "launch"
@@ -214,7 +214,7 @@ def strings(value: object) -> list[str]:
 MEET = """
 import os, torch
 from specheads import dist
-from specheads.launch import read_launcher
+from specheads.system.launch import read_launcher
 read_launcher()
 torch.distributed.init_process_group("gloo")
 print(dist.rank(), int(dist.sum_over_ranks(torch.tensor([dist.rank() + 1.0]))[0]), flush=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from specheads.config import ConfigError
-from specheads.log import RunLog, format_line
+from specheads.runs.log import RunLog, format_line
 from tests.toys import toy_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
     """Two runs in one directory interleave their metrics and overwrite their checkpoints."""
     code = (
-        "import sys; from pathlib import Path; from specheads.run_dir import lock\n"
+        "import sys; from pathlib import Path; from specheads.runs.directory import lock\n"
         f"held = lock(Path({str(tmp_path / 'LOCK')!r}))\n"
         "print('locked', flush=True); sys.stdin.read()\n"
     )
@@ -130,7 +130,7 @@ def test_output_that_nobody_takes_ends_no_run(tmp_path: Path) -> None:
     """A log file on a full disk, or `| head`, would end a training with a traceback."""
     code = f"""
 from pathlib import Path
-from specheads.log import RunLog
+from specheads.runs.log import RunLog
 from tests.toys import toy_config
 with RunLog(toy_config(Path({str(tmp_path)!r}))) as log:
     log.begin(0)

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
-from specheads.decoding.loop import decode
-from specheads.decoding.plain import plain_decode
+from specheads.attention.cache import TreeCache
+from specheads.attention.tree import RowTrees
+from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import Candidates, Prefill, StepResult
 from specheads.drafters.lookahead import (
     LookaheadDrafter,
@@ -23,11 +24,9 @@ from specheads.drafters.lookahead import (
     Preset,
     preset,
 )
-from specheads.kv_cache import TreeCache
-from specheads.models import compiled
+from specheads.models import forward
 from specheads.models.forward import ModelPass
-from specheads.sampling import Sampler
-from specheads.tree import RowTrees
+from specheads.verification.sampling import Sampler
 from tests.drafter_laws import check_deterministic
 from tests.published_lookahead import PublishedLookahead
 from tests.ragged import Alternate, new_tokens, padded
@@ -246,7 +245,7 @@ def test_one_size_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first.accept_lengths == second.accept_lengths
     assert {each.tree.num_nodes for each in drafter.proposed} == {drafter.num_nodes}
     assert max(each.tree.num_nodes for each in free.proposed) <= drafter.num_nodes
-    compiled._compiled_forward.cache_clear()
+    forward._compiled_forward.cache_clear()
     real = torch.compile  # tracing is what tells; the code generator's work takes minutes
     monkeypatch.setattr(torch, "compile", lambda f, mode=None: real(f, backend="eager"))
     torch._dynamo.reset()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from specheads.config import InterruptedRunError, RunError, TrainConfig
-from specheads.log import RunLog
+from specheads.runs.log import RunLog
 from specheads.training.checkpoints import checkpoints_of
 from specheads.training.loop import fit
 from specheads.training.schedule import param_groups

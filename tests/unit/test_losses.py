@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specheads.losses import (
+from specheads.losses.cross_entropy import (
     IGNORE,
     check_implementation,
     count_valid,
@@ -331,7 +331,7 @@ def test_ranks_are_counted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a large vocabulary the rows of a chunk are compared in parts; none may be lost."""
     p = problem()
     expected = run(p)["stats"]
-    monkeypatch.setattr("specheads.fused_loss._COMPARED", 3 * p["weight"].shape[0])
+    monkeypatch.setattr("specheads.losses.fused._COMPARED", 3 * p["weight"].shape[0])
     assert torch.equal(run(p)["stats"], expected)
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from specheads import lossy
-from specheads.lossy import lenient, lenient_greedy, typical
-from specheads.tree import RowTrees, Tree
+from specheads.attention.tree import RowTrees, Tree
+from specheads.verification import lossy
+from specheads.verification.lossy import lenient, lenient_greedy, typical
 from tests.enumeration import (
     Outcomes,
     Rule,

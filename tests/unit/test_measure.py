@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specheads.decoding.measure import Batch, Decoded, Method, Prompt, clock
+from specheads.measure.clock import Batch, Decoded, Method, Prompt, clock
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from specheads.config import AdapterConfig, ConfigError, ExportConfig
-from specheads.formats import fasterdecoding, push, vllm_medusa
+from specheads.formats import medusa as fasterdecoding
+from specheads.formats import medusa as vllm_medusa
+from specheads.formats import write as push
 from specheads.models.adapters import adapter_parameters, add_adapter
 from specheads.models.base import load_base_model
 from specheads.models.checkpoint import load_export
-from specheads.models.draft_files import save_draft
+from specheads.models.draft import save_draft
 from specheads.models.heads import MedusaHeads
-from specheads.models.mtp import MtpHeads
-from specheads.models.mtp_layer import block_config
+from specheads.models.mtp import MtpHeads, block_config
 from specheads.models.output import OutputLayer
 from tests.medusa_exports import HEADS, SIZE, VOCAB, made, medusa, save
 from tests.readers import original_medusa
@@ -121,7 +122,7 @@ def test_a_factor_of_the_base_is_not_lost(tmp_path: Path) -> None:
         heads, (vllm, original) = medusa(kind), (tmp_path / f"{kind}{i}" for i in range(2))
         expected = ours(heads, layer)
         vllm.mkdir()
-        vllm_medusa.write(vllm, heads, layer, None)
+        vllm_medusa.write_vllm_medusa(vllm, heads, layer, None)
         torch.testing.assert_close(Medusa(vllm).logits(HIDDEN), expected, **CLOSE)
         if kind != "pruned":
             original.mkdir()
@@ -134,14 +135,14 @@ def test_what_a_matrix_cannot_hold_is_said(tmp_path: Path) -> None:
     """Phi's output layer adds a bias to all logits: dropped, the best guess is another."""
     heads = medusa()
     biased = OutputLayer(nn.Linear(SIZE, VOCAB, bias=True))
-    for write in (vllm_medusa.write, lambda *a: fasterdecoding.write_v1(*a, base="b")):
+    for write in (vllm_medusa.write_vllm_medusa, lambda *a: fasterdecoding.write_v1(*a, base="b")):
         with pytest.raises(ConfigError, match="without a bias, but the base model's"):
             write(tmp_path, heads, biased, None)
     capped = OutputLayer(nn.Linear(SIZE, VOCAB, bias=False), softcap=30.0)
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     notes = [
-        *vllm_medusa.write(tmp_path / "one", heads, capped, None),
+        *vllm_medusa.write_vllm_medusa(tmp_path / "one", heads, capped, None),
         *fasterdecoding.write_v1(tmp_path / "two", heads, capped, None, base="b"),
     ]
     assert sum("caps its logits at 30" in note for note in notes) == 2
@@ -158,7 +159,7 @@ def test_a_map_of_all_tokens_is_none(tmp_path: Path) -> None:
     vllm, original = tmp_path / "vllm", tmp_path / "original"
     for folder in (vllm, original):
         folder.mkdir()
-    vllm_medusa.write(vllm, heads, layer, None)
+    vllm_medusa.write_vllm_medusa(vllm, heads, layer, None)
     fasterdecoding.write_v1(original, heads, layer, None, base="b")
     expected = ours(heads, layer)
     torch.testing.assert_close(Medusa(vllm).logits(HIDDEN), expected, **CLOSE)

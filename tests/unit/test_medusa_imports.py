@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from specheads import generate
+from specheads.attention.tree import Tree
 from specheads.config import ConfigError, GenerateConfig
 from specheads.models.base import load_base_model
 from specheads.models.checkpoint import load_export, load_heads, read_config, set_tree
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer
-from specheads.tree import Tree
 from tests.damaged import damaged, flip, no_hang, replace_value
 from tests.medusa_exports import HEADS, SIZE, VOCAB, made, medusa, save
 from tests.readers import original_medusa

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.models.hidden import packed_taps
-from specheads.models.mtp import VARIANTS, MtpHeads
-from specheads.models.mtp_layer import block_config, config_from_json
-from specheads.models.output import OutputLayer
+from specheads.models.mtp import VARIANTS, MtpHeads, block_config, config_from_json
+from specheads.models.output import OutputLayer, packed_taps
 from tests import zoo
 
 # every kind of attention, mask, norm, rotary table and feed-forward part that a last layer has

@@ -12,21 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.decoding.calibrate import calibrate
-from specheads.decoding.gains import dynamic_sizes, replay
-from specheads.decoding.hits import fit_temperatures, measure_hits, pad_left
-from specheads.decoding.loop import decode
-from specheads.decoding.plain import plain_decode
+from specheads.attention.tree import Tree, batched, default_tree
+from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import Candidates, Prefill, StepResult
-from specheads.drafters.following import HeadsState
-from specheads.drafters.made import dynamic_drafter, static_drafter
+from specheads.drafters.growing import dynamic_drafter, static_drafter
+from specheads.drafters.heads import HeadsState
+from specheads.measure.calibrate import calibrate
+from specheads.measure.hits import dynamic_sizes, fit_temperatures, measure_hits, pad_left, replay
 from specheads.models.base import input_embedding
-from specheads.models.hidden import TRUNK, capture_hidden
-from specheads.models.mtp import MtpHeads
-from specheads.models.mtp_layer import block_config
-from specheads.models.output import output_layer
-from specheads.sampling import Sampler
-from specheads.tree import Tree, batched, default_tree
+from specheads.models.mtp import MtpHeads, block_config
+from specheads.models.output import TRUNK, capture_hidden, output_layer
+from specheads.verification.sampling import Sampler
 from tests.zoo import VOCAB, build
 
 VARIANTS = ("parallel", "causal")

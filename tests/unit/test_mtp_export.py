@@ -13,16 +13,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from specheads.attention.tree import Tree
 from specheads.config import AdapterConfig, ConfigError
 from specheads.models.adapters import adapter_parameters, add_adapter
 from specheads.models.base import load_base_model
 from specheads.models.checkpoint import load_export, load_heads, read_config, save_export
-from specheads.models.digest import base_digest
-from specheads.models.hidden import TRUNK, packed_taps
 from specheads.models.manifest import write_manifest
-from specheads.models.mtp import VARIANTS, MtpHeads
-from specheads.models.mtp_layer import block_config
-from specheads.tree import Tree
+from specheads.models.mtp import VARIANTS, MtpHeads, block_config
+from specheads.models.names import base_digest
+from specheads.models.output import TRUNK, packed_taps
 
 TREE = Tree.from_choices([[0], [1], [0, 0]])
 

@@ -17,12 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specheads.config import ConfigError, LossConfig
-from specheads.losses import IGNORE, count_valid
+from specheads.losses.cross_entropy import IGNORE, count_valid
 from specheads.models.base import checkpoint_layers
-from specheads.models.mtp import MtpHeads
-from specheads.models.mtp_layer import block_config
-from specheads.training.objectives import HeadsObjective
-from specheads.training.output_loss import Batch
+from specheads.models.mtp import MtpHeads, block_config
+from specheads.training.objectives import Batch, HeadsObjective
 from specheads.training.schedule import lambda_scale
 from tests import zoo
 

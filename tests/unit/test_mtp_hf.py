@@ -17,10 +17,8 @@ from transformers.modeling_layers import MtpModel
 from specheads.config import ConfigError
 from specheads.formats import mtp_standard
 from specheads.models import mtp_hf
-from specheads.models.hidden import packed_taps
-from specheads.models.mtp import MtpHeads
-from specheads.models.mtp_layer import block_config
-from specheads.models.output import output_layer
+from specheads.models.mtp import MtpHeads, block_config
+from specheads.models.output import output_layer, packed_taps
 from tests import zoo
 
 VOCAB = 272

@@ -13,10 +13,9 @@ from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from specheads.config import ConfigError
-from specheads.models import mtp_check, mtp_keys, mtp_stack
-from specheads.models.mtp import MtpHeads
-from specheads.models.mtp_keys import MtpKeys
-from specheads.models.mtp_layer import block_config
+from specheads.models import head_cache
+from specheads.models.head_cache import MtpKeys
+from specheads.models.mtp import MtpHeads, block_config
 from tests.zoo import MODELS, SMALL, WINDOW, redraw
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -104,7 +103,7 @@ def test_features_are_those_of_the_whole_text(
 
     Rows are left alone and dropped on the way; windows are passed, memories grow.
     """
-    monkeypatch.setattr(mtp_keys, "BLOCK", 8)
+    monkeypatch.setattr(head_cache, "BLOCK", 8)
     heads = make(*KINDS[name], variant) if dtype == torch.float64 else heads_of(name, variant)
     steps = [[7, 18, 2], [1, 0, 4], [3, 1, 1], [1, 1, 1], [2, 5, 0], [1, 3, 9]]
     every = [0, 1, 2]
@@ -134,10 +133,10 @@ def test_splits_do_not_matter(
 ) -> None:
     """Blocks, spans and both ways to multiply, with borders anywhere."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mtp_keys, "BLOCK", 8)
-        patch.setattr(mtp_keys, "_SPAN", 5)
-        patch.setattr(mtp_stack, "_JOINT", 6)
-        patch.setattr(mtp_stack, "_FEW", 3)
+        patch.setattr(head_cache, "BLOCK", 8)
+        patch.setattr(head_cache, "_SPAN", 5)
+        patch.setattr(head_cache, "_JOINT", 6)
+        patch.setattr(head_cache, "_FEW", 3)
         compare(heads_of(name, variant), *drawn, 2e-5)
 
 
@@ -203,14 +202,14 @@ def test_the_check_is_made_once_and_leaves_no_trace(monkeypatch: pytest.MonkeyPa
     """Paid at every text it would cost more than it saves; a moved seed changes what is sampled."""
     heads = make("llama", {"attention_dropout": 0.5}, "parallel").train()
     before, calls = torch.get_rng_state(), 0
-    real = mtp_check._odd_numbers
+    real = head_cache._odd_numbers
 
     def counted(*args: Any) -> str | None:
         nonlocal calls
         calls += 1
         return real(*args)
 
-    monkeypatch.setattr(mtp_check, "_odd_numbers", counted)
+    monkeypatch.setattr(head_cache, "_odd_numbers", counted)
     for _ in range(3):
         MtpKeys.empty(heads, 2)
     assert calls == 1 and heads.training

@@ -12,23 +12,26 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.decoding.gains import count_gains, decoded_gains, drafter_gains
-from specheads.decoding.grow import grow_nodes, static_sizes
-from specheads.decoding.hits import collect_hits, pad_left
-from specheads.decoding.loop import decode
-from specheads.decoding.plain import plain_decode
-from specheads.drafters import grown
+from specheads.attention.tree import RowTrees, Tree
+from specheads.decoding.loop import decode, plain_decode
+from specheads.drafters import growing
 from specheads.drafters.contract import FINAL, Candidates, Drafter, Prefill, StepResult
-from specheads.drafters.made import DynamicDrafter, dynamic_drafter, static_drafter
-from specheads.drafters.sequential import SequentialDrafter
-from specheads.models.hidden import capture_hidden
-from specheads.models.mtp import MtpHeads
-from specheads.models.mtp_layer import block_config
-from specheads.models.mtp_steps import MtpSteps
-from specheads.models.mtp_texts import MtpTexts
-from specheads.models.output import OutputLayer, output_layer
-from specheads.sampling import Sampler
-from specheads.tree import RowTrees, Tree
+from specheads.drafters.growing import DynamicDrafter, dynamic_drafter, static_drafter
+from specheads.drafters.heads import SequentialDrafter
+from specheads.measure.hits import (
+    collect_hits,
+    count_gains,
+    decoded_gains,
+    drafter_gains,
+    grow_nodes,
+    pad_left,
+    static_sizes,
+)
+from specheads.models.head_cache import MtpTexts
+from specheads.models.head_walk import MtpSteps
+from specheads.models.mtp import MtpHeads, block_config
+from specheads.models.output import OutputLayer, capture_hidden, output_layer
+from specheads.verification.sampling import Sampler
 from tests import zoo
 
 KINDS = ("llama", "qwen3", "mistral-window", "gemma3", "deepseek_v3")
@@ -223,10 +226,10 @@ def test_grown_trees_hold_the_best_of_all_prefixes(
     kind: str, host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows whose nodes hang below different parents must not see one another's."""
-    monkeypatch.setattr(grown, "HOSTS", ("cpu",) if host else ())
+    monkeypatch.setattr(growing, "HOSTS", ("cpu",) if host else ())
     base, heads = build(kind)
     output = OutputLayer(base.get_output_embeddings(), scale=0.5)
-    drafter = grown.DynamicSequentialDrafter(
+    drafter = growing.DynamicSequentialDrafter(
         heads, output, base.get_input_embeddings(), 20, num_ranks=4, width=20
     )
     for sizes in ((9,), SIZES):
@@ -348,13 +351,13 @@ def test_trees_of_all_sizes_are_counted_as_they_decode(temperature: float) -> No
 
     nodes = grow_nodes(hits, 24)
     largest = grown_of(24)
-    assert isinstance(largest, grown.DynamicSequentialDrafter)
+    assert isinstance(largest, growing.DynamicSequentialDrafter)
     largest.width = 24  # so that a smaller tree holds the best nodes of the largest
     dynamic = drafter_gains(hits, largest, scales)
     static = count_gains(hits, lambda _, text: static_sizes(nodes, text.ranks), len(nodes) + 1)
     for size in (2, 14):
         drafter = grown_of(size)
-        assert isinstance(drafter, grown.DynamicSequentialDrafter)
+        assert isinstance(drafter, growing.DynamicSequentialDrafter)
         drafter.width = 24
         tree = Tree.from_choices(nodes[: size - 1])
         for counted, tried in (

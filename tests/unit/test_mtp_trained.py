@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from specheads.decoding.loop import decode
-from specheads.decoding.plain import plain_decode
-from specheads.drafters.made import static_drafter
-from specheads.models.mtp import MtpHeads
-from specheads.models.mtp_layer import block_config
+from specheads.attention.tree import Tree
+from specheads.decoding.loop import decode, plain_decode
+from specheads.drafters.growing import static_drafter
+from specheads.models.mtp import MtpHeads, block_config
 from specheads.models.output import output_layer
-from specheads.sampling import Sampler
 from specheads.training.objectives import HeadsObjective
-from specheads.tree import Tree
+from specheads.verification.sampling import Sampler
 from tests import zoo
 
 VOCAB, NUM_HEADS = 24, 3

@@ -9,11 +9,10 @@ import torch
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
-from specheads.drafters.made import static_drafter
-from specheads.models.mtp import MtpHeads
-from specheads.models.mtp_layer import block_config
+from specheads.attention.tree import Tree
+from specheads.drafters.growing import static_drafter
+from specheads.models.mtp import MtpHeads, block_config
 from specheads.models.output import output_layer
-from specheads.tree import Tree
 from tests import zoo
 from tests.unit.test_mtp_sequential import run
 

@@ -9,17 +9,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from specheads.decoding.loop import decode
-from specheads.decoding.plain import plain_decode
-from specheads.drafters.adaptive import StepCosts
+from specheads.attention.cache import TreeCache
+from specheads.attention.tree import batched
+from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import Candidates, Drafter, Prefill, StepResult
-from specheads.drafters.cut import CutDrafter
-from specheads.drafters.hybrid import HybridDrafter
+from specheads.drafters.length import CutDrafter, StepCosts
 from specheads.drafters.lookahead import LookaheadDrafter, LookaheadState
-from specheads.drafters.ngram import NgramDrafter
-from specheads.drafters.suffix import SuffixDrafter
-from specheads.kv_cache import TreeCache
-from specheads.tree import batched
+from specheads.drafters.lookup import NgramDrafter, SuffixDrafter
+from specheads.drafters.merge import HybridDrafter
 from tests.ragged import ROWS, new_tokens, padded
 from tests.zoo import build
 

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from specheads.config import InterruptedRunError, RunError, TrainConfig
-from specheads.training.checkpoints import checkpoints_of
+from specheads.training.checkpoints import checkpoints_of, load_progress
 from specheads.training.engine import Objective, TorchEngine
 from specheads.training.loop import gather
 from specheads.training.schedule import lr_factor, param_groups
-from specheads.training.state import load_progress
 from tests.toys import ToyBatches, ToyObjective, toy_config
 from tests.unit.test_loop import assert_same, rows_of, train
 
@@ -113,7 +112,7 @@ def test_the_count_is_of_the_whole_run(tmp_path: Path) -> None:
     """Counted anew in every stage, a run of two would forgive twice as much as it was told."""
     cfg = toy_config(tmp_path / "run")
     cfg.optim.skip_nonfinite = 1
-    from specheads.log import RunLog
+    from specheads.runs.log import RunLog
     from specheads.training.loop import fit
 
     objective, batches = Faulty(loss=(1, 5)), ToyBatches()

@@ -15,13 +15,11 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from specheads.config import AdapterConfig
-from specheads.losses import IGNORE, count_valid, shift_labels
+from specheads.losses.cross_entropy import IGNORE, count_valid, shift_labels
 from specheads.models.adapters import adapter_parameters, add_adapter
 from specheads.models.heads import MedusaHeads
-from specheads.models.hidden import packed_hidden
-from specheads.models.output import OutputLayer
-from specheads.training.objectives import HeadsLoss, HeadsObjective
-from specheads.training.output_loss import Batch, LMObjective
+from specheads.models.output import OutputLayer, packed_hidden
+from specheads.training.objectives import Batch, HeadsLoss, HeadsObjective, LMObjective
 
 RECIPES = [(kind, train) for kind in ("own", "shared") for train in (False, True)]
 

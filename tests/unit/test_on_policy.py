@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from specheads.data.chat import Encoded
 from specheads.data.pack import PackedBatches
-from specheads.decoding.continuing import continue_prompts
-from specheads.decoding.plain import plain_decode
-from specheads.losses import IGNORE, count_valid
-from specheads.models.hidden import packed_hidden
-from specheads.sampling import Sampler
-from specheads.training.on_policy import OnPolicyBatches
+from specheads.decoding.loop import plain_decode
+from specheads.decoding.stream import continue_prompts
+from specheads.losses.cross_entropy import IGNORE, count_valid
+from specheads.models.output import packed_hidden
+from specheads.training.teachers import OnPolicyBatches
+from specheads.verification.sampling import Sampler
 from tests.zoo import build
 
 SEQ_LEN, PAD = 24, 63

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from specheads.decoding.measure import Decoded, Prompt, Runs
-from specheads.decoding.outcome import sample_texts
+from specheads.measure.clock import Decoded, Prompt, Runs
+from specheads.measure.evaluate import sample_texts
 
 
 class Letters:

@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from specheads.config import ConfigError
 from specheads.data.chat import Encoded
 from specheads.data.pack import PackedBatches, check_isolation, collate, one_pass, pack_lengths
-from specheads.losses import IGNORE, shift_labels
-from specheads.models.hidden import packed_hidden
+from specheads.losses.cross_entropy import IGNORE, shift_labels
+from specheads.models.output import packed_hidden
 
 PAD = 258  # eos: the usual choice, and the dangerous one
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from specheads.decoding.measure import Decoded, Runs
-from specheads.decoding.paired import format_pairs, pairs, rivals, versus
+from specheads.measure.clock import Decoded, Runs
+from specheads.measure.rows import format_pairs, pairs, rivals, versus
 
 
 def runs_of(seconds: list[list[float]], lengths: list[int]) -> Runs:

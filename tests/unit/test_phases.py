@@ -4,14 +4,14 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from specheads.attention.tree import default_tree
 from specheads.decoding import loop
-from specheads.decoding import phases as module
-from specheads.decoding.phases import FORWARD, HEADS, PHASES, Phases
-from specheads.drafters.made import static_drafter
+from specheads.drafters.growing import static_drafter
+from specheads.measure import clock as module
+from specheads.measure.clock import FORWARD, HEADS, PHASES, Phases
 from specheads.models.forward import ModelPass
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer
-from specheads.tree import default_tree
 
 
 @pytest.mark.parametrize("sequential", [False, True])

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM
 
+from specheads.attention.tree import Tree, grow_tree
 from specheads.config import AdapterConfig, EvaluateConfig, TreeConfig
-from specheads.data.feature_plan import readable
-from specheads.decoding import expected as module
-from specheads.decoding.expected import (
+from specheads.data.teacher_cache import readable
+from specheads.measure import calibrate as module
+from specheads.measure.calibrate import (
     PUBLISHED,
     Expected,
     assumed,
@@ -28,18 +29,19 @@ from specheads.models.checkpoint import save_export
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
 from specheads.training import plan as plan_module
-from specheads.training.describe import clock, describe_costs, export_bytes
 from specheads.training.engine import make_optimizers
 from specheads.training.plan import (
     StagePlan,
     StandInFeatures,
+    clock,
     count_parameters,
+    describe_costs,
+    export_bytes,
     optimizer_bytes,
     plan_stage,
     seconds_per_pass,
 )
 from specheads.training.schedule import param_groups
-from specheads.tree import Tree, grow_tree
 from tests.toys import ToyBatches, ToyObjective, toy_config
 
 OFFLOADS = {"zero2_offload", "zero3_offload"}
@@ -144,7 +146,7 @@ def test_the_verdict_is_about_a_step_not_about_a_sum(
     assert plan.choices["zero2"].formed == 4 * 66
     naive = plan_of(tmp_path, ToyObjective(), loss__implementation="naive")
     assert naive.choices["zero2"].formed == 0
-    monkeypatch.setattr("specheads.training.describe.gpu_memory", lambda: 7e9)
+    monkeypatch.setattr("specheads.training.plan.gpu_memory", lambda: 7e9)
     text = describe_costs(toy_config(tmp_path), [plan], {})
     assert "fits in 7 GB" in text and "zero2 2.0 GB (too much)" in text
     muon = plan_of(tmp_path, ToyObjective(), optim__name="muon")

@@ -9,20 +9,17 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from specheads.decoding.hits import pad_left
-from specheads.decoding.loop import decode
-from specheads.decoding.plain import plain_decode
+from specheads.attention.cache import TreeCache
+from specheads.attention.tree import Tree, default_tree
+from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import StepResult
-from specheads.drafters.following import HeadsState
-from specheads.drafters.made import static_drafter
-from specheads.kv_cache import TreeCache
-from specheads.models import prefix_keys
-from specheads.models.heads import MedusaHeads
-from specheads.models.hidden import capture_hidden
-from specheads.models.output import output_layer
-from specheads.models.prefix import prefix_sizes
-from specheads.models.prefix_keys import PrefixKeys
-from specheads.tree import Tree, default_tree
+from specheads.drafters.growing import static_drafter
+from specheads.drafters.heads import HeadsState
+from specheads.measure.hits import pad_left
+from specheads.models import head_cache
+from specheads.models.head_cache import PrefixKeys
+from specheads.models.heads import MedusaHeads, prefix_sizes
+from specheads.models.output import capture_hidden, output_layer
 
 LENGTHS = (7, 18, 2)
 
@@ -96,7 +93,7 @@ def test_the_layer_sees_the_whole_committed_text(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rejected nodes remembered, or positions off by one, only show as low acceptance."""
-    monkeypatch.setattr(prefix_keys, "BLOCK", 8)  # so that it grows on the way
+    monkeypatch.setattr(head_cache, "BLOCK", 8)  # so that it grows on the way
     heads = build(tiny_llama, condition=condition)
     prompts = [torch.randint(0, 256, (1, length)) for length in lengths]
     ids, mask = pad_left(prompts)

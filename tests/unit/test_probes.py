@@ -11,16 +11,15 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from specheads.acceptance import merge_siblings, walk, walk_on_host
-from specheads.decoding.deciding import RULES, Acceptance
-from specheads.decoding.loop import decode, first_chain, propose
-from specheads.decoding.plain import plain_decode
+from specheads.attention.cache import TreeCache
+from specheads.attention.tree import RowTrees, Tree
+from specheads.decoding.accept import RULES, Acceptance
+from specheads.decoding.loop import decode, first_chain, plain_decode, propose
 from specheads.decoding.processors import bind
 from specheads.drafters.contract import Candidates, Prefill, StepResult
-from specheads.kv_cache import TreeCache
 from specheads.models.forward import ModelPass
-from specheads.sampling import Chance, Sampler
-from specheads.tree import RowTrees, Tree
+from specheads.verification.acceptance import merge_siblings, walk, walk_on_host
+from specheads.verification.sampling import Chance, Sampler
 from tests.ragged import ROWS, new_tokens, padded
 from tests.zoo import VOCAB, build
 
@@ -199,9 +198,9 @@ def test_a_chain_skips_probes_and_says_what_is_left() -> None:
 @torch.no_grad()
 def test_compiled_passes_read_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prevents a compiled pass that is given tokens where it should be given probes."""
-    from specheads.models import compiled
+    from specheads.models import forward
 
-    compiled._compiled_forward.cache_clear()
+    forward._compiled_forward.cache_clear()
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, mode=None: real(f, backend="eager"))
     torch._dynamo.reset()

@@ -22,10 +22,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from specheads.attention.tree import RowTrees, Tree, default_tree
 from specheads.decoding.processors import bind
 from specheads.drafters.contract import Candidates
-from specheads.sampling import Survivors
-from specheads.tree import RowTrees, Tree, default_tree
+from specheads.verification.sampling import Survivors
 
 V = 272
 PAD = 256

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from specheads.assets import tinycode_dir
-from specheads.decoding.measure import prompt_file
+from specheads.measure.clock import prompt_file
+from specheads.system.files import tinycode_dir
 
 
 def export(folder: Path, base: str) -> Path:

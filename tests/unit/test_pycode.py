@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specheads.data import pycode, pycode_corpus
-from specheads.data.pycode_pairs import EDIT_KINDS, KINDS, MAX_ANSWER, MAX_PROMPT, pairs_of_module
+from specheads.data import pycode
+from specheads.data.pycode import EDIT_KINDS, KINDS, MAX_ANSWER, MAX_PROMPT, pairs_of_module
 
 TINYCODE = Path(__file__).parents[2] / "data" / "tinycode"
 
@@ -57,9 +57,9 @@ def package(tmp_path: Path) -> Path:
     return folder
 
 
-def modules_of(folder: Path) -> list[pycode_corpus.Module]:
+def modules_of(folder: Path) -> list[pycode.Module]:
     """The corpus that the folder alone would be."""
-    return pycode_corpus.deduplicate(pycode_corpus.read_folders({"tiny": folder}))
+    return pycode.deduplicate(pycode.read_folders({"tiny": folder}))
 
 
 def test_what_does_not_belong_is_left_out(package: Path) -> None:
@@ -116,12 +116,8 @@ def test_the_split_is_by_module_and_pairs_follow(package: Path) -> None:
 
 def test_the_split_does_not_depend_on_the_machine() -> None:
     """Held-out modules that move between machines would end up in somebody's training set."""
-    assert pycode_corpus.split_of("stdlib/json/decoder.py") == "train"
-    held = [
-        number
-        for number in range(300)
-        if pycode_corpus.split_of(f"stdlib/{number}.py") == "heldout"
-    ]
+    assert pycode.split_of("stdlib/json/decoder.py") == "train"
+    held = [number for number in range(300) if pycode.split_of(f"stdlib/{number}.py") == "heldout"]
     assert len(held) in range(4, 24)
     assert held == [36, 56, 62, 73, 74, 77, 94, 141, 144, 167, 173, 174, 228, 275]
 
@@ -197,9 +193,9 @@ def test_the_cache_is_read_back(
 
     And who sees nothing for the minutes that making it takes believes that the program hangs.
     """
-    monkeypatch.setattr(pycode_corpus, "LINE_EVERY", 0.0, raising=False)
+    monkeypatch.setattr(pycode, "LINE_EVERY", 0.0, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(pycode_corpus, "package_folders", lambda packages: {"stdlib": package})
+    monkeypatch.setattr(pycode, "package_folders", lambda packages: {"stdlib": package})
     results = []
     for _ in range(2):
         monkeypatch.setattr(pycode, "_memory", {})
@@ -292,6 +288,6 @@ def test_the_summary_of_the_corpus_names_every_heldout_file(
         assert summary["files"] == len(chosen)
         hashes.add(summary["sha256"])
     assert len(hashes) == 2
-    assert pycode_corpus.licence_of("numpy") != "unknown"
-    assert pycode_corpus.licence_of("no_such_package") == "unknown"
-    assert pycode_corpus.licence_of("stdlib") == "PSF-2.0"
+    assert pycode.licence_of("numpy") != "unknown"
+    assert pycode.licence_of("no_such_package") == "unknown"
+    assert pycode.licence_of("stdlib") == "PSF-2.0"

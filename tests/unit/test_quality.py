@@ -9,25 +9,27 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from specheads.data.encoder import Encoded
-from specheads.decoding.deciding import Acceptance
-from specheads.decoding.logits_at import divergence, log_likelihood, logits_at
-from specheads.decoding.measure import Prompt
-from specheads.decoding.plain import plain_decode
-from specheads.decoding.quality import (
+from specheads.data.chat import Encoded
+from specheads.decoding.accept import Acceptance
+from specheads.decoding.loop import plain_decode
+from specheads.drafters.lookup import SuffixDrafter
+from specheads.losses.cross_entropy import IGNORE
+from specheads.measure.clock import Prompt
+from specheads.measure.quality import (
     Reading,
     agreement,
     answer_places,
+    divergence,
     greedy_agreement,
+    log_likelihood,
+    logits_at,
     lossy_cost,
     read_answers,
     summarise,
     text_loss,
 )
-from specheads.decoding.quality_report import format_quality
-from specheads.drafters.suffix import SuffixDrafter
-from specheads.losses import IGNORE
-from specheads.sampling import Sampler
+from specheads.measure.render import format_quality
+from specheads.verification.sampling import Sampler
 
 
 def document(ids: list[int], learned: list[int]) -> Encoded:

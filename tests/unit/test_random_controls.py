@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+from specheads.attention.tree import Tree
 from specheads.decoding.generate import SpecDecoder
-from specheads.tree import Tree
 from tests.ragged import PAD, Alternate, new_tokens, padded
 from tests.scripted import ScriptedDrafter, build
 

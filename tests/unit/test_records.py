@@ -11,7 +11,7 @@ import pytest
 
 from specheads.config import ConfigError, DataConfig
 from specheads.data import pycode
-from specheads.data.records import load_records, read_jsonl
+from specheads.data.load import load_records, read_jsonl
 
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specheads.redact import HIDDEN, redact, secret_values
+from specheads.system.redact import HIDDEN, redact, secret_values
 
 VARIABLES = (
     "HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_TOKEN", "X_KEY", "SOME_SECRET",

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from specheads import rejection
-from specheads.rejection import block, reject, sample_siblings, sample_top_and_one
-from specheads.tree import RowTrees, Tree
+from specheads.attention.tree import RowTrees, Tree
+from specheads.verification import rejection
+from specheads.verification.rejection import block, reject, sample_siblings, sample_top_and_one
 from tests.enumeration import (
     Outcomes,
     Rule,

@@ -8,21 +8,28 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from specheads.contention import Sample
-from specheads.decoding.baselines import hf_generate_method, one_by_one_method
-from specheads.decoding.benchmark import benchmark
-from specheads.decoding.identity import Divergence, Identity
-from specheads.decoding.measure import (
+from specheads.measure.bench import benchmark
+from specheads.measure.clock import (
     Batch,
     Decoded,
     Method,
     Prompt,
     Runs,
     clock,
+    hf_generate_method,
     make_batches,
+    one_by_one_method,
     plain_method,
 )
-from specheads.decoding.report import (
+from specheads.measure.identity import Divergence, Identity
+from specheads.measure.render import (
+    disturbance_lines,
+    format_batches,
+    format_divergences,
+    format_kinds,
+    format_table,
+)
+from specheads.measure.rows import (
     baseline_drift,
     crossovers,
     disturbance,
@@ -30,13 +37,7 @@ from specheads.decoding.report import (
     headline,
     make_row,
 )
-from specheads.decoding.tables import (
-    disturbance_lines,
-    format_batches,
-    format_divergences,
-    format_kinds,
-    format_table,
-)
+from specheads.system.hardware import Sample
 
 
 def method(name: str, log: list[str], length: int = 1) -> Method:

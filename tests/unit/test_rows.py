@@ -15,7 +15,7 @@ from specheads.config import ConfigError, RunError
 from specheads.data import dropped as dropped_module
 from specheads.data.dropped import Dropped, RecordError, check_share
 from specheads.data.readers import usable
-from specheads.data.rows import check_columns, to_record
+from specheads.data.schema import check_columns, to_record
 
 
 def say(*turns: str) -> list[dict[str, str]]:

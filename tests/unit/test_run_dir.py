@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from specheads.config import ConfigError, RunError
-from specheads.log import RunLog
-from specheads.run_dir import check_run_dir, lock, unlock
+from specheads.runs.directory import check_run_dir, lock, unlock
+from specheads.runs.log import RunLog
 from tests.toys import toy_config
 from tests.unit.test_metrics_file import room_for
 

@@ -13,16 +13,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.decoding.deciding import Acceptance
+from specheads.attention.tree import Tree
+from specheads.decoding.accept import Acceptance
 from specheads.decoding.loop import decode
-from specheads.drafters import sampled_tree
+from specheads.drafters import draft_tree
 from specheads.drafters.contract import Candidates
-from specheads.drafters.sampled_tree import SampledTreeDrafter
-from specheads.drafters.sequoia import sequoia_tree
-from specheads.noise import draft_noise, gumbel_noise
-from specheads.rejection import sample_siblings, sample_top_and_one
-from specheads.sampling import Sampler
-from specheads.tree import Tree
+from specheads.drafters.draft_tree import SampledTreeDrafter, sequoia_tree
+from specheads.verification.rejection import sample_siblings, sample_top_and_one
+from specheads.verification.sampling import Sampler, draft_noise, gumbel_noise
 from tests.drafter_laws import (
     check_cache,
     check_conversation,
@@ -146,9 +144,9 @@ def enumerated(
             rest = (rest / rest.sum(-1, keepdim=True)).nan_to_num(0.0)
             return torch.cat([siblings(rest, 1, noise), best], dim=-1), rest
 
-        patch.setattr(sampled_tree, "draft_noise", numbers)
-        patch.setattr(sampled_tree, "sample_siblings", siblings)
-        patch.setattr(sampled_tree, "sample_top_and_one", top_and_one)
+        patch.setattr(draft_tree, "draft_noise", numbers)
+        patch.setattr(draft_tree, "sample_siblings", siblings)
+        patch.setattr(draft_tree, "sample_top_and_one", top_and_one)
         texts = [PROMPT + model.text(context) for context in contexts.tolist()]
         prefill = prefill_of(texts, sampler, VOCAB_SIZE)
         candidates = drafter.propose(drafter.start(prefill))
@@ -181,7 +179,7 @@ def error(
     return distance(model, step, num_tokens=3)
 
 
-BREAKS: dict[str, Callable[[sampled_tree.Family], sampled_tree.Family]] = {
+BREAKS: dict[str, Callable[[draft_tree.Family], draft_tree.Family]] = {
     "siblings in another order": lambda each: replace(each, children=each.children.flip(0)),
     "distributions of other nodes": lambda each: replace(each, nodes=each.nodes.flip(0) + 1),
 }
@@ -267,7 +265,7 @@ def slow_tree(
 
 
 @pytest.mark.parametrize("tree", [TREE, MIXED, Tree.chain(3)], ids=["best", "mixed", "chain"])
-@pytest.mark.parametrize("sampling", sampled_tree.SAMPLINGS)
+@pytest.mark.parametrize("sampling", draft_tree.SAMPLINGS)
 def test_each_node_continues_its_own_path(
     sampling: str, tree: Tree, draft: PreTrainedModel
 ) -> None:

@@ -8,9 +8,8 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from specheads.noise import gumbel_noise, noise_ahead
-from specheads.sampling import Sampler
-from specheads.tree import default_tree
+from specheads.attention.tree import default_tree
+from specheads.verification.sampling import Sampler, gumbel_noise, noise_ahead
 
 
 def chi_squared_limit(dof: int) -> float:

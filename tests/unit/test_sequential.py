@@ -10,20 +10,17 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from specheads.decoding.hits import pad_left
-from specheads.decoding.loop import decode
-from specheads.decoding.plain import plain_decode
+from specheads.attention.tree import Tree, default_tree
+from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import FINAL, Prefill
-from specheads.drafters.heads import HeadsDrafter
-from specheads.drafters.made import embedding, static_drafter
-from specheads.drafters.sequential import SequentialDrafter
-from specheads.models import stepwise
-from specheads.models.heads import MedusaHeads
+from specheads.drafters.growing import embedding, static_drafter
+from specheads.drafters.heads import HeadsDrafter, SequentialDrafter
+from specheads.measure.hits import pad_left
+from specheads.models import head_walk
+from specheads.models.head_walk import Steps, Tables
+from specheads.models.heads import MedusaHeads, prefix_sizes
 from specheads.models.output import OutputLayer, output_layer
-from specheads.models.prefix import prefix_sizes
-from specheads.models.stepwise import Steps, Tables
-from specheads.sampling import Sampler
-from specheads.tree import Tree, default_tree
+from specheads.verification.sampling import Sampler
 
 KINDS: dict[str, dict[str, Any]] = {
     "markov": {"markov_rank": 5},
@@ -99,7 +96,7 @@ def test_each_node_continues_its_own_path(
 ) -> None:
     """A head that reads a sibling's path, or a place too far, only shows as low acceptance."""
     if not tables:
-        monkeypatch.setattr(stepwise, "MAX_TABLE", 0)
+        monkeypatch.setattr(head_walk, "MAX_TABLE", 0)
     heads = build(tiny_llama, kind)
     output = OutputLayer(tiny_llama.lm_head, scale=0.5, softcap=4.0)
     for tree in TREES:
@@ -189,7 +186,7 @@ def test_narrow_weights_are_read_as_they_are(
 ) -> None:
     """Dtypes that do not fit would stop bfloat16 decoding; sums of rounded tables would blur it."""
     if not tables:
-        monkeypatch.setattr(stepwise, "MAX_TABLE", 0)
+        monkeypatch.setattr(head_walk, "MAX_TABLE", 0)
     base = tiny_llama.bfloat16()
     heads = build(base, kind).bfloat16()
     output, embed = output_layer(base), embedding(base, heads)

@@ -10,10 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specheads.drafters.sequoia import child_rates, fastest_tree, sequoia_tree
-from specheads.noise import draft_noise
-from specheads.sampling import Chance
-from specheads.tree import Tree, grow_tree
+from specheads.attention.tree import Tree, grow_tree
+from specheads.drafters.draft_tree import child_rates, fastest_tree, sequoia_tree
+from specheads.verification.sampling import Chance, draft_noise
 
 Shape = tuple["Shape", ...]  # a node, by its children
 RATES = st.lists(st.floats(0, 1), min_size=0, max_size=4)

@@ -13,7 +13,7 @@ import yaml
 
 from specheads.config import ExportConfig
 from specheads.config.commands import FORMATS
-from specheads.formats import vllm_custom_class
+from specheads.formats import vllm
 from specheads.formats.serving import Serving, commands, lines, taken_for
 
 BASE = {"name": "org/base", "tuned": False}
@@ -249,5 +249,5 @@ def test_the_page_names_the_versions_that_were_checked() -> None:
         for each in commands(form, "FOLDER", info):
             if each.engine not in ("specheads", "FasterDecoding/Medusa"):
                 assert any(line.startswith(f"| {each.engine} | {each.checked} |") for line in table)
-    for name in vllm_custom_class.CLASSES:
+    for name in vllm.CLASSES:
         assert f"| `{name}` |" in page

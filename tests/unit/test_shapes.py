@@ -13,9 +13,9 @@ from transformers import GPT2Config, LlamaForCausalLM
 
 from specheads.config import AdapterConfig
 from specheads.models.adapters import add_adapter
-from specheads.models.hidden import packed_hidden
-from specheads.training.output_loss import LMObjective
-from specheads.training.shapes import (
+from specheads.models.output import packed_hidden
+from specheads.training.objectives import LMObjective
+from specheads.training.plan import (
     LLAMA_7B,
     LLAMA_13B,
     LLAMA_70B,

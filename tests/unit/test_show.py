@@ -5,8 +5,8 @@ import re
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from specheads.decoding.show import StepPrinter
-from specheads.terminal import harmless
+from specheads.decoding.conversation import StepPrinter
+from specheads.system.terminal import harmless
 
 
 def show(

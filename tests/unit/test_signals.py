@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from specheads.training.signals import ASKING, StopAsked, StopSignal, saving_first
+from specheads.system.signals import ASKING, StopAsked, StopSignal, saving_first
 
 ROOT = Path(__file__).resolve().parents[2]
 # what main() does in a process of its own; stuck() is a call that never looks for signals

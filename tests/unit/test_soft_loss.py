@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specheads.fused_loss import IGNORE
-from specheads.losses import linear_cross_entropy
-from specheads.soft_loss import KINDS, Teacher, linear_soft_loss
+from specheads.losses.cross_entropy import linear_cross_entropy
+from specheads.losses.distill import KINDS, Teacher, linear_soft_loss
+from specheads.losses.fused import IGNORE
 
 VOCAB = 37
 TOKEN_MAP = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(5))[:11]

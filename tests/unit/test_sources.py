@@ -19,8 +19,7 @@ from specheads.config import ConfigError, DataConfig
 from specheads.data import pycode
 from specheads.data.chat import encode_records
 from specheads.data.dropped import Dropped
-from specheads.data.mixture import shares
-from specheads.data.records import load_records
+from specheads.data.load import load_records, shares
 
 Make = Callable[[Path, Iterable[dict[str, Any]]], DataConfig]
 
@@ -253,18 +252,18 @@ def test_a_stream_is_read_no_further_than_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ten thousand records of a data set of a terabyte must not download the terabyte."""
-    from specheads.data import sources
+    from specheads.data import load
 
     data = as_stream(tmp_path, rows(100))
     data.max_records = 30
     seen: list[str] = []
-    stock = sources.to_record
+    stock = load.to_record
 
     def seeing(row: object, where: str, *rest: Any) -> dict[str, Any]:
         seen.append(where)
         return stock(row, where, *rest)
 
-    monkeypatch.setattr(sources, "to_record", seeing)
+    monkeypatch.setattr(load, "to_record", seeing)
     train, heldout = load_records(data, "train"), load_records(data, "heldout")
     assert len(train) + len(heldout) == 30
     assert len(seen) == 60  # each split reads the same thirty

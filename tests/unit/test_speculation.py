@@ -8,14 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from specheads.decoding import speculation
-from specheads.decoding.advice import advice, recommended
-from specheads.decoding.alpha import Agreement, Alpha
-from specheads.decoding.comparing import figures, num_proposed, predictions
-from specheads.decoding.cost import CostCurve
-from specheads.decoding.measure import Decoded, Runs
-from specheads.decoding.speculation import (
+from specheads.decoding import costs as speculation
+from specheads.decoding.costs import (
     Blank,
+    CostCurve,
     DraftCosts,
     best_length,
     clock_drafts,
@@ -24,7 +20,9 @@ from specheads.decoding.speculation import (
     expected_tokens,
     leviathan_speedup,
 )
-from specheads.decoding.tables import format_compared
+from specheads.measure.clock import Decoded, Runs
+from specheads.measure.drafts import Agreement, Alpha, figures, num_proposed, predictions
+from specheads.measure.render import advice, format_compared, recommended
 from tests.drafter_laws import check_deterministic
 from tests.zoo import build
 

@@ -15,21 +15,19 @@ import pytest
 import torch
 
 from specheads.config import ConfigError, RunError, TreeConfig
-from specheads.files import aside, whole_folder
+from specheads.models.manifest import save_tensors
+from specheads.system.files import aside, whole_folder
 from specheads.training.checkpoints import (
-    checkpoint_to_resume,
-    checkpoints_of,
-    new_checkpoint,
-    prune,
-)
-from specheads.training.state import (
     Progress,
     check_settings,
+    checkpoint_to_resume,
+    checkpoints_of,
     load_progress,
     load_rank,
+    new_checkpoint,
+    prune,
     save_rank,
 )
-from specheads.training.tensor_files import save_tensors
 from tests.toys import toy_config
 
 
@@ -182,7 +180,7 @@ def test_there_is_never_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise AssertionError(f"{self} was renamed to {target}")
 
     write("old")
-    monkeypatch.setattr("specheads.files.shutil.rmtree", watched)
+    monkeypatch.setattr("specheads.system.files.shutil.rmtree", watched)
     monkeypatch.setattr(Path, "rename", no_two_renames)
     write("new")
     assert seen[0] == ["old"] and seen[-1] == ["new"]

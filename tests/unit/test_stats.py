@@ -4,7 +4,7 @@ from statistics import median
 
 import pytest
 
-from specheads.decoding.stats import (
+from specheads.measure.stats import (
     crossover,
     first_difference,
     mean_accept_length,

@@ -20,11 +20,11 @@ from transformers import (
     StopStringCriteria,
 )
 
+from specheads.attention.cache import TreeCache
+from specheads.attention.tree import Tree, default_tree
 from specheads.decoding.generate import SpecDecoder
 from specheads.decoding.result import Output
-from specheads.drafters.ngram import NgramDrafter
-from specheads.kv_cache import TreeCache
-from specheads.tree import Tree, default_tree
+from specheads.drafters.lookup import NgramDrafter
 from tests.ragged import NUM_NEW, PAD, ROWS, After, padded, texts_of
 from tests.scripted import ScriptedDrafter, build
 

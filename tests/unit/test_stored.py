@@ -12,11 +12,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from specheads.assets import tinycode_dir
 from specheads.config import ConfigError
 from specheads.data.chat import Encoder, encode, encode_prompt, encode_records, tokenizer_digest
-from specheads.data.records import read_jsonl
-from specheads.losses import IGNORE
+from specheads.data.load import read_jsonl
+from specheads.losses.cross_entropy import IGNORE
+from specheads.system.files import tinycode_dir
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
 TALK = [

@@ -8,9 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from specheads.fused_loss import IGNORE
-from specheads.soft_loss import KINDS, StoredTeacher, Teacher, linear_soft_loss
-from specheads.teachers import check_stored
+from specheads.losses.distill import (
+    KINDS,
+    StoredTeacher,
+    Teacher,
+    check_stored,
+    linear_soft_loss,
+)
+from specheads.losses.fused import IGNORE
 
 VOCAB, SIZE = 19, 6
 

@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
-from specheads.decoding.plain import plain_decode
+from specheads.decoding.loop import plain_decode
 from specheads.decoding.stream import Job, PlainStream
-from specheads.sampling import Sampler
+from specheads.verification.sampling import Sampler
 from tests import zoo
 
 END = tuple(range(8))  # tokens that end a row: an eighth of all

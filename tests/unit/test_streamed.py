@@ -19,10 +19,9 @@ from transformers import PreTrainedTokenizerFast
 from specheads.config import ConfigError, DataConfig, RunError
 from specheads.data.chat import Documents, encode_records
 from specheads.data.dropped import Dropped
+from specheads.data.load import load_records
 from specheads.data.readers import Raw, Row
-from specheads.data.records import load_records
-from specheads.data.stream import Place, RecordStream, shuffled
-from specheads.data.streamed import StreamedBatches
+from specheads.data.stream import Place, RecordStream, StreamedBatches, shuffled
 from tests.unit.test_sources import as_folder, as_hub, as_jsonl, as_parquet, write_lines
 
 MAKERS = {"jsonl": as_jsonl, "parquet": as_parquet, "folder": as_folder, "hub": as_hub}
@@ -287,7 +286,7 @@ def test_too_many_bad_rows_stop_it_before_and_while_training(
 def test_what_cannot_be_streamed_says_so(tmp_path: Path) -> None:
     """Half of the features of a run must not be those of the first pool alone."""
     from specheads.config import TrainConfig
-    from specheads.training.reading import read_data
+    from specheads.training.setup import read_data
 
     data = as_jsonl(tmp_path, items(40))
     data.streaming = True

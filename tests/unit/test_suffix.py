@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specheads.attention.tree import Tree, batched
 from specheads.drafters.contract import Prefill, StepResult
-from specheads.drafters.suffix import COUNTED, SuffixAutomaton, SuffixDrafter
-from specheads.tree import Tree, batched
+from specheads.drafters.lookup import COUNTED, SuffixAutomaton, SuffixDrafter
 from tests.drafter_laws import check_deterministic
 from tests.zoo import build
 

@@ -9,12 +9,14 @@ import pytest
 
 from specheads.config import ConfigError
 from specheads.data.suites import Question
-from specheads.decoding.answer_files import AnswerFile, Turn, read_answers
-from specheads.decoding.suite_scores import (
+from specheads.measure.suites import (
+    AnswerFile,
+    Turn,
     accept_length,
     corrected,
     format_scores,
     published,
+    read_answers,
     score,
     tasks_of,
 )

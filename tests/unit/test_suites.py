@@ -8,9 +8,14 @@ import pytest
 import torch
 
 from specheads.config import ConfigError
-from specheads.data.suites import Question, messages, prompt_records, read_questions
-from specheads.data.templates import QuestionPrompts
-from specheads.decoding.measure import read_prompts
+from specheads.data.suites import (
+    Question,
+    QuestionPrompts,
+    messages,
+    prompt_records,
+    read_questions,
+)
+from specheads.measure.clock import read_prompts
 from tests.conftest import build_byte_tokenizer
 
 

@@ -14,8 +14,8 @@ import warnings
 import pytest
 from tqdm import tqdm
 
-from specheads import terminal
-from specheads.terminal import (
+from specheads.system import terminal
+from specheads.system.terminal import (
     Keys,
     Lines,
     StatusLine,

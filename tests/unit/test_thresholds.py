@@ -14,20 +14,17 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from specheads import tree_support
+from specheads.attention.cache import TreeCache
+from specheads.attention.tree import Tree, default_tree
 from specheads.config import ConfigError
-from specheads.decoding import diagnose
-from specheads.decoding.continuing import continue_prompts
-from specheads.decoding.loop import decode
-from specheads.decoding.plain import plain_decode
-from specheads.decoding.stream import Job, PlainStream
-from specheads.drafters.ngram import NgramDrafter
-from specheads.kv_cache import TreeCache
-from specheads.models.forward import replay
-from specheads.models.thresholds import Thresholds, named_positions, thresholds
-from specheads.sampling import ROUNDING, Sampler
-from specheads.tree import Tree, default_tree
-from specheads.tree_support import check_tree_support, compare
+from specheads.decoding.loop import decode, plain_decode
+from specheads.decoding.stream import Job, PlainStream, continue_prompts
+from specheads.drafters.lookup import NgramDrafter
+from specheads.measure import diagnose
+from specheads.models import support as tree_support
+from specheads.models.forward import Thresholds, named_positions, replay, thresholds
+from specheads.models.support import check_tree_support, compare
+from specheads.verification.sampling import ROUNDING, Sampler
 from tests.ragged import padded
 from tests.scripted import ScriptedDrafter, pretend_rounding
 from tests.zoo import THRESHOLD, THRESHOLD_MODELS, VOCAB, build
@@ -225,9 +222,9 @@ def test_a_stream_keeps_the_sides_apart(name: str) -> None:
 )
 def test_compiled_passes_cross_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prevents a fixed shape of tree from reaching beyond the threshold."""
-    from specheads.models import compiled
+    from specheads.models import forward
 
-    compiled._compiled_forward.cache_clear()
+    forward._compiled_forward.cache_clear()
     real = torch.compile  # the code generator's work takes minutes
     monkeypatch.setattr(torch, "compile", lambda f, mode=None: real(f, backend="eager"))
     torch._dynamo.reset()

@@ -13,13 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from specheads import dist
-from specheads.assets import tinycode_dir
 from specheads.config import ConfigError, DataConfig, ModelConfig, RunError, TrainConfig
 from specheads.data import tokenizers
-from specheads.data.encoder import Encoder
-from specheads.data.rows import Record
-from specheads.data.stored import tokenizer_digest
+from specheads.data.chat import Encoder
+from specheads.data.schema import Record, tokenizer_digest
 from specheads.data.tokenizers import (
     NUM_SPECIAL,
     SPECIAL,
@@ -29,9 +26,11 @@ from specheads.data.tokenizers import (
     choose_tokenizer,
     complete_init,
 )
-from specheads.losses import IGNORE
+from specheads.losses.cross_entropy import IGNORE
 from specheads.models.base import build_from_init, check_tokenizer, input_embedding
-from specheads.training.prepare import load_base
+from specheads.system import dist
+from specheads.system.files import tinycode_dir
+from specheads.training.setup import load_base
 
 TEXTS = [f"def add_{n}(a, b):\n    return a + b + {n}\n" for n in range(40)]
 TEXTS += [

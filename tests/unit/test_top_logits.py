@@ -14,17 +14,17 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from specheads.config import ConfigError, RunError
-from specheads.data import features as features_module
+from specheads.data import teacher_cache as features_module
 from specheads.data.chat import Encoded
 from specheads.data.pack import PackedBatches
-from specheads.data.top_logits import (
+from specheads.data.teacher_cache import (
     TaughtBatches,
     TopLogits,
     TopPlan,
     plan_top_logits,
     write_top_logits,
 )
-from specheads.losses import IGNORE
+from specheads.losses.cross_entropy import IGNORE
 from specheads.models.output import output_layer
 from specheads.training.draft_objective import DraftObjective
 from tests.zoo import VOCAB, build

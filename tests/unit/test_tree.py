@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specheads.tree import Tree, default_tree, grow_tree
+from specheads.attention.tree import Tree, default_tree, grow_tree
 
 MEDUSA = [(0,), (0, 0), (1,), (0, 1), (2,), (0, 0, 0), (1, 0), (0, 0, 0, 0), (0, 0, 1)]
 

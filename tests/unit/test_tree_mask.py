@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from specheads.kv_cache import TreeCache
+from specheads.attention.cache import TreeCache
+from specheads.attention.mask import causal_tree_mask, tree_attention
+from specheads.attention.tree import RowTrees, Tree, default_tree
 from specheads.models.forward import ModelPass, pad_rows
-from specheads.tree import RowTrees, Tree, default_tree
-from specheads.tree_mask import causal_tree_mask, tree_attention
-from specheads.tree_support import check_tree_support
+from specheads.models.support import check_tree_support
 from tests.scripted import MODELS, build
 
 TREE = default_tree(3, 9)

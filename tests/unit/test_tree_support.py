@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, LlamaForCausalLM, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
-from specheads import tree_mask, tree_support
+from specheads.attention import mask as tree_mask
+from specheads.attention.tree import RowTrees, Tree, default_tree
 from specheads.config import ConfigError
-from specheads.decoding.loop import decode, first_chain
-from specheads.decoding.plain import plain_decode
+from specheads.decoding.loop import decode, first_chain, plain_decode
 from specheads.drafters.contract import Candidates
-from specheads.tree import RowTrees, Tree, default_tree
-from specheads.tree_support import Support, check_tree_support, compare
+from specheads.models import support as tree_support
+from specheads.models.support import Support, check_tree_support, compare
 from tests.scripted import ScriptedDrafter
 from tests.zoo import CHAIN_MODELS, REFUSED_MODELS, TREE_MODELS, VOCAB, build
 

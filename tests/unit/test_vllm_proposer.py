@@ -20,7 +20,7 @@ import pytest
 import torch
 from transformers import AutoConfig, LlamaForCausalLM
 
-from specheads.formats import vllm_custom_class
+from specheads.formats import vllm
 from specheads.models import mtp_hf
 from specheads.registration import register
 from specheads.vllm_proposer import (
@@ -392,10 +392,10 @@ def test_another_call_than_the_known_one_is_refused(kind: type) -> None:
     assert proposer.load_model(object()) is None
 
 
-@pytest.mark.parametrize("name", vllm_custom_class.CLASSES)
+@pytest.mark.parametrize("name", vllm.CLASSES)
 def test_the_written_settings_name_classes_that_vllm_can_make(name: str, tmp_path: Path) -> None:
     """The class is imported by the name in the settings: a renamed one fails at the user's."""
-    vllm_custom_class.write(tmp_path / "out", proposer=name, num_tokens=3)
+    vllm.write(tmp_path / "out", proposer=name, num_tokens=3)
     written = json.loads((tmp_path / "out" / "speculative_config.json").read_text())
     assert written.keys() == {"method", "model", "num_speculative_tokens"}
     assert written["method"] == "custom_class" and written["num_speculative_tokens"] == 3
@@ -408,7 +408,7 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
     """Written as they are, they would fail while a server starts."""
     for wrong in ({"proposer": "Ngram"}, {"num_tokens": 0}):
         with pytest.raises(ValueError):
-            vllm_custom_class.write(tmp_path / "out", **wrong)
+            vllm.write(tmp_path / "out", **wrong)
     assert not (tmp_path / "out").exists()
 
 

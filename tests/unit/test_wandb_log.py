@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from specheads import wandb_log
-from specheads.files import whole_file
-from specheads.log import Outcome, RunLog
-from specheads.metrics_file import read_rows
-from specheads.wandb_log import has_credentials, head_lines, run_id, wanted_mode
+from specheads.runs import wandb
+from specheads.runs.log import Outcome, RunLog
+from specheads.runs.metrics import read_rows
+from specheads.runs.wandb import has_credentials, head_lines, run_id, wanted_mode
+from specheads.system.files import whole_file
 from tests.fake_wandb import FakeServer
 from tests.toys import toy_config
 from tests.wandb_records import offline_run
@@ -148,7 +148,7 @@ def test_a_network_that_goes_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """With the network gone a finished run would hold its rented machine for ever."""
-    monkeypatch.setattr(wandb_log, "_FINISH", 600.0)
+    monkeypatch.setattr(wandb, "_FINISH", 600.0)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     cfg = toy_config(tmp_path, log__wandb="auto")
     with FakeServer() as server:
@@ -162,7 +162,7 @@ def test_a_network_that_goes_is_one_line(
         assert f"Weights & Biases: {server.url}/" in out and "wandb sync" not in out
 
         cfg.resume = "auto"
-        monkeypatch.setattr(wandb_log, "_FINISH", 2.0)
+        monkeypatch.setattr(wandb, "_FINISH", 2.0)
         with RunLog(cfg) as log:
             log.begin(2)
             server.leave()
@@ -182,7 +182,7 @@ def test_a_service_that_dies_is_one_line(tmp_path: Path) -> None:
     code = f"""
 import os, signal, subprocess, time
 from pathlib import Path
-from specheads.log import RunLog
+from specheads.runs.log import RunLog
 from tests.fake_wandb import FakeServer
 from tests.toys import toy_config
 with RunLog(toy_config(Path({str(tmp_path)!r}), log__wandb="offline")) as log:

@@ -1,0 +1,391 @@
+"""A KV cache for tree decoding: preallocated, grown in blocks, compacted in place, ragged.
+
+transformers' DynamicCache copies every layer's whole cache at each step (torch.cat) and can only be
+cut at its end. Here a step writes its N nodes behind the live part of each row, and the commit
+moves the few accepted ones to the front of them. Rows have lengths of their own, and the token at
+position p of a row always lies in slot p: rows of a batch need no holes and no re-packing, and what
+lies behind a row's end is hidden by the mask (:mod:`specheads.attention.mask`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+BLOCK = 256  # slots; capacity is a multiple of it
+
+
+def _round_up(num_slots: int) -> int:
+    return -(-num_slots // BLOCK) * BLOCK
+
+
+def _stacked(first: Tensor | None, second: Tensor | None, capacity: int) -> Tensor:
+    """Return the rows of two buffers [B, H, slots, d] as one with ``capacity`` slots."""
+    assert first is not None and second is not None
+    num_rows = first.shape[0] + second.shape[0]
+    joined = first.new_zeros(num_rows, first.shape[1], capacity, first.shape[3])
+    joined[: first.shape[0], :, : first.shape[2]] = first
+    joined[first.shape[0] :, :, : second.shape[2]] = second
+    return joined
+
+
+class RowEnds:
+    """Where the rows of a cache end; one object, shared by all its layers.
+
+    Attributes:
+        lengths: per row the committed tokens; empty before the first forward pass.
+        fixed_slots: [B, T], where the pass at hand writes, see :meth:`TreeCache.fix`; else None.
+    """
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+        self.fixed_slots: Tensor | None = None
+        self._known: dict[tuple[object, ...], Tensor] = {}
+
+    def set(self, lengths: Sequence[int]) -> None:
+        """Set the lengths."""
+        self.lengths = list(lengths)
+        self._known.clear()
+
+    @property
+    def longest(self) -> int:
+        """The longest row's length, 0 where there are no rows."""
+        return max(self.lengths, default=0)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all rows have one length."""
+        return len(set(self.lengths)) <= 1
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return the lengths as [B] long on ``device``."""
+        key = (device,)
+        if key not in self._known:
+            self._known[key] = torch.tensor(self.lengths, device=device)
+        return self._known[key]
+
+    def slots(self, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return row numbers [B, 1] and the next ``num_tokens`` slots of each row [B, T]."""
+        key = (device, num_tokens)
+        if key not in self._known:
+            ahead = torch.arange(num_tokens, device=device)
+            self._known[key] = self.on(device)[:, None] + ahead
+        return torch.arange(len(self.lengths), device=device)[:, None], self._known[key]
+
+
+class TreeLayer(DynamicLayer):
+    """One layer: ``keys`` and ``values`` are views of the front of larger buffers.
+
+    Full length even for sliding-window layers, whose window the mask takes care of.
+    """
+
+    def __init__(self, rows: RowEnds, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.rows = rows
+        self.key_buffer: Tensor | None = None
+        self.value_buffer: Tensor | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Slots there is room for."""
+        return 0 if self.key_buffer is None else self.key_buffer.shape[2]
+
+    def use_buffers(self, keys: Tensor, values: Tensor) -> None:
+        """Move what is there into other buffers [B, H, capacity, d]."""
+        if self.key_buffer is not None and self.value_buffer is not None:
+            end = self.rows.longest
+            keys[:, :, :end] = self.key_buffer[:, :, :end]
+            values[:, :, :end] = self.value_buffer[:, :, :end]
+        self.key_buffer, self.value_buffer = keys, values
+        self.keys, self.values = keys, values
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Note dtype and device; the buffers come with the first update."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write [B, H, T, d] behind each row's end; return keys and values as far as any reaches.
+
+        Rows do not grow by it: :meth:`TreeCache.extend` or :meth:`TreeCache.commit` says by how
+        much.
+        """
+        if self.rows.fixed_slots is not None:
+            return self._update_fixed(key_states, value_states, self.rows.fixed_slots)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start, num_tokens = self.rows.longest, key_states.shape[2]
+        end = start + num_tokens
+        if end > self.capacity:
+            # doubling: the copies stay linear in the tokens ever written. Zeros: a slot that the
+            # mask hides still enters the weighted sum, and 0 * nan would be nan.
+            num_slots = _round_up(max(end, 2 * self.capacity))
+            self.use_buffers(
+                *(
+                    states.new_zeros(*states.shape[:2], num_slots, states.shape[3])
+                    for states in (key_states, value_states)
+                )
+            )
+        assert self.key_buffer is not None and self.value_buffer is not None
+        self.keys, self.values = self.key_buffer[:, :, :end], self.value_buffer[:, :, :end]
+        if self.rows.uniform:
+            self.keys[:, :, start:] = key_states
+            self.values[:, :, start:] = value_states
+        else:
+            row, slot = self.rows.slots(num_tokens, key_states.device)
+            self.keys[row, :, slot] = key_states.transpose(1, 2)
+            self.values[row, :, slot] = value_states.transpose(1, 2)
+        return self.keys, self.values
+
+    def _update_fixed(
+        self, key_states: Tensor, value_states: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Write where :meth:`TreeCache.fix` said: tensors alone decide, so that it compiles."""
+        assert self.keys is not None and self.values is not None
+        if slots.shape[0] == 1:
+            self.keys.index_copy_(2, slots[0], key_states)
+            self.values.index_copy_(2, slots[0], value_states)
+        else:
+            row = torch.arange(slots.shape[0], device=slots.device)[:, None]
+            self.keys[row, :, slots] = key_states.transpose(1, 2)
+            self.values[row, :, slots] = value_states.transpose(1, 2)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        """Return the longest row's length: transformers asks for one number."""
+        return self.rows.longest if self.is_initialized else 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many keys a pass over ``query_length`` tokens will see, from slot 0 on."""
+        if self.rows.fixed_slots is not None:
+            assert self.keys is not None
+            return self.keys.shape[2], 0
+        return self.get_seq_length() + query_length, 0
+
+
+class TreeCache(Cache):
+    """The cache of all layers, made by ``TreeCache()`` and given to the model as it is.
+
+    Attributes:
+        tokens: per row the token ids in its slots; whoever decodes keeps them, so that a later
+            turn of a conversation can see how much of it is already here.
+        sides: of a position threshold of the model's, on which the keys were made; kept by the
+            passes of a model that has one.
+    """
+
+    def __init__(self) -> None:
+        self.rows = RowEnds()
+        super().__init__(layer_class_to_replicate=partial(TreeLayer, self.rows))  # type: ignore[arg-type]
+        self.tokens: list[list[int]] = []
+        self.sides: set[int] = set()
+        self._pool: Tensor | None = None  # [L, 2, B, H, capacity, d]: one copy commits all layers
+        self._poolable = True
+
+    @property
+    def lengths(self) -> list[int]:
+        """Per row the number of committed tokens; empty before the first forward pass."""
+        return self.rows.lengths
+
+    @property
+    def capacity(self) -> int:
+        """Slots there is room for; 0 before the first forward pass."""
+        return min((layer.capacity for layer in self._live_layers()), default=0)
+
+    def _live_layers(self) -> list[TreeLayer]:
+        return [x for x in self.layers if isinstance(x, TreeLayer) and x.is_initialized]
+
+    def reserve(self, batch_size: int, num_tokens: int) -> None:
+        """Make room for ``num_tokens`` more in every row; called before each forward pass.
+
+        Layers of equal shape move into one buffer, so that :meth:`commit` is one gather.
+
+        Raises:
+            ValueError: if the cache has another number of rows.
+        """
+        if not self.lengths:
+            self.rows.set([0] * batch_size)
+        if len(self.lengths) != batch_size:
+            raise ValueError(f"the cache has {len(self.lengths)} rows, the batch {batch_size}")
+        num_slots = self.rows.longest + num_tokens
+        if not self._poolable or (self._pool is not None and num_slots <= self._pool.shape[4]):
+            return
+        layers = self._live_layers()
+        if not layers:
+            return
+        buffers = [t for layer in layers for t in (layer.key_buffer, layer.value_buffer)]
+        first = buffers[0]
+        assert first is not None
+        if self._pool is not None:
+            num_slots = max(num_slots, 2 * self._pool.shape[4])
+        num_slots = _round_up(max(num_slots, max(layer.capacity for layer in layers)))
+
+        def key(t: Tensor | None) -> tuple[object, ...]:
+            assert t is not None
+            return (*t.shape[:2], t.shape[3], t.dtype, t.device)
+
+        # layers that differ or are spread over devices keep and grow their own buffers
+        self._poolable = all(key(t) == key(first) for t in buffers)
+        if not self._poolable:
+            return
+        pool = first.new_zeros(len(layers), 2, *first.shape[:2], num_slots, first.shape[3])
+        for layer, (keys, values) in zip(layers, pool, strict=True):
+            layer.use_buffers(keys, values)
+        self._pool = pool
+
+    @contextlib.contextmanager
+    def fix(self, num_tokens: int, width: int) -> Iterator[None]:
+        """While open, a forward pass writes T tokens to given slots of views of a given width.
+
+        What changes from step to step is then in tensors only, and a compiled pass is compiled
+        once. There must have been a pass before, and room (:meth:`reserve`).
+
+        Args:
+            num_tokens: T.
+            width: slots that keys and values show.
+        """
+        layers = self._live_layers()
+        for layer in layers:
+            assert layer.key_buffer is not None and layer.value_buffer is not None
+            layer.keys = layer.key_buffer[:, :, :width]
+            layer.values = layer.value_buffer[:, :, :width]
+            if layer.keys.is_cuda:
+                # else CUDA graphs would be skipped: they copy inputs, but these are written to
+                torch._dynamo.mark_static_address(layer.keys, guard=False)
+                torch._dynamo.mark_static_address(layer.values, guard=False)
+        self.rows.fixed_slots = self.rows.slots(num_tokens, layers[0].device)[1]
+        try:
+            yield
+        finally:
+            self.rows.fixed_slots = None
+
+    def extend(self, counts: Sequence[int]) -> None:
+        """Keep the first ``counts[b]`` of the tokens that were written behind row b."""
+        before = self.lengths or [0] * len(counts)
+        self.rows.set([n + count for n, count in zip(before, counts, strict=True)])
+
+    def commit(self, path: Tensor, counts: Sequence[int]) -> None:
+        """Keep, of the tree written behind each row, the accepted path, in its order.
+
+        Args:
+            path: [B, D+1] long, nodes from the root (node 0), padded with -1.
+            counts: per row the nodes to keep, from the front of its path; 0 forgets the tree.
+        """
+        num_kept = max(counts)
+        if num_kept > 1:  # the root lies where it belongs
+            nodes = path[:, 1:num_kept].clamp(min=0)
+            for buffer in self._buffers():
+                self._move(buffer, nodes.to(buffer.device))
+        self.extend(counts)
+
+    def _buffers(self) -> list[Tensor]:
+        """Return the buffers [..., B, H, capacity, d] that together hold everything."""
+        layers = self._live_layers()
+        pool = self._pool
+        if pool is not None and all(layer.capacity == pool.shape[4] for layer in layers):
+            return [pool]
+        buffers = [t for layer in layers for t in (layer.key_buffer, layer.value_buffer)]
+        return [t for t in buffers if t is not None]
+
+    def _move(self, buffer: Tensor, nodes: Tensor) -> None:
+        """Move ``nodes`` [B, a] of every row's tree to the slots behind its root."""
+        num_rows, num_moved = nodes.shape
+        if num_rows == 1:
+            start = self.lengths[0]
+            kept = buffer.index_select(-2, nodes[0] + start)
+            buffer[..., start + 1 : start + 1 + num_moved, :] = kept
+            return
+        row, slot = self.rows.slots(1 + num_moved, buffer.device)
+        source = slot[:, :1] + nodes
+        # index tensors apart by a slice: their dimensions come first, [B, a, ..., H, d]
+        if buffer.dim() == 4:
+            buffer[row, :, slot[:, 1:]] = buffer[row, :, source]
+        else:
+            buffer[:, :, row, :, slot[:, 1:]] = buffer[:, :, row, :, source]
+
+    def shorten(self, lengths: Sequence[int]) -> None:
+        """Forget what lies behind ``lengths[b]`` tokens of row b.
+
+        Raises:
+            ValueError: if a row is shorter than that.
+        """
+        for row, (length, wanted) in enumerate(zip(self.lengths, lengths, strict=True)):
+            if not 0 <= wanted <= length:
+                raise ValueError(f"row {row} has {length} tokens, cannot keep {wanted}")
+        self.rows.set(lengths)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``-tokens_to_remove`` tokens of every row (transformers' convention).
+
+        Raises:
+            ValueError: for a positive number.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove must be at most 0, got {tokens_to_remove}")
+        self.shorten([length + tokens_to_remove for length in self.lengths])
+
+    def align(self, texts: Sequence[Sequence[int]]) -> list[int]:
+        """Keep of every row what ``texts`` [B] begins with; return how many tokens that is.
+
+        At least one token of a text is left to be read, for its logits. An empty cache takes any
+        texts.
+
+        Raises:
+            ValueError: if there are rows, but not one for each text.
+        """
+        if not self.lengths:
+            self.rows.set([0] * len(texts))
+        if len(self.lengths) != len(texts):
+            raise ValueError(f"the cache has {len(self.lengths)} rows, but there are {len(texts)}")
+        held = self.tokens or [[]] * len(texts)
+        known = []
+        for text, tokens, length in zip(texts, held, self.lengths, strict=True):
+            same = 0
+            for ours, theirs in zip(tokens[:length], text[:-1], strict=False):
+                if ours != theirs:
+                    break
+                same += 1
+            known.append(same)
+        self.shorten(known)
+        return known
+
+    def select(self, rows: Tensor) -> None:
+        """Keep the rows ``rows`` [R] (long), in that order."""
+        kept = rows.tolist()
+        for layer in self._live_layers():
+            if self._pool is None:
+                assert layer.key_buffer is not None and layer.value_buffer is not None
+                layer.key_buffer, layer.value_buffer = (
+                    t.index_select(0, rows.to(t.device))
+                    for t in (layer.key_buffer, layer.value_buffer)
+                )
+        if self._pool is not None:
+            self._pool = self._pool.index_select(2, rows.to(self._pool.device))
+            for layer, (keys, values) in zip(self._live_layers(), self._pool, strict=True):
+                layer.key_buffer, layer.value_buffer = keys, values
+        self.rows.set([self.lengths[row] for row in kept])
+        if self.tokens:
+            self.tokens = [self.tokens[row] for row in kept]
+
+    def join(self, other: TreeCache) -> None:
+        """Take over the rows of ``other``, of the same model; they come behind the rows here."""
+        for layer, more in zip(self._live_layers(), other._live_layers(), strict=True):
+            capacity = max(layer.capacity, more.capacity)
+            pairs = (layer.key_buffer, more.key_buffer), (layer.value_buffer, more.value_buffer)
+            layer.key_buffer, layer.value_buffer = (_stacked(*pair, capacity) for pair in pairs)
+        self._pool = None  # made again with the next pass
+        self.rows.set([*self.lengths, *other.lengths])
+        self.tokens += other.tokens
+
+    def reset(self) -> None:
+        """Forget everything, the number of rows too."""
+        self.layers, self.tokens = [], []
+        self._pool, self._poolable = None, True
+        self.rows.set([])

@@ -1,0 +1,314 @@
+"""Tree attention in unmodified transformers models, through the public mask interface.
+
+Every model of transformers 5 builds its masks by calling a registered function with an index-based
+rule (causal, sliding window, chunked). We register wrappers: while a tree is active, the indices of
+tree slots are translated to logical positions (prefix + depth) before the rule sees them, and the
+result is ANDed with the ancestor matrix. So windows and chunks are measured in positions and not in
+slots, with no code per model. A ready-made 4-D mask would be silently wrong on sliding-window
+models and under eager attention.
+
+Grouped-query attention under a mask without a copy of the cache for every query head.
+
+transformers' sdpa attention expands keys and values to all query heads (``repeat_kv``) whenever a
+mask is given, in every layer and step: with 16 query and 2 key heads, eight times the memory
+traffic of what it reads. Kernels can do without. On CPU torch's own grouped mode
+(``enable_gqa``) does; elsewhere the kernels with masks have no such mode, so that the query heads
+of a group are laid one behind the other along the query length and share the mask's rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    AttentionMaskInterface,
+    causal_mask_function,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from specheads.attention.cache import RowEnds, TreeCache
+from specheads.attention.tree import RowTrees, Tree, batched
+
+SUPPORTED_ATTENTION = ("sdpa", "eager", "flex_attention")
+
+
+@dataclass(frozen=True)
+class _Active:
+    """What the forward pass at hand runs over.
+
+    Attributes:
+        tree: its shape; None is a run of tokens, one after the other.
+        rows: where each row of the cache ends and the tokens begin.
+    """
+
+    tree: Tree | RowTrees | None
+    rows: RowEnds
+
+
+_active: ContextVar[_Active | None] = ContextVar("specheads_tree", default=None)
+
+
+@contextlib.contextmanager
+def tree_attention(tree: Tree | RowTrees | None, cache: TreeCache) -> Iterator[None]:
+    """While open, a forward pass with ``cache`` attends along the tree behind each row's end.
+
+    The pass must be given ``position_ids = length of the row + tree.depths``: transformers does not
+    notice when they are missing. Without a tree the tokens follow one another, which needs this
+    context where rows of the cache differ in length.
+    """
+    _install()
+    token = _active.set(_Active(tree, cache.rows))
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+@lru_cache(maxsize=1)
+def _install() -> None:
+    """Register the wrappers once; without an active tree they only pass through."""
+    for name in SUPPORTED_ATTENTION:
+        AttentionMaskInterface.register(name, _tree_aware(ALL_MASK_ATTENTION_FUNCTIONS[name], name))
+
+
+def _tree_aware(make_mask: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def make_tree_mask(*args: Any, **kwargs: Any) -> Any:
+        active = _active.get()
+        if active is None:
+            return make_mask(*args, **kwargs)
+        tree, num_tokens = active.tree, kwargs["q_length"]
+        if tree is not None and num_tokens != tree.num_nodes:
+            raise ValueError(
+                f"the active tree has {tree.num_nodes} nodes, the forward pass {num_tokens} tokens"
+            )
+        rule, device = kwargs["mask_function"], torch.device(kwargs["device"])
+        longest = active.rows.longest
+        if (
+            name != "flex_attention"
+            and rule is causal_mask_function
+            and kwargs.get("attention_mask") is None
+        ):
+            exact = kwargs["kv_length"] == longest + num_tokens
+            if exact and isinstance(tree, Tree) and active.rows.uniform:
+                return causal_tree_mask(tree, longest, kwargs["dtype"], device)
+            return ragged_mask(tree, active.rows.on(device), kwargs)
+        start = longest if active.rows.uniform else active.rows.on(device)
+        kwargs["mask_function"] = _along_tree(rule, tree, start, num_tokens, kwargs)
+        kwargs["allow_is_causal_skip"] = False
+        return make_mask(*args, **kwargs)
+
+    return make_tree_mask
+
+
+def _along_tree(
+    rule: Callable[..., Tensor],
+    tree: Tree | RowTrees | None,
+    start: int | Tensor,
+    num_tokens: int,
+    sizes: dict[str, Any],
+) -> Callable[..., Tensor]:
+    """Wrap ``rule``, which knows positions, so that it can be asked about slots."""
+    last, q_offset, device = num_tokens - 1, sizes["q_offset"], sizes["device"]
+    if tree is None:
+        depths = torch.arange(num_tokens, device=device)[None]
+        tree_mask = None
+    else:
+        depths = batched(tree, tree.depths).to(device)
+        tree_mask = batched(tree, tree.tree_mask).to(device)
+    shared = depths.shape[0] == 1
+
+    def rule_along_tree(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        first = start if isinstance(start, int) else start[b]
+        row = b * 0 if shared else b
+        q_node = (q - q_offset).clamp(0, last)
+        k_node = (k - first).clamp(0, last)
+        behind = k >= first
+        q_position = first + depths[row, q_node]
+        k_position = torch.where(behind, first + depths[row, k_node], k)
+        above = k_node <= q_node if tree_mask is None else tree_mask[row, q_node, k_node]
+        live = k <= first + last  # other rows and static caches reach further
+        return rule(b, h, q_position, k_position) & live & (~behind | above)
+
+    return rule_along_tree
+
+
+def causal_tree_mask(
+    tree: Tree, num_cached: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return the additive mask [1, 1, N, num_cached + N] of a tree under plain causal attention.
+
+    It is the end of one prepared buffer ``[0 ... 0 | tree]``, so that a step builds nothing; and it
+    is additive because attention would otherwise convert a bool mask anew in every layer.
+    """
+    width = -(-num_cached // 1024) * 1024
+    mask = _mask_buffer(tree, width, dtype, device)[..., width - num_cached :]
+    # GPU kernels want aligned rows
+    return mask if device.type == "cpu" else mask.contiguous()
+
+
+@lru_cache(maxsize=64)
+def _mask_buffer(tree: Tree, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    num_nodes = tree.num_nodes
+    mask = torch.zeros(1, 1, num_nodes, width + num_nodes, dtype=dtype)
+    mask[..., width:].masked_fill_(~tree.tree_mask.cpu(), torch.finfo(dtype).min)
+    return mask.to(device)
+
+
+def ragged_mask(tree: Tree | RowTrees | None, starts: Tensor, sizes: dict[str, Any]) -> Tensor:
+    """Return the additive mask [B, 1, T, S] under plain causal attention, rows ending apart.
+
+    Args:
+        tree: of the T tokens; None where they follow one another.
+        starts: [B], the slot of each row's first new token.
+        sizes: ``q_length`` T, ``kv_length`` S, and ``dtype``, as transformers gives them.
+    """
+    num_tokens, dtype = sizes["q_length"], sizes["dtype"]
+    slots = torch.arange(sizes["kv_length"], device=starts.device)
+    node = slots - starts[:, None]  # [B, S]; negative: cached
+    floor = torch.finfo(dtype).min
+    if tree is None:
+        seen = node[:, None] <= torch.arange(num_tokens, device=starts.device)[:, None]
+        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, floor)[
+            :, None
+        ]
+    # a column for what is cached before the tree's own, and one for what is nobody's after them
+    hidden = ~batched(tree, tree.tree_mask).to(starts.device)
+    table = torch.zeros(*hidden.shape[:2], num_tokens + 2, dtype=dtype, device=starts.device)
+    table[..., 1:-1].masked_fill_(hidden, floor)
+    table[..., -1] = floor
+    column = (node + 1).clamp_(0, num_tokens + 1)
+    shape = (len(starts), num_tokens, slots.shape[0])
+    return table.expand(shape[0], -1, -1).gather(2, column[:, None].expand(shape))[:, None]
+
+
+_ALIGNMENT = 8  # elements: GPU kernels copy a mask whose rows start elsewhere
+
+# of the forward pass at hand: a mask and the same laid out for groups, by the mask's id and groups
+_Folded = dict[tuple[int, int], tuple[Tensor, Tensor]]
+_grouped_active: ContextVar[_Folded | None] = ContextVar("specheads_grouped", default=None)
+_traced = False  # a plain global: what torch.compile traces cannot ask a ContextVar
+
+
+@contextlib.contextmanager
+def grouped_attention() -> Iterator[None]:
+    """While open, models with sdpa attention do not expand their cache; open it around one pass."""
+    _install_grouped()
+    token = _grouped_active.set({})
+    try:
+        yield
+    finally:
+        _grouped_active.reset(token)
+
+
+@contextlib.contextmanager
+def grouped_attention_traced() -> Iterator[None]:
+    """While open, passes traced by torch.compile do not expand their cache either."""
+    global _traced
+    _install_grouped()
+    before, _traced = _traced, True
+    try:
+        yield
+    finally:
+        _traced = before
+
+
+def _folded_now() -> _Folded | None:
+    if torch.compiler.is_compiling():
+        return {} if _traced else None
+    return _grouped_active.get()
+
+
+@lru_cache(maxsize=1)
+def _install_grouped() -> None:
+    """Register the wrapper once; without an open context it only passes through."""
+    stock = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        folded = _folded_now()
+        if (
+            folded is None
+            or attention_mask is None
+            or query.shape[1] == key.shape[1]
+            or not _is_plain(args, kwargs)
+        ):
+            return stock(module, query, key, value, attention_mask, *args, **kwargs)
+        scale = kwargs.get("scaling")
+        if query.device.type == "cpu":
+            output = scaled_dot_product_attention(
+                query, key, value, attention_mask, scale=scale, enable_gqa=True
+            )
+        else:
+            output = attend_folded(query, key, value, attention_mask, scale, folded)
+        return output.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("sdpa", attend)
+
+
+def _is_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether a call asks for nothing but attention; the rest is left to transformers."""
+    extras = ("dropout", "position_bias", "cache", "softcap", "output_attentions", "s_aux")
+    return not args and not any(kwargs.get(name) for name in extras)
+
+
+def attend_folded(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float | None,
+    folded: _Folded,
+) -> Tensor:
+    """Attend with the G query heads of a group one behind the other.
+
+    Args:
+        query: [B, H * G, N, d].
+        key: [B, H, L, d].
+        value: [B, H, L, e].
+        mask: [B or 1, H * G or 1, N, L], bool or additive.
+        scale: None is 1 / sqrt(d).
+        folded: masks of this pass that were laid out before; most layers share one.
+
+    Returns:
+        [B, H * G, N, e].
+    """
+    num_rows, num_heads, num_tokens, _ = query.shape
+    groups = num_heads // key.shape[1]
+    by_group = query.unflatten(1, (-1, groups)).flatten(2, 3)  # [B, H, G * N, d]
+    # a traced pass lays the mask out in every layer: the compiler sees that it is one
+    known = (0 if torch.compiler.is_compiling() else id(mask), groups)
+    if known not in folded:
+        folded[known] = mask, _fold_mask(mask, groups)
+    output = scaled_dot_product_attention(by_group, key, value, folded[known][1], scale=scale)
+    return output.unflatten(2, (groups, num_tokens)).flatten(1, 2)
+
+
+def _fold_mask(mask: Tensor, groups: int) -> Tensor:
+    """Return [B, H or 1, G * N, L] with rows that start where kernels want them."""
+    num_rows, num_heads, num_tokens, num_slots = mask.shape
+    if num_heads == 1:
+        mask = mask[:, :, None].expand(-1, -1, groups, -1, -1)
+    else:
+        mask = mask.unflatten(1, (-1, groups))
+    width = -(-num_slots // _ALIGNMENT) * _ALIGNMENT
+    shape = (num_rows, mask.shape[1], groups, num_tokens, width)
+    laid_out = torch.empty(shape, dtype=mask.dtype, device=mask.device)[..., :num_slots]
+    laid_out.copy_(mask)
+    return laid_out.flatten(2, 3)

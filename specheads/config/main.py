@@ -1,0 +1,271 @@
+"""What every entry point shares: compose, check, run, and turn mistakes into one line.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage, 75 interrupted and resumable.
+``HYDRA_FULL_ERROR=1`` shows the whole traceback instead of the line.
+
+One JSON object on standard output, for a command called with ``json=true``.
+
+What a command prints on its way (tables, progress, text as it appears) then goes to standard error,
+so that ``... json=true | jq .headline`` reads the object and nothing else. Where a command fails,
+standard output stays empty, or holds the object if it was complete; the exit code tells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol, TextIO, TypeVar
+
+import hydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from specheads.config import (
+    ConfigError,
+    InterruptedRunError,
+    RunError,
+    explain,
+    register_schemas,
+    to_config,
+)
+from specheads.system import dist
+from specheads.system.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+from specheads.system.files import conf_dir
+from specheads.system.launch import take_local_rank
+from specheads.system.terminal import escape_output, stop
+
+T = TypeVar("T")
+
+
+def tidy_arguments(argv: list[str]) -> list[str]:
+    """Return the command line as Hydra wants it.
+
+    ``model=`` with anything but a file of conf/model, a folder or a name on the hub, becomes
+    ``model.name=``. ``recipe=`` and ``debug=`` get the ``+`` by which Hydra adds a group, and
+    ``data.columns={ours: theirs}`` the ``++`` without which it adds nothing to a dict. Flags go
+    first: argparse takes settings behind them for unknown arguments. The runs of a sweep are told
+    apart by what is swept, see conf/train.yaml.
+
+    Raises:
+        ConfigError: if a word is neither a setting, ``key=value``, nor a flag of Hydra.
+    """
+    flags, settings = _flags_and_settings(argv)
+    places = [conf_dir(), *(Path(after) for flag, after in pairwise(flags) if flag in _CONFIG_DIR)]
+    models = {path.stem for place in places for path in (place / "model").glob("*.yaml")}
+
+    def rewrite(arg: str) -> str:
+        key, _, value = arg.partition("=")
+        if key.startswith("data.columns"):
+            return f"++{arg}"
+        if key == "resume.trust":  # resume itself is a word, which has no keys below it
+            return f"resume_trust={value}"
+        if key in ("recipe", "debug"):
+            return f"+{arg}"
+        if key != "model" or models.issuperset(value.split(",")):
+            return arg
+        plain = re.fullmatch(r"[\w./:@~+,-]+", value)  # anything else must be quoted for Hydra
+        return f"model.name={value}" if plain else f"model.name='{value}'"
+
+    settings = [rewrite(arg) for arg in settings]
+    if {"-m", "--multirun"} & set(flags):
+        parsed = OverridesParser.create().parse_overrides(settings)
+        same = [each.key_or_group for each in parsed if not each.is_sweep_override()]
+        keys = ",".join(f"'{key}'" for key in same)
+        settings.append(f"hydra.job.config.override_dirname.exclude_keys=[{keys}]")
+    return flags + settings
+
+
+# of Hydra; the second ones are followed by a value
+_CONFIG_DIR = ("--config-dir", "-cd")
+_FLAGS = (
+    "--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m",
+    "--shell-completion", "-sc",
+)  # fmt: skip
+_VALUED = (
+    "--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", *_CONFIG_DIR,
+    "--experimental-rerun", "--info", "-i",
+)  # fmt: skip
+
+
+def _flags_and_settings(argv: list[str]) -> tuple[list[str], list[str]]:
+    flags: list[str] = []
+    settings = []
+    for at, (before, word) in enumerate(pairwise(["", *argv])):
+        if word in _FLAGS or word.partition("=")[0] in _VALUED:
+            flags += word.split("=", 1)
+        elif re.match(r"~|[^-=][^=]*=", word):
+            settings.append(word)
+        elif before in _VALUED:
+            flags.append(word)
+        else:
+            raise ConfigError(_meant(word, before, argv[at + 1 :]))
+    return flags, settings
+
+
+def _meant(word: str, before: str, after: list[str]) -> str:
+    """Return what to write in place of a word that is neither a setting nor a flag."""
+    if word.startswith("-"):
+        key, _, value = word.lstrip("-").partition("=")
+        value = value or next((each for each in after[:1] if each[:1] not in "-="), "<value>")
+        return (
+            f"{word} is no option; settings have no dashes: write {key.replace('-', '_')}={value}"
+        )
+    if after and after[0].startswith("="):
+        return f"{word} {after[0]}: write {word}={''.join(after[:2])[1:]}, without blanks around ="
+    if before.endswith("="):
+        return f"{before} {word}: write {before}{word}, without blanks around ="
+    return (
+        f"{word!r} is no setting; settings are written key=value, and a value with blanks in"
+        " quotes, key='two words'"
+    )
+
+
+def hydra_main(
+    name: str,
+    schema: type[T],
+    task: Callable[[T], None],
+    *,
+    around: Callable[[DictConfig], AbstractContextManager[Any]] = nullcontext,
+) -> None:
+    """Compose ``conf/<name>.yaml`` with the command line, check it, and run ``task``.
+
+    Args:
+        name: primary config, without ``.yaml``.
+        schema: the dataclass the composed config is checked against.
+        task: gets the checked config.
+        around: from the composed config to what is entered for the check and the task.
+    """
+    started = False
+
+    def checked(cfg: DictConfig) -> None:
+        nonlocal started
+        started = True
+        try:
+            with around(cfg):
+                task(to_config(cfg, schema))
+        except ConfigError as error:
+            if wants_traceback:
+                raise
+            stop(str(error), EXIT_USAGE)
+        except RunError as error:
+            if wants_traceback:
+                raise
+            if error.on_every_rank and not dist.is_main():
+                raise SystemExit(EXIT_FAILED) from None
+            stop(str(error), EXIT_FAILED)
+        except InterruptedRunError as error:
+            if not dist.is_main():  # all ranks stop alike
+                raise SystemExit(EXIT_INTERRUPTED) from None
+            stop(str(error), EXIT_INTERRUPTED)
+        except BrokenPipeError:  # `specheads ... | head` has read enough
+            # what is left in the buffer is written at exit, and must not fail once more
+            with open(os.devnull, "w") as nowhere:  # noqa: PTH123
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())
+            stop("standard output was closed", EXIT_FAILED)
+        except KeyboardInterrupt as error:
+            stop(str(error) or "interrupted", EXIT_INTERRUPTED)
+
+    escape_output()
+    register_schemas()
+    wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors reach us instead of printing many lines
+    try:
+        sys.argv[1:] = tidy_arguments(take_local_rank(sys.argv[1:]))
+        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=name)(checked)()
+    except (HydraException, OmegaConfBaseException, ConfigError) as error:
+        if wants_traceback:
+            raise
+        stop(str(error) if isinstance(error, ConfigError) else explain(error), EXIT_USAGE)
+    except OSError as error:
+        if started or wants_traceback:
+            raise
+        reason = error.strerror or error  # Hydra makes the folder before the task can look at it
+        stop(f"run directory {error.filename} cannot be made: {reason}", EXIT_USAGE)
+    finally:
+        if not wants_traceback:
+            os.environ.pop("HYDRA_FULL_ERROR", None)
+
+
+def take_literal(argv: list[str], key: str) -> tuple[list[str], str | None]:
+    """Take ``key=value`` out of a command line before Hydra sees it; the last one counts.
+
+    Returns:
+        The other arguments, and the value, or None.
+    """
+    others, values = take_literals(argv, key)
+    return others, values[-1] if values else None
+
+
+def take_literals(argv: list[str], key: str) -> tuple[list[str], list[str]]:
+    """Take every ``key=value`` out of a command line before Hydra sees it.
+
+    Hydra gives meaning to quotes, commas, brackets, ``$`` and line breaks in values; prompts are
+    full of them.
+
+    Returns:
+        The other arguments, and the values given for ``key``.
+    """
+    values = [arg.partition("=")[2] for arg in argv if arg.startswith(f"{key}=")]
+    others = [arg for arg in argv if not arg.startswith(f"{key}=")]
+    # An argument that is not UTF-8 arrives with surrogates, which no tokenizer takes.
+    return others, [v.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for v in values]
+
+
+class _Asked(Protocol):
+    json: bool
+
+
+C = TypeVar("C", bound=_Asked)
+
+_stdout: ContextVar[TextIO | None] = ContextVar("specheads_json_answer", default=None)
+
+
+def answers_json(run: Callable[[C], None]) -> Callable[[C], None]:
+    """Decorate a command's ``run``: with ``json=true`` only :func:`answer` reaches stdout."""
+
+    @functools.wraps(run)
+    def wrapped(config: C) -> None:
+        if not config.json:
+            run(config)
+            return
+        token = _stdout.set(sys.stdout)
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                run(config)
+        finally:
+            _stdout.reset(token)
+
+    return wrapped
+
+
+def answer(found: Mapping[str, Any]) -> None:
+    """Print the command's object, on one line, if it was asked for; call it once.
+
+    Args:
+        found: of JSON's types. A figure that is not finite becomes null, as JSON has no other word.
+    """
+    if (out := _stdout.get()) is not None:
+        out.write(json.dumps(_finite(found), allow_nan=False) + "\n")
+        out.flush()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(each) for key, each in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_finite(each) for each in value]
+    return value

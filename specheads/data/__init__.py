@@ -1,0 +1,1 @@
+"""Records from their files to packed batches, chats, tokenizers, and what teachers said of them."""

@@ -1,0 +1,239 @@
+"""Which acceptance rule decides about a step's candidates.
+
+The accept phase: from the base model's logits at the nodes to the path that is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from specheads.attention.tree import Tree
+from specheads.decoding.choose import Chooser
+from specheads.drafters.contract import Candidates, StepResult
+from specheads.verification.acceptance import merge_siblings, walk, walk_on_host
+from specheads.verification.lossy import check_lenience, lenient, lenient_greedy, typical
+from specheads.verification.rejection import Randomness, block, reject
+from specheads.verification.sampling import Chance
+
+RULES = ("exact", "walk", "lossy_typical", "lossy_lenient")
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """How candidates are accepted.
+
+    Attributes:
+        rule: one of ``RULES``:
+            exact: the base model's distribution, by the rule that accepts the most: sample-and-walk
+            for deterministic candidates and at temperature 0, recursive rejection for sampled
+            siblings, block verification for sampled chains.
+            walk: sample-and-walk for all; with a seed, the tokens of plain decoding even where
+            candidates are sampled.
+            lossy_typical, lossy_lenient: NOT the base model's distribution, see
+            :mod:`specheads.verification.lossy`. At temperature 0 they compare likelihoods at
+            temperature 1.
+        epsilon: of lossy_typical; larger is stricter.
+        delta: of lossy_typical; larger is stricter.
+        lenience: of lossy_lenient; 1 is exact, smaller accepts more.
+    """
+
+    rule: str = "exact"
+    epsilon: float = 0.09
+    delta: float = 0.3
+    lenience: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.rule not in RULES:
+            raise ValueError(f"acceptance rule must be one of {RULES}, got {self.rule!r}")
+        if self.epsilon < 0 or self.delta < 0:
+            raise ValueError(
+                f"epsilon and delta must be at least 0, got {self.epsilon} and {self.delta}"
+            )
+        check_lenience(self.lenience)
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the output is distributed as the base model's."""
+        return not self.rule.startswith("lossy")
+
+    def walks(self, candidates: Candidates, *, greedy: bool) -> bool:
+        """Whether the base model's own draws decide; :meth:`decide` is for all other cases."""
+        sampled = candidates.sampling != "none"
+        return self.rule == "walk" or (self.rule == "exact" and (greedy or not sampled))
+
+    def decide(
+        self, candidates: Candidates, base_probs: Tensor, chance: Randomness, *, greedy: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Apply the rule.
+
+        Args:
+            candidates: the trees.
+            base_probs: [B, N, V], after all warpers, each given its node's prefix; at temperature
+                0 those of temperature 1.
+            chance: the random choices.
+            greedy: whether temperature is 0.
+
+        Returns:
+            path: [B, D+1], padded with -1.
+            num_accepted: [B].
+            next_token: [B].
+        """
+        tokens, tree, sampling = candidates.tokens, candidates.tree, candidates.sampling
+        draft_probs = candidates.draft_probs
+        if draft_probs is not None:
+            draft_probs = draft_probs.to(base_probs)
+        if self.rule == "lossy_typical":
+            return typical(tokens, tree, base_probs, epsilon=self.epsilon, delta=self.delta)
+        if self.rule == "lossy_lenient" and greedy:
+            return lenient_greedy(tokens, tree, base_probs, lenience=self.lenience)
+        if sampling == "none":
+            tokens, tree = merge_siblings(tokens, tree)
+        if self.rule == "lossy_lenient":
+            return lenient(
+                tokens,
+                tree,
+                base_probs,
+                draft_probs,
+                chance,
+                lenience=self.lenience,
+                sampling=sampling,
+            )
+        if sampling == "chain" and draft_probs is not None:
+            return block(tokens, base_probs, draft_probs, chance)
+        return reject(tokens, tree, base_probs, draft_probs, chance, sampling)
+
+
+def accept(
+    candidates: Candidates,
+    logits: Tensor,
+    hidden: dict[str, Tensor],
+    chooser: Chooser,
+    rows: Sequence[int],
+    acceptance: Acceptance,
+) -> StepResult:
+    """Accept a path of the tree, and give the token after it.
+
+    Args:
+        candidates: what was verified.
+        logits: [B, N, V].
+        hidden: tap -> [B, N, d].
+        chooser: how tokens are chosen.
+        rows: [B], whose texts the trees continue.
+        acceptance: the rule.
+    """
+    if acceptance.walks(candidates, greedy=chooser.sampler.temperature == 0):
+        return accept_by_walk(candidates, logits, hidden, chooser, rows)
+    return accept_by_rule(candidates, logits, hidden, chooser, rows, acceptance)
+
+
+def accept_by_walk(
+    candidates: Candidates,
+    logits: Tensor,
+    hidden: dict[str, Tensor],
+    chooser: Chooser,
+    rows: Sequence[int],
+) -> StepResult:
+    """Choose the base model's token at the nodes and walk down the tree along them."""
+    scored = chooser.scores_at_nodes(candidates, logits, rows)
+    follow = follow_on_host if logits.device.type == "cpu" else follow_on_device
+    while True:
+        base_tokens = scored.scores.argmax(-1)
+        near_ties = partial(chooser.near_ties, logits, scored, rows)
+        path, num_accepted, next_root, gained, tied = follow(candidates, base_tokens, near_ties)
+        unsettled = [i for i, row in enumerate(rows) if 1 in tied[i] and chooser.output.budget(row)]
+        if not unsettled:
+            break
+        scores = scored.scores.clone()
+        for i in unsettled:
+            first = tied[i].index(1)
+            scores[i, path[i, first]] = chooser.settle(rows[i], gained[i][:first])[0].to(scores)
+        scored = scored._replace(scores=scores)
+    chooser.keep(rows, path, logits, scored.processed)
+    return StepResult(
+        tree=candidates.tree,
+        tokens=candidates.tokens,
+        base_tokens=base_tokens,
+        hidden=hidden,
+        path=path,
+        num_accepted=num_accepted,
+        next_root=next_root,
+        new_tokens=gained,
+        own=candidates.own,
+    )
+
+
+# path [B, D+1], num_accepted [B], next_root [B], tokens gained, and per row and place on the path
+# whether the choice there is a near-tie
+Followed = tuple[Tensor, Tensor, Tensor, list[list[int]], list[list[int]]]
+
+
+def follow_on_host(
+    candidates: Candidates, base_tokens: Tensor, near_ties: Callable[[Tensor], Tensor]
+) -> Followed:
+    """Walk in Python: on a CPU nothing waits for a device, and small ops cost more."""
+    tree = candidates.tree
+    drawn: list[list[int]] = base_tokens.tolist()
+    parents = tree.parents.tolist()
+    above = [parents] * len(drawn) if isinstance(tree, Tree) else parents
+    paths = walk_on_host(candidates.tokens.tolist(), above, drawn)
+    width = tree.max_depth + 1
+    path = torch.tensor([nodes + [-1] * (width - len(nodes)) for nodes in paths])
+    gained = [[row[node] for node in nodes] for row, nodes in zip(drawn, paths, strict=True)]
+    longest = max(map(len, paths))
+    tied = near_ties(path[:, :longest]).long().tolist()
+    num_accepted = torch.tensor([len(nodes) - 1 for nodes in paths])
+    return path, num_accepted, torch.tensor([tokens[-1] for tokens in gained]), gained, tied
+
+
+def follow_on_device(
+    candidates: Candidates, base_tokens: Tensor, near_ties: Callable[[Tensor], Tensor]
+) -> Followed:
+    """Walk in tensors, and fetch everything at once: the step's only synchronisation."""
+    path, num_accepted = walk(candidates.tokens, candidates.tree, base_tokens)
+    emitted = base_tokens.gather(1, path.clamp(min=0)).masked_fill(path < 0, -1)
+    next_root = emitted.gather(1, num_accepted[:, None])[:, 0]
+    rows, tied = torch.stack([emitted, near_ties(path)]).tolist()
+    return path, num_accepted, next_root, [[t for t in row if t >= 0] for row in rows], tied
+
+
+def accept_by_rule(
+    candidates: Candidates,
+    logits: Tensor,
+    hidden: dict[str, Tensor],
+    chooser: Chooser,
+    rows: Sequence[int],
+    acceptance: Acceptance,
+) -> StepResult:
+    """Let the rule decide from the base model's distributions at the nodes."""
+    tree, sampler = candidates.tree, chooser.sampler
+    tokens = candidates.tokens.to(logits.device)
+    processed = chooser.processed_at_nodes(candidates, logits, rows)
+    base_probs = sampler.probs(processed)
+    positions = [chooser.output.length(row) - 1 for row in rows]
+    chance = Chance(
+        sampler.seed, torch.tensor(positions, device=logits.device), rows, tree.num_nodes
+    )
+    path, num_accepted, next_token = acceptance.decide(
+        candidates, base_probs, chance, greedy=sampler.temperature == 0
+    )
+    guessed = tokens.gather(1, path.clamp(min=0)).masked_fill(path < 0, -1)
+    emitted = torch.cat([guessed[:, 1:], torch.full_like(guessed[:, :1], -1)], dim=1)
+    emitted = emitted.scatter(1, num_accepted[:, None], next_token[:, None])
+    gained = emitted.tolist()  # the step's only synchronisation
+    chooser.keep(rows, path, logits, processed)
+    return StepResult(
+        tree=tree,
+        tokens=candidates.tokens,
+        base_tokens=base_probs.argmax(-1),
+        hidden=hidden,
+        path=path,
+        num_accepted=num_accepted,
+        next_root=next_token,
+        new_tokens=[[token for token in row if token >= 0] for row in gained],
+        own=candidates.own,
+    )

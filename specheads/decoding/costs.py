@@ -1,0 +1,471 @@
+"""What drafting and verifying cost on this machine, clocked briefly where settings do not say.
+
+What a verify step costs on this machine, by number of nodes, in units of a plain step.
+
+What drafting a chain with a draft model brings: formulas, and the clocked costs they need.
+
+Costs are in plain steps of the base model on the machine at hand. Leviathan's formula takes a
+verify step for as cheap as a plain one; with the clocked cost T(n + 1) in its place it holds on
+machines where that is not so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specheads.attention.tree import Tree
+from specheads.decoding.loop import decode, plain_decode
+from specheads.drafters.contract import Candidates, Drafter, Prefill, StepResult
+from specheads.drafters.draft_model import DraftModelDrafter
+from specheads.drafters.length import FixedLength, StepCosts
+from specheads.drafters.merge import HybridDrafter
+from specheads.models.base import input_device, input_embedding
+from specheads.verification.sampling import Sampler
+
+Run = Callable[[Callable[[], None]], object]  # decodes; calls its argument after every step
+
+
+@dataclass(frozen=True)
+class CostCurve:
+    """Measured costs, and the line through them that never falls.
+
+    Attributes:
+        sizes: numbers of nodes that were clocked, ascending.
+        clocked: the median of each one's costs, in plain steps.
+        smoothed: the non-decreasing costs closest to all that was clocked.
+    """
+
+    sizes: tuple[int, ...]
+    clocked: tuple[float, ...]
+    smoothed: tuple[float, ...]
+
+    @staticmethod
+    def through(clocked: Mapping[int, Sequence[float]]) -> CostCurve:
+        """Build the curve from the costs of some sizes, each clocked some times.
+
+        Raises:
+            ValueError: if there are none.
+        """
+        if not clocked:
+            raise ValueError("clocked must hold at least 1 size, got 0")
+        sizes = tuple(sorted(clocked))
+        costs = [clocked[size] for size in sizes]
+        return CostCurve(sizes, tuple(map(median, costs)), tuple(never_falling(costs)))
+
+    def at(self, num_nodes: int) -> float:
+        """Return the cost of any size: linear in between, and like the nearest size outside."""
+        right = bisect_left(self.sizes, num_nodes)
+        if right == len(self.sizes):
+            return self.smoothed[-1]
+        if right == 0 or self.sizes[right] == num_nodes:
+            return self.smoothed[right]
+        low, high = self.sizes[right - 1], self.sizes[right]
+        share = (num_nodes - low) / (high - low)
+        return (1 - share) * self.smoothed[right - 1] + share * self.smoothed[right]
+
+
+def never_falling(groups: Sequence[Sequence[float]]) -> list[float]:
+    """Return the non-decreasing numbers, one per group, with the least distance to all values.
+
+    More nodes never make a step cheaper; where they seem to, the clock was disturbed, and
+    neighbours that contradict each other share their values' median (pool adjacent violators, for
+    the sum of absolute distances, which a few wild values do not move).
+    """
+    blocks: list[tuple[list[float], int]] = []  # values, and how many groups they come from
+    for group in groups:
+        values, count = list(group), 1
+        while blocks and median(blocks[-1][0]) > median(values):
+            before, num = blocks.pop()
+            values, count = before + values, count + num
+        blocks.append((values, count))
+    return [median(values) for values, count in blocks for _ in range(count)]
+
+
+def clock_steps(runs: Sequence[Run], *, repeats: int) -> list[list[float]]:
+    """Clock decoders against each other, in turn, so that a slow minute hits all of them.
+
+    Returns:
+        Seconds per step, [runs][repeats], see :func:`clock_texts`.
+    """
+    return clock_texts(runs, repeats=repeats)[0]
+
+
+def clock_texts(
+    runs: Sequence[Run], *, repeats: int
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Clock steps, and what comes before them: the prefill, and a drafter's reading of the prompt.
+
+    A step's figure of one repeat is the lower quartile of one text's steps: without the prefill,
+    and without the moments in which the machine did something else, which only ever add time.
+
+    Args:
+        runs: decode a text and call back after every step.
+        repeats: number of rounds.
+
+    Returns:
+        Seconds per step and seconds before, both [runs][repeats].
+    """
+    for run in runs:
+        run(lambda: None)
+    seconds = [[0.0] * repeats for _ in runs]
+    starts = [[0.0] * repeats for _ in runs]
+    for repeat in range(repeats):
+        first = repeat % len(runs)  # none always runs on a warmer cache than the others
+        for index in (*range(first, len(runs)), *range(first)):
+            times = [time.perf_counter()]
+            runs[index](lambda times=times: times.append(time.perf_counter()))
+            # the first call ends the prefill
+            steps = [after - before for before, after in itertools.pairwise(times[1:])]
+            ordered = sorted(steps or [times[-1] - times[0]])
+            seconds[index][repeat] = step = ordered[len(ordered) // 4]
+            # drafters read the prompt in the first step
+            starts[index][repeat] = max(0.0, times[:3][-1] - times[0] - step)
+    return seconds, starts
+
+
+def ratios(seconds: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Divide all by the first, repeat by repeat: what drifts slowly cancels out."""
+    return [[own / first for own, first in zip(each, seconds[0], strict=True)] for each in seconds]
+
+
+def runner(
+    base: PreTrainedModel,
+    drafter: Drafter | None,
+    input_ids: Tensor,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+) -> Run:
+    """Return a function for :func:`clock_steps` that decodes to the limit; plainly without drafter.
+
+    Args:
+        base: base model.
+        drafter: proposes.
+        input_ids: [B, P]; equal rows take equally many steps, so that the batch stays whole.
+        max_new_tokens: limit.
+        temperature: of the sampling, whose noise costs time at every node.
+    """
+    sampler = Sampler(temperature=temperature)
+
+    def run(after_step: Callable[[], None]) -> None:
+        def tick(row: int, tokens: list[int]) -> None:
+            if row == 0:
+                after_step()
+
+        if drafter is None:
+            plain_decode(
+                base, input_ids, max_new_tokens=max_new_tokens, sampler=sampler, on_tokens=tick
+            )
+        else:
+            decode(
+                base,
+                drafter,
+                input_ids,
+                max_new_tokens=max_new_tokens,
+                sampler=sampler,
+                on_tokens=tick,
+            )
+
+    return run
+
+
+Make = Callable[[int], Drafter]  # from the number of guesses per step to the drafter
+
+
+def expected_tokens(alpha: float, num_tokens: int) -> float:
+    """Return the tokens per step of a chain whose guesses are accepted independently.
+
+    (1 - alpha^(n + 1)) / (1 - alpha), arXiv:2211.17192, equation 1.
+
+    Args:
+        alpha: probability that a guess is accepted, in [0, 1].
+        num_tokens: n, guesses per step.
+    """
+    return sum(alpha**i for i in range(num_tokens + 1))
+
+
+def leviathan_speedup(alpha: float, cost: float, num_tokens: int) -> float:
+    """Return the expected speed-up over plain decoding, arXiv:2211.17192, theorem 3.8.
+
+    (1 - alpha^(n + 1)) / ((1 - alpha) (n c + 1)): a verify step costs what a plain step costs.
+
+    Args:
+        alpha: see :func:`expected_tokens`.
+        cost: c, of one draft pass, in plain steps.
+        num_tokens: n.
+    """
+    return expected_tokens(alpha, num_tokens) / (num_tokens * cost + 1)
+
+
+@dataclass(frozen=True)
+class DraftCosts:
+    """Clocked costs of drafting a chain and verifying it, in plain steps.
+
+    Attributes:
+        verify: of a verify step, by its nodes, the root included.
+        draft: of one more draft pass, its choice of a token included (c). 0 where the clock was
+            disturbed: longer drafts seemed no dearer than shorter ones, which cannot be.
+        steps: of whole steps that were clocked, by their guesses.
+        overhead: of a step that drafts, however much: noise, the acceptance rule, two caches.
+        start: of a text before its first plain step, the prefill above all.
+        draft_start: what the draft model adds to that.
+    """
+
+    verify: CostCurve
+    draft: float
+    steps: dict[int, float]
+    overhead: float = 0.0
+    start: float = 1.0
+    draft_start: float = 0.0
+
+    def step(self, num_tokens: int) -> float:
+        """Return the cost of drafting and verifying ``num_tokens`` guesses."""
+        drafting = self.overhead + num_tokens * self.draft if num_tokens else 0.0
+        return drafting + self.verify.at(num_tokens + 1)
+
+    def by_nodes(self, max_tokens: int) -> StepCosts:
+        """Return the costs as rules of draft length read them: overhead comes with a first guess.
+
+        Args:
+            max_tokens: longest chain.
+        """
+        alone = [self.verify.at(1)] * 2  # of no node and one
+        drafting = [self.verify.at(n) + self.overhead for n in range(2, max_tokens + 2)]
+        return StepCosts(self.draft, alone + drafting)
+
+    def speedup(self, num_texts: int, num_steps: float, num_tokens: float, length: int) -> float:
+        """Return how much sooner texts are written than by plain decoding, prefills included.
+
+        Args:
+            num_texts: number of texts, each of which begins with a prefill.
+            num_steps: verify steps of all texts, as expected.
+            num_tokens: what those steps gained, which takes plain decoding a step each.
+            length: guesses per step.
+        """
+        plain = num_texts * self.start + num_tokens
+        return plain / (num_texts * (self.start + self.draft_start) + num_steps * self.step(length))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the costs as JSON; c is None where it could not be measured."""
+        return {
+            "c": round(self.draft, 4) if self.draft > 0 else None,
+            "overhead": round(self.overhead, 4),
+            "start": round(self.start, 4),
+            "draft_start": round(self.draft_start, 4),
+            "step": {str(n): round(cost, 4) for n, cost in self.steps.items()},
+        }
+
+
+class Blank:
+    """Proposes chains of nothing: what they cost is the verify step alone."""
+
+    taps: tuple[str, ...] = ()
+    deterministic = True
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+
+    def start(self, prefill: Prefill) -> Tensor:
+        """Return the roots."""
+        return prefill.root
+
+    def propose(self, state: Tensor) -> Candidates:
+        """Return the root and padding, which is read like any token and never accepted."""
+        padding = state.new_full((len(state), self.num_tokens), -1)
+        return Candidates(torch.cat([state[:, None], padding], dim=1), Tree.chain(self.num_tokens))
+
+    def observe(self, state: Tensor, result: StepResult) -> Tensor:
+        """Return the new roots."""
+        return result.next_root
+
+    def select(self, state: Tensor, rows: Tensor) -> Tensor:
+        """Keep some rows."""
+        return state[rows]
+
+
+def clocked_lengths(max_tokens: int) -> list[int]:
+    """Return the draft lengths to clock: 1, 2, 4, ... and ``max_tokens``."""
+    return sorted(
+        {1 << i for i in range(max_tokens.bit_length()) if 1 << i < max_tokens} | {max_tokens}
+    )
+
+
+def clock_drafts(
+    base: PreTrainedModel,
+    makes: Mapping[str, Make],
+    prompt: Tensor,
+    *,
+    max_tokens: int,
+    temperature: float = 0.0,
+    max_new_tokens: int = 48,
+    repeats: int = 3,
+) -> dict[str, DraftCosts]:
+    """Clock plain steps, verify steps and whole steps of several draft models, in turn.
+
+    Args:
+        base: base model.
+        makes: by the draft model's name, the drafter of a chain of some length.
+        prompt: [1, P], continued in every run.
+        max_tokens: longest chain.
+        temperature: of the sampling.
+        max_new_tokens: of every run.
+        repeats: number of rounds.
+
+    Returns:
+        Costs by name.
+    """
+    lengths = clocked_lengths(max_tokens)
+    drafters: list[Drafter | None] = [None, *map(Blank, lengths)]
+    drafters += [make(n) for make in makes.values() for n in lengths]
+    runs = [
+        runner(base, each, prompt, max_new_tokens=max_new_tokens, temperature=temperature)
+        for each in drafters
+    ]
+    clocked, starts = clock_texts(runs, repeats=repeats)
+    costs = ratios(clocked)
+    units = [median(each) for each in ratios([clocked[0], *starts])[1:]]
+    blank = {n + 1: cost for n, cost in zip(lengths, costs[1 : 1 + len(lengths)], strict=True)}
+    verify = CostCurve.through({1: costs[0], **blank})
+    found = {}
+    for i, name in enumerate(makes, start=1):
+        own = costs[1 + i * len(lengths) : 1 + (i + 1) * len(lengths)]
+        steps = {n: median(cost) for n, cost in zip(lengths, own, strict=True)}
+        draft, overhead = drafting_costs(steps, verify)
+        own_starts = units[1 + i * len(lengths) : 1 + (i + 1) * len(lengths)]
+        draft_start = max(0.0, median(own_starts) - units[0])
+        found[name] = DraftCosts(verify, draft, steps, overhead, units[0], draft_start)
+    return found
+
+
+def drafting_costs(steps: Mapping[int, float], verify: CostCurve) -> tuple[float, float]:
+    """Return what one draft pass costs, and what drafting costs besides, both at least 0.
+
+    The line with the least squares through what whole steps cost beyond the verify step.
+
+    Args:
+        steps: cost of a whole step by its guesses.
+        verify: cost of a verify step by its nodes.
+    """
+    over = {n: cost - verify.at(n + 1) for n, cost in steps.items()}
+    mean, rise = sum(over) / len(over), sum(over.values()) / len(over)
+    spread = sum((n - mean) ** 2 for n in over)
+    slope = sum((n - mean) * (each - rise) for n, each in over.items()) / spread if spread else 0.0
+    if slope < 0:
+        return 0.0, max(0.0, rise)
+    if not spread or rise < slope * mean:  # a line through the origin
+        return max(0.0, sum(n * each for n, each in over.items()) / sum(n * n for n in over)), 0.0
+    return slope, rise - slope * mean
+
+
+def best_length(speedups: Sequence[float]) -> int:
+    """Return the number of guesses with the largest speed-up; of equals the smallest.
+
+    Args:
+        speedups: of 1, 2, ... guesses.
+    """
+    return 1 + max(range(len(speedups)), key=speedups.__getitem__)
+
+
+OF_A_MODEL = {"draft", "draft_tree", "draft_heads"}  # drafters that run a draft model
+_NUM_TOKENS, _REPEATS, _PROMPT = 16, 5, 16
+
+
+def step_costs(base: PreTrainedModel, draft: PreTrainedModel, max_tokens: int) -> StepCosts:
+    """Clock briefly, on tokens that mean nothing, what drafting and verifying cost here.
+
+    Args:
+        base: base model.
+        draft: draft model.
+        max_tokens: longest chain.
+    """
+    vocab_size = min(input_embedding(model).shape[0] for model in (base, draft))
+    prompt = torch.arange(_PROMPT, device=input_device(base))[None] % vocab_size
+    costs = clock_drafts(
+        base,
+        {"draft": lambda n: DraftModelDrafter(draft, FixedLength(n))},
+        prompt,
+        max_tokens=max_tokens,
+        max_new_tokens=_NUM_TOKENS,
+        repeats=_REPEATS,
+    )["draft"]
+    return costs.by_nodes(max_tokens)
+
+
+def verify_costs(base: PreTrainedModel, max_nodes: int) -> list[float]:
+    """Clock briefly what verify steps cost, in plain steps: of n nodes at index n, up to the most.
+
+    Args:
+        base: base model.
+        max_nodes: largest tree, root included.
+    """
+    prompt = _prompt(base)
+    sizes = [length + 1 for length in clocked_lengths(max(1, max_nodes - 1))]
+    runs = [
+        runner(base, None if size == 1 else Blank(size - 1), prompt, max_new_tokens=_NUM_TOKENS)
+        for size in (1, *sizes)
+    ]
+    costs = ratios(clock_steps(runs, repeats=_REPEATS))
+    curve = CostCurve.through(dict(zip((1, *sizes), costs, strict=True)))
+    return [curve.at(max(1, n)) for n in range(max_nodes + 1)]
+
+
+def member_costs(
+    base: PreTrainedModel,
+    names: Sequence[str],
+    drafters: Sequence[Drafter],
+    sizes: Sequence[int],
+    draft: PreTrainedModel | None,
+    *,
+    max_nodes: int,
+) -> list[StepCosts]:
+    """Clock briefly what each of several drafters costs: where it copies, the verify step alone.
+
+    Args:
+        base: base model.
+        names: as in ``decode.drafter``.
+        drafters: their drafters.
+        sizes: nodes of their largest trees.
+        draft: the draft model, if one of them runs it.
+        max_nodes: most that is verified in one step, root included.
+    """
+    verify = verify_costs(base, max_nodes)
+    found = []
+    for name, drafter, size in zip(names, drafters, sizes, strict=True):
+        per_level = 0.0
+        if name in OF_A_MODEL:
+            assert draft is not None
+            per_level = step_costs(base, draft, 2).draft
+        elif name == "heads":
+            # merging the guesses of heads with others' costs time as well
+            runs = [
+                runner(base, each, _prompt(base), max_new_tokens=_NUM_TOKENS)
+                for each in (None, HybridDrafter([drafter]))
+            ]
+            whole = median(ratios(clock_steps(runs, repeats=_REPEATS))[1])
+            # all levels at once: what one of them costs depends on how many there are
+            per_level = max(0.0, whole - verify[size]) / _depth(drafter)
+        found.append(StepCosts(per_level, verify))
+    return found
+
+
+def _depth(drafter: object) -> int:
+    """Return the deepest level of a drafter of heads."""
+    tree = getattr(drafter, "tree", None)
+    depth: int = tree.max_depth if tree is not None else getattr(drafter, "max_depth", 1)
+    return max(1, depth)
+
+
+def _prompt(base: PreTrainedModel) -> Tensor:
+    """Return tokens that mean nothing, [1, P]."""
+    vocab_size = input_embedding(base).shape[0]
+    return torch.arange(_PROMPT, device=input_device(base))[None] % vocab_size

@@ -1,0 +1,556 @@
+"""Several drafters at once: their guesses merged into one tree, which is verified once.
+
+Each member follows the text by itself, whoever proposed what was accepted. Where all are
+deterministic, so is their union, and sample-and-walk stays exact: it accepts the longest of what
+the members' trees would have given, as long as all their nodes are in.
+
+The guesses of several drafters in one trie, and how often guesses of each kind were right.
+
+Everything here is of one row and in Python: trees of some tens of nodes, where tensors would cost
+more than they compute.
+
+Learn while decoding where it pays to ask a drafter that costs something, after the free ones.
+
+What it can add depends on what is at hand already: its guesses count where those at hand are all
+wrong from the first on. So it is kept how many tokens asking promised for a place that was open,
+and a step asks if these, as far as the place is open, are worth the price at the speed without
+them. What asking promised shows as soon as the guesses are there; where nobody asks, what is known
+drifts back to what is usual, so that a text that changes is tried again.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specheads.attention.tree import RowTrees, Tree, batched
+from specheads.drafters.contract import Candidates, Drafter, Prefill, StepResult
+from specheads.drafters.growing import HOSTS, pack
+from specheads.drafters.length import StepCosts
+
+# A kind of guesses: who proposes them (a bit per drafter), at which depth, with which rank among
+# their siblings, the best of those that the drafters give it, and how far the farthest of these
+# drafters goes at this step: copies of a long match go far, and are right more often.
+Kind = tuple[int, int, int, int]
+
+# What is believed of a guess before anything was seen, given that its better siblings are wrong: of
+# a drafter's first choice by how far it goes (FAR: depths from which on that is farther), as copies
+# of matches of 1, 2 and 4 tokens do, which were measured on other texts; and of its later choices.
+# It counts as much as PRIOR observations; later on, an observation counts for about MEMORY steps.
+FAR = (4, 8)
+FIRST, LATER = (0.5, 0.65, 0.85), 0.5
+PRIOR, MEMORY = 3, 12
+
+
+class Rates:
+    """How often the guesses of a kind are right of late.
+
+    Given that those above them are, and that none of the siblings before them is: of siblings at
+    most one is right, and a guess that competes with a sure one is worth little, whoever made it.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Kind, tuple[float, int]] = {}  # the rate, and how much stands behind it
+
+    def of(self, kind: Kind) -> float:
+        """Return the rate of a kind, in 0..1."""
+        found = self._known.get(kind)
+        return _prior(kind) if found is None else found[0]
+
+    def learn(self, kind: Kind, right: bool) -> None:
+        """Take note of one guess that was right, or not."""
+        rate, weight = self._known.get(kind) or (_prior(kind), PRIOR)
+        weight = min(weight + 1, MEMORY)
+        self._known[kind] = rate + (right - rate) / weight, weight
+
+
+@lru_cache(maxsize=1024)
+def _prior(kind: Kind) -> float:
+    """Return the chance that a guess is right if drafters that agree err independently."""
+    members, _, rank, far = kind
+    alone = LATER if rank else FIRST[far]
+    return float(1 - (1 - alone) ** members.bit_count())
+
+
+def _best_size(
+    values: Sequence[float], tokens: float, num_nodes: int, costs: Sequence[float]
+) -> tuple[int, float]:
+    """Return how many more nodes give the most tokens for the cost, and how many; of equals few.
+
+    Args:
+        values: of the nodes, falling.
+        tokens: expected without them.
+        num_nodes: without them.
+        costs: of a step of n nodes at index n.
+    """
+    last = len(costs) - 1
+    best, speed = 0, tokens / costs[min(num_nodes, last)]
+    for more, value in enumerate(values[: max(0, last - num_nodes)], start=1):
+        tokens += value
+        if tokens / costs[num_nodes + more] > speed:
+            best, speed = more, tokens / costs[num_nodes + more]
+    return best, speed
+
+
+class Trie:
+    """Trees with equal prefixes shared. Node 0 is the root; a parent comes before its children.
+
+    Attributes:
+        inputs: per node what the base model reads there.
+        tokens: likewise, but -1 where that is a probe, which is read and never accepted.
+        parents: per node the one above; -1 for the root.
+        children: per node its children's numbers, by token; by -1 - token where they are probes.
+        kinds: per node what is to be learned about it; None for the root and for probes.
+    """
+
+    def __init__(self, root: int) -> None:
+        self.inputs, self.tokens, self.parents = [root], [root], [-1]
+        self.children: list[dict[int, int]] = [{}]
+        self.kinds: list[Kind | None] = [None]
+        self._depths = [0]
+
+    def add(
+        self, member: int, tokens: Sequence[int], parents: Sequence[int], inputs: Sequence[int]
+    ) -> list[int]:
+        """Add the tree of drafter number ``member``.
+
+        Args:
+            member: its number.
+            tokens: [n], the root first; negative ones are padding or probes.
+            parents: [n], nodes after their parents.
+            inputs: [n], what the base model reads; negative where it is padding.
+
+        Returns:
+            [n], where each node now stands; -1 for padding.
+        """
+        bit, where = 1 << member, [0]
+        ranks: dict[int, int] = {}
+        levels = [0] * len(tokens)
+        for node in range(1, len(tokens)):
+            levels[node] = levels[parents[node]] + (inputs[node] >= 0)
+        far = bisect_right(FAR, max(levels))
+        for node in range(1, len(tokens)):
+            above, token = where[parents[node]], inputs[node]
+            if above < 0 or token < 0:
+                where.append(-1)
+                continue
+            probed = tokens[node] < 0
+            key = -1 - token if probed else token
+            at = self.children[above].get(key)
+            if at is None:
+                at = self.children[above][key] = len(self.tokens)
+                self.inputs.append(token)
+                self.tokens.append(-1 if probed else token)
+                self.parents.append(above)
+                self.children.append({})
+                self.kinds.append(None)
+                self._depths.append(self._depths[above] + 1)
+            where.append(at)
+            if not probed:
+                rank = ranks[above] = ranks.get(above, -1) + 1
+                members, _, best, reach = self.kinds[at] or (0, 0, rank, far)
+                self.kinds[at] = members | bit, self._depths[at], min(best, rank), max(reach, far)
+        return where
+
+    def depth(self, nodes: Sequence[int]) -> int:
+        """Return the depth of the deepest of some nodes; -1 stands for none."""
+        return max((self._depths[node] for node in nodes if node >= 0), default=0)
+
+    def values(self, rates: Rates) -> list[float]:
+        """Return per node how likely its whole path is to be accepted; 1 for probes."""
+        values = [1.0] * len(self.kinds)
+        for above, children in enumerate(self.children):
+            left = values[above]
+            for rate, child in self._siblings(children.values(), rates):
+                values[child] = left * rate
+                left -= left * rate
+        return values
+
+    def _siblings(self, nodes: Iterable[int], rates: Rates) -> list[tuple[float, int]]:
+        """Return rates and numbers of the guesses among siblings, the likeliest first."""
+        found = [(rates.of(kind), node) for node in nodes if (kind := self.kinds[node]) is not None]
+        if len(found) > 1:
+            found.sort(key=lambda each: (-each[0], each[1]))
+        return found
+
+    def promise(self, values: Sequence[float]) -> float:
+        """Return the expected accept length of the first nodes, of which these are the values."""
+        guesses = zip(values, self.kinds, strict=False)
+        return 1 + sum(value for value, kind in guesses if kind is not None)
+
+    def chance(self, values: Sequence[float]) -> float:
+        """Return how likely one of the guesses behind the root is right, of the first nodes."""
+        return sum(
+            values[node]
+            for node in self.children[0].values()
+            if node < len(values) and self.kinds[node] is not None
+        )
+
+    def order(
+        self, values: Sequence[float], num_nodes: int = 0, costs: Sequence[float] = ()
+    ) -> list[int]:
+        """Choose the nodes to verify, sorted by depth, the more valuable siblings first.
+
+        Args:
+            values: per node, none above its parent's.
+            num_nodes: keep so many, root included, the most valuable; 0 keeps all. Probes, and what
+                stands above them, are kept and not counted.
+            costs: of a step of n nodes, with n from 1 on at index n: keep as many as give the most
+                tokens for the cost, and no more than there are costs for. Empty: do not look at it.
+        """
+        kept: set[int] | None = None
+        if num_nodes or costs:
+            free = self._with_probes()
+            counted = self._best_first(values, free)
+            if num_nodes:
+                del counted[num_nodes - 1 :]
+            if costs:
+                del counted[self._size(values, free, counted, costs)[0] :]
+            kept = free.union(counted)
+        order = [0]
+        for node in order:  # which grows
+            below: list[int] = list(self.children[node].values())
+            if kept is not None:
+                below = [child for child in below if child in kept]
+            if len(below) > 1:
+                below.sort(key=lambda child: -values[child])
+            order += below
+        return order
+
+    def best(self, values: Sequence[float], costs: Sequence[float]) -> tuple[float, float]:
+        """Return expected tokens and cost of the choice with the most tokens per cost.
+
+        Args:
+            values: as in ``order``.
+            costs: likewise.
+        """
+        free = self._with_probes()
+        counted = self._best_first(values, free)
+        size, speed = self._size(values, free, counted, costs)
+        cost = costs[min(1 + len(free) + size, len(costs) - 1)]
+        return speed * cost, cost
+
+    def _best_first(self, values: Sequence[float], free: Collection[int]) -> list[int]:
+        # of equals the earlier: no node is kept without its parent
+        best = sorted(range(1, len(values)), key=lambda node: (-values[node], node))
+        return [node for node in best if node not in free]
+
+    def _size(
+        self,
+        values: Sequence[float],
+        free: Collection[int],
+        counted: Sequence[int],
+        costs: Sequence[float],
+    ) -> tuple[int, float]:
+        taken = 1 + sum(values[node] for node in free if self.kinds[node] is not None)
+        return _best_size([values[node] for node in counted], taken, 1 + len(free), costs)
+
+    def _with_probes(self) -> set[int]:
+        found: set[int] = set()
+        for node in range(1, len(self.kinds)):
+            if self.kinds[node] is None:
+                while node > 0 and node not in found:
+                    found.add(node)
+                    node = self.parents[node]
+        return found
+
+    def learn(self, rates: Rates, text: Sequence[int]) -> None:
+        """Learn from the text that followed the root, of which no guess below its end is judged.
+
+        Guesses that were left out are judged as well: whether they were right shows in the text.
+        """
+        node: int | None = 0
+        for token in text:
+            if node is None:
+                break
+            children = self.children[node]
+            for _, child in self._siblings(children.values(), rates):
+                kind, right = self.kinds[child], self.tokens[child] == token
+                assert kind is not None
+                rates.learn(kind, right)
+                if right:
+                    break
+            node = children.get(token)
+
+
+USUAL = 1.3  # tokens that heads or a draft model add where nothing is at hand
+NEW = 0.3  # weight of what was seen last
+FORGET = 0.03  # how far what is known drifts with each step that does not ask
+OPEN = 0.1  # places less open than this teach little
+
+
+class Worth:
+    """Of one text: per drafter what it adds to an open place, and what it costs."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[float, float]] = {}
+
+    def pays(self, member: int, tokens: float, cost: float, chance: float) -> bool:
+        """Tell whether to ask; the first time always.
+
+        Args:
+            member: number of the drafter.
+            tokens: expected of the step without it.
+            cost: of that step.
+            chance: that one of the first guesses at hand is right.
+        """
+        if member not in self._known:
+            return True
+        gain, price = self._known[member]
+        pays = gain * (1 - chance) * cost > tokens * price
+        if not pays and gain < USUAL:
+            self._known[member] = gain + FORGET * (USUAL - gain), price
+        return pays
+
+    def learn(self, member: int, gained: float, price: float, chance: float) -> None:
+        """Take note of what asking did.
+
+        Args:
+            member: number of the drafter.
+            gained: expected tokens that its guesses add.
+            price: what they cost.
+            chance: that one of the first guesses at hand before was right.
+        """
+        gain, _ = self._known.get(member, (USUAL, price))
+        if chance <= 1 - OPEN:
+            gain += NEW * (gained / (1 - chance) - gain)
+        self._known[member] = gain, price
+
+
+@dataclass
+class _Step:
+    """What was proposed last.
+
+    Attributes:
+        tree: the merged one.
+        tries: per row all guesses, those that were left out too.
+        where: [members][B][n], where each member's nodes stand in the tries; -1 for padding.
+        places: per row and node of its trie the place in the merged tree; -1 where left out.
+    """
+
+    tree: Tree | RowTrees
+    tries: list[Trie]
+    where: list[list[list[int]]]
+    places: list[list[int]]
+
+
+@dataclass
+class HybridState:
+    """The members' states, what each row's text has taught, and the step in between.
+
+    Attributes:
+        members: their states.
+        rates: per row.
+        worth: per row, of asking members that cost something.
+        step: from a proposal to its result; else None.
+    """
+
+    members: list[Any]
+    rates: list[Rates]
+    worth: list[Worth]
+    step: _Step | None = None
+
+
+class HybridDrafter:
+    """Merges the candidates of its members.
+
+    How likely guesses are to be right is learned while decoding, per row: for each depth and rank,
+    for each member, and for members that agree. With a limit, or with costs, the likeliest are
+    verified: nodes go to whoever is right of late, as where copying and generating alternate.
+
+    With costs, members are asked the cheapest first, and those that cost something only where they
+    have paid: where the text repeats itself, heads do not run at all.
+
+    Args:
+        members: deterministic drafters; hybrids as well.
+        num_nodes: largest tree, root included; 0 verifies all. What members only want read
+            (``Candidates.probes``) comes on top and is always in.
+        costs: one for each member:
+            ``draft`` times the depth of its guesses. A tree then takes as many guesses as give the
+            most tokens for the cost, and no more nodes than were measured. Empty: all is free. Rows
+            of a batch may with them be proposed other tokens than alone, where a member's rule for
+            the length of drafts hears only of the steps for which it was asked.
+
+    Raises:
+        ValueError: without members, for one that samples, unequal numbers, or if ``num_nodes`` is
+            out of range.
+    """
+
+    deterministic = True
+
+    def __init__(
+        self,
+        members: Sequence[Drafter],
+        num_nodes: int = 0,
+        *,
+        costs: Sequence[StepCosts] = (),
+    ) -> None:
+        if not members:
+            raise ValueError("a hybrid needs at least one member, got none")
+        if num_nodes < 0 or num_nodes == 1:
+            raise ValueError(f"num_nodes must be 0 (all) or at least 2, got {num_nodes}")
+        if costs and len(costs) != len(members):
+            raise ValueError(f"{len(costs)} costs for {len(members)} members: one for each")
+        for member in members:
+            if not member.deterministic:
+                raise ValueError(_why_not_sampled(member))
+        self.members = tuple(members)
+        self.num_nodes = num_nodes
+        self._prices = [each.draft for each in costs] or [0.0] * len(members)
+        self._order = sorted(range(len(members)), key=self._prices.__getitem__)
+        # members verify with the same base: the longest list says most
+        self._verify = max((each.verify for each in costs), key=len, default=())
+        self.taps = tuple(dict.fromkeys(tap for member in members for tap in member.taps))
+
+    def start(self, prefill: Prefill) -> HybridState:
+        """Start every member."""
+        states = [member.start(prefill) for member in self.members]
+        rows = prefill.ids
+        return HybridState(states, [Rates() for _ in rows], [Worth() for _ in rows])
+
+    def propose(self, state: HybridState) -> Candidates:
+        """Ask the members, for each row those that pay; merge.
+
+        Raises:
+            ValueError: for sampled candidates.
+        """
+        tries: list[Trie] = []
+        where: list[list[list[int]]] = [[]] * len(self.members)
+        spent = [0.0] * len(state.rates)
+        for number in self._order:
+            asked = self._asked(number, tries, spent, state)
+            if not any(asked):
+                where[number] = [[] for _ in asked]
+                continue
+            member, price = self.members[number], self._prices[number]
+            candidates = member.propose(state.members[number])
+            if candidates.sampling != "none":
+                raise ValueError(_why_not_sampled(member))
+            tokens: list[list[int]] = candidates.tokens.tolist()
+            inputs = tokens if candidates.probes is None else candidates.probes.tolist()
+            parents = batched(candidates.tree, candidates.tree.parents).tolist()
+            if len(parents) < len(tokens):
+                parents *= len(tokens)
+            if not tries:
+                tries = [Trie(row[0]) for row in tokens]
+                device = candidates.tokens.device
+            where[number] = []
+            for row, asks in enumerate(asked):
+                if not asks:
+                    where[number].append([0] + [-1] * (len(tokens[row]) - 1))
+                    continue
+                trie, rates = tries[row], state.rates[row]
+                before = trie.values(rates) if price else []
+                own = trie.add(number, tokens[row], parents[row], inputs[row])
+                where[number].append(own)
+                if price:
+                    cost = price * trie.depth(own)
+                    spent[row] += cost
+                    gained = trie.promise(trie.values(rates)) - trie.promise(before)
+                    state.worth[row].learn(number, gained, cost, trie.chance(before))
+        merged, places = self._merge(tries, spent, state.rates, device)
+        state.step = _Step(merged.tree, tries, where, places)
+        return merged
+
+    def _asked(
+        self, number: int, tries: Sequence[Trie], spent: Sequence[float], state: HybridState
+    ) -> list[bool]:
+        """Tell per row whether a member is to be asked."""
+        if not tries or not self._prices[number]:
+            return [True] * len(spent)
+        asked = []
+        rows = zip(tries, spent, state.rates, state.worth, strict=True)
+        for trie, paid, rates, worth in rows:
+            values = trie.values(rates)
+            best = trie.best(values, [paid + cost for cost in self._verify])
+            asked.append(worth.pays(number, *best, trie.chance(values)))
+        return asked
+
+    def _merge(
+        self,
+        tries: Sequence[Trie],
+        spent: Sequence[float],
+        rates: Sequence[Rates],
+        device: torch.device,
+    ) -> tuple[Candidates, list[list[int]]]:
+        """Return what is to be verified, and per row and node of its trie the place in it."""
+        tokens, parents, inputs, places = [], [], [], []
+        probed = False
+        for trie, paid, each in zip(tries, spent, rates, strict=True):
+            costs = [paid + cost for cost in self._verify]
+            order = trie.order(trie.values(each), self.num_nodes, costs)
+            place = [-1] * len(trie.inputs)
+            for new, node in enumerate(order):
+                place[node] = new
+            places.append(place)
+            parents.append([-1, *(place[trie.parents[node]] for node in order[1:])])
+            inputs.append([trie.inputs[node] for node in order])
+            tokens.append([trie.tokens[node] for node in order])
+            probed = probed or tokens[-1] != inputs[-1]
+        merged = pack(
+            tokens,
+            parents,
+            device,
+            inputs=inputs if probed else None,
+            # where shapes are better repeated than small
+            num_nodes=1 if device.type in HOSTS else max(self.num_nodes, 1),
+        )
+        return merged, places
+
+    def observe(self, state: HybridState, result: StepResult) -> HybridState:
+        """Tell every member, and where its nodes were; learn who was right."""
+        step, device = state.step, result.tokens.device
+        if step is None:  # another hybrid has not asked this one
+            step = _Step(result.tree, [], [[[] for _ in state.rates]] * len(self.members), [])
+            places: list[list[int]] = [[] for _ in state.rates]
+        else:
+            places = self._places(step, result)
+        for place in places:
+            place.append(-1)  # where padding stands: index -1
+        members = []
+        for member, own, where in zip(self.members, state.members, step.where, strict=True):
+            nodes = [[place[at] for at in row] for place, row in zip(places, where, strict=True)]
+            told = replace(result, own=torch.tensor(nodes, dtype=torch.long, device=device))
+            members.append(member.observe(own, told))
+        for i, trie in enumerate(step.tries):
+            trie.learn(state.rates[i], result.new_tokens[i])
+        return HybridState(members, state.rates, state.worth)
+
+    @staticmethod
+    def _places(step: _Step, result: StepResult) -> list[list[int]]:
+        """Return per row and node of its trie the place in the tree that was verified."""
+        if result.own is not None:
+            own = result.own.tolist()
+        elif (num_nodes := result.tree.num_nodes) == step.tree.num_nodes:
+            return step.places
+        else:  # the front of it
+            front = [*range(num_nodes), *[-1] * (step.tree.num_nodes - num_nodes)]
+            own = [front] * len(step.places)
+        return [
+            [there[node] if node >= 0 else -1 for node in row]
+            for there, row in zip(own, step.places, strict=True)
+        ]
+
+    def select(self, state: HybridState, rows: Tensor) -> HybridState:
+        """Keep some rows."""
+        members = [
+            member.select(own, rows)
+            for member, own in zip(self.members, state.members, strict=True)
+        ]
+        kept = rows.tolist()
+        return HybridState(
+            members, [state.rates[row] for row in kept], [state.worth[row] for row in kept]
+        )
+
+
+def _why_not_sampled(member: Drafter) -> str:
+    return (
+        f"{type(member).__name__} samples its candidates, and a hybrid merges only deterministic"
+        " ones: what was drawn would no longer be distributed as the acceptance rule assumes"
+    )

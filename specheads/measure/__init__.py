@@ -1,0 +1,1 @@
+"""Clocks, figures with their intervals, and the tables and pages that show them."""

@@ -1,0 +1,418 @@
+"""Choose the tree that decodes fastest here: counted hits against clocked cost.
+
+How many tokens a tree gains is counted from texts (:mod:`specheads.measure.hits`) and holds on
+any machine; what its step costs is clocked (:mod:`specheads.decoding.costs`). Trees of all sizes
+are prefixes of one order of nodes, so the fastest is found by looking at every size.
+
+What speculation is expected to bring, before anything is trained: ``dry_run=true``.
+
+The accept length is an assumption, named as such; the cost of a verify step is measured here, on
+this base model and machine. Where their ratio is below 1, training would be paid for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specheads.attention.tree import Choice, Tree, grow_tree
+from specheads.config import EvaluateConfig, TreeConfig
+from specheads.decoding.costs import CostCurve, clock_steps, ratios, runner
+from specheads.drafters.contract import Drafter
+from specheads.drafters.growing import DynamicDrafter, dynamic_drafter, static_drafter
+from specheads.measure.hits import (
+    Gains,
+    acceptance,
+    collect_hits,
+    drafter_gains,
+    fit_temperatures,
+    grow_nodes,
+    static_gains,
+)
+from specheads.models.checkpoint import read_config
+from specheads.models.forward import undisturbed
+from specheads.models.mtp import Heads
+from specheads.models.output import OutputLayer
+
+SIZES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # clocked; those between are interpolated
+_REFINEMENTS = 3  # rounds of clocking around the fastest size
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A chosen tree, and what it was chosen from.
+
+    Attributes:
+        tree: the fastest.
+        expected_accept_length: tokens per verify step on prompts like those of the calibration.
+        measured_on: JSON for the export, see :func:`calibrate`; empty for a tree that was given.
+    """
+
+    tree: Tree
+    expected_accept_length: float
+    measured_on: dict[str, Any]
+
+    @property
+    def speculate(self) -> bool:
+        """Whether this tree is expected to be faster than plain decoding on this machine."""
+        return bool(self.measured_on.get("speculate", True))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Static or dynamic trees of all sizes.
+
+    Attributes:
+        gains: what they gain.
+        make: from a number of nodes to the drafter.
+        clocked: per clocked number of nodes its costs in plain steps.
+    """
+
+    gains: Gains
+    make: Callable[[int], Drafter]
+    clocked: dict[int, list[float]] = field(default_factory=dict)
+
+    @property
+    def largest(self) -> int:
+        """The largest number of nodes."""
+        return self.gains.tokens.shape[1] + 1
+
+    def fastest(self) -> tuple[int, CostCurve]:
+        """Return the number of nodes with the most tokens per second, and the cost curve."""
+        curve = CostCurve.through(self.clocked)
+        return fastest(self.gains.lengths(), curve), curve
+
+    def worth_clocking(self) -> list[int]:
+        """Return the fastest size and those halfway to its neighbours, if any of them is new.
+
+        Between clocked sizes the cost is a guess: a jump there would hide how far a tree may grow
+        before it.
+        """
+        best, curve = self.fastest()
+        left = max((size for size in curve.sizes if size < best), default=best)
+        right = min((size for size in curve.sizes if size > best), default=best)
+        sizes = {(left + best) // 2, best, (best + right) // 2}
+        return sorted(sizes) if sizes - set(curve.sizes) else []
+
+
+def fastest(lengths: Sequence[float], curve: CostCurve) -> int:
+    """Return the number of nodes with the most tokens per second; of equals the smallest.
+
+    Args:
+        lengths: expected accept length of 2, 3, ... nodes; all of them are looked at.
+        curve: cost in plain steps.
+    """
+    speedups = [length / curve.at(size) for size, length in enumerate(lengths, start=2)]
+    return 2 + max(range(len(speedups)), key=speedups.__getitem__)
+
+
+def calibrate(
+    base: PreTrainedModel,
+    heads: Heads,
+    output: OutputLayer,
+    prompts: Sequence[Tensor],
+    *,
+    eos_token_ids: Sequence[int],
+    max_new_tokens: int = 64,
+    temperatures: Sequence[float] = (0.0, 1.0),
+    seed: int = 0,
+    num_nodes: int = 0,
+    max_nodes: int = 48,
+    batch_size: int = 1,
+    repeats: int = 5,
+    dynamic: bool = False,
+    progress: Callable[[Sequence[int]], Any] = iter,
+) -> Calibration:
+    """Measure the heads on ``prompts`` and return the tree with the most tokens per second.
+
+    ``measured_on`` of the result holds: ``speculate`` and ``speedup`` over plain decoding,
+    ``acceptance`` (per choice of the tree the probability that it is accepted), ``sizes`` (per
+    clocked number of nodes the accept length, milliseconds per step and speed-up), with ``dynamic``
+    the same for trees grown at each step, ``plain_step_drift`` (slowest over fastest round of plain
+    steps: well above 1, something interfered), and on what all that was measured.
+
+    Args:
+        base: base model, in the dtype and on the device of use.
+        heads: heads, likewise.
+        output: the base's output layer.
+        prompts: token ids [1, P] each; not those that will be reported on.
+        eos_token_ids: tokens that end a text.
+        max_new_tokens: per prompt.
+        temperatures: of the texts; hits are pooled over them. Steps are clocked at the first.
+        seed: of the sampling.
+        num_nodes: size of the tree, root included; 0 chooses the fastest.
+        max_nodes: largest size.
+        batch_size: rows of the clocked steps.
+        repeats: of the clocking.
+        dynamic: measure trees grown at each step too.
+        progress: wraps the batches of prompts, to show a bar.
+
+    Raises:
+        ValueError: if there are no prompts, or they are too short to measure anything.
+    """
+    hits = collect_hits(
+        base,
+        heads,
+        output,
+        prompts,
+        eos_token_ids=eos_token_ids,
+        max_new_tokens=max_new_tokens,
+        temperatures=temperatures,
+        seed=seed,
+        progress=progress,
+    )
+    measured_on: dict[str, Any] = {
+        "num_prompts": len(prompts),
+        "num_positions": sum(len(text.ranks) for texts in hits for text in texts),
+        "temperatures": list(temperatures),
+        "max_new_tokens": max_new_tokens,
+        "batch_size": batch_size,
+        "dtype": str(base.dtype).removeprefix("torch."),
+        "device": base.device.type,
+        "threads": torch.get_num_threads(),
+    }
+    nodes = grow_nodes(hits, max(num_nodes, max_nodes))
+    most = min(num_nodes or max_nodes, len(nodes) + 1)
+    if most < 2:  # no guess was ever right
+        measured_on |= {"accept_length": 1.0, "speedup": 1.0, "speculate": False}
+        return Calibration(Tree.chain(0), 1.0, measured_on)
+    scales = fit_temperatures(hits)
+    kinds = {
+        "static": Kind(
+            static_gains(hits, most),
+            lambda size: static_drafter(base, heads, output, Tree.from_choices(nodes[: size - 1])),
+        )
+    }
+    if dynamic:
+
+        def grown(size: int) -> DynamicDrafter:
+            return dynamic_drafter(base, heads, output, size, temperatures=scales)
+
+        largest = grown(num_nodes or max_nodes)
+        kinds["dynamic"] = Kind(drafter_gains(hits, largest, scales), grown)
+    longest = max(prompts, key=lambda prompt: prompt.shape[1]).expand(batch_size, -1)
+
+    def clock(wanted: dict[str, list[int]]) -> list[float]:
+        names = [(name, size) for name, sizes in wanted.items() for size in sizes]
+        drafters = [None, *(kinds[name].make(size) for name, size in names)]
+        runs = [
+            runner(
+                base,
+                drafter,
+                longest,
+                max_new_tokens=max_new_tokens,
+                temperature=temperatures[0],
+            )
+            for drafter in drafters
+        ]
+        seconds = clock_steps(runs, repeats=repeats)
+        for (name, size), costs in zip(names, ratios(seconds)[1:], strict=True):
+            kinds[name].clocked.setdefault(size, []).extend(costs)
+        return seconds[0]
+
+    smaller = [] if num_nodes else list(SIZES)
+    plain = clock(
+        {
+            name: [size for size in smaller if size < kind.largest] + [kind.largest]
+            for name, kind in kinds.items()
+        }
+    )
+    for _ in range(0 if num_nodes else _REFINEMENTS):
+        wanted = {name: sizes for name, kind in kinds.items() if (sizes := kind.worth_clocking())}
+        if not wanted:
+            break
+        plain += clock(wanted)
+    found = {
+        name: _summary(kind, median(plain), fixed=num_nodes > 0) for name, kind in kinds.items()
+    }
+    measured_on |= {**found["static"], "plain_step_drift": round(max(plain) / min(plain), 4)}
+    tree = Tree.from_choices(nodes[: measured_on["num_nodes"] - 1])
+    measured_on["acceptance"] = [round(share, 4) for share in acceptance(tree, hits)]
+    if dynamic:
+        measured_on["dynamic"] = {**found["dynamic"], "temperatures": scales}
+    return Calibration(tree, measured_on["accept_length"], measured_on)
+
+
+def _summary(kind: Kind, plain: float, *, fixed: bool) -> dict[str, Any]:
+    """Return JSON about the fastest size (or the one asked for) and the clocked ones."""
+    lengths = kind.gains.lengths()
+    best, curve = kind.fastest()
+    best = kind.largest if fixed else best
+
+    def of_size(size: int) -> dict[str, Any]:
+        length, cost = lengths[size - 2], curve.at(size)
+        return {
+            "num_nodes": size,
+            "accept_length": round(length, 4),
+            "step_ms": round(cost * plain * 1e3, 4),
+            "speedup": round(length / cost, 4),
+        }
+
+    chosen = of_size(best)
+    return {
+        "plain_step_ms": round(plain * 1e3, 4),
+        **chosen,
+        "accept_length_ci95": [round(bound, 4) for bound in kind.gains.ci95(best - 2)],
+        "speculate": chosen["speedup"] > 1,
+        "sizes": [
+            {**of_size(size), "clocked_ms": round(cost * plain * 1e3, 4)}
+            for size, cost in zip(curve.sizes, curve.clocked, strict=True)
+        ],
+    }
+
+
+# Top-1 and top-5 accuracy of the five Medusa-1 heads of Vicuna-7B v1.3 after an epoch of ShareGPT:
+# assets/medusa_acc.csv of github.com/FasterDecoding/Medusa, version 0.1.
+PUBLISHED = ((0.560, 0.780), (0.316, 0.562), (0.201, 0.417), (0.147, 0.340), (0.118, 0.300))
+_SOURCE = "accuracies published for Medusa-1 heads of Vicuna-7B, guesses as if independent"
+_NUM_RANKS = 10
+_REPEATS = 3
+_NEW_TOKENS = 48  # per clocked text
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Accept length and cost of one tree.
+
+    Attributes:
+        tree: which.
+        accept_length: expected tokens per verify step.
+        source: where that number comes from.
+        cost: of a verify step, in plain steps of this machine; one per round.
+    """
+
+    tree: Tree
+    accept_length: float
+    source: str
+    cost: list[float]
+
+    @property
+    def speedup(self) -> float:
+        """Expected, over plain decoding."""
+        return self.accept_length / median(self.cost)
+
+
+def published_rates(num_heads: int) -> list[list[float]]:
+    """Return for every head the probability that its guess of each rank is right, [K][R].
+
+    Top-1 and top-5 are the published ones; ranks fall geometrically such that they meet both. Heads
+    beyond the fifth are taken to be as good as the fifth, which flatters them a little.
+    """
+    rates = []
+    for head in range(num_heads):
+        top1, top5 = PUBLISHED[min(head, len(PUBLISHED) - 1)]
+        low, high = 0.0, 1.0
+        for _ in range(50):
+            factor = (low + high) / 2
+            if top1 * sum(factor**rank for rank in range(5)) < top5:
+                low = factor
+            else:
+                high = factor
+        rates.append([top1 * low**rank for rank in range(_NUM_RANKS)])
+    return rates
+
+
+def expected_length(tree: Tree, rates: Sequence[Sequence[float]]) -> float:
+    """Return 1 plus the probability of every node, guesses of different heads independent."""
+    values: dict[Choice, float] = {(): 1.0}
+    for choice in tree.choices:
+        above = rates[len(choice) - 1]
+        rate = above[choice[-1]] if choice[-1] < len(above) else 0.0
+        values[choice] = values[choice[:-1]] * rate
+    return sum(values.values())
+
+
+def assumed(
+    num_heads: int, tree: TreeConfig, evaluate: EvaluateConfig, start: str = ""
+) -> tuple[Tree, float, str]:
+    """Return the tree at hand, its expected accept length, and the assumption behind it.
+
+    Args:
+        num_heads: of the heads to be trained.
+        tree: ``choices``, else the tree of ``start``, else one of ``num_nodes`` nodes (of
+            ``evaluate.num_nodes`` where that is 0) grown from the published accuracies.
+        evaluate: see ``tree``.
+        start: an export whose heads training starts from: what its tree was measured to gain.
+
+    Raises:
+        ConfigError: if ``start`` is no export.
+    """
+    measured: Mapping[Choice, float] = {}
+    found = Tree.chain(0)
+    if start:
+        section = read_config(Path(start))["tree"]
+        found = Tree.from_json(section["choices"])
+        acceptance = (section.get("measured_on") or {}).get("acceptance")
+        if acceptance:
+            measured = dict(zip(map(tuple, section["choices"]), acceptance, strict=True))
+    rates = published_rates(num_heads)
+    if tree.choices:
+        found = Tree.from_choices(tree.choices)
+    elif not start:
+        found, _ = grow_tree(rates, tree.num_nodes or evaluate.num_nodes)
+    if not measured:
+        return found, expected_length(found, rates), _SOURCE
+    # nodes that were not measured count as never accepted
+    known = sum(measured.get(choice, 0.0) for choice in found.choices)
+    least = "" if all(choice in measured for choice in found.choices) else "at least, "
+    return found, 1 + known, f"{least}as measured for the heads of {start}"
+
+
+def expect(
+    base: PreTrainedModel,
+    heads: Heads,
+    output: OutputLayer,
+    prompts: Sequence[Tensor],
+    tree: TreeConfig,
+    evaluate: EvaluateConfig,
+    *,
+    start: str = "",
+) -> Expected:
+    """Clock verify steps of the tree at hand beside plain steps; heads need not be trained yet.
+
+    Args:
+        base: base model.
+        heads: of the shape that is to be trained.
+        output: the base's output layer.
+        prompts: token ids [1, P] each; the longest is decoded.
+        tree: see :func:`assumed`.
+        evaluate: likewise; texts are as long as ``max_new_tokens``, 48 at most.
+        start: see :func:`assumed`.
+
+    Raises:
+        ConfigError: if ``start`` is no export.
+        ValueError: if there are no prompts.
+    """
+    if not prompts:
+        raise ValueError("prompts must hold at least 1 prompt, got 0")
+    shape, length, source = assumed(heads.num_heads, tree, evaluate, start)
+    longest = max(prompts, key=lambda prompt: prompt.shape[1])
+    with undisturbed(base, heads):
+        drafters = [None, static_drafter(base, heads, output, shape)]
+        tokens = min(evaluate.max_new_tokens, _NEW_TOKENS)
+        runs = [runner(base, drafter, longest, max_new_tokens=tokens) for drafter in drafters]
+        cost = ratios(clock_steps(runs, repeats=_REPEATS))[1]
+    return Expected(shape, length, source, cost)
+
+
+def describe_expected(expected: Expected) -> str:
+    """Return the lines about expected accept length and speed-up, and a warning where it is due."""
+    nodes, cost, speedup = expected.tree.num_nodes, median(expected.cost), expected.speedup
+    text = (
+        f"speculation: a verify step of {nodes} nodes costs {cost:.2f} plain steps here"
+        f" ({min(expected.cost):.2f} to {max(expected.cost):.2f}); accept length"
+        f" {expected.accept_length:.2f} ({expected.source}): expected speed-up {speedup:.2f}"
+    )
+    if speedup < 1:
+        text += (
+            f"\nwarning: expected speed-up {speedup:.2f} is below 1: on this machine decoding with"
+            f" this tree would be slower than without; try fewer nodes (tree.num_nodes)"
+        )
+    return text

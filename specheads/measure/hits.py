@@ -1,0 +1,751 @@
+"""What the heads guessed and what came: the facts from which the gain of any tree is counted.
+
+The text that tree decoding writes is the text that plain decoding writes. So one plain decoding of
+each prompt, and one look at what every head ranked where along it, tells exactly how many tokens
+any tree would have gained at every step, without decoding with that tree.
+
+Grow the static trees that measured hits would have hit most.
+
+How often every head's guesses were right along the texts of a bench, and its tree's nodes.
+
+Count what trees would have gained along texts whose hits are known; all sizes at once.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specheads.attention.tree import Choice, Tree
+from specheads.config import ConfigError
+from specheads.decoding.loop import decode, plain_decode
+from specheads.drafters.contract import Drafter
+from specheads.drafters.growing import (
+    DynamicDrafter,
+    DynamicSequentialDrafter,
+    best_trees,
+    embedding,
+)
+from specheads.measure.clock import Decoded, Prompt, Runs
+from specheads.measure.stats import ratio_ci95
+from specheads.models.checkpoint import Export
+from specheads.models.head_cache import MtpTexts
+from specheads.models.head_walk import MtpSteps, MtpWalk, Walk
+from specheads.models.mtp import Heads
+from specheads.models.output import OutputLayer, capture_hidden, output_layer
+from specheads.verification.sampling import Sampler
+
+MISS = 1 << 30  # the rank of a token that no tree may hold: too unlikely, or beyond the end
+NUM_RANKS = 10  # guesses per head that a tree may use
+ROWS = 8  # prompts that are decoded at once
+TEMPERATURES = (
+    0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Hits:
+    """One text; K heads, R guesses of each, G temperatures.
+
+    Position s stands for a verify step whose root is new token s. A text that was cut off tells
+    nothing about tokens beyond the cut, so its last positions are left out; one that has ended
+    gains nothing there, so there every guess is a miss. Sequential heads are given the tokens that
+    came: all that counts for a tree is what they guess below the accepted ones.
+
+    Attributes:
+        ranks: [S, K] long, which guess of head d is the token that came ``d + 1`` after the root;
+            ``MISS`` if none of the R is.
+        logits: [S, K, R], those of the guesses, descending.
+        came: [S, K], the logit of the token that came; NaN beyond the end, and where the head knows
+            no such token.
+        norms: [S, K, G], logsumexp of all logits divided by each of ``TEMPERATURES``.
+        ended: whether the text ends after these positions.
+        hidden: [S, d], what the heads read; None for parallel heads, which are not asked again.
+            Of sequential MTP heads [P - 1 + S, d], all that the base made up to the last root.
+        tokens: [S, K + 1], the root and what came after it, -1 beyond the end; None likewise.
+        ahead: [P - 1 + S], of sequential MTP heads: the token after each hidden state; else None.
+    """
+
+    ranks: Tensor
+    logits: Tensor
+    came: Tensor
+    norms: Tensor
+    ended: bool
+    hidden: Tensor | None = None
+    tokens: Tensor | None = None
+    ahead: Tensor | None = None
+
+
+@torch.inference_mode()
+def measure_hits(
+    base: PreTrainedModel,
+    heads: Heads,
+    output: OutputLayer,
+    sequence: Tensor,
+    num_prompt: int,
+    *,
+    ended: bool,
+) -> Hits:
+    """Compare the heads' guesses with the tokens that came.
+
+    Args:
+        base: base model.
+        heads: heads on its last hidden state.
+        output: its output layer.
+        sequence: prompt and new tokens, [1, P + L].
+        num_prompt: P.
+        ended: whether the last token is an end of text.
+    """
+    with capture_hidden(base, (heads.tap,)) as captured:
+        base(input_ids=sequence, use_cache=False, logits_to_keep=1)
+    whole, embed = captured.at[heads.tap], embedding(base, heads)
+    places = torch.arange(whole.shape[1], device=whole.device)[None]
+    hidden = heads.contextual(whole, places, sequence.to(whole.device), embed).squeeze(-3)
+    new = sequence[0, num_prompt:].to(hidden.device)
+    num_new, num_heads = len(new), heads.num_heads
+    # There is no step with the last token as its root, and near a cut the limit hides guesses: a
+    # step may gain one token more than there are heads.
+    positions = max(num_new - (1 if ended else num_heads + 1), 0)
+    # The root's own hidden state is not known yet when the heads guess: theirs is the one before.
+    start = num_prompt - 1
+    hidden = hidden[..., start : start + positions, :]
+    places = torch.arange(num_heads + 1, device=new.device) + torch.arange(
+        positions, device=new.device
+    ).view(-1, 1)
+    known = places < num_new
+    tokens = new[places.clamp(max=num_new - 1)]  # [S, K + 1]
+    # what a head reads beyond the end is nothing that it could be asked about
+    logits = heads.logits(hidden, output, tokens, embed).float()  # [K, S, V']
+    # in the order of the drafter's own top-k, for equal logits are common in bfloat16
+    best = logits.topk(min(NUM_RANKS, logits.shape[-1]), dim=-1)
+    wanted = heads.map_labels(tokens[:, 1:]).T.masked_fill(~known[:, 1:].T, -1)  # [K, S]
+    hit = best.indices == wanted[..., None]  # [K, S, R]
+    ranks = torch.where(hit.any(-1), hit.int().argmax(-1), MISS)
+    came = logits.gather(-1, wanted.clamp(min=0)[..., None])[..., 0]
+    came = came.masked_fill(wanted < 0, torch.nan)
+    norms = torch.stack([(logits / each).logsumexp(-1) for each in TEMPERATURES], dim=-1)
+    ranks, values, came, norms = (
+        each.transpose(0, 1).cpu() for each in (ranks, best.values, came, norms)
+    )
+    found = Hits(ranks, values, came, norms, ended)
+    if not heads.sequential:
+        return found
+    found = replace(found, tokens=tokens.masked_fill(~known, -1).cpu())
+    if heads.kind != "mtp":
+        return replace(found, hidden=hidden.cpu())
+    end = start + positions  # MTP heads read more than one hidden state
+    return replace(found, hidden=whole[0, :end].cpu(), ahead=sequence[0, 1 : end + 1].cpu())
+
+
+def collect_hits(
+    base: PreTrainedModel,
+    heads: Heads,
+    output: OutputLayer,
+    prompts: Sequence[Tensor],
+    *,
+    eos_token_ids: Sequence[int],
+    max_new_tokens: int = 64,
+    temperatures: Sequence[float] = (0.0, 1.0),
+    seed: int = 0,
+    progress: Callable[[Sequence[int]], Any] = iter,
+) -> list[list[Hits]]:
+    """Decode plainly from every prompt; return its hits, one text per temperature.
+
+    The arguments are those of :func:`specheads.measure.calibrate.calibrate`.
+
+    Raises:
+        ValueError: if there are no prompts.
+        ConfigError: if their texts are too short to measure anything.
+    """
+    if not prompts:
+        raise ValueError("prompts must hold at least 1 prompt, got 0")
+    found: list[list[Hits]] = []
+    for first in progress(range(0, len(prompts), ROWS)):
+        rows = prompts[first : first + ROWS]
+        input_ids, attention_mask = pad_left(rows)
+        texts: list[list[Hits]] = [[] for _ in rows]
+        for temperature in temperatures:
+            result = plain_decode(
+                base,
+                input_ids,
+                attention_mask=attention_mask,
+                max_new_tokens=max_new_tokens,
+                sampler=Sampler(temperature=temperature, seed=seed + first),
+                eos_token_ids=tuple(eos_token_ids),
+            )
+            for prompt, row, of_prompt in zip(rows, result.rows, texts, strict=True):
+                sequence = torch.cat([prompt, prompt.new_tensor([row.new_tokens])], dim=1)
+                of_prompt.append(
+                    measure_hits(base, heads, output, sequence, prompt.shape[1], ended=row.finished)
+                )
+        found += texts
+    if not any(len(text.ranks) for texts in found for text in texts):
+        if all(text.ended for texts in found for text in texts):
+            raise ConfigError("the base ends every text with its first token")
+        raise ConfigError(
+            f"max_new_tokens {max_new_tokens} leaves no position to measure "
+            f"{heads.num_heads} heads at, over {len(prompts)} prompts; give more"
+        )
+    return found
+
+
+def pad_left(prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return prompts [1, P] of several lengths as one batch [B, T], and its attention mask."""
+    longest = max(prompt.shape[1] for prompt in prompts)
+    rows = [F.pad(prompt, (longest - prompt.shape[1], 0)) for prompt in prompts]
+    real = [F.pad(torch.ones_like(prompt), (longest - prompt.shape[1], 0)) for prompt in prompts]
+    return torch.cat(rows), torch.cat(real)
+
+
+def fit_temperatures(hits: Sequence[Sequence[Hits]]) -> list[float]:
+    """Return for every head the temperature that makes the tokens that came most likely.
+
+    Only positions count where each head above had the token that came among its guesses: nodes of
+    this head elsewhere hang under a wrong one and are worth nothing, however sure the head is.
+
+    Args:
+        hits: per prompt, per text.
+    """
+    texts = [text for of_prompt in hits for text in of_prompt]
+    ranks = torch.cat([text.ranks for text in texts])
+    came = torch.cat([text.came for text in texts])
+    norms = torch.cat([text.norms for text in texts])
+    temperatures = torch.tensor(TEMPERATURES)
+    found = []
+    alive = torch.ones(len(ranks), dtype=torch.bool)
+    for head in range(ranks.shape[1]):
+        counted = alive & ~came[:, head].isnan()
+        loss = norms[counted, head] - came[counted, head, None] / temperatures
+        found.append(float(temperatures[loss.mean(0).argmin()]) if len(loss) else 1.0)
+        alive &= ranks[:, head] != MISS
+    return [round(each, 4) for each in found]
+
+
+_PRIOR = 16.0  # positions by which a rate measured over all paths outweighs that of one path
+_TYPICAL_NODES = 8  # of the tree whose steps' positions all sizes are grown on
+_ROUNDS = 3
+
+
+def grow_order(ranks: Tensor, max_nodes: int) -> list[tuple[Choice, float]]:
+    """Order nodes by the probability that they are accepted; every prefix is the best of its size.
+
+    Best-first as :func:`specheads.attention.tree.grow_tree`, with hit rates measured given the very
+    path above a node: after a second-best guess the third token is harder than after the best.
+    Paths seen rarely borrow from the rate of that rank at that depth after any hit.
+
+    Args:
+        ranks: of all texts together, [S, K].
+        max_nodes: root included; there are fewer where too few nodes are useful.
+
+    Returns:
+        The nodes below the root, each with its probability.
+    """
+    num_heads = ranks.shape[1]
+    pooled: list[Tensor] = []  # per depth [R]: rate of each rank where the tokens before were hit
+    alive = torch.ones(len(ranks), dtype=torch.bool)
+    for depth in range(num_heads):
+        pooled.append(_counts(ranks[alive, depth]).double() / max(int(alive.sum()), 1))
+        alive &= ranks[:, depth] < NUM_RANKS
+    nodes: list[tuple[Choice, float]] = []
+    order = itertools.count()  # breaks ties without comparing tensors
+    frontier: list[tuple[float, int, Choice, Tensor]] = []
+
+    def offer_children(node: Choice, value: float, seen: Tensor) -> None:
+        depth = len(node)
+        if depth == num_heads:
+            return
+        rates = (_counts(seen[:, depth]) + _PRIOR * pooled[depth]) / (len(seen) + _PRIOR)
+        for rank, rate in enumerate(rates.tolist()):
+            if rate > 0:
+                below = seen[seen[:, depth] == rank]
+                heapq.heappush(frontier, (-value * rate, next(order), (*node, rank), below))
+
+    offer_children((), 1.0, ranks)
+    while frontier and len(nodes) + 1 < max_nodes:
+        negative, _, node, below = heapq.heappop(frontier)
+        nodes.append((node, -negative))
+        offer_children(node, -negative, below)
+    return nodes
+
+
+def _counts(ranks: Tensor) -> Tensor:
+    return torch.bincount(ranks.clamp(max=NUM_RANKS), minlength=NUM_RANKS + 1)[:NUM_RANKS]
+
+
+def static_sizes(order: Sequence[Choice], ranks: Tensor) -> Tensor:
+    """Return how large a static tree must be to hold the path that came.
+
+    Args:
+        order: the tree of N nodes holds the first N - 1 of these.
+        ranks: of one text, [S, K].
+
+    Returns:
+        [S, K] long: the least N that accepts the token at depth d + 1; ``MISS`` if none does.
+    """
+    size_with = {node: index + 2 for index, node in enumerate(order)}
+    rows = [
+        [size_with.get(tuple(row[: depth + 1]), MISS) for depth in range(len(row))]
+        for row in ranks.tolist()
+    ]
+    return torch.tensor(rows, dtype=torch.long).view(ranks.shape)
+
+
+def step_ranks(order: Sequence[Choice], hits: Sequence[Sequence[Hits]], num_nodes: int) -> Tensor:
+    """Return the ranks [R, K] at those positions only where a step of this tree would start.
+
+    They are harder than others: a step starts where the tree did not reach, and misses come close
+    together.
+
+    Args:
+        order: the tree of ``num_nodes`` nodes holds the first ``num_nodes - 1`` of these.
+        hits: per prompt, per text.
+        num_nodes: root included.
+    """
+    kept = []
+    for text in (text for texts in hits for text in texts):
+        gained = (static_sizes(order, text.ranks) <= num_nodes).sum(1).add(1).tolist()
+        starts, root = [], 0
+        while root < len(gained):
+            starts.append(root)
+            root += gained[root]
+        kept.append(text.ranks[starts])
+    return torch.cat(kept)
+
+
+def grow_nodes(hits: Sequence[Sequence[Hits]], max_nodes: int) -> list[Choice]:
+    """Order nodes for static trees of all sizes, as :func:`grow_order`, where steps start.
+
+    Which positions these are depends on the tree, so the nodes are ordered again for those at which
+    the tree found before starts its steps. (On the embedded model trees of 6 nodes gain 4.6% from
+    it, those of 8 nodes 1.8%, larger ones nothing.)
+
+    Args:
+        hits: per prompt, per text.
+        max_nodes: root included.
+    """
+    ranks = torch.cat([text.ranks for texts in hits for text in texts])
+    found: list[tuple[int, list[Choice]]] = []
+    for _ in range(_ROUNDS):
+        nodes = [node for node, _ in grow_order(ranks, max_nodes)]
+        ranks = step_ranks(nodes, hits, _TYPICAL_NODES)
+        found.append((len(ranks), nodes))
+    return min(found, key=lambda each: each[0])[1]  # the fewest steps for the same texts
+
+
+def grow_static(hits: Sequence[Sequence[Hits]], num_nodes: int) -> Tree:
+    """Grow the tree of ``num_nodes`` nodes that gains most; smaller if too few are useful."""
+    return Tree.from_choices(grow_nodes(hits, num_nodes))
+
+
+def acceptance(tree: Tree, hits: Sequence[Sequence[Hits]]) -> list[float]:
+    """Return per choice of a tree the share of its verify steps that accept it.
+
+    One more than their sum is the accept length, but for steps at the end of a text.
+    """
+    ranks = step_ranks(tree.choices, hits, tree.num_nodes)
+    paths = Counter(
+        tuple(row[:depth]) for row in ranks.tolist() for depth in range(1, len(row) + 1)
+    )
+    return [paths[choice] / max(len(ranks), 1) for choice in tree.choices]
+
+
+def accuracy_of(
+    exports: Mapping[str, Export],
+    prompts: Sequence[Prompt],
+    clocked: Mapping[tuple[float, int], Mapping[str, Runs]],
+) -> dict[str, list[dict[str, Any]]]:
+    """Return :func:`measure_accuracy` of each export's heads, by the name of the export.
+
+    Args:
+        exports: heads on one base model.
+        prompts: what was continued.
+        clocked: by temperature and batch size, then by the method's name; plain decoding's texts of
+            batch 1 are looked at.
+    """
+    texts = {
+        temperature: runs["plain"].decoded
+        for (temperature, size), runs in clocked.items()
+        if size == 1
+    }
+    return {
+        name: measure_accuracy(
+            each.base, each.heads, output_layer(each.base), each.tree, prompts, texts
+        )
+        for name, each in exports.items()
+    }
+
+
+def measure_accuracy(
+    base: PreTrainedModel,
+    heads: Heads,
+    output: OutputLayer,
+    tree: Tree,
+    prompts: Sequence[Prompt],
+    texts: Mapping[float, Sequence[Decoded]],
+) -> list[dict[str, Any]]:
+    """Ask the heads at every position of texts that are there already; nothing is decoded again.
+
+    Args:
+        base: base model.
+        heads: on it.
+        output: its output layer.
+        tree: whose nodes are to be counted.
+        prompts: what was continued.
+        texts: per temperature what plain decoding made of the prompts.
+
+    Returns:
+        Per temperature ``temperature``; ``heads``, for each head ``num_positions`` and ``top``,
+        the share of them at which the token that came was among its first 1, 2, ... guesses;
+        ``choices`` of the tree, and ``acceptance``, the share of its steps that accept each.
+        Texts that are too short to ask a head about leave ``top`` empty.
+    """
+    found = []
+    for temperature, decoded in texts.items():
+        hits: list[list[Hits]] = []
+        ranks: list[Tensor] = []
+        counted: list[Tensor] = []
+        for prompt, text in zip(prompts, decoded, strict=True):
+            new = prompt.input_ids.new_tensor([text.tokens])
+            sequence = torch.cat([prompt.input_ids, new], dim=1)
+            asked = measure_hits(
+                base, heads, output, sequence, prompt.input_ids.shape[1], ended=text.ended
+            )
+            hits.append([asked])
+            ranks.append(asked.ranks)
+            counted.append(came_after(len(asked.ranks), heads.num_heads, len(text.tokens)))
+        found.append(
+            {
+                "temperature": temperature,
+                "heads": top_shares(torch.cat(ranks), torch.cat(counted)),
+                "choices": [list(choice) for choice in tree.choices],
+                "acceptance": [round(share, 4) for share in acceptance(tree, hits)],
+            }
+        )
+    return found
+
+
+def came_after(num_positions: int, num_heads: int, num_new: int) -> Tensor:
+    """Return whether a token came where head k guesses from position s, [S, K]; a text has an end.
+
+    Args:
+        num_positions: S, each the root of a step.
+        num_heads: K; head k guesses the token ``k + 1`` after the root.
+        num_new: tokens of the text.
+    """
+    places = torch.arange(num_positions)[:, None] + torch.arange(1, num_heads + 1)
+    return places < num_new
+
+
+def top_shares(ranks: Tensor, counted: Tensor) -> list[dict[str, Any]]:
+    """Return per head at how many positions its first 1, 2, ... guesses held the right token.
+
+    Args:
+        ranks: [S, K], which guess was right; larger than any number of guesses where none was.
+        counted: [S, K] bool, where there was a token to be guessed.
+    """
+    shares = []
+    for head in range(ranks.shape[1]):
+        of_head = ranks[counted[:, head], head]
+        top = [
+            round(float((of_head < k).float().mean()), 4)
+            for k in range(1, NUM_RANKS + 1)
+            if len(of_head)
+        ]
+        shares.append({"head": head, "num_positions": len(of_head), "top": top})
+    return shares
+
+
+_FOLDS = 5
+_CHUNK = 1024  # positions whose trees are grown at once
+_NUMBERS = 1 << 22  # logits in memory where sequential heads are asked
+_COPIED = 1 << 26  # numbers of hidden states of the texts that MTP heads read side by side
+
+
+def replay(tree: Tree, ranks: Tensor, *, ended: bool) -> Iterator[int]:
+    """Yield the tokens gained by each verify step of ``tree`` along one text.
+
+    The obvious way, for one tree; :func:`gained` gives the sums for many sizes at once.
+
+    Args:
+        tree: shape of the guesses.
+        ranks: of this text, [S, K].
+        ended: whether the text ends after these positions, so that no step gains a token beyond.
+    """
+    choices: Collection[Choice] = set(tree.choices)
+    rows = ranks.tolist()
+    root = 0
+    while root < len(rows):
+        num_accepted = 0
+        while tuple(rows[root][: num_accepted + 1]) in choices:
+            num_accepted += 1
+            if num_accepted == ranks.shape[1]:
+                break
+        yield min(num_accepted + 1, len(rows) - root) if ended else num_accepted + 1
+        root += num_accepted + 1
+
+
+def dynamic_sizes(hits: Hits, max_nodes: int, temperatures: Sequence[float]) -> Tensor:
+    """Return how large a tree grown at each position must be to hold the path that came.
+
+    A tree of fewer nodes holds the most probable of those of the largest, so one growth at every
+    position tells all sizes.
+
+    Args:
+        hits: of one text.
+        max_nodes: of the largest tree.
+        temperatures: one per head, among ``TEMPERATURES``.
+
+    Returns:
+        [S, K] long, as :func:`static_sizes`.
+    """
+    sizes = torch.full_like(hits.ranks, MISS)
+    which = torch.tensor([TEMPERATURES.index(each) for each in temperatures])
+    norms = hits.norms.gather(2, which[None, :, None].expand(len(sizes), -1, 1))
+    log_probs = (hits.logits / torch.tensor(temperatures)[:, None] - norms).clamp(max=0)
+    for chunk in torch.arange(len(sizes)).split(_CHUNK):
+        sizes[chunk] = _sizes_of(log_probs[chunk].transpose(0, 1), hits.ranks[chunk], max_nodes)
+    return sizes
+
+
+def _sizes_of(log_probs: Tensor, ranks: Tensor, max_nodes: int) -> Tensor:
+    num_heads, num_rows, num_ranks = log_probs.shape
+    parents, slots = best_trees(log_probs, max_nodes)
+    own = log_probs.transpose(0, 1).flatten(1).gather(1, slots)  # [S, N - 1], each node's
+    own = torch.cat([own.new_zeros(num_rows, 1), own], dim=1)
+    values = own
+    for _ in range(num_heads - 1):  # added up from the root down, as best_trees does
+        values = own + values.gather(1, parents.clamp(min=0))
+    # a node's place in the order of values: the size of the tree in which it comes last
+    places = values.argsort(dim=1, descending=True, stable=True).argsort(dim=1) + 1
+    slots = torch.cat([slots.new_full((num_rows, 1), -1), slots], dim=1)
+    node = torch.zeros(num_rows, 1, dtype=torch.long)
+    found = torch.full_like(ranks, MISS)
+    alive = torch.ones(num_rows, dtype=torch.bool)
+    for d in range(num_heads):
+        here = (parents == node) & (slots == d * num_ranks + ranks[:, d, None])
+        alive = alive & here.any(1) & (ranks[:, d] != MISS)
+        node = torch.where(alive[:, None], here.int().argmax(1, keepdim=True), node)
+        found[:, d] = torch.where(alive, places.gather(1, node)[:, 0], MISS)
+    return found
+
+
+def grown_sizes(hits: Hits, drafter: DynamicSequentialDrafter) -> Tensor:
+    """Return what :func:`dynamic_sizes` does, for sequential heads.
+
+    Which nodes a tree holds beside the path that came depends on what the heads say below tokens
+    that did not come, and that no text tells. So the largest tree is really grown at every
+    position; a smaller one holds the most probable of its nodes.
+
+    Args:
+        hits: of one text.
+        drafter: of the largest tree.
+
+    Returns:
+        [S, K] long, as :func:`static_sizes`.
+    """
+    assert hits.tokens is not None
+    found = torch.full_like(hits.ranks, MISS)
+    for chunk, walk in _walks(hits, drafter):
+        tokens = hits.tokens[chunk]
+        grown = drafter.grow(walk)
+        parents, guesses, values = (
+            each.cpu() for each in (grown.parents, grown.tokens, grown.values)
+        )
+        places = values.argsort(dim=1, descending=True, stable=True).argsort(dim=1) + 1
+        node = torch.zeros(len(chunk), 1, dtype=torch.long)
+        alive = torch.ones(len(chunk), dtype=torch.bool)
+        for d in range(drafter.max_depth):
+            here = (parents == node) & (guesses == tokens[:, d + 1, None])
+            alive = alive & here.any(1)
+            node = torch.where(alive[:, None], here.int().argmax(1, keepdim=True), node)
+            found[chunk, d] = torch.where(alive, places.gather(1, node)[:, 0], MISS)
+    return found
+
+
+def _walks(
+    hits: Hits, drafter: DynamicSequentialDrafter
+) -> Iterator[tuple[Tensor, Walk | MtpWalk]]:
+    """Yield some positions [n] of a text, and the heads at the roots that stand there, n rows."""
+    if not len(hits.ranks):
+        return
+    assert hits.hidden is not None and hits.tokens is not None
+    steps = drafter.steps()
+    device = next(drafter.heads.parameters()).device
+    num_rows = max(1, _NUMBERS // (drafter.width * drafter.heads.num_outputs))
+    positions, roots = torch.arange(len(hits.ranks)), hits.tokens[:, 0].to(device)
+    if not isinstance(steps, MtpSteps):
+        for chunk in positions.split(num_rows):
+            yield chunk, steps.begin(hits.hidden[chunk].to(device), roots[chunk])
+        return
+    assert hits.ahead is not None
+    num_read = len(hits.hidden)
+    text, every = MtpTexts.empty(steps.heads, 1, steps.embed).read(
+        hits.hidden[None].to(device), [num_read], hits.ahead[None].to(device)
+    )
+    first = num_read - len(positions) + 1
+    for chunk in positions.split(max(1, min(num_rows, _COPIED // hits.hidden.numel()))):
+        # the same text many times over, each read up to another root
+        memory = text.as_it_was((first + chunk).tolist(), every)
+        yield chunk, steps.begin(memory.root, roots[chunk], memory)
+
+
+def gained(sizes_needed: Tensor, sizes: Tensor, *, ended: bool) -> tuple[Tensor, Tensor]:
+    """Count tokens and verify steps along one text for trees of many sizes at once.
+
+    Args:
+        sizes_needed: [S, K], from :func:`static_sizes` or :func:`dynamic_sizes`.
+        sizes: [M] long, numbers of nodes.
+        ended: as in :func:`replay`.
+
+    Returns:
+        tokens [M] and steps [M], long.
+    """
+    num_positions = len(sizes_needed)
+    accepted = (sizes_needed[..., None] <= sizes).sum(1)  # [S, M]
+    root, tokens, steps = torch.zeros(3, len(sizes), dtype=torch.long)
+    while num_positions and bool((live := root < num_positions).any()):
+        new = accepted.gather(0, root.clamp(max=num_positions - 1)[None])[0] + 1
+        counted = torch.minimum(new, num_positions - root) if ended else new
+        tokens += counted * live
+        steps += live
+        root += new
+    return tokens, steps
+
+
+@dataclass(frozen=True)
+class Gains:
+    """Tokens and verify steps per prompt [P, M], for M trees, as a rule of 2, 3, ... nodes."""
+
+    tokens: Tensor
+    steps: Tensor
+
+    def lengths(self) -> list[float]:
+        """Return the accept length of each size; every step weighs the same."""
+        return (self.tokens.sum(0) / self.steps.sum(0).clamp(min=1)).tolist()
+
+    def ci95(self, column: int) -> tuple[float, float]:
+        """Return the 95% interval of one tree's accept length, over prompts."""
+        tokens, steps = self.tokens[:, column].tolist(), self.steps[:, column].tolist()
+        return ratio_ci95([tokens], [steps])
+
+
+def count_gains(
+    hits: Sequence[Sequence[Hits]], needed: Callable[[int, Hits], Tensor], most: int
+) -> Gains:
+    """Count what trees of 2 to ``most`` nodes gain along the texts of every prompt.
+
+    Args:
+        hits: per prompt, per text.
+        needed: from a prompt's number and one of its texts to the sizes needed, [S, K].
+        most: the largest number of nodes.
+    """
+    sizes = torch.arange(2, most + 1)
+    tokens, steps = torch.zeros(2, len(hits), len(sizes), dtype=torch.long)
+    for prompt, texts in enumerate(hits):
+        for text in texts:
+            more = gained(needed(prompt, text), sizes, ended=text.ended)
+            tokens[prompt] += more[0]
+            steps[prompt] += more[1]
+    return Gains(tokens, steps)
+
+
+def static_gains(hits: Sequence[Sequence[Hits]], max_nodes: int) -> Gains:
+    """Count what static trees gain on prompts that they were not grown from.
+
+    A tree looks better on the texts it was grown from than on others, the more so the larger it is.
+    So the prompts are dealt into folds, and each fold meets the trees of the others.
+    """
+    folds = min(_FOLDS, len(hits))
+    orders = []
+    for fold in range(folds):
+        others = [texts for i, texts in enumerate(hits) if i % folds != fold] or hits
+        orders.append(grow_nodes(others, max_nodes))
+    return count_gains(
+        hits, lambda prompt, text: static_sizes(orders[prompt % folds], text.ranks), max_nodes
+    )
+
+
+def dynamic_gains(
+    hits: Sequence[Sequence[Hits]], max_nodes: int, temperatures: Sequence[float]
+) -> Gains:
+    """Count what trees grown at each step gain; nothing of them is fitted but the temperatures."""
+    return count_gains(
+        hits, lambda _, text: dynamic_sizes(text, max_nodes, temperatures), max_nodes
+    )
+
+
+def drafter_gains(
+    hits: Sequence[Sequence[Hits]], drafter: DynamicDrafter, temperatures: Sequence[float]
+) -> Gains:
+    """Count what trees grown at each step gain, of heads of any kind and up to this drafter's size.
+
+    Args:
+        hits: per prompt, per text.
+        drafter: of the largest tree.
+        temperatures: its own, one per head.
+    """
+    if isinstance(drafter, DynamicSequentialDrafter):
+        return count_gains(hits, lambda _, text: grown_sizes(text, drafter), drafter.num_nodes)
+    return dynamic_gains(hits, drafter.num_nodes, temperatures)
+
+
+def decoded_gains(
+    base: PreTrainedModel,
+    drafter: Drafter,
+    prompts: Sequence[Tensor],
+    *,
+    num_heads: int,
+    eos_token_ids: Sequence[int],
+    max_new_tokens: int,
+    temperatures: Sequence[float],
+    seed: int = 0,
+    progress: Callable[[Sequence[int]], Any] = iter,
+) -> Gains:
+    """Decode, and return what one drafter really gained, M = 1.
+
+    Of a text that is cut off the last steps, whose trees the limit may have cut off too, are not
+    counted, as :class:`specheads.measure.hits.Hits` does not.
+
+    Args:
+        base: base model.
+        drafter: proposes.
+        prompts: token ids [1, P] each.
+        num_heads: K, the depth of the deepest tree.
+        eos_token_ids: tokens that end a text.
+        max_new_tokens: per prompt.
+        temperatures: each prompt is decoded at each of them.
+        seed: prompt n is sampled with ``seed + n``.
+        progress: wraps the batches of prompts, to show a bar.
+    """
+    tokens, steps = torch.zeros(2, len(prompts), 1, dtype=torch.long)
+    for first in progress(range(0, len(prompts), ROWS)):
+        input_ids, attention_mask = pad_left(prompts[first : first + ROWS])
+        for temperature in temperatures:
+            result = decode(
+                base,
+                drafter,
+                input_ids,
+                attention_mask=attention_mask,
+                max_new_tokens=max_new_tokens,
+                sampler=Sampler(temperature=temperature, seed=seed + first),
+                eos_token_ids=tuple(eos_token_ids),
+            )
+            for prompt, row in enumerate(result.rows, start=first):
+                root = 0
+                known = max_new_tokens - (0 if row.finished else num_heads + 1)
+                for length in row.accept_lengths:
+                    if root >= known:
+                        break
+                    tokens[prompt] += length
+                    steps[prompt] += 1
+                    root += length
+    return Gains(tokens, steps)

@@ -1,0 +1,739 @@
+"""Answer files in Spec-Bench's format: written question by question, taken up again, read.
+
+A line holds ``question_id``, ``category``, ``answer_id``, ``model_id``, ``choices`` and ``tstamp``;
+a choice ``index``, and per turn ``turns`` (texts), ``decoding_steps``, ``new_tokens`` and
+``wall_time``, and over all turns ``accept_lengths``. The format has no place for more, so what else
+there is to know of an answer lies in ``details/`` beside it.
+
+Answer a suite's questions one at a time, turn by turn, and clock every turn.
+
+Score answer files: by Spec-Bench's own formula, and by one that counts both sides alike.
+
+Spec-Bench's speed.py (hemingkx/Spec-Bench) takes a method's tokens from ``new_tokens``, but counts
+the baseline's anew, in its texts, less one per turn; and it averages speeds over questions, so
+that a short answer weighs as much as a long one. With short answers that favours the method: at
+truly equal speed, 20-token answers and a method that counts its end token and one more, the
+formula says 1.16x for a tokenizer without a bos token. The corrected columns take ``new_tokens``
+and seconds of both files, all tokens over all seconds, and once more without the prefill.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from specheads.config import ConfigError
+from specheads.data.suites import Question, QuestionPrompts
+from specheads.decoding.generate import SpecDecoder
+from specheads.decoding.result import DecodeResult
+from specheads.measure.stats import ratio_ci95
+from specheads.models.base import context_length, end_tokens, input_device
+from specheads.system.files import whole_file
+
+Answer = dict[str, Any]  # a line of an answer file
+
+_SCORED = ("turns", "new_tokens", "wall_time", "accept_lengths")  # speed.py reads no more
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one turn was answered with.
+
+    Attributes:
+        text: decoded without special tokens, stripped.
+        new_tokens: of the answer; the token that ends it is not among them.
+        num_passes: forward passes of the base model, the prefill included.
+        accept_lengths: tokens gained by each verify step; for plain decoding, by each pass.
+        wall_time: seconds, prefill included.
+        prefill_time: seconds until the first token was there.
+        num_emitted: tokens that were decoded, the one that ends the answer included.
+        num_prompt_tokens: before the answer.
+        limit: of ``num_emitted``.
+    """
+
+    text: str
+    new_tokens: int
+    num_passes: int
+    accept_lengths: list[int]
+    wall_time: float
+    prefill_time: float
+    num_emitted: int
+    num_prompt_tokens: int
+    limit: int
+
+
+def as_answer(question: Question, turns: Sequence[Turn], model_id: str) -> Answer:
+    """Return the line of an answer file."""
+    choice = {
+        "index": 0,
+        "turns": [turn.text for turn in turns],
+        "decoding_steps": [turn.num_passes for turn in turns],
+        "new_tokens": [turn.new_tokens for turn in turns],
+        "wall_time": [turn.wall_time for turn in turns],
+        "accept_lengths": [length for turn in turns for length in turn.accept_lengths],
+    }
+    return {
+        "question_id": question.id,
+        "category": question.category,
+        "answer_id": uuid.uuid4().hex,
+        "model_id": model_id,
+        "choices": [choice],
+        "tstamp": time.time(),
+    }
+
+
+class AnswerFile:
+    """``<folder>/<model_id>.jsonl``, its settings and details, to be gone on with.
+
+    Args:
+        folder: of the answers; made where it is missing.
+        model_id: name of the file.
+        settings: all that decides the answers; those of an earlier run must be the same.
+
+    Raises:
+        ConfigError: if the file was written with other settings, or not by this class.
+    """
+
+    def __init__(self, folder: Path, model_id: str, settings: Mapping[str, Any]) -> None:
+        self.path, self.model_id = folder / f"{model_id}.jsonl", model_id
+        self.details_path = details_of(self.path)
+        self._check_settings(folder / "details" / f"{model_id}.settings.json", dict(settings))
+        _drop_torn_line(self.path)
+        _drop_torn_line(self.details_path)
+        self.answers = {a["question_id"]: a for a in read_answers(self.path)} if self._any() else {}
+        self.details = read_details(self.details_path)
+
+    def _check_settings(self, path: Path, settings: dict[str, Any]) -> None:
+        if self._any():
+            if not path.exists():
+                raise ConfigError(
+                    f"{self.path} holds answers of another program: give another name or folder"
+                )
+            before = json.loads(path.read_text())
+            for key in sorted(before.keys() | settings.keys()):
+                if before.get(key) != settings.get(key):
+                    raise ConfigError(
+                        f"{self.path} was begun with {key}={before.get(key)!r}, now it is"
+                        f" {settings.get(key)!r}: give another name or folder"
+                    )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path) as fresh:
+            fresh.write_text(json.dumps(settings, indent=1) + "\n")
+
+    def _any(self) -> bool:
+        return self.path.exists() and self.path.stat().st_size > 0
+
+    def has(self, question: Question) -> bool:
+        """Return whether the question is answered.
+
+        Raises:
+            ConfigError: if another question of that id is.
+        """
+        if question.id not in self.answers:
+            return False
+        known = self.details.get(question.id)
+        if known and known["question"] != question_digest(question):
+            raise ConfigError(
+                f"{self.path} answers another question {question.id!r} than the one asked now:"
+                " give another name or folder"
+            )
+        return True
+
+    def append(self, question: Question, turns: Sequence[Turn]) -> None:
+        """Write an answer behind the others, at once and for good."""
+        columns = ("prefill_time", "num_emitted", "num_prompt_tokens", "limit")
+        rows = [asdict(turn) for turn in turns]
+        details = {
+            "question_id": question.id,
+            "question": question_digest(question),
+            **{key: [row[key] for row in rows] for key in columns},
+        }
+        answer = as_answer(question, turns, self.model_id)
+        # the answer last: a question counts as answered once it is there
+        _append(self.details_path, details)
+        _append(self.path, answer)
+        self.details[question.id], self.answers[question.id] = details, answer
+
+    def reorganise(self) -> None:
+        """Sort by question, the last of several answers to one kept, as Spec-Bench does at last."""
+        for path, rows in ((self.path, self.answers), (self.details_path, self.details)):
+            if rows:
+                ordered = sorted(rows, key=lambda name: (isinstance(name, str), name))
+                with whole_file(path) as fresh:
+                    fresh.write_text("".join(json.dumps(rows[name]) + "\n" for name in ordered))
+
+
+def details_of(path: Path) -> Path:
+    """Return what lies beside an answer file of ours."""
+    return path.parent / "details" / path.name
+
+
+def question_digest(question: Question) -> str:
+    """Return a short digest of all that is asked."""
+    content = json.dumps([question.category, question.system, question.turns])
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def read_answers(path: Path) -> list[Answer]:
+    """Read an answer file, of any program.
+
+    Raises:
+        ConfigError: if it is missing, empty, or a line lacks what is scored; names the line.
+    """
+    answers = [_checked(value, where) for where, value in _lines(path)]
+    if not answers:
+        raise ConfigError(f"{path} holds no answers")
+    return answers
+
+
+def read_details(path: Path) -> dict[int | str, dict[str, Any]]:
+    """Read what lies beside an answer file; empty where there is nothing."""
+    found = [value for _, value in _lines(path)] if path.exists() else []
+    return {each["question_id"]: each for each in found}
+
+
+def _lines(path: Path) -> list[tuple[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ConfigError(f"cannot read {path}: {reason}") from None
+    found = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                found.append((f"{path}:{number}", json.loads(line)))
+            except ValueError as error:
+                raise ConfigError(f"{path}:{number}: not JSON: {error}") from None
+    return found
+
+
+def _checked(value: object, where: str) -> Answer:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: expected an object, got {type(value).__name__}")
+    for key, kind in (("question_id", int | str), ("category", str), ("choices", list)):
+        if not isinstance(value.get(key), kind):
+            raise ConfigError(f"{where}: {key} is missing or wrong, got {value.get(key)!r:.60}")
+    choice: Any = value["choices"][0] if value["choices"] else None
+    for key in _SCORED:
+        given = choice.get(key) if isinstance(choice, dict) else None
+        kind = str if key == "turns" else int | float
+        if not isinstance(given, list) or not all(isinstance(each, kind) for each in given):
+            raise ConfigError(f"{where}: choices[0].{key} is missing or wrong, got {given!r:.60}")
+    if sum(choice["wall_time"]) <= 0:
+        raise ConfigError(f"{where}: choices[0].wall_time must be above 0 seconds")
+    return value
+
+
+def _append(path: Path, value: object) -> None:
+    with path.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(value) + "\n")
+        lines.flush()
+        os.fsync(lines.fileno())
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut off what a killed run left behind the last line break."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    if content and not content.endswith(b"\n"):
+        with path.open("r+b") as file:
+            file.truncate(content.rfind(b"\n") + 1)
+
+
+class TooLongError(ValueError):
+    """A turn that leaves no room for an answer in the base model's context."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How questions are asked.
+
+    Attributes:
+        prompts: makes them of questions.
+        max_new_tokens: per turn; less where the context ends before.
+        temperature: of the sampling; 0 is greedy.
+        seed: question n of the suite is answered with ``seed + n``, all its turns alike.
+    """
+
+    prompts: QuestionPrompts
+    max_new_tokens: int
+    temperature: float = 0.0
+    seed: int = 0
+
+
+def answer(decoder: SpecDecoder, question: Question, number: int, asked: Asked) -> list[Turn]:
+    """Return the answers to all turns of a question, each given those before it.
+
+    Args:
+        decoder: answers, with a tokenizer bound; without a drafter, plainly.
+        question: asked.
+        number: its place in the suite.
+        asked: how.
+
+    Raises:
+        TooLongError: if a turn does not fit the base model's context.
+        ConfigError: if the chat template refuses the conversation.
+    """
+    turns: list[Turn] = []
+    for i in range(len(question.turns)):
+        ids = asked.prompts.ids(question, [turn.text for turn in turns])
+        turns.append(_answer_turn(decoder, ids, f"{question.id}, turn {i}", number, asked))
+    return turns
+
+
+def answer_all(
+    decoders: Mapping[str, SpecDecoder],
+    questions: Sequence[Question],
+    todo: Mapping[int, Sequence[str]],
+    files: Mapping[str, AnswerFile],
+    asked: Asked,
+    *,
+    warmup: int,
+    skip_long: bool,
+    tick: Callable[[], object] = lambda: None,
+) -> list[int | str]:
+    """Answer what is missing, the decoders in turn, each first in every other question.
+
+    Args:
+        decoders: by name.
+        questions: of the suite.
+        todo: place of a question -> names of the decoders that have not answered it.
+        files: by the same names; every answer is written before the next question is asked.
+        asked: how.
+        warmup: times that each decoder answers a question before the first is clocked.
+        skip_long: leave out questions that do not fit the base model's context.
+        tick: called after every question.
+
+    Returns:
+        The ids of the questions left out.
+
+    Raises:
+        ConfigError: if a question does not fit, and ``skip_long`` is false.
+    """
+    left_out: list[int | str] = []
+
+    def too_long(question: Question, error: TooLongError) -> None:
+        if not skip_long:
+            raise ConfigError(f"{error}; skip_long=true leaves such questions out") from None
+        left_out.append(question.id)
+        tick()
+
+    fitting = []
+    for number in todo:  # all of them first: the last question must not end a run of hours
+        try:
+            check_length(next(iter(decoders.values())), questions[number], asked)
+            fitting.append(number)
+        except TooLongError as error:
+            too_long(questions[number], error)
+    for name in files if fitting else ():
+        for _ in range(warmup):
+            with contextlib.suppress(TooLongError):  # of a later turn; the clocked one says it
+                answer(decoders[name], questions[fitting[0]], fitting[0], asked)
+    for number in fitting:
+        question, missing = questions[number], list(todo[number])
+        try:
+            order = missing if number % 2 else missing[::-1]
+            turns = {name: answer(decoders[name], question, number, asked) for name in order}
+        except TooLongError as error:
+            too_long(question, error)
+            continue
+        for name in missing:
+            files[name].append(question, turns[name])
+        tick()
+    return left_out
+
+
+def check_length(decoder: SpecDecoder, question: Question, asked: Asked) -> None:
+    """Raise TooLongError if the first turn leaves no room for an answer."""
+    _room(decoder, asked.prompts.ids(question), f"{question.id}, turn 0")
+
+
+def count_tokens(decoder: SpecDecoder, result: DecodeResult) -> tuple[int, int, list[int]]:
+    """Return new tokens, forward passes and accept lengths, as an answer file counts them.
+
+    The token that ends an answer is no token of it: Spec-Bench counts a baseline's tokens in its
+    text, which has none, and a method that counted it would be faster by nothing but that. Of
+    plain decoding every pass gains a token; with a drafter the prefill's belongs to no step.
+    """
+    ends = result.finished and result.new_tokens[-1] in _end_tokens(decoder)
+    num_passes = result.num_steps + 1
+    lengths = [1] * num_passes if decoder.drafter is None else list(result.accept_lengths)
+    return len(result.new_tokens) - int(ends), num_passes, lengths
+
+
+def decode_prompt(
+    decoder: SpecDecoder,
+    input_ids: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> tuple[DecodeResult, float, float]:
+    """Decode one prompt [1, P]; return the result, the seconds, and those until the first token."""
+    assert decoder.tokenizer is not None
+    first: list[float] = []
+
+    def on_tokens(row: int, tokens: list[int]) -> None:
+        del row, tokens
+        if not first:
+            first.append(time.perf_counter())
+
+    pad = decoder.tokenizer.pad_token_id
+    drawn: dict[str, Any] = {"top_k": 0, "top_p": 1.0} if temperature > 0 else {}
+    _wait(decoder)
+    start = time.perf_counter()
+    result = decoder.generate(
+        input_ids,
+        max_new_tokens,
+        attention_mask=torch.ones_like(input_ids),
+        temperature=temperature,
+        seed=seed,
+        on_tokens=on_tokens,
+        eos_token_id=list(_end_tokens(decoder)) or None,
+        pad_token_id=pad if isinstance(pad, int) else 0,
+        **drawn,
+    )
+    _wait(decoder)
+    return result, time.perf_counter() - start, first[0] - start
+
+
+def _answer_turn(
+    decoder: SpecDecoder, ids: list[int], where: str, number: int, asked: Asked
+) -> Turn:
+    assert decoder.tokenizer is not None
+    limit = min(asked.max_new_tokens, _room(decoder, ids, where))
+    result, seconds, prefill = decode_prompt(
+        decoder,
+        torch.tensor([ids], device=input_device(decoder.base)),
+        limit,
+        temperature=asked.temperature,
+        seed=asked.seed + number,
+    )
+    new_tokens, num_passes, lengths = count_tokens(decoder, result)
+    text = decoder.tokenizer.decode(
+        result.new_tokens[:new_tokens], skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    return Turn(
+        text=str(text).strip(),
+        new_tokens=new_tokens,
+        num_passes=num_passes,
+        accept_lengths=lengths,
+        wall_time=seconds,
+        prefill_time=prefill,
+        num_emitted=len(result.new_tokens),
+        num_prompt_tokens=len(ids),
+        limit=limit,
+    )
+
+
+def _room(decoder: SpecDecoder, ids: list[int], where: str) -> int:
+    context = context_length(decoder.base)
+    if context is None:
+        return 1 << 30
+    if len(ids) >= context:
+        raise TooLongError(
+            f"question {where}: the prompt is {len(ids)} tokens, but the base model's context is"
+            f" {context}"
+        )
+    return context - len(ids)
+
+
+def _end_tokens(decoder: SpecDecoder) -> tuple[int, ...]:
+    assert decoder.tokenizer is not None
+    return end_tokens(decoder.base, decoder.tokenizer)
+
+
+def _wait(decoder: SpecDecoder) -> None:
+    if decoder.base.device.type == "cuda":  # kernels run on after the call that starts them
+        torch.cuda.synchronize()
+
+
+def forward(
+    inputs: Any,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    max_new_tokens: int,
+    *,
+    decoder: SpecDecoder | None = None,
+    temperature: float = 0.0,
+    seed: int = 0,
+    **ignored: Any,
+) -> tuple[Tensor, int, int, list[int]]:
+    """Serve as ``forward_func`` of Spec-Bench's ``run_eval``.
+
+    Args:
+        inputs: what the tokenizer gave, with ``input_ids`` [1, P].
+        model: the base model.
+        tokenizer: its tokenizer.
+        max_new_tokens: limit.
+        decoder: what ``load`` returned; None decodes plainly, the baseline.
+        temperature: of the sampling.
+        seed: of the sampling.
+        **ignored: what the harness hands to every method.
+
+    Returns:
+        ``output_ids`` [1, P + L]; new tokens, the one that ends the answer not counted; forward
+        passes, the prefill included; tokens gained per verify step (of the baseline: per pass).
+
+    Raises:
+        ValueError: for another model than the decoder's base, or more than one prompt.
+    """
+    del ignored
+    if decoder is None:
+        decoder = SpecDecoder(model, None, tokenizer=tokenizer)
+    elif decoder.base is not model:
+        raise ValueError("model is not the base model of decoder: model=decoder.base")
+    if inputs.input_ids.shape[0] != 1:
+        raise ValueError(f"inputs must hold 1 prompt, got {inputs.input_ids.shape[0]}")
+    result, _, _ = decode_prompt(
+        decoder, inputs.input_ids, max_new_tokens, temperature=temperature, seed=seed
+    )
+    return (result.sequences, *count_tokens(decoder, result))
+
+
+MT_BENCH = (
+    "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities",
+)  # fmt: skip
+TASKS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
+
+CountTokens = Callable[[str], int]  # ids that the tokenizer makes of a text, bos included
+Details = Mapping[int | str, Mapping[str, Any]]  # question_id -> what lies beside its answer
+
+
+def tasks_of(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
+    """Return the answers by sub-task, ``overall`` at last.
+
+    Of Spec-Bench's categories, eight make up ``mt_bench``; in any other suite each is a task of its
+    own, even where it is called like one of them.
+    """
+    categories = list(dict.fromkeys(answer["category"] for answer in answers))
+    if set(categories) <= {*MT_BENCH, *TASKS[1:]}:
+        found = {
+            task: [a for a in answers if a["category"] in (MT_BENCH if i == 0 else (task,))]
+            for i, task in enumerate(TASKS)
+        }
+        found = {task: of for task, of in found.items() if of}
+    else:
+        found = {each: [a for a in answers if a["category"] == each] for each in categories}
+    return {**found, "overall": list(answers)}
+
+
+def published(
+    answers: Sequence[Answer], baseline: Sequence[Answer], count: CountTokens
+) -> dict[str, float | None]:
+    """Return what speed.py prints for one task.
+
+    Args:
+        answers: of the method.
+        baseline: of plain decoding.
+        count: the tokenizer's number of ids of a text, with what it puts before it.
+
+    Returns:
+        ``tokens_per_second``, ``tokens_per_second_baseline``, ``speedup`` and
+        ``mean_accepted_tokens``, which is 0 where no step was made. ``speedup`` is None where the
+        baseline's answers are empty.
+    """
+    speeds = [_new_tokens(each) / _seconds(each) for each in answers]
+    speeds0 = [
+        sum(count(text) - 1 for text in each["choices"][0]["turns"]) / _seconds(each)
+        for each in baseline
+    ]
+    lengths = [length for each in answers for length in each["choices"][0]["accept_lengths"]]
+    ours, theirs = sum(speeds) / len(speeds), sum(speeds0) / len(speeds0)
+    return {
+        "tokens_per_second": ours,
+        "tokens_per_second_baseline": theirs,
+        "speedup": ours / theirs if theirs else None,
+        "mean_accepted_tokens": sum(lengths) / len(lengths) if lengths else 0.0,
+    }
+
+
+def corrected(answers: Sequence[Answer], baseline: Sequence[Answer]) -> dict[str, Any]:
+    """Return the same with one rule of counting for both sides; both of the same questions.
+
+    Returns:
+        ``tokens_per_second``, ``tokens_per_second_baseline``, ``speedup`` and ``speedup_ci95``: the
+        bootstrap interval over questions.
+    """
+    tokens, tokens0 = _each(_new_tokens, answers), _each(_new_tokens, baseline)
+    seconds, seconds0 = _each(_seconds, answers), _each(_seconds, baseline)
+    return _speeds(tokens, seconds, tokens0, seconds0)
+
+
+def decode_only(
+    answers: Sequence[Answer],
+    baseline: Sequence[Answer],
+    details: Details,
+    details0: Details,
+) -> dict[str, Any] | None:
+    """Return :func:`corrected` without the prefill and the token it gives.
+
+    None where the files beside the answers do not say how long that took, or nothing but prefills
+    was done.
+    """
+    sides = []
+    for each, beside in ((answers, details), (baseline, details0)):
+        if any(answer["question_id"] not in beside for answer in each):
+            return None
+        rows = [beside[answer["question_id"]] for answer in each]
+        tokens = [float(sum(n - 1 for n in row["num_emitted"])) for row in rows]
+        seconds = [
+            _seconds(a) - sum(row["prefill_time"]) for a, row in zip(each, rows, strict=True)
+        ]
+        sides += [tokens, seconds]
+    return _speeds(*sides) if sum(sides[0]) and sum(sides[2]) else None
+
+
+def accept_length(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Return tokens per step, its interval over questions, and how deep guesses were accepted.
+
+    Returns:
+        ``accept_length`` and ``accept_length_ci95``, 0 where no step was made; ``accepted_at``: for
+        1, 2, ... guesses, the share of the steps that accepted at least as many.
+    """
+    lengths = [answer["choices"][0]["accept_lengths"] for answer in answers]
+    steps = sum(map(len, lengths))
+    if not steps:
+        return {"accept_length": 0.0, "accept_length_ci95": [0.0, 0.0], "accepted_at": []}
+    low, high = ratio_ci95([list(map(sum, lengths))], [list(map(len, lengths))])
+    counts = [0] * (max(map(max, filter(None, lengths))) + 1)
+    for length in (length for each in lengths for length in each):
+        counts[length] += 1
+    at_least = list(accumulate(reversed(counts)))[::-1]  # steps of this length and more
+    return {
+        "accept_length": sum(map(sum, lengths)) / steps,
+        "accept_length_ci95": [low, high],
+        "accepted_at": [n / steps for n in at_least[2:]],
+    }
+
+
+def score(
+    answers: Sequence[Answer],
+    baseline: Sequence[Answer],
+    count: CountTokens,
+    details: Details,
+    details0: Details,
+) -> list[dict[str, Any]]:
+    """Return a row per sub-task, and ``overall``.
+
+    Spec-Bench's formula is given each file as it is, as speed.py is. What is corrected compares the
+    questions that stand in both.
+
+    Args:
+        answers: of the method.
+        baseline: of plain decoding; empty if there is none.
+        count: see :func:`published`.
+        details: of the method's answers.
+        details0: of the baseline's.
+
+    Returns:
+        Rows with ``task``, ``num_questions``, :func:`accept_length`'s keys, ``published``,
+        ``corrected``, ``decode_only`` (each None without a baseline), ``identical`` texts among
+        those ``compared``, and ``different``: the questions whose answers are not the same.
+    """
+    theirs, rows = tasks_of(baseline), []
+    for task, of in tasks_of(answers).items():
+        against = theirs.get(task, [])
+        known = {answer["question_id"]: answer for answer in against}
+        both = [answer for answer in of if answer["question_id"] in known]
+        others = [known[answer["question_id"]] for answer in both]
+        texts = [
+            (a["question_id"], one == other)
+            for a, b in zip(both, others, strict=True)
+            for one, other in zip(a["choices"][0]["turns"], b["choices"][0]["turns"], strict=False)
+        ]
+        rows.append(
+            {
+                "task": task,
+                "num_questions": len(of),
+                **accept_length(of),
+                "published": published(of, against, count) if against else None,
+                "corrected": corrected(both, others) if both else None,
+                "decode_only": decode_only(both, others, details, details0) if both else None,
+                "identical": sum(same for _, same in texts),
+                "compared": len(texts),
+                "different": list(dict.fromkeys(name for name, same in texts if not same)),
+            }
+        )
+    return rows
+
+
+def format_scores(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the table: Spec-Bench's own figures on the left, corrected ones on the right."""
+    width = max(14, *(len(row["task"]) for row in rows))
+    lines = [
+        f"{'':{width}}{'':>6}  {'Spec-Bench formula':^32}  {'corrected: one rule for both':^51}",
+        f"{'task':<{width}}{'n':>6}  {'tok/s':>8}{'base':>8}{'speed-up':>10}{'MAT':>6}"
+        f"  {'speed-up':>9}{'95%':>12}{'decode':>8}{'95%':>12}{'same':>10}",
+    ]
+    for row in rows:
+        ours, fair, decode = row["published"], row["corrected"], row["decode_only"]
+        cells = f"{row['task']:<{width}}{row['num_questions']:>6}  "
+        if ours is None or fair is None:
+            lines.append(f"{cells}{'-':>8}{'-':>8}{'-':>10}{row['accept_length']:>6.2f}")
+            continue
+        cells += (
+            f"{ours['tokens_per_second']:>8.1f}{ours['tokens_per_second_baseline']:>8.1f}"
+            f"{_times(ours):>10}{ours['mean_accepted_tokens']:>6.2f}"
+            f"  {_times(fair):>9}{_interval(fair):>12}"
+        )
+        cells += f"{_times(decode):>8}{_interval(decode):>12}" if decode else f"{'-':>20}"
+        same = f"{row['identical']}/{row['compared']}"
+        lines.append(f"{cells}{same:>10}")
+    overall = rows[-1]
+    low, high = overall["accept_length_ci95"]
+    deep = ", ".join(f"{i}: {share:.2f}" for i, share in enumerate(overall["accepted_at"], 1))
+    lines.append(
+        f"Accept length {overall['accept_length']:.2f} (95%: {low:.2f} to {high:.2f})"
+        + (f"; share of steps that accepted at least so many guesses: {deep}" if deep else "")
+    )
+    return "\n".join(lines)
+
+
+def _times(speeds: Mapping[str, Any]) -> str:
+    return "-" if speeds["speedup"] is None else f"{speeds['speedup']:.2f}x"
+
+
+def _interval(speeds: Mapping[str, Any]) -> str:
+    low, high = speeds["speedup_ci95"]
+    return f"{low:.2f}-{high:.2f}"
+
+
+def _speeds(
+    tokens: list[float], seconds: list[float], tokens0: list[float], seconds0: list[float]
+) -> dict[str, Any]:
+    ours, theirs = sum(tokens) / sum(seconds), sum(tokens0) / sum(seconds0)
+    low, high = ratio_ci95([tokens, seconds0], [seconds, tokens0])
+    return {
+        "tokens_per_second": ours,
+        "tokens_per_second_baseline": theirs,
+        "speedup": ours / theirs if theirs else None,
+        "speedup_ci95": [low, high],
+    }
+
+
+def _each(of: Callable[[Answer], float], answers: Sequence[Answer]) -> list[float]:
+    return [of(answer) for answer in answers]
+
+
+def _new_tokens(answer: Answer) -> float:
+    return float(sum(answer["choices"][0]["new_tokens"]))
+
+
+def _seconds(answer: Answer) -> float:
+    return float(sum(answer["choices"][0]["wall_time"]))

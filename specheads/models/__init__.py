@@ -1,0 +1,1 @@
+"""The base models, the heads and draft models on them, and their files."""

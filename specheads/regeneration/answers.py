@@ -1,0 +1,314 @@
+"""The file that answers are appended to: it survives a kill at any moment, and is continued by id.
+
+``<output>`` holds one whole record per line, ``<output>.bad.jsonl`` the ids of records that could
+not be answered, with the reason, and ``<output>.json`` the settings with which both were made.
+
+How answers are asked for, of whichever engine, and what became of the records.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from specheads.config import ConfigError, RunError
+from specheads.data.schema import Record
+from specheads.regeneration.dialogue import prompt_digest
+from specheads.system.files import whole_file
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are drawn.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: 0 keeps all tokens.
+        top_p: 1 keeps all.
+        seed: each record's own is made from it, see :func:`record_seed`.
+        max_new_tokens: of one answer.
+        keep_truncated: keep answers that reached the limit.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    max_new_tokens: int = 512
+    keep_truncated: bool = False
+
+
+def record_seed(seed: int, record_id: str) -> int:
+    """Return the seed of one record's answers, in [0, 2**31): servers take no larger ones."""
+    digest = hashlib.sha256(f"{seed}\0{record_id}".encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
+
+
+@dataclass(frozen=True)
+class Quarantined:
+    """A record without an answer that could be used.
+
+    Attributes:
+        record: as it was read.
+        reason: one word, by which they are counted.
+        detail: what happened.
+        transient: whether it may go well another time; such records are tried again.
+    """
+
+    record: Record
+    reason: str
+    detail: str
+    transient: bool = False
+
+
+@dataclass
+class Outcome:
+    """What became of some records.
+
+    Attributes:
+        answered: records with their new answers.
+        quarantined: those without.
+        num_tokens: generated for all of them, as far as anybody counted.
+    """
+
+    answered: list[Record] = field(default_factory=list)
+    quarantined: list[Quarantined] = field(default_factory=list)
+    num_tokens: int = 0
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class AnswerFile:
+    """The open output; nobody else can have it open.
+
+    Args:
+        path: the .jsonl; made with its folder if it is not there.
+        settings: JSON of all that decides what answers there are. A file made with others is
+            refused.
+
+    Attributes:
+        done: id -> digest of the prompt, of every record in the file.
+        bad: id -> reason, of the records in quarantine.
+        num_cut: bytes of a line that a killed run had not finished, and that were cut off.
+
+    Raises:
+        ConfigError: if another process has it open, it was made with other settings or by other
+            means, or a line in it is damaged; names file, line or setting.
+    """
+
+    def __init__(self, path: str | Path, settings: Mapping[str, Any]) -> None:
+        self.path = Path(path)
+        self.bad_path = self.path.with_name(self.path.name + ".bad.jsonl")
+        self.settings_path = self.path.with_name(self.path.name + ".json")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        except OSError as error:
+            raise ConfigError(f"cannot write {self.path}: {error.strerror}") from None
+        try:
+            self._lock()
+            self._check_settings(settings)
+            self.num_cut = cut_torn_line(self.path)
+            self.done = self._read_done()
+            self.num_cut += cut_torn_line(self.bad_path)
+            self.bad = self._read_bad()
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"another process is writing {self.path}") from None
+
+    def _check_settings(self, settings: Mapping[str, Any]) -> None:
+        wanted = json.loads(json.dumps(settings))
+        if not self.settings_path.exists():
+            if self.path.stat().st_size:
+                raise ConfigError(
+                    f"{self.path} holds something, but there is no {self.settings_path.name}"
+                    " beside it: it was not made by regenerate; choose another output="
+                )
+            with whole_file(self.settings_path) as fresh:
+                fresh.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
+            return
+        try:
+            found = json.loads(self.settings_path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{self.settings_path} is damaged: {error}") from None
+        if not isinstance(found, dict):
+            raise ConfigError(f"{self.settings_path} is damaged: it holds no object")
+        others = [
+            f"{key}={_shown(found, key)} there, {_shown(wanted, key)} here"
+            for key in dict.fromkeys([*wanted, *found])
+            if found.get(key) != wanted.get(key)
+        ]
+        if others:
+            raise ConfigError(
+                f"{self.path} was made with other settings: {'; '.join(others)};"
+                " choose another output="
+            )
+
+    def _read_done(self) -> dict[str, str]:
+        done: dict[str, str] = {}
+        for number, record in read_lines(self.path):
+            name = record.get("id")
+            if not isinstance(name, str) or not {"messages", "completion"} & record.keys():
+                raise ConfigError(f"{self.path}:{number} is not a record that regenerate wrote")
+            if name in done:
+                raise ConfigError(f"{self.path}:{number}: id {name!r} is there twice")
+            done[name] = prompt_digest(record)
+        return done
+
+    def _read_bad(self) -> dict[str, str]:
+        if not self.bad_path.exists():
+            return {}
+        lines = [line for _, line in read_lines(self.bad_path)]
+        kept = [line for line in lines if not line["transient"] and line["id"] not in self.done]
+        if len(kept) < len(lines):
+            with whole_file(self.bad_path) as fresh:
+                fresh.write_bytes(_bytes("".join(map(_line, kept))))
+        return {line["id"]: line["reason"] for line in kept}
+
+    def left(self, records: Sequence[Record]) -> list[Record]:
+        """Return the records that are neither answered nor in quarantine.
+
+        Raises:
+            ConfigError: if a record's answer in the file is one to another prompt.
+        """
+        for record in records:
+            known = self.done.get(record["id"])
+            if known is not None and known != prompt_digest(record):
+                raise ConfigError(
+                    f"{self.path} has an answer for record {record['id']}, but to another prompt"
+                    " than the input has now; choose another output="
+                )
+        return [r for r in records if r["id"] not in self.done and r["id"] not in self.bad]
+
+    def append(self, answered: Sequence[Record], quarantined: Sequence[Quarantined] = ()) -> None:
+        """Append whole lines to both files and force them onto the disk.
+
+        Raises:
+            RunError: if there is no room; what was there before is untouched.
+        """
+        lines = [
+            _line(
+                {
+                    "id": item.record["id"],
+                    "kind": item.record["kind"],
+                    "reason": item.reason,
+                    "detail": item.detail,
+                    "transient": item.transient,
+                }
+            )
+            for item in quarantined
+        ]
+        try:
+            _append(self._file, "".join(map(_line, answered)))
+            if lines:
+                file = os.open(self.bad_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+                try:
+                    _append(file, "".join(lines))
+                finally:
+                    os.close(file)
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            raise RunError(
+                f"no room to write {self.path} (disk full?); what was written before is kept,"
+                " and the same command goes on"
+            ) from None
+        for record in answered:
+            self.done[record["id"]] = prompt_digest(record)
+        for item in quarantined:
+            self.bad[item.record["id"]] = item.reason
+
+    def reasons(self) -> str:
+        """Return how many records are in quarantine and why, as a few words."""
+        counts = Counter(self.bad.values())
+        why = ", ".join(f"{reason} {n:,}" for reason, n in counts.most_common())
+        return f"{len(self.bad):,} in quarantine" + (f" ({why})" if why else "")
+
+    def __enter__(self) -> Self:
+        """Return self; the file is already open and locked."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the file, which gives the lock back."""
+        os.close(self._file)
+
+
+def cut_torn_line(path: Path) -> int:
+    """Cut off what stands behind the last line break; a file that is not there has nothing.
+
+    Returns:
+        How many bytes that were.
+    """
+    if not path.exists():
+        return 0
+    with path.open("r+b") as file:
+        size = end = file.seek(0, os.SEEK_END)
+        kept = 0
+        while end and not kept:
+            start = max(0, end - (1 << 16))
+            file.seek(start)
+            kept = start + 1 + at if (at := file.read(end - start).rfind(b"\n")) >= 0 else 0
+            end = start
+        if kept < size:
+            file.truncate(kept)
+            os.fsync(file.fileno())
+    return size - kept
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield line numbers, from 1, and the objects of a .jsonl.
+
+    Raises:
+        ConfigError: for a line that is not a JSON object; names it.
+    """
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                found = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"{path}:{number} is damaged: {error}") from None
+            if not isinstance(found, dict):
+                raise ConfigError(f"{path}:{number} is damaged: it holds no object")
+            yield number, found
+
+
+def _line(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False) + "\n"
+
+
+def _bytes(text: str) -> bytes:
+    # half of a surrogate pair has no UTF-8, but JSON has an escape for it
+    return text.encode("utf-8", "backslashreplace")
+
+
+def _append(file: int, text: str) -> None:
+    data = _bytes(text)
+    while data:
+        data = data[os.write(file, data) :]
+    os.fsync(file)
+
+
+def _shown(settings: Mapping[str, Any], key: str) -> str:
+    value = settings.get(key)
+    return value[:12] if key.endswith("digest") and isinstance(value, str) else json.dumps(value)

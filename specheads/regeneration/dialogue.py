@@ -1,0 +1,296 @@
+"""Take the answers out of a record, give them anew one after the other, and put it together again.
+
+An answer is due after every run of messages in which a user speaks, the last one included, whether
+or not the record had one there. An assistant that speaks before any user is left out: nobody asked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from specheads.config import ConfigError
+from specheads.data.chat import Encoder
+from specheads.data.rendering import render
+from specheads.data.schema import Record, tokenizer_digest
+from specheads.losses.cross_entropy import IGNORE
+
+_ROLES = ("system", "user", "assistant")
+_STAND_IN = "9a41f0c7-the-answer"  # no text holds it by chance
+
+
+class UnusableRecordError(ValueError):
+    """A record that cannot be answered.
+
+    Attributes:
+        reason: one word, by which such records are counted.
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One new answer; ``num_tokens`` counts its end token, and is None where nobody counted."""
+
+    text: str
+    finish_reason: str
+    num_tokens: int | None = None
+
+
+@dataclass
+class Dialogue:
+    """A record without its answers, and the new answers so far.
+
+    Attributes:
+        record: as it was read.
+        turns: the messages before each answer that is due; of a record with ``prompt`` and
+            ``completion``, one turn without messages.
+        answers: the new ones, at most one per turn.
+        ids: where an engine of ours answers: all tokens so far, prompts and answers.
+        spans: [start, stop) of the answers in ``ids``.
+    """
+
+    record: Record
+    turns: list[list[dict[str, Any]]]
+    answers: list[Answer] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    spans: list[list[int]] = field(default_factory=list)
+
+    @property
+    def id(self) -> str:
+        """The record's id."""
+        return str(self.record["id"])
+
+    @property
+    def finished(self) -> bool:
+        """Whether every turn has its answer."""
+        return len(self.answers) == len(self.turns)
+
+    def messages(self) -> list[dict[str, Any]]:
+        """Return the conversation so far: up to the next answer that is due, or all of it."""
+        found: list[dict[str, Any]] = []
+        for i, turn in enumerate(self.turns[: len(self.answers) + 1]):
+            found += turn
+            if i < len(self.answers):
+                found.append({"role": "assistant", "content": self.answers[i].text})
+        return found
+
+    def answered(self, generation: dict[str, Any], tokens: dict[str, Any] | None) -> Record:
+        """Return the record with the new answers, and what is known about their making."""
+        left_out = ("messages", "completion", "tokens", "generation")
+        record = {key: value for key, value in self.record.items() if key not in left_out}
+        if "prompt" in record:
+            record["completion"] = self.answers[0].text
+        else:
+            record["messages"] = self.messages()
+        if tokens is not None:
+            record["tokens"] = tokens
+        record["generation"] = generation | {
+            "finish_reason": [answer.finish_reason for answer in self.answers],
+            "num_tokens": [answer.num_tokens for answer in self.answers],
+        }
+        return record
+
+
+def check_answerable(records: Iterable[Record]) -> None:
+    """Refuse texts.
+
+    Raises:
+        ConfigError: names the first record that holds a text.
+    """
+    for record in records:
+        if "text" in record:
+            raise ConfigError(
+                f"record {record['id']} holds text, in which nothing is an answer; answers can be"
+                " given to messages, and to prompt and completion"
+            )
+
+
+def dialogue(record: Record) -> Dialogue:
+    """Take the answers out of ``record``, which holds messages, or prompt and completion.
+
+    Raises:
+        UnusableRecordError: if no user speaks in it, or one with another role does.
+    """
+    if "messages" not in record:
+        return Dialogue(record, [[]])
+    turns: list[list[dict[str, Any]]] = [[]]
+    for message in record["messages"]:
+        role = message["role"]
+        if role not in _ROLES:
+            raise UnusableRecordError("role", f"a message has the role {role!r}")
+        if role != "assistant":
+            turns[-1].append(message)
+        elif _asks(turns[-1]):
+            turns.append([])
+    while turns and not _asks(turns[-1]):
+        turns.pop()
+    if not turns:
+        raise UnusableRecordError("role", "no message is a user's")
+    return Dialogue(record, turns)
+
+
+def _asks(turn: list[dict[str, Any]]) -> bool:
+    return any(message["role"] == "user" for message in turn)
+
+
+def check_answer(talk: Dialogue, keep_truncated: bool) -> None:
+    """Refuse the latest answer where nothing should be learned from it.
+
+    Raises:
+        UnusableRecordError: if it is truncated, empty, or stopped by something else than its end.
+    """
+    answer, number = talk.answers[-1], len(talk.answers)
+    if answer.finish_reason == "length":
+        if not keep_truncated:
+            tokens = "" if answer.num_tokens is None else f" of {answer.num_tokens} tokens"
+            raise UnusableRecordError(
+                "truncated", f"answer {number} reached the limit{tokens} before its end"
+            )
+    elif answer.finish_reason != "stop":
+        raise UnusableRecordError(
+            "unfinished", f"answer {number} was stopped: {answer.finish_reason}"
+        )
+    if not answer.text.strip():
+        raise UnusableRecordError("empty", f"answer {number} is empty")
+    try:
+        answer.text.encode()
+    except UnicodeEncodeError:
+        raise UnusableRecordError("text", f"answer {number} holds half a character") from None
+
+
+def span_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Record], dict[str, Any]]:
+    """Return a function that gives the ``tokens`` to store with a record, from its texts.
+
+    They are what training would see without them: the one that made the answers keeps its ids.
+
+    Raises:
+        ConfigError: if there is no eos token; the function, if the template refuses a record.
+    """
+    encoder, digest = Encoder(tokenizer), tokenizer_digest(tokenizer)
+
+    def encode(record: Record) -> dict[str, Any]:
+        encoded = encoder(record)
+        learned = [label != IGNORE for label in encoded.labels.tolist()]
+        cuts = [i for i, (a, b) in enumerate(pairwise([False, *learned, False])) if a != b]
+        spans = [[start, stop] for start, stop in zip(cuts[::2], cuts[1::2], strict=True)]
+        return {"ids": encoded.input_ids.tolist(), "answers": spans, "tokenizer": digest}
+
+    return encode
+
+
+def prompt_digest(record: Record) -> str:
+    """Return a short digest of all that answers depend on; a record's own answers do not count."""
+    try:
+        content: object = [record.get("prompt"), dialogue(record).turns]
+    except UnusableRecordError as error:
+        content = str(error)
+    line = json.dumps(content, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(line.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+class TurnEncoder:
+    """Gives the token ids before each answer; the ids of earlier answers stay as they were.
+
+    Tokenizing a whole conversation anew may split the text of a generated answer otherwise than it
+    was generated, or rewrite it (templates that drop earlier thoughts). Here what a template puts
+    between an answer and the next one is found once with a stand-in for the answer, and set behind
+    the very ids that were generated.
+
+    Args:
+        tokenizer: of the base model.
+        end_tokens: ids that end an answer.
+
+    Raises:
+        ConfigError: if the tokenizer has no eos token.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_tokens: Sequence[int]) -> None:
+        self.encoder = Encoder(tokenizer)
+        self.tokenizer = tokenizer
+        self.end_tokens = frozenset(end_tokens)
+
+    def ask(self, talk: Dialogue) -> list[int]:
+        """Append what stands before the next answer to ``talk.ids``, and return all of them.
+
+        Raises:
+            UnusableRecordError: if the chat template does not take the conversation.
+        """
+        if "messages" not in talk.record:
+            bare = {"id": talk.id, "prompt": talk.record["prompt"], "completion": ""}
+            talk.ids = self.encoder.prompt(bare)
+            return talk.ids
+        try:
+            if talk.answers:
+                self._go_on(talk)
+            else:
+                messages = [*talk.turns[0], {"role": "assistant", "content": _STAND_IN}]
+                talk.ids = self.encoder.prompt({"id": talk.id, "messages": messages})
+        except (ConfigError, TemplateError) as error:
+            raise UnusableRecordError("template", str(error)) from None
+        return talk.ids
+
+    def add(self, talk: Dialogue, new_tokens: Sequence[int], *, ended: bool) -> None:
+        """Append an answer's tokens, the one that ended it included.
+
+        Raises:
+            UnusableRecordError: if a token stands for nothing: embeddings are often padded.
+        """
+        if (largest := max(new_tokens)) >= len(self.tokenizer):
+            raise UnusableRecordError(
+                "token", f"token {largest} of {len(self.tokenizer)} was generated"
+            )
+        talk.spans.append([len(talk.ids), len(talk.ids) + len(new_tokens)])
+        talk.ids = [*talk.ids, *new_tokens]
+        talk.answers.append(
+            Answer(
+                self.text(new_tokens[:-1] if ended else new_tokens),
+                "stop" if ended else "length",
+                len(new_tokens),
+            )
+        )
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return the text of an answer's tokens, special ones left out."""
+        return str(
+            self.tokenizer.decode(
+                list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def _go_on(self, talk: Dialogue) -> None:
+        between = self._between(talk)
+        blank = 0
+        while blank < len(between) and not str(self.tokenizer.decode([between[blank]])).strip():
+            blank += 1
+        closing = between[blank] if blank < len(between) else None
+        if talk.answers[-1].finish_reason != "stop":
+            talk.ids = talk.ids + between
+        elif closing == talk.ids[-1]:
+            talk.ids = talk.ids + between[blank + 1 :]
+        else:  # it ended otherwise than the template ends answers: a server would not keep that
+            talk.ids = talk.ids[:-1] + between
+            talk.spans[-1][1] -= 1
+
+    def _between(self, talk: Dialogue) -> list[int]:
+        """Return the ids behind the latest answer's text, up to where the next one starts."""
+        num_past = len(talk.answers)
+        stand_in = {"role": "assistant", "content": _STAND_IN}
+        messages = [message for turn in talk.turns[:num_past] for message in (*turn, stand_in)]
+        text, _ = render(
+            self.tokenizer, [*messages, *talk.turns[num_past]], add_generation_prompt=True
+        )
+        _, found, behind = text.rpartition(_STAND_IN)
+        if not found:
+            raise UnusableRecordError("template", "the chat template leaves earlier answers out")
+        return list(self.tokenizer(behind, add_special_tokens=False, verbose=False).input_ids)

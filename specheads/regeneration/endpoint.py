@@ -1,0 +1,447 @@
+"""Let an OpenAI-compatible server answer records, many at one time.
+
+A patient client of an OpenAI-compatible server.
+
+Written with urllib: what is needed here is a POST that ends in time, and no HTTP package is among
+those that specheads asks for. Those have no time limit for a whole request either.
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import os
+import queue
+import random
+import reprlib
+import socket
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from specheads import __version__
+from specheads.config import ConfigError, RunError
+from specheads.data.schema import Record
+from specheads.regeneration.answers import Outcome, Quarantined, Sampling, record_seed
+from specheads.regeneration.dialogue import (
+    Answer,
+    Dialogue,
+    UnusableRecordError,
+    check_answer,
+    dialogue,
+)
+
+_LONGEST_PAUSE = 60.0  # seconds
+_MOST_BYTES = 16 << 20  # of a body: far more than any answer
+_BUSY = {408, 409, 425, 429}  # may go well later, as all from 500 on
+_HOPELESS = {401, 403, 404, 405, 407}  # no other request would go better
+
+
+class ServerError(RuntimeError):
+    """A request that failed.
+
+    Attributes:
+        transient: whether the same request may go well later.
+        hopeless: whether no request can go well.
+        pause: seconds that the server asks to wait.
+    """
+
+    def __init__(
+        self, text: str, *, transient: bool = False, hopeless: bool = False, pause: float = 0.0
+    ) -> None:
+        super().__init__(text)
+        self.transient = transient
+        self.hopeless = hopeless
+        self.pause = pause
+
+
+class StoppedError(Exception):
+    """The client was told to stop while it waited."""
+
+
+class Client:
+    """Sends requests to one server, each again with growing pauses where it fails for a time.
+
+    The key comes from ``OPENAI_API_KEY`` and goes nowhere but into the requests; redirections,
+    which might carry it to another host, are not followed.
+
+    Args:
+        url: with its version, e.g. ``http://localhost:8000/v1``.
+        timeout: seconds in which a whole answer must have come, however slowly it trickles.
+        retries: of a failed request.
+        pause: seconds before the first of them; later ones wait twice as long each.
+
+    Raises:
+        ConfigError: for a url that is none, or that holds a password: it would be written down.
+    """
+
+    def __init__(
+        self, url: str, *, timeout: float = 300.0, retries: int = 4, pause: float = 1.0
+    ) -> None:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"endpoint must be like http://localhost:8000/v1, got {url!r}")
+        if parts.username or parts.password:
+            raise ConfigError("endpoint must not hold a password; set OPENAI_API_KEY")
+        self.url = url.rstrip("/")
+        self.timeout = timeout
+        self.retries = retries
+        self.pause = pause
+        self.stopped = threading.Event()
+        self._key = os.environ.get("OPENAI_API_KEY", "")
+        self._opener = urllib.request.build_opener(_NoRedirect, _Http, _Https)
+
+    def call(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return what the server answers; a request without ``body`` is a GET.
+
+        Raises:
+            ServerError: after the last retry.
+            StoppedError: if the client was stopped meanwhile.
+        """
+        pause = self.pause
+        for attempt in range(self.retries + 1):
+            try:
+                return self._try(path, body)
+            except ServerError as error:
+                if not error.transient or attempt == self.retries:
+                    raise
+                # without chance in it, all that failed together would come back together
+                wait = max(min(pause, _LONGEST_PAUSE) * random.uniform(0.5, 1.5), error.pause)
+            if self.stopped.wait(wait):
+                raise StoppedError
+            pause *= 2
+        raise AssertionError
+
+    def _try(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        headers = {"Content-Type": "application/json", "User-Agent": f"specheads/{__version__}"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, headers)
+        try:
+            with self._opener.open(request, timeout=self.timeout) as response:
+                text = response.read(_MOST_BYTES + 1)
+        except urllib.error.HTTPError as error:
+            raise self._http_error(error) from None
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            problem = str(reason) or type(reason).__name__
+            if isinstance(reason, TimeoutError):
+                problem = f"no whole answer within timeout={self.timeout:g} seconds"
+            raise ServerError(problem, transient=True) from None
+        if len(text) > _MOST_BYTES:
+            raise ServerError(f"more than {_MOST_BYTES >> 20} MiB came back")
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise ServerError(f"no JSON object came back: {text[:80]!r}", transient=True)
+        return found
+
+    def _http_error(self, error: urllib.error.HTTPError) -> ServerError:
+        with error:
+            try:
+                body = error.read(300).decode("utf-8", "replace")
+            except (OSError, http.client.HTTPException):
+                body = ""
+        if self._key:
+            body = body.replace(self._key, "***")
+        code, asked = error.code, error.headers.get("Retry-After") or ""
+        return ServerError(
+            f"HTTP {code} {' '.join(body.split())}".strip(),
+            transient=code in _BUSY or code >= 500,
+            hopeless=code in _HOPELESS or 300 <= code < 400,
+            pause=min(float(asked), _LONGEST_PAUSE) if asked.isdecimal() else 0.0,
+        )
+
+    def first_model(self) -> str:
+        """Return the name of the first model that the server lists.
+
+        Raises:
+            RunError: if it does not answer, or lists none.
+        """
+        try:
+            listed = self.call("/models").get("data")
+        except ServerError as error:
+            raise RunError(f"{self.url}/models: {error}") from None
+        for each in listed if isinstance(listed, list) else []:
+            if isinstance(each, dict) and isinstance(name := each.get("id"), str) and name:
+                return name
+        raise RunError(f"{self.url} lists no models; give endpoint_model=")
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def http_error_302(self, *args: Any, **kwargs: Any) -> None:
+        """Leave it an error, without a look at where it leads."""
+
+    http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
+
+
+class _InTime(urllib.request.AbstractHTTPHandler):
+    """Opens connections whose whole answer must come within the request's ``timeout``.
+
+    A socket's own limit begins anew with every byte.
+    """
+
+    def do_open(self, http_class: Any, req: Any, **given: Any) -> Any:
+        end = time.monotonic() + req.timeout
+
+        def connect(*args: Any, **kwargs: Any) -> Any:
+            connection = http_class(*args, **kwargs)
+            connection.response_class = partial(_Answer, end=end)
+            return connection
+
+        return super().do_open(connect, req, **given)
+
+
+class _Http(_InTime, urllib.request.HTTPHandler):
+    pass
+
+
+class _Https(_InTime, urllib.request.HTTPSHandler):
+    pass
+
+
+class _Answer(http.client.HTTPResponse):
+    def __init__(self, sock: socket.socket, *args: Any, end: float, **kwargs: Any) -> None:
+        super().__init__(sock, *args, **kwargs)
+        self.fp = io.BufferedReader(_Until(end, sock, self.fp.detach()))
+
+
+class _Until(io.RawIOBase):
+    """The bytes of ``raw``; each read waits for what is left of the time until ``end``."""
+
+    def __init__(self, end: float, sock: socket.socket, raw: io.RawIOBase) -> None:
+        self.end, self.sock, self.raw = end, sock, raw
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        left = self.end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self.sock.settimeout(left)
+        return self.raw.readinto(buffer)
+
+    def close(self) -> None:
+        self.raw.close()
+        super().close()
+
+
+_ANSWERED = (
+    "truncated",
+    "empty",
+    "unfinished",
+    "text",
+)  # reasons of quarantine: the server did answer
+_FAILED = ("server", "refused")
+_AT_ONCE = 64  # records that are handed on together
+
+
+def next_answer(client: Client, model: str, sampling: Sampling, talk: Dialogue) -> Answer:
+    """Ask for the next answer of a dialogue.
+
+    Raises:
+        ServerError: if the server gave none.
+    """
+    body: dict[str, Any] = {
+        "model": model,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "seed": record_seed(sampling.seed, talk.id),
+        "max_tokens": sampling.max_new_tokens,
+    }
+    if sampling.top_k:  # not every server knows it
+        body["top_k"] = sampling.top_k
+    is_chat = "messages" in talk.record
+    if is_chat:
+        found = client.call("/chat/completions", body | {"messages": talk.messages()})
+    else:
+        found = client.call("/completions", body | {"prompt": talk.record["prompt"]})
+    try:
+        choice = found["choices"][0]
+        text = _text(choice["message"]["content"] if is_chat else choice["text"])
+        reason = choice["finish_reason"]
+        num_tokens = (found.get("usage") or {}).get("completion_tokens")
+        counted = num_tokens is None or (type(num_tokens) is int and 0 <= num_tokens < 1 << 32)
+        if not counted or not isinstance(reason, str | None):
+            raise TypeError
+    except (KeyError, IndexError, TypeError, AttributeError):
+        raise ServerError(f"no answer in {reprlib.repr(found)}") from None
+    return Answer(text, f"{reason!s:.40}", num_tokens)
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):  # parts; others than texts are thoughts and the like
+        texts = ("text", "output_text")
+        return "".join(part["text"] for part in content if part["type"] in texts)
+    if not isinstance(content, str | None):
+        raise TypeError
+    return content or ""
+
+
+class Asking:
+    """Answers records with a server, several at one time.
+
+    Args:
+        client: of the server.
+        model: as the server calls it.
+        sampling: how answers are drawn; each record is asked for with its own seed.
+        concurrency: requests at one time.
+        encode: gives the tokens of an answered record, to be stored with it; called here, by one
+            thread.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        model: str,
+        sampling: Sampling,
+        *,
+        concurrency: int,
+        encode: Callable[[Record], dict[str, Any]] | None = None,
+    ) -> None:
+        self.client = client
+        self.model = model
+        self.sampling = sampling
+        self.concurrency = concurrency
+        self.encode = encode
+
+    def answer(self, records: Sequence[Record], generation: dict[str, Any]) -> Iterator[Outcome]:
+        """Answer records; yield what became of them, some at a time, as answers come.
+
+        Args:
+            records: to answer.
+            generation: JSON about the server, for every answered record.
+
+        Raises:
+            RunError: if the server refuses all requests, never answered once, or has stopped
+                answering.
+        """
+        todo: queue.SimpleQueue[Record] = queue.SimpleQueue()
+        done: queue.SimpleQueue[Dialogue | Quarantined | BaseException] = queue.SimpleQueue()
+        for record in records:
+            todo.put(record)
+        num_threads = min(self.concurrency, len(records))
+        for _ in range(num_threads):
+            threading.Thread(target=self._work, args=(todo, done), daemon=True).start()
+        health = _Health(self.client.url, num_threads)
+        held: list[Quarantined] = []  # until it is known that it was not the server
+        settled, failure = 0, None
+        try:
+            while settled < len(records) and failure is None:
+                outcome = Outcome()
+                try:
+                    for item in _take(done):
+                        settled += 1
+                        health.look_at(item)
+                        if isinstance(item, Quarantined):
+                            held.append(item)
+                        elif isinstance(item, Dialogue):
+                            self._collect(item, generation, outcome)
+                    if settled == len(records):
+                        health.check_end()
+                except RunError as error:
+                    failure = error  # what else has come is kept
+                if health.answered or settled == len(records):
+                    outcome.quarantined += held
+                    held.clear()
+                yield outcome
+        finally:
+            self.client.stopped.set()
+        if failure is not None:
+            raise failure
+
+    def _collect(self, talk: Dialogue, generation: dict[str, Any], outcome: Outcome) -> None:
+        outcome.num_tokens += sum(answer.num_tokens or 0 for answer in talk.answers)
+        record = talk.answered(generation, None)
+        if self.encode is not None:
+            try:
+                record["tokens"] = self.encode(record)
+            except ConfigError as error:
+                outcome.quarantined.append(Quarantined(talk.record, "template", str(error)))
+                return
+        outcome.answered.append(record)
+
+    def _work(
+        self,
+        todo: queue.SimpleQueue[Record],
+        done: queue.SimpleQueue[Dialogue | Quarantined | BaseException],
+    ) -> None:
+        try:
+            while not self.client.stopped.is_set():
+                done.put(self._settle(todo.get_nowait()))
+        except (queue.Empty, StoppedError):
+            return
+        except BaseException as error:  # raised again by whoever waits for answers
+            done.put(error)
+
+    def _settle(self, record: Record) -> Dialogue | Quarantined:
+        try:
+            talk = dialogue(record)
+            while not talk.finished:
+                talk.answers.append(next_answer(self.client, self.model, self.sampling, talk))
+                check_answer(talk, self.sampling.keep_truncated)
+        except UnusableRecordError as error:
+            return Quarantined(record, error.reason, str(error))
+        except ServerError as error:
+            if error.hopeless:
+                raise RunError(f"{self.client.url} refuses all requests: {error}") from None
+            reason = "server" if error.transient else "refused"
+            return Quarantined(record, reason, str(error), error.transient)
+        return talk
+
+
+class _Health:
+    """Tells a server that is down from records that it cannot answer."""
+
+    def __init__(self, url: str, num_threads: int) -> None:
+        self.url = url
+        self.answered = False
+        self.num_failed = 0  # one after the other
+        self.num_threads = num_threads
+        self.last = ""
+
+    def look_at(self, item: Dialogue | Quarantined | BaseException) -> None:
+        """Count, and give up where it is hopeless.
+
+        Raises:
+            RunError: if the server never answered, or has stopped answering.
+        """
+        if isinstance(item, BaseException):
+            raise item
+        if isinstance(item, Dialogue) or item.reason in _ANSWERED:
+            self.answered, self.num_failed = True, 0
+        elif item.reason in _FAILED and (item.transient or not self.answered):
+            self.num_failed, self.last = self.num_failed + 1, item.detail
+        if not self.answered and self.num_failed >= self.num_threads:
+            self.check_end()
+        if self.num_failed >= max(8, 2 * self.num_threads):
+            raise RunError(
+                f"{self.url} has stopped answering: {self.last}; the same command goes on"
+            )
+
+    def check_end(self) -> None:
+        """Raise RunError if no request ever went well."""
+        if self.num_failed and not self.answered:
+            raise RunError(f"{self.url} never answered: {self.last}")
+
+
+def _take(
+    done: queue.SimpleQueue[Dialogue | Quarantined | BaseException],
+) -> Iterator[Dialogue | Quarantined | BaseException]:
+    """Wait for one item, then yield it and those that are there already."""
+    yield done.get()
+    for _ in range(_AT_ONCE - 1):
+        try:
+            yield done.get_nowait()
+        except queue.Empty:
+            return

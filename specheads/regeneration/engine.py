@@ -1,0 +1,395 @@
+"""Answer records with the base model itself, many at a time; no answer knows its neighbours.
+
+Each row draws with a seed made from the run's seed and its record's id. In float32 an answer is
+therefore the same whatever batch it falls in, in which order, and after how many restarts.
+
+Who answers when ``regenerate`` is run: which weights, with which settings, and their engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from specheads.config import ConfigError, RegenerateConfig
+from specheads.data.schema import Record
+from specheads.decoding.exported import exported_drafter
+from specheads.decoding.loop import decode
+from specheads.decoding.result import DecodedRow
+from specheads.decoding.stream import Job, PlainStream, SeededRows
+from specheads.drafters.contract import Drafter
+from specheads.models.base import (
+    check_tokenizer,
+    context_length,
+    end_tokens,
+    load_base_model,
+    load_tokenizer,
+)
+from specheads.models.checkpoint import load_export, read_config
+from specheads.models.forward import groups_by_side
+from specheads.models.names import (
+    base_digest,
+    file_sha256,
+    model_folder,
+    resolve_name,
+    weight_files,
+)
+from specheads.models.support import tree_support
+from specheads.regeneration.answers import Outcome, Quarantined, Sampling, record_seed
+from specheads.regeneration.dialogue import (
+    Dialogue,
+    TurnEncoder,
+    UnusableRecordError,
+    check_answer,
+    dialogue,
+)
+from specheads.regeneration.endpoint import Client
+from specheads.system import hardware
+
+POOL = 32  # batches whose records are sorted by length together
+HELD = 2.0  # seconds for which answers are held back at most, so that many are written together
+
+
+@dataclass
+class _Talked(Outcome):
+    """An outcome before its dialogues have become records."""
+
+    talks: list[Dialogue] = field(default_factory=list)
+
+
+class Engine:
+    """The base model as it answers: plainly, or with a drafter, whose answers are the same.
+
+    Args:
+        base: the base model.
+        turns: gives the prompts' ids.
+        sampling: how answers are drawn.
+        drafter: proposes; None decodes one token at a time. Its candidates are to be deterministic.
+        batch_size: dialogues that are decoded together; 1 where the model takes no more.
+
+    Raises:
+        ValueError: for a drafter that samples: its random choices belong to rows, not to records.
+    """
+
+    def __init__(
+        self,
+        base: PreTrainedModel,
+        turns: TurnEncoder,
+        sampling: Sampling,
+        *,
+        drafter: Drafter | None = None,
+        batch_size: int = 8,
+    ) -> None:
+        if drafter is not None and not drafter.deterministic:
+            raise ValueError("drafter must be deterministic: a sampling one draws by row")
+        self.base = base
+        self.turns = turns
+        self.sampling = sampling
+        self.drafter = drafter
+        self.batch_size = batch_size if tree_support(base).kind == "tree" else 1
+        self.context = context_length(base) or 1 << 40
+
+    def answer(
+        self,
+        records: Sequence[Record],
+        generation: dict[str, Any],
+        tokenizer_digest: str,
+    ) -> Iterator[Outcome]:
+        """Answer records; yield what became of them, some at a time.
+
+        Args:
+            records: in an order of which every beginning is a fair sample; neighbours are sorted by
+                length within :data:`POOL` batches.
+            generation: JSON about the engine, for every answered record.
+            tokenizer_digest: of the tokenizer, for the stored ids.
+        """
+        answers = self._one_by_one if self.drafter is None else self._by_batches
+        for outcome in answers(records):
+            for talk in outcome.talks:
+                tokens = {"ids": talk.ids, "answers": talk.spans, "tokenizer": tokenizer_digest}
+                outcome.answered.append(talk.answered(generation, tokens))
+            if outcome.answered or outcome.quarantined or outcome.num_tokens:
+                yield outcome
+
+    def _pools(self, records: Sequence[Record]) -> Iterator[tuple[list[Dialogue], _Talked]]:
+        """Yield dialogues by length, some at a time, and what cannot be one of them."""
+        size = self.batch_size * POOL
+        for start in range(0, len(records), size):
+            outcome = _Talked()
+            talks: list[Dialogue] = []
+            for record in records[start : start + size]:
+                try:
+                    talks.append(dialogue(record))
+                except UnusableRecordError as error:
+                    outcome.quarantined.append(Quarantined(record, error.reason, str(error)))
+            talks = self._each(talks, self._ask, outcome)
+            yield sorted(talks, key=lambda talk: (len(talk.turns), len(talk.ids))), outcome
+
+    def _one_by_one(self, records: Sequence[Record]) -> Iterator[_Talked]:
+        """Answer plainly: whenever rows have ended, the next dialogues take their places."""
+        stream = PlainStream(
+            self.base,
+            self._sampler([]),
+            eos_token_ids=self.turns.end_tokens,
+            batch_size=self.batch_size,
+        )
+        waiting: deque[Dialogue] = deque()
+        pools, outcome, more = self._pools(records), _Talked(), True
+        start = time.monotonic()
+        while True:
+            while more and len(waiting) < stream.free:
+                found = next(pools, None)
+                more = found is not None
+                if found is not None:
+                    waiting += found[0]
+                    outcome.quarantined += found[1].quarantined
+            # a prompt alone is read as fast as a few together: let some rows become free
+            if waiting and stream.free >= min(-(-self.batch_size // 4), len(waiting)):
+                jobs = [self._job(talk) for talk in islice(waiting, stream.free)]
+                stream.add(jobs := jobs[: stream.num_fitting(jobs)])
+                for _ in jobs:
+                    waiting.popleft()
+            if stream.free < self.batch_size:
+                stream.step()
+            ended = stream.take_ended()
+            if ended:
+                talks = [job.owner for job, _ in ended]
+                waiting.extendleft(self._settle(talks, [row for _, row in ended], outcome))
+            idle = stream.free == self.batch_size and not waiting and not more
+            settled = len(outcome.talks) + len(outcome.quarantined)
+            if idle or settled >= self.batch_size or time.monotonic() - start > HELD:
+                yield outcome
+                outcome, start = _Talked(), time.monotonic()
+            if idle:
+                return
+
+    def _by_batches(self, records: Sequence[Record]) -> Iterator[_Talked]:
+        """Answer with heads, whose state belongs to a batch."""
+        for talks, outcome in self._pools(records):
+            yield outcome
+            for i in range(0, len(talks), self.batch_size):
+                outcome, batch = _Talked(), talks[i : i + self.batch_size]
+                while batch:
+                    rows = self.decode([self._job(talk) for talk in batch])
+                    batch = self._settle(batch, rows, outcome)
+                yield outcome
+
+    def _settle(
+        self, talks: list[Dialogue], rows: Sequence[DecodedRow], outcome: _Talked
+    ) -> list[Dialogue]:
+        """Give dialogues their next answers; return those in which another one is due."""
+        outcome.num_tokens += sum(len(row.new_tokens) for row in rows)
+        row_of = {talk.id: row for talk, row in zip(talks, rows, strict=True)}
+        talks = self._each(talks, partial(self._take, row_of), outcome)
+        outcome.talks += [talk for talk in talks if talk.finished]
+        return self._each([talk for talk in talks if not talk.finished], self._ask, outcome)
+
+    def _each(
+        self, talks: list[Dialogue], action: Callable[[Dialogue], object], outcome: Outcome
+    ) -> list[Dialogue]:
+        """Do ``action`` with each; return those that it is possible with."""
+        kept = []
+        for talk in talks:
+            try:
+                action(talk)
+            except UnusableRecordError as error:
+                outcome.quarantined.append(Quarantined(talk.record, error.reason, str(error)))
+            else:
+                kept.append(talk)
+        return kept
+
+    def _ask(self, talk: Dialogue) -> None:
+        self.turns.ask(talk)
+        if len(talk.ids) >= self.context:
+            raise UnusableRecordError(
+                "too_long", f"a prompt of {len(talk.ids)} tokens in a context of {self.context}"
+            )
+
+    def _job(self, talk: Dialogue) -> Job:
+        limit = min(self.sampling.max_new_tokens, self.context - len(talk.ids))
+        return Job(talk.ids, limit, record_seed(self.sampling.seed, talk.id), talk)
+
+    def _sampler(self, seeds: Sequence[int]) -> SeededRows:
+        sampling = self.sampling
+        return SeededRows(sampling.temperature, sampling.top_k, sampling.top_p, seeds=seeds)
+
+    def _take(self, row_of: dict[str, DecodedRow], talk: Dialogue) -> None:
+        row = row_of[talk.id]
+        self.turns.add(talk, row.new_tokens, ended=row.finished)
+        check_answer(talk, self.sampling.keep_truncated)
+
+    def decode(self, jobs: Sequence[Job]) -> list[DecodedRow]:
+        """Continue prompts with the drafter, those of one limit together."""
+        found: dict[int, DecodedRow] = {}
+        order = sorted(range(len(jobs)), key=lambda i: jobs[i].limit)
+        for _, group in groupby(order, lambda i: jobs[i].limit):
+            members = list(group)
+            spans = [(len(jobs[i].ids), len(jobs[i].ids) + jobs[i].limit) for i in members]
+            for rows in groups_by_side(self.base, spans):
+                some = [members[row] for row in rows]
+                found |= zip(some, self._decode([jobs[i] for i in some]), strict=True)
+        return [found[i] for i in range(len(jobs))]
+
+    def _decode(self, jobs: Sequence[Job]) -> tuple[DecodedRow, ...]:
+        assert self.drafter is not None
+        longest = max(len(job.ids) for job in jobs)
+        padding = [longest - len(job.ids) for job in jobs]
+        rows = [[0] * n + job.ids for n, job in zip(padding, jobs, strict=True)]
+        mask = [[0] * n + [1] * (longest - n) for n in padding]
+        return decode(
+            self.base,
+            self.drafter,
+            torch.tensor(rows, device=self.base.device),
+            attention_mask=torch.tensor(mask, device=self.base.device),
+            max_new_tokens=jobs[0].limit,
+            sampler=self._sampler([job.seed for job in jobs]),
+            eos_token_ids=self.turns.end_tokens,
+        ).rows
+
+
+@dataclass(frozen=True)
+class Answering:
+    """Whose answers these are.
+
+    Attributes:
+        model: a folder or a name; at an endpoint, the name there.
+        digest: of its weights; empty where a server has them.
+        tuned: whether it is the tuned base of an export, and not an original.
+        quantization: of an export's base, as it is recorded there.
+    """
+
+    model: str
+    digest: str = ""
+    tuned: bool = False
+    quantization: str | None = None
+
+
+def who_answers(config: RegenerateConfig, client: Client | None = None) -> Answering:
+    """Return whose answers the settings ask for, without loading a model.
+
+    Raises:
+        RunError: if the server has to be asked, and does not say.
+        ConfigError: if model and checkpoint contradict each other, or the checkpoint's base was
+            tuned and ``model`` does not ask for that tuned base by name.
+    """
+    if client is not None:
+        return Answering(config.endpoint_model or client.first_model())
+    if not config.checkpoint:
+        model = config.model or "tinycode"
+        return Answering(model, _digest(model, config))
+    info = read_config(config.checkpoint)["base"]
+    method = (info.get("quantization") or {}).get("method")
+    if not info["tuned"]:
+        found = _digest(config.model, config) if config.model else info["digest"]
+        if found != info["digest"]:
+            raise ConfigError(
+                f"{config.checkpoint} was trained on {info['name']}, digest"
+                f" {info['digest'][:12]}; model={config.model} has {found[:12]}"
+            )
+        return Answering(config.model or info["name"], found, quantization=method)
+    tuned = Path(config.checkpoint) / ("adapter" if info.get("adapter") else "base")
+    if not config.model or Path(config.model).resolve() != tuned.resolve():
+        raise ConfigError(
+            f"{config.checkpoint} brings a tuned base, so the answers would not be those of"
+            f" {config.model or info['name'] or 'tinycode'}; leave checkpoint out, or ask for the"
+            f" tuned base's answers with model={tuned}"
+        )
+    return Answering(str(tuned), _tuned_digest(tuned, info), tuned=True, quantization=method)
+
+
+def _tuned_digest(tuned: Path, info: dict[str, Any]) -> str:
+    if not info.get("adapter"):
+        return base_digest(str(tuned))
+    files = sorted(file for file in tuned.iterdir() if file.suffix in (".safetensors", ".json"))
+    lines = [info["digest"], *(f"{file.name}\0{file_sha256(file)}" for file in files)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _digest(model: str, config: RegenerateConfig) -> str:
+    folder = model_folder(model, revision=config.revision)
+    if folder != Path(resolve_name(model)) and not weight_files(folder):
+        load_base_model(  # a hub model that was never used here: fetch it
+            model,
+            revision=config.revision,
+            device="cpu",
+            attn="auto",
+            trust_remote_code=config.trust_remote_code,
+        )
+    return base_digest(model, revision=config.revision)
+
+
+def settings_of(config: RegenerateConfig, who: Answering) -> dict[str, Any]:
+    """Return all that decides which answers there are; a file is continued with the same only."""
+    if config.endpoint:
+        ours = {"model": who.model, "endpoint": True, "tokenizer": config.model}
+    else:
+        dtype = hardware.pick_dtype(config.dtype, hardware.pick_device(config.device))
+        ours = {
+            "model_digest": who.digest,  # its folder may move
+            "tuned": who.tuned,
+            "quantization": who.quantization,
+            "dtype": str(dtype).removeprefix("torch."),
+        }
+    # greedy answers do not depend on how others would be drawn
+    drawn = {"top_k": config.top_k, "top_p": config.top_p, "seed": config.seed}
+    return {
+        **ours,
+        "temperature": config.temperature,
+        **(drawn if config.temperature else {}),
+        "max_new_tokens": config.max_new_tokens,
+        "keep_truncated": config.keep_truncated,
+    }
+
+
+def sampling_of(config: RegenerateConfig) -> Sampling:
+    """Return how answers are drawn."""
+    return Sampling(
+        config.temperature,
+        config.top_k,
+        config.top_p,
+        config.seed,
+        config.max_new_tokens,
+        config.keep_truncated,
+    )
+
+
+def load_engine(config: RegenerateConfig, who: Answering) -> Engine:
+    """Load the base model, and the heads of ``checkpoint`` where there is one."""
+    device = hardware.pick_device(config.device)
+    dtype = hardware.pick_dtype(config.dtype, device)
+    hardware.pin_threads(config.threads)
+    trust = config.trust_remote_code
+    drafter = None
+    if config.checkpoint:
+        export = load_export(
+            config.checkpoint,
+            base=None if who.tuned or not config.model else config.model,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust,
+        )
+        base, tokenizer, drafter = export.base, export.tokenizer, exported_drafter(export)
+    else:
+        tokenizer = load_tokenizer(who.model, revision=config.revision, trust_remote_code=trust)
+        base = load_base_model(
+            who.model,
+            revision=config.revision,
+            dtype=dtype,
+            device=device,
+            attn="auto",
+            trust_remote_code=trust,
+        )
+        check_tokenizer(tokenizer, base)
+    turns = TurnEncoder(tokenizer, end_tokens(base, tokenizer))
+    size = config.batch_size
+    return Engine(base, turns, sampling_of(config), drafter=drafter, batch_size=size)

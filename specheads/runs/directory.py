@@ -1,0 +1,219 @@
+"""One run's directory: who holds it, whether it can be written, and where its figures come from.
+
+``runs/<name>/``: ``LOCK`` (held while the run lives), ``config.yaml``, ``provenance.json``, and
+what others fill: ``metrics.jsonl``, ``samples.jsonl``, ``tree.svg``, ``checkpoints/``, ``export/``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import IO, Any
+
+from specheads import __version__
+from specheads.config import ConfigError, RunError
+from specheads.system import dist
+from specheads.system.files import made_for_now, no_room, whole_file
+from specheads.system.redact import redact
+
+USED = ("config.yaml", "metrics.jsonl", "checkpoints", "export")
+PACKAGES = ("torch", "transformers", "safetensors", "deepspeed", "hydra-core", "wandb")
+
+# what a start writes before its first step
+_FIRST = ("config.yaml", "provenance.json", "metrics.jsonl", "wandb", "tokenizer")
+_PROBE = 1 << 16  # bytes: with less room than this not even the metrics of a run fit
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+def is_used(run_dir: Path) -> bool:
+    """Return whether an earlier run left something in ``run_dir``."""
+    return any((run_dir / name).exists() for name in USED)
+
+
+def refuse_used(run_dir: Path, resume: str) -> None:
+    """Raise ConfigError if an earlier run left something and ``resume`` is empty."""
+    if is_used(run_dir) and not resume:
+        raise ConfigError(
+            f"run directory {run_dir} holds an earlier run; choose another name=, "
+            "continue it with resume=auto, or delete it"
+        )
+
+
+def lock(path: Path) -> IO[str]:
+    """Return the open, locked file ``path``; the lock dies with this process.
+
+    Where the file system has no locks (some NFS mounts), a line says so and the run goes on.
+
+    Raises:
+        ConfigError: if another process, on any host that shares the file system, holds it.
+    """
+    while True:
+        handle = path.open("a+")
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                print(
+                    f"specheads: the file system of {path.parent} has no locks; "
+                    "nothing here keeps a second run out of this directory",
+                    flush=True,
+                )
+                break
+            handle.seek(0)
+            holder = handle.read().strip() or "another process"
+            handle.close()
+            raise ConfigError(f"run directory {path.parent} is in use by {holder}") from None
+        # the holder before us may have removed the file between our open and our lock, or now
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle.fileno()), path.stat()):
+                break
+        handle.close()
+    handle.truncate(0)
+    handle.write(f"process {os.getpid()} on {platform.node()} since {time.ctime()}\n")
+    handle.flush()
+    return handle
+
+
+def unlock(run_dir: Path, handle: IO[str]) -> None:
+    """Give the directory free."""
+    (run_dir / "LOCK").unlink(missing_ok=True)
+    handle.close()
+
+
+def discard(run_dir: Path, before: Collection[Path]) -> None:
+    """Remove what a start wrote that came to no step, so that the directory is as it was.
+
+    Records that brought a loss which is not finite stay, and whatever is not of our making.
+
+    Args:
+        run_dir: the run's directory; left alone where a run has left steps or an export.
+        before: what it held before this start.
+    """
+    if any((run_dir / name).exists() for name in ("checkpoints", "export")):
+        return
+    for pattern in (*_FIRST, "quarantine*.jsonl"):
+        for path in run_dir.glob(pattern):
+            if path in before:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
+def check_run_dir(run_dir: Path, resume: str) -> None:
+    """Refuse a run directory that cannot serve, before anything is loaded. Leaves no trace.
+
+    Raises:
+        ConfigError: if the directory is in use, used and ``resume`` is empty, or not writable.
+        RunError: if its disk is full.
+    """
+    if not dist.is_main():
+        return
+    probe = run_dir / f".room-{os.getpid()}"
+    try:
+        if run_dir.exists() and not run_dir.is_dir():
+            raise ConfigError(f"run directory {run_dir} is a file; choose another run_dir=")
+        with made_for_now(run_dir):
+            held = lock(run_dir / "LOCK")
+            try:
+                refuse_used(run_dir, resume)
+                probe.write_bytes(bytes(_PROBE))
+            finally:
+                probe.unlink(missing_ok=True)
+                unlock(run_dir, held)
+    except OSError as error:
+        if no_room(error):
+            raise RunError(
+                f"no room to write into run directory {run_dir} (disk full?); nothing was started"
+            ) from error
+        raise ConfigError(
+            f"run directory {run_dir} cannot be written: {error.strerror or error}; "
+            "choose another run_dir="
+        ) from error
+
+
+def _git_state() -> dict[str, Any]:
+    source = Path(__file__).resolve().parent
+    try:
+        commit = subprocess.run(
+            ["git", "-C", source, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        changed = subprocess.run(
+            ["git", "-C", source, "status", "--porcelain", "--untracked-files=no"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return {"commit": None}  # an installed wheel
+    return {"commit": commit, "modified": bool(changed.strip())}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def provenance() -> dict[str, Any]:
+    """Return what is needed to know where a run's figures come from."""
+    import torch
+
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "argv": redact(sys.argv),
+        "specheads": __version__,
+        "git": _git_state(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "hardware": {
+            "machine": platform.machine(),
+            "processors": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+            "world_size": dist.world_size(),
+        },
+    }
+
+
+def describe(run_dir: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Write ``config.yaml``, unless it is there, and add this start to ``provenance.json``.
+
+    Args:
+        run_dir: the locked directory.
+        settings: all settings of the run, as nested dicts, without secrets.
+
+    Returns:
+        This start's :func:`provenance`.
+
+    Raises:
+        ConfigError: if the provenance of earlier starts cannot be read.
+        RunError: if the disk is full.
+    """
+    from omegaconf import OmegaConf
+
+    if not (run_dir / "config.yaml").exists():
+        with whole_file(run_dir / "config.yaml") as file:
+            file.write_text(OmegaConf.to_yaml(OmegaConf.create(settings)), encoding="utf-8")
+    record = run_dir / "provenance.json"
+    try:
+        history = json.loads(record.read_text(encoding="utf-8")) if record.exists() else []
+    except ValueError as error:
+        raise ConfigError(f"{record} is damaged ({error}); move it away to go on") from None
+    mine = provenance()
+    with whole_file(record) as file:
+        file.write_text(json.dumps([*history, mine], indent=2) + "\n", encoding="utf-8")
+    return mine

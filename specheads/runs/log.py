@@ -1,0 +1,257 @@
+"""What a run writes about itself while it lives: console, ``metrics.jsonl``, Weights & Biases.
+
+The console gets one aligned line per ``log.every`` steps and, on a terminal, a progress bar.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from tqdm import tqdm
+
+from specheads.config import InterruptedRunError, LogConfig, RunError
+from specheads.runs.directory import describe, discard, is_used, lock, refuse_used, unlock
+from specheads.runs.metrics import MetricsFile
+from specheads.runs.wandb import WandbLog
+from specheads.system import dist
+from specheads.system.files import whole_file
+from specheads.system.redact import redact
+
+# of an evaluation's many figures those for the console; all are in metrics.jsonl
+_EVALUATED = re.compile(r"eval/[^/]+|final/(accept_length|alpha|speedup)/[^/]+")
+_ALPHA = ("draft/alpha", "draft/alpha_top", "heldout/alpha")  # of a draft model
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a finished run shows.
+
+    Attributes:
+        figures: for metrics.jsonl.
+        samples: texts that were decoded, with the same keys in each, for ``samples.jsonl``.
+        tree_svg: a picture of the tree; empty where there is none.
+    """
+
+    figures: dict[str, float]
+    samples: Sequence[Mapping[str, Any]] = ()
+    tree_svg: str = ""
+
+
+class RunConfig(Protocol):
+    """The settings that a run directory needs; ``TrainConfig`` has them."""
+
+    name: str
+    run_dir: str
+    steps: int
+    resume: str
+    dry_run: bool
+    log: LogConfig
+
+
+def format_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
+    """Return the console line: losses, per-head top-1, rates, in columns that stay aligned."""
+    width = len(str(steps))
+    parts = [f"step {step:>{width}}/{steps}"]
+    for key, value in metrics.items():
+        name = key.removeprefix("train/")
+        if name.endswith("loss"):
+            parts.append(f"{name.removesuffix('/loss')} {value:7.4f}")
+        elif name.endswith("top1"):
+            parts.append(f"{100 * value:4.1f}%")
+        elif name in _ALPHA:
+            parts.append(f"{name.removeprefix('draft/')} {value:.4f}")
+        elif name.startswith("lr/"):
+            parts.append(f"{name} {value:.1e}")
+        elif name == "grad_norm":
+            parts.append(f"grad {value:6.3f}")
+        elif name == "tokens_per_second":
+            parts.append(f"{value:7.0f} tok/s")
+        elif name == "peak_memory":
+            parts.append(f"{value / 2**30:5.2f} GiB")
+        elif _EVALUATED.fullmatch(key):
+            parts.append(f"{key} {value:.4g}")
+    return "  ".join(parts)
+
+
+class RunLog:
+    """The open run directory; rank 0 writes, the other ranks stay silent."""
+
+    def __init__(self, cfg: RunConfig) -> None:
+        """Lock and prepare ``cfg.run_dir``.
+
+        Raises:
+            ConfigError: if the directory is in use, or used and ``resume`` is empty.
+            RunError: if its disk is full.
+        """
+        self.cfg = cfg
+        self.dir = Path(cfg.run_dir)
+        self._bar: tqdm[Any] | None = None
+        self._wandb: WandbLog | None = None
+        self._metrics: MetricsFile | None = None
+        self._provenance: dict[str, Any] = {}
+        if not dist.is_main():
+            return
+        self._made = not self.dir.exists()
+        self.dir.mkdir(parents=True, exist_ok=True)
+        self._before = set(self.dir.iterdir())
+        self._stepped = is_used(self.dir)  # by an earlier start, or this one
+        self._handle = lock(self.dir / "LOCK")
+        try:
+            refuse_used(self.dir, cfg.resume)
+            if not cfg.dry_run:
+                self._provenance = describe(self.dir, self._settings())
+        except BaseException:
+            self._leave(failed=True)
+            raise
+
+    def _leave(self, *, failed: bool) -> None:
+        """Release the lock; of a dry run, and one that failed before a step, leave nothing."""
+        if failed and not self._stepped:
+            discard(self.dir, self._before)
+        unlock(self.dir, self._handle)
+        if self._made and not any(self.dir.iterdir()):
+            self.dir.rmdir()
+
+    def _settings(self) -> dict[str, Any]:
+        settings: dict[str, Any] = dataclasses.asdict(self.cfg)  # type: ignore[call-overload]
+        return redact(settings)
+
+    def __enter__(self) -> Self:
+        """Return self; the directory is already locked."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close files, bar and wandb, and release the lock; see :meth:`_leave`.
+
+        Raises:
+            RunError: if the run went well, but its last metrics could not be written.
+        """
+        if not dist.is_main():
+            return
+        if self._bar is not None:
+            self._bar.close()
+        lost = self._metrics.close() if self._metrics is not None else 0
+        if self._wandb is not None:
+            if kind is None:
+                self._wandb.export(self.dir / "export")
+            interrupted = isinstance(error, InterruptedRunError | KeyboardInterrupt)
+            self._wandb.close(failed=kind is not None, interrupted=interrupted)
+        trouble = self.trouble
+        self._leave(failed=isinstance(error, Exception | KeyboardInterrupt))
+        if lost and kind is None:
+            raise RunError(f"{trouble}; its last {lost} rows are missing: go on with resume=auto")
+
+    @property
+    def trouble(self) -> str:
+        """One line about why metrics cannot be written, else empty; the loop then stops."""
+        return self._metrics.trouble if self._metrics is not None else ""
+
+    def begin(self, step: int, checkpoint: Path | None = None) -> None:
+        """Go on after ``step``: later rows of metrics.jsonl are dropped, the bar starts there.
+
+        Args:
+            step: steps taken so far.
+            checkpoint: the one that the run goes on from; then the rows are exactly its own.
+
+        Raises:
+            RunError: if the disk is full.
+        """
+        if not dist.is_main():
+            return
+        if self._metrics is None:
+            self._metrics = MetricsFile(self.dir / "metrics.jsonl", step, checkpoint)
+            settings = {**self._settings(), "provenance": self._provenance}
+            self._wandb = WandbLog(self.cfg.log, self.cfg.name, self.dir, settings, self.say)
+        if self._bar is None:
+            self._bar = tqdm(
+                total=self.cfg.steps,
+                initial=step,
+                disable=not sys.stderr.isatty(),
+                unit="step",
+                dynamic_ncols=True,
+            )
+
+    def advance(self) -> None:
+        """Move the progress bar by one optimizer step."""
+        self._stepped = True
+        if self._bar is not None:
+            self._bar.update()
+
+    def record(self, step: int, values: Mapping[str, float]) -> None:
+        """Write one row to metrics.jsonl and wandb; a full disk shows in ``trouble``."""
+        if self._metrics is None or self._wandb is None:
+            return
+        self._metrics.append({"step": step, **values})
+        self._wandb.log(step, values)
+        if any(key.startswith("eval/") for key in values):
+            self._wandb.charts(step, self._metrics.path)
+
+    def metrics(self, step: int, values: Mapping[str, float], *, seconds_left: float = 0) -> None:
+        """Write one row to metrics.jsonl, wandb and the console."""
+        self.record(step, values)
+        line = format_line(step, self.cfg.steps, values)
+        if seconds_left and not sys.stderr.isatty():  # the bar shows it on a terminal
+            minutes, seconds = divmod(round(seconds_left), 60)
+            line += f"  left {minutes}:{seconds:02d}"
+        self.say(line)
+
+    def outcome(self, step: int, found: Outcome) -> None:
+        """Write the last row of metrics, ``samples.jsonl`` and ``tree.svg``.
+
+        Raises:
+            RunError: if the disk is full.
+        """
+        self.metrics(step, found.figures)
+        if self._metrics is None or self._wandb is None:
+            return
+        lines = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in found.samples]
+        for name, text in (("samples.jsonl", "".join(lines)), ("tree.svg", found.tree_svg)):
+            if text:
+                with whole_file(self.dir / name) as file:
+                    file.write_text(text, encoding="utf-8")
+        self._wandb.charts(step, self._metrics.path)
+        self._wandb.outcome(step, found.samples, found.tree_svg)
+
+    def save(self, folder: Path) -> None:
+        """Put into a checkpoint which rows of metrics belong to it.
+
+        Raises:
+            OSError: if the disk is full.
+        """
+        if self._metrics is not None:
+            self._metrics.save(folder)
+
+    def saved(self, folder: Path) -> None:
+        """Send a whole checkpoint to wandb, with ``log.artifacts=checkpoints``."""
+        if self._wandb is not None:
+            self._wandb.checkpoint(folder)
+
+    def say(self, text: str) -> None:
+        """Print ``text`` on rank 0 without tearing the progress bar."""
+        if not dist.is_main():
+            return
+        try:
+            tqdm.write(redact(text), file=sys.stdout)
+            sys.stdout.flush()
+        except OSError as error:  # a closed pipe, or a log file on a full disk
+            print(
+                f"specheads: standard output is lost ({error.strerror}); the run goes on, its "
+                f"metrics are in {self.dir / 'metrics.jsonl'}",
+                file=sys.stderr,
+            )
+            # what is printed from here on, also by others and at exit, must not fail again
+            with open(os.devnull, "w") as nowhere:  # noqa: PTH123
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())

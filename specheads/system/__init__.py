@@ -1,0 +1,1 @@
+"""The machine: processes, files, signals, the terminal, and the errors that end a program."""

@@ -1,0 +1,312 @@
+"""What this machine is: native dtype, threads, and the block that stands beside every figure.
+
+What other processes took of the processors while something was clocked; Linux says it.
+
+A bench whose machine also does other work measures that work. Load averages count what waits for a
+disk, and lag by minutes; /proc/stat counts the busy time of every processor, so what this process
+did not use itself others did, on the very processors that it may run on.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import re
+import sys
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from specheads.system import dist
+from specheads.system.errors import ConfigError, check_device
+
+if TYPE_CHECKING:
+    import torch
+
+STAT = Path("/proc/stat")
+SHARE_LIMIT = 0.1  # of the processors; above it figures are said to be disturbed
+LEAST_SECONDS = 0.5  # in less the counters, of hundredths of a second, say nothing
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Counters at one moment, in seconds since the machine or the process was started.
+
+    Attributes:
+        wall: a clock.
+        busy: of the processors that this process may use, all processes together; None where the
+            system does not say.
+        stolen: of the same processors, taken by other virtual machines; None likewise.
+        own: of this process, its threads and the children it waited for.
+    """
+
+    wall: float
+    busy: float | None
+    stolen: float | None
+    own: float
+
+
+def processors() -> set[int]:
+    """Return the numbers of the processors that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return set(affinity(0)) if affinity else set(range(os.cpu_count() or 1))
+
+
+def sample(stat: Path = STAT) -> Sample:
+    """Read the counters.
+
+    Args:
+        stat: the file, as Linux writes /proc/stat; one that is not there gives no busy time.
+    """
+    times = os.times()
+    own = times.user + times.system + times.children_user + times.children_system
+    wall = time.perf_counter()
+    try:
+        lines = stat.read_text().splitlines()
+    except OSError:
+        return Sample(wall, None, None, own)
+    wanted = {f"cpu{number}" for number in processors()}
+    rows = [line.split()[1:] for line in lines if line.split(" ", 1)[0] in wanted]
+    if len(rows) != len(wanted):  # a sandbox that shows other processors than it lends
+        return Sample(wall, None, None, own)
+    tick = os.sysconf("SC_CLK_TCK")
+    # user, nice, system, idle, iowait, irq, softirq, steal; what a guest used is in user as well
+    busy = sum(int(row[i]) for row in rows for i in (0, 1, 2, 5, 6)) / tick
+    stolen = sum(int(row[7]) for row in rows if len(row) > 7) / tick
+    return Sample(wall, busy, stolen, own)
+
+
+def between(first: Sample, last: Sample) -> dict[str, Any]:
+    """Return what others used between two samples, as processors and as a share of all.
+
+    Returns:
+        ``seconds``; ``processors``, which this process may use; ``own_processors``,
+        ``other_processors`` and ``stolen_processors``, means over the time; ``other_share``, of
+        others and stolen together, between 0 and 1. None where the system does not say, and where
+        the time is too short for its counters.
+    """
+    seconds = max(last.wall - first.wall, 1e-9)
+    own = (last.own - first.own) / seconds
+    count = len(processors())
+    found: dict[str, Any] = {
+        "seconds": round(seconds, 3),
+        "processors": count,
+        "own_processors": round(own, 3),
+        "other_processors": None,
+        "stolen_processors": None,
+        "other_share": None,
+    }
+    if first.busy is None or last.busy is None or first.stolen is None or last.stolen is None:
+        return found
+    if seconds < LEAST_SECONDS:
+        return found
+    # the counters lag behind each other: a process may seem to have used more than all together
+    other = max((last.busy - first.busy) / seconds - own, 0.0)
+    stolen = max((last.stolen - first.stolen) / seconds, 0.0)
+    return found | {
+        "other_processors": round(other, 3),
+        "stolen_processors": round(stolen, 3),
+        "other_share": round(min((other + stolen) / count, 1.0), 4),
+    }
+
+
+PROCESS = Path("/proc/self")
+# proc(5) and cgroups(7): of a mount its root, its place, 2 or nothing, and the controllers
+_CGROUP_MOUNT = re.compile(r"^\S+ \S+ \S+ (\S+) (\S+) .*- cgroup(2?) \S+ (\S+)$", re.MULTILINE)
+_CGROUP = re.compile(r"^\d+:([^:\n]*):(.*)$", re.MULTILINE)
+# Names under which Linux lists instructions that multiply bfloat16 matrices (x86, then Arm).
+_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def _cpu_lines() -> dict[str, str]:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    pairs = (line.partition(":") for line in lines)
+    found: dict[str, str] = {}
+    for key, _, value in pairs:
+        found.setdefault(key.strip(), value.strip())
+    return found
+
+
+def has_native_bfloat16() -> bool:
+    """Say whether this processor multiplies bfloat16; emulating it is slower than float32."""
+    cpu = _cpu_lines()
+    flags = (cpu.get("flags") or cpu.get("Features") or "").split()
+    return not _BFLOAT16_FLAGS.isdisjoint(flags)
+
+
+def pick_device(asked: str = "auto") -> torch.device:
+    """Return the device that ``device=`` asks for; a GPU becomes torch's current one as well.
+
+    Args:
+        asked: ``auto`` (a GPU where there is one, else the CPU), ``cpu``, ``cuda`` (also ROCm's; of
+            several processes on one machine each takes its own), ``cuda:<number>``, or ``mps``.
+
+    Raises:
+        ConfigError: if it is no such name, there is no such device, or there are more processes on
+            this machine than GPUs.
+    """
+    import torch
+
+    check_device(asked)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    kind, _, number = asked.partition(":")
+    if asked == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError("device=mps, but torch finds no Apple GPU here: device=cpu or auto")
+    if kind in ("cpu", "mps") or (asked == "auto" and not gpus):
+        return torch.device("cpu" if asked == "auto" else asked)
+    if not gpus:
+        raise ConfigError(
+            f"device={asked}, but torch finds no GPU here (`specheads doctor` says why):"
+            " device=cpu or auto"
+        )
+    if number and dist.world_size() > 1:
+        raise ConfigError(
+            f"device={asked} is one GPU for {dist.world_size()} processes: with device=cuda each"
+            " takes its own"
+        )
+    index = int(number or dist.local_rank())
+    if index >= gpus and number:
+        last = f" to cuda:{gpus - 1}" if gpus > 1 else ""
+        raise ConfigError(f"device={asked}, but this process sees cuda:0{last}: choose among these")
+    if index >= gpus:
+        raise ConfigError(
+            f"LOCAL_RANK is {index}, but this process sees {gpus} GPUs: start as many processes per"
+            " machine as it has GPUs, or set device=cpu"
+        )
+    torch.cuda.set_device(index)  # kernels, random state and memory figures that name no device
+    return torch.device("cuda", index)
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Turn a dtype's name into the dtype; ``auto`` is bfloat16 where the hardware has it."""
+    import torch
+
+    if name == "auto":
+        native = torch.cuda.is_bf16_supported() if device.type == "cuda" else has_native_bfloat16()
+        name = "bfloat16" if native else "float32"
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def cpu_quota() -> float | None:
+    """Return how many processors' time the cgroups of this process may use; None: no limit.
+
+    Of a cgroup and of those above it the tightest counts (cgroups(7)): ``cpu.max`` in version 2,
+    ``cpu.cfs_quota_us`` and ``cpu.cfs_period_us`` in version 1.
+    """
+    try:
+        mounts = _CGROUP_MOUNT.findall((PROCESS / "mountinfo").read_text())
+        member = _CGROUP.findall((PROCESS / "cgroup").read_text())
+    except OSError:  # not Linux
+        return None
+    paths = {name: path for names, path in member for name in names.split(",")}
+    found: list[float] = []
+    for root, mount, second, options in mounts:
+        if not second and "cpu" not in options.split(","):  # another controller's
+            continue
+        own = PurePosixPath(paths.get("" if second else "cpu", root))
+        # a container may see its own part of the tree alone, and still the names of the whole
+        inside = own.is_relative_to(root) and ".." not in own.parts
+        below = own.relative_to(root) if inside else PurePosixPath()
+        for folder in (below, *below.parents):
+            found += _quota_of(Path(mount) / folder)
+    return min(found, default=None)
+
+
+def _quota_of(cgroup: Path) -> list[float]:
+    try:
+        if (cgroup / "cpu.max").is_file():
+            quota, period = (cgroup / "cpu.max").read_text().split()
+        else:
+            quota, period = ((cgroup / f"cpu.cfs_{x}_us").read_text() for x in ("quota", "period"))
+        return [int(quota) / int(period)] if int(quota) > 0 else []
+    except (OSError, ValueError, ZeroDivisionError):  # no such file, or "max"
+        return []
+
+
+def pin_threads(threads: int | None) -> int:
+    """Set torch's number of threads, and say in a line on standard error which it is and why.
+
+    Args:
+        threads: 0 takes what ``OMP_NUM_THREADS``, the CPU quota of the container and the processors
+            that this process may use all allow. None keeps torch's own number without a line, which
+            heeds the variable, unless the quota is below it.
+    """
+    import torch
+
+    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    limits = {"OMP_NUM_THREADS": int(wanted) if wanted.isdecimal() else 0, "CPU quota": cpu_quota()}
+    limits["processors"] = len(processors())
+    known = {name: number for name, number in limits.items() if number}
+    fitting = max(1, int(min(known.values())))
+    if threads is None and torch.get_num_threads() <= max(1, known.get("CPU quota", math.inf)):
+        return torch.get_num_threads()
+    count = threads or fitting
+    why = f"as threads={threads} says; there are" if threads else "the least of"
+    shown = ", ".join(f"{name} {number:g}" for name, number in known.items())
+    plural = "s" if count > 1 else ""
+    print(f"specheads: {count} thread{plural}, {why}: {shown}", file=sys.stderr, flush=True)
+    torch.set_num_threads(count)
+    return count
+
+
+def quiet_loading() -> None:
+    """Keep transformers' bars about loading weights out of a program's output."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def peak_memory(device: torch.device, *, reset: bool = False) -> int:
+    """Return the most bytes in use since the last reset: of the device, or this process's RSS."""
+    if device.type == "cuda":
+        import torch
+
+        if reset:
+            torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.max_memory_allocated()
+    if reset:
+        try:  # Linux: writing 5 makes VmHWM start over
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            return 0
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.is_file() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
+
+
+def environment(device: torch.device | None = None) -> dict[str, Any]:
+    """Return date, versions, processor, threads and load, as printed beside measured figures.
+
+    Args:
+        device: that was measured on; None is the GPU where there is one.
+    """
+    import torch
+
+    packages: dict[str, str] = {}
+    for name in ("specheads", "torch", "transformers"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:  # a clone that was never installed
+            from specheads import __version__
+
+            packages[name] = __version__
+    cpu = _cpu_lines()
+    on_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "python": platform.python_version(),
+        **packages,
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": cpu.get("model name") or platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name(device) if on_gpu else str(device or "cpu"),
+        "threads": torch.get_num_threads(),
+        "native_bfloat16": has_native_bfloat16(),
+        "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
+    }

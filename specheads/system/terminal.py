@@ -1,0 +1,337 @@
+"""What a program needs of the terminal it runs in, and how it goes on where there is none.
+
+Only the standard library, and tqdm for bars: readline for editing where Python has it, termios for
+keys while text is written, and the few escape sequences that every terminal since the VT100 knows.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import sys
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TextIO
+
+from specheads.system.redact import redact
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+DIM, RESET = "\x1b[2m", "\x1b[0m"
+_FEW_ROWS = 4
+# C0, DEL, C1; line and paragraph separators; bidirectional formatting; surrogates
+_OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u206f\ud800-\udfff]")
+_MOVES = re.compile(r"(?:\x1b\[A)*\Z|\r?")  # all that tqdm writes but text
+_KEYS = re.compile(r"\x1b(?:[\[O][0-9;]*[A-Za-z~]|.)")  # what arrows and their like send
+
+
+def wants_color(setting: str, stream: TextIO) -> bool:
+    """Return whether to write colours: as ``setting`` says, with ``auto`` on a terminal only.
+
+    ``auto`` heeds NO_COLOR (https://no-color.org) and TERM=dumb.
+    """
+    if setting != "auto":
+        return setting == "always"
+    return not os.environ.get("NO_COLOR") and moves_cursor(stream)
+
+
+def moves_cursor(stream: TextIO) -> bool:
+    """Return whether ``stream`` is a terminal that knows escape sequences."""
+    return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+
+
+def harmless(text: str) -> str:
+    """Return ``text`` with escapes for the characters that a terminal would obey.
+
+    What a model, a file or a server wrote may hold any of them: they move the cursor, type, fill
+    the clipboard, or make a line read as another one. Escaped as JSON does it, so that a line of
+    JSON stays one, are C0 and C1 but for line breaks and tabs, DEL, line and paragraph separators,
+    bidirectional embeddings, overrides and isolates, and lone surrogates, which no stream takes.
+    """
+    return _OBEYED.sub(lambda found: json.dumps(found[0])[1:-1], text)
+
+
+class _Escaped:
+    """A stream of text that gets what :func:`harmless` gives; standard error also tqdm's moves."""
+
+    def __init__(self, stream: TextIO, *, bars: bool) -> None:
+        self.stream, self.bars = stream, bars
+
+    def write(self, text: str) -> int:
+        """Write ``text``."""
+        moves = _MOVES.match(text) if self.bars else None
+        start = moves.end() if moves else 0
+        self.stream.write(text[:start] + harmless(text[start:]))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write texts one after the other."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def escape_output() -> None:
+    """Let whatever this process prints, logs or warns of pass through :func:`harmless`.
+
+    Also where output is piped: behind a pipe there is mostly a pager, and then a terminal.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, _Escaped):
+            setattr(sys, name, _Escaped(stream, bars=name == "stderr"))
+
+
+def unescaped(stream: TextIO) -> TextIO:
+    """Return the stream itself, for escape sequences of our own and for text that must be exact."""
+    return stream.stream if isinstance(stream, _Escaped) else stream
+
+
+class _LineByLine:
+    """A stream for tqdm that has a line of its own for each state of the bar."""
+
+    def write(self, text: str) -> None:
+        if text := text.strip():
+            sys.stderr.write(text + "\n")
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
+def progress_bar(unit: str, **settings: Any) -> tqdm[Any]:
+    """Return a bar on standard error; where that is no terminal, a line every ten seconds.
+
+    As far as something is done in between. Such a line also stands at the start, at the end, and
+    wherever the description is set.
+
+    Args:
+        unit: what is counted, one of it.
+        **settings: tqdm's, as ``total`` or ``iterable``.
+    """
+    from tqdm import tqdm
+
+    if not sys.stderr.isatty():
+        shown = "{desc}{unit} {n_fmt} of {total_fmt}, {elapsed}, left {remaining}"
+        settings |= {
+            "file": _LineByLine(),
+            "mininterval": 10,
+            "miniters": 1,
+            "bar_format": f"specheads: {shown}",
+        }
+    return tqdm(unit=unit, **settings)
+
+
+class StatusLine:
+    """The terminal's last row, kept for one line that changes while text scrolls above it.
+
+    Does nothing where the stream is no terminal, or has too few rows.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = unescaped(stream)
+        self._rows = self._columns = 0
+
+    def __enter__(self) -> Self:
+        """Take the last row; the cursor must stand at the beginning of a line."""
+        self._measure()
+        if self._rows:  # a line break first: where the cursor is in the last row, it scrolls
+            self._write(f"\n\x1b7\x1b[1;{self._rows - 1}r\x1b8\x1b[1A")
+        return self
+
+    def show(self, text: str) -> None:
+        """Write ``text`` there, cut to the row."""
+        before = self._rows
+        if not before:
+            return
+        self._measure()
+        if self._rows != before and self._rows:
+            self._write(f"\x1b7\x1b[1;{self._rows - 1}r\x1b8")
+        line = text[: max(0, self._columns - 1)]
+        self._write(f"\x1b7\x1b[{self._rows};1H\x1b[2K{line}\x1b8")
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Give the row back, empty."""
+        if self._rows:
+            self._write(f"\x1b7\x1b[{self._rows};1H\x1b[2K\x1b[r\x1b8")
+            self._rows = 0
+
+    def _measure(self) -> None:
+        self._rows = self._columns = 0
+        if not moves_cursor(self.stream):
+            return
+        try:
+            columns, rows = os.get_terminal_size(self.stream.fileno())
+        except (OSError, ValueError):
+            return
+        if rows >= _FEW_ROWS:
+            self._rows, self._columns = rows, columns
+
+    def _write(self, text: str) -> None:
+        self.stream.write(text)
+        self.stream.flush()
+
+
+class Keys:
+    """Sees what is typed while something else goes on: nothing is echoed, nothing waits.
+
+    Ctrl-C still interrupts. Sees nothing where standard input is no terminal.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self._before: list[Any] | None = None
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def __enter__(self) -> Self:
+        """Begin to watch."""
+        if self.stream.isatty():
+            try:
+                import termios
+            except ImportError:  # Windows
+                return self
+            self._before = termios.tcgetattr(self.stream.fileno())
+            mode = termios.tcgetattr(self.stream.fileno())
+            mode[3] &= ~(termios.ICANON | termios.ECHO)
+            mode[6][termios.VMIN], mode[6][termios.VTIME] = 0, 0
+            termios.tcsetattr(self.stream.fileno(), termios.TCSADRAIN, mode)
+        return self
+
+    def typed(self) -> str:
+        """Return what was typed since the last call."""
+        if self._before is None or not select.select([self.stream], [], [], 0)[0]:
+            return ""
+        return self._decode(os.read(self.stream.fileno(), 4096))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave the terminal as it was found."""
+        if self._before is not None:
+            import termios
+
+            termios.tcsetattr(self.stream.fileno(), termios.TCSADRAIN, self._before)
+            self._before = None
+
+
+class Lines:
+    r"""Lines of standard input: edited on a terminal, as they come elsewhere.
+
+    Args:
+        words: that Tab completes at the beginning of a line.
+        keys: key -> line that it enters, in readline's words, as ``{r"\C-p": "/plain"}``.
+    """
+
+    def __init__(self, words: Sequence[str] = (), keys: dict[str, str] | None = None) -> None:
+        self.interactive = sys.stdin.isatty()
+        self._ahead = ""
+        edited = self.interactive and sys.stdout.isatty()
+        self._readline: Any = _readline() if edited else None
+        if self._readline is None:
+            return
+        for key, line in (keys or {}).items():
+            self._readline.parse_and_bind(rf'"{key}": "\C-a\C-k{line}\C-m"')
+
+        def complete(text: str, number: int) -> str | None:
+            found = [word for word in words if text and word.startswith(text)]
+            return found[number] if number < len(found) else None
+
+        self._readline.set_completer_delims(" ")
+        self._readline.set_completer(complete)
+        self._readline.parse_and_bind("tab: complete")
+
+    def type_ahead(self, text: str) -> None:
+        """Let the next lines begin with ``text``, which was typed before they were asked for."""
+        for c in _KEYS.sub("", text).replace("\r", "\n"):
+            if c in "\b\x7f":
+                self._ahead = self._ahead if self._ahead.endswith("\n") else self._ahead[:-1]
+            elif c == "\n" or unicodedata.category(c) != "Cc":
+                self._ahead += c
+
+    def read(self, prompt: str) -> str:
+        """Return the next line, without its end.
+
+        Raises:
+            EOFError: where there is none.
+        """
+        line, end, rest = self._ahead.partition("\n")
+        if end:
+            self._ahead = rest
+            print(f"{prompt}{harmless(line)}", file=sys.stderr, flush=True)
+            return line
+        self._ahead = ""
+        if not self.interactive:
+            read = sys.stdin.readline()
+            if not read:
+                raise EOFError
+            return read.removesuffix("\n")
+        if self._readline is None:
+            print(f"{prompt}{harmless(line)}", end="", file=sys.stderr, flush=True)
+            return line + input()
+        self._readline.set_startup_hook(lambda: self._readline.insert_text(line))
+        try:
+            return input(prompt)
+        finally:
+            self._readline.set_startup_hook(None)
+
+
+def _readline() -> Any:
+    """Return Python's readline where it is GNU's; libedit knows other words."""
+    try:
+        import readline
+    except ImportError:
+        return None
+    return None if "libedit" in (readline.__doc__ or "") else readline
+
+
+@contextlib.contextmanager
+def ctrl_c() -> Iterator[list[int]]:
+    """Collect Ctrl-C, so that a turn ends between two passes; the second one ends it at once."""
+    pressed: list[int] = []
+
+    def handle(number: int, frame: object) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(number)
+
+    try:
+        before = signal.signal(signal.SIGINT, handle)
+    except ValueError:  # not the main thread: whoever runs it there takes care of signals
+        yield pressed
+        return
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def write(piece: str) -> None:
+    """Write to standard output at once, whatever its encoding, and nothing escaped."""
+    # A terminal without UTF-8 shows a question mark rather than ending the program.
+    out = unescaped(sys.stdout)
+    encoding = out.encoding or "utf-8"
+    out.write(piece.encode(encoding, "replace").decode(encoding))
+    out.flush()
+
+
+def stop(message: str, code: int) -> NoReturn:
+    """Print ``message`` as one line on stderr and leave with ``code``."""
+    line = harmless(redact(" ".join(message.split())))
+    print(f"specheads: {line}", file=sys.stderr, flush=True)
+    raise SystemExit(code)

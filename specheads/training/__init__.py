@@ -1,0 +1,1 @@
+"""The training loop, its engines, objectives, checkpoints and plans."""

@@ -1,0 +1,647 @@
+"""Read a run's records, or look at them where they are streamed, before a model is loaded.
+
+What every recipe starts from: records as packed rows, held-out rows, prompts to decode.
+
+The heads and the objective that the settings ask for: what the recipes of heads share.
+
+A base model that does not exist yet: built from ``model.init``, with a tokenizer of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from specheads.config import ConfigError, TrainConfig
+from specheads.data.chat import Documents, Encoded, EncodedRecords, Encoder, encode_records
+from specheads.data.dropped import Dropped
+from specheads.data.load import load_records, read_jsonl
+from specheads.data.pack import GrowingBatches, PackedBatches, check_isolation, one_pass
+from specheads.data.schema import Record
+from specheads.data.stream import RecordStream, StreamedBatches
+from specheads.data.tokenizers import choose_tokenizer, complete_init
+from specheads.losses.cross_entropy import IGNORE, check_implementation, count_valid
+from specheads.models.adapters import add_adapter, check_tunable, require_grad
+from specheads.models.base import (
+    build_from_init,
+    check_tokenizer,
+    checkpoint_layers,
+    context_length,
+    load_base_model,
+    load_tokenizer,
+)
+from specheads.models.checkpoint import load_heads
+from specheads.models.heads import MedusaHeads, prefix_sizes
+from specheads.models.mtp import Heads, MtpHeads, block_config
+from specheads.models.output import OutputLayer, output_layer
+from specheads.models.quantize import METHODS, quantization_of
+from specheads.system import dist, hardware
+from specheads.system.files import tinycode_dir
+from specheads.training.objectives import HeadsLoss, HeadsObjective
+
+
+@dataclass(frozen=True)
+class Read:
+    """A run's records, before they are encoded.
+
+    Attributes:
+        train: the training records, or the stream of them.
+        heldout: the held-out records.
+        dropped: records that could not be used.
+    """
+
+    train: list[Record] | RecordStream
+    heldout: list[Record]
+    dropped: Dropped
+
+
+class Bars:
+    """Progress bars for the slow parts of reading data, on a terminal only."""
+
+    def __init__(self) -> None:
+        self.bars: dict[str, tqdm[Any]] = {}
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """Show ``done`` of ``total``."""
+        if what not in self.bars:
+            quiet = not (sys.stderr.isatty() and dist.is_main())
+            self.bars[what] = tqdm(total=total, desc=what, disable=quiet, leave=False)
+        bar = self.bars[what]
+        bar.total = total
+        bar.update(done - bar.n)
+
+    def close(self) -> None:
+        """Clear all bars."""
+        for bar in self.bars.values():
+            bar.close()
+
+
+def read_data(cfg: TrainConfig) -> Read:
+    """Read all records; of streamed ones the beginning, and those that are held out.
+
+    A recipe calls this first: what is wrong with the data is then known before a model is loaded.
+
+    Raises:
+        ConfigError: if there is no such data, too many records cannot be used, nothing is left, or
+            the run needs all of them at one time and they are streamed.
+    """
+    dropped = Dropped()
+    if cfg.data.streaming:
+        check_streaming(cfg)
+        stream = RecordStream(cfg.data, dropped)
+        return Read(stream, stream.heldout, dropped)
+    train, heldout = (
+        load_records(cfg.data, split, dropped=dropped) for split in ("train", "heldout")
+    )
+    return Read(train, heldout, dropped)
+
+
+def check_streaming(cfg: TrainConfig) -> None:
+    """Refuse, with data.streaming, what needs all training documents at one time.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    needs_all = {
+        "data.growth": cfg.data.growth,
+        "features.dir": cfg.features.dir,
+        "draft.stored": cfg.draft.stored,
+        "heads.lm_head": "pruned" if cfg.heads.lm_head == "pruned" else "",
+        "tokenizer": "bpe" if cfg.tokenizer == "bpe" else "",
+    }
+    for key, value in needs_all.items():
+        if value:
+            raise ConfigError(
+                f"{key}={value} needs all training records at one time, which data.streaming=true"
+                " does not hold; expected data.streaming=false"
+            )
+
+
+Training = PackedBatches | GrowingBatches | StreamedBatches
+
+
+@dataclass(frozen=True)
+class Data:
+    """A run's data.
+
+    Attributes:
+        train: endless micro-batches of this rank.
+        heldout: packed held-out rows, always the same.
+        heldout_records: the records that ``heldout`` is made of.
+        summary: counts, for the export.
+        rows_per_epoch: rows of ``data.seq_len`` that hold every training document once; 0 for a
+            stream, whose length nobody knows.
+        efficiency: share of their positions that is used; of a stream, in its first rows.
+        dropped: records that could not be used.
+    """
+
+    train: Training
+    heldout: list[dict[str, Any]]
+    heldout_records: list[Record]
+    summary: dict[str, Any]
+    rows_per_epoch: int
+    efficiency: float
+    dropped: Dropped
+
+    def quarantine(self, run_dir: Path) -> None:
+        """Write the records that could not be used to ``quarantine.jsonl``, if there are any.
+
+        A stream goes on with it while it is read, on each rank in a file of its own.
+        """
+        path = run_dir / "quarantine.jsonl"
+        if isinstance(self.train, StreamedBatches):
+            self.train.write_quarantine(path)
+        elif self.dropped.rows and dist.is_main():
+            self.dropped.write(path)
+            print(f"quarantine: {len(self.dropped.rows):,} records in {path}", flush=True)
+
+
+def load_base(
+    cfg: TrainConfig, *, train_base: bool = False
+) -> tuple[PreTrainedModel, OutputLayer, PreTrainedTokenizerBase]:
+    """Return the base model on this rank's device, its output layer, and its tokenizer.
+
+    Args:
+        cfg: the run's settings.
+        train_base: whether it is going to be tuned: by its adapter, if the settings have one,
+            which is added here.
+
+    Raises:
+        ConfigError: if one of them is missing, or they or the loss do not fit together.
+    """
+    model = cfg.model
+    if cfg.tokenizer:
+        raise ConfigError(
+            f"tokenizer={cfg.tokenizer} is for models trained from scratch;"
+            f" model.name={model.name} has its own"
+        )
+    if train_base:
+        check_tunable(model.quantization, cfg.adapter)
+        check_no_cache(cfg)
+    tokenizer = load_tokenizer(
+        model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
+    )
+    base = load_base_model(
+        model.name,
+        revision=model.revision,
+        dtype=model.dtype,
+        device=cfg.device,
+        attn=model.attn,
+        trust_remote_code=model.trust_remote_code,
+        quantization=model.quantization,
+    )
+    check_tokenizer(tokenizer, base)
+    output = output_layer(base)
+    check_loss(cfg, output)
+    if train_base and cfg.adapter.kind == "lora":
+        add_adapter(base, cfg.adapter, seed=cfg.seed)
+    if train_base and model.gradient_checkpointing:
+        checkpoint_layers(base)
+    if not train_base:  # also where a cache of features stands in for it, and nobody else asks
+        require_grad(base, False)
+    return base, output, tokenizer
+
+
+def check_no_cache(cfg: TrainConfig) -> None:
+    """Refuse a feature cache where the base is trained, and its hidden states with it."""
+    if cfg.features.dir:
+        raise ConfigError(
+            f"features.dir={cfg.features.dir} keeps hidden states of a frozen base, as"
+            f" +recipe=medusa1 has; {cfg.recipe} trains it"
+        )
+
+
+def check_loss(cfg: TrainConfig, output: OutputLayer) -> None:
+    """Refuse an implementation of the loss that is not installed or cannot serve this model."""
+    try:
+        check_implementation(cfg.loss.implementation, output.softcap)
+    except ValueError as error:
+        raise ConfigError(f"loss.{error}") from None
+
+
+def load_data(
+    cfg: TrainConfig,
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    train_base: bool,
+    learn_all: bool = False,
+    read: Read | None = None,
+) -> Data:
+    """Encode and pack the training and the held-out records.
+
+    Args:
+        cfg: the run's settings.
+        base: decides the longest row, and must keep packed documents apart.
+        tokenizer: of ``base``.
+        train_base: whether gradients go through ``base``.
+        learn_all: learn prompts too, as pre-training does.
+        read: the records; None reads them now.
+
+    Raises:
+        ConfigError: if there is nothing to learn from, or ``base`` cannot keep documents apart.
+    """
+    check_isolation(base, backward=train_base)
+    read = read or read_data(cfg)
+    bars, dropped = Bars(), read.dropped
+
+    def encode(records: Sequence[Record], seq_len: int) -> EncodedRecords:
+        return encode_records(
+            records,
+            tokenizer,
+            seq_len=seq_len,
+            context=context_length(base),
+            progress=bars,
+            max_bad_fraction=cfg.data.max_bad_fraction,
+            dropped=dropped,
+            learn_all=learn_all,
+        )
+
+    pad = int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
+    heldout_encoded = encode(read.heldout, cfg.data.seq_len)
+    train: Training
+    if isinstance(read.train, RecordStream):
+        train = StreamedBatches(
+            read.train,
+            Documents(
+                tokenizer,
+                seq_len=cfg.data.seq_len,
+                context=context_length(base),
+                learn_all=learn_all,
+            ),
+            rows=cfg.data.rows,
+            seed=cfg.seed,
+            pad_token_id=pad,
+            dropped=dropped,
+            rank=dist.rank(),
+            world=dist.world_size(),
+        )
+        rows_per_epoch, efficiency, counts = 0, train.efficiency, train.counts
+        said = f"streamed from {read.train.name}, {100 * efficiency:.0f}% of the first rows used"
+    else:
+        train, encoded = _packed(cfg, read.train, encode, pad)
+        last = train if isinstance(train, PackedBatches) else train.stages[-1][1]
+        rows_per_epoch, efficiency, counts = last.rows_per_epoch, last.efficiency, encoded.counts
+        said = encoded.summary()
+    heldout = one_pass(
+        heldout_encoded.documents,
+        seq_len=cfg.data.seq_len,
+        rows=min(cfg.data.rows, 8),
+        pad_token_id=pad,
+        max_rows=cfg.evaluate.loss_rows,
+    )
+    bars.close()
+    summary = {
+        "source": cfg.data.source,
+        "path": cfg.data.path,
+        "kinds": list(cfg.data.kinds),
+        "seq_len": cfg.data.seq_len,
+        "train": counts,  # of a stream: what has been read when this is written
+        "heldout": heldout_encoded.counts,
+        "dropped": dropped.counts,
+    }
+    if dist.is_main():
+        print(f"train: {said}\nheldout: {heldout_encoded.summary()}", flush=True)
+        if dropped:
+            print(f"read: {dropped.summary()}", flush=True)
+    return Data(
+        train=train,
+        heldout=heldout,
+        heldout_records=read.heldout,
+        summary=summary,
+        rows_per_epoch=rows_per_epoch,
+        efficiency=efficiency,
+        dropped=dropped,
+    )
+
+
+def _packed(
+    cfg: TrainConfig,
+    records: list[Record],
+    encode: Callable[[Sequence[Record], int], EncodedRecords],
+    pad_token_id: int,
+) -> tuple[PackedBatches | GrowingBatches, EncodedRecords]:
+    """Return batches of records in memory, and what became of them in rows of ``data.seq_len``."""
+    tokens = cfg.data.rows * cfg.data.seq_len
+    stages: list[tuple[int, PackedBatches]] = []
+    for length, share in [*cfg.data.growth, [cfg.data.seq_len, 1.0]]:
+        seq_len = int(length)
+        encoded = encode(records, seq_len)
+        batches = PackedBatches(
+            encoded.documents,
+            seq_len=seq_len,
+            rows=tokens // seq_len,
+            seed=cfg.seed,
+            pad_token_id=pad_token_id,
+            rank=dist.rank(),
+            world=dist.world_size(),
+        )
+        stages.append((round(share * cfg.steps) * cfg.optim.accumulation, batches))
+    return (batches if len(stages) == 1 else GrowingBatches(stages)), encoded
+
+
+def prompt_records(
+    cfg: TrainConfig, data: Data, tokenizer: PreTrainedTokenizerBase, context: int | None = None
+) -> list[Record]:
+    """Return ``evaluate.num_prompts`` records to decode and to calibrate on, the kinds in turn.
+
+    They are never those of the measured set: the embedded model has a file of its own, otherwise
+    they come from the held-out records.
+
+    Args:
+        cfg: the run's settings.
+        data: the run's data.
+        tokenizer: of the base model.
+        context: the base model's, of which ``evaluate.max_new_tokens`` are left free.
+    """
+    records = data.heldout_records
+    own = tinycode_dir() / "calibration.jsonl"
+    if cfg.model.name == "tinycode" and cfg.data.source == "pycode" and own.is_file():
+        records = read_jsonl(own)
+    encoder = Encoder(tokenizer)
+    longest = cfg.data.seq_len
+    if context is not None:
+        longest = min(longest, context - cfg.evaluate.max_new_tokens)
+    by_kind: dict[str, list[Record]] = {}
+    for record in records:
+        kind = by_kind.setdefault(record["kind"], [])
+        if len(kind) < cfg.evaluate.num_prompts and 0 < len(encoder.prompt(record)) <= longest:
+            kind.append(record)
+    turns = [
+        kind[i]
+        for i in range(cfg.evaluate.num_prompts)
+        for kind in by_kind.values()
+        if i < len(kind)
+    ]
+    return turns[: cfg.evaluate.num_prompts]
+
+
+def build_heads(
+    cfg: TrainConfig, base: PreTrainedModel, output: OutputLayer, data: Data
+) -> MedusaHeads:
+    """Return the heads of ``cfg.heads`` where the base's last hidden states are.
+
+    They start as the base, or as those of the export ``heads.start``.
+
+    Raises:
+        ConfigError: if they cannot be built for this base, or those of the export are others.
+    """
+    vocab_size, hidden_size = output.weight.shape
+    wanted = cfg.heads
+    try:
+        heads = MedusaHeads(
+            wanted.num_heads,
+            wanted.num_layers,
+            hidden_size,
+            vocab_size,
+            wanted.lm_head,
+            rank=wanted.rank,
+            num_kept=wanted.num_kept,
+            markov_rank=wanted.markov_rank if wanted.correction == "markov" else 0,
+            condition=wanted.condition,
+            prefix=prefix_sizes(base.config) if wanted.prefix_layer else None,
+        )
+    except ValueError as error:
+        raise ConfigError(f"heads.{error}") from None
+    if wanted.start:
+        _start_from(wanted.start, heads)
+    else:
+        kept = None
+        if wanted.lm_head == "pruned":
+            assert not isinstance(data.train, StreamedBatches)  # read_data has seen to it
+            kept = most_frequent(data.train.documents, vocab_size, wanted.num_kept)
+        heads.init_from_output(output.weight, kept)
+    return heads.to(_place(output, cfg.device))
+
+
+def build_mtp_heads(
+    cfg: TrainConfig, base: PreTrainedModel, output: OutputLayer, *, start: str
+) -> MtpHeads:
+    """Return the heads of ``cfg.mtp``, ``mtp.num_heads`` - 1 layers, where the base's output is.
+
+    Args:
+        cfg: the run's settings; the heads of the export ``heads.start``, if any, come first.
+        base: the base model, with or without an adapter.
+        output: its output layer.
+        start: ``base``, copies of its last layer, or ``random``.
+
+    Raises:
+        ConfigError: if they cannot be built for this base, or its last layer cannot be copied, or
+            those of ``heads.start`` are others.
+    """
+    wanted = cfg.mtp
+    try:
+        heads = MtpHeads(
+            wanted.num_heads - 1,
+            block_config(base.config),
+            output.weight.shape[0],
+            variant=wanted.variant,
+            lm_head=wanted.lm_head,
+            hidden_first=wanted.hidden_first,
+        )
+        if cfg.heads.start:
+            _start_from(cfg.heads.start, heads)
+        elif start == "base":
+            method = (quantization_of(base) or {"method": "nf4"})["method"]
+            if method not in METHODS:
+                raise ValueError(
+                    f"start=base copies the base's last layer, which {method} has quantised for"
+                    " good: choose mtp.start=random"
+                )
+            heads.init_from_base(base)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"mtp.{error}") from None
+    return heads.to(_place(output, cfg.device))
+
+
+def check_mtp(cfg: TrainConfig) -> None:
+    """Refuse, before anything is loaded, settings of MTP heads that contradict each other.
+
+    Raises:
+        ConfigError: if an adapter has nothing to do, or a cache lacks what the heads read.
+    """
+    if cfg.adapter.kind != "none" and not cfg.mtp.train_base:
+        raise ConfigError(
+            f"adapter.kind={cfg.adapter.kind} tunes the base, which mtp.train_base=false freezes:"
+            " set mtp.train_base=true"
+        )
+    if cfg.features.dir and not cfg.mtp.train_base and cfg.mtp.variant != "sequential":
+        raise ConfigError(
+            f"features.dir={cfg.features.dir} keeps the base's final hidden states; heads of"
+            f" mtp.variant={cfg.mtp.variant} read its trunk, only sequential ones the final ones"
+        )
+
+
+def _place(output: OutputLayer, device: str) -> torch.device:
+    found = output.weight.device
+    return found if found.type != "meta" else hardware.pick_device(device)
+
+
+def _start_from(start: str, heads: Heads) -> None:
+    found = load_heads(start)
+    ours, theirs = heads.state_dict(), found.state_dict()
+    odd = sorted(
+        name
+        for name in ours.keys() | theirs.keys()
+        if name not in ours or name not in theirs or ours[name].shape != theirs[name].shape
+    )
+    if odd:
+        sizes = [tuple(s[odd[0]].shape) if odd[0] in s else "none" for s in (theirs, ours)]
+        raise ConfigError(
+            f"heads.start={start} holds other heads than heads.* describes:"
+            f" {odd[0]} is {sizes[0]} there, {sizes[1]} here"
+        )
+    if isinstance(heads, MtpHeads):  # whose tensors do not say everything
+        for key in ("variant", "hidden_first"):
+            if (there := getattr(found, key)) != (here := getattr(heads, key)):
+                raise ConfigError(
+                    f"heads.start={start} holds heads of mtp.{key}={there}, not {here}"
+                )
+    heads.load_state_dict(theirs)
+
+
+def most_frequent(documents: Sequence[Encoded], vocab_size: int, num_kept: int) -> Tensor:
+    """Return the ``num_kept`` ids that are learned most often, ties by id; [num_kept] long."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for document in documents:
+        learned = document.labels[document.labels != IGNORE]
+        counts += np.bincount(learned, minlength=vocab_size)
+    order = torch.from_numpy(counts).sort(descending=True, stable=True).indices
+    return order[:num_kept]
+
+
+def heads_objective(
+    cfg: TrainConfig,
+    base: PreTrainedModel | None,
+    heads: Heads,
+    output: OutputLayer,
+    *,
+    train_base: bool = False,
+    embed: Any = None,
+) -> HeadsObjective:
+    """Return the objective of ``cfg.loss``."""
+    loss = cfg.loss
+    return HeadsObjective(
+        base,
+        heads,
+        train_base=train_base,
+        decay=loss.decay,
+        lambda_0=loss.lambda_0,
+        average=loss.average,
+        heads_loss=HeadsLoss(loss.heads, loss.top_k, loss.temperature, loss.lk_eta),
+        distill_base=train_base and loss.base == "distill",
+        chunk_size=loss.chunk_size,
+        implementation=loss.implementation,
+        output=output,
+        embed=embed,
+    )
+
+
+@torch.no_grad()
+def heads_accuracy(
+    base: PreTrainedModel,
+    heads: Heads,
+    output: OutputLayer,
+    batches: Sequence[dict[str, Any]],
+) -> dict[str, float]:
+    """Return ``head_{i}/loss|top1|top5`` over held-out rows, each a mean over its own labels.
+
+    The loss is cross entropy with the data's tokens, whatever the heads were trained with.
+
+    Args:
+        base: the base model as it is exported; not run where the batches carry ``hidden``.
+        heads: its heads.
+        output: its output layer.
+        batches: packed held-out rows (``data/pack.py``).
+    """
+    objective = HeadsObjective(base, heads, train_base=False, output=output).eval()
+    num_heads, device = heads.num_heads, output.weight.device
+    num_valid = torch.stack(
+        [count_valid(b["labels"], b["segment_ids"], num_heads) for b in batches]
+    ).sum(0)
+    total: dict[str, float] = {}
+    for batch in batches:
+        placed = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+        _, metrics = objective({**placed, "num_valid": num_valid.to(device)})
+        for key, value in metrics.items():
+            if key.startswith("head_"):
+                total[key] = total.get(key, 0.0) + float(value)
+    return total
+
+
+def new_base(
+    cfg: TrainConfig, *, fewer_layers: int = 0
+) -> tuple[PreTrainedModel, OutputLayer, PreTrainedTokenizerBase]:
+    """Return a randomly initialised base on this rank's device, its output layer, its tokenizer.
+
+    Args:
+        cfg: the run's settings.
+        fewer_layers: layers to leave out of ``model.init``'s, because heads take their place
+            (arXiv:2404.19737, section 3: as many parameters with more heads as with one).
+
+    Raises:
+        ConfigError: if a setting asks for what a new model cannot have, or too few layers are left.
+    """
+    _check(cfg)
+    tokenizer = choose_tokenizer(cfg)
+    init = complete_init(cfg.model.init, tokenizer)
+    if fewer_layers:
+        init = _shortened(init, fewer_layers)
+    base = build_from_init(init, attn=cfg.model.attn)
+    base.to(hardware.pick_device(cfg.device))  # type: ignore[arg-type]
+    check_tokenizer(tokenizer, base)
+    output = output_layer(base)
+    check_loss(cfg, output)
+    if cfg.model.gradient_checkpointing:
+        checkpoint_layers(base)
+    return base, output, tokenizer
+
+
+def _check(cfg: TrainConfig) -> None:
+    model = cfg.model
+    if not model.init:
+        raise ConfigError(f"{cfg.recipe} builds its model from model.init, which is empty")
+    if model.dtype != "float32":
+        raise ConfigError(
+            f"{cfg.recipe} keeps float32 weights, got model.dtype={model.dtype}; "
+            "for bfloat16 matrix products set autocast=bfloat16"
+        )
+    needs_another = {
+        "model.quantization": (model.quantization, "none"),
+        "adapter.kind": (cfg.adapter.kind, "none"),
+        "heads.start": (cfg.heads.start, ""),
+    }
+    for key, (found, expected) in needs_another.items():
+        if found != expected:
+            raise ConfigError(
+                f"{key}={found} starts from a model that exists; {cfg.recipe} trains a new one"
+            )
+    check_no_cache(cfg)
+
+
+def _shortened(init: dict[str, Any], fewer: int) -> dict[str, Any]:
+    layers = init.get("num_hidden_layers")
+    if not isinstance(layers, int):
+        raise ConfigError("model.init.num_hidden_layers is missing, which mtp.parity counts from")
+    if layers - fewer < 2:
+        raise ConfigError(
+            f"model.init.num_hidden_layers is {layers}, of which {fewer} become heads"
+            f" (mtp.num_heads - 1): {layers - fewer} left, at least 2 are needed;"
+            " mtp.parity=false adds heads on top"
+        )
+    kept: dict[str, Any] = {"num_hidden_layers": layers - fewer}
+    for key in ("layer_types", "mlp_layer_types"):
+        if types := init.get(key):
+            kept[key] = types[: layers - fewer]
+    return {**init, **kept}

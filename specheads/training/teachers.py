@@ -1,0 +1,362 @@
+"""Train heads from a cache of the frozen base's hidden states: the same batches, without the base.
+
+A batch of the cache is that of ``data/pack.py`` with ``hidden`` [B, T, d] beside the tokens.
+
+Batches in which the draft model wrote the answers itself, for the base to judge.
+
+A draft model that is only shown what the base writes never sees the places where its own guesses
+lead. Here it writes the answers, and learns the base's distribution along them (generalised
+knowledge distillation, arXiv:2306.13649, algorithm 1; arXiv:2310.08461).
+
+A batch is that of ``data/pack.py``: every document keeps its place and its prompt, and its answer
+is written anew, at most as long as it was, so that as many tokens are read as without.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specheads.config import ConfigError, TrainConfig
+from specheads.data.chat import Encoded
+from specheads.data.pack import Batch, PackedBatches
+from specheads.data.teacher_cache import (
+    Features,
+    Plan,
+    Progress,
+    plan_features,
+    readable,
+    write_features,
+)
+from specheads.losses.cross_entropy import IGNORE
+from specheads.models.base import input_device
+from specheads.models.names import base_digest
+from specheads.models.output import packed_hidden
+from specheads.system import dist
+from specheads.training.loop import Batches
+from specheads.training.plan import StandInFeatures, clock, seconds_per_pass
+
+
+class CachedBatches:
+    """``PackedBatches`` that carry hidden states; its order and its saved place are theirs."""
+
+    def __init__(self, batches: PackedBatches, features: Features) -> None:
+        """Take the batches, and features of the same documents in the same order."""
+        self.batches, self.features = batches, features
+
+    def __iter__(self) -> CachedBatches:
+        return self
+
+    def __next__(self) -> Batch:
+        places = self.batches.take()
+        hidden = self.features.rows(places, self.batches.seq_len)
+        return {**self.batches.lay_out(places), "hidden": hidden}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the data; plain JSON, the same with and without a cache."""
+        return self.batches.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved place.
+
+        Raises:
+            ConfigError: if the state is of other data, another row length or another seed.
+        """
+        self.batches.load_state_dict(state)
+
+
+class FeatureCache:
+    """The cache of one run, ``features.dir``: training documents, and held-out rows below it."""
+
+    def __init__(
+        self,
+        cfg: TrainConfig,
+        base: PreTrainedModel,
+        batches: object,
+        heldout: Sequence[Batch] = (),
+    ) -> None:
+        """Plan the cache, or find the one that is there; runs ``base`` on two tokens only.
+
+        Args:
+            cfg: the run's settings.
+            base: the frozen base model, as the settings load it.
+            batches: the run's training data, with rows of one length.
+            heldout: its held-out rows.
+
+        Raises:
+            ConfigError: if the cache was made of something else, or data.growth is set.
+        """
+        if not isinstance(batches, PackedBatches):
+            raise ConfigError("features.dir needs rows of one length; leave data.growth out")
+        self.cfg, self.batches, self.heldout = cfg, batches, list(heldout)
+        folder = Path(cfg.features.dir).expanduser()
+        self.plan = self._plan(folder, batches.documents, base)
+        self._heldout_documents = [d for batch in heldout for row in _rows(batch) for d in row]
+        self.heldout_plan: Plan | None = None
+        if self._heldout_documents:
+            self.heldout_plan = self._plan(folder / "heldout", self._heldout_documents, base)
+
+    def _plan(self, folder: Path, documents: Sequence[Encoded], base: PreTrainedModel) -> Plan:
+        cfg = self.cfg
+        sample = _sample(base, autocast=cfg.autocast == "bfloat16")
+        return plan_features(
+            folder,
+            documents,
+            base=base_digest(cfg.model.name, revision=cfg.model.revision),
+            computed=f"{cfg.model.dtype}, quantization {cfg.model.quantization},"
+            f" autocast {cfg.autocast}",
+            hidden_size=sample.shape[-1],
+            given_as=sample.dtype,
+            dtype=cfg.features.dtype,
+        )
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plan of the training documents, and that of the held-out rows if there are any."""
+        return [plan for plan in (self.plan, self.heldout_plan) if plan]
+
+    @property
+    def num_bytes(self) -> int:
+        """Exact size of all its files."""
+        return sum(plan.num_bytes for plan in self.plans)
+
+    def describe(self) -> str:
+        """Return one line for before the base is run: what, how large, where, how much is left."""
+        missing = sum(plan.shards[i].bytes for plan in self.plans for i in plan.missing())
+        left = f"{readable(missing)} still to be written" if missing else "complete"
+        heldout = self.heldout_plan
+        more = f", held-out rows {readable(heldout.num_bytes)}" if heldout else ""
+        return f"{self.plan.describe()}{more}; {left}"
+
+    def open(
+        self, base: PreTrainedModel, *, progress: Progress | None = None
+    ) -> tuple[CachedBatches, list[Batch]]:
+        """Write what is missing and return batches, and held-out rows, that carry ``hidden``.
+
+        Raises:
+            ConfigError: if the disk has too little room, or a file of the cache is damaged.
+            RunError: if the disk fills up; what is finished stays, and the next run goes on there.
+        """
+        train = self._open(self.plan, self.batches.documents, base, progress)
+        heldout = []
+        if self.heldout_plan:
+            features = self._open(self.heldout_plan, self._heldout_documents, base, progress)
+            first = 0
+            for batch in self.heldout:
+                places = []
+                for row in _rows(batch):
+                    places.append(list(range(first, first + len(row))))
+                    first += len(row)
+                hidden = features.rows(places, batch["input_ids"].shape[1])
+                heldout.append({**batch, "hidden": hidden})
+        return CachedBatches(self.batches, train), heldout
+
+    def stand_in(self, base: PreTrainedModel) -> tuple[Batches, list[str]]:
+        """Return batches as the cache's, without hidden states, and what a plan has to say of it.
+
+        For ``dry_run=true``: nothing is written, ``base`` runs on a few micro-batches.
+        """
+        batches, cfg = self.batches, self.cfg
+        size, dtype = self.plan.hidden_size, base.dtype
+        passes = batches.rows_per_epoch / cfg.data.rows
+        filling = clock(passes * seconds_per_pass(base, batches))
+        notes = [self.describe(), f"time to fill it: {filling}"]
+        return StandInFeatures(batches, size, dtype), notes
+
+    def _open(
+        self,
+        plan: Plan,
+        documents: Sequence[Encoded],
+        base: PreTrainedModel,
+        progress: Progress | None,
+    ) -> Features:
+        write_features(
+            plan,
+            documents,
+            base,
+            seq_len=self.batches.seq_len,
+            rows=self.batches.rows,
+            autocast=self.cfg.autocast == "bfloat16",
+            progress=progress,
+        )
+        return Features(plan)
+
+
+def _rows(batch: Batch) -> list[list[Encoded]]:
+    """Return the documents of a packed batch, row by row."""
+    rows: list[list[Encoded]] = []
+    names = iter(batch["ids"])
+    for b, segments in enumerate(batch["segment_ids"]):
+        row = []
+        for segment in range(1, int(segments.max()) + 1):
+            inside = segments == segment
+            ids, labels = (
+                batch[key][b][inside].numpy().astype(np.int32) for key in ("input_ids", "labels")
+            )
+            row.append(Encoded(next(names), "", ids, labels))
+        rows.append(row)
+    return rows
+
+
+@torch.no_grad()
+def _sample(base: PreTrainedModel, *, autocast: bool) -> Tensor:
+    """Return hidden states of two tokens: their size and their dtype are those of all."""
+    device = input_device(base)
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        return packed_hidden(base, tokens, torch.arange(2, device=device)[None])
+
+
+# prompts, most new tokens of each, seed of each -> new tokens of each
+Generate = Callable[[Sequence[Sequence[int]], Sequence[int], Sequence[int]], list[list[int]]]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A document of a batch: tokens ``start`` to ``stop`` of a row, the answer from ``cut`` on."""
+
+    row: int
+    start: int
+    cut: int
+    stop: int
+
+
+class OnPolicyBatches:
+    """A share of the batches with answers of the draft model's own.
+
+    Which batches these are, what is cut off them and what the draws are made from is a function of
+    the seed and the number of the batch: the saved place is that number and the data's own place.
+    """
+
+    def __init__(
+        self,
+        batches: Batches,
+        generate: Generate,
+        *,
+        share: float,
+        max_new_tokens: int,
+        seed: int,
+        vocab_size: int,
+        pad_token_id: int = 0,
+    ) -> None:
+        """Take the batches.
+
+        Args:
+            batches: of this rank.
+            generate: lets the draft model, as it is now, continue prompts.
+            share: of the batches, in [0, 1]; they are evenly spread.
+            max_new_tokens: of an answer.
+            seed: of the run.
+            vocab_size: tokens that base and draft model both have; an answer ends before the first
+                one that is not among them.
+            pad_token_id: fills what a shorter answer leaves free.
+        """
+        self.batches, self.generate = batches, generate
+        self.share, self.max_new_tokens = share, max_new_tokens
+        self.seed, self.vocab_size, self.pad_token_id = seed, vocab_size, pad_token_id
+        self.taken = 0
+
+    def __next__(self) -> Batch:
+        """Return the next batch, with answers of the draft model's own or the data's."""
+        number, batch = self.taken, next(self.batches)
+        self.taken += 1
+        # to a millionth: 0.7 * 10 is not 7
+        before, after = (int(n * self.share + 1e-6) for n in (number, number + 1))
+        return self.rewrite(batch, number) if after > before else batch
+
+    def rewrite(self, batch: Batch, number: int) -> Batch:
+        """Return the batch ``number`` with answers of the draft model in place of its own.
+
+        Where a document has several answers one of them is written anew, by lot, and what follows
+        it is left out. A text that is all answer is continued from somewhere inside it. Learned are
+        the new tokens alone.
+        """
+        places = self._places(batch, number)
+        ids = batch["input_ids"]
+        prompts = [ids[p.row, p.start : p.cut].tolist() for p in places]
+        limits = [min(self.max_new_tokens, p.stop - p.cut) for p in places]
+        seeds = [_hash(self.seed, dist.rank(), number, i) for i in range(len(places))]
+        answers = [
+            list(takewhile(lambda token: token < self.vocab_size, answer))
+            for answer in self.generate(prompts, limits, seeds)
+        ]
+        return _laid_out(batch, places, answers, self.pad_token_id)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place, the same for any number of ranks; plain JSON."""
+        taken = self.taken * dist.world_size()  # by all ranks together
+        return {"taken": taken, "batches": self.batches.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved place."""
+        self.batches.load_state_dict(state["batches"])
+        self.taken = int(state["taken"]) // dist.world_size()
+
+    def _places(self, batch: Batch, number: int) -> list[_Place]:
+        generator = torch.Generator().manual_seed(_hash(self.seed, dist.rank(), number, -1))
+        found = []
+        for row, segments in enumerate(batch["segment_ids"]):
+            for segment in range(1, int(segments.max()) + 1):
+                inside = (segments == segment).nonzero().flatten()
+                start, stop = int(inside[0]), int(inside[-1]) + 1
+                learned = (batch["labels"][row, start:stop] != IGNORE).tolist()
+                cuts = _cuts(learned)
+                lot = int(torch.randint(1 << 30, (1,), generator=generator))
+                if cuts:
+                    found.append(_Place(row, start, start + cuts[lot % len(cuts)], stop))
+        return found
+
+
+def _cuts(learned: Sequence[bool]) -> list[int]:
+    """Return where an answer may be written anew: at its beginning, or anywhere in a text.
+
+    Never at 0: there has to be a prompt, and a begin of text is none.
+    """
+    starts = [i for i in range(1, len(learned)) if learned[i] and not learned[i - 1]]
+    if any(learned[:2]) and all(learned[1:]):
+        return list(range(1, len(learned)))
+    return starts
+
+
+def _laid_out(
+    batch: Batch, places: Sequence[_Place], answers: Sequence[Sequence[int]], pad_token_id: int
+) -> Batch:
+    """Return the batch with ``answers`` from each place's cut on; other documents are left out."""
+    old = {key: batch[key] for key in ("input_ids", "labels", "position_ids", "segment_ids")}
+    new: dict[str, Tensor] = {
+        "input_ids": torch.full_like(old["input_ids"], pad_token_id),
+        "labels": torch.full_like(old["labels"], IGNORE),
+        "position_ids": torch.zeros_like(old["position_ids"]),
+        "segment_ids": torch.zeros_like(old["segment_ids"]),
+    }
+    for place, answer in zip(places, answers, strict=True):
+        row, end = place.row, place.cut + len(answer)
+        written = torch.tensor(list(answer), dtype=torch.long)
+        prompt, whole = slice(place.start, place.cut), slice(place.start, end)
+        new["input_ids"][row, prompt] = old["input_ids"][row, prompt]
+        new["input_ids"][row, place.cut : end] = written
+        new["labels"][row, place.cut : end] = written
+        new["segment_ids"][row, whole] = old["segment_ids"][row, whole]
+        new["position_ids"][row, whole] = torch.arange(end - place.start)
+    for row, segments in enumerate(new["segment_ids"]):  # padding is a document like any other
+        since = 0
+        for i, segment in enumerate(segments.tolist()):
+            since = since + 1 if segment == 0 else 0
+            if segment == 0:
+                new["position_ids"][row, i] = since - 1
+    return {**batch, **new}
+
+
+def _hash(*numbers: int) -> int:
+    """Return a number below 2^62 that depends on all of ``numbers``."""
+    text = ":".join(map(str, numbers)).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 2

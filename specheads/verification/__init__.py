@@ -1,0 +1,1 @@
+"""Which guesses are kept: exact acceptance, rejection of sampled guesses, lossy rules, noise."""

@@ -1,0 +1,421 @@
+"""How the base model's next token is drawn: greedily, or with noise that belongs to a position.
+
+A draw is ``argmax(logits / temperature + noise)`` with Gumbel noise, which samples the softmax. The
+noise is a pure function of (seed, row, absolute position, token): plain decoding and tree decoding,
+which meet the same positions in different steps and shapes, therefore draw the same tokens.
+
+Rules for sampled candidates make random choices of other kinds (``Chance``), and drafters that
+sample need noise of their own: streams of the same generator that have nothing in common.
+
+Noise that belongs to a position: a pure function of (seed, row, absolute position, token).
+
+Counter-based (the splitmix64 finaliser over a lattice), hence without state, equal on every device,
+and free to be asked for any position at any time. Each use has a stream of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from specheads.attention.tree import RowTrees, Tree
+
+_MASK = (1 << 64) - 1
+_POSITION_STEP = 0xD1B54A32D192ED03 - (1 << 64)  # odd, far from multiples of the token step
+_TOKEN_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
+SITE_STEP = 0xDA942042E4DD58B5 - (1 << 64)
+ACCEPT, DRAW, DRAFT = 1, 2, 3  # streams beside that of plain decoding
+
+
+def _mix_seed(seed: int) -> int:
+    """Scatter neighbouring seeds over 64 bits (splitmix64), as a signed integer."""
+    x = (seed * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return signed(x ^ (x >> 31))
+
+
+def signed(x: int) -> int:
+    """Wrap as 64-bit integers do."""
+    x &= _MASK
+    return x - (1 << 64) if x >> 63 else x
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Shift as unsigned 64-bit integers do; torch's shift copies the sign bit."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+@lru_cache(maxsize=16)
+def _lattice(vocab_size: int, device: torch.device) -> Tensor:
+    return torch.arange(1, vocab_size + 1, device=device) * _TOKEN_STEP
+
+
+def gumbel_noise(
+    seed: int, positions: Tensor, vocab_size: int, rows: Sequence[int] | None = None
+) -> Tensor:
+    """Return standard Gumbel noise that depends on nothing but its arguments.
+
+    Args:
+        seed: any integer; row b uses ``seed + b``, so that a row of a batch draws what it would
+            draw alone with that seed.
+        positions: [B, ...] long, absolute positions of the tokens to be drawn.
+        vocab_size: V.
+        rows: [B], which rows these are; 0 to B - 1 if None.
+
+    Returns:
+        [B, ..., V] float32.
+    """
+    return gumbel(keys_of(seed, positions, rows), vocab_size)
+
+
+def draft_noise(
+    seed: int,
+    root_positions: Tensor,
+    num_levels: int,
+    vocab_size: int,
+    rows: Sequence[int] | None = None,
+) -> Tensor:
+    """Return Gumbel noise for a drafter that samples, unrelated to all other noise.
+
+    It belongs to the root's position and the level, not to the guessed token's position: a
+    position is guessed at in several steps, and whether it was reached may depend on the guess.
+
+    Args:
+        seed: as in :func:`gumbel_noise`.
+        root_positions: [B] long.
+        num_levels: of the tree, or whatever draws are to be independent.
+        vocab_size: V.
+        rows: [B], which rows these are; 0 to B - 1 if None.
+
+    Returns:
+        [B, num_levels, V] float32.
+    """
+    levels = torch.arange(num_levels, device=root_positions.device) * SITE_STEP
+    keys = keys_of(seed, root_positions, rows, DRAFT)[:, None] + levels
+    return gumbel(keys, vocab_size)
+
+
+def keys_of(seed: int, positions: Tensor, rows: Sequence[int] | None, stream: int = 0) -> Tensor:
+    """Return what the noise at positions [B, ...] is made from, [B, ...]."""
+    numbers = range(positions.shape[0]) if rows is None else rows
+    seeds = [_mix_seed(seed + row) for row in numbers]
+    if stream:
+        seeds = [_mix_seed(mixed + stream) for mixed in seeds]
+    first = torch.tensor(seeds, device=positions.device)
+    return first.view(-1, *[1] * (positions.dim() - 1)) + positions * _POSITION_STEP
+
+
+def uniform(keys: Tensor, num: int) -> Tensor:
+    """Return ``num`` numbers strictly inside (0, 1) for each key, [...] to [..., num] float64."""
+    x = keys[..., None] + _lattice(num, keys.device)
+    x = (x ^ _shifted(x, 30)) * (0xBF58476D1CE4E5B9 - (1 << 64))
+    x = (x ^ _shifted(x, 27)) * (0x94D049BB133111EB - (1 << 64))
+    x = x ^ _shifted(x, 31)
+    return (_shifted(x, 11).double() + 0.5) * 2.0**-53
+
+
+def gumbel(keys: Tensor, num: int) -> Tensor:
+    """Return ``num`` standard Gumbel numbers for each key, [...] to [..., num] float32."""
+    return uniform(keys, num).log_().neg_().log_().neg_().float()
+
+
+def noise_ahead(
+    seed: int,
+    starts: Sequence[int],
+    num: int,
+    vocab_size: int,
+    device: torch.device,
+    rows: Sequence[int] | None = None,
+) -> Tensor:
+    """Return the noise of :func:`gumbel_noise` at ``num`` positions from each row's start on.
+
+    With small vocabularies it is made for many positions at once and kept: two dozen operations on
+    a few hundred numbers cost as much as on some thousands.
+
+    Args:
+        seed: row b uses ``seed + b``.
+        starts: [B], the first position of each row.
+        num: positions per row.
+        vocab_size: V.
+        device: of the noise.
+        rows: [B], which rows these are.
+
+    Returns:
+        [B, num, V] float32.
+    """
+    numbers = range(len(starts)) if rows is None else rows
+    size = min(64, _KEPT_NOISE // vocab_size)
+    if size < 2 * num:
+        positions = torch.tensor(starts, device=device)[:, None] + torch.arange(num, device=device)
+        return gumbel_noise(seed, positions, vocab_size, numbers)
+    pieces = []
+    for row, start in zip(numbers, starts, strict=True):
+        block, first = divmod(start, size)
+        noise = _noise_block(seed + row, block, size, vocab_size, device)[first : first + num]
+        if len(noise) < num:
+            following = _noise_block(seed + row, block + 1, size, vocab_size, device)
+            noise = torch.cat([noise, following[: num - len(noise)]])
+        pieces.append(noise)
+    return torch.stack(pieces) if len(pieces) > 1 else pieces[0][None]
+
+
+_KEPT_NOISE = 1 << 14  # numbers per block
+
+
+@lru_cache(maxsize=64)
+def _noise_block(seed: int, block: int, size: int, vocab_size: int, device: torch.device) -> Tensor:
+    positions = torch.arange(block * size, (block + 1) * size, device=device)
+    return gumbel_noise(seed, positions[None], vocab_size)[0]
+
+
+# of float32 logits relative to the largest, between passes of different shapes; 1.5e-6 was seen on
+# a 5-layer model, and a choice compares two logits
+ROUNDING = 1e-5
+_SUMS = 1e-5  # of float32 sums of probabilities over a vocabulary, relative
+
+
+@dataclass(frozen=True)
+class Chance:
+    """The random choices of one verify step, as rules for sampled candidates ask for them.
+
+    Each is a function of seed, row, root position and site alone. Root positions differ between
+    the steps of a row, so no choice is made twice.
+
+    Attributes:
+        seed: of the noise; row b uses ``seed + b``.
+        root_positions: [B] long, absolute.
+        rows: [B], which rows of the batch these are.
+        num_sites: how many sites there are to accept at: N, the nodes.
+    """
+
+    seed: int
+    root_positions: Tensor
+    rows: Sequence[int]
+    num_sites: int
+
+    @cached_property
+    def _accept_uniform(self) -> Tensor:
+        keys = keys_of(self.seed, self.root_positions, self.rows, ACCEPT)
+        return uniform(keys, self.num_sites)
+
+    def accept(self, probability: Tensor, site: int) -> Tensor:
+        """Return [B] bool, true with ``probability`` [B]."""
+        return self._accept_uniform[:, site] < probability
+
+    def draw(self, probs: Tensor, site: int) -> Tensor:
+        """Draw one token per row from ``probs`` [B, V]; returns [B]."""
+        keys = keys_of(self.seed, self.root_positions, self.rows, DRAW)
+        keys = keys + signed(site * SITE_STEP)
+        return (probs.log() + gumbel(keys, probs.shape[-1])).argmax(-1)
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Draws tokens from logits.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the fewest tokens that together reach this probability; 1 keeps all.
+        seed: of the noise; unused when greedy.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be at least 0, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+
+    def warp(self, logits: Tensor) -> Tensor:
+        """Apply temperature, then top-k, then top-p, as transformers does; [..., V] to float32."""
+        scores = logits.float()
+        if self.temperature != 1:
+            scores = scores / self.temperature
+        if 0 < self.top_k < scores.shape[-1]:
+            kth = scores.topk(self.top_k, dim=-1).values[..., -1:]
+            scores = scores.masked_fill(scores < kth, float("-inf"))
+        if self.top_p < 1:
+            ordered, index = scores.sort(dim=-1)  # ascending
+            drop = ordered.softmax(-1).cumsum(-1) <= 1 - self.top_p
+            drop[..., -1] = False
+            scores = scores.masked_fill(drop.scatter(-1, index, drop), float("-inf"))
+        return scores
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """Return the distributions that are drawn from, [..., V] float32; greedy: the model's."""
+        return (self.warp(logits) if self.temperature > 0 else logits.float()).softmax(-1)
+
+    def scores(
+        self, logits: Tensor, positions: Tensor, rows: Sequence[int] | None = None
+    ) -> Tensor:
+        """Return what a draw is the argmax of.
+
+        Args:
+            logits: [B, ..., V].
+            positions: [B, ...], the absolute position of each token that is drawn.
+            rows: [B], which rows of the batch these are, for their seeds.
+
+        Returns:
+            [B, ..., V]; the logits themselves when greedy.
+        """
+        if self.temperature == 0:
+            return logits
+        return self.warp(logits) + gumbel_noise(self.seed, positions, logits.shape[-1], rows)
+
+    def __call__(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """Draw one token per row of logits, [B, ..., V] to [B, ...]; see :meth:`scores`."""
+        return self.scores(logits, positions).argmax(-1)
+
+    def tree_scores(
+        self,
+        logits: Tensor,
+        tree: Tree | RowTrees,
+        root_positions: Sequence[int],
+        rows: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Return the scores after every node of a tree: as node by node, but faster.
+
+        Nodes of one depth stand at one position and share its noise.
+
+        Args:
+            logits: [B, N, V].
+            tree: on the device of the logits.
+            root_positions: [B], the absolute position of the root.
+            rows: [B], which rows of the batch these are, for their seeds.
+
+        Returns:
+            [B, N, V].
+        """
+        if self.temperature == 0:
+            return logits
+        starts = [root + 1 for root in root_positions]
+        num, vocab_size = tree.max_depth + 1, logits.shape[-1]
+        noise = noise_ahead(self.seed, starts, num, vocab_size, logits.device, rows)
+        if isinstance(tree, Tree):
+            return self.warp(logits) + noise[:, tree.depths]
+        each = torch.arange(len(noise), device=logits.device)[:, None]
+        return self.warp(logits) + noise[each, tree.depths]
+
+    def near_ties(self, logits: Tensor, scores: Tensor, *, rounding: float = ROUNDING) -> Tensor:
+        """Tell where rounding might change a draw: the two best scores are closer than it.
+
+        What a cut has removed is not looked at: see :class:`Survivors`.
+
+        Args:
+            logits: [..., V], as the model gave them; their size sets the size of rounding.
+            scores: [..., V].
+            rounding: of a difference of two logits, relative to the largest.
+
+        Returns:
+            [...] bool.
+        """
+        best = scores.topk(2, dim=-1).values
+        slack = rounding * logits.abs().amax(-1) / (self.temperature or 1.0)
+        return best[..., 0] - best[..., 1] < slack
+
+
+class Survivors:
+    """Which tokens are left by cuts, where rounding may have moved every score.
+
+    A cut leaves the upper end of the scores. Each method is told of one, in their order, and finds
+    between which two bounds its edge is for all scores that rounding could have given.
+
+    Args:
+        scores: [..., V], before the first cut.
+        slack: [..., 1], how far rounding may move two of them against each other.
+
+    Attributes:
+        scores: [..., V], without any cut.
+        slack: [..., 1].
+        possible: [..., V] bool, tokens that may be left.
+        certain: [..., V] bool, tokens that are left in any case.
+    """
+
+    def __init__(self, scores: Tensor, slack: Tensor) -> None:
+        self.scores, self.slack = scores.float(), slack
+        self.possible = self.certain = torch.ones_like(scores, dtype=torch.bool)
+
+    def temper(self, temperature: float) -> None:
+        """Divide by a temperature."""
+        self.scores, self.slack = self.scores / temperature, self.slack / temperature
+
+    def top_k(self, k: int) -> None:
+        """Cut all but the ``k`` best."""
+        self._cut(*self._best(k))
+
+    def top_p(self, p: float, at_least: int = 1) -> None:
+        """Cut all but the best that together reach probability ``p``, and ``at_least`` as many."""
+        ordered, index = self.scores.masked_fill(~self.possible, -math.inf).sort(dim=-1)
+        weights = (ordered - ordered[..., -1:]).exp()
+        possible, certain = (kept.gather(-1, index) for kept in (self.possible, self.certain))
+        total = (weights * possible).sum(-1, keepdim=True)
+        # what stands at a token and below it, at most and at least; the odds of such a share move
+        # by no more than a score does
+        most, least = ((weights * kept).cumsum(-1) / total for kept in (possible, certain))
+        odds, slack = torch.tensor(1.0 - p).logit(), self.slack + _SUMS
+        cut = most <= (odds - slack).sigmoid()
+        low = ordered.masked_fill(cut, math.inf).amin(-1, keepdim=True) - self.slack
+        cut = certain & (least <= (odds + slack).sigmoid())
+        high = ordered.masked_fill(~cut, -math.inf).amax(-1, keepdim=True) + self.slack
+        self._cut(low, high, at_least)
+
+    def min_p(self, p: float, at_least: int = 1) -> None:
+        """Cut what is less than ``p`` times as likely as the best, but ``at_least`` as many."""
+        least, most = (
+            self.scores.masked_fill(~kept, -math.inf).amax(-1, keepdim=True) + math.log(p or 1e-45)
+            for kept in (self.certain, self.possible)
+        )
+        slack = self.slack + _SUMS
+        self._cut(least - slack, most + slack, at_least)
+
+    def other(self, cut: Callable[[Tensor], Tensor]) -> None:
+        """Cut where ``cut`` gives -inf; of its edge nothing is known, rounding may not move it."""
+        self.possible, self.certain = (
+            kept & cut(self.scores.masked_fill(~kept, -math.inf)).isfinite()
+            for kept in (self.possible, self.certain)
+        )
+
+    def undecided(self, noised: Tensor) -> Tensor:
+        """Tell where rounding might change which token is the best of those left.
+
+        Args:
+            noised: [..., V], ``scores`` with the noise of their draw.
+
+        Returns:
+            [...] bool.
+        """
+        best = noised.masked_fill(~self.possible, -math.inf).topk(2, dim=-1)
+        close = best.values[..., 0] - best.values[..., 1] < self.slack[..., 0]
+        return close | ~self.certain.gather(-1, best.indices[..., :1])[..., 0]
+
+    def _cut(self, low: Tensor, high: Tensor, at_least: int = 0) -> None:
+        """Cut below an edge between ``low`` and ``high`` [..., 1], but leave some of the best."""
+        if at_least:
+            lowest, highest = self._best(at_least)
+            low, high = torch.minimum(low, lowest), torch.minimum(high, highest)
+        self.possible = self.possible & (self.scores >= low)
+        self.certain = self.certain & (self.scores > high)
+
+    def _best(self, k: int) -> tuple[Tensor, Tensor]:
+        """Return the bounds [..., 1] of the edge below the ``k`` best."""
+        if k >= self.scores.shape[-1]:
+            nothing = torch.full_like(self.slack, -math.inf)
+            return nothing, nothing
+        most = self.scores.masked_fill(~self.possible, -math.inf).topk(k + 1).values
+        least = most
+        if self.certain is not self.possible:
+            least = self.scores.masked_fill(~self.certain, -math.inf).topk(k).values
+        return least[..., k - 1 : k] - self.slack, most[..., k : k + 1] + self.slack
