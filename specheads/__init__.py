@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from specheads._moved import forward_old_names
 from specheads.registration import register
+from specheads.system import __version__
 
 if TYPE_CHECKING:
     from specheads.attention.cache import TreeCache
     from specheads.decoding.generate import SpecDecoder
     from specheads.models.checkpoint import load_export
 
-__version__ = "0.1.0"
-__all__ = ["SpecDecoder", "TreeCache", "load_export", "register"]
+__all__ = ["__version__", "SpecDecoder", "TreeCache", "load_export", "register"]
 
 # torch and transformers take seconds to import: only what is used is
 _LAZY = {

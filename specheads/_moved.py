@@ -85,7 +85,8 @@ class _Finder:
                 FutureWarning,
                 stacklevel=2,
             )
-        return ModuleSpec(name, _Loader(new))
+        found = importlib.util.find_spec(new)
+        return ModuleSpec(name, _Loader(new), origin=found.origin if found else None)
 
 
 def forward_old_names() -> None:

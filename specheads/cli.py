@@ -6,7 +6,7 @@ import difflib
 import importlib
 import sys
 
-from specheads import __version__
+from specheads.system import __version__
 
 COMMANDS = {
     "train": ("specheads.train", "train heads, a draft model, or a base model"),

@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specheads import __version__
 from specheads.config import ConfigError, InterruptedRunError, RegenerateConfig, RunError
 from specheads.config.main import answer, answers_json, hydra_main, take_literal
+from specheads.system import __version__
 from specheads.system.signals import StopSignal
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specheads import __version__
 from specheads.formats import vllm
+from specheads.system import __version__
 from specheads.system.files import tinycode_dir
 
 # what was read and run of each, in November 2026

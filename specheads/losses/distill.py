@@ -377,8 +377,8 @@ def linear_soft_loss(
     as in :func:`specheads.losses.cross_entropy.linear_cross_entropy`: at no time do more than one
     chunk of the student's and the teacher's logits exist (of both, their probabilities and what is
     made of them: up to eight buffers of that size), and no gradient is formed under ``no_grad`` or
-    for an input that needs none. Under autocast the products run in autocast's dtype; everything after
-    them is float32 or wider.
+    for an input that needs none. Under autocast the products run in autocast's dtype;
+    everything after them is float32 or wider.
 
     Args:
         hidden: [N, d] rows of the student.

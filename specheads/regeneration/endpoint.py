@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from specheads import __version__
 from specheads.config import ConfigError, RunError
 from specheads.data.schema import Record
 from specheads.regeneration.answers import Outcome, Quarantined, Sampling, record_seed
@@ -36,6 +35,7 @@ from specheads.regeneration.dialogue import (
     check_answer,
     dialogue,
 )
+from specheads.system import __version__
 
 _LONGEST_PAUSE = 60.0  # seconds
 _MOST_BYTES = 16 << 20  # of a body: far more than any answer

@@ -21,9 +21,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import IO, Any
 
-from specheads import __version__
 from specheads.config import ConfigError, RunError
-from specheads.system import dist
+from specheads.system import __version__, dist
 from specheads.system.files import made_for_now, no_room, whole_file
 from specheads.system.redact import redact
 

@@ -294,7 +294,7 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
         try:
             packages[name] = version(name)
         except PackageNotFoundError:  # a clone that was never installed
-            from specheads import __version__
+            from specheads.system import __version__
 
             packages[name] = __version__
     cpu = _cpu_lines()

@@ -71,7 +71,8 @@ def lenient(
     Leviathan et al., arXiv:2211.17192, appendix A.5: as
     :func:`specheads.verification.rejection.reject` with l q in place of q: a token is accepted with
     probability min(1, r(x) / (l q(x))), and a refused one leaves (r - l q)_+ normalised.
-    Deterministic candidates are point masses: accepted with probability min(1, p(x) / l). (Some code keeps the residual (r - q)_+: another distribution.)
+    Deterministic candidates are point masses: accepted with probability min(1, p(x) / l). (Some
+    code keeps the residual (r - q)_+: another distribution.)
 
     Guarantee: given its prefix no token is more than 1 / l times as likely as under the base
     model, pi(x) <= p(x) / l, with siblings too. l = 1 is exact.

@@ -10,29 +10,24 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "specheads"
 
-# Lowest first. A part imports its own layer and the layers before it.
+COMMANDS = {
+    "cli", "train", "generate", "chat", "bench", "tree_search", "export", "regenerate", "preview",
+    "compare", "doctor", "quality", "spec_bench", "vllm_proposer",
+}  # fmt: skip
+# Lowest first. A part, which is a folder or a module at the root, imports its own layer and the
+# layers before it.
 LAYERS = [
-    {
-        "__init__", "assets", "config", "dist", "redact", "log", "run_dir", "metrics_file",
-        "wandb_log", "hardware", "contention", "files", "registration", "launch", "heartbeat",
-        "json_answer", "packages", "installation", "terminal",
-    },
-    {
-        "tree", "acceptance", "rejection", "lossy", "losses", "fused_loss", "soft_loss",
-        "distances", "teachers", "kv_cache", "tree_mask", "grouped_attention", "noise", "sampling",
-    },
-    {"models", "data", "formats", "tree_support"},
-    {"drafters"},
+    {"_moved", "registration", "__init__"},
+    {"system"},
+    {"attention", "losses"},
+    {"config", "verification"},
+    {"models", "runs"},
+    {"data", "formats", "drafters"},
     {"training", "decoding"},
-    {"pipeline"},
+    {"measure", "regeneration"},
+    {"pipeline", *COMMANDS},
     {"recipes"},
-    {
-        "entry", "train", "generate", "chat", "bench", "tree_search", "export", "regenerate",
-        "preview", "compare", "doctor", "cli", "torchrun",
-        "vllm_proposer", "spec_bench", "quality",
-        "lm_eval_model", "smaller",
-    },
-]  # fmt: skip
+]
 # Siblings that must not know each other though they share a layer.
 STRANGERS = {("training", "decoding"), ("decoding", "training")}
 # Imported only by the run that needs them: --help answers at once, and a missing one hurts nobody.
@@ -122,13 +117,39 @@ def test_imports_point_down() -> None:
     assert not wrong, f"upward: {wrong}"
 
 
-def test_parts_form_no_cycle() -> None:
-    """Two parts of one layer could still need each other; then neither can be read alone."""
-    graph = {part: targets - {"__init__"} for part, targets in arrows().items()}
-    while leaves := [part for part, targets in graph.items() if not targets & graph.keys()]:
-        for part in leaves:
-            del graph[part]
-    assert not graph, f"cycle among {sorted(graph)}"
+def test_no_file_imports_itself_through_others() -> None:
+    """Of files in a circle, inside a folder too, none can be read or imported alone."""
+    paths = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
+    graph = {
+        name: {each for each in imports(path) if each in paths} - {name, "specheads"}
+        for name, path in paths.items()
+    }
+    for name, path in paths.items():
+        if path.name == "__init__.py":  # a package is what it offers; its files import one another
+            graph[name] -= {each for each in graph[name] if each.startswith(f"{name}.")}
+    while True:
+        wanted = {target for targets in graph.values() for target in targets}
+        ends = [n for n, targets in graph.items() if n not in wanted or not targets & graph.keys()]
+        if not ends:
+            break
+        for name in ends:
+            del graph[name]
+    assert not graph, f"a circle among {sorted(graph)}"
+
+
+def test_commands_import_no_commands() -> None:
+    """What two commands share would be found in one of them, and loaded with all it needs."""
+    wrong = [
+        f"{part} imports {name}"
+        for part, path in files()
+        if part in COMMANDS
+        for name in imports(path)
+        if part_of(name) in COMMANDS - {part}
+    ]
+    assert not wrong, wrong
 
 
 def test_recipes_do_not_import_each_other() -> None:
@@ -143,6 +164,6 @@ def test_recipes_do_not_import_each_other() -> None:
 def test_heavy_packages_are_imported_late(part: str, path: Path) -> None:
     """DeepSpeed or wandb at load time would slow every command and demand a compiler of all."""
     loaded = {name.split(".")[0] for name in imports(path, at_load=True)}
-    is_entry_point = (layer_of(part) or 0) == len(LAYERS) - 1
-    allowed = {"hydra", "omegaconf"} if is_entry_point else set()
+    composes = part in COMMANDS or path.name == "main.py"
+    allowed = {"hydra", "omegaconf"} if composes else set()
     assert not (loaded & LAZY) - allowed, f"{path.name} loads {sorted(loaded & LAZY)}"
