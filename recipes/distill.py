@@ -32,15 +32,16 @@ from specheads.models.draft import (
     vocab_size,
 )
 from specheads.models.names import base_digest
+from specheads.models.output import output_layer
 from specheads.pipeline import heldout_prompts, improving
 from specheads.runs.log import Outcome, RunLog
 from specheads.system import dist
 from specheads.training.best import chosen as chosen_step
+from specheads.training.draft_objective import DraftObjective
 from specheads.training.draft_setup import (
     StoredTeacher,
     build_draft,
     check_draft,
-    draft_objective,
     heldout_agreement,
 )
 from specheads.training.loop import Batches, fit
@@ -69,9 +70,10 @@ def run(cfg: TrainConfig) -> None:
     records, prompts = heldout_prompts(cfg, data, tokenizer, base, draft)
     eos = end_tokens(base, tokenizer)
 
-    judge = draft_objective(cfg, draft, base, compared=compared, base_output=output)
+    options = {"vocab_size": compared, "output": output_layer(draft)}
+    judge = DraftObjective(draft, base, cfg.draft, cfg.loss, base_output=output, **options)
     taught = cfg.draft.loss != "labels" and not cfg.draft.stored
-    objective = judge if taught else draft_objective(cfg, draft, None, compared=compared)
+    objective = judge if taught else DraftObjective(draft, None, cfg.draft, cfg.loss, **options)
     stored = None
     if cfg.draft.stored:
         stored = StoredTeacher(cfg, base, output, data, compared=compared)

@@ -8,9 +8,10 @@ from specheads.config import TrainConfig
 from specheads.pipeline import Speculation, check_tree
 from specheads.runs.log import RunLog
 from specheads.training.loop import Batches, fit
+from specheads.training.objectives import HeadsObjective
 from specheads.training.plan import describe_costs, describe_run, plan_stage
 from specheads.training.schedule import param_groups
-from specheads.training.setup import build_heads, heads_objective, load_base, load_data, read_data
+from specheads.training.setup import build_heads, load_base, load_data, read_data
 from specheads.training.teachers import FeatureCache
 
 
@@ -26,9 +27,10 @@ def run(cfg: TrainConfig) -> None:
 
     with RunLog(cfg) as log:
         log.say(describe_run(cfg, data, base=base, heads=heads))
-        objective = heads_objective(
-            cfg, None if cache else base, heads, output, embed=base.get_input_embeddings()
-        )
+        objective = HeadsObjective(
+            None if cache else base, heads, cfg.loss,
+            train_base=False, output=output, embed=base.get_input_embeddings(),
+        )  # fmt: skip
         groups = param_groups(cfg.optim, heads=(heads, cfg.optim.lr))
         batches: Batches = data.train
         notes: list[str] = []

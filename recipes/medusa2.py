@@ -12,9 +12,10 @@ from specheads.pipeline import Speculation, check_tree
 from specheads.runs.log import RunLog
 from specheads.training.heldout import remember_original
 from specheads.training.loop import fit
+from specheads.training.objectives import HeadsObjective
 from specheads.training.plan import describe_costs, describe_run, plan_stage
 from specheads.training.schedule import param_groups
-from specheads.training.setup import build_heads, heads_objective, load_base, load_data, read_data
+from specheads.training.setup import build_heads, load_base, load_data, read_data
 
 
 def run(cfg: TrainConfig) -> None:
@@ -37,7 +38,7 @@ def run(cfg: TrainConfig) -> None:
         steps, plans = 0, []
         for stage, first, last in stages[0 if warmup else 1 :]:
             joint = stage == "joint"
-            objective = heads_objective(cfg, base, heads, output, train_base=joint)
+            objective = HeadsObjective(base, heads, cfg.loss, train_base=joint, output=output)
             parts: dict[str, tuple[nn.Module, float]] = {"heads": (heads, cfg.optim.lr)}
             if joint:
                 parts["base"] = (base, cfg.optim.base_lr)

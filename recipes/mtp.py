@@ -10,11 +10,11 @@ from specheads.pipeline import Speculation, check_tree
 from specheads.runs.log import RunLog
 from specheads.training.heldout import heldout_loss
 from specheads.training.loop import fit
+from specheads.training.objectives import HeadsObjective
 from specheads.training.plan import describe_costs, describe_run, plan_stage
 from specheads.training.schedule import param_groups
 from specheads.training.setup import (
     build_mtp_heads,
-    heads_objective,
     load_data,
     new_base,
     read_data,
@@ -39,7 +39,7 @@ def run(cfg: TrainConfig) -> None:
         log.say(describe_run(cfg, data, base=base, heads=heads))
         layers = base.config.get_text_config().num_hidden_layers
         log.say(f"{layers} layers in the base, its own output among the {added + 1} heads")
-        objective = heads_objective(cfg, base, heads, output, train_base=True)
+        objective = HeadsObjective(base, heads, cfg.loss, train_base=True, output=output)
         parts = {"base": base, "heads": heads}
         groups = param_groups(
             cfg.optim, base=(base, cfg.optim.base_lr), heads=(heads, cfg.optim.lr)

@@ -12,12 +12,12 @@ from specheads.pipeline import Speculation, check_tree
 from specheads.runs.log import RunLog
 from specheads.training.heldout import remember_original
 from specheads.training.loop import Batches, fit
+from specheads.training.objectives import HeadsObjective
 from specheads.training.plan import describe_costs, describe_run, plan_stage
 from specheads.training.schedule import param_groups
 from specheads.training.setup import (
     build_mtp_heads,
     check_mtp,
-    heads_objective,
     load_base,
     load_data,
     read_data,
@@ -39,9 +39,9 @@ def run(cfg: TrainConfig) -> None:
 
     with RunLog(cfg) as log:
         log.say(describe_run(cfg, data, base=base, heads=heads))
-        objective = heads_objective(
-            cfg, None if cache else base, heads, output,
-            train_base=tuned, embed=base.get_input_embeddings(),
+        objective = HeadsObjective(
+            None if cache else base, heads, cfg.loss,
+            train_base=tuned, output=output, embed=base.get_input_embeddings(),
         )  # fmt: skip
         trained: dict[str, tuple[nn.Module, float]] = {"heads": (heads, cfg.optim.lr)}
         if tuned:

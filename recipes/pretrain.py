@@ -24,12 +24,7 @@ def run(cfg: TrainConfig) -> None:
     read = read_data(cfg)
     base, output, tokenizer = new_base(cfg)
     data = load_data(cfg, base, tokenizer, train_base=True, learn_all=True, read=read)
-    objective = LMObjective(
-        base,
-        chunk_size=cfg.loss.chunk_size,
-        implementation=cfg.loss.implementation,
-        output=output,
-    )
+    objective = LMObjective(base, cfg.loss, output)
 
     def evaluate(step: int) -> dict[str, float]:
         del step

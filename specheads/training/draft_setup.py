@@ -119,6 +119,7 @@ def build_draft(
             trust_remote_code=cfg.model.trust_remote_code,
         )
     draft.to(hardware.pick_device(cfg.device))  # type: ignore[arg-type]
+    check_loss(cfg, output_layer(draft))
     shared_vocabulary(vocab_size(base), vocab_size(draft), num_ids(tokenizer))
     context = context_length(draft)
     if context is not None and cfg.data.seq_len > context:
@@ -133,45 +134,6 @@ def build_draft(
     if cfg.model.gradient_checkpointing:
         checkpoint_layers(draft)
     return draft
-
-
-def draft_objective(
-    cfg: TrainConfig,
-    draft: PreTrainedModel,
-    base: PreTrainedModel | None,
-    *,
-    compared: int,
-    base_output: OutputLayer | None = None,
-) -> DraftObjective:
-    """Return the objective of ``cfg.draft`` and ``cfg.loss``.
-
-    Args:
-        cfg: the run's settings.
-        draft: the draft model.
-        base: the teacher; None where there is a stored one, or none is needed.
-        compared: tokens over which the two are compared.
-        base_output: of ``base``.
-
-    Raises:
-        ConfigError: if the loss cannot serve this model.
-    """
-    wanted, loss = cfg.draft, cfg.loss
-    output = output_layer(draft)
-    check_loss(cfg, output)
-    return DraftObjective(
-        draft,
-        base,
-        loss=wanted.loss,
-        jsd_beta=wanted.jsd_beta,
-        top_k=loss.top_k,
-        temperature=loss.temperature,
-        eta=loss.lk_eta,
-        chunk_size=loss.chunk_size,
-        implementation=loss.implementation,
-        vocab_size=compared,
-        output=output,
-        base_output=base_output if base is not None else None,
-    )
 
 
 @torch.no_grad()

@@ -46,7 +46,7 @@ from specheads.models.output import OutputLayer, output_layer
 from specheads.models.quantize import METHODS, quantization_of
 from specheads.system import dist, hardware
 from specheads.system.files import tinycode_dir
-from specheads.training.objectives import HeadsLoss, HeadsObjective
+from specheads.training.objectives import HeadsObjective
 
 
 @dataclass(frozen=True)
@@ -519,33 +519,6 @@ def most_frequent(documents: Sequence[Encoded], vocab_size: int, num_kept: int) 
         counts += np.bincount(learned, minlength=vocab_size)
     order = torch.from_numpy(counts).sort(descending=True, stable=True).indices
     return order[:num_kept]
-
-
-def heads_objective(
-    cfg: TrainConfig,
-    base: PreTrainedModel | None,
-    heads: Heads,
-    output: OutputLayer,
-    *,
-    train_base: bool = False,
-    embed: Any = None,
-) -> HeadsObjective:
-    """Return the objective of ``cfg.loss``."""
-    loss = cfg.loss
-    return HeadsObjective(
-        base,
-        heads,
-        train_base=train_base,
-        decay=loss.decay,
-        lambda_0=loss.lambda_0,
-        average=loss.average,
-        heads_loss=HeadsLoss(loss.heads, loss.top_k, loss.temperature, loss.lk_eta),
-        distill_base=train_base and loss.base == "distill",
-        chunk_size=loss.chunk_size,
-        implementation=loss.implementation,
-        output=output,
-        embed=embed,
-    )
 
 
 @torch.no_grad()

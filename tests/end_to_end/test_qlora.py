@@ -34,8 +34,9 @@ from specheads.models.output import output_layer
 from specheads.models.quantize import quantization_of
 from specheads.runs.log import RunLog
 from specheads.training.loop import fit
+from specheads.training.objectives import HeadsObjective
 from specheads.training.schedule import param_groups
-from specheads.training.setup import build_heads, heads_objective, load_base, load_data
+from specheads.training.setup import build_heads, load_base, load_data
 from specheads.verification.sampling import Sampler
 
 WARMUP, STEPS = 2, 6
@@ -84,7 +85,7 @@ def train(cfg: TrainConfig) -> tuple[PreTrainedModel, MedusaHeads]:
             if stage == "joint":
                 parts["base"] = (base, cfg.optim.base_lr)
             fit(
-                heads_objective(cfg, base, heads, output, train_base=stage == "joint"),
+                HeadsObjective(base, heads, cfg.loss, train_base=stage == "joint", output=output),
                 data.train,
                 cfg,
                 groups=param_groups(cfg.optim, **parts),
@@ -240,13 +241,15 @@ def test_the_second_stage_starts_where_the_first_one_ended(
     base, output, tokenizer = load_base(cfg, train_base=True)
     data = load_data(cfg, base, tokenizer, train_base=True)
     heads = build_heads(cfg, base, output, data)
-    first = heads_objective(cfg, base, heads, output, train_base=False)
+    first = HeadsObjective(base, heads, cfg.loss, train_base=False, output=output)
     with RunLog(cfg) as log:
         groups = param_groups(cfg.optim, heads=(heads, cfg.optim.lr))
         fit(first, data.train, cfg, groups=groups, run=log, stage="heads", last_step=WARMUP)
     batch = fixed_batch()
     _, ended = first.train()(batch)
-    _, started = heads_objective(cfg, base, heads, output, train_base=True).train()(batch)
+    _, started = HeadsObjective(base, heads, cfg.loss, train_base=True, output=output).train()(
+        batch
+    )
     for i in range(2):
         was, found = float(ended[f"head_{i}/loss"]), float(started[f"head_{i}/loss"])
         assert found == was

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from specheads.config import ConfigError, RunError
+from specheads.config.training import DraftConfig, LossConfig
 from specheads.data import teacher_cache as features_module
 from specheads.data.chat import Encoded
 from specheads.data.pack import PackedBatches
@@ -116,7 +117,7 @@ def test_offline_learns_as_online(base: PreTrainedModel, tmp_path: Path, loss: s
         packed = _batches(documents)
         batches = packed if teacher is not None else TaughtBatches(packed, top)
         draft = build("llama", seed=2, num_hidden_layers=1)
-        objective = DraftObjective(draft, teacher, loss=loss, top_k=K)
+        objective = DraftObjective(draft, teacher, DraftConfig(loss=loss), LossConfig(top_k=K))
         optimizer = torch.optim.SGD(draft.parameters(), lr=0.1)
         losses = []
         for _ in range(2 * packed.rows_per_epoch // ROWS):
