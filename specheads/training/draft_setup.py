@@ -14,11 +14,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specheads.config import ConfigError, TrainConfig
 from specheads.data.pack import PackedBatches, check_isolation
 from specheads.data.teacher_cache import (
-    TaughtBatches,
-    TopLogits,
-    TopPlan,
+    CachedBatches,
+    TeacherCache,
+    computed_by,
     plan_top_logits,
-    write_top_logits,
+    still_missing,
+    write_cache,
 )
 from specheads.losses.cross_entropy import count_valid
 from specheads.models.base import checkpoint_layers, context_length
@@ -33,7 +34,6 @@ from specheads.models.draft import (
     take_end_tokens,
     vocab_size,
 )
-from specheads.models.names import base_digest
 from specheads.models.output import OutputLayer, output_layer
 from specheads.models.support import check_tree_support
 from specheads.system import hardware
@@ -216,37 +216,34 @@ class StoredTeacher:
     ) -> None:
         assert isinstance(data.train, PackedBatches)  # check_draft has seen to it
         self.cfg, self.base, self.output, self.batches = cfg, base, output, data.train
-        self.plan: TopPlan = plan_top_logits(
+        self.plan = plan_top_logits(
             Path(cfg.draft.stored).expanduser(),
             data.train.documents,
-            base=base_digest(cfg.model.name, revision=cfg.model.revision),
-            computed=f"{cfg.model.dtype}, quantization {cfg.model.quantization},"
-            f" autocast {cfg.autocast}",
+            computed_by(cfg.model, cfg.autocast),
             vocab_size=compared,
             top_k=cfg.draft.stored_top_k,
         )
 
     def describe(self) -> str:
         """Return one line: what is stored, how large it is, where, and how much is missing."""
-        return self.plan.describe()
+        return f"{self.plan.describe()}; {still_missing(self.plan)}"
 
-    def open(self) -> TaughtBatches:
+    def open(self) -> CachedBatches:
         """Write what is missing, and return the batches that carry it.
 
         Raises:
             ConfigError: if the disk has too little room, or a file of the folder is damaged.
             RunError: if the disk fills up; what is finished stays, and the next run goes on there.
         """
-        write_top_logits(
+        write_cache(
             self.plan,
             self.batches.documents,
             self.base,
-            self.output,
-            seq_len=self.batches.seq_len,
-            rows=self.batches.rows,
+            (self.batches.rows, self.batches.seq_len),
+            output=self.output,
             autocast=self.cfg.autocast == "bfloat16",
         )
-        return TaughtBatches(self.batches, TopLogits(self.plan))
+        return CachedBatches(self.batches, TeacherCache(self.plan))
 
     def stand_in(self) -> _StandIn:
         """Return batches as those of :meth:`open`; nothing is written and the base is not run."""

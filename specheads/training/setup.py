@@ -254,16 +254,17 @@ def load_data(
     read = read or read_data(cfg)
     bars, dropped = Bars(), read.dropped
 
+    def documents_of(seq_len: int) -> Documents:
+        context = context_length(base)
+        return Documents(tokenizer, seq_len=seq_len, context=context, learn_all=learn_all)
+
     def encode(records: Sequence[Record], seq_len: int) -> EncodedRecords:
         return encode_records(
             records,
-            tokenizer,
-            seq_len=seq_len,
-            context=context_length(base),
+            documents_of(seq_len),
             progress=bars,
             max_bad_fraction=cfg.data.max_bad_fraction,
             dropped=dropped,
-            learn_all=learn_all,
         )
 
     pad = int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
@@ -272,16 +273,10 @@ def load_data(
     if isinstance(read.train, RecordStream):
         train = StreamedBatches(
             read.train,
-            Documents(
-                tokenizer,
-                seq_len=cfg.data.seq_len,
-                context=context_length(base),
-                learn_all=learn_all,
-            ),
+            documents_of(cfg.data.seq_len),
             rows=cfg.data.rows,
             seed=cfg.seed,
             pad_token_id=pad,
-            dropped=dropped,
             rank=dist.rank(),
             world=dist.world_size(),
         )

@@ -30,48 +30,22 @@ from specheads.config import ConfigError, TrainConfig
 from specheads.data.chat import Encoded
 from specheads.data.pack import Batch, PackedBatches
 from specheads.data.teacher_cache import (
-    Features,
+    CachedBatches,
     Plan,
     Progress,
+    TeacherCache,
+    computed_by,
     plan_features,
     readable,
-    write_features,
+    still_missing,
+    write_cache,
 )
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.base import input_device
-from specheads.models.names import base_digest
 from specheads.models.output import packed_hidden
 from specheads.system import dist
 from specheads.training.loop import Batches
 from specheads.training.plan import StandInFeatures, clock, seconds_per_pass
-
-
-class CachedBatches:
-    """``PackedBatches`` that carry hidden states; its order and its saved place are theirs."""
-
-    def __init__(self, batches: PackedBatches, features: Features) -> None:
-        """Take the batches, and features of the same documents in the same order."""
-        self.batches, self.features = batches, features
-
-    def __iter__(self) -> CachedBatches:
-        return self
-
-    def __next__(self) -> Batch:
-        places = self.batches.take()
-        hidden = self.features.rows(places, self.batches.seq_len)
-        return {**self.batches.lay_out(places), "hidden": hidden}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the place in the data; plain JSON, the same with and without a cache."""
-        return self.batches.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved place.
-
-        Raises:
-            ConfigError: if the state is of other data, another row length or another seed.
-        """
-        self.batches.load_state_dict(state)
 
 
 class FeatureCache:
@@ -111,9 +85,7 @@ class FeatureCache:
         return plan_features(
             folder,
             documents,
-            base=base_digest(cfg.model.name, revision=cfg.model.revision),
-            computed=f"{cfg.model.dtype}, quantization {cfg.model.quantization},"
-            f" autocast {cfg.autocast}",
+            computed_by(cfg.model, cfg.autocast),
             hidden_size=sample.shape[-1],
             given_as=sample.dtype,
             dtype=cfg.features.dtype,
@@ -131,11 +103,9 @@ class FeatureCache:
 
     def describe(self) -> str:
         """Return one line for before the base is run: what, how large, where, how much is left."""
-        missing = sum(plan.shards[i].bytes for plan in self.plans for i in plan.missing())
-        left = f"{readable(missing)} still to be written" if missing else "complete"
         heldout = self.heldout_plan
         more = f", held-out rows {readable(heldout.num_bytes)}" if heldout else ""
-        return f"{self.plan.describe()}{more}; {left}"
+        return f"{self.plan.describe()}{more}; {still_missing(*self.plans)}"
 
     def open(
         self, base: PreTrainedModel, *, progress: Progress | None = None
@@ -156,8 +126,7 @@ class FeatureCache:
                 for row in _rows(batch):
                     places.append(list(range(first, first + len(row))))
                     first += len(row)
-                hidden = features.rows(places, batch["input_ids"].shape[1])
-                heldout.append({**batch, "hidden": hidden})
+                heldout.append({**batch, **features.rows(places, batch["input_ids"].shape[1])})
         return CachedBatches(self.batches, train), heldout
 
     def stand_in(self, base: PreTrainedModel) -> tuple[Batches, list[str]]:
@@ -166,7 +135,7 @@ class FeatureCache:
         For ``dry_run=true``: nothing is written, ``base`` runs on a few micro-batches.
         """
         batches, cfg = self.batches, self.cfg
-        size, dtype = self.plan.hidden_size, base.dtype
+        size, dtype = self.plan.settings["hidden_size"], base.dtype
         passes = batches.rows_per_epoch / cfg.data.rows
         filling = clock(passes * seconds_per_pass(base, batches))
         notes = [self.describe(), f"time to fill it: {filling}"]
@@ -178,17 +147,16 @@ class FeatureCache:
         documents: Sequence[Encoded],
         base: PreTrainedModel,
         progress: Progress | None,
-    ) -> Features:
-        write_features(
+    ) -> TeacherCache:
+        write_cache(
             plan,
             documents,
             base,
-            seq_len=self.batches.seq_len,
-            rows=self.batches.rows,
+            (self.batches.rows, self.batches.seq_len),
             autocast=self.cfg.autocast == "bfloat16",
             progress=progress,
         )
-        return Features(plan)
+        return TeacherCache(plan)
 
 
 def _rows(batch: Batch) -> list[list[Encoded]]:
