@@ -126,9 +126,9 @@ class Side:
         inner.read()
         with clock.running():
             micro, tokens = gather(self.batches, 1, self.objective.num_heads, self.device)
-            ran = run_micro_batches(self.engine, micro, lambda: False)
+            metrics, *_ = run_micro_batches(self.engine, micro, lambda: False)
             self.engine.step(1.0)
-        self.losses.append(ran.metrics["loss"])
+        self.losses.append(metrics["loss"])
         self.tokens += tokens
         self.steps.append({"step": clock.read(), "inner": inner.read()})
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,15 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.config import ConfigError, TrainConfig
-from specheads.data.pack import PackedBatches, check_isolation
-from specheads.data.teacher_cache import (
-    CachedBatches,
-    TeacherCache,
-    computed_by,
-    plan_top_logits,
-    still_missing,
-    write_cache,
-)
+from specheads.data.pack import check_isolation
 from specheads.losses.cross_entropy import count_valid
 from specheads.models.base import checkpoint_layers, context_length
 from specheads.models.draft import (
@@ -34,11 +24,12 @@ from specheads.models.draft import (
     take_end_tokens,
     vocab_size,
 )
-from specheads.models.output import OutputLayer, output_layer
+from specheads.models.output import output_layer
 from specheads.models.support import check_tree_support
 from specheads.system import hardware
 from specheads.training.draft_objective import DraftObjective
-from specheads.training.setup import Data, check_loss
+from specheads.training.engine import on_device
+from specheads.training.setup import check_loss
 
 Batch = dict[str, Any]
 
@@ -119,7 +110,7 @@ def build_draft(
             trust_remote_code=cfg.model.trust_remote_code,
         )
     draft.to(hardware.pick_device(cfg.device))  # type: ignore[arg-type]
-    check_loss(cfg, output_layer(draft))
+    check_loss(cfg.loss, output_layer(draft))
     shared_vocabulary(vocab_size(base), vocab_size(draft), num_ids(tokenizer))
     context = context_length(draft)
     if context is not None and cfg.data.seq_len > context:
@@ -162,89 +153,9 @@ def heldout_agreement(objective: DraftObjective, batches: Sequence[Batch]) -> di
     objective.eval()
     try:
         for batch in batches:
-            placed = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-            _, metrics = objective({**placed, "num_valid": num_valid.to(device)})
+            _, metrics = objective(on_device({**batch, "num_valid": num_valid}, device))
             for key, name in names.items():
                 total[name] += float(metrics[key])
     finally:
         objective.train(training)
     return total
-
-
-@dataclass(frozen=True)
-class _StandIn:
-    """Batches with a teacher that says nothing: what a stored one costs that is not written yet."""
-
-    batches: PackedBatches
-    top_k: int
-
-    def __next__(self) -> Batch:
-        batch = next(self.batches)
-        ids = torch.arange(self.top_k).expand(*batch["input_ids"].shape, -1)
-        share = torch.full(ids.shape, 1 / (self.top_k + 1)).log()
-        return {**batch, "teacher_ids": ids.clone(), "teacher_log_probs": share}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.batches.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.batches.load_state_dict(state)
-
-
-class StoredTeacher:
-    """The base's most likely tokens at every training position, in ``draft.stored``.
-
-    Args:
-        cfg: the run's settings.
-        base: the base model, as the settings load it.
-        output: its output layer.
-        data: the run's data, with rows of one length.
-        compared: tokens over which base and draft are compared.
-
-    Raises:
-        ConfigError: if the folder was made of something else.
-    """
-
-    def __init__(
-        self,
-        cfg: TrainConfig,
-        base: PreTrainedModel,
-        output: OutputLayer,
-        data: Data,
-        *,
-        compared: int,
-    ) -> None:
-        assert isinstance(data.train, PackedBatches)  # check_draft has seen to it
-        self.cfg, self.base, self.output, self.batches = cfg, base, output, data.train
-        self.plan = plan_top_logits(
-            Path(cfg.draft.stored).expanduser(),
-            data.train.documents,
-            computed_by(cfg.model, cfg.autocast),
-            vocab_size=compared,
-            top_k=cfg.draft.stored_top_k,
-        )
-
-    def describe(self) -> str:
-        """Return one line: what is stored, how large it is, where, and how much is missing."""
-        return f"{self.plan.describe()}; {still_missing(self.plan)}"
-
-    def open(self) -> CachedBatches:
-        """Write what is missing, and return the batches that carry it.
-
-        Raises:
-            ConfigError: if the disk has too little room, or a file of the folder is damaged.
-            RunError: if the disk fills up; what is finished stays, and the next run goes on there.
-        """
-        write_cache(
-            self.plan,
-            self.batches.documents,
-            self.base,
-            (self.batches.rows, self.batches.seq_len),
-            output=self.output,
-            autocast=self.cfg.autocast == "bfloat16",
-        )
-        return CachedBatches(self.batches, TeacherCache(self.plan))
-
-    def stand_in(self) -> _StandIn:
-        """Return batches as those of :meth:`open`; nothing is written and the base is not run."""
-        return _StandIn(self.batches, self.cfg.draft.stored_top_k)

@@ -25,10 +25,14 @@ from specheads.models.manifest import (
     save_tensors,
 )
 from specheads.models.quantize import need_bitsandbytes
-from specheads.system import dist
 
 Batch = dict[str, Any]
 Groups = list[dict[str, Any]]
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """Return a batch with its tensors on ``device``."""
+    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
 
 
 class Objective(Protocol):
@@ -236,21 +240,3 @@ class TorchEngine:
     def close(self) -> None:
         """Free the gradients; the module itself was never changed."""
         self.drop()
-
-
-def open_engine(objective: nn.Module, groups: Groups, cfg: TrainConfig) -> Engine:
-    """Return the engine that the settings ask for.
-
-    Raises:
-        ConfigError: if several processes were started without DeepSpeed.
-    """
-    if cfg.deepspeed:
-        from specheads.training.deepspeed_engine import DeepSpeedEngine
-
-        return DeepSpeedEngine(objective, groups, cfg)
-    if dist.world_size() > 1:
-        raise ConfigError(
-            f"{dist.world_size()} processes were started, but deepspeed=none trains with one; "
-            "choose deepspeed=zero1, zero2 or zero3"
-        )
-    return TorchEngine(objective, groups, cfg)

@@ -30,7 +30,7 @@ from specheads.models.names import base_digest
 from specheads.runs.log import RunLog
 from specheads.system import dist
 from specheads.training.draft_objective import DraftObjective
-from specheads.training.loop import fit
+from specheads.training.loop import Stage, fit
 from specheads.training.objectives import HeadsObjective
 from specheads.training.schedule import param_groups
 from tests.conftest import build_byte_tokenizer, build_tiny_llama, redraw
@@ -166,16 +166,8 @@ def train(folder: Path, name: str, kind: str, deepspeed: dict[str, Any], **chang
         heads = None
         for stage, first, last in KINDS[kind]:
             heads, objective = build_objective(kind, base, stage, heads)
-            fit(
-                objective,
-                batches,
-                cfg,
-                groups=param_groups(cfg.optim, heads=(heads, 1e-3), base=(base, 3e-4)),
-                run=log,
-                stage=stage,
-                first_step=first,
-                last_step=last,
-            )
+            groups = param_groups(cfg.optim, heads=(heads, 1e-3), base=(base, 3e-4))
+            fit(Stage(objective, batches, groups, stage, first, last), cfg, log)
     if dist.is_main():
         state = {name: p.detach().clone() for name, p in objective.named_parameters()}
         save_file(state, folder / f"{name}-{kind}.safetensors")

@@ -33,7 +33,7 @@ from specheads.training.checkpoints import (
     step_of,
     verify,
 )
-from specheads.training.engine import open_engine
+from specheads.training.loop import open_engine
 from specheads.training.schedule import param_groups
 from specheads.training.teachers import OnPolicyBatches
 from tests.toys import ToyBatches, ToyObjective, toy_config
