@@ -58,7 +58,7 @@ class Spread:
         zero = deepspeed.get("zero_optimization") or {}
         stage, overlap = int(zero.get("stage", 0)), zero.get("overlap_comm")
         optimizer, parameters = (
-            str((zero.get(f"offload_{what}") or {}).get("device", "none")) != "none"
+            str((zero.get(f"offload_{what}") or {}).get("device") or "none") != "none"
             for what in ("optimizer", "param")
         )
         return cls(

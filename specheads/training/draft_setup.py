@@ -27,6 +27,7 @@ from specheads.models.draft import (
 from specheads.models.output import output_layer
 from specheads.models.support import check_tree_support
 from specheads.system import hardware
+from specheads.training.capacity import Spread
 from specheads.training.draft_objective import DraftObjective
 from specheads.training.engine import on_device
 from specheads.training.setup import check_loss
@@ -71,8 +72,7 @@ def check_draft(cfg: TrainConfig) -> None:
         raise ConfigError(
             f"adapter.kind={cfg.adapter.kind} tunes the base; {cfg.recipe} trains a draft model"
         )
-    zero = cfg.deepspeed.get("zero_optimization") or {}
-    if draft.on_policy and zero.get("stage") == 3:
+    if draft.on_policy and Spread.from_config(cfg.deepspeed).stage == 3:
         raise ConfigError(
             f"draft.on_policy={draft.on_policy} lets the draft model write, and with"
             " deepspeed=zero3 no rank has whole weights to write with (zero2 has)"

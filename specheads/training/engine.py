@@ -44,7 +44,6 @@ class Objective(Protocol):
 
     def __call__(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and additive metrics."""
-        ...
 
 
 class Engine(Protocol):
@@ -64,11 +63,9 @@ class Engine(Protocol):
 
     def forward(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of one micro-batch and its metrics."""
-        ...
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add this micro-batch's gradients; ``last`` marks the end of the optimizer step."""
-        ...
 
     def step(self, factor: float) -> float:
         """Clip, step with every learning rate times ``factor``, return the gradient norm.
@@ -76,23 +73,18 @@ class Engine(Protocol):
         A norm that is not finite changes nothing, on any rank: no weight, no moment, no counter.
         The gradients are gone then, and what comes back is that norm, or infinity.
         """
-        ...
 
     def drop(self) -> None:
         """Throw away the gradients of this step instead of stepping; all ranks call it."""
-        ...
 
     def save(self, folder: Path) -> None:
         """Write trained weights and optimizer state; all ranks call it."""
-        ...
 
     def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote."""
-        ...
 
     def close(self) -> None:
         """Leave the module usable without the engine."""
-        ...
 
 
 def make_optimizers(

@@ -65,15 +65,12 @@ class Batches(Protocol):
 
     def __next__(self) -> Batch:
         """Return the next micro-batch of this rank."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, as JSON values."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a position."""
-        ...
 
 
 @dataclass(frozen=True)
