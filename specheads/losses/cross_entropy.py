@@ -20,6 +20,7 @@ from specheads.losses.fused import (
     fused_loss,
     rows_at_once,
 )
+from specheads.system.errors import check, one_of
 
 IMPLEMENTATIONS = ("fused", "naive", "torch", "liger")
 
@@ -38,8 +39,7 @@ def shift_labels(labels: Tensor, segment_ids: Tensor, offset: int) -> Tensor:
     Raises:
         ValueError: if ``offset`` is below 1 or the shapes differ.
     """
-    if offset < 1:
-        raise ValueError(f"offset must be at least 1, got {offset}")
+    check(offset >= 1, "offset", offset, "at least 1")
     if labels.shape != segment_ids.shape:
         raise ValueError(
             f"labels {tuple(labels.shape)} and segment_ids {tuple(segment_ids.shape)} differ"
@@ -120,10 +120,7 @@ def check_implementation(implementation: str, softcap: float | None = None) -> N
     Raises:
         ValueError: with the reason, in one line.
     """
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"
-        )
+    one_of("implementation", implementation, *IMPLEMENTATIONS)
     if implementation == "torch" and not hasattr(F, "linear_cross_entropy"):
         raise ValueError(
             f"implementation 'torch' needs torch 2.13 or newer, this is {torch.__version__}"

@@ -27,6 +27,7 @@ from specheads.losses.fused import (
     rows_at_once,
     write_logits,
 )
+from specheads.system.errors import check, one_of
 
 KINDS = ("soft", "reverse_kl", "jsd", "tv", "lk_alpha", "lk_lambda")
 
@@ -61,12 +62,12 @@ class SoftLoss:
             ``reverse_kl`` would be infinite.
         temperature: divides the teacher's logits only. The student learns the distribution at
             that temperature as its own at temperature 1.
-        eta: of ``lk_lambda``.
-        jsd_beta: of ``jsd``, between 0 and 1.
+        eta: how fast ``lk_lambda`` turns from KL to acceptance.
+        jsd_beta: the teacher's weight in the mixture of ``jsd``, between 0 and 1.
         compare: report cross entropy and acceptance, too; not with a token map.
 
     Raises:
-        ValueError: for an unknown kind, or numbers out of range.
+        ConfigError: for an unknown kind, or numbers out of range.
     """
 
     kind: str
@@ -77,20 +78,13 @@ class SoftLoss:
     compare: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be at least 0, got {self.top_k}")
-        if self.top_k and self.kind == "reverse_kl":
-            raise ValueError(
-                f"top_k must be 0 for reverse_kl, infinite without all tokens: {self.top_k}"
-            )
-        if self.temperature <= 0:
-            raise ValueError(f"temperature must be positive, got {self.temperature}")
-        if self.eta <= 0:
-            raise ValueError(f"eta must be positive, got {self.eta}")
-        if not 0 < self.jsd_beta < 1:
-            raise ValueError(f"jsd_beta must be between 0 and 1, got {self.jsd_beta}")
+        one_of("kind", self.kind, *KINDS)
+        check(self.top_k >= 0, "top_k", self.top_k, "at least 0")
+        finite = not self.top_k or self.kind != "reverse_kl"
+        check(finite, "top_k", self.top_k, "0 for reverse_kl, infinite without all tokens")
+        check(self.temperature > 0, "temperature", self.temperature, "positive")
+        check(self.eta > 0, "eta", self.eta, "positive")
+        check(0 < self.jsd_beta < 1, "jsd_beta", self.jsd_beta, "between 0 and 1")
 
 
 @dataclass(frozen=True)
@@ -293,7 +287,7 @@ def distance(
         log_s: [n, V'] logarithms of the student's probabilities, overwritten; with ``slope`` by
             the gradient with respect to the student's logits, times ``factor`` [n, 1].
         log_t: [n, V'] logarithms of the teacher's probabilities, overwritten.
-        factor: of the rows.
+        factor: [n, 1] factors of the rows.
         slope: whether gradients are wanted.
         restricted: whether the teacher's probabilities may sum to less than 1.
     """

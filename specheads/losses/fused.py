@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specheads.system.errors import check
+
 IGNORE = -100  # label of a token that is not to be learned
 
 _COMPARED = 1 << 22  # logits compared at once while counting hits
@@ -64,8 +66,7 @@ def check_rows(
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias has shape {tuple(bias.shape)}, weight has {weight.shape[0]} rows")
-    if chunk_size < 0:
-        raise ValueError(f"chunk_size must be at least 0, got {chunk_size}")
+    check(chunk_size >= 0, "chunk_size", chunk_size, "at least 0")
 
 
 def rows_at_once(weight: Tensor) -> int:
@@ -111,7 +112,8 @@ def fused_loss(
 
     These are [G, 1 + num_columns]: the sums of the losses and of what comes with them.
     """
-    if not torch.is_grad_enabled():  # so that no gradient is formed
+    # The gradients are formed here and now, for whatever requires one: under no_grad nothing may.
+    if not torch.is_grad_enabled():
         hidden, output = hidden.detach(), output.detached()
     loss, stats, unit, grads = _loss_and_grads(
         hidden, output, labels, row_weight, row_loss, chunk_size, num_columns

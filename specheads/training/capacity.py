@@ -90,14 +90,14 @@ class Load:
 
     Attributes:
         trained: bytes per number (2 or 4) -> numbers that are trained.
-        frozen_bytes: of weights that are not; ``frozen`` of them.
+        frozen_bytes: bytes of the weights that are not trained.
         frozen: numbers that are not trained.
         activations: bytes kept for backward, or the largest temporary of a frozen model.
         logits: bytes of the logits that exist at one time.
         formed: bytes of gradients that the fused loss forms in forward, whole on every rank.
         optimizer: adamw, adamw8bit or muon.
         accumulation: micro-batches per step.
-        flops: of a micro-batch, forward and backward.
+        flops: floating-point operations of a micro-batch, forward and backward.
         outer: numbers that stage 3 keeps whole for the length of a pass: the matrices that the
             objective itself reads.
         gathers: how often stage 3 gathers all weights for a micro-batch: 1, or 2 with a backward
@@ -123,7 +123,7 @@ class Load:
 
     @property
     def trained_bytes(self) -> float:
-        """Of the trained weights."""
+        """Bytes of the trained weights."""
         return float(sum(size * count for size, count in self.trained.items()))
 
 
@@ -132,13 +132,13 @@ class Need:
     """Bytes on one rank.
 
     Attributes:
-        weights: its share of them.
-        gradients: likewise, as they stay until the step.
-        optimizer: likewise, float32 weights of DeepSpeed among it.
-        buckets: of communication.
+        weights: this rank's share of the weights.
+        gradients: its share of the gradients, as they stay until the step.
+        optimizer: its share of the optimizer's state, float32 weights of DeepSpeed among it.
+        buckets: the buffers of communication.
         gathered: weights of other ranks; some of them are still there in the optimizer's step.
-        activations: as in :class:`Load`.
-        logits: likewise.
+        activations: what is kept for backward, as in :class:`Load`.
+        logits: the logits that exist at one time, as in :class:`Load`.
         formed: gradients that exist when backward begins.
         reducing: gradients and their copies when backward ends.
         stepping: gradients, their copies and Adam's temporaries in the optimizer.
@@ -199,9 +199,9 @@ def need(load: Load, spread: Spread, world: int, *, temporaries: int = 1) -> Nee
     """Return what each of ``world`` ranks needs.
 
     Args:
-        load: of the run.
+        load: what the run brings.
         spread: its DeepSpeed settings.
-        world: ranks.
+        world: the number of ranks.
         temporaries: copies that Adam makes of what it steps at one time: 1 on a GPU, 2 on a CPU.
     """
     stage, numbers, whole = spread.stage, load.numbers, load.trained_bytes
@@ -293,13 +293,13 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """All of them."""
+        """All parameters."""
         d = self.hidden
         matrices = self.vocab * d * (1 if self.tied else 2)
         return self.layers * (self.layer_matrices + 2 * d) + d + matrices
 
     def lora_parameters(self, rank: int) -> int:
-        """Those of adapters on every linear layer of the decoder."""
+        """Parameters of adapters on every linear layer of the decoder."""
         d, m, key = self.hidden, self.intermediate, self.key_width
         return self.layers * rank * (2 * (d + d) + 2 * (d + key) + 3 * (d + m))
 
@@ -318,10 +318,10 @@ def layer_activations(
     Attention's matrix is not among them: sdpa does not keep it.
 
     Args:
-        shape: of the model.
+        shape: the model's sizes.
         size: bytes of a number of the base, 2 or 4.
         adapter: bytes of a number of its LoRA adapter, which has dropout; 0: the base is trained.
-        rank: of the adapter.
+        rank: the adapter's rank.
         mask: bytes of an element of a dropout mask: 1 on a GPU, 4 on a CPU.
     """
     d, m, key = shape.hidden, shape.intermediate, shape.key_width
@@ -339,16 +339,16 @@ class Work:
 
     Attributes:
         kind: ``frozen`` (medusa1), ``lora`` (medusa2 with an adapter) or ``full`` (medusa2).
-        tokens: of a micro-batch.
+        tokens: tokens of a micro-batch.
         size: bytes of a number of the base.
         head_size: bytes of a number of the heads and adapters; 0: the base's, as DeepSpeed makes
             them.
         num_heads: drafting heads of one block each; 0: the base alone.
         own_heads: whether each has an output matrix of its own.
-        rank: of the adapter.
+        rank: the adapter's rank.
         checkpointed: whether the base's layers are computed again in backward.
         accumulation: micro-batches per step.
-        seq_len: of a row, for attention's arithmetic.
+        seq_len: tokens of a row, for attention's arithmetic.
         chunk: rows of logits at one time.
 
     Raises:

@@ -80,8 +80,8 @@ class Stage:
     Attributes:
         objective: ``forward(batch) -> (loss, metrics)``, see ``training/objectives.py``.
         batches: this rank's micro-batches.
-        groups: from ``schedule.param_groups``.
-        name: in checkpoints.
+        groups: the optimizer's groups, from ``schedule.param_groups``.
+        name: the stage's name in checkpoints: a resumed run goes on in the stage of that name.
         first_step: optimizer steps that earlier stages took.
         last_step: end of the stage; 0 is the end of the run.
     """

@@ -45,15 +45,15 @@ class StagePlan:
     """What one stage of a run needs.
 
     Attributes:
-        name: of the stage.
-        num_steps: optimizer steps.
+        name: the stage's name.
+        num_steps: its optimizer steps.
         parameters: part -> number of trained and of frozen ones.
         memory: part -> bytes on this rank; ``activations`` is None where they cannot be measured.
         peak: bytes on this rank at one time, without activations that cannot be measured.
-        seconds: of an optimizer step's forward and backward passes, as each timed micro-batch
-            would have it.
-        trained_bytes: of the trained weights.
-        optimizer_bytes: of the optimizer's state, over all ranks.
+        seconds: how long an optimizer step's forward and backward passes take, as each timed
+            micro-batch would have it.
+        trained_bytes: bytes of the trained weights.
+        optimizer_bytes: bytes of the optimizer's state, over all ranks.
         choices: values of ``deepspeed`` -> what each of ``choice_ranks`` would need with it.
         choice_ranks: as many as this run has, or 8.
     """
@@ -71,12 +71,12 @@ class StagePlan:
 
     @property
     def seconds_per_step(self) -> float:
-        """Mean of the timed ones."""
+        """Mean seconds of a step."""
         return sum(self.seconds) / len(self.seconds)
 
     @property
     def total_seconds(self) -> float:
-        """Of all its steps."""
+        """Seconds of all steps."""
         return self.num_steps * self.seconds_per_step
 
 
@@ -290,7 +290,7 @@ def describe_costs(
 
     Args:
         cfg: the run's settings.
-        plans: of all stages.
+        plans: one for each stage.
         parts: ``base``, ``heads`` or ``draft``.
         *notes: more lines about disk, as that of a feature cache.
     """

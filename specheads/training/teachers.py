@@ -285,11 +285,11 @@ class OnPolicyBatches:
         """Take the batches.
 
         Args:
-            batches: of this rank.
+            batches: this rank's batches.
             generate: lets the draft model, as it is now, continue prompts.
-            share: of the batches, in [0, 1]; they are evenly spread.
-            max_new_tokens: of an answer.
-            seed: of the run.
+            share: the share of the batches, in [0, 1]; they are evenly spread.
+            max_new_tokens: the most tokens of an answer.
+            seed: the run's seed.
             vocab_size: tokens that base and draft model both have; an answer ends before the first
                 one that is not among them.
             pad_token_id: fills what a shorter answer leaves free.
