@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from specheads.config.training import LossConfig
 from specheads.models.mtp import VARIANTS, MtpHeads, block_config
 from specheads.system.hardware import environment, pin_threads
 from specheads.train import keep_freed_memory
@@ -84,15 +85,14 @@ class Setup:
         self.base: Any = LlamaForCausalLM(config)
         self.heads: MtpHeads | None = None
         self.objective: torch.nn.Module
-        options: dict[str, Any] = {"chunk_size": case.chunk_size, "count_hits": False}
+        loss = LossConfig(chunk_size=case.chunk_size, decay=1.0, lambda_0=1.0)
         if case.num_heads > 1:
             self.heads = MtpHeads(
                 case.num_heads - 1, block_config(config), case.vocab, variant=case.variant
             )
-            options |= {"train_base": True, "decay": 1.0, "lambda_0": 1.0}
-            self.objective = HeadsObjective(self.base, self.heads, **options)
+            self.objective = HeadsObjective(self.base, self.heads, loss, train_base=True)
         else:
-            self.objective = LMObjective(self.base, **options)
+            self.objective = LMObjective(self.base, loss)
         self.objective.train(case.side == "ours")  # in eval mode the heads make nothing again
         for parameter in self.objective.parameters():
             parameter.grad = torch.zeros_like(parameter)

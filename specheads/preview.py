@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @answers_json
 def run(config: PreviewConfig) -> None:
     """Read, encode, print."""
-    from specheads.data.chat import encode_records, pad_token_id, pick, share
+    from specheads.data.chat import Documents, encode_records, pad_token_id, pick, share
     from specheads.data.dropped import Dropped
     from specheads.data.load import load_records
     from specheads.data.pack import PackedBatches
@@ -42,8 +42,7 @@ def run(config: PreviewConfig) -> None:
     try:
         encoded = encode_records(
             records,
-            tokenizer,
-            seq_len=data.seq_len,
+            Documents(tokenizer, seq_len=data.seq_len),
             max_bad_fraction=data.max_bad_fraction,
             dropped=dropped,
         )
