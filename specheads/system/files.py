@@ -1,6 +1,7 @@
-"""Folders and files that appear whole or not at all: written aside, flushed, then renamed.
+"""Files that are written whole or not at all, and the folders that ship with specheads.
 
-Find the folders that ship with specheads: in a wheel inside the package, in a clone beside.
+A folder or file is written aside, flushed, then renamed, so that nobody meets half of one. What
+ships lies inside the package in a wheel, and beside it in a clone.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from specheads.system.errors import RunError
 
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def _shipped(name: str) -> Path:
