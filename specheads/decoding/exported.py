@@ -375,7 +375,7 @@ def load_decoder(
     checkpoint: str,
     decode: DecodeConfig | None = None,
     *,
-    base: str = "",
+    base: str | None = None,
     dtype: str | torch.dtype = "float32",
     device: str | torch.device = "auto",
 ) -> SpecDecoder:

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from specheads.system.errors import RunError
+from specheads.system.errors import ConfigError, RunError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -45,6 +45,18 @@ def tinycode_dir() -> Path:
     if inside.is_dir() or not beside.is_dir():
         return inside
     return beside
+
+
+def check_folder(key: str, path: str | Path) -> Path:
+    """Return the path of a file that is to be written.
+
+    Raises:
+        ConfigError: naming the setting ``key``, if there is no folder for it.
+    """
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise ConfigError(f"{key} is {path}, but there is no folder {path.parent}")
+    return path
 
 
 def flush_file(path: Path) -> None:
