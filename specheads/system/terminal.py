@@ -113,21 +113,25 @@ class _LineByLine:
         sys.stderr.flush()
 
 
-def progress_bar(unit: str, **settings: Any) -> tqdm[Any]:
-    """Return a bar on standard error; where that is no terminal, a line every ten seconds.
+def progress_bar(unit: str, *, seconds: float = 10, **settings: Any) -> tqdm[Any]:
+    """Return a bar on standard error; where that is no terminal, lines that say the same.
 
-    As far as something is done in between. Such a line also stands at the start, at the end, and
-    wherever the description is set.
+    Such a line stands at the start, at the end, wherever the description is set, and in between
+    every few seconds, as far as something is done.
 
     Args:
         unit: the word for one of what is counted.
+        seconds: time between two such lines.
         **settings: tqdm's, as ``total`` or ``iterable``.
     """
     from tqdm import tqdm
 
     if not sys.stderr.isatty():
-        shown = "specheads: {desc}{unit} {n_fmt} of {total_fmt}, {elapsed}, left {remaining}"
-        settings |= {"file": _LineByLine(), "mininterval": 10, "miniters": 1, "bar_format": shown}
+        line = (
+            "specheads: {desc}{unit} {n_fmt} of {total_fmt}, {elapsed}, left {remaining}{postfix}"
+        )
+        settings |= {"file": _LineByLine(), "mininterval": seconds, "miniters": 1}
+        settings["bar_format"] = line
     return tqdm(unit=unit, **settings)
 
 
