@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specheads.config import ChatConfig, ConfigError
 from specheads.config.main import hydra_main
@@ -183,7 +183,7 @@ class Chat:
             self.compare()
         elif name in ("/temperature", "/seed"):
             try:
-                number = float(value) if name == "/temperature" else int(value)
+                number: Any = float(value) if name == "/temperature" else int(value)
             except ValueError:
                 raise ConfigError(f"{name} needs a number, got {value!r}") from None
             conversation.config = replace(conversation.config, **{name[1:]: number})

@@ -228,8 +228,8 @@ def _smaller(
         errors = relative_errors(heads, smaller)
     except ValueError as error:
         raise ConfigError(f"{config.checkpoint}: {error}") from None
-    for i, error in enumerate(errors):
-        print(f"head {i}: relative error of its output matrix {error:.4f}")
+    for i, relative in enumerate(errors):
+        print(f"head {i}: relative error of its output matrix {relative:.4f}")
     return smaller, {"rank": config.rank, "relative_errors": errors}
 
 

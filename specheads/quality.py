@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from specheads.decoding.exported import Subject
+    from specheads.measure.clock import Prompt
 
 
 @answers_json
@@ -91,7 +92,8 @@ def _measure(
     models = [base] if original is None else [base, original]
     documents, left_out = read_documents(data, tokenizer, models, config.num_records)
     eos, limit = end_tokens(base, tokenizer), config.max_new_tokens
-    prompts, digest, rounds = [], "", (original is not None) + (not rule.lossless)
+    prompts: list[Prompt] = []
+    digest, rounds = "", (original is not None) + (not rule.lossless)
     if config.num_prompts and rounds:
         prompts, digest = prompts_of(base, tokenizer, data, config.num_prompts, limit)
     texts = lossy = None
@@ -158,8 +160,8 @@ def load_original(config: QualityConfig, name: str, subject: Subject) -> PreTrai
             check_recorded(name, recorded["revision"])
             revision = recorded["revision"]
         check_same_tokenizer(subject.tokenizer, load_tokenizer(name, revision=revision), where)
-        where_to = {"dtype": subject.base.dtype, "device": subject.base.device}
-        original = load_base_model(name, revision=revision, attn="auto", **where_to)
+        dtype, device = subject.base.dtype, subject.base.device
+        original = load_base_model(name, revision=revision, dtype=dtype, device=device, attn="auto")
     except ConfigError as error:
         if config.original:
             raise

@@ -180,8 +180,8 @@ def _together() -> Iterator[None]:
         yield
         heartbeat.wait_for_main()
     except BaseException as error:
-        foreign = isinstance(error, RuntimeError) and not hasattr(error, "exit_code")
-        if foreign and dist.world_size() > 1 and heartbeat.is_collective(error):
+        own = hasattr(error, "exit_code")
+        if not own and dist.world_size() > 1 and heartbeat.is_collective(error):
             raise heartbeat.explain(error) from error
         if getattr(error, "on_every_rank", False) and not heartbeat.gone():
             _leave()

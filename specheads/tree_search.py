@@ -9,6 +9,7 @@ model loops, and a tree made for loops is made for nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ def run(config: TreeSearchConfig) -> None:
     if config.out:
         picture = check_folder("out", config.out)
     device, dtype, _ = hardware.prepare(config.device, config.dtype, config.threads)
-    export = load_export(config.checkpoint, dtype=dtype, device=device)
+    export = load_export(config.checkpoint, base=config.base or None, dtype=dtype, device=device)
     calibration, measured, digest = choose_prompts(config, export)
     eos = end_tokens(export.base, export.tokenizer)
     found = calibrate(
@@ -56,7 +57,7 @@ def run(config: TreeSearchConfig) -> None:
         batch_size=config.batch_size,
         repeats=config.repeats,
         dynamic=True,
-        progress=lambda items: progress_bar("batch", iterable=items, desc="calibrate"),
+        progress=_bar("calibrate"),
     )
     tree, length = found.tree, found.expected_accept_length
     measured_on = {**found.measured_on, "prompts_sha256": digest}
@@ -120,6 +121,10 @@ def choose_prompts(
     return calibration, measured, digest
 
 
+def _bar(name: str) -> Callable[[Sequence[int]], Any]:
+    return lambda items: progress_bar("batch", iterable=items, desc=name)
+
+
 def sha256_of(prompt: Prompt) -> str:
     """Return the hash of a prompt's tokens."""
     import hashlib
@@ -163,7 +168,7 @@ def check(
             max_new_tokens=config.max_new_tokens,
             temperatures=measured_on["temperatures"],
             seed=config.seed,
-            progress=lambda items, name=name: progress_bar("batch", iterable=items, desc=name),
+            progress=_bar(name),
         )
         (length,) = gains.lengths()
         result[name] = {

@@ -221,10 +221,9 @@ class CompareConfig(MeasureSettings):
 
 
 @dataclass
-class TreeSearchConfig(MeasureSettings):
-    """Everything ``python -m specheads.tree_search`` accepts."""
+class TreeSearchConfig(MeasureSettings, CheckpointSettings):
+    """Everything ``python -m specheads.tree_search`` accepts; its checkpoint is an export."""
 
-    checkpoint: str = MISSING
     prompts: str = ""  # to calibrate on; empty: the export's calibration.jsonl, or the embedded one
     num_prompts: int = 60
     measured_prompts: str = ""  # to check the expectation on; empty: the rest of prompts, or the

@@ -98,6 +98,7 @@ def mixture_parts(data: DataConfig) -> list[tuple[DataConfig, float | None]]:
     """
     known = {f.name: str(f.type) for f in fields(DataConfig) if f.name not in _NOT_OF_A_PART}
     kinds = SOURCES[:-1]
+    expected = "one of " + ", ".join(kinds)
     found: list[tuple[DataConfig, float | None]] = []
     for number, entry in enumerate(data.mixture):
         place = f"data.mixture[{number}]"
@@ -108,7 +109,7 @@ def mixture_parts(data: DataConfig) -> list[tuple[DataConfig, float | None]]:
         weight = values.pop("weight", None)
         ok = isinstance(weight, int | float) and not isinstance(weight, bool) and weight > 0
         check(ok or weight is None, f"{place}.weight", weight, "a positive number")
-        one_of(f"{place}.source", values.get("source"), *kinds)
+        check(values.get("source") in kinds, f"{place}.source", values.get("source"), expected)
         for key, value in values.items():
             if key not in known:
                 close = difflib.get_close_matches(key, [*known, "weight"], n=1)
@@ -122,8 +123,8 @@ def mixture_parts(data: DataConfig) -> list[tuple[DataConfig, float | None]]:
         found.append((part, None if weight is None else float(weight)))
     weights = [weight for _, weight in found]
     some = None in weights and any(weights)
-    expected = "a list in which every part has a weight, or none has"
-    check(not some, "data.mixture", weights, expected)
+    all_or_none = "a list in which every part has a weight, or none has"
+    check(not some, "data.mixture", weights, all_or_none)
     return found
 
 

@@ -101,7 +101,7 @@ def made_for_now(folder: Path) -> Iterator[None]:
 
 
 def aside(path: Path) -> Path:
-    """Return the folder in which the future contents of ``path`` are written."""
+    """Return the place at which the future contents of ``path`` are written."""
     return path.with_name(f".{path.name}.tmp")
 
 
@@ -134,15 +134,19 @@ def writing(path: Path) -> Iterator[Path]:
     """Remove what was written aside when writing fails, and say in one line that the disk is full.
 
     Yields:
-        The folder to write into; ``publish(path)`` makes it visible.
+        The file or folder to write; ``publish(path)`` makes a folder visible.
 
     Raises:
         RunError: if there was no room; whatever stood at ``path`` is untouched.
     """
+    fresh = aside(path)
     try:
-        yield aside(path)
+        yield fresh
     except BaseException as error:
-        shutil.rmtree(aside(path), ignore_errors=True)
+        if fresh.is_dir():
+            shutil.rmtree(fresh, ignore_errors=True)
+        else:
+            fresh.unlink(missing_ok=True)
         if no_room(error):
             raise RunError(
                 f"no room to write {path} (disk full?); what was saved before is untouched"
@@ -177,14 +181,8 @@ def whole_file(path: Path) -> Iterator[Path]:
     Raises:
         RunError: if the disk is full; an earlier file at ``path`` is untouched.
     """
-    fresh = aside(path)
-    try:
+    with writing(path) as fresh:
         yield fresh
         flush_file(fresh)
         fresh.replace(path)
         flush_file(path.parent)
-    except BaseException as error:
-        fresh.unlink(missing_ok=True)
-        if no_room(error):
-            raise RunError(f"no room to write {path} (disk full?)") from error
-        raise
