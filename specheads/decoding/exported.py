@@ -151,7 +151,7 @@ def load_subject(
             base=base or None,
             dtype=dtype,
             device=device,
-            device_map=device_map,
+            device_map=device_map or None,
             trust_remote_code=trust_remote_code,
         )
         return Subject(export.base, export.tokenizer, export)
@@ -163,7 +163,7 @@ def load_subject(
             checkpoint,
             dtype=dtype,
             device=device,
-            device_map=device_map,
+            device_map=device_map or None,
             attn=attn,
             trust_remote_code=trust_remote_code,
         )
@@ -375,7 +375,7 @@ def load_decoder(
     checkpoint: str,
     decode: DecodeConfig | None = None,
     *,
-    base: str = "",
+    base: str | None = None,
     dtype: str | torch.dtype = "float32",
     device: str | torch.device = "auto",
 ) -> SpecDecoder:
@@ -392,10 +392,15 @@ def load_decoder(
         ConfigError: if something cannot be found or loaded.
     """
     decode = decode or DecodeConfig()
-    subject = load_subject(checkpoint, base=base or None, dtype=dtype, device=device)
+    subject = load_subject(checkpoint, base=base, dtype=dtype, device=device)
+    return make_decoder(subject, decode, choose_drafter(subject, decode).drafter)
+
+
+def make_decoder(subject: Subject, decode: DecodeConfig, drafter: Drafter | None) -> SpecDecoder:
+    """Return a decoder of ``subject`` that accepts by the rule of the settings."""
     return SpecDecoder(
         subject.base,
-        choose_drafter(subject, decode).drafter,
+        drafter,
         tokenizer=subject.tokenizer,
         acceptance=acceptance_rule(decode),
         compile=decode.compile,
