@@ -45,8 +45,12 @@ def run(config: QualityConfig) -> None:
         load_subject,
     )
     from specheads.measure.clock import read_prompts
-    from specheads.measure.quality import greedy_agreement, read_answers, summarise
-    from specheads.measure.render import format_quality
+    from specheads.measure.quality import (
+        format_quality,
+        greedy_agreement,
+        read_answers,
+        summarise,
+    )
     from specheads.models.base import end_tokens
     from specheads.system import hardware
 
@@ -245,7 +249,7 @@ def _lossy(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,
         seed=config.seed,
-        eos=eos,
+        eos_token_ids=eos,
         compile=config.decode.compile,
         tick=tick,
     )

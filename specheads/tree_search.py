@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 def run(config: TreeSearchConfig) -> None:
     """Load, measure, print, write."""
     from specheads.formats import card
-    from specheads.measure.calibrate import calibrate
+    from specheads.measure.calibrate import Search, calibrate
+    from specheads.measure.hits import Texts
     from specheads.measure.plots import tree_svg, tree_text
     from specheads.models.base import end_tokens
     from specheads.models.checkpoint import load_export, set_tree
@@ -48,20 +49,13 @@ def run(config: TreeSearchConfig) -> None:
     calibration, measured, digests = choose_prompts(config, export, device)
     eos = end_tokens(export.base, export.tokenizer)
     temperatures = sorted({config.temperature, 1.0})
+    ids = [prompt.input_ids for prompt in calibration]
     found = calibrate(
         export.base,
         export.heads,
         output_layer(export.base),
-        [prompt.input_ids for prompt in calibration],
-        eos_token_ids=eos,
-        max_new_tokens=config.max_new_tokens,
-        temperatures=temperatures,
-        seed=config.seed,
-        num_nodes=config.num_nodes,
-        max_nodes=config.max_nodes,
-        batch_size=config.batch_size,
-        repeats=config.repeats,
-        dynamic=True,
+        Texts(ids, eos, config.max_new_tokens, temperatures, config.seed),
+        Search(config.num_nodes, config.max_nodes, config.batch_size, config.repeats, dynamic=True),
         progress=lambda items: progress_bar("batch", iterable=items, desc="calibrate"),
     )
     measured_on = {**found.measured_on, **digests}
@@ -154,19 +148,19 @@ def check(
     import hashlib
 
     from specheads.drafters.growing import dynamic_drafter, static_drafter
-    from specheads.measure.hits import decoded_gains
+    from specheads.measure.hits import Texts, decoded_gains
     from specheads.models.output import output_layer
+
+    ids = [prompt.input_ids for prompt in prompts]
+    temperatures = measured_on["temperatures"]
+    texts = Texts(ids, eos, config.max_new_tokens, temperatures, config.seed)
 
     def gain(name: str, drafter: Drafter, expected: float) -> dict[str, Any]:
         gains = decoded_gains(
             export.base,
             drafter,
-            [prompt.input_ids for prompt in prompts],
-            num_heads=export.heads.num_heads,
-            eos_token_ids=eos,
-            max_new_tokens=config.max_new_tokens,
-            temperatures=measured_on["temperatures"],
-            seed=config.seed,
+            texts,
+            export.heads.num_heads,
             progress=lambda items: progress_bar("batch", iterable=items, desc=name),
         )
         (length,) = gains.lengths()

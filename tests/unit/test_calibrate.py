@@ -14,8 +14,8 @@ from specheads.attention.tree import Tree
 from specheads.decoding.costs import CostCurve
 from specheads.drafters.growing import DynamicHeadsDrafter
 from specheads.measure import calibrate as module
-from specheads.measure.calibrate import Calibration, Kind, calibrate, fastest
-from specheads.measure.hits import Gains, Hits, static_gains
+from specheads.measure.calibrate import Calibration, Kind, Search, calibrate, fastest
+from specheads.measure.hits import Gains, Hits, Texts, static_gains
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer, output_layer
 
@@ -68,8 +68,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], float]],
 def find(medusa: Medusa, **settings: Any) -> Calibration:
     """Calibrate on the prompts."""
     base, heads, output = medusa
-    values = {"eos_token_ids": (), "max_new_tokens": 40, "max_nodes": 20, "repeats": 2, **settings}
-    return calibrate(base, heads, output, prompts(), **values)
+    texts = Texts(prompts(), max_new_tokens=settings.pop("max_new_tokens", 40))
+    return calibrate(
+        base, heads, output, texts, Search(**{"max_nodes": 20, "repeats": 2, **settings})
+    )
 
 
 @pytest.mark.parametrize(("slope", "expected"), [(0.0, 20), (1.0, 2)])

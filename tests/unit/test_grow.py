@@ -18,9 +18,9 @@ from specheads.measure.hits import (
     acceptance,
     grow_nodes,
     grow_order,
-    replay,
     step_ranks,
 )
+from tests.enumeration import replay
 
 
 def choices(ranks: Tensor, num_nodes: int) -> set[tuple[int, ...]]:

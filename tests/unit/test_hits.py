@@ -23,6 +23,7 @@ from specheads.measure.hits import (
     MISS,
     TEMPERATURES,
     Hits,
+    Texts,
     collect_hits,
     decoded_gains,
     dynamic_sizes,
@@ -30,12 +31,12 @@ from specheads.measure.hits import (
     gained,
     grown_sizes,
     measure_hits,
-    replay,
     static_sizes,
 )
 from specheads.models.heads import MedusaHeads, prefix_sizes
 from specheads.models.output import OutputLayer, output_layer
 from specheads.verification.sampling import Sampler
+from tests.enumeration import replay
 
 Medusa = tuple[LlamaForCausalLM, MedusaHeads, OutputLayer]
 TREES = [
@@ -178,28 +179,17 @@ def test_all_sizes_at_once_are_each_size_alone(ended: bool) -> None:
 def test_what_is_expected_is_what_comes(medusa: Medusa, num_nodes: int) -> None:
     """On the very same prompts nothing may differ: neither batches, seeds, nor the cut-off end."""
     base, heads, output = medusa
-    settings = {
-        "eos_token_ids": (17, 40, 99),
-        "max_new_tokens": 30,
-        "temperatures": (0.0, 0.5),
-        "seed": 5,
-    }
     many = [torch.randint(0, 256, (1, 3 + 2 * i)) for i in range(10)]  # more than one batch
-    hits = collect_hits(base, heads, output, many, **settings)  # type: ignore[arg-type]
+    texts = Texts(many, (17, 40, 99), 30, (0.0, 0.5), seed=5)
+    hits = collect_hits(base, heads, output, texts)
     assert len(hits) == 10 and {len(texts) for texts in hits} == {2}
     assert {text.ended for texts in hits for text in texts} == {True, False}
     tree = Tree.from_choices(
         [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 2)][: num_nodes - 1]
     )
-    gains = decoded_gains(
-        base,
-        static_drafter(base, heads, output, tree),
-        many,
-        num_heads=3,
-        **settings,  # type: ignore[arg-type]
-    )
-    for prompt, texts in enumerate(hits):
-        steps = [step for text in texts for step in replay(tree, text.ranks, ended=text.ended)]
+    gains = decoded_gains(base, static_drafter(base, heads, output, tree), texts, 3)
+    for prompt, of_prompt in enumerate(hits):
+        steps = [step for text in of_prompt for step in replay(tree, text.ranks, ended=text.ended)]
         assert gains.tokens[prompt].item() == sum(steps)
         assert gains.steps[prompt].item() == len(steps)
 
@@ -258,6 +248,6 @@ def test_nothing_to_measure_is_refused(medusa: Medusa) -> None:
     """Without positions every rate is zero, and the tree would silently be the root alone."""
     base, heads, output = medusa
     with pytest.raises(ValueError, match="at least 1 prompt"):
-        collect_hits(base, heads, output, [], eos_token_ids=())
+        collect_hits(base, heads, output, Texts([]))
     with pytest.raises(ConfigError, match="max_new_tokens 3 leaves no position"):
-        collect_hits(base, heads, output, prompts(), eos_token_ids=(), max_new_tokens=3)
+        collect_hits(base, heads, output, Texts(prompts(), max_new_tokens=3))

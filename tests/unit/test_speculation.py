@@ -21,8 +21,16 @@ from specheads.decoding.costs import (
     leviathan_speedup,
 )
 from specheads.measure.clock import Decoded, Runs
-from specheads.measure.drafts import Agreement, Alpha, figures, num_proposed, predictions
-from specheads.measure.render import advice, format_compared, recommended
+from specheads.measure.drafts import (
+    Agreement,
+    Alpha,
+    advice,
+    figures,
+    format_compared,
+    num_proposed,
+    predictions,
+    recommended,
+)
 from tests.drafter_laws import check_deterministic
 from tests.zoo import build
 
@@ -107,7 +115,7 @@ def test_prefills_dilute_a_speedup() -> None:
 
 def alpha_of(kept: list[float]) -> Alpha:
     """Return the agreement of one text."""
-    return Alpha.of([Agreement(kept, kept, [each > 0.5 for each in kept], len(kept))])
+    return Alpha([Agreement(kept, kept, [each > 0.5 for each in kept], len(kept))])
 
 
 def test_predictions_agree_where_the_assumptions_hold() -> None:
@@ -135,7 +143,7 @@ def test_figures_count_what_was_verified() -> None:
     found = figures(runs, plain, 3, 10)
     assert found["speedup"] == 1 and found["identical"] == 1
     assert found["acceptance_rate"] == pytest.approx(6 / 9, abs=1e-4)
-    alone = figures(runs, plain, 3, 10, [0])
+    alone = figures(runs.only([0]), plain.only([0]), 3, 10)
     assert (alone["speedup"], alone["acceptance_rate"], alone["num_prompts"]) == (2, 1, 1)
 
 
