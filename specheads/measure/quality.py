@@ -352,7 +352,7 @@ def format_quality(result: Mapping[str, Any]) -> str:
             f"  same best token       {_estimate(read, 'same_best', '.4f')} of the tokens",
         ]
     if (texts := result["texts"]) is not None:
-        lines.append(f"greedy texts of both: {_agreeing(texts)}")
+        lines.append(f"greedy texts of both: {_agreeing(texts, '')}")
     if result["original"] is None:
         lines.append(result["why_no_original"])
     if (found := result["lossy"]) is not None:
@@ -368,9 +368,9 @@ def format_quality(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _agreeing(texts: Mapping[str, Any]) -> str:
+def _agreeing(texts: Mapping[str, Any], what: str = " texts") -> str:
     return (
-        f"{texts['identical']} of {texts['compared']} texts identical;"
+        f"{texts['identical']} of {texts['compared']}{what} identical;"
         f" {_estimate(texts, 'common_prefix', '.1f')} tokens alike before the first difference, of"
         f" {texts['length']:.1f}"
     )

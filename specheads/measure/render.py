@@ -117,7 +117,7 @@ TEXT_COLUMNS: Columns = {
     "95%": lambda row: interval(row["speedup_vs_plain_ci95"]),
     "vs HF": lambda row: f"{row['speedup_vs_hf_generate']:.2f}",
     "prefill": lambda row: _prefill(row, "-"),
-    "decode": lambda row: figure(row["decode_speedup_vs_plain"], ".2fx", "-"),
+    "decode": lambda row: figure(row.get("decode_speedup_vs_plain"), ".2fx", "-"),
     "accept": lambda row: f"{row['accept_length']:.2f}",
     "rep8": lambda row: f"{row['rep8']:.2f}",
     "identical": lambda row: _identical(row, "-"),
@@ -391,10 +391,7 @@ def sections(result: Mapping[str, Any], figures: Mapping[str, str] | None = None
     rows, heads = result["rows"], result.get("heads") or {}
     static = [row for row in _alone(rows) if is_static_tree(row["method"])]
     static.sort(key=lambda row: (row["temperature"], row["tree_nodes"]))
-    methods = [
-        f"{each[0]}: {_meaning(*each)}"
-        for each in in_order(rows, "method", "drafter", "tree_nodes")
-    ]
+    methods = in_order(rows, "method", "drafter", "tree_nodes")
     speeds = make_table(_alone(rows), PAGE_COLUMNS)
     found: dict[str, Sequence[Part | None]] = {
         "Result": [headline_line(result), drawn.get("speed")],

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from specheads.measure.bench import make_methods
+from specheads.measure.bench import Contest
 from specheads.measure.clock import Batch
 from tests.ragged import ROWS
 
@@ -34,12 +34,8 @@ def test_compiled_methods_stand_beside_others(
     tiny_llama: LlamaForCausalLM, traced: list[str]
 ) -> None:
     """Compiled trees over a plain loop that is not compiled, or a generate that only says so."""
-    methods = {
-        each.name: each
-        for each in make_methods(
-            tiny_llama, None, None, [], eos=(), pad=0, max_new_tokens=6, compile=True, batched=True
-        )
-    }
+    contest = Contest(tiny_llama, (), 0, 6, compile=True)
+    methods = {each.name: each for each in contest.baselines(batched=True)}
     forward = {name for name, each in methods.items() if each.compiled}
     assert forward == {"plain", "hf_compiled", "prompt_lookup", "one_by_one"}
     assert {"plain_eager", "hf_generate"} == set(methods) - forward
@@ -51,6 +47,6 @@ def test_compiled_methods_stand_beside_others(
         (found,) = methods[name].decode(batch, 0.0, 0)
         assert found.tokens == expected.tokens
         assert len(traced) > before, f"{name} compiled nothing"
-    without = make_methods(tiny_llama, None, None, [], eos=(), pad=0, max_new_tokens=6)
+    without = Contest(tiny_llama, (), 0, 6).baselines()
     assert [each.name for each in without] == ["plain", "hf_generate", "prompt_lookup"]
     assert not any(each.compiled for each in without)

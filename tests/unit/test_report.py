@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from specheads.measure.bench import benchmark
+from specheads.measure.bench import Plan, benchmark
 from specheads.measure.clock import (
     Batch,
     Decoded,
@@ -231,9 +231,7 @@ def test_a_wrong_decoder_is_found_in_any_batch(tiny_llama: LlamaForCausalLM, wro
         Method("tree", decode, "scripted", tree_nodes=4),
     ]
     asked = [Prompt(f"p{n}", "a", torch.randint(0, 256, (1, n))) for n in (4, 6, 5)]
-    result = benchmark(
-        tiny_llama, methods, asked, temperatures=(0.0, 0.7), repeats=1, batch_sizes=(1, 2)
-    )
+    result, _ = benchmark(tiny_llama, methods, asked, Plan((0.0, 0.7), 1, (1, 2)))
     assert [row["batch"] for row in result["rows"]] == [1] * 3 + [2] * 3 + [1] * 3 + [2] * 3
     found = failures(result)
     # plain decoding is no measure of itself: a batch of it is held to its prompts alone
