@@ -1,20 +1,17 @@
-"""Answer files in Spec-Bench's format: written question by question, taken up again, read.
+"""Answer a suite's questions one at a time, write the answers in Spec-Bench's format, score them.
 
-A line holds ``question_id``, ``category``, ``answer_id``, ``model_id``, ``choices`` and ``tstamp``;
-a choice ``index``, and per turn ``turns`` (texts), ``decoding_steps``, ``new_tokens`` and
-``wall_time``, and over all turns ``accept_lengths``. The format has no place for more, so what else
-there is to know of an answer lies in ``details/`` beside it.
+A line of an answer file holds ``question_id``, ``category``, ``answer_id``, ``model_id``,
+``choices`` and ``tstamp``; a choice ``index``, and per turn ``turns`` (texts), ``decoding_steps``,
+``new_tokens`` and ``wall_time``, and over all turns ``accept_lengths``. The format has no place for
+more, so what else there is to know of an answer lies in ``details/`` beside it.
 
-Answer a suite's questions one at a time, turn by turn, and clock every turn.
-
-Score answer files: by Spec-Bench's own formula, and by one that counts both sides alike.
-
-Spec-Bench's speed.py (hemingkx/Spec-Bench) takes a method's tokens from ``new_tokens``, but counts
-the baseline's anew, in its texts, less one per turn; and it averages speeds over questions, so
-that a short answer weighs as much as a long one. With short answers that favours the method: at
-truly equal speed, 20-token answers and a method that counts its end token and one more, the
-formula says 1.16x for a tokenizer without a bos token. The corrected columns take ``new_tokens``
-and seconds of both files, all tokens over all seconds, and once more without the prefill.
+Scores are Spec-Bench's own and corrected ones. Its speed.py (hemingkx/Spec-Bench) takes a method's
+tokens from ``new_tokens``, but counts the baseline's anew, in its texts, less one per turn; and it
+averages speeds over questions, so that a short answer weighs as much as a long one. With short
+answers that favours the method: at truly equal speed, 20-token answers and a method that counts its
+end token and one more, the formula says 1.16x for a tokenizer without a bos token. The corrected
+columns take ``new_tokens`` and seconds of both files, all tokens over all seconds, and once more
+without the prefill.
 """
 
 from __future__ import annotations
@@ -39,7 +36,8 @@ from specheads.config import ConfigError
 from specheads.data.suites import Question, QuestionPrompts
 from specheads.decoding.generate import SpecDecoder
 from specheads.decoding.result import DecodeResult
-from specheads.measure.stats import ratio_ci95
+from specheads.measure.render import Columns, figure, interval, make_table
+from specheads.measure.stats import Work, accept_length_ci95, mean_accept_length, ratio_ci95, speed
 from specheads.models.base import context_length, end_tokens, input_device
 from specheads.system.files import whole_file
 
@@ -110,31 +108,30 @@ class AnswerFile:
     def __init__(self, folder: Path, model_id: str, settings: Mapping[str, Any]) -> None:
         self.path, self.model_id = folder / f"{model_id}.jsonl", model_id
         self.details_path = details_of(self.path)
-        self._check_settings(folder / "details" / f"{model_id}.settings.json", dict(settings))
+        begun = self.path.exists() and self.path.stat().st_size > 0
+        kept = folder / "details" / f"{model_id}.settings.json"
+        if begun:
+            self._check_settings(kept, settings)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(kept) as fresh:
+            fresh.write_text(json.dumps(dict(settings), indent=1) + "\n")
         _drop_torn_line(self.path)
         _drop_torn_line(self.details_path)
-        self.answers = {a["question_id"]: a for a in read_answers(self.path)} if self._any() else {}
+        self.answers = {a["question_id"]: a for a in read_answers(self.path)} if begun else {}
         self.details = read_details(self.details_path)
 
-    def _check_settings(self, path: Path, settings: dict[str, Any]) -> None:
-        if self._any():
-            if not path.exists():
+    def _check_settings(self, path: Path, settings: Mapping[str, Any]) -> None:
+        if not path.exists():
+            raise ConfigError(
+                f"{self.path} holds answers of another program: give another name or folder"
+            )
+        before = json.loads(path.read_text())
+        for key in sorted(before.keys() | settings.keys()):
+            if before.get(key) != settings.get(key):
                 raise ConfigError(
-                    f"{self.path} holds answers of another program: give another name or folder"
+                    f"{self.path} was begun with {key}={before.get(key)!r}, now it is"
+                    f" {settings.get(key)!r}: give another name or folder"
                 )
-            before = json.loads(path.read_text())
-            for key in sorted(before.keys() | settings.keys()):
-                if before.get(key) != settings.get(key):
-                    raise ConfigError(
-                        f"{self.path} was begun with {key}={before.get(key)!r}, now it is"
-                        f" {settings.get(key)!r}: give another name or folder"
-                    )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(path) as fresh:
-            fresh.write_text(json.dumps(settings, indent=1) + "\n")
-
-    def _any(self) -> bool:
-        return self.path.exists() and self.path.stat().st_size > 0
 
     def has(self, question: Question) -> bool:
         """Return whether the question is answered.
@@ -326,6 +323,7 @@ def answer_all(
         ConfigError: if a question does not fit, and ``skip_long`` is false.
     """
     left_out: list[int | str] = []
+    fitting: list[tuple[int, Question]] = []
 
     def too_long(question: Question, error: TooLongError) -> None:
         if not skip_long:
@@ -333,21 +331,22 @@ def answer_all(
         left_out.append(question.id)
         tick()
 
-    fitting = []
+    any_decoder = next(iter(decoders.values()))
     for number in todo:  # all of them first: the last question must not end a run of hours
+        question = questions[number]
         try:
-            check_length(next(iter(decoders.values())), questions[number], asked)
-            fitting.append(number)
+            _room(any_decoder, asked.prompts.ids(question), f"{question.id}, turn 0")
+            fitting.append((number, question))
         except TooLongError as error:
-            too_long(questions[number], error)
-    for name in files if fitting else ():
-        for _ in range(warmup):
+            too_long(question, error)
+    for number, question in fitting[:1]:
+        for decoder in [decoders[name] for name in files] * warmup:
             with contextlib.suppress(TooLongError):  # of a later turn; the clocked one says it
-                answer(decoders[name], questions[fitting[0]], fitting[0], asked)
-    for number in fitting:
-        question, missing = questions[number], list(todo[number])
+                answer(decoder, question, number, asked)
+    for number, question in fitting:
+        missing = list(todo[number])
+        order = missing if number % 2 else missing[::-1]
         try:
-            order = missing if number % 2 else missing[::-1]
             turns = {name: answer(decoders[name], question, number, asked) for name in order}
         except TooLongError as error:
             too_long(question, error)
@@ -356,11 +355,6 @@ def answer_all(
             files[name].append(question, turns[name])
         tick()
     return left_out
-
-
-def check_length(decoder: SpecDecoder, question: Question, asked: Asked) -> None:
-    """Raise TooLongError if the first turn leaves no room for an answer."""
-    _room(decoder, asked.prompts.ids(question), f"{question.id}, turn 0")
 
 
 def count_tokens(decoder: SpecDecoder, result: DecodeResult) -> tuple[int, int, list[int]]:
@@ -570,9 +564,22 @@ def corrected(answers: Sequence[Answer], baseline: Sequence[Answer]) -> dict[str
         ``tokens_per_second``, ``tokens_per_second_baseline``, ``speedup`` and ``speedup_ci95``: the
         bootstrap interval over questions.
     """
-    tokens, tokens0 = _each(_new_tokens, answers), _each(_new_tokens, baseline)
-    seconds, seconds0 = _each(_seconds, answers), _each(_seconds, baseline)
-    return _speeds(tokens, seconds, tokens0, seconds0)
+    ours, theirs = (
+        ([_new_tokens(each) for each in side], [_seconds(each) for each in side])
+        for side in (answers, baseline)
+    )
+    return _speeds(ours, theirs)
+
+
+def _speeds(ours: Work, theirs: Work) -> dict[str, Any]:
+    silent = not sum(theirs[0])  # nothing is faster than a baseline that said nothing
+    bounds = ratio_ci95([ours[0], theirs[1]], [ours[1], theirs[0]])
+    return {
+        "tokens_per_second": speed(ours),
+        "tokens_per_second_baseline": speed(theirs),
+        "speedup": None if silent else speed(ours) / speed(theirs),
+        "speedup_ci95": list(bounds),
+    }
 
 
 def decode_only(
@@ -586,17 +593,15 @@ def decode_only(
     None where the files beside the answers do not say how long that took, or nothing but prefills
     was done.
     """
-    sides = []
+    sides: list[Work] = []
     for each, beside in ((answers, details), (baseline, details0)):
         if any(answer["question_id"] not in beside for answer in each):
             return None
-        rows = [beside[answer["question_id"]] for answer in each]
-        tokens = [float(sum(n - 1 for n in row["num_emitted"])) for row in rows]
-        seconds = [
-            _seconds(a) - sum(row["prefill_time"]) for a, row in zip(each, rows, strict=True)
-        ]
-        sides += [tokens, seconds]
-    return _speeds(*sides) if sum(sides[0]) and sum(sides[2]) else None
+        rows = [(answer, beside[answer["question_id"]]) for answer in each]
+        tokens = [float(sum(n - 1 for n in row["num_emitted"])) for _, row in rows]
+        seconds = [_seconds(answer) - sum(row["prefill_time"]) for answer, row in rows]
+        sides.append((tokens, seconds))
+    return _speeds(*sides) if all(sum(tokens) for tokens, _ in sides) else None
 
 
 def accept_length(answers: Sequence[Answer]) -> dict[str, Any]:
@@ -610,14 +615,13 @@ def accept_length(answers: Sequence[Answer]) -> dict[str, Any]:
     steps = sum(map(len, lengths))
     if not steps:
         return {"accept_length": 0.0, "accept_length_ci95": [0.0, 0.0], "accepted_at": []}
-    low, high = ratio_ci95([list(map(sum, lengths))], [list(map(len, lengths))])
     counts = [0] * (max(map(max, filter(None, lengths))) + 1)
     for length in (length for each in lengths for length in each):
         counts[length] += 1
     at_least = list(accumulate(reversed(counts)))[::-1]  # steps of this length and more
     return {
-        "accept_length": sum(map(sum, lengths)) / steps,
-        "accept_length_ci95": [low, high],
+        "accept_length": mean_accept_length(lengths),
+        "accept_length_ci95": accept_length_ci95(lengths),
         "accepted_at": [n / steps for n in at_least[2:]],
     }
 
@@ -673,62 +677,44 @@ def score(
     return rows
 
 
+def _times(speeds: Mapping[str, Any] | None) -> str:
+    return figure(speeds and speeds["speedup"], ".2fx", "-")
+
+
+def _bounds(speeds: Mapping[str, Any] | None) -> str:
+    return interval(speeds["speedup_ci95"]) if speeds else "-"
+
+
+def _of_formula(row: Mapping[str, Any], key: str) -> str:
+    return figure(row["published"] and row["published"][key], ".1f", "-")
+
+
+_SCORES: Columns = {
+    "task": lambda row: str(row["task"]),
+    "n": lambda row: str(row["num_questions"]),
+    "tok/s": lambda row: _of_formula(row, "tokens_per_second"),
+    "base": lambda row: _of_formula(row, "tokens_per_second_baseline"),
+    "speed-up": lambda row: _times(row["published"]),
+    "MAT": lambda row: f"{row['accept_length']:.2f}",
+    "corrected": lambda row: _times(row["corrected"]),
+    "95%": lambda row: _bounds(row["corrected"]),
+    "decode": lambda row: _times(row["decode_only"]),
+    "decode 95%": lambda row: _bounds(row["decode_only"]),
+    "same": lambda row: f"{row['identical']}/{row['compared']}" if row["corrected"] else "-",
+}
+
+
 def format_scores(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the table: Spec-Bench's own figures on the left, corrected ones on the right."""
-    width = max(14, *(len(row["task"]) for row in rows))
-    lines = [
-        f"{'':{width}}{'':>6}  {'Spec-Bench formula':^32}  {'corrected: one rule for both':^51}",
-        f"{'task':<{width}}{'n':>6}  {'tok/s':>8}{'base':>8}{'speed-up':>10}{'MAT':>6}"
-        f"  {'speed-up':>9}{'95%':>12}{'decode':>8}{'95%':>12}{'same':>10}",
-    ]
-    for row in rows:
-        ours, fair, decode = row["published"], row["corrected"], row["decode_only"]
-        cells = f"{row['task']:<{width}}{row['num_questions']:>6}  "
-        if ours is None or fair is None:
-            lines.append(f"{cells}{'-':>8}{'-':>8}{'-':>10}{row['accept_length']:>6.2f}")
-            continue
-        cells += (
-            f"{ours['tokens_per_second']:>8.1f}{ours['tokens_per_second_baseline']:>8.1f}"
-            f"{_times(ours):>10}{ours['mean_accepted_tokens']:>6.2f}"
-            f"  {_times(fair):>9}{_interval(fair):>12}"
-        )
-        cells += f"{_times(decode):>8}{_interval(decode):>12}" if decode else f"{'-':>20}"
-        same = f"{row['identical']}/{row['compared']}"
-        lines.append(f"{cells}{same:>10}")
     overall = rows[-1]
     low, high = overall["accept_length_ci95"]
     deep = ", ".join(f"{i}: {share:.2f}" for i, share in enumerate(overall["accepted_at"], 1))
-    lines.append(
+    return (
+        "Up to MAT by Spec-Bench's formula, then corrected: one rule for both\n"
+        f"{make_table(rows, _SCORES).text()}\n"
         f"Accept length {overall['accept_length']:.2f} (95%: {low:.2f} to {high:.2f})"
         + (f"; share of steps that accepted at least so many guesses: {deep}" if deep else "")
     )
-    return "\n".join(lines)
-
-
-def _times(speeds: Mapping[str, Any]) -> str:
-    return "-" if speeds["speedup"] is None else f"{speeds['speedup']:.2f}x"
-
-
-def _interval(speeds: Mapping[str, Any]) -> str:
-    low, high = speeds["speedup_ci95"]
-    return f"{low:.2f}-{high:.2f}"
-
-
-def _speeds(
-    tokens: list[float], seconds: list[float], tokens0: list[float], seconds0: list[float]
-) -> dict[str, Any]:
-    ours, theirs = sum(tokens) / sum(seconds), sum(tokens0) / sum(seconds0)
-    low, high = ratio_ci95([tokens, seconds0], [seconds, tokens0])
-    return {
-        "tokens_per_second": ours,
-        "tokens_per_second_baseline": theirs,
-        "speedup": ours / theirs if theirs else None,
-        "speedup_ci95": [low, high],
-    }
-
-
-def _each(of: Callable[[Answer], float], answers: Sequence[Answer]) -> list[float]:
-    return [of(answer) for answer in answers]
 
 
 def _new_tokens(answer: Answer) -> float:
