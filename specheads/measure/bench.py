@@ -14,6 +14,7 @@ from specheads.attention.tree import Tree
 from specheads.config import ConfigError, DecodeConfig
 from specheads.decoding.accept import Acceptance
 from specheads.decoding.exported import (
+    Chosen,
     Subject,
     check_drafter,
     choose_drafter,
@@ -184,6 +185,7 @@ class Contest:
         if {name for each in asked for name in each.drafter.split("+")} & {"lookup", "suffix"}:
             methods.append(hf_lookup_method(base, LOOKUP_TOKENS, LOOKUP_NGRAM, eos, limit))
         chosen = [choose_drafter(subject, each, draft=draft) for each in asked]
+        rules: list[tuple[Chosen, str, Acceptance | None]]
         rules = [(each, each.name, None) for each in chosen]
         if lossy is not None and subject.export is None:
             rules.append((chosen[0], f"{chosen[0].name}_{lossy.rule}", lossy))

@@ -211,7 +211,7 @@ def _clock_sizes(
         Seconds of a plain step, one per round; the costs of the trees are added to ``kinds``.
     """
     longest = max(texts.prompts, key=lambda prompt: prompt.shape[1]).expand(search.batch_size, -1)
-    settings = {"max_new_tokens": texts.max_new_tokens, "temperature": texts.temperatures[0]}
+    limit, temperature = texts.max_new_tokens, texts.temperatures[0]
     plain: list[float] = []
     smaller = () if search.num_nodes else SIZES
     wanted = {
@@ -223,7 +223,10 @@ def _clock_sizes(
         if not trees:
             break
         drafters = [None, *(kind.make(size) for kind, size in trees)]
-        runs = [runner(base, each, longest, **settings) for each in drafters]
+        runs = [
+            runner(base, each, longest, max_new_tokens=limit, temperature=temperature)
+            for each in drafters
+        ]
         seconds = clock_steps(runs, repeats=search.repeats)
         plain += seconds[0]
         for (kind, size), costs in zip(trees, ratios(seconds)[1:], strict=True):

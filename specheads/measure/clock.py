@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -158,14 +159,6 @@ def make_batches(prompts: Sequence[Prompt], size: int) -> list[Batch]:
     return [Batch(*pad_left(ids[i : i + size]), i) for i in range(0, len(ids), size)]
 
 
-def as_decoded(result: DecodeResult) -> list[Decoded]:
-    """Return what a comparison needs of every row."""
-    return [
-        Decoded(r.new_tokens, r.accept_lengths, r.finished, r.num_replays, r.num_replay_passes)
-        for r in result.rows
-    ]
-
-
 def read_prompts(
     path: Path,
     tokenizer: PreTrainedTokenizerBase,
@@ -215,24 +208,37 @@ def _method(name: str, run: Run, max_new_tokens: int, **about: Any) -> Method:
     return Method(name, limited(max_new_tokens), prefill=limited(1), **about)
 
 
-def plain_method(
-    base: PreTrainedModel, eos: tuple[int, ...], max_new_tokens: int, *, compile: bool = False
+def _our_method(
+    name: str,
+    loop: Callable[..., DecodeResult],
+    eos: tuple[int, ...],
+    max_new_tokens: int,
+    **about: Any,
 ) -> Method:
-    """Return our own loop of one token at a time, the baseline of every figure."""
+    """Return one of our own loops, given all but the prompts, the limit and the sampler."""
 
     def run(batch: Batch, temperature: float, seed: int, limit: int) -> list[Decoded]:
-        result = plain_decode(
-            base,
+        result = loop(
             batch.input_ids,
             attention_mask=batch.attention_mask,
             max_new_tokens=limit,
             sampler=Sampler(temperature=temperature, seed=seed),
             eos_token_ids=eos,
-            compile=compile,
         )
-        return as_decoded(result)
+        return [
+            Decoded(r.new_tokens, r.accept_lengths, r.finished, r.num_replays, r.num_replay_passes)
+            for r in result.rows
+        ]
 
-    return _method("plain", run, max_new_tokens, compiled=compile)
+    return _method(name, run, max_new_tokens, **about)
+
+
+def plain_method(
+    base: PreTrainedModel, eos: tuple[int, ...], max_new_tokens: int, *, compile: bool = False
+) -> Method:
+    """Return our own loop of one token at a time, the baseline of every figure."""
+    plain = partial(plain_decode, base, compile=compile)
+    return _our_method("plain", plain, eos, max_new_tokens, compiled=compile)
 
 
 def drafted_method(
@@ -259,25 +265,12 @@ def drafted_method(
         tree_nodes: most tokens that a step verifies, the root included.
         **options: more arguments of ``decode``: ``acceptance``, ``compile``.
     """
-
-    def run(batch: Batch, temperature: float, seed: int, limit: int) -> list[Decoded]:
-        result = decode(
-            base,
-            drafter,
-            batch.input_ids,
-            attention_mask=batch.attention_mask,
-            max_new_tokens=limit,
-            sampler=Sampler(temperature=temperature, seed=seed),
-            eos_token_ids=eos,
-            **options,
-        )
-        return as_decoded(result)
-
     rule = options.get("acceptance")
     lossless = rule is None or rule.lossless
-    return _method(
+    return _our_method(
         name,
-        run,
+        partial(decode, base, drafter, **options),
+        eos,
         max_new_tokens,
         drafter=type(drafter).__name__.removesuffix("Drafter").lower(),
         tree_nodes=tree_nodes,
@@ -502,8 +495,8 @@ def one_by_one_method(plain: Method) -> Method:
 
         return run
 
-    both = {"decode": alone(plain.decode), "prefill": alone(plain.prefill)}
-    return replace(plain, name="one_by_one", in_batches=True, **both)
+    decode, prefill = alone(plain.decode), alone(plain.prefill)
+    return replace(plain, name="one_by_one", in_batches=True, decode=decode, prefill=prefill)
 
 
 def hf_compiled_method(

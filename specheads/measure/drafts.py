@@ -261,7 +261,8 @@ def agreement(
         at = here[:, None]
         ratio = draft_probs.gather(-1, at) / base_probs.gather(-1, at).clamp_min(1e-38)
         kept.append(ratio[:, 0].clamp(max=1).double())
-    return Agreement(*(torch.cat(each).tolist() for each in (shared, kept, best)), limit)
+    columns = [torch.cat(each).tolist() for each in (shared, kept, best)]
+    return Agreement(columns[0], columns[1], columns[2], limit)
 
 
 def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:

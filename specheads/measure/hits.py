@@ -553,8 +553,11 @@ def grown_sizes(hits: Hits, drafter: DynamicSequentialDrafter) -> Tensor:
     depth = drafter.max_depth
     for chunk, walk in _walks(hits, drafter):
         grown = drafter.grow(walk)
-        tree = (each.cpu() for each in (grown.parents, grown.values, grown.tokens))
-        found[chunk, :depth] = _sizes_needed(*tree, hits.tokens[chunk, 1 : depth + 1])
+        parents, values, guesses = (
+            each.cpu() for each in (grown.parents, grown.values, grown.tokens)
+        )
+        came = hits.tokens[chunk, 1 : depth + 1]
+        found[chunk, :depth] = _sizes_needed(parents, values, guesses, came)
     return found
 
 

@@ -55,7 +55,7 @@ def without_prefill(runs: Runs) -> Work | None:
 
 def make_row(
     method: Method,
-    runs: dict[str, Runs],
+    runs: Mapping[str, Runs],
     prompts: Sequence[Prompt],
     temperature: float,
     identity: Identity | None,

@@ -678,7 +678,7 @@ def score(
 
 
 def _times(speeds: Mapping[str, Any] | None) -> str:
-    return figure(speeds and speeds["speedup"], ".2fx", "-")
+    return figure(speeds["speedup"] if speeds else None, ".2fx", "-")
 
 
 def _bounds(speeds: Mapping[str, Any] | None) -> str:
