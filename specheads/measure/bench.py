@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -251,6 +251,7 @@ def measure_rows(
     *,
     repeats: int,
     seed: int = 0,
+    tick: Callable[[], object] = lambda: None,
 ) -> list[dict[str, Any]]:
     """Clock ``methods`` at one temperature, batch 1; return a row of bench.json for each of them.
 
@@ -261,8 +262,9 @@ def measure_rows(
         temperature: of the sampling.
         repeats: clocked rounds over all prompts.
         seed: prompt n is sampled with ``seed + n``.
+        tick: called after every decoded prompt.
     """
-    runs = clock(methods, prompts, temperature, repeats=repeats, seed=seed)
+    runs = clock(methods, prompts, temperature, repeats=repeats, seed=seed, tick=tick)
     clocked = {(temperature, 1): runs}
     rounding = rounding_of(base, methods, prompts, clocked)
     return make_rows(base, methods, prompts, clocked, rounding, seed=seed)

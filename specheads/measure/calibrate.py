@@ -378,7 +378,8 @@ def expect(
         output: the base's output layer.
         prompts: token ids [1, P] each; the longest is decoded.
         tree: see :func:`assumed`.
-        evaluate: likewise; texts are as long as ``max_new_tokens``, 48 at most.
+        evaluate: size of the tree, see :func:`assumed`; texts are as long as ``max_new_tokens``,
+            48 at most.
         start: see :func:`assumed`.
 
     Raises:

@@ -70,7 +70,8 @@ class Hits:
         ended: whether the text ends after these positions.
         hidden: [S, d], what the heads read; None for parallel heads, which are not asked again.
             Of sequential MTP heads [P - 1 + S, d], all that the base made up to the last root.
-        tokens: [S, K + 1], the root and what came after it, -1 beyond the end; None likewise.
+        tokens: [S, K + 1], the root and what came after it, -1 beyond the end; None for parallel
+            heads.
         ahead: [P - 1 + S], of sequential MTP heads: the token after each hidden state; else None.
     """
 

@@ -198,7 +198,7 @@ def draw(result: Mapping[str, Any]) -> dict[str, str]:
 
     Returns:
         ``speed`` over temperatures, ``kinds`` of prompts, ``lengths`` that were accepted;
-        ``batches`` where several were measured, ``sizes`` of static trees likewise; ``heads`` and
+        ``batches`` and ``sizes`` of static trees where several were measured; ``heads`` and
         ``tree`` where heads were.
     """
     rows: list[dict[str, Any]] = result["rows"]

@@ -36,6 +36,7 @@ from specheads.config import ConfigError
 from specheads.data.suites import Question, QuestionPrompts
 from specheads.decoding.generate import SpecDecoder
 from specheads.decoding.result import DecodeResult
+from specheads.measure.clock import now
 from specheads.measure.render import Columns, figure, interval, make_table
 from specheads.measure.stats import Work, accept_length_ci95, mean_accept_length, ratio_ci95, speed
 from specheads.models.base import context_length, end_tokens, input_device
@@ -280,16 +281,43 @@ def answer(decoder: SpecDecoder, question: Question, number: int, asked: Asked) 
         decoder: answers, with a tokenizer bound; without a drafter, plainly.
         question: asked.
         number: its place in the suite.
-        asked: how.
+        asked: limit, temperature and seed of the answers.
 
     Raises:
         TooLongError: if a turn does not fit the base model's context.
         ConfigError: if the chat template refuses the conversation.
     """
+    assert decoder.tokenizer is not None
     turns: list[Turn] = []
     for i in range(len(question.turns)):
         ids = asked.prompts.ids(question, [turn.text for turn in turns])
-        turns.append(_answer_turn(decoder, ids, f"{question.id}, turn {i}", number, asked))
+        limit = min(asked.max_new_tokens, _room(decoder, ids, f"{question.id}, turn {i}"))
+        result, seconds, prefill = decode_prompt(
+            decoder,
+            torch.tensor([ids], device=input_device(decoder.base)),
+            limit,
+            temperature=asked.temperature,
+            seed=asked.seed + number,
+        )
+        new_tokens, num_passes, lengths = count_tokens(decoder, result)
+        text = decoder.tokenizer.decode(
+            result.new_tokens[:new_tokens],
+            skip_special_tokens=True,
+            clean_up_tokenization_spaces=False,
+        )
+        turns.append(
+            Turn(
+                text=str(text).strip(),
+                new_tokens=new_tokens,
+                num_passes=num_passes,
+                accept_lengths=lengths,
+                wall_time=seconds,
+                prefill_time=prefill,
+                num_emitted=len(result.new_tokens),
+                num_prompt_tokens=len(ids),
+                limit=limit,
+            )
+        )
     return turns
 
 
@@ -311,7 +339,7 @@ def answer_all(
         questions: of the suite.
         todo: place of a question -> names of the decoders that have not answered it.
         files: by the same names; every answer is written before the next question is asked.
-        asked: how.
+        asked: limit, temperature and seed of the answers.
         warmup: times that each decoder answers a question before the first is clocked.
         skip_long: leave out questions that do not fit the base model's context.
         tick: called after every question.
@@ -364,10 +392,12 @@ def count_tokens(decoder: SpecDecoder, result: DecodeResult) -> tuple[int, int, 
     text, which has none, and a method that counted it would be faster by nothing but that. Of
     plain decoding every pass gains a token; with a drafter the prefill's belongs to no step.
     """
-    ends = result.finished and result.new_tokens[-1] in _end_tokens(decoder)
+    assert decoder.tokenizer is not None
+    ends = end_tokens(decoder.base, decoder.tokenizer)
+    unsaid = result.finished and result.new_tokens[-1] in ends
     num_passes = result.num_steps + 1
     lengths = [1] * num_passes if decoder.drafter is None else list(result.accept_lengths)
-    return len(result.new_tokens) - int(ends), num_passes, lengths
+    return len(result.new_tokens) - int(unsaid), num_passes, lengths
 
 
 def decode_prompt(
@@ -387,10 +417,9 @@ def decode_prompt(
         if not first:
             first.append(time.perf_counter())
 
-    pad = decoder.tokenizer.pad_token_id
+    pad, device = decoder.tokenizer.pad_token_id, decoder.base.device
     drawn: dict[str, Any] = {"top_k": 0, "top_p": 1.0} if temperature > 0 else {}
-    _wait(decoder)
-    start = time.perf_counter()
+    start = now(device)
     result = decoder.generate(
         input_ids,
         max_new_tokens,
@@ -398,41 +427,11 @@ def decode_prompt(
         temperature=temperature,
         seed=seed,
         on_tokens=on_tokens,
-        eos_token_id=list(_end_tokens(decoder)) or None,
+        eos_token_id=list(end_tokens(decoder.base, decoder.tokenizer)) or None,
         pad_token_id=pad if isinstance(pad, int) else 0,
         **drawn,
     )
-    _wait(decoder)
-    return result, time.perf_counter() - start, first[0] - start
-
-
-def _answer_turn(
-    decoder: SpecDecoder, ids: list[int], where: str, number: int, asked: Asked
-) -> Turn:
-    assert decoder.tokenizer is not None
-    limit = min(asked.max_new_tokens, _room(decoder, ids, where))
-    result, seconds, prefill = decode_prompt(
-        decoder,
-        torch.tensor([ids], device=input_device(decoder.base)),
-        limit,
-        temperature=asked.temperature,
-        seed=asked.seed + number,
-    )
-    new_tokens, num_passes, lengths = count_tokens(decoder, result)
-    text = decoder.tokenizer.decode(
-        result.new_tokens[:new_tokens], skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
-    return Turn(
-        text=str(text).strip(),
-        new_tokens=new_tokens,
-        num_passes=num_passes,
-        accept_lengths=lengths,
-        wall_time=seconds,
-        prefill_time=prefill,
-        num_emitted=len(result.new_tokens),
-        num_prompt_tokens=len(ids),
-        limit=limit,
-    )
+    return result, now(device) - start, first[0] - start
 
 
 def _room(decoder: SpecDecoder, ids: list[int], where: str) -> int:
@@ -445,16 +444,6 @@ def _room(decoder: SpecDecoder, ids: list[int], where: str) -> int:
             f" {context}"
         )
     return context - len(ids)
-
-
-def _end_tokens(decoder: SpecDecoder) -> tuple[int, ...]:
-    assert decoder.tokenizer is not None
-    return end_tokens(decoder.base, decoder.tokenizer)
-
-
-def _wait(decoder: SpecDecoder) -> None:
-    if decoder.base.device.type == "cuda":  # kernels run on after the call that starts them
-        torch.cuda.synchronize()
 
 
 def forward(
@@ -515,16 +504,12 @@ def tasks_of(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
     Of Spec-Bench's categories, eight make up ``mt_bench``; in any other suite each is a task of its
     own, even where it is called like one of them.
     """
-    categories = list(dict.fromkeys(answer["category"] for answer in answers))
-    if set(categories) <= {*MT_BENCH, *TASKS[1:]}:
-        found = {
-            task: [a for a in answers if a["category"] in (MT_BENCH if i == 0 else (task,))]
-            for i, task in enumerate(TASKS)
-        }
-        found = {task: of for task, of in found.items() if of}
-    else:
-        found = {each: [a for a in answers if a["category"] == each] for each in categories}
-    return {**found, "overall": list(answers)}
+    categories = dict.fromkeys(answer["category"] for answer in answers)
+    names = {category: (category,) for category in categories}
+    if categories.keys() <= {*MT_BENCH, *TASKS[1:]}:
+        names = {task: (task,) for task in TASKS} | {TASKS[0]: MT_BENCH}
+    found = {task: [a for a in answers if a["category"] in of] for task, of in names.items()}
+    return {**{task: of for task, of in found.items() if of}, "overall": list(answers)}
 
 
 def published(
@@ -542,18 +527,18 @@ def published(
         ``mean_accepted_tokens``, which is 0 where no step was made. ``speedup`` is None where the
         baseline's answers are empty.
     """
-    speeds = [_new_tokens(each) / _seconds(each) for each in answers]
+    speeds = [_sum(each, "new_tokens") / _sum(each, "wall_time") for each in answers]
     speeds0 = [
-        sum(count(text) - 1 for text in each["choices"][0]["turns"]) / _seconds(each)
+        sum(count(text) - 1 for text in each["choices"][0]["turns"]) / _sum(each, "wall_time")
         for each in baseline
     ]
-    lengths = [length for each in answers for length in each["choices"][0]["accept_lengths"]]
+    lengths = [each["choices"][0]["accept_lengths"] for each in answers]
     ours, theirs = sum(speeds) / len(speeds), sum(speeds0) / len(speeds0)
     return {
         "tokens_per_second": ours,
         "tokens_per_second_baseline": theirs,
         "speedup": ours / theirs if theirs else None,
-        "mean_accepted_tokens": sum(lengths) / len(lengths) if lengths else 0.0,
+        "mean_accepted_tokens": mean_accept_length(lengths),
     }
 
 
@@ -565,7 +550,7 @@ def corrected(answers: Sequence[Answer], baseline: Sequence[Answer]) -> dict[str
         bootstrap interval over questions.
     """
     ours, theirs = (
-        ([_new_tokens(each) for each in side], [_seconds(each) for each in side])
+        ([_sum(each, "new_tokens") for each in side], [_sum(each, "wall_time") for each in side])
         for side in (answers, baseline)
     )
     return _speeds(ours, theirs)
@@ -599,7 +584,7 @@ def decode_only(
             return None
         rows = [(answer, beside[answer["question_id"]]) for answer in each]
         tokens = [float(sum(n - 1 for n in row["num_emitted"])) for _, row in rows]
-        seconds = [_seconds(answer) - sum(row["prefill_time"]) for answer, row in rows]
+        seconds = [_sum(answer, "wall_time") - sum(row["prefill_time"]) for answer, row in rows]
         sides.append((tokens, seconds))
     return _speeds(*sides) if all(sum(tokens) for tokens, _ in sides) else None
 
@@ -717,9 +702,6 @@ def format_scores(rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _new_tokens(answer: Answer) -> float:
-    return float(sum(answer["choices"][0]["new_tokens"]))
-
-
-def _seconds(answer: Answer) -> float:
-    return float(sum(answer["choices"][0]["wall_time"]))
+def _sum(answer: Answer, key: str) -> float:
+    """Return a figure of an answer over all its turns."""
+    return float(sum(answer["choices"][0][key]))
