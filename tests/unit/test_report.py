@@ -1,5 +1,7 @@
 """Interleaving, batches, rows, the rule of the headline, and what fails a run."""
 
+from __future__ import annotations
+
 import re
 from dataclasses import replace
 from typing import Any
@@ -34,8 +36,12 @@ from specheads.measure.rows import (
     crossovers,
     disturbance,
     failures,
+    format_pairs,
     headline,
     make_row,
+    pairs,
+    rivals,
+    versus,
 )
 
 
@@ -368,3 +374,49 @@ def test_shares_are_weighed_by_their_time() -> None:
     """Short quiet parts must not make up for a long busy one."""
     found = disturbance([watched(0.3, batch=3), watched(0.0)])
     assert found["other_share"] == 0.225 and found["largest_other_share"] == 0.3
+
+
+def runs_of(seconds: list[list[float]], lengths: list[int]) -> Runs:
+    """Return runs of prompts that got so many tokens."""
+    return Runs(seconds, [Decoded([1] * n, [n - 1], False) for n in lengths])
+
+
+def test_the_ratio_is_of_tokens_per_second() -> None:
+    """Prevents a faster method that is one because its sampled texts were shorter."""
+    runs = {
+        "draft": runs_of([[1.0, 2.0], [9.0, 2.0], [1.0, 2.0]], [10, 20]),
+        "hf_assisted": runs_of([[2.0, 4.0]], [5, 10]),
+    }
+    found = versus(runs, "draft", "hf_assisted")
+    assert found["speedup"] == (30 / 3) / (15 / 6) == 4.0
+    assert found["ci95"] == [4.0, 4.0], "the prompts are alike"
+
+
+def test_merged_drafters_meet_their_members_under_the_names_they_have_alone() -> None:
+    """Prevents a hybrid that is only compared with the weaker of its members."""
+    names = [
+        "plain",
+        "prompt_lookup",
+        "tree",
+        "tree_dynamic",
+        "suffix",
+        "heads+suffix",
+        "hf_lookup",
+    ]
+    assert rivals(names) == [
+        ("prompt_lookup", "hf_lookup"),
+        ("suffix", "hf_lookup"),
+        ("heads+suffix", "tree"),
+        ("heads+suffix", "tree_dynamic"),
+        ("heads+suffix", "suffix"),
+    ]
+    speeds = {"tree": 2.0, "suffix": 1.0, "heads+suffix": 0.5}
+    clocked = {(0.0, 1): {name: runs_of([[s, s]], [8, 8]) for name, s in speeds.items()}}
+    found = pairs(clocked)
+    assert [(row["other"], row["speedup"], row["best_member"]) for row in found] == [
+        ("tree", 4.0, False),
+        ("suffix", 2.0, True),
+    ]
+    assert "heads+suffix is 2.00x (2.00-2.00) as fast as suffix, its best member" in format_pairs(
+        found
+    )
