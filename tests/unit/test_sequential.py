@@ -15,7 +15,7 @@ from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import FINAL, Prefill
 from specheads.drafters.growing import embedding, static_drafter
 from specheads.drafters.heads import HeadsDrafter, SequentialDrafter
-from specheads.measure.hits import pad_left
+from specheads.measure.clock import pad_left
 from specheads.models import head_walk
 from specheads.models.head_walk import Steps, Tables
 from specheads.models.heads import MedusaHeads, prefix_sizes
