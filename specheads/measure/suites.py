@@ -505,7 +505,7 @@ def tasks_of(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
     own, even where it is called like one of them.
     """
     categories = dict.fromkeys(answer["category"] for answer in answers)
-    names = {category: (category,) for category in categories}
+    names: dict[str, tuple[str, ...]] = {category: (category,) for category in categories}
     if categories.keys() <= {*MT_BENCH, *TASKS[1:]}:
         names = {task: (task,) for task in TASKS} | {TASKS[0]: MT_BENCH}
     found = {task: [a for a in answers if a["category"] in of] for task, of in names.items()}
