@@ -1,12 +1,8 @@
-"""What of a data set could not be used: which records, why, and when that is too much.
-
-The rows of a stream that cannot be used: appended to a file as they are met.
-"""
+"""What of a data set could not be used: which records, why, and when that is too much."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,12 +59,7 @@ class Dropped:
 
     def add(self, error: RecordError, row: object) -> None:
         """Count a record that is left out."""
-        self.rows[error.where] = {
-            "where": error.where,
-            "reason": error.reason,
-            "error": str(error),
-            "row": shown(row),
-        }
+        self.rows[error.where] = _entry(error, row)
 
     def note(self, what: str, where: str) -> None:
         """Count something that was done to a record which is used, or not needed."""
@@ -99,9 +90,8 @@ class Dropped:
         parts = []
         if self.rows:
             why = ", ".join(f"{n:,} {reason}" for reason, n in self.reasons.items())
-            parts.append(
-                f"{len(self.rows):,} of {sum(self.read.values()):,} records dropped: {why}"
-            )
+            total = sum(self.read.values())
+            parts.append(f"{len(self.rows):,} of {total:,} records dropped: {why}")
         parts += [f"{len(places):,} {what}" for what, places in self.notes.items()]
         return "; ".join(parts + self.remarks)
 
@@ -112,22 +102,25 @@ class Dropped:
             RunError: if the disk is full.
         """
         with whole_file(path) as fresh, fresh.open("w", encoding="utf-8") as lines:
-            for row in self.rows.values():
-                about = redact(row) | {"row": row["row"]}  # which is the user's to see as it is
-                lines.write(json.dumps(about, default=str) + "\n")
+            lines.writelines(map(_line, self.rows.values()))
 
 
-def shown(row: object) -> object:
-    """Return ``row`` as JSON can hold it; as a string, cut, where it is long or is no JSON."""
+def _entry(error: RecordError, row: object) -> dict[str, Any]:
+    """Return what a quarantine file says of a row, which is a cut text if long or no JSON."""
     try:
         text = json.dumps(row, default=str, allow_nan=False)
+        shown = row if len(text) <= LONGEST_ROW else text[:LONGEST_ROW]
     except (ValueError, TypeError, RecursionError):  # not a number, keys of a table, nested
         try:
-            text = repr(row)
+            shown = repr(row)[:LONGEST_ROW]
         except RecursionError:
-            return "nested too deeply to be shown"
-        return text[:LONGEST_ROW]
-    return row if len(text) <= LONGEST_ROW else text[:LONGEST_ROW]
+            shown = "nested too deeply to be shown"
+    return {"where": error.where, "reason": error.reason, "error": str(error), "row": shown}
+
+
+def _line(entry: dict[str, Any]) -> str:
+    about = redact(entry) | {"row": entry["row"]}  # which is the user's to see as it is
+    return json.dumps(about, default=str) + "\n"
 
 
 def check_share(errors: list[RecordError], total: int, allowed: float, what: str) -> None:
@@ -173,13 +166,7 @@ class Quarantine:
         if error.where in self.dropped.rows:
             return
         self.written += 1
-        values = {
-            "where": redact(error.where),
-            "reason": error.reason,
-            "error": redact(str(error)),
-            "row": shown(row),
-        }
-        self._waiting.append(json.dumps(values, default=str) + "\n")
+        self._waiting.append(_line(_entry(error, row)))
         if self._open:
             self._flush()
 
@@ -218,13 +205,8 @@ class Quarantine:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)  # on another host than the first
-            file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-            try:
-                data = "".join(self._waiting).encode()
-                while data:
-                    data = data[os.write(file, data) :]
-            finally:
-                os.close(file)
+            with self._path.open("ab") as file:
+                file.write("".join(self._waiting).encode())
         except OSError as error:
             raise RunError(f"cannot write {self._path}: {error.strerror}") from None
         self._waiting.clear()

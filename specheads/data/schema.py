@@ -5,96 +5,26 @@ Read are our own contents (:mod:`specheads.data.load`), ShareGPT's ``conversatio
 theirs. There, ``user``, ``assistant`` and ``system`` name columns that become messages, and
 ``instruction+input`` joins columns by a blank line, leaving out empty ones.
 
-Token ids that a record brings along: whose they are, and which of them an assistant produced.
-
 A record may carry ``"tokens": {"ids": [...], "answers": [[start, stop], ...], "tokenizer": "..."}``
-beside its content. Decoding and encoding a generated text need not give the ids back that were
-generated, so these are trained on as they are, wherever the tokenizer is still the same one.
+beside its content: the token ids, whose they are, and which of them an assistant produced. Decoding
+and encoding a generated text need not give the ids back that were generated, so these are trained
+on as they are, wherever the tokenizer is still the same one.
 """
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from specheads.data.dropped import RecordError
+from specheads.config import ConfigError
+from specheads.data.dropped import Dropped, RecordError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-import difflib
-from collections.abc import Iterable, Mapping
-from typing import Any
-
-from specheads.config import ConfigError
-from specheads.data.dropped import Dropped, one_line
-
-
-def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a sha256 over all that decides which ids a conversation becomes.
-
-    That is the vocabulary and its rules, the special tokens and the chat template; not the
-    folder's name, nor the padding and truncation that the last call asked for.
-    """
-    special = tokenizer.special_tokens_map.items()
-    parts = {
-        "vocabulary": _vocabulary(tokenizer),
-        # many programs set a missing pad token, which no conversation holds
-        "special": {key: str(value) for key, value in special if key != "pad_token"},
-        "template": tokenizer.chat_template,
-    }
-    line = json.dumps(parts, sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(line.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> object:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or not hasattr(backend, "to_str"):
-        return [type(tokenizer).__name__, tokenizer.get_vocab()]
-    rules = json.loads(backend.to_str())
-    return {key: value for key, value in rules.items() if key not in ("truncation", "padding")}
-
-
-def check_tokens(tokens: object, where: str) -> None:
-    """Check the stored tokens of a record.
-
-    Raises:
-        RecordError: if ids are not token ids, or the answers are not rising spans [start, stop)
-            inside them; names ``where``.
-    """
-
-    def wrong(detail: str) -> RecordError:
-        return RecordError(where, "with stored tokens that are wrong", detail)
-
-    if not isinstance(tokens, dict):
-        raise wrong(f"tokens must be an object, got {tokens!r:.60}")
-    ids, answers = tokens.get("ids"), tokens.get("answers")
-    if not isinstance(ids, list) or not all(_is_count(i) for i in ids):
-        raise wrong(f"tokens.ids must be a list of token ids, got {ids!r:.60}")
-    if not isinstance(tokens.get("tokenizer"), str):
-        raise wrong(
-            f"tokens.tokenizer must be the digest of the tokenizer,"
-            f" got {tokens.get('tokenizer')!r:.60}"
-        )
-    spans = answers if isinstance(answers, list) else []
-    if not spans or not all(
-        isinstance(span, list) and len(span) == 2 and all(map(_is_count, span)) for span in spans
-    ):
-        raise wrong(
-            f"tokens.answers must be a list of at least one [start, stop], got {answers!r:.60}"
-        )
-    for start, stop in spans:
-        if not start < stop <= len(ids):
-            raise wrong(f"tokens.answers has [{start}, {stop}], which is no span of {len(ids)} ids")
-    for before, after in pairwise(spans):
-        if after[0] < before[1]:
-            raise wrong(f"tokens.answers must rise without overlap, got {before} before {after}")
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
 
 Record = dict[str, Any]
 
@@ -157,6 +87,10 @@ def wanted(columns: Mapping[str, str]) -> set[str]:
     return KNOWN | {name for theirs in columns.values() for name in theirs.split("+") if name}
 
 
+class _UnusableError(Exception):
+    """Says what is wrong with a row: ``args`` are the reason, for counting, and the detail."""
+
+
 def to_record(
     row: object, where: str, name: str, columns: Mapping[str, str] | None, dropped: Dropped
 ) -> Record:
@@ -164,7 +98,7 @@ def to_record(
 
     Args:
         row: what a line or a row of a table holds; it is not changed.
-        where: its place, for messages.
+        where: the row's place, for messages.
         name: the id of a record without one.
         columns: our names to theirs, checked by :func:`check_columns`; ``""`` leaves one out. None
             where the user has no setting for them.
@@ -173,163 +107,198 @@ def to_record(
     Raises:
         RecordError: if the row is no record.
     """
-    if not isinstance(row, dict):
-        raise RecordError(where, "not an object", f"expected an object, got {type(row).__name__}")
-    record = _rename(row, where, columns)
-    found = [keys for keys in CONTENTS if keys <= record.keys()]
-    if len(found) != 1:
-        keys = one_line(", ".join(sorted(map(str, row))) or "nothing", 200)
-        meant = ", ".join(f"{key}: {key}" for key in sorted(found[0])) if found else ""
-        advice = f"say which is meant: 'data.columns={{{meant}}}'" if found else columns_advice(row)
-        raise RecordError(
-            where,
-            "without a content" if not found else "with several contents",
-            f"{EXPECTED}; found {keys}" + ("" if columns is None else f"; {advice}"),
-        )
-    if found[0] == {"conversations"}:
-        _say_as_messages(record, "conversations", where, dropped)
-    elif found[0] == {"messages"}:
-        _check_messages(record, where, dropped)
-    for key in found[0] & {"prompt", "completion", "text"}:
-        _check_text(record[key], key, where)
-    if "kind" not in record:
-        kinds = {"messages": "chat", "completion": "completion", "text": "text"}
-        record["kind"] = next(kind for key, kind in kinds.items() if key in record)
-    _check_text(record["kind"], "kind", where)
-    if "tokens" in record:
-        check_tokens(record["tokens"], where)
-    record["id"] = _id(record.get("id"), name, where)
+    try:
+        record, cut = _record(row, name, columns)
+    except _UnusableError as error:
+        raise RecordError(where, *error.args) from None
+    if cut:
+        dropped.note(BEGAN_WITH_ANSWER, where)
     return record
 
 
-def _id(value: object, name: str, where: str) -> str:
+def _record(row: object, name: str, columns: Mapping[str, str] | None) -> tuple[Record, bool]:
+    """Return the record of a row, and whether an answer at its beginning was left out."""
+    if not isinstance(row, dict):
+        raise _UnusableError("not an object", f"expected an object, got {type(row).__name__}")
+    record, cut = _renamed(row, columns), False
+    found = [keys for keys in CONTENTS if keys <= record.keys()]
+    if len(found) != 1:
+        reason = "with several contents" if found else "without a content"
+        meant = ", ".join(f"{key}: {key}" for key in sorted(found[0])) if found else ""
+        advice = f"say which is meant: 'data.columns={{{meant}}}'" if found else columns_advice(row)
+        keys = one_line(", ".join(sorted(map(str, row))) or "nothing", 200)
+        advice = "" if columns is None else f"; {advice}"
+        raise _UnusableError(reason, f"{EXPECTED}; found {keys}{advice}")
+    if found[0] == {"conversations"}:
+        cut = _turns_to_messages(record, "conversations")
+    elif found[0] == {"messages"}:
+        cut = _check_messages(record)
+    for key in found[0] & {"prompt", "completion", "text"}:
+        _check_text(record[key], key)
+    if "kind" not in record:
+        kinds = {"messages": "chat", "completion": "completion", "text": "text"}
+        record["kind"] = next(kind for key, kind in kinds.items() if key in record)
+    _check_text(record["kind"], "kind")
+    if "tokens" in record and (detail := _wrong_tokens(record["tokens"])):
+        raise _UnusableError("with stored tokens that are wrong", detail)
+    value = record.get("id")
     if value is None or value != value:  # a table without nulls writes "not a number"
-        return name
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
-    return _check_text(value, "id", where)
+        value = name
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)
+    record["id"] = _check_text(value, "id")
+    return record, cut
 
 
-def _rename(row: Mapping[str, Any], where: str, columns: Mapping[str, str] | None) -> Record:
+def _renamed(row: Mapping[str, Any], columns: Mapping[str, str] | None) -> Record:
     if not columns:
         return dict(row)
-    mapped = {
-        ours: _column(row, theirs, where, optional=ours == "system")
-        for ours, theirs in columns.items()
-        if theirs
-    }
+    mapped = {ours: _column(row, ours, theirs) for ours, theirs in columns.items() if theirs}
     taken = {name for theirs in columns.values() for name in theirs.split("+")}
     asked = next((keys for keys in (*CONTENTS, _TURNS) if keys & mapped.keys()), set())
     others = set().union(*CONTENTS) - asked if asked else set()  # what is named is what is meant
     rest = {k: v for k, v in row.items() if k not in taken | columns.keys() | others}
     record = rest | mapped
     if asked == _TURNS:
-        turns = [
-            (role, record.pop(role)) for role in ("system", "user", "assistant") if role in record
-        ]
+        turns = {r: record.pop(r) for r in ("system", "user", "assistant") if r in record}
         record["messages"] = [
-            {"role": role, "content": text} for role, text in turns if text or role != "system"
+            {"role": role, "content": text}
+            for role, text in turns.items()
+            if text or role != "system"
         ]
     return record
 
 
-def _column(row: Mapping[str, Any], theirs: str, where: str, *, optional: bool) -> Any:
+def _column(row: Mapping[str, Any], ours: str, theirs: str) -> Any:
     first, *more = theirs.split("+")
-    if first not in row and not optional:
-        raise RecordError(
-            where,
-            f"without the column {first}",
-            f"no column {first}, which data.columns names; found {', '.join(map(str, row))}",
-        )
+    if first not in row and ours != "system":
+        there = ", ".join(map(str, row))
+        detail = f"no column {first}, which data.columns names; found {there}"
+        raise _UnusableError(f"without the column {first}", detail)
     if not more:
         return row.get(first)
-    parts = [(name, row.get(name)) for name in (first, *more)]
-    for name, value in parts:
-        if value is not None:
-            _check_text(value, name, where)
-    return "\n\n".join(value for _, value in parts if value)
+    parts = [_check_text(row[name], name) for name in (first, *more) if row.get(name) is not None]
+    return "\n\n".join(part for part in parts if part)
 
 
-def _check_text(value: object, key: str, where: str) -> str:
+def _check_text(value: object, key: str) -> str:
     if not isinstance(value, str):
-        raise RecordError(
-            where,
-            f"with a {key.split('.')[-1]} that is no string",
-            f"{key} must be a string, got {value!r:.60}",
-        )
+        reason = f"with a {key.split('.')[-1]} that is no string"
+        raise _UnusableError(reason, f"{key} must be a string, got {value!r:.60}")
     if not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise RecordError(
-                where, "with half a character", f"{key} holds half of a surrogate pair"
-            ) from None
+            detail = f"{key} holds half of a surrogate pair"
+            raise _UnusableError("with half a character", detail) from None
     return value
 
 
-def _check_messages(record: Record, where: str, dropped: Dropped) -> None:
+def _check_messages(record: Record) -> bool:
     messages = record["messages"]
     if not isinstance(messages, list) or not messages:
-        raise RecordError(
-            where, "without messages", "messages must be a list with at least one message"
+        raise _UnusableError(
+            "without messages", "messages must be a list with at least one message"
         )
     if isinstance(messages[0], dict) and "from" in messages[0] and "role" not in messages[0]:
-        _say_as_messages(record, "messages", where, dropped)
-        return
+        return _turns_to_messages(record, "messages")
     for position, message in enumerate(messages):
         for key in ("role", "content"):
-            if not isinstance(message, dict) or not isinstance(message.get(key), str):
-                raise RecordError(
-                    where,
-                    f"with a {key} that is no string",
-                    f"messages[{position}].{key} must be a string, got {message!r:.60}",
-                )
-            _check_text(message[key], f"messages[{position}].{key}", where)
+            place = f"messages[{position}].{key}"
+            value = message.get(key) if isinstance(message, dict) else None
+            if not isinstance(value, str):
+                detail = f"{place} must be a string, got {message!r:.60}"
+                raise _UnusableError(f"with a {key} that is no string", detail)
+            _check_text(value, place)
+    return False
 
 
-def _say_as_messages(record: Record, key: str, where: str, dropped: Dropped) -> None:
+def _turns_to_messages(record: Record, key: str) -> bool:
+    """Put ShareGPT's turns as messages into ``record``; return whether an answer began them."""
     turns = record.pop(key)
     if not isinstance(turns, list) or not turns:
-        raise RecordError(where, "without turns", f"{key} must be a list with at least one turn")
-    messages = [_turn(turn, f"{key}[{i}]", where) for i, turn in enumerate(turns)]
-    shift = 0
-    system = record.pop("system", None)
+        raise _UnusableError("without turns", f"{key} must be a list with at least one turn")
+    messages = [_message(turn, f"{key}[{i}]") for i, turn in enumerate(turns)]
+    added, system = 0, record.pop("system", None)
     if isinstance(system, str) and system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
-        shift = -1
-    start = int(messages[0]["role"] == "system")
-    stop = start
+        added = 1
+    stop = start = int(messages[0]["role"] == "system")
     while stop < len(messages) and messages[stop]["role"] == "assistant":
         stop += 1
     if stop == len(messages):
-        raise RecordError(where, "without a user's turn", f"{key} has no turn of a user")
+        raise _UnusableError("without a user's turn", f"{key} has no turn of a user")
     before = "system" if start else "start"
-    for place, message in enumerate(messages[stop:], stop + shift):
+    for place, message in enumerate(messages[stop:], stop - added):
         if before not in _MAY_FOLLOW.get(message["role"], ()):
-            raise RecordError(
-                where,
-                "whose roles do not alternate",
-                f"roles must alternate, but turn {place} of {key} puts {message['role']}"
-                f" after {before}",
+            what = f"turn {place} of {key} puts {message['role']} after {before}"
+            raise _UnusableError(
+                "whose roles do not alternate", f"roles must alternate, but {what}"
             )
         before = message["role"]
-    if stop > start:
-        dropped.note(BEGAN_WITH_ANSWER, where)
     record["messages"] = messages[:start] + messages[stop:]
+    return stop > start
 
 
-def _turn(turn: object, place: str, where: str) -> dict[str, str]:
+def _message(turn: object, place: str) -> dict[str, str]:
     if not isinstance(turn, dict):
-        raise RecordError(
-            where, "with a turn that is no object", f"{place} must be an object, got {turn!r:.60}"
-        )
+        detail = f"{place} must be an object, got {turn!r:.60}"
+        raise _UnusableError("with a turn that is no object", detail)
     speaker = turn.get("from", turn.get("role"))
-    content = turn.get("value", turn.get("content"))
     role = _ROLES.get(speaker.lower()) if isinstance(speaker, str) else None
     if role is None:
-        raise RecordError(
-            where,
-            "with an unknown role",
-            f"{place}.from must be one of {', '.join(_ROLES)}, got {speaker!r:.60}",
-        )
-    return {"role": role, "content": _check_text(content, f"{place}.value", where)}
+        detail = f"{place}.from must be one of {', '.join(_ROLES)}, got {speaker!r:.60}"
+        raise _UnusableError("with an unknown role", detail)
+    content = _check_text(turn.get("value", turn.get("content")), f"{place}.value")
+    return {"role": role, "content": content}
+
+
+def _wrong_tokens(tokens: object) -> str:
+    """Return what is wrong with the stored tokens of a record, nothing where they are fine."""
+    if not isinstance(tokens, dict):
+        return f"tokens must be an object, got {tokens!r:.60}"
+    ids, answers, tokenizer = (tokens.get(key) for key in ("ids", "answers", "tokenizer"))
+    if not isinstance(ids, list) or not all(map(_is_count, ids)):
+        return f"tokens.ids must be a list of token ids, got {ids!r:.60}"
+    if not isinstance(tokenizer, str):
+        return f"tokens.tokenizer must be the digest of the tokenizer, got {tokenizer!r:.60}"
+    spans = answers if isinstance(answers, list) else []
+    pairs = [isinstance(s, list) and len(s) == 2 and all(map(_is_count, s)) for s in spans]
+    if not spans or not all(pairs):
+        return f"tokens.answers must be a list of at least one [start, stop], got {answers!r:.60}"
+    for start, stop in spans:
+        if not start < stop <= len(ids):
+            return f"tokens.answers has [{start}, {stop}], which is no span of {len(ids)} ids"
+    for before, after in pairwise(spans):
+        if after[0] < before[1]:
+            return f"tokens.answers must rise without overlap, got {before} before {after}"
+    return ""
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a sha256 over all that decides which ids a conversation becomes.
+
+    That is the vocabulary and its rules, the special tokens and the chat template; not the
+    folder's name, nor the padding and truncation that the last call asked for.
+    """
+    special = tokenizer.special_tokens_map.items()
+    parts = {
+        "vocabulary": _vocabulary(tokenizer),
+        # many programs set a missing pad token, which no conversation holds
+        "special": {key: str(value) for key, value in special if key != "pad_token"},
+        "template": tokenizer.chat_template,
+    }
+    line = json.dumps(parts, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(line.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> object:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or not hasattr(backend, "to_str"):
+        return [type(tokenizer).__name__, tokenizer.get_vocab()]
+    rules = json.loads(backend.to_str())
+    return {key: value for key, value in rules.items() if key not in ("truncation", "padding")}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from specheads.system.errors import RunError
 
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def _shipped(name: str) -> Path:
