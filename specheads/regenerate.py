@@ -21,6 +21,7 @@ from specheads.config import ConfigError, InterruptedRunError, RegenerateConfig,
 from specheads.config.main import answer, answers_json, hydra_main, take_literal
 from specheads.system import __version__
 from specheads.system.signals import StopSignal
+from specheads.system.terminal import progress_bar
 
 if TYPE_CHECKING:
     from specheads.data.schema import Record
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from specheads.regeneration.engine import Answering
 
     Asker = Callable[[Sequence[Record]], Iterator[Outcome]]
-
-_LINE_EVERY = 60.0  # seconds, where no bar can be shown
 
 
 @answers_json
@@ -163,10 +162,14 @@ def _answer_all(
     }
     ask = _ask_engine if client is None else partial(_ask_server, client)
     outcomes = ask(config, who, drawn)
-    with Progress(len(records)) as progress:
+    start, num_tokens = time.monotonic(), 0
+    with progress_bar("record", total=len(records)) as bar:
         for outcome in outcomes(records):
             answers.append(outcome.answered, outcome.quarantined)
-            progress.add(outcome)
+            num_tokens += outcome.num_tokens
+            rate = num_tokens / max(time.monotonic() - start, 1e-9)
+            bar.set_description_str(f"{rate:,.0f} tokens/s, ", refresh=False)
+            bar.update(len(outcome.answered) + len(outcome.quarantined))
 
 
 def _ask_engine(config: RegenerateConfig, who: Answering, drawn: dict[str, Any]) -> Asker:
@@ -194,7 +197,7 @@ def _ask_server(
 ) -> Asker:
     from specheads.models.base import load_tokenizer
     from specheads.regeneration.dialogue import span_encoder
-    from specheads.regeneration.endpoint import Asking
+    from specheads.regeneration.endpoint import ask_server
     from specheads.regeneration.engine import sampling_of
 
     encode = None
@@ -206,50 +209,15 @@ def _ask_server(
                 trust_remote_code=config.trust_remote_code,
             )
         )
-    asking = Asking(
-        client, who.model, sampling_of(config), concurrency=config.concurrency, encode=encode
+    return partial(
+        ask_server,
+        client,
+        who.model,
+        sampling_of(config),
+        generation={"model": who.model, "endpoint": client.url} | drawn,
+        concurrency=config.concurrency,
+        encode=encode,
     )
-    return partial(asking.answer, generation={"model": who.model, "endpoint": client.url} | drawn)
-
-
-class Progress:
-    """A bar with tokens per second on a terminal, a line now and then elsewhere."""
-
-    def __init__(self, total: int) -> None:
-        from tqdm import tqdm
-
-        self.total = total
-        self.num_records = self.num_tokens = 0
-        self.bar = tqdm(total=total, unit="record", disable=None, dynamic_ncols=True)
-        self.start = self.said = time.monotonic()
-
-    def add(self, outcome: Outcome) -> None:
-        """Count what was settled."""
-        num_records = len(outcome.answered) + len(outcome.quarantined)
-        self.num_records += num_records
-        self.num_tokens += outcome.num_tokens
-        self.bar.set_postfix_str(f"{self._rate():,.0f} tokens/s", refresh=False)
-        self.bar.update(num_records)
-        now = time.monotonic()
-        if self.bar.disable and self.num_records and now - self.said > _LINE_EVERY:
-            self.said = now
-            seconds = (self.total - self.num_records) * (now - self.start) / self.num_records
-            minutes = round(seconds / 60)
-            _say(
-                f"{self.num_records:,} of {self.total:,} records, {self._rate():,.0f} tokens/s,"
-                f" left {minutes // 60}:{minutes % 60:02d} h"
-            )
-
-    def _rate(self) -> float:
-        return self.num_tokens / max(time.monotonic() - self.start, 1e-9)
-
-    def __enter__(self) -> Progress:
-        """Return self."""
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Close the bar."""
-        self.bar.close()
 
 
 def _say(text: str) -> None:
