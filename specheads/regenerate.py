@@ -112,8 +112,8 @@ def read_input(config: RegenerateConfig) -> list[Record]:
     Raises:
         ConfigError: if the input is wrong, or one of its records holds a text.
     """
-    from specheads.data.dropped import Dropped
     from specheads.data.load import load_records, read_jsonl
+    from specheads.data.schema import Dropped
     from specheads.regeneration.dialogue import check_answerable
 
     if config.prompts:

@@ -28,10 +28,9 @@ from transformers import PreTrainedTokenizerBase
 
 from specheads.config import ConfigError, DataConfig
 from specheads.data.chat import Encoder
-from specheads.data.dropped import RecordError, one_line
 from specheads.data.load import read_jsonl
 from specheads.data.readers import ParquetReader, Row, json_reader
-from specheads.data.schema import Record
+from specheads.data.schema import Record, RecordError, one_line
 
 # SPEED-Bench is published with this in place of the texts that its licence keeps elsewhere
 _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
@@ -178,7 +177,8 @@ def _turns(value: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
         raise ValueError(f"{key} must be a list with at least one turn, got {given!r:.60}")
     said: dict[str, list[str]] = {"system": [], "user": []}
     for i, turn in enumerate(given):
-        place, role = f"{key}[{i}]", "user"
+        place = f"{key}[{i}]"
+        role: Any = "user"
         if key == "messages":
             role = turn.get("role") if isinstance(turn, dict) else None
             if not isinstance(role, str):

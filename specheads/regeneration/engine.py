@@ -97,10 +97,7 @@ class Engine:
         self.context = context_length(base) or 1 << 40
 
     def answer(
-        self,
-        records: Sequence[Record],
-        generation: dict[str, Any],
-        tokenizer_digest: str,
+        self, records: Sequence[Record], generation: dict[str, Any], tokenizer_digest: str
     ) -> Iterator[Outcome]:
         """Answer records; yield what became of them, some at a time.
 
