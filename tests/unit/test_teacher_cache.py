@@ -292,11 +292,12 @@ def planned(
 
 
 def filled(
-    plan: Plan, documents: list[Encoded], base: PreTrainedModel, **more: Any
+    plan: Plan, documents: list[Encoded], base: PreTrainedModel, output: Any = None, **more: Any
 ) -> TeacherCache:
     """Write what is missing and open the cache."""
-    more.setdefault("output", None if plan.kind == "features" else output_layer(base))
-    write_cache(plan, documents, base, (2, ROW), **more)
+    if plan.kind == "stored teacher" and output is None:
+        output = output_layer(base)
+    write_cache(plan, documents, base, (2, ROW), output=output, **more)
     return TeacherCache(plan)
 
 
