@@ -537,7 +537,7 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path: Path, kind: str) -> N
     plan = planned(kind, tmp_path / "f", documents)
     with pytest.raises(RunError, match=rf"{what} of record d\d+ are not finite"):
         filled(plan, documents, broken, output=output)
-    assert len(plan.missing()) == len(plan.shards)
+    assert len(plan.missing()) >= (1 if kind == "features" else len(plan.shards))
 
 
 def _config(model: Path, folder: Path, **changed: Any) -> TrainConfig:
