@@ -24,9 +24,8 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from specheads.config import ConfigError
-from specheads.data.dropped import Dropped, RecordError, check_share
 from specheads.data.rendering import is_generated, render
-from specheads.data.schema import Record, tokenizer_digest
+from specheads.data.schema import Dropped, Record, RecordError, check_share, tokenizer_digest
 from specheads.losses.cross_entropy import IGNORE
 from specheads.system.terminal import harmless
 

@@ -53,8 +53,6 @@ _GENERATED = (
 )  # fmt: skip
 _DISTRIBUTIONS = {"hydra": "hydra-core"}
 
-KINDS = ("body", "next", "normalise", "rename", "add_import", "type_hint")
-EDIT_KINDS = ("normalise", "rename", "add_import", "type_hint")
 INSTRUCTIONS = {
     "body": "Write the body of this function.",
     "next": "Write the next statement.",
@@ -63,6 +61,7 @@ INSTRUCTIONS = {
     "add_import": "Add the missing import.",
     "type_hint": "Add type hints.",
 }
+KINDS = tuple(INSTRUCTIONS)
 MAX_PROMPT, MAX_ANSWER, SHORT_ANSWER = 440, 240, 120
 # pairs of one kind taken from one module: documented short bodies are rare
 PER_MODULE, PER_MODULE_BODIES, MAX_PAIRS_PER_KIND = 10, 40, 12_000
@@ -272,11 +271,7 @@ def _functions(tree: ast.Module) -> Iterator[tuple[str, _Function]]:
 
 
 def _pairs_of_function(
-    path: str,
-    name: str,
-    function: _Function,
-    lines: list[str],
-    imports: dict[str, str],
+    path: str, name: str, function: _Function, lines: list[str], imports: dict[str, str]
 ) -> Iterator[Pair]:
     function = copy.copy(function)
     function.decorator_list = []

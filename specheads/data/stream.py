@@ -24,11 +24,17 @@ import torch
 
 from specheads.config import ConfigError, DataConfig, RunError
 from specheads.data.chat import Documents, Encoded
-from specheads.data.dropped import Dropped, Quarantine, RecordError
-from specheads.data.load import Tally, content_rank, name_of, read_part, record_of
+from specheads.data.load import (
+    Tally,
+    content_rank,
+    heldout_limit,
+    name_of,
+    read_part,
+    record_of,
+)
 from specheads.data.pack import Batch, collate, pack_lengths
 from specheads.data.readers import ListReader, Raw, Reader, Row, open_reader
-from specheads.data.schema import Record, check_columns
+from specheads.data.schema import Dropped, Quarantine, Record, RecordError, check_columns
 
 LOOKED_AT = 1000  # rows that are checked before a model is loaded
 _HELD_OUT = 1000  # records that are looked for in the data set itself
@@ -192,13 +198,9 @@ class RecordStream:
         dropped.read[self.name if whole else f"the start of {self.name}"] = tally.total
         if not search:
             return
-        if whole:  # at least one on each side, however small the file
-            if lowest is None or lowest[0] == highest:
-                raise ConfigError(
-                    f"{self.name} holds {int(lowest is not None)} distinct record; holding some out"
-                    f" needs 2, or set data.{'eval_split' if data.source == 'hub' else 'eval_path'}"
-                )
-            wanted = max(lowest[0], min(wanted, highest - 1))
+        if whole:
+            wanted = heldout_limit(data, self.name, {lowest[0], highest} if lowest else set())
+            assert lowest is not None
             found = [each for each in found if each[0] <= wanted] or [lowest]
         self._limit, self.heldout = wanted, [record for _, record in found]
 

@@ -454,10 +454,7 @@ def _quantised(states: Tensor, plan: Plan) -> dict[str, Tensor]:
         return {"hidden": states}
     # symmetric: the largest number of a token becomes 127, so that errors stay below scale / 2
     scale = states.float().abs().amax(1).clamp_min(1e-30) / 127
-    return {
-        "scale": scale,
-        "hidden": (states.float() / scale[:, None]).round().clamp(-127, 127),
-    }
+    return {"scale": scale, "hidden": (states.float() / scale[:, None]).round().clamp(-127, 127)}
 
 
 def _top_logits(
@@ -611,7 +608,4 @@ class CachedBatches(Mapped):
     def __next__(self) -> Batch:
         """Return the next batch with what is stored for its tokens."""
         places = self.batches.take()
-        return {
-            **self.batches.lay_out(places),
-            **self.cache.rows(places, self.batches.seq_len),
-        }
+        return {**self.batches.lay_out(places), **self.cache.rows(places, self.batches.seq_len)}
