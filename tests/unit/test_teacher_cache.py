@@ -26,6 +26,7 @@ from specheads.config import (
     RunError,
     TrainConfig,
 )
+from specheads.config.training import DraftConfig, LossConfig
 from specheads.data import teacher_cache
 from specheads.data.chat import Encoded
 from specheads.data.pack import PackedBatches, one_pass
@@ -337,7 +338,7 @@ def test_offline_learns_as_online(base: PreTrainedModel, tmp_path: Path, loss: s
         packed = PackedBatches(documents, seq_len=ROW, rows=2, seed=3, pad_token_id=0)
         batches = packed if teacher is not None else CachedBatches(packed, top)
         draft = build("llama", seed=2, num_hidden_layers=1)
-        objective = DraftObjective(draft, teacher, loss=loss, top_k=K)
+        objective = DraftObjective(draft, teacher, DraftConfig(loss=loss), LossConfig(top_k=K))
         optimizer = torch.optim.SGD(draft.parameters(), lr=0.1)
         losses = []
         for _ in range(2 * packed.rows_per_epoch // 2):
