@@ -371,11 +371,11 @@ def encode_records(
 
     Args:
         records: checked records, see :mod:`specheads.data.load`.
-        documents: makes documents of them; it must not have been used before.
+        documents: the encoder of single records, with which none has been counted yet.
         progress: called now and then with what, done and total.
         max_bad_fraction: share of the records that the tokenizer or its template may refuse, or
             that have nothing to learn; with 0 the first that is refused is raised.
-        dropped: is told of them.
+        dropped: the collection to which those records are added.
 
     Raises:
         ConfigError: if there are no records, or too many of them are refused.

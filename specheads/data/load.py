@@ -71,7 +71,7 @@ class Tally:
 
     Args:
         allowed: the share of the rows that may be no records; with 0 the first of them is raised.
-        dropped: is told of them.
+        dropped: the collection to which those rows are added.
     """
 
     def __init__(self, allowed: float, dropped: Dropped) -> None:
@@ -161,6 +161,7 @@ def shares(sizes: Sequence[int], weights: Sequence[float], limit: int = 0) -> li
     """
     whole = sum(weights)
     filled = [n * whole / w for n, w in zip(sizes, weights, strict=True) if w]
+    # 1e-9, since 10 * 0.7 / 0.7 may be a little less than 10 in floating point
     total = math.floor(min(filled, default=0) + 1e-9)
     total = min(total, limit) if limit else total
     exact = [total * w / whole for w in weights]
@@ -257,7 +258,8 @@ def load_records(data: DataConfig, split: str, *, dropped: Dropped | None = None
     Args:
         data: the settings.
         split: ``train`` or ``heldout``.
-        dropped: is told of records that cannot be used; one for both splits counts each once.
+        dropped: the collection to which unusable records are added; one collection for both
+            splits counts each record once.
 
     Raises:
         ConfigError: if a file is wrong, too many records are, or nothing is left.

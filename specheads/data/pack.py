@@ -47,7 +47,7 @@ def pack_lengths(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
         length = lengths[item]
         if not 0 < length <= seq_len:
             raise ValueError(f"item {item} has {length} tokens, seq_len is {seq_len}")
-        place = bisect.bisect_left(rooms, length)
+        place = bisect.bisect_left(rooms, length)  # the smallest room that is large enough
         if place == len(rooms):
             row, room = len(rows), seq_len
             rows.append([])
@@ -121,8 +121,8 @@ class PackedBatches:
             rows: rows per batch and rank (B).
             seed: decides the order together with the number of the epoch.
             pad_token_id: fills the rest of a row.
-            rank: of this process.
-            world: number of processes.
+            rank: the rank of this process.
+            world: the number of processes.
 
         Raises:
             ValueError: if ``documents`` is empty or holds one longer than ``seq_len``.
@@ -192,6 +192,7 @@ class PackedBatches:
     def _load_epoch(self, epoch: int) -> None:
         if epoch == self._epoch:
             return
+        # hashed, not added: seed 1 in epoch 0 must not be seed 0 in epoch 1
         seed = hashlib.sha256(f"{self.seed}:{epoch}".encode()).digest()[:8]
         generator = torch.Generator().manual_seed(int.from_bytes(seed, "big") >> 1)
         shuffled = torch.randperm(len(self.documents), generator=generator).tolist()

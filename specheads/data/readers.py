@@ -232,9 +232,9 @@ class ParquetReader:
         """Return the rows of a batch as Python's own objects, together where all of them are fine.
 
         Args:
-            batch: of the table.
-            file: the file that it is of.
-            before: rows of the file before the batch.
+            batch: an Arrow record batch.
+            file: the file that it was read from.
+            before: the number of rows of the file before the batch.
         """
         if batch.nbytes <= self.max_bytes:
             try:

@@ -131,7 +131,7 @@ def to_record(
         name: the id of a record without one.
         columns: our names to theirs, checked by :func:`check_columns`; ``""`` leaves one out. None
             where the user has no setting for them.
-        dropped: is told of repairs.
+        dropped: the collection in which repairs are noted.
 
     Raises:
         RecordError: if the row is no record.
@@ -437,7 +437,7 @@ class Quarantine:
     run goes on, so that no row is in it twice.
 
     Attributes:
-        dropped: of the rows that were looked at before training.
+        dropped: the rows that were found bad before training.
         written: rows added since.
     """
 

@@ -44,8 +44,8 @@ class Question:
     """One question.
 
     Attributes:
-        id: as in the file, whole number or string; else its number in the file, from 1 on.
-        category: as in the file; else ``prompt``.
+        id: the file's own id, whole number or string; else the question's number, from 1 on.
+        category: the file's own category; else ``prompt``.
         turns: what is asked, one after the other; at least one, none empty.
         system: a first message before them, where the file has one.
     """
@@ -220,7 +220,7 @@ class QuestionPrompts:
     """Gives the token ids before each answer; earlier answers are rendered from their texts.
 
     Args:
-        tokenizer: of the base model.
+        tokenizer: the base model's tokenizer.
         template: ``chat``, the tokenizer's own; ``vicuna``; ``none``: texts as they stand, an
             answer right behind its turn and the next turn on a new line; ``auto``: ``chat`` where
             the tokenizer has a template, else ``none``; or the path of a file with a template.

@@ -33,7 +33,7 @@ class Sampling:
         top_k: 0 keeps all tokens.
         top_p: 1 keeps all.
         seed: each record's own is made from it, see :func:`record_seed`.
-        max_new_tokens: of one answer.
+        max_new_tokens: the most tokens of one answer.
         keep_truncated: keep answers that reached the limit.
     """
 
@@ -56,7 +56,7 @@ class Quarantined:
     """A record without an answer that could be used.
 
     Attributes:
-        record: as it was read.
+        record: the record as it was read.
         reason: one word, by which they are counted.
         detail: what happened.
         transient: whether it may go well another time; such records are tried again.

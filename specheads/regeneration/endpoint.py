@@ -69,9 +69,9 @@ class Client:
     which might carry it to another host, are not followed.
 
     Args:
-        url: with its version, e.g. ``http://localhost:8000/v1``.
+        url: the server's address with its version, e.g. ``http://localhost:8000/v1``.
         timeout: seconds in which a whole answer must have come, however slowly it trickles.
-        retries: of a failed request.
+        retries: how often a failed request is sent again.
         pause: seconds before the first of them; later ones wait twice as long each.
 
     Raises:

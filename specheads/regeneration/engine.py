@@ -72,7 +72,7 @@ class Engine:
 
     Args:
         base: the base model.
-        turns: gives the prompts' ids.
+        turns: the encoder that gives the prompts' ids.
         sampling: how answers are drawn.
         drafter: proposes; None decodes one token at a time. Its candidates are to be deterministic.
         batch_size: dialogues that are decoded together; 1 where the model takes no more.
@@ -102,10 +102,10 @@ class Engine:
         """Answer records; yield what became of them, some at a time.
 
         Args:
-            records: in an order of which every beginning is a fair sample; neighbours are sorted by
+            records: an order of which every beginning is a fair sample; neighbours are sorted by
                 length within :data:`POOL` batches.
             generation: JSON about the engine, for every answered record.
-            tokenizer_digest: of the tokenizer, for the stored ids.
+            tokenizer_digest: the digest of the tokenizer, stored beside the ids.
         """
         answers = self._one_by_one if self.drafter is None else self._by_batches
         for outcome in answers(records):
@@ -245,9 +245,9 @@ class Answering:
 
     Attributes:
         model: a folder or a name; at an endpoint, the name there.
-        digest: of its weights; empty where a server has them.
+        digest: the digest of its weights; empty where a server has them.
         tuned: whether it is the tuned base of an export, and not an original.
-        quantization: of an export's base, as it is recorded there.
+        quantization: the quantisation of an export's base, as it is recorded there.
     """
 
     model: str
