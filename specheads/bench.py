@@ -23,7 +23,7 @@ from specheads.system.terminal import progress_bar
 if TYPE_CHECKING:
     from specheads.attention.tree import Tree
     from specheads.config import DecodeConfig
-    from specheads.drafters.growing import DynamicDrafter
+    from specheads.drafters.heads import HeadsDrafter
     from specheads.measure.clock import Runs
     from specheads.models.checkpoint import Export
 
@@ -238,17 +238,14 @@ def _headline(config: BenchConfig, asked: Sequence[DecodeConfig], export: Export
     return "tree_dynamic" if tree_kind(export, config.decode) == "dynamic" else "tree"
 
 
-def _dynamic(export: Export, config: BenchConfig) -> DynamicDrafter | None:
+def _dynamic(export: Export, config: BenchConfig) -> HeadsDrafter | None:
     """Return the drafter of trees grown at each step, where its size is given or was measured."""
     from specheads.decoding.exported import dynamic_settings, exported_drafter
-    from specheads.drafters.growing import DynamicDrafter
 
     asked = config.decode.tree == "dynamic" or config.decode.num_nodes
     if not asked and not dynamic_settings(export):
         return None
-    drafter = exported_drafter(export, replace(config.decode, tree="dynamic"))
-    assert isinstance(drafter, DynamicDrafter)
-    return drafter
+    return exported_drafter(export, replace(config.decode, tree="dynamic"))
 
 
 def _other_trees(export: Export, config: BenchConfig, eos: tuple[int, ...]) -> list[Tree]:

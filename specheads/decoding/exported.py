@@ -23,12 +23,7 @@ from specheads.drafters.contract import Drafter
 from specheads.drafters.draft_heads import NUM_PASSES, DraftHeadsDrafter
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.draft_tree import DraftTreeDrafter, SampledTreeDrafter, sequoia_tree
-from specheads.drafters.growing import (
-    DynamicDrafter,
-    StaticDrafter,
-    dynamic_drafter,
-    static_drafter,
-)
+from specheads.drafters.heads import HeadsDrafter, dynamic_drafter, static_drafter
 from specheads.drafters.length import CALIBRATED, AdaptiveLength, FixedLength, Length, StepCosts
 from specheads.drafters.lookahead import LookaheadDrafter
 from specheads.drafters.lookup import LOOKUP_NGRAM, LOOKUP_TOKENS, NgramDrafter, SuffixDrafter
@@ -41,9 +36,7 @@ from specheads.models.manifest import MANIFEST, PROVENANCE, read_json
 from specheads.models.output import output_layer
 
 
-def exported_drafter(
-    export: Export, decode: DecodeConfig | None = None
-) -> StaticDrafter | DynamicDrafter:
+def exported_drafter(export: Export, decode: DecodeConfig | None = None) -> HeadsDrafter:
     """Return the drafter of an export's heads that ``decode`` asks for; by default the fastest.
 
     Raises:
@@ -346,7 +339,10 @@ def _draft_heads(draft: Draft, decode: DecodeConfig) -> Chosen:
             f"decode.drafter=draft_heads needs Medusa or Hydra heads of a draft model:"
             f" decode.draft={decode.draft} is no export of such heads"
         )
-    heads = DraftHeadsDrafter.of_export(draft, max_tokens=decode.draft_tokens)
+    output = output_layer(draft.base)
+    heads = DraftHeadsDrafter(
+        draft.base, draft.heads, output, draft.tree, max_tokens=decode.draft_tokens
+    )
     num_nodes = (NUM_PASSES - 1) * (draft.tree.max_depth + 1) + draft.tree.num_nodes + 1
     extra = num_parameters(draft.base) + num_parameters(draft.heads)
     return Chosen("draft_heads", heads, num_nodes, extra)

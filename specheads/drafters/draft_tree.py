@@ -27,7 +27,6 @@ And depth has a price here: each level costs a pass of the draft model.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -41,14 +40,13 @@ from specheads.attention.tree import Choice, RowTrees, Tree
 from specheads.config import ConfigError
 from specheads.drafters.contract import Candidates, Prefill, StepResult
 from specheads.drafters.draft_model import DraftCache
-from specheads.drafters.growing import NUM_RANKS, GrowingRow, best_guesses
+from specheads.drafters.growing import NUM_RANKS, WIDTH, Nodes, best_guesses, grow_on_host, pack
 from specheads.models.base import input_embedding, output_device
 from specheads.models.draft import vocab_size
 from specheads.models.support import tree_support
 from specheads.verification.rejection import Randomness, reject, sample_siblings, sample_top_and_one
 from specheads.verification.sampling import Sampler, draft_noise, noise_ahead
 
-WIDTH = 4  # nodes of a level that the draft model reads
 MAX_DEPTH = 6
 
 
@@ -184,25 +182,15 @@ class DraftTreeDrafter:
         if not any(limits):
             return Candidates(state.root[:, None], Tree.chain(0).to(state.root.device))
         reading = Reading(state.cache)
-        grown = [GrowingRow(text[-1], self.num_nodes) for text in state.cache.texts]
-        logits = state.cache.sync()[:, None]
-        for depth in range(max(limits)):
+
+        def ask(nodes: Nodes | None) -> tuple[Tensor, Tensor]:
+            logits = state.cache.sync()[:, None] if nodes is None else reading.ask(nodes)
             logits = state.shared(logits).float() * scale
-            best = best_guesses(logits, min(self.num_ranks, logits.shape[-1]))
-            log_probs, guesses = (each.tolist() for each in best)
-            for row, limit, of_row, tokens in zip(grown, limits, log_probs, guesses, strict=True):
-                if depth < limit:
-                    row.extend(depth, of_row, tokens, self.width)
-                gain = sum(math.exp(each.value) for each in row.asked)
-                if depth + 1 >= limit or gain < self.min_gain:
-                    row.asked = []
-            widest = max(len(row.asked) for row in grown)
-            if widest == 0:
-                break
-            # rows that ask at fewer nodes ask at one of them, or anywhere, once more
-            asked = [[(each.above, each.token) for each in row.asked] or [(0, 0)] for row in grown]
-            logits = reading.ask([each + each[:1] * (widest - len(each)) for each in asked])
-        return merged([row.tree() for row in grown], state.root)
+            return best_guesses(logits, min(self.num_ranks, logits.shape[-1]))
+
+        roots = [text[-1] for text in state.cache.texts]
+        rows = grow_on_host(ask, roots, limits, self.num_nodes, self.width, self.min_gain)
+        return pack(rows, state.root.device)
 
     def observe(self, state: DraftRows, result: StepResult) -> DraftRows:
         """Append the tokens gained."""
@@ -211,28 +199,6 @@ class DraftTreeDrafter:
     def select(self, state: DraftRows, rows: Tensor) -> DraftRows:
         """Keep some rows."""
         return state.select(rows)
-
-
-def merged(trees: Sequence[tuple[list[int], list[int]]], root: Tensor) -> Candidates:
-    """Return the rows' trees, parents and tokens each, as one; smaller ones are padded."""
-    size = max(len(tokens) for _, tokens in trees)
-    parents, tokens, max_depth = [], [], 0
-    for above, guesses in trees:
-        node, depth = len(above) - 1, 0
-        while node:
-            node, depth = above[node], depth + 1
-        max_depth = max(max_depth, depth)
-        missing = size - len(guesses)
-        # beside its deepest node, so that nodes stay sorted by depth
-        parents.append(above + [max(above[-1], 0)] * missing)
-        tokens.append(guesses + [-1] * missing)
-    if root.device.type == "cpu":
-        tree = RowTrees.from_lists(parents, max_depth)
-    else:
-        tree = RowTrees.from_parents(torch.tensor(parents, device=root.device), max_depth)
-    found = torch.tensor(tokens, device=root.device)
-    found[:, 0] = root
-    return Candidates(found, tree)
 
 
 class Reading:

@@ -276,8 +276,7 @@ class SuffixDrafter:
 
     def propose(self, state: SuffixState) -> Candidates:
         """Follow each row's match."""
-        trees = [self._tree(*row) for row in state.rows]
-        return pack([tokens for tokens, _ in trees], [above for _, above in trees], state.device)
+        return pack([self._tree(*row) for row in state.rows], state.device)
 
     def _tree(self, automaton: SuffixAutomaton, root: int) -> tuple[list[int], list[int]]:
         """Return tokens and parents of the most frequent continuations, best first."""

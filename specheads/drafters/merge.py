@@ -31,7 +31,7 @@ from torch import Tensor
 
 from specheads.attention.tree import RowTrees, Tree, batched
 from specheads.drafters.contract import Candidates, Drafter, Prefill, StepResult
-from specheads.drafters.growing import HOSTS, pack
+from specheads.drafters.growing import on_host, pack
 from specheads.drafters.length import StepCosts
 
 # A kind of guesses: who proposes them (a bit per drafter), at which depth, with which rank among
@@ -494,12 +494,11 @@ class HybridDrafter:
             tokens.append([trie.tokens[node] for node in order])
             probed = probed or tokens[-1] != inputs[-1]
         merged = pack(
-            tokens,
-            parents,
+            list(zip(tokens, parents, strict=True)),
             device,
             inputs=inputs if probed else None,
             # where shapes are better repeated than small
-            num_nodes=1 if device.type in HOSTS else max(self.num_nodes, 1),
+            num_nodes=1 if on_host(device) else max(self.num_nodes, 1),
         )
         return merged, places
 

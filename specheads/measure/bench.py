@@ -27,7 +27,7 @@ from specheads.decoding.exported import (
     model_of,
     num_parameters,
 )
-from specheads.drafters.growing import DynamicDrafter, StaticDrafter, static_drafter
+from specheads.drafters.heads import HeadsDrafter, static_drafter
 from specheads.drafters.lookup import LOOKUP_NGRAM, LOOKUP_TOKENS, NgramDrafter
 from specheads.measure import rows as report
 from specheads.measure.clock import (
@@ -66,7 +66,7 @@ def make_methods(
     eos: tuple[int, ...],
     pad: int | None,
     max_new_tokens: int,
-    dynamic: DynamicDrafter | None = None,
+    dynamic: HeadsDrafter | None = None,
     lossy: Acceptance | None = None,
     compile: bool = False,
     batched: bool = False,
@@ -109,7 +109,7 @@ def make_methods(
     if heads is None or output is None:
         return methods
     extra = sum(parameter.numel() for parameter in heads.parameters())
-    drafted: list[tuple[str, StaticDrafter | DynamicDrafter, int, Acceptance | None]] = [
+    drafted: list[tuple[str, HeadsDrafter, int, Acceptance | None]] = [
         (
             f"tree_{tree.num_nodes}" if index else "tree",
             static_drafter(base, heads, output, tree),

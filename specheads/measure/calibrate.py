@@ -26,7 +26,7 @@ from specheads.attention.tree import Choice, Tree, grow_tree
 from specheads.config import EvaluateConfig, TreeConfig
 from specheads.decoding.costs import CostCurve, clock_steps, ratios, runner
 from specheads.drafters.contract import Drafter
-from specheads.drafters.growing import DynamicDrafter, dynamic_drafter, static_drafter
+from specheads.drafters.heads import HeadsDrafter, dynamic_drafter, static_drafter
 from specheads.measure.hits import (
     Gains,
     acceptance,
@@ -192,7 +192,7 @@ def calibrate(
     }
     if dynamic:
 
-        def grown(size: int) -> DynamicDrafter:
+        def grown(size: int) -> HeadsDrafter:
             return dynamic_drafter(base, heads, output, size, temperatures=scales)
 
         largest = grown(num_nodes or max_nodes)

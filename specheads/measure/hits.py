@@ -29,12 +29,8 @@ from specheads.attention.tree import Choice, Tree
 from specheads.config import ConfigError
 from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import Drafter
-from specheads.drafters.growing import (
-    DynamicDrafter,
-    DynamicSequentialDrafter,
-    best_trees,
-    embedding,
-)
+from specheads.drafters.growing import best_trees
+from specheads.drafters.heads import HeadsDrafter, embedding
 from specheads.measure.clock import Decoded, Prompt, Runs
 from specheads.measure.stats import ratio_ci95
 from specheads.models.checkpoint import Export
@@ -538,7 +534,7 @@ def _sizes_of(log_probs: Tensor, ranks: Tensor, max_nodes: int) -> Tensor:
     return found
 
 
-def grown_sizes(hits: Hits, drafter: DynamicSequentialDrafter) -> Tensor:
+def grown_sizes(hits: Hits, drafter: HeadsDrafter) -> Tensor:
     """Return what :func:`dynamic_sizes` does, for sequential heads.
 
     Which nodes a tree holds beside the path that came depends on what the heads say below tokens
@@ -556,10 +552,7 @@ def grown_sizes(hits: Hits, drafter: DynamicSequentialDrafter) -> Tensor:
     found = torch.full_like(hits.ranks, MISS)
     for chunk, walk in _walks(hits, drafter):
         tokens = hits.tokens[chunk]
-        grown = drafter.grow(walk)
-        parents, guesses, values = (
-            each.cpu() for each in (grown.parents, grown.tokens, grown.values)
-        )
+        parents, guesses, values = (each.cpu() for each in drafter.grow(walk))
         places = values.argsort(dim=1, descending=True, stable=True).argsort(dim=1) + 1
         node = torch.zeros(len(chunk), 1, dtype=torch.long)
         alive = torch.ones(len(chunk), dtype=torch.bool)
@@ -571,9 +564,7 @@ def grown_sizes(hits: Hits, drafter: DynamicSequentialDrafter) -> Tensor:
     return found
 
 
-def _walks(
-    hits: Hits, drafter: DynamicSequentialDrafter
-) -> Iterator[tuple[Tensor, Walk | MtpWalk]]:
+def _walks(hits: Hits, drafter: HeadsDrafter) -> Iterator[tuple[Tensor, Walk | MtpWalk]]:
     """Yield some positions [n] of a text, and the heads at the roots that stand there, n rows."""
     if not len(hits.ranks):
         return
@@ -684,7 +675,7 @@ def dynamic_gains(
 
 
 def drafter_gains(
-    hits: Sequence[Sequence[Hits]], drafter: DynamicDrafter, temperatures: Sequence[float]
+    hits: Sequence[Sequence[Hits]], drafter: HeadsDrafter, temperatures: Sequence[float]
 ) -> Gains:
     """Count what trees grown at each step gain, of heads of any kind and up to this drafter's size.
 
@@ -693,7 +684,7 @@ def drafter_gains(
         drafter: of the largest tree.
         temperatures: its own, one per head.
     """
-    if isinstance(drafter, DynamicSequentialDrafter):
+    if drafter.heads.sequential:
         return count_gains(hits, lambda _, text: grown_sizes(text, drafter), drafter.num_nodes)
     return dynamic_gains(hits, drafter.num_nodes, temperatures)
 

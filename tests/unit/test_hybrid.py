@@ -18,7 +18,8 @@ from specheads.attention.tree import Tree, batched, default_tree
 from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import FINAL, TRUNK, Candidates, Drafter, Prefill, StepResult
 from specheads.drafters.draft_model import DraftModelDrafter
-from specheads.drafters.growing import dynamic_drafter, pack, static_drafter
+from specheads.drafters.growing import pack
+from specheads.drafters.heads import dynamic_drafter, static_drafter
 from specheads.drafters.length import FixedLength, StepCosts
 from specheads.drafters.lookahead import LookaheadDrafter
 from specheads.drafters.lookup import NgramDrafter, SuffixDrafter
@@ -308,7 +309,7 @@ class Fixed:
             parents.append([-1, *(nodes[path[:-1]] for path in ends)])
             inputs.append([1, *(path[-1] for path in ends)])
             tokens.append([each if each <= 90 else -1 for each in inputs[-1]])
-        found = pack(tokens, parents, torch.device("cpu"), inputs=inputs)
+        found = pack(list(zip(tokens, parents, strict=True)), torch.device("cpu"), inputs=inputs)
         return replace(found, sampling=self.sampling)
 
     def observe(self, state: None, result: StepResult) -> None:

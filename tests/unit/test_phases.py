@@ -6,7 +6,7 @@ from transformers import LlamaForCausalLM
 
 from specheads.attention.tree import default_tree
 from specheads.decoding import loop
-from specheads.drafters.growing import static_drafter
+from specheads.drafters.heads import static_drafter
 from specheads.measure import clock as module
 from specheads.measure.clock import FORWARD, HEADS, PHASES, Phases
 from specheads.models.forward import ModelPass

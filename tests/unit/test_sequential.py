@@ -13,8 +13,7 @@ from transformers import LlamaForCausalLM
 from specheads.attention.tree import Tree, default_tree
 from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import FINAL, Prefill
-from specheads.drafters.growing import embedding, static_drafter
-from specheads.drafters.heads import HeadsDrafter, SequentialDrafter
+from specheads.drafters.heads import HeadsDrafter, embedding, static_drafter
 from specheads.measure.hits import pad_left
 from specheads.models import head_walk
 from specheads.models.head_walk import Steps, Tables
@@ -102,7 +101,6 @@ def test_each_node_continues_its_own_path(
     for tree in TREES:
         read = prefill(tiny_llama, 3)
         drafter = static_drafter(tiny_llama, heads, output, tree)
-        assert isinstance(drafter, SequentialDrafter)
         candidates = drafter.propose(drafter.start(read))
         assert candidates.tree == tree and candidates.tokens[:, 0].equal(read.root)
         for row, hidden in enumerate(read.last_hidden(FINAL)):
@@ -219,7 +217,6 @@ def test_parallel_heads_of_every_form_draft(tiny_llama: LlamaForCausalLM) -> Non
             heads.token_map.copy_(torch.randperm(262)[:90].sort().values)
         read = prefill(tiny_llama)
         drafter = static_drafter(tiny_llama, heads, output, TREES[2])
-        assert isinstance(drafter, HeadsDrafter)
         with torch.no_grad():
             candidates = drafter.propose(drafter.start(read))
             logits = heads.full_logits(heads.logits(read.last_hidden(FINAL), output))
@@ -241,6 +238,4 @@ def test_a_tree_must_fit_the_heads(tiny_llama: LlamaForCausalLM) -> None:
         static_drafter(tiny_llama, heads, output, Tree.from_choices([(90,)]))
     assert embedding(tiny_llama, build(tiny_llama, "markov")) is None
     with pytest.raises(ValueError, match="embed, which is None"):
-        SequentialDrafter(heads, output, None, Tree.chain(2))
-    with pytest.raises(ValueError, match="these heads are parallel"):
-        SequentialDrafter(MedusaHeads(3, 1, 32, 272), output, None, Tree.chain(2))
+        HeadsDrafter(heads, output, Tree.chain(2))
