@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from specheads.attention.tree import Tree
 from specheads.drafters.contract import Candidates, Prefill, StepResult
-from specheads.drafters.draft_model import DraftCache
-from specheads.drafters.draft_tree import DraftRows, check_reads_trees
+from specheads.drafters.draft_model import DraftCache, DraftRows
+from specheads.drafters.draft_tree import check_reads_trees
 from specheads.drafters.growing import OneTree, pack
 from specheads.drafters.heads import HeadsState, static_drafter
 from specheads.models.forward import pad_rows
@@ -102,7 +102,8 @@ class DraftHeadsDrafter:
         """Decode with the heads for some passes, and let them guess once more."""
         rows, root = state.rows, state.rows.root
         deepest = self.num_passes * (self.tree.max_depth + 1)
-        limits = rows.limits(min(deepest, self.max_tokens or deepest))
+        deepest = min(deepest, self.max_tokens or deepest)
+        limits = rows.limits([deepest] * len(rows.rows))
         if not any(limits):
             return Candidates(root[:, None], Tree.chain(0).to(root.device))
         with capture_hidden(self.draft, self._inner.taps) as captured:

@@ -23,7 +23,16 @@ from specheads.drafters.heads import dynamic_drafter, static_drafter
 from specheads.drafters.length import FixedLength, StepCosts
 from specheads.drafters.lookahead import LookaheadDrafter
 from specheads.drafters.lookup import NgramDrafter, SuffixDrafter
-from specheads.drafters.merge import FIRST, LATER, MEMORY, PRIOR, HybridDrafter, Rates, Trie, Worth
+from specheads.drafters.merge import (
+    FIRST,
+    LATER,
+    MEMORY,
+    PRIOR,
+    DrafterValues,
+    HybridDrafter,
+    Rates,
+    Trie,
+)
 from specheads.measure.hits import pad_left
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
@@ -455,7 +464,7 @@ def test_a_price_counts_as_deep_as_the_guesses_go() -> None:
     hybrid = HybridDrafter([free, wide], costs=[StepCosts(0, verify), StepCosts(0.25, verify)])
     state = hybrid.start(prefill(1))
     learned: list[tuple[int, float, float, float]] = []
-    state.worth[0].learn = lambda *what: learned.append(what)  # type: ignore[method-assign]
+    state.values[0].learn = lambda *what: learned.append(what)  # type: ignore[method-assign]
     hybrid.propose(state)
     values = state.step.tries[0].values(state.rates[0])
     assert learned == [(1, pytest.approx(sum(values) - 1 - FIRST[0]), 0.5, FIRST[0])]
@@ -463,7 +472,7 @@ def test_a_price_counts_as_deep_as_the_guesses_go() -> None:
 
 def test_asking_pays_where_a_place_is_open() -> None:
     """Asking where a copy is sure costs as much as where it helps, and seems to help as much."""
-    worth = Worth()
+    worth = DrafterValues()
     assert worth.pays(0, 9.0, 1.0, 1.0), "nothing is known of it"
     for _ in range(30):
         worth.learn(0, 1.0, 0.5, 0.5)  # two tokens for a place that is open

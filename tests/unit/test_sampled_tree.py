@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from specheads.attention.tree import Tree
 from specheads.decoding.accept import Acceptance
 from specheads.decoding.loop import decode
-from specheads.drafters import draft_tree
+from specheads.drafters import draft_model, draft_tree
 from specheads.drafters.contract import Candidates
 from specheads.drafters.draft_tree import SampledTreeDrafter, sequoia_tree
 from specheads.verification.rejection import sample_siblings, sample_top_and_one
@@ -144,7 +144,7 @@ def enumerated(
             rest = (rest / rest.sum(-1, keepdim=True)).nan_to_num(0.0)
             return torch.cat([siblings(rest, 1, noise), best], dim=-1), rest
 
-        patch.setattr(draft_tree, "draft_noise", numbers)
+        patch.setattr(draft_model, "draft_noise", numbers)
         patch.setattr(draft_tree, "sample_siblings", siblings)
         patch.setattr(draft_tree, "sample_top_and_one", top_and_one)
         texts = [PROMPT + model.text(context) for context in contexts.tolist()]
