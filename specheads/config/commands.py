@@ -21,10 +21,16 @@ def check_devices(device: str, device_map: str) -> None:
     check(not device_map or device == "auto", "device", device, f"auto with {device_map=!s}")
 
 
-# what proposes: heads (the export's), draft (a draft model's chain), draft_tree, draft_heads (a
-# draft model with heads of its own), lookup (n-grams of the text), suffix (its longest repeat),
-# lookahead, or several of them merged, joined by a plus
-DRAFTERS = ("heads", "draft", "draft_tree", "draft_heads", "lookup", "suffix", "lookahead")
+# what proposes, and what it needs: heads (of an export), draft (a draft model), or nothing
+DRAFTERS = {
+    "heads": "heads",
+    "draft": "draft",  # a chain
+    "draft_tree": "draft",
+    "draft_heads": "draft",  # a draft model with heads of its own
+    "lookup": "",  # n-grams of the text
+    "suffix": "",  # the text's longest repeat
+    "lookahead": "",
+}
 
 
 @dataclass
@@ -56,7 +62,7 @@ class DecodeConfig:
             one_of("decode.drafter", name, "auto", *DRAFTERS)
         check(len(set(names)) == len(names), "decode.drafter", self.drafter, "without repetition")
         check(
-            bool(self.draft) or not {"draft", "draft_tree", "draft_heads"} & set(names),
+            bool(self.draft) or all(DRAFTERS[name] != "draft" for name in names),
             "decode.draft",
             self.draft,
             f"a draft model with decode.drafter={self.drafter}",

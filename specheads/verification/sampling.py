@@ -254,9 +254,13 @@ class Sampler:
             scores = scores.masked_fill(drop.scatter(-1, index, drop), float("-inf"))
         return scores
 
+    def warped(self, logits: Tensor) -> Tensor:
+        """Return :meth:`warp` of logits, [..., V] float32; greedy: the logits themselves."""
+        return self.warp(logits) if self.temperature > 0 else logits.float()
+
     def probs(self, logits: Tensor) -> Tensor:
         """Return the distributions that are drawn from, [..., V] float32; greedy: the model's."""
-        return (self.warp(logits) if self.temperature > 0 else logits.float()).softmax(-1)
+        return self.warped(logits).softmax(-1)
 
     def scores(
         self, logits: Tensor, positions: Tensor, rows: Sequence[int] | None = None
