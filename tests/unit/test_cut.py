@@ -25,7 +25,6 @@ from specheads.drafters.length import (
 )
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
-from tests.drafter_laws import check_deterministic
 from tests.zoo import VOCAB, build
 
 TREE = Tree.from_choices([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
@@ -48,21 +47,6 @@ def heads_drafter(base: PreTrainedModel) -> HeadsDrafter:
         for parameter in heads.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
     return HeadsDrafter(heads.eval(), output, TREE)
-
-
-def test_the_laws_hold(base: PreTrainedModel) -> None:
-    """A path of the cut tree read as one of the member's, or rows that learn from each other."""
-    costs = StepCosts(0.0, COSTS.verify)
-    check_deterministic(base, lambda: CutDrafter(heads_drafter(base), costs, memory=5))
-
-
-def test_chains_stay_lawful(base: PreTrainedModel) -> None:
-    """A draft model whose chain is cut keeps tokens in its cache that nobody verified."""
-
-    def make() -> CutDrafter:
-        return CutDrafter(DraftModelDrafter(base, FixedLength(4)), COSTS)
-
-    assert check_deterministic(base, make) > 2
 
 
 @given(

@@ -14,15 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaForCausalLM
 
 from specheads.attention.tree import RowTrees, grow_tree
-from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters import growing
 from specheads.drafters.contract import FINAL, Prefill
 from specheads.drafters.growing import Grown, best_tree_on_host, best_trees
 from specheads.drafters.heads import HeadsDrafter, HeadsState
-from specheads.measure.hits import pad_left
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer, output_layer
-from specheads.verification.sampling import Sampler
 
 Paths = dict[tuple[int, ...], float]
 
@@ -180,41 +177,6 @@ def test_nodes_hold_the_most_probable_continuations(
         assert tokens[0] == root[row]
         lines = candidates.tree.ancestors[row]
         assert {tuple(tokens[line[line > 0]].tolist()) for line in lines[1:]} == wanted
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.4])
-@pytest.mark.parametrize("num_nodes,max_depth", [(2, None), (12, None), (12, 2), (40, 3)])
-def test_decoding_is_plain_decoding(
-    medusa: tuple[LlamaForCausalLM, MedusaHeads, OutputLayer],
-    temperature: float,
-    num_nodes: int,
-    max_depth: int | None,
-) -> None:
-    """A tree per row and step that is verified with another row's mask writes other tokens."""
-    base, heads, output = medusa
-    drafter = HeadsDrafter(heads, output, Grown(num_nodes, max_depth=max_depth))
-    prompts = [torch.randint(0, 256, (1, size)) for size in (5, 17, 3)]
-    input_ids, attention_mask = pad_left(prompts)
-    sampler = Sampler(temperature=temperature, seed=3)
-    batch = decode(
-        base,
-        drafter,
-        input_ids,
-        attention_mask=attention_mask,
-        max_new_tokens=30,
-        sampler=sampler,
-    )
-    lengths = []
-    for index, prompt in enumerate(prompts):
-        plain = plain_decode(
-            base,
-            prompt,
-            max_new_tokens=30,
-            sampler=Sampler(temperature=temperature, seed=3 + index),
-        )
-        assert batch.rows[index].new_tokens == plain.new_tokens
-        lengths += batch.rows[index].accept_lengths
-    assert min(lengths) == 1 < max(lengths)
 
 
 def test_settings_are_checked(

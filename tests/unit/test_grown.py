@@ -14,10 +14,10 @@ from specheads.attention.tree import RowTrees
 from specheads.drafters import growing
 from specheads.drafters.contract import FINAL, Candidates
 from specheads.drafters.growing import Grown
-from specheads.drafters.heads import HeadsDrafter, dynamic_drafter, embedding
+from specheads.drafters.heads import HeadsDrafter, embedding
 from specheads.models.heads import MedusaHeads
-from specheads.models.output import OutputLayer, output_layer
-from tests.unit.test_sequential import build, check_decoding, one_by_one, prefill
+from specheads.models.output import OutputLayer
+from tests.unit.test_sequential import build, one_by_one, prefill
 
 Path = tuple[int, ...]
 TEMPERATURES = [0.5, 2.0, 1.0]
@@ -135,17 +135,6 @@ def test_nothing_waits_for_the_device(tiny_llama: LlamaForCausalLM) -> None:
     finally:
         growing._starts_above.cache_clear()
     assert tuple(parents.shape) == tuple(values.shape) == (2, 12)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.4])
-@pytest.mark.parametrize("kind", ["markov_pruned", "hydra"])
-def test_decoding_is_plain_decoding(
-    tiny_llama: LlamaForCausalLM, kind: str, temperature: float
-) -> None:
-    """A tree per row and step that is verified with another row's mask writes other tokens."""
-    heads, output = build(tiny_llama, kind, std=0.02), output_layer(tiny_llama)
-    drafter = dynamic_drafter(tiny_llama, heads, output, 12)
-    check_decoding(tiny_llama, drafter, temperature)
 
 
 def test_settings_are_checked(tiny_llama: LlamaForCausalLM) -> None:

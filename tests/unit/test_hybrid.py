@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -17,10 +16,9 @@ from transformers import PreTrainedModel
 from specheads.attention.tree import Tree, batched, default_tree
 from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import FINAL, TRUNK, Candidates, Drafter, Prefill, StepResult
-from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.growing import pack
 from specheads.drafters.heads import dynamic_drafter, static_drafter
-from specheads.drafters.length import FixedLength, StepCosts
+from specheads.drafters.length import StepCosts
 from specheads.drafters.lookahead import LookaheadDrafter
 from specheads.drafters.lookup import NgramDrafter, SuffixDrafter
 from specheads.drafters.merge import (
@@ -34,10 +32,8 @@ from specheads.drafters.merge import (
     Trie,
 )
 from specheads.measure.hits import pad_left
-from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
 from specheads.verification.sampling import Sampler
-from tests.drafter_laws import check_deterministic
 from tests.ragged import ROWS, new_tokens, padded
 from tests.unit.test_mtp_drafters import counting
 from tests.zoo import VOCAB, build
@@ -222,57 +218,6 @@ def test_a_hybrid_accepts_what_its_best_member_would(
     if rows > 1:
         assert judge.beaten, "n-grams gave nothing beside the heads: nothing was merged"
     assert judge.steps <= sum(len(row.accept_lengths) for row in alone.rows)
-
-
-@cache
-def random_heads() -> MedusaHeads:
-    """Return heads that know nothing of the base; not to be changed."""
-    heads = MedusaHeads(3, 1, 32, VOCAB, lm_head="own")
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in heads.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    return heads.eval()
-
-
-def medusa(num_nodes: int = 0) -> HybridDrafter:
-    """Return a hybrid with such heads."""
-    base, heads = build("llama", std=0.5), random_heads()
-    drafter = static_drafter(base, heads, output_layer(base), default_tree(3, 6))
-    return HybridDrafter([drafter, NgramDrafter(), SuffixDrafter(6)], num_nodes)
-
-
-def windowed(num_nodes: int = 0) -> HybridDrafter:
-    """Return a hybrid within a hybrid, with probes."""
-    lookahead = LookaheadDrafter(3, 3, 3)
-    inner = HybridDrafter([NgramDrafter(), lookahead], num_nodes)
-    return HybridDrafter([inner, SuffixDrafter(6)], num_nodes and num_nodes + 2)
-
-
-def lazy(num_nodes: int = 0) -> HybridDrafter:
-    """Return a hybrid that asks another one only where there is little to copy."""
-    free, dear = (StepCosts(price, [0] + [1 + n / 20 for n in range(24)]) for price in (0, 0.3))
-    return HybridDrafter([medusa(num_nodes), SuffixDrafter(6)], num_nodes, costs=[dear, free])
-
-
-def perfect(num_nodes: int = 0) -> HybridDrafter:
-    """Return a hybrid with a draft model that says and draws what the base does."""
-    draft = build("llama", std=0.5)
-    coupled = DraftModelDrafter(draft, FixedLength(3), sampling="coupled")
-    return HybridDrafter([NgramDrafter(), coupled], num_nodes)
-
-
-MIXES = {"heads": medusa, "lookahead": windowed, "lazy": lazy, "draft": perfect}
-
-
-@pytest.mark.parametrize(
-    ("mix", "num_nodes"),
-    [("heads", 4), ("lookahead", 0), ("lookahead", 4), ("lazy", 0), ("draft", 0)],
-)
-def test_hybrids_keep_the_laws(mix: str, num_nodes: int) -> None:
-    """What holds for each drafter has to hold for all of them at once, cut short or not."""
-    length = check_deterministic(build("llama", std=0.5), lambda: MIXES[mix](num_nodes))
-    assert mix != "draft" or length > 3, "the draft model lost the text"
 
 
 @pytest.mark.parametrize(("name", "rows"), [("llama", 1), ("llama", 3), ("bloom", 1)])
