@@ -1,6 +1,8 @@
-"""Which acceptance rule decides about a step's candidates.
+"""The accept phase of a step: from the base model's logits at the nodes to the path that is kept.
 
-The accept phase: from the base model's logits at the nodes to the path that is kept.
+:class:`Acceptance` says which rule decides. Where the base model's own draws decide, the tree is
+walked along them, and near-ties on the way are settled; else a rule of
+:mod:`specheads.verification` decides from the distributions.
 """
 
 from __future__ import annotations

@@ -140,28 +140,20 @@ def load_subject(
     Raises:
         ConfigError: if it cannot be found or loaded, or ``base`` is given for a base model.
     """
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "device": device,
+        "device_map": device_map,
+        "trust_remote_code": trust_remote_code,
+    }
     if not is_plain_model(checkpoint):
-        export = load_export(
-            checkpoint,
-            base=base or None,
-            dtype=dtype,
-            device=device,
-            device_map=device_map,
-            trust_remote_code=trust_remote_code,
-        )
+        export = load_export(checkpoint, base=base or None, **options)
         return Subject(export.base, export.tokenizer, export)
     if base:
         raise ConfigError(f"base is {base}, but checkpoint={checkpoint} is a base model itself")
     try:
         tokenizer = load_tokenizer(checkpoint, trust_remote_code=trust_remote_code)
-        model = load_base_model(
-            checkpoint,
-            dtype=dtype,
-            device=device,
-            device_map=device_map,
-            attn=attn,
-            trust_remote_code=trust_remote_code,
-        )
+        model = load_base_model(checkpoint, attn=attn, **options)
     except ConfigError as error:
         raise ConfigError(
             f"checkpoint={checkpoint} is no export, and as a base model: {error}"
@@ -285,17 +277,15 @@ def draft_model(
     Raises:
         ConfigError: if it cannot be loaded, or has another tokenizer.
     """
-    path, dtype, device = decode.draft, subject.base.dtype, input_device(subject.base)
-    if not (Path(path).is_dir() and not is_plain_model(path)):
-        return load_draft(
-            path,
-            tokenizer=subject.tokenizer,
-            where="decode.draft",
-            dtype=dtype,
-            device=device,
-            trust_remote_code=trust_remote_code,
-        )
-    export = load_export(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    path = decode.draft
+    options: dict[str, Any] = {
+        "dtype": subject.base.dtype,
+        "device": input_device(subject.base),
+        "trust_remote_code": trust_remote_code,
+    }
+    if not Path(path).is_dir() or is_plain_model(path):
+        return load_draft(path, tokenizer=subject.tokenizer, where="decode.draft", **options)
+    export = load_export(path, **options)
     check_same_tokenizer(subject.tokenizer, export.tokenizer, f"decode.draft={path}")
     return export
 

@@ -1,4 +1,9 @@
-"""Tree decoding: propose, verify step, accept, commit; the plain loop's tokens in fewer steps.
+"""The decoding loops: propose, verify step, accept, commit; and plain decoding, their definition.
+
+Plain decoding, one token per forward pass, is the definition of correct, and the baseline.
+Everything the tree loop does must give its tokens, and a row of a batch must get those it would get
+alone. Both use the same cache and ask for the rows of logits that are needed only, so that a
+speed-up is one over a loop without wasted work.
 
 Both loops take, at each position, the base model's own choice given the same prefix and, when
 sampling, the same noise. A verify step multiplies matrices of other shapes than a plain step, so
@@ -10,12 +15,6 @@ the self-test measures more, near-ties are wider by as much; but a model which m
 like that (dozens of layers with random weights did) is not promised to give the very tokens of
 plain decoding. In bfloat16 and float16 rounding is so coarse that near-ties are common, and no
 replay is made: outputs are plausible, not identical.
-
-Plain decoding, one token per forward pass: the definition of correct, and the baseline.
-
-Everything the tree loop does must give these tokens, and a row of a batch must get those it would
-get alone. It uses the same cache and asks for the last row of logits only, so that a speed-up over
-it is a speed-up over a loop without wasted work.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 In a batch all would wait for the longest answer, which among thousands is often several times the
 mean. Here a pass is over as many rows as there is room for, until the last prompts. Each row gets
-the tokens that it would get alone, as in any batch.
-
-Let a model that is being trained continue prompts, each with a limit and a seed of its own.
+the tokens that it would get alone, as in any batch. :func:`continue_prompts` does this with a model
+that is being trained.
 """
 
 from __future__ import annotations

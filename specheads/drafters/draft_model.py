@@ -1,10 +1,9 @@
 """A smaller language model as a drafter: it writes a few tokens ahead, the base verifies them.
 
-Leviathan et al., arXiv:2211.17192. The draft model runs with a cache of its own and makes one pass
-per drafted token; the first pass of a step also reads what the text has gained. Vocabularies may
-differ in padding: tokens that the base does not have are never proposed.
-
-A draft model's view of the rows' texts: what its KV cache holds, and what it has yet to read.
+Leviathan et al., arXiv:2211.17192. The draft model runs with a cache of its own
+(:class:`DraftCache`) and makes one pass per drafted token; the first pass of a step also reads what
+the text has gained. Vocabularies may differ in padding: tokens that the base does not have are
+never proposed.
 
 Besides the certain text the cache may hold guesses that were drafted behind it. Those which come
 true stay; the rest is forgotten, which costs nothing. So every token is read once, but for one case

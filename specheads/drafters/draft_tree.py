@@ -1,28 +1,20 @@
-"""Trees that a draft model grows at every step, out of its own probabilities.
+"""Trees that a draft model fills: grown at every step, or of a fixed shape.
 
-A node's value is the product of the probabilities along its path. What stands below a node is known
-only once the draft model has read it, so trees are grown level by level, as EAGLE-2 does
-(arXiv:2406.16858): of every level the most valuable nodes are read, and of all that was found the
-most valuable nodes are proposed. The guesses are a function of the prefix.
+A grown tree (:class:`DraftTreeDrafter`) takes its shape from the draft model's own probabilities,
+level by level as EAGLE-2 does (arXiv:2406.16858): of every level the most valuable nodes are read,
+and of all that was found the most valuable nodes are proposed.
+
+A fixed tree (:class:`SampledTreeDrafter`) takes the best guesses, or siblings drawn one after
+another from the draft model's distribution at their parent, about which recursive rejection
+decides: Sequoia (arXiv:2402.12374), recursive speculative decoding (arXiv:2402.14160). Or all but
+one sibling are the best guesses and one is drawn from the rest, which accepts more at most
+temperatures. :func:`sequoia_tree` finds the best shape: where the k-th child of any node is
+accepted at a rate that depends on k alone, dynamic programming finds the tree of a given size and
+depth that accepts most (Sequoia, section 3). A child can only stand beside all those drawn before
+it, and their rates need not fall, so that taking the most valuable node next may miss it.
 
 The draft model's cache holds certain text only. A level is read by verifying the nodes read so far
 once more with the new ones: they are few (those with children), and one pass is one pass.
-
-Trees of a fixed shape that a draft model fills, by sampling or with its best guesses.
-
-Sampled siblings are drawn one after another from the draft model's distribution at their parent,
-each parent with noise of its own, and recursive rejection decides about them: Sequoia
-(arXiv:2402.12374), recursive speculative decoding (arXiv:2402.14160). Or all but one are its best
-guesses and one is drawn from the rest, which accepts more at most temperatures.
-
-The best fixed shape of a tree whose siblings are drawn one after another: Sequoia's.
-
-Chen et al., arXiv:2402.12374, section 3: where the k-th child of any node is accepted at a rate
-that depends on k alone, dynamic programming finds the shape of a given size and depth that accepts
-most. A child can only stand beside all those drawn before it, and their rates need not fall (one
-sampled token is tested before the best ones, see ``top_and_one`` in
-:mod:`specheads.verification.rejection`), so that taking the most valuable node next may miss it.
-And depth has a price here: each level costs a pass of the draft model.
 """
 
 from __future__ import annotations
@@ -43,7 +35,7 @@ from specheads.drafters.growing import NUM_RANKS, WIDTH, Nodes, best_guesses, gr
 from specheads.models.base import input_embedding, output_device
 from specheads.models.draft import vocab_size
 from specheads.models.support import tree_support
-from specheads.verification.rejection import Randomness, reject, sample_siblings, sample_top_and_one
+from specheads.verification.rejection import sample_siblings, sample_top_and_one
 
 MAX_DEPTH = 6
 
@@ -394,7 +386,7 @@ def sequoia_tree(rates: Sequence[float], num_nodes: int, max_depth: int) -> tupl
 
     Args:
         rates: ``rates[k]``, the probability that child k is accepted where its parent was: all
-            children before it were refused and it was not (:func:`child_rates`).
+            children before it were refused and it was not (measured on nodes that were visited).
         num_nodes: at most, root included.
         max_depth: at most.
 
@@ -407,40 +399,6 @@ def sequoia_tree(rates: Sequence[float], num_nodes: int, max_depth: int) -> tupl
     """
     tables = _Tables(rates, num_nodes, max_depth)
     return tables.tree(num_nodes, max_depth), float(tables.values[-1][num_nodes])
-
-
-def fastest_tree(
-    rates: Sequence[float], draft_cost: float, verify_costs: Sequence[float], max_depth: int
-) -> tuple[Tree, float]:
-    """Return the tree that is expected to give most tokens in the time that its step takes.
-
-    Args:
-        rates: as in :func:`sequoia_tree`.
-        draft_cost: of one pass of the draft model; a tree of depth D takes D of them.
-        verify_costs: ``verify_costs[n]``, of a base pass over n nodes, root included; in the same
-            unit. Entry 0 is not read; the last one is of the largest tree.
-        max_depth: at most.
-
-    Returns:
-        The tree and its tokens per unit of cost. The root alone where no drafting pays.
-
-    Raises:
-        ValueError: as :func:`sequoia_tree`, or if there is no cost of a pass over one node, or one
-            that is not positive.
-    """
-    if len(verify_costs) < 2 or min(verify_costs[1:]) <= 0 or draft_cost < 0:
-        raise ValueError(
-            "verify_costs must give positive costs for 1 node and more and draft_cost must not be"
-            f" negative, got {list(verify_costs)} and {draft_cost}"
-        )
-    num_nodes = len(verify_costs) - 1
-    tables = _Tables(rates, num_nodes, max_depth)
-    speed, depth, size = max(
-        (float(values[n]) / (depth * draft_cost + verify_costs[n]), -depth, -n)
-        for depth, values in enumerate(tables.values)
-        for n in range(1, num_nodes + 1)
-    )
-    return tables.tree(-size, -depth), speed
 
 
 class _Tables:
@@ -501,46 +459,3 @@ class _Tables:
             yield (*path, child)
             yield from self._nodes((*path, child), share, depth - 1)
             left -= share
-
-
-def child_rates(
-    base_probs: Tensor,
-    draft_probs: Tensor,
-    num_children: int,
-    sampling: str,
-    noise: Tensor,
-    chance: Randomness,
-) -> list[float]:
-    """Measure how often each child of a node is accepted, over nodes that were visited.
-
-    Args:
-        base_probs: [S, V], what the base model said at S nodes, after all warpers.
-        draft_probs: [S, V], what the draft model said there.
-        num_children: that are drawn at each node.
-        sampling: ``without_replacement`` or ``top_and_one``.
-        noise: [S, V] Gumbel noise for the draws.
-        chance: the random choices of the rule.
-
-    Returns:
-        Per child the share of nodes at which it was accepted.
-
-    Raises:
-        ValueError: for another ``sampling``.
-    """
-    draws = {"without_replacement": _siblings, "top_and_one": sample_top_and_one}
-    if sampling not in draws:
-        raise ValueError(f"sampling must be without_replacement or top_and_one, got {sampling!r}")
-    children, drawn_from = draws[sampling](draft_probs, num_children, noise)
-    tree = Tree.from_choices([(child,) for child in range(num_children)]).to(children.device)
-    tokens = torch.cat([torch.zeros_like(children[:, :1]), children], dim=1)
-    shape = (-1, tree.num_nodes, -1)
-    path, num_accepted, _ = reject(
-        tokens,
-        tree,
-        base_probs[:, None].expand(shape),
-        drawn_from[:, None].expand(shape),
-        chance,
-        sampling,
-    )
-    accepted = path[:, 1][num_accepted > 0]
-    return (accepted.bincount(minlength=tree.num_nodes)[1:] / max(len(tokens), 1)).tolist()

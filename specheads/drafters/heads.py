@@ -401,8 +401,8 @@ def levels_of(tree: Tree, sequential: bool, device: torch.device) -> list[Level]
     """Return the levels of a tree, from depth 1 on; of parallel heads all of them as one."""
     if not sequential:
         num_ranks = tree.max_rank + 1
-        slots = ((tree.depths - 1) * num_ranks + tree.ranks)[1:]
-        return [Level(num_ranks, slots.to(device), None, None)]
+        every = ((tree.depths - 1) * num_ranks + tree.ranks)[1:]
+        return [Level(num_ranks, every.to(device), None, None)]
     above: list[tuple[int, ...]] = [()]
     levels = []
     for depth in range(1, tree.max_depth + 1):

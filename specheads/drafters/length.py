@@ -1,26 +1,22 @@
-"""How many tokens a draft model proposes: fixed, or until it is no longer sure.
+"""How much to draft: how many tokens of a chain, and which part of a tree.
 
 What ends a chain may depend on the tokens drafted so far, which are all proposed, and on what was
 accepted in earlier steps. It may not take back a token that was drawn: that would be a choice among
 samples, and the output would no longer be the base model's
 (:func:`specheads.verification.rejection.block`).
 
-How many tokens to draft next: as many as pay, from what was accepted lately and what steps cost.
+:class:`AdaptiveLength` drafts as many tokens as pay. A draft of n tokens gains
+``1 + sum_d prod_{j <= d} rate_j`` tokens, where rate_j is how often the j-th is accepted once those
+before it were, and costs n passes of the draft model and a verify step of n + 1 nodes. Their ratio
+is the speed, with the measured cost of the step in place of the usual assumption that it costs what
+a plain step costs (Leviathan et al., arXiv:2211.17192, theorem 3.8). The rates are learned from
+each text while it is written.
 
-A draft of n tokens gains ``1 + sum_d prod_{j <= d} rate_j`` tokens, where rate_j is how often the
-j-th is accepted once those before it were, and costs n passes of the draft model and a verify step
-of n + 1 nodes. Their ratio is the speed, with the measured cost of the step in place of the usual
-assumption that it costs what a plain step costs (Leviathan et al., arXiv:2211.17192, theorem 3.8).
-The rates are learned from each text while it is written.
-
-Verify only that part of a drafter's tree which pays, by what was accepted lately and its costs.
-
-The right size and depth of a tree depend on the text: where guesses are mostly right a deep tree
-pays, where they are mostly wrong a few nodes do. A node's value is the product along its path of
-how often guesses at that depth and of that rank among their siblings were right; taken in the order
-of their values, nodes form a tree at every size, and the size with the most expected tokens per
-measured cost is verified. A verified tree tells the truth about every node whose parent was reached
-(arXiv:2402.12374, section 3, grows static trees from such rates).
+:class:`CutDrafter` verifies the part of another drafter's tree that pays. A node's value is the
+product along its path of how often guesses at that depth and of that rank among their siblings were
+right; taken in the order of their values, nodes form a tree at every size, and the size with the
+most expected tokens per measured cost is verified. A verified tree tells the truth about every node
+whose parent was reached (arXiv:2402.12374, section 3, grows static trees from such rates).
 """
 
 from __future__ import annotations
@@ -516,7 +512,7 @@ class CutDrafter:
             if not result.new_tokens[i]:
                 continue
             tokens, path = result.tokens[i].tolist(), set(paths[i])
-            outcomes = {
+            outcomes: dict[Kind, bool] = {
                 ranks[node]: where[node] in path
                 for node in kept[1:]
                 if tokens[where[node]] >= 0 <= where[node] and where[parents[node]] in path - {-1}

@@ -4,18 +4,16 @@ Each member follows the text by itself, whoever proposed what was accepted. Wher
 deterministic, so is their union, and sample-and-walk stays exact: it accepts the longest of what
 the members' trees would have given, as long as all their nodes are in.
 
-The guesses of several drafters in one trie, and how often guesses of each kind were right.
+The guesses of one row meet in a :class:`Trie`, in Python: trees of some tens of nodes, where
+tensors would cost more than they compute. :class:`Rates` keeps how often guesses of each kind were
+right.
 
-Everything here is of one row and in Python: trees of some tens of nodes, where tensors would cost
-more than they compute.
-
-Learn while decoding where it pays to ask a drafter that costs something, after the free ones.
-
-What it can add depends on what is at hand already: its guesses count where those at hand are all
-wrong from the first on. So it is kept how many tokens asking promised for a place that was open,
-and a step asks if these, as far as the place is open, are worth the price at the speed without
-them. What asking promised shows as soon as the guesses are there; where nobody asks, what is known
-drifts back to what is usual, so that a text that changes is tried again.
+A member that costs something is asked after the free ones, and only where that has paid
+(:class:`DrafterValues`). What it can add depends on what is at hand already: its guesses count
+where those at hand are all wrong from the first on. So it is kept how many tokens asking promised
+for a place that was open, and a step asks if these, as far as the place is open, are worth the
+price at the speed without them. What asking promised shows as soon as the guesses are there; where
+nobody asks, what is known drifts back to what is usual, so that a text that changes is tried again.
 """
 
 from __future__ import annotations
