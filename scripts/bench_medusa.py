@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from specheads.drafters.growing import static_drafter
+from specheads.drafters.heads import static_drafter
 from specheads.measure.bench import make_methods, make_rows, rounding_of
 from specheads.measure.clock import (
     Prompt,

@@ -51,7 +51,7 @@ from specheads.data.load import load_records
 from specheads.data.schema import Record
 from specheads.decoding.costs import clock_steps, runner
 from specheads.drafters.contract import Candidates, Drafter, Prefill, StepResult
-from specheads.drafters.growing import static_drafter
+from specheads.drafters.heads import static_drafter
 from specheads.drafters.lookup import LOOKUP_NGRAM, LOOKUP_TOKENS, NgramDrafter
 from specheads.measure.bench import make_methods, make_rows, rounding_of
 from specheads.measure.calibrate import calibrate

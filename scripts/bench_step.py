@@ -36,7 +36,7 @@ from specheads.decoding import loop
 from specheads.decoding.loop import plain_decode
 from specheads.decoding.result import DecodeResult
 from specheads.drafters.contract import Candidates
-from specheads.drafters.growing import static_drafter
+from specheads.drafters.heads import static_drafter
 from specheads.measure.clock import (
     FORWARD,
     HEADS,

@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specheads.decoding.accept import Acceptance
-from specheads.drafters.growing import static_drafter
+from specheads.drafters.heads import static_drafter
 from specheads.measure.clock import (
     Decoded,
     Prompt,

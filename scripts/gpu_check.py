@@ -38,8 +38,8 @@ from specheads.decoding.generate import SpecDecoder
 from specheads.decoding.loop import decode, plain_decode
 from specheads.decoding.result import DecodeResult
 from specheads.drafters.contract import Candidates, Prefill, StepResult
-from specheads.drafters.growing import DynamicHeadsDrafter, dynamic_drafter, static_drafter
-from specheads.drafters.heads import HeadsDrafter
+from specheads.drafters.growing import Grown
+from specheads.drafters.heads import HeadsDrafter, dynamic_drafter, static_drafter
 from specheads.drafters.lookup import NgramDrafter
 from specheads.measure.identity import Divergence, Rounding, compare
 from specheads.models.checkpoint import load_export
@@ -338,7 +338,7 @@ def golden(device: torch.device) -> str:
 def dynamic_trees(device: torch.device) -> str:
     """Trees that the heads grow anew for every row and step give the pinned tokens too."""
     export = load_export(GOLDEN / "export", dtype="float32", device=device)
-    drafter = DynamicHeadsDrafter(export.heads, output_layer(export.base), 16)
+    drafter = HeadsDrafter(export.heads, output_layer(export.base), Grown(16))
     said = []
     for case in json.loads((GOLDEN / "expected.json").read_text(encoding="utf-8"))["cases"]:
         result = decode(

@@ -160,7 +160,7 @@ class Watched:
     def propose(self, state: HeadsState) -> Candidates:
         """As the drafter does; the gaps between guesses decide which node holds which."""
         logits = state.predict(state.hidden)
-        best = logits.topk(self.drafter.tree.max_rank + 2, dim=-1).values
+        best = logits.topk(self.drafter.num_ranks + 1, dim=-1).values
         self.gaps.append(float((best[..., :-1] - best[..., 1:]).min()))
         return self.drafter.propose(state)
 

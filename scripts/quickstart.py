@@ -22,7 +22,6 @@ from specheads.config import DecodeConfig, TreeSearchConfig
 from specheads.decoding.conversation import StepPrinter
 from specheads.decoding.exported import exported_drafter, tree_kind
 from specheads.decoding.loop import decode, plain_decode
-from specheads.drafters.growing import DynamicDrafter
 from specheads.measure.bench import make_methods, measure_rows
 from specheads.measure.clock import Prompt, max_prompt_length, prompt_file, read_prompts
 from specheads.measure.rows import LOOPING_HEADLINE, REP8_LIMIT
@@ -96,7 +95,7 @@ def measure(export: Export, prompts: list[Prompt]) -> list[dict[str, Any]]:
         eos=end_tokens(export.base, export.tokenizer),
         pad=export.tokenizer.pad_token_id,
         max_new_tokens=MAX_NEW_TOKENS,
-        dynamic=drafter if isinstance(drafter, DynamicDrafter) else None,
+        dynamic=drafter if drafter.grows else None,
     )
     rows: list[dict[str, Any]] = []
     for temperature in (0.0, 1.0, LOOPING_HEADLINE):

@@ -139,7 +139,7 @@ def check(
     """Decode prompts that were not calibrated on, and compare accept lengths with the expected."""
     import hashlib
 
-    from specheads.drafters.growing import dynamic_drafter, static_drafter
+    from specheads.drafters.heads import dynamic_drafter, static_drafter
     from specheads.measure.hits import Texts, decoded_gains
     from specheads.models.base import end_tokens
     from specheads.models.output import output_layer

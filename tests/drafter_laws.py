@@ -108,6 +108,23 @@ def check_deterministic(model: PreTrainedModel, make: Make) -> float:
     return check_greedy_identity(model, make)
 
 
+def check_sampled(model: PreTrainedModel, make: Make) -> float:
+    """Demand all laws of a drafter with sampled candidates; return its greedy accept length."""
+    check_cache(model, make, sampler=Sampler(temperature=0.8, top_k=20, seed=3))
+    check_ends(model, make)
+    check_conversation(model, make)
+    settings: dict[str, Any] = {"max_new_tokens": NUM_NEW, "eos_token_ids": (7, 8, 9)}
+    samplers = [Sampler(0.8, top_p=0.9, seed=4 + row) for row in range(len(ROWS))]
+    together = decode(model, make(), **padded(ROWS), sampler=samplers[0], **settings)
+    alone = [
+        decode(model, make(), row, sampler=sampler, **settings)
+        for row, sampler in zip(ROWS, samplers, strict=True)
+    ]
+    assert new_tokens(together) == [each.new_tokens for each in alone]
+    check_rows_alike(alone, together)
+    return check_greedy_identity(model, make)
+
+
 def _states(cache: TreeCache, length: int) -> list[Tensor]:
     found = []
     for layer in cache.layers:

@@ -16,10 +16,16 @@ from specheads.system.errors import (
     within,
 )
 
-# what proposes: heads (the export's), draft (a draft model's chain), draft_tree, draft_heads (a
-# draft model with heads of its own), lookup (n-grams of the text), suffix (its longest repeat),
-# lookahead, or several of them merged, joined by a plus
-DRAFTERS = ("heads", "draft", "draft_tree", "draft_heads", "lookup", "suffix", "lookahead")
+# what proposes, and what it needs: heads (of an export), draft (a draft model), or nothing
+DRAFTERS = {
+    "heads": "heads",
+    "draft": "draft",  # a chain
+    "draft_tree": "draft",
+    "draft_heads": "draft",  # a draft model with heads of its own
+    "lookup": "",  # n-grams of the text
+    "suffix": "",  # the text's longest repeat
+    "lookahead": "",
+}
 
 
 @dataclass
@@ -50,7 +56,7 @@ class DecodeConfig:
         for name in names:
             one_of("decode.drafter", name, "auto", *DRAFTERS)
         check(len(set(names)) == len(names), "decode.drafter", self.drafter, "without repetition")
-        there = bool(self.draft) or not {"draft", "draft_tree", "draft_heads"} & set(names)
+        there = bool(self.draft) or all(DRAFTERS[name] != "draft" for name in names)
         expected = f"a draft model with decode.drafter={self.drafter}"
         check(there, "decode.draft", self.draft, expected)
         one_of("decode.draft_sampling", self.draft_sampling, "greedy", "sampled", "coupled")

@@ -1,11 +1,13 @@
-"""Which acceptance rule decides about a step's candidates.
+"""The accept phase of a step: from the base model's logits at the nodes to the path that is kept.
 
-The accept phase: from the base model's logits at the nodes to the path that is kept.
+:class:`Acceptance` says which rule decides. Where the base model's own draws decide, the tree is
+walked along them, and near-ties on the way are settled; else a rule of
+:mod:`specheads.verification` decides from the distributions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from specheads.attention.tree import Tree
 from specheads.decoding.choose import Chooser
+from specheads.decoding.result import Rows
 from specheads.drafters.contract import Candidates, StepResult
 from specheads.verification.acceptance import merge_siblings, walk, walk_on_host
 from specheads.verification.lossy import check_lenience, lenient, lenient_greedy, typical
@@ -113,9 +116,9 @@ def accept(
     logits: Tensor,
     hidden: dict[str, Tensor],
     chooser: Chooser,
-    rows: Sequence[int],
+    rows: Rows,
     acceptance: Acceptance,
-) -> StepResult:
+) -> tuple[StepResult, Tensor]:
     """Accept a path of the tree, and give the token after it.
 
     Args:
@@ -123,38 +126,20 @@ def accept(
         logits: [B, N, V].
         hidden: tap -> [B, N, d].
         chooser: how tokens are chosen.
-        rows: [B], whose texts the trees continue.
+        rows: whose texts the trees continue.
         acceptance: the rule.
+
+    Returns:
+        The result, and the logits [B, N, V] after processors.
     """
     if acceptance.walks(candidates, greedy=chooser.sampler.temperature == 0):
-        return accept_by_walk(candidates, logits, hidden, chooser, rows)
-    return accept_by_rule(candidates, logits, hidden, chooser, rows, acceptance)
-
-
-def accept_by_walk(
-    candidates: Candidates,
-    logits: Tensor,
-    hidden: dict[str, Tensor],
-    chooser: Chooser,
-    rows: Sequence[int],
-) -> StepResult:
-    """Choose the base model's token at the nodes and walk down the tree along them."""
-    scored = chooser.scores_at_nodes(candidates, logits, rows)
-    follow = follow_on_host if logits.device.type == "cpu" else follow_on_device
-    while True:
-        base_tokens = scored.scores.argmax(-1)
-        near_ties = partial(chooser.near_ties, logits, scored, rows)
-        path, num_accepted, next_root, gained, tied = follow(candidates, base_tokens, near_ties)
-        unsettled = [i for i, row in enumerate(rows) if 1 in tied[i] and chooser.output.budget(row)]
-        if not unsettled:
-            break
-        scores = scored.scores.clone()
-        for i in unsettled:
-            first = tied[i].index(1)
-            scores[i, path[i, first]] = chooser.settle(rows[i], gained[i][:first])[0].to(scores)
-        scored = scored._replace(scores=scores)
-    chooser.keep(rows, path, logits, scored.processed)
-    return StepResult(
+        base_tokens, processed, followed = _walk_down(candidates, logits, chooser, rows)
+    else:
+        base_tokens, processed, followed = _apply_rule(
+            candidates, logits, chooser, rows, acceptance
+        )
+    path, num_accepted, next_root, new_tokens = followed
+    result = StepResult(
         tree=candidates.tree,
         tokens=candidates.tokens,
         base_tokens=base_tokens,
@@ -162,20 +147,55 @@ def accept_by_walk(
         path=path,
         num_accepted=num_accepted,
         next_root=next_root,
-        new_tokens=gained,
+        new_tokens=new_tokens,
         own=candidates.own,
     )
+    return result, processed
 
 
-# path [B, D+1], num_accepted [B], next_root [B], tokens gained, and per row and place on the path
-# whether the choice there is a near-tie
-Followed = tuple[Tensor, Tensor, Tensor, list[list[int]], list[list[int]]]
+# path [B, D+1], num_accepted [B], next_root [B], tokens gained
+Followed = tuple[Tensor, Tensor, Tensor, list[list[int]]]
+
+
+def _walk_down(
+    candidates: Candidates, logits: Tensor, chooser: Chooser, rows: Rows
+) -> tuple[Tensor, Tensor, Followed]:
+    """Choose the base model's token at the nodes and walk down the tree along them.
+
+    Returns:
+        The tokens [B, N], the logits [B, N, V] after processors, and the way.
+    """
+    scored = chooser.at_nodes(candidates, logits, rows)
+    follow = follow_on_host if logits.device.type == "cpu" else follow_on_device
+    while True:
+        base_tokens = scored.scores.argmax(-1)
+        near_ties = partial(chooser.near_ties, logits, scored, rows)
+        followed, tied = follow(candidates, base_tokens, near_ties)
+        unsettled = [i for i, going in enumerate(rows.going) if going and 1 in tied[i]]
+        if not unsettled:
+            return base_tokens, scored.processed, followed
+        path, _, _, gained = followed
+        scores = scored.scores.clone()
+        for i in unsettled:
+            first = tied[i].index(1)
+            text = [*rows.texts[i], *gained[i][:first]]
+            scores[i, path[i, first]] = chooser.settle(rows.numbers[i], text)[0].to(scores)
+        scored = scored._replace(scores=scores)
 
 
 def follow_on_host(
     candidates: Candidates, base_tokens: Tensor, near_ties: Callable[[Tensor], Tensor]
-) -> Followed:
-    """Walk in Python: on a CPU nothing waits for a device, and small ops cost more."""
+) -> tuple[Followed, list[list[int]]]:
+    """Walk in Python: on a CPU nothing waits for a device, and small ops cost more.
+
+    Args:
+        candidates: the trees.
+        base_tokens: [B, N], the base model's token after each node.
+        near_ties: tells which nodes of a path [B, D+1] are near-ties, [B, D+1] bool.
+
+    Returns:
+        The way, and per row and place on the path whether the choice there is a near-tie.
+    """
     tree = candidates.tree
     drawn: list[list[int]] = base_tokens.tolist()
     parents = tree.parents.tolist()
@@ -187,53 +207,42 @@ def follow_on_host(
     longest = max(map(len, paths))
     tied = near_ties(path[:, :longest]).long().tolist()
     num_accepted = torch.tensor([len(nodes) - 1 for nodes in paths])
-    return path, num_accepted, torch.tensor([tokens[-1] for tokens in gained]), gained, tied
+    next_root = torch.tensor([tokens[-1] for tokens in gained])
+    return (path, num_accepted, next_root, gained), tied
 
 
 def follow_on_device(
     candidates: Candidates, base_tokens: Tensor, near_ties: Callable[[Tensor], Tensor]
-) -> Followed:
-    """Walk in tensors, and fetch everything at once: the step's only synchronisation."""
+) -> tuple[Followed, list[list[int]]]:
+    """Do what :func:`follow_on_host` does in tensors, with the step's only synchronisation."""
     path, num_accepted = walk(candidates.tokens, candidates.tree, base_tokens)
     emitted = base_tokens.gather(1, path.clamp(min=0)).masked_fill(path < 0, -1)
     next_root = emitted.gather(1, num_accepted[:, None])[:, 0]
     rows, tied = torch.stack([emitted, near_ties(path)]).tolist()
-    return path, num_accepted, next_root, [[t for t in row if t >= 0] for row in rows], tied
+    gained = [[token for token in row if token >= 0] for row in rows]
+    return (path, num_accepted, next_root, gained), tied
 
 
-def accept_by_rule(
-    candidates: Candidates,
-    logits: Tensor,
-    hidden: dict[str, Tensor],
-    chooser: Chooser,
-    rows: Sequence[int],
-    acceptance: Acceptance,
-) -> StepResult:
-    """Let the rule decide from the base model's distributions at the nodes."""
-    tree, sampler = candidates.tree, chooser.sampler
-    tokens = candidates.tokens.to(logits.device)
-    processed = chooser.processed_at_nodes(candidates, logits, rows)
+def _apply_rule(
+    candidates: Candidates, logits: Tensor, chooser: Chooser, rows: Rows, acceptance: Acceptance
+) -> tuple[Tensor, Tensor, Followed]:
+    """Let the rule decide from the base model's distributions at the nodes.
+
+    Returns:
+        The base model's likeliest tokens [B, N], the logits [B, N, V] after processors, the way.
+    """
+    sampler = chooser.sampler
+    _, processed = chooser.processed_at_nodes(candidates, logits, rows)
     base_probs = sampler.probs(processed)
-    positions = [chooser.output.length(row) - 1 for row in rows]
-    chance = Chance(
-        sampler.seed, torch.tensor(positions, device=logits.device), rows, tree.num_nodes
-    )
+    positions = torch.tensor([len(text) - 1 for text in rows.texts], device=logits.device)
+    chance = Chance(sampler.seed, positions, rows.numbers, candidates.tree.num_nodes)
     path, num_accepted, next_token = acceptance.decide(
         candidates, base_probs, chance, greedy=sampler.temperature == 0
     )
+    tokens = candidates.tokens.to(logits.device)
     guessed = tokens.gather(1, path.clamp(min=0)).masked_fill(path < 0, -1)
     emitted = torch.cat([guessed[:, 1:], torch.full_like(guessed[:, :1], -1)], dim=1)
     emitted = emitted.scatter(1, num_accepted[:, None], next_token[:, None])
-    gained = emitted.tolist()  # the step's only synchronisation
-    chooser.keep(rows, path, logits, processed)
-    return StepResult(
-        tree=tree,
-        tokens=candidates.tokens,
-        base_tokens=base_probs.argmax(-1),
-        hidden=hidden,
-        path=path,
-        num_accepted=num_accepted,
-        next_root=next_token,
-        new_tokens=[[token for token in row if token >= 0] for row in gained],
-        own=candidates.own,
-    )
+    # the step's only synchronisation
+    gained = [[token for token in row if token >= 0] for row in emitted.tolist()]
+    return base_probs.argmax(-1), processed, (path, num_accepted, next_token, gained)

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, PreTrainedModel
+from transformers import PreTrainedModel
 
-from specheads.attention.tree import Tree
-from specheads.decoding.processors import RowProcessors, bind
-from specheads.decoding.result import Output
+from specheads.attention.tree import RowTrees, Tree
+from specheads.decoding.processors import RowProcessors
+from specheads.decoding.result import Output, Rows
 from specheads.drafters.contract import Candidates
 from specheads.models.forward import replay
 from specheads.verification.sampling import ROUNDING, Sampler, Survivors
@@ -47,17 +46,15 @@ class Chooser:
 
     Attributes:
         sampler: greedy, or with noise.
-        output: the texts so far.
         processors: evaluated at each node with that node's own prefix.
-        replay: text [1, T] and its number of prompt tokens to the logits [1, V] of plain decoding,
-            to settle near-ties with; None leaves those to rounding.
+        replay: a row's number and a text of it to the logits [1, V] of plain decoding after it, to
+            settle near-ties with; None leaves those to rounding.
         rounding: of a difference of two logits, relative to the largest.
     """
 
     sampler: Sampler
-    output: Output
     processors: RowProcessors | None = None
-    replay: Callable[[Tensor, int], Tensor] | None = None
+    replay: Callable[[int, Sequence[int]], Tensor] | None = None
     rounding: float = ROUNDING
 
     @property
@@ -67,117 +64,112 @@ class Chooser:
             return self.sampler
         return self.processors.imitated(self.sampler)
 
-    def next_tokens(self, logits: Tensor, rows: Sequence[int]) -> list[int]:
-        """Choose the token after the texts of ``rows`` [B] from logits [B, V]."""
-        scored = self._scores_after(logits, rows)
-        tokens = scored.scores.argmax(-1)
-        chosen: list[int]
-        if self.replay is None:
-            chosen = tokens.tolist()
-        else:
-            ties = self._near_ties(logits, scored.before, scored.scores, rows)
-            chosen, tied = torch.stack([tokens, ties]).tolist()
-            for i, row in enumerate(rows):
-                if tied[i] and self.output.budget(row):
-                    chosen[i] = int(self.settle(row).argmax())
-        for i, row in enumerate(rows):
-            self._keep(row, logits[i : i + 1], scored.processed[i : i + 1])
-        return chosen
+    def next_tokens(self, logits: Tensor, rows: Rows) -> tuple[list[int], Tensor]:
+        """Choose the tokens after the texts of ``rows`` from logits [B, V].
 
-    def scores_at_nodes(
-        self, candidates: Candidates, logits: Tensor, rows: Sequence[int]
-    ) -> Scored:
+        Returns:
+            The tokens, and the logits [B, V] after processors.
+        """
+        scored = self._after(logits, rows.numbers, rows.texts)
+        tokens = scored.scores.argmax(-1)
+        if self.replay is None:
+            return tokens.tolist(), scored.processed
+        ties = self._near_ties(logits, scored.before, scored.scores, rows.numbers, rows.texts)
+        chosen, tied = torch.stack([tokens, ties]).tolist()
+        for i, (row, text, going) in enumerate(zip(*rows, strict=True)):
+            if tied[i] and going:
+                chosen[i] = int(self.settle(row, text).argmax())
+        return chosen, scored.processed
+
+    def at_nodes(self, candidates: Candidates, logits: Tensor, rows: Rows) -> Scored:
         """Score the trees; off the accepted path the scores may be those of bare logits.
 
         Args:
             candidates: the trees.
             logits: [B, N, V].
-            rows: [B], whose texts the trees continue.
+            rows: whose texts the trees continue.
 
         Returns:
             Of all nodes, [B, N, V].
         """
         if self.processors is not None and not self.processors.stateless:
-            return self._scores_on_paths(candidates, logits, rows)
-        before, processed = self._processed(candidates, logits, rows)
-        roots = [self.output.length(row) - 1 for row in rows]
-        scores = self.sampler.tree_scores(processed, candidates.tree, roots, rows)
+            return self._on_paths(candidates, logits, rows)
+        before, processed = self.processed_at_nodes(candidates, logits, rows)
+        scores = self._noised(self.sampler, processed, candidates.tree, rows.numbers, rows.texts)
         return Scored(before, processed, scores)
 
     def processed_at_nodes(
-        self, candidates: Candidates, logits: Tensor, rows: Sequence[int]
-    ) -> Tensor:
+        self, candidates: Candidates, logits: Tensor, rows: Rows
+    ) -> tuple[Tensor, Tensor]:
         """Return the logits [B, N, V] after processors, each given its node's own prefix.
+
+        Returns:
+            After those that look at the text, and after all.
 
         Raises:
             ValueError: if a processor keeps a state: it must not see texts that will never be.
         """
-        return self._processed(candidates, logits, rows)[1]
-
-    def _processed(
-        self, candidates: Candidates, logits: Tensor, rows: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
         if self.processors is None:
             return logits, logits
-        texts = [self.output.text(row) for row in rows]
-        return self.processors.at_nodes(candidates, logits, rows, texts)
+        return self.processors.at_nodes(candidates, logits, rows.numbers, rows.texts)
 
-    def _scores_on_paths(
-        self, candidates: Candidates, logits: Tensor, rows: Sequence[int]
-    ) -> Scored:
+    def _on_paths(self, candidates: Candidates, logits: Tensor, rows: Rows) -> Scored:
         """Go down node by node, as only then it is known which prefixes will be."""
         every = Scored(*(logits.float().clone() for _ in Scored._fields))
         parents = candidates.tree.parents.expand_as(candidates.tokens).tolist()
-        for i, (row, tokens) in enumerate(zip(rows, candidates.tokens.tolist(), strict=True)):
-            more: list[int] = []
+        tokens_of = candidates.tokens.tolist()
+        for i, (row, text, going) in enumerate(zip(*rows, strict=True)):
+            prefix = list(text)
             here = [0]  # the nodes with this prefix: several if equal siblings were not merged
-            while here and self.output.budget(row):
+            while here and going:
                 at_node = logits[i : i + 1, here[0]]
-                found = self._scores_after(at_node, [row], more)
-                ties = self.replay is not None and self._near_ties(
-                    at_node, found.before, found.scores, [row], more
-                )
-                if ties:
-                    found = found._replace(scores=self.settle(row, more))
+                found = self._after(at_node, [row], [prefix])
+                if self.replay is not None and self._near_ties(
+                    at_node, found.before, found.scores, [row], [prefix]
+                ):
+                    found = found._replace(scores=self.settle(row, prefix))
                 for whole, part in zip(every, found, strict=True):
                     whole[i, here] = part.float()
                 drawn = int(found.scores.argmax(-1))
-                more.append(drawn)
+                prefix.append(drawn)
                 here = [
                     node
-                    for node, token in enumerate(tokens)
+                    for node, token in enumerate(tokens_of[i])
                     if parents[i][node] in here and token == drawn
                 ]
         return every
 
-    def _scores_after(
-        self, logits: Tensor, rows: Sequence[int], more: Sequence[int] = ()
+    def _after(
+        self, logits: Tensor, numbers: Sequence[int], texts: Sequence[Sequence[int]]
     ) -> Scored:
-        """Return scores [B, V] after the texts of ``rows`` and ``more``."""
+        """Return scores [B, V] after texts of the rows ``numbers``."""
         before = processed = logits
         if self.processors is not None:
-            texts = [[*self.output.text(row), *more] for row in rows]
-            before, processed = self.processors.after(logits, rows, texts)
-        scores = self._noised(self.sampler, processed[:, None], rows, more)[:, 0]
+            before, processed = self.processors.after(logits, numbers, texts)
+        root = Tree.chain(0).to(logits.device)
+        scores = self._noised(self.sampler, processed[:, None], root, numbers, texts)[:, 0]
         return Scored(before, processed, scores)
 
+    @staticmethod
     def _noised(
-        self, sampler: Sampler, logits: Tensor, rows: Sequence[int], more: Sequence[int] = ()
+        sampler: Sampler,
+        logits: Tensor,
+        tree: Tree | RowTrees,
+        numbers: Sequence[int],
+        texts: Sequence[Sequence[int]],
     ) -> Tensor:
-        """Return scores [B, D+1, V] along a path each that begins after the texts and ``more``."""
-        roots = [self.output.length(row) + len(more) - 1 for row in rows]
-        path = Tree.chain(logits.shape[1] - 1).to(logits.device)
-        return sampler.tree_scores(logits, path, roots, rows)
+        """Return scores [B, N, V] at the nodes of a tree whose root is each text's last token."""
+        return sampler.tree_scores(logits, tree, [len(text) - 1 for text in texts], numbers)
 
-    def near_ties(
-        self, logits: Tensor, scored: Scored, rows: Sequence[int], path: Tensor
-    ) -> Tensor:
+    def near_ties(self, logits: Tensor, scored: Scored, rows: Rows, path: Tensor) -> Tensor:
         """Tell which nodes of ``path`` [B, D+1] are to be settled; [B, D+1] bool."""
         if self.replay is None:
             return torch.zeros_like(path, dtype=torch.bool)
         each, nodes = torch.arange(path.shape[0], device=path.device)[:, None], path.clamp(min=0)
         before = scored.before[each, nodes] if self._cuts else None
-        ties = self._near_ties(logits[each, nodes], before, scored.scores[each, nodes], rows)
+        ties = self._near_ties(
+            logits[each, nodes], before, scored.scores[each, nodes], rows.numbers, rows.texts
+        )
         return ties & (path >= 0)
 
     @property
@@ -192,10 +184,10 @@ class Chooser:
         logits: Tensor,
         before: Tensor | None,
         scores: Tensor,
-        rows: Sequence[int],
-        more: Sequence[int] = (),
+        numbers: Sequence[int],
+        texts: Sequence[Sequence[int]],
     ) -> Tensor:
-        """Tell it along paths [B, D+1, V], or of single nodes [B, V] after the texts and ``more``.
+        """Tell it along paths [B, D+1, V], or of single nodes [B, V], that follow the texts.
 
         One whose best score is infinite has been settled.
         """
@@ -215,65 +207,41 @@ class Chooser:
             left.top_p(sampler.top_p)
         bare = replace(sampler, temperature=1.0, top_k=0, top_p=1.0)
         along = left.scores if logits.dim() == 3 else left.scores[:, None]
-        noised = self._noised(bare, along, rows, more).view_as(left.scores)
+        path = Tree.chain(along.shape[1] - 1).to(logits.device)
+        noised = self._noised(bare, along, path, numbers, texts).view_as(left.scores)
         return left.undecided(noised) & ~scores.amax(-1).isposinf()
 
-    def settle(self, row: int, more: Sequence[int] = ()) -> Tensor:
+    def settle(self, row: int, text: Sequence[int]) -> Tensor:
         """Return scores [1, V] after a text from plain decoding's logits, beyond any doubt."""
         assert self.replay is not None
-        decoded = self.output.rows[row]
-        decoded.num_replays += 1
-        decoded.num_replay_passes += 1 + len(decoded.new_tokens) + len(more)
-        logits = self.replay(self.output.ids(row, more), len(self.output.prompts[row]))
-        scores = self._scores_after(logits, [row], more).scores
+        scores = self._after(self.replay(row, text), [row], [text]).scores
         return scores.scatter(-1, scores.argmax(-1, keepdim=True), float("inf"))
-
-    def keep(self, rows: Sequence[int], path: Tensor, logits: Tensor, processed: Tensor) -> None:
-        """Keep what the tokens of accepted paths were chosen from, if that was asked for.
-
-        Args:
-            rows: [B].
-            path: [B, D+1], padded with -1.
-            logits: [B, N, V].
-            processed: [B, N, V].
-        """
-        if self.output.kept is None:
-            return
-        for i, row in enumerate(rows):
-            nodes = path[i, path[i] >= 0]
-            self._keep(row, logits[i, nodes], processed[i, nodes])
-
-    def _keep(self, row: int, logits: Tensor, processed: Tensor) -> None:
-        if self.output.kept is None or not self.output.budget(row):
-            return
-        scores = processed.float()
-        if self.sampler.temperature > 0:
-            scores = self.sampler.warp(scores)
-        # copies: a view would keep the logits of the whole tree in memory
-        self.output.kept[row] += zip(logits.float().clone(), scores.clone(), strict=True)
 
 
 def make_chooser(
     model: PreTrainedModel,
     output: Output,
     sampler: Sampler | None,
-    logits_processor: LogitsProcessorList | None,
+    processors: RowProcessors | None = None,
     *,
-    num_prompt_tokens: int,
-    exact: bool,
+    exact: bool = True,
     rounding: float = ROUNDING,
 ) -> Chooser:
-    """Return a chooser.
+    """Return a chooser whose replays are counted.
 
     Args:
         model: the base model.
-        output: the texts.
+        output: counts the replays.
         sampler: greedy if None.
-        logits_processor: for prompts that were padded to ``num_prompt_tokens``.
-        num_prompt_tokens: P.
+        processors: of the batch's rows.
         exact: settle near-ties where the dtype is precise enough for it.
         rounding: of a difference of two logits of ``model``, relative to the largest.
     """
-    settle = partial(replay, model) if exact and model.dtype in EXACT_DTYPES else None
-    processors = bind(logits_processor, output.prompts, num_prompt_tokens)
-    return Chooser(sampler or Sampler(), output, processors, settle, rounding)
+
+    def replayed(row: int, text: Sequence[int]) -> Tensor:
+        output.count_replay(row, len(text))
+        ids = torch.tensor([list(text)], device=output.device)
+        return replay(model, ids, output.num_prompt(row))
+
+    settles = exact and model.dtype in EXACT_DTYPES
+    return Chooser(sampler or Sampler(), processors, replayed if settles else None, rounding)

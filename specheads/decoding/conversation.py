@@ -4,10 +4,6 @@ Every turn's prompt is the whole conversation, rendered by the chat template as 
 a record of ``messages``. What the cache holds of it is not read again; where a template rewrites
 earlier messages, or text comes back as other tokens, the cache forgets what follows, so that a turn
 is the one that ``generate`` gives for these messages.
-
-Text as it appears, one colour per verify step: the tokens of a step came from one pass.
-
-A turn of a conversation in words: how it went, and how it compares with plain decoding.
 """
 
 from __future__ import annotations
@@ -15,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -66,7 +63,7 @@ class Turn:
     @property
     def accept_length(self) -> float:
         """Mean tokens per verify step; 1 for plain decoding, and where there was no step."""
-        return sum(self.accept_lengths) / len(self.accept_lengths) if self.accept_lengths else 1.0
+        return fmean(self.accept_lengths or [1])
 
     @property
     def tokens_per_second(self) -> float:
@@ -174,11 +171,7 @@ class Conversation:
 
     def text(self, tokens: Sequence[int]) -> str:
         """Return tokens as text, without special ones."""
-        text = self.tokenizer.decode(
-            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        assert isinstance(text, str)
-        return text
+        return text_of(self.tokenizer, tokens)
 
     def _room(self, prompt: list[int]) -> int:
         """Return how many tokens the context still takes.
@@ -234,12 +227,22 @@ class Conversation:
     def _num_known(self, prompt: list[int]) -> int:
         """Return how many tokens of ``prompt`` the cache holds; the last one is always read."""
         held = self.cache.tokens[0] if self.cache.tokens else []
-        same = 0
-        for ours, theirs in zip(held, prompt[:-1], strict=False):
-            if ours != theirs:
-                break
-            same += 1
-        return same
+        return first_difference(held, prompt[:-1])
+
+
+def text_of(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+    """Return tokens as text, without special ones."""
+    text = tokenizer.decode(
+        list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    assert isinstance(text, str)
+    return text
+
+
+def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """Return how many tokens, from the front, two texts have in common."""
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
 
 
 _BACKGROUNDS = (223, 153, 157, 225, 229, 189)  # pale, of the 256-colour palette
@@ -278,24 +281,17 @@ class StepPrinter:
         """Show one step's tokens; there is only one row."""
         assert row == 0
         self._tokens += tokens
-        self._show(self._decode().rstrip("\ufffd"))
+        self._show(text_of(self.tokenizer, self._tokens).rstrip("\ufffd"))
         self._num_steps += 1
 
     def finish(self) -> None:
         """Show what was held back; it will not be completed."""
-        self._show(self._decode())
+        self._show(text_of(self.tokenizer, self._tokens))
 
     @property
     def text(self) -> str:
         """All text shown so far, without colours."""
         return self._shown
-
-    def _decode(self) -> str:
-        text = self.tokenizer.decode(
-            self._tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        assert isinstance(text, str)
-        return text
 
     def _show(self, text: str) -> None:
         piece = text[len(self._shown) :]
@@ -343,8 +339,7 @@ def comparison(fast: Turn, plain: Turn, dtype: torch.dtype) -> str:
         rows.append("too short to compare speeds")
     ours, theirs = fast.new_tokens, plain.new_tokens
     num = len(theirs) if plain.stopped else max(len(ours), len(theirs))
-    pairs = enumerate(zip(ours, theirs, strict=False))
-    same = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+    same = first_difference(ours, theirs)
     if same >= num:
         rows.append(f"all {num} tokens are equal")
     else:

@@ -1,30 +1,27 @@
-"""What drafting and verifying cost on this machine, clocked briefly where settings do not say.
+"""What drafting and verifying cost on this machine, in plain steps of the base model.
 
-What a verify step costs on this machine, by number of nodes, in units of a plain step.
-
-What drafting a chain with a draft model brings: formulas, and the clocked costs they need.
-
-Costs are in plain steps of the base model on the machine at hand. Leviathan's formula takes a
-verify step for as cheap as a plain one; with the clocked cost T(n + 1) in its place it holds on
-machines where that is not so.
+Leviathan's formula of the speed-up takes a verify step to be as cheap as a plain one. With the
+clocked cost T(n + 1) of a step of n + 1 nodes in its place it holds on machines where that is not
+so. Where settings leave lengths open, costs are clocked briefly before decoding.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, linear_regression, median
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.attention.tree import Tree
-from specheads.decoding.loop import decode, plain_decode
+from specheads.config.commands import DRAFTERS
+from specheads.decoding.loop import decode
 from specheads.drafters.contract import Candidates, Drafter, Prefill, StepResult
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.length import FixedLength, StepCosts
@@ -64,14 +61,7 @@ class CostCurve:
 
     def at(self, num_nodes: int) -> float:
         """Return the cost of any size: linear in between, and like the nearest size outside."""
-        right = bisect_left(self.sizes, num_nodes)
-        if right == len(self.sizes):
-            return self.smoothed[-1]
-        if right == 0 or self.sizes[right] == num_nodes:
-            return self.smoothed[right]
-        low, high = self.sizes[right - 1], self.sizes[right]
-        share = (num_nodes - low) / (high - low)
-        return (1 - share) * self.smoothed[right - 1] + share * self.smoothed[right]
+        return float(np.interp(num_nodes, self.sizes, self.smoothed))
 
 
 def never_falling(groups: Sequence[Sequence[float]]) -> list[float]:
@@ -162,19 +152,14 @@ def runner(
             if row == 0:
                 after_step()
 
-        if drafter is None:
-            plain_decode(
-                base, input_ids, max_new_tokens=max_new_tokens, sampler=sampler, on_tokens=tick
-            )
-        else:
-            decode(
-                base,
-                drafter,
-                input_ids,
-                max_new_tokens=max_new_tokens,
-                sampler=sampler,
-                on_tokens=tick,
-            )
+        decode(
+            base,
+            drafter,
+            input_ids,
+            max_new_tokens=max_new_tokens,
+            sampler=sampler,
+            on_tokens=tick,
+        )
 
     return run
 
@@ -356,15 +341,15 @@ def drafting_costs(steps: Mapping[int, float], verify: CostCurve) -> tuple[float
         steps: cost of a whole step by its guesses.
         verify: cost of a verify step by its nodes.
     """
-    over = {n: cost - verify.at(n + 1) for n, cost in steps.items()}
-    mean, rise = sum(over) / len(over), sum(over.values()) / len(over)
-    spread = sum((n - mean) ** 2 for n in over)
-    slope = sum((n - mean) * (each - rise) for n, each in over.items()) / spread if spread else 0.0
+    sizes, over = list(steps), [cost - verify.at(n + 1) for n, cost in steps.items()]
+    # one length does not tell the two apart: all of it is the passes
+    slope, overhead = linear_regression(sizes, over) if len(sizes) > 1 else (0.0, -1.0)
     if slope < 0:
-        return 0.0, max(0.0, rise)
-    if not spread or rise < slope * mean:  # a line through the origin
-        return max(0.0, sum(n * each for n, each in over.items()) / sum(n * n for n in over)), 0.0
-    return slope, rise - slope * mean
+        return 0.0, max(0.0, fmean(over))
+    if overhead < 0:  # a line through the origin
+        products = sum(n * each for n, each in zip(sizes, over, strict=True))
+        return max(0.0, products / sum(n * n for n in sizes)), 0.0
+    return slope, overhead
 
 
 def best_length(speedups: Sequence[float]) -> int:
@@ -376,7 +361,6 @@ def best_length(speedups: Sequence[float]) -> int:
     return 1 + max(range(len(speedups)), key=speedups.__getitem__)
 
 
-OF_A_MODEL = {"draft", "draft_tree", "draft_heads"}  # drafters that run a draft model
 _NUM_TOKENS, _REPEATS, _PROMPT = 16, 5, 16
 
 
@@ -442,10 +426,10 @@ def member_costs(
     found = []
     for name, drafter, size in zip(names, drafters, sizes, strict=True):
         per_level = 0.0
-        if name in OF_A_MODEL:
+        if DRAFTERS[name] == "draft":
             assert draft is not None
             per_level = step_costs(base, draft, 2).draft
-        elif name == "heads":
+        elif DRAFTERS[name] == "heads":
             # merging the guesses of heads with others' costs time as well
             runs = [
                 runner(base, each, _prompt(base), max_new_tokens=_NUM_TOKENS)
@@ -453,16 +437,9 @@ def member_costs(
             ]
             whole = median(ratios(clock_steps(runs, repeats=_REPEATS))[1])
             # all levels at once: what one of them costs depends on how many there are
-            per_level = max(0.0, whole - verify[size]) / _depth(drafter)
+            per_level = max(0.0, whole - verify[size]) / max(1, getattr(drafter, "max_depth", 1))
         found.append(StepCosts(per_level, verify))
     return found
-
-
-def _depth(drafter: object) -> int:
-    """Return the deepest level of a drafter of heads."""
-    tree = getattr(drafter, "tree", None)
-    depth: int = tree.max_depth if tree is not None else getattr(drafter, "max_depth", 1)
-    return max(1, depth)
 
 
 def _prompt(base: PreTrainedModel) -> Tensor:

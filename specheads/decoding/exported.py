@@ -1,34 +1,31 @@
-"""Decode with an export as the settings say: which trees, which rule.
+"""Load what a command decodes with, and make the drafter that its settings name.
 
-What a command is asked to decode with: an export, or a base model without heads.
-
-Make the drafter that the settings name: of one kind, or several merged.
+A checkpoint is an export, or a base model without heads; ``decode.drafter`` names one drafter or
+several that are merged. A new name is a line in ``specheads.config.commands.DRAFTERS``, which says
+what it needs, and one in ``BUILDERS``, which makes it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.config import ConfigError, DecodeConfig
+from specheads.config.commands import DRAFTERS
 from specheads.decoding.accept import Acceptance
-from specheads.decoding.costs import OF_A_MODEL, member_costs, step_costs
+from specheads.decoding.costs import member_costs, step_costs
 from specheads.decoding.generate import SpecDecoder
 from specheads.drafters.contract import Drafter
 from specheads.drafters.draft_heads import NUM_PASSES, DraftHeadsDrafter
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.draft_tree import DraftTreeDrafter, SampledTreeDrafter, sequoia_tree
-from specheads.drafters.growing import (
-    DynamicDrafter,
-    StaticDrafter,
-    dynamic_drafter,
-    static_drafter,
-)
+from specheads.drafters.heads import HeadsDrafter, dynamic_drafter, static_drafter
 from specheads.drafters.length import CALIBRATED, AdaptiveLength, FixedLength, Length, StepCosts
 from specheads.drafters.lookahead import LookaheadDrafter
 from specheads.drafters.lookup import LOOKUP_NGRAM, LOOKUP_TOKENS, NgramDrafter, SuffixDrafter
@@ -41,9 +38,7 @@ from specheads.models.manifest import MANIFEST, PROVENANCE, read_json
 from specheads.models.output import output_layer
 
 
-def exported_drafter(
-    export: Export, decode: DecodeConfig | None = None
-) -> StaticDrafter | DynamicDrafter:
+def exported_drafter(export: Export, decode: DecodeConfig | None = None) -> HeadsDrafter:
     """Return the drafter of an export's heads that ``decode`` asks for; by default the fastest.
 
     Raises:
@@ -145,28 +140,20 @@ def load_subject(
     Raises:
         ConfigError: if it cannot be found or loaded, or ``base`` is given for a base model.
     """
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "device": device,
+        "device_map": device_map or None,
+        "trust_remote_code": trust_remote_code,
+    }
     if not is_plain_model(checkpoint):
-        export = load_export(
-            checkpoint,
-            base=base or None,
-            dtype=dtype,
-            device=device,
-            device_map=device_map or None,
-            trust_remote_code=trust_remote_code,
-        )
+        export = load_export(checkpoint, base=base or None, **options)
         return Subject(export.base, export.tokenizer, export)
     if base:
         raise ConfigError(f"base is {base}, but checkpoint={checkpoint} is a base model itself")
     try:
         tokenizer = load_tokenizer(checkpoint, trust_remote_code=trust_remote_code)
-        model = load_base_model(
-            checkpoint,
-            dtype=dtype,
-            device=device,
-            device_map=device_map or None,
-            attn=attn,
-            trust_remote_code=trust_remote_code,
-        )
+        model = load_base_model(checkpoint, attn=attn, **options)
     except ConfigError as error:
         raise ConfigError(
             f"checkpoint={checkpoint} is no export, and as a base model: {error}"
@@ -226,12 +213,17 @@ def check_drafter(decode: DecodeConfig, *, has_heads: bool) -> list[str]:
         ConfigError: naming what does not go together.
     """
     names = drafter_names(decode, has_heads=has_heads)
-    if decode.draft_sampling == "sampled" and len(names) > 1 and OF_A_MODEL & set(names):
+    if decode.draft_sampling == "sampled" and len(names) > 1 and runs_draft(names):
         raise ConfigError(
             f"decode.drafter={decode.drafter} merges guesses, which sampled ones cannot be:"
             " decode.draft_sampling must be greedy or coupled, got 'sampled'"
         )
     return names
+
+
+def runs_draft(names: Iterable[str]) -> bool:
+    """Return whether one of some drafters runs a draft model."""
+    return any(DRAFTERS[name] == "draft" for name in names)
 
 
 def choose_drafter(
@@ -258,23 +250,20 @@ def choose_drafter(
             merged.
     """
     names = check_drafter(decode, has_heads=subject.export is not None)
-    if draft is None and OF_A_MODEL & set(names):
+    if draft is None and runs_draft(names):
         draft = draft_model(subject, decode, trust_remote_code=trust_remote_code)
-    members = [_member(name, subject, decode, draft) for name in names]
+    members = [BUILDERS[name](subject, decode, draft) for name in names]
+    drafters, sizes = [each.drafter for each in members], [each.num_nodes for each in members]
+    models = {id(model): model for each in members for model in each.models}
+    name, extra = "+".join(names), sum(map(num_parameters, models.values()))
     if len(members) == 1:
-        return members[0]
-    extra = {id(draft) if each.name in OF_A_MODEL else each.name: each for each in members}
-    num_nodes = decode.num_nodes or sum(each.num_nodes - 1 for each in members) + 1
-    parts = [each.drafter for each in members]
-    sizes = [each.num_nodes for each in members]
+        return Chosen(name, drafters[0], sizes[0], extra)
+    num_nodes = decode.num_nodes or sum(size - 1 for size in sizes) + 1
     costs: list[StepCosts] = []
     if not decode.num_nodes:
-        model = None if draft is None else model_of(draft)
-        costs = member_costs(subject.base, names, parts, sizes, model, max_nodes=num_nodes)
-    merged = HybridDrafter(parts, decode.num_nodes, costs=costs)
-    return Chosen(
-        "+".join(names), merged, num_nodes, sum(each.extra_parameters for each in extra.values())
-    )
+        alone = None if draft is None else model_of(draft)
+        costs = member_costs(subject.base, names, drafters, sizes, alone, max_nodes=num_nodes)
+    return Chosen(name, HybridDrafter(drafters, decode.num_nodes, costs=costs), num_nodes, extra)
 
 
 def draft_model(
@@ -288,17 +277,15 @@ def draft_model(
     Raises:
         ConfigError: if it cannot be loaded, or has another tokenizer.
     """
-    path, dtype, device = decode.draft, subject.base.dtype, input_device(subject.base)
-    if not (Path(path).is_dir() and not is_plain_model(path)):
-        return load_draft(
-            path,
-            tokenizer=subject.tokenizer,
-            where="decode.draft",
-            dtype=dtype,
-            device=device,
-            trust_remote_code=trust_remote_code,
-        )
-    export = load_export(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    path = decode.draft
+    options: dict[str, Any] = {
+        "dtype": subject.base.dtype,
+        "device": input_device(subject.base),
+        "trust_remote_code": trust_remote_code,
+    }
+    if not Path(path).is_dir() or is_plain_model(path):
+        return load_draft(path, tokenizer=subject.tokenizer, where="decode.draft", **options)
+    export = load_export(path, **options)
     check_same_tokenizer(subject.tokenizer, export.tokenizer, f"decode.draft={path}")
     return export
 
@@ -308,62 +295,89 @@ def model_of(draft: Draft) -> PreTrainedModel:
     return draft.base if isinstance(draft, Export) else draft
 
 
-def _member(name: str, subject: Subject, decode: DecodeConfig, loaded: Draft | None) -> Chosen:
-    if name == "heads":
-        assert subject.export is not None
-        heads = exported_drafter(subject.export, decode)
-        # a drafter of a static tree has the tree instead
-        num_nodes = getattr(heads, "num_nodes", subject.export.tree.num_nodes)
-        return Chosen(name, heads, num_nodes, num_parameters(subject.export.heads))
-    if name == "lookup":
-        return Chosen(name, NgramDrafter(LOOKUP_NGRAM, LOOKUP_TOKENS), LOOKUP_TOKENS + 1)
-    if name == "suffix":
-        suffix = SuffixDrafter()
-        return Chosen(name, suffix, suffix.num_nodes)
-    if name == "lookahead":
-        window, ngram, guesses = decode.window, decode.ngram, decode.guesses
-        lookahead = LookaheadDrafter(window, ngram, guesses, fixed_size=decode.compile)
-        return Chosen(name, lookahead, (ngram - 1) * (window + guesses))
-    assert loaded is not None
-    draft = model_of(loaded)
-    if name == "draft_heads":
-        return _draft_heads(loaded, decode)
-    if name == "draft_tree":
-        return _draft_tree(subject.base, draft, decode)
-    length: Length
-    if decode.draft_tokens:
-        length = FixedLength(decode.draft_tokens)
-    else:
-        costs = step_costs(subject.base, draft, ADAPTIVE_TOKENS)
+class Built(NamedTuple):
+    """A drafter alone.
+
+    Attributes:
+        drafter: proposes.
+        num_nodes: of its largest tree, root included.
+        models: all that it runs beside the base.
+    """
+
+    drafter: Drafter
+    num_nodes: int
+    models: Sequence[nn.Module] = ()
+
+
+def _heads(subject: Subject, decode: DecodeConfig, draft: Draft | None) -> Built:
+    assert subject.export is not None
+    heads = exported_drafter(subject.export, decode)
+    return Built(heads, heads.num_nodes, [subject.export.heads])
+
+
+def _lookup(subject: Subject, decode: DecodeConfig, draft: Draft | None) -> Built:
+    return Built(NgramDrafter(LOOKUP_NGRAM, LOOKUP_TOKENS), LOOKUP_TOKENS + 1)
+
+
+def _suffix(subject: Subject, decode: DecodeConfig, draft: Draft | None) -> Built:
+    suffix = SuffixDrafter()
+    return Built(suffix, suffix.num_nodes)
+
+
+def _lookahead(subject: Subject, decode: DecodeConfig, draft: Draft | None) -> Built:
+    window, ngram, guesses = decode.window, decode.ngram, decode.guesses
+    lookahead = LookaheadDrafter(window, ngram, guesses, fixed_size=decode.compile)
+    return Built(lookahead, (ngram - 1) * (window + guesses))
+
+
+def _draft(subject: Subject, decode: DecodeConfig, draft: Draft | None) -> Built:
+    assert draft is not None
+    model = model_of(draft)
+    length: Length = FixedLength(decode.draft_tokens or ADAPTIVE_TOKENS)
+    if not decode.draft_tokens:
+        costs = step_costs(subject.base, model, ADAPTIVE_TOKENS)
         length = AdaptiveLength(costs, ADAPTIVE_TOKENS, chances=CALIBRATED)
-    chain = DraftModelDrafter(draft, length, sampling=decode.draft_sampling)
-    return Chosen(name, chain, length.max_tokens + 1, num_parameters(draft))
+    chain = DraftModelDrafter(model, length, sampling=decode.draft_sampling)
+    return Built(chain, length.max_tokens + 1, [model])
 
 
-def _draft_heads(draft: Draft, decode: DecodeConfig) -> Chosen:
+def _draft_heads(subject: Subject, decode: DecodeConfig, draft: Draft | None) -> Built:
     if not isinstance(draft, Export) or not isinstance(draft.heads, MedusaHeads):
         raise ConfigError(
             f"decode.drafter=draft_heads needs Medusa or Hydra heads of a draft model:"
             f" decode.draft={decode.draft} is no export of such heads"
         )
-    heads = DraftHeadsDrafter.of_export(draft, max_tokens=decode.draft_tokens)
+    output = output_layer(draft.base)
+    heads = DraftHeadsDrafter(
+        draft.base, draft.heads, output, draft.tree, max_tokens=decode.draft_tokens
+    )
     num_nodes = (NUM_PASSES - 1) * (draft.tree.max_depth + 1) + draft.tree.num_nodes + 1
-    extra = num_parameters(draft.base) + num_parameters(draft.heads)
-    return Chosen("draft_heads", heads, num_nodes, extra)
+    return Built(heads, num_nodes, [draft.base, draft.heads])
 
 
-def _draft_tree(base: PreTrainedModel, draft: PreTrainedModel, decode: DecodeConfig) -> Chosen:
-    num_nodes, depth = decode.num_nodes or TREE_NODES, decode.draft_tokens or TREE_DEPTH
-    tree: Drafter
-    if decode.draft_sampling != "greedy":
-        shape, _ = sequoia_tree(ASSUMED_RATES, num_nodes, depth)
-        coupled = decode.draft_sampling == "coupled"
-        sampling = "coupled" if coupled else "without_replacement"
-        tree = SampledTreeDrafter(draft, shape, sampling=sampling)
-    else:
-        gain = 0.0 if decode.draft_tokens else step_costs(base, draft, 2).draft
-        tree = DraftTreeDrafter(draft, num_nodes, max_depth=depth, min_gain=gain)
-    return Chosen("draft_tree", tree, num_nodes, num_parameters(draft))
+def _draft_tree(subject: Subject, decode: DecodeConfig, draft: Draft | None) -> Built:
+    assert draft is not None
+    model, num_nodes = model_of(draft), decode.num_nodes or TREE_NODES
+    depth = decode.draft_tokens or TREE_DEPTH
+    if decode.draft_sampling == "greedy":
+        gain = 0.0 if decode.draft_tokens else step_costs(subject.base, model, 2).draft
+        grown = DraftTreeDrafter(model, num_nodes, max_depth=depth, min_gain=gain)
+        return Built(grown, num_nodes, [model])
+    shape, _ = sequoia_tree(ASSUMED_RATES, num_nodes, depth)
+    coupled = decode.draft_sampling == "coupled"
+    sampling = "coupled" if coupled else "without_replacement"
+    return Built(SampledTreeDrafter(model, shape, sampling=sampling), num_nodes, [model])
+
+
+BUILDERS: dict[str, Callable[[Subject, DecodeConfig, Draft | None], Built]] = {
+    "heads": _heads,
+    "draft": _draft,
+    "draft_tree": _draft_tree,
+    "draft_heads": _draft_heads,
+    "lookup": _lookup,
+    "suffix": _suffix,
+    "lookahead": _lookahead,
+}
 
 
 def num_parameters(model: nn.Module) -> int:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
@@ -41,7 +40,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from specheads.attention.cache import TreeCache
 from specheads.decoding.accept import Acceptance
-from specheads.decoding.loop import decode, plain_decode
+from specheads.decoding.loop import decode
 from specheads.decoding.result import DecodeResult, OnTokens
 from specheads.drafters.contract import Drafter
 from specheads.models.base import end_tokens, input_device
@@ -106,22 +105,24 @@ def tree_cache(cache: object, keep: bool) -> TreeCache | None:
     return TreeCache() if keep else None
 
 
-def longest(config: GenerationConfig, rules: StoppingCriteriaList) -> int:
-    """Return how many tokens a padded row may have, prompt and padding included."""
-    own = (rule for rule in rules if type(rule) is MaxLengthCriteria)
-    return min([config.max_length, *(rule.max_length for rule in own)])
+def split_rules(
+    config: GenerationConfig, rules: StoppingCriteriaList
+) -> tuple[int, tuple[int, ...], StoppingCriteriaList]:
+    """Return what the criteria of ``generate`` say, as decoding takes it.
 
-
-def eos_tokens(rules: StoppingCriteriaList) -> tuple[int, ...]:
-    """Return the tokens that end a row."""
-    own = (rule for rule in rules if type(rule) is EosTokenCriteria)
-    return tuple(int(token) for rule in own for token in rule.eos_token_id)
-
-
-def other_rules(rules: StoppingCriteriaList) -> StoppingCriteriaList:
-    """Return the criteria that are neither a length nor a token."""
-    own = (MaxLengthCriteria, EosTokenCriteria)  # exact types: a subclass may do anything
-    return StoppingCriteriaList([rule for rule in rules if type(rule) not in own])
+    Returns:
+        How many tokens a padded row may have, prompt and padding included; the tokens that end a
+        row; and the criteria that are neither a length nor a token.
+    """
+    max_length, eos, others = config.max_length, [], StoppingCriteriaList()
+    for rule in rules:  # exact types: a subclass may do anything
+        if type(rule) is MaxLengthCriteria:
+            max_length = min(max_length, rule.max_length)
+        elif type(rule) is EosTokenCriteria:
+            eos += [int(token) for token in rule.eos_token_id]
+        else:
+            others.append(rule)
+    return max_length, tuple(eos), others
 
 
 Decoded = Tensor | GenerateDecoderOnlyOutput
@@ -170,6 +171,7 @@ class SpecDecoder:
         self.tokenizer = tokenizer
         self.acceptance = acceptance
         self.compile = compile
+        self.on_tokens: OnTokens | None = None
         self.last_result: DecodeResult | None = None
 
     def generate(
@@ -178,8 +180,6 @@ class SpecDecoder:
         max_new_tokens: int | None = None,
         *,
         temperature: float | None = None,
-        seed: int | None = None,
-        stop_strings: str | list[str] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         streamer: BaseStreamer | None = None,
         on_tokens: OnTokens | None = None,
@@ -194,14 +194,15 @@ class SpecDecoder:
             input_ids: [B, P], left-padded where prompts differ in length; on any device.
             max_new_tokens: limit per row; or give ``max_length``, which counts the prompt.
             temperature: 0 is greedy, more is sampling.
-            seed: same seed, same tokens, as plain decoding with it; row b draws what it would draw
-                alone with ``seed + b``. None takes the decoder's seed; where that is None too, one
-                is drawn from torch's generator, so that ``torch.manual_seed`` rules as usual.
-            stop_strings: end a row once its text holds one of them; they need a tokenizer.
             tokenizer: the base's, where none was bound.
             streamer: fed once per step, for one prompt at a time; replaces the bound one.
             on_tokens: called with a row's number and its new tokens, for every row and step.
-            **settings: ``attention_mask``, ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty``,
+            **settings: ``seed``: same seed, same tokens, as plain decoding with it; row b draws
+                what it would draw alone with ``seed + b``. None takes the decoder's seed; where
+                that is None too, one is drawn from torch's generator, so that
+                ``torch.manual_seed`` rules as usual.
+                ``stop_strings``: end a row once its text holds one of them; they need a tokenizer.
+                ``attention_mask``, ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty``,
                 ``no_repeat_ngram_size``, ``bad_words_ids``, ``min_new_tokens``, ``eos_token_id``,
                 ``pad_token_id``, ``num_return_sequences``, ``logits_processor``,
                 ``stopping_criteria``, ``generation_config``, any other field of it, ...
@@ -237,18 +238,16 @@ class SpecDecoder:
         config = settings.get("generation_config")
         if config is not None and config.stop_strings:  # taken out for the same reason
             settings["generation_config"] = config = copy.deepcopy(config)
-            stop_strings, config.stop_strings = stop_strings or config.stop_strings, None
-        call = _Call(
-            self,
-            streamer=streamer or self.streamer,
-            on_tokens=on_tokens,
-            tokenizer=tokenizer or self.tokenizer,
-        )
-        self.base.generate(  # type: ignore[operator]
-            input_ids, custom_generate=call, stop_strings=stop_strings, seed=seed, **settings
-        )
-        assert call.result is not None
-        return call.result
+            settings["stop_strings"] = settings.get("stop_strings") or config.stop_strings
+            config.stop_strings = None
+        call = copy.copy(self)  # so that threads may share a decoder
+        call.streamer, call.on_tokens = streamer or self.streamer, on_tokens
+        call.tokenizer = tokenizer or self.tokenizer
+        self.last_result = None  # a kept cache would stay in memory beside the new one
+        self.base.generate(input_ids, custom_generate=call, **settings)  # type: ignore[operator]
+        assert call.last_result is not None
+        self.last_result = call.last_result
+        return self.last_result
 
     def __call__(
         self,
@@ -269,73 +268,43 @@ class SpecDecoder:
         Raises:
             ValueError: for another model than the base, and as :meth:`generate` does.
         """
-        call = _Call(self, self.streamer, None, self.tokenizer)
-        return call(
-            model,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            stop_strings,
-            seed,
-            **model_kwargs,
-        )
-
-
-@dataclass
-class _Call:
-    """What belongs to one call, so that threads may share a decoder."""
-
-    decoder: SpecDecoder
-    streamer: BaseStreamer | None
-    on_tokens: OnTokens | None
-    tokenizer: PreTrainedTokenizerBase | None
-    result: DecodeResult | None = None
-
-    def __call__(
-        self,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        stop_strings: str | list[str] | None = None,
-        seed: int | None = None,
-        **model_kwargs: Any,
-    ) -> Decoded:
-        """Be called back by ``generate`` once it has prepared everything."""
-        decoder, config = self.decoder, generation_config
-        if model is not decoder.base:
+        config = generation_config
+        if model is not self.base:
             raise ValueError("model is not the base model that this SpecDecoder was made for")
         check_settings(config, input_ids, model_kwargs)
         if self.streamer is not None and input_ids.shape[0] > 1:
             raise ValueError(f"streamer takes one prompt at a time, got {input_ids.shape[0]}")
         as_dict = bool(config.return_dict_in_generate)
         pad = config._pad_token_tensor
-        options: dict[str, Any] = {
-            "max_new_tokens": longest(config, stopping_criteria) - input_ids.shape[1],
-            "attention_mask": model_kwargs.get("attention_mask"),
-            "sampler": self._sampler(config, seed),
-            "eos_token_ids": eos_tokens(stopping_criteria),
-            "logits_processor": logits_processor,
-            "stopping_criteria": self._other_rules(stopping_criteria, stop_strings),
-            "on_tokens": self._hand_out if self.streamer or self.on_tokens else None,
-            "cache": tree_cache(model_kwargs.get("past_key_values"), as_dict),
-            "pad_token_id": 0 if pad is None else int(pad),
-            "compile": decoder.compile,
-            "keep_scores": as_dict and bool(config.output_scores or config.output_logits),
-        }
-        decoder.last_result = None  # a kept cache would stay in memory beside the new one
+        max_length, eos, others = split_rules(config, stopping_criteria)
+        if stop_strings:
+            if self.tokenizer is None:
+                raise ValueError("stop_strings need a tokenizer: SpecDecoder(..., tokenizer=...)")
+            others.append(StopStringCriteria(self.tokenizer, stop_strings))
+        self.last_result = None  # a kept cache would stay in memory beside the new one
+        cache = tree_cache(model_kwargs.get("past_key_values"), as_dict)
         if self.streamer is not None:
             self.streamer.put(input_ids.cpu())
-        if decoder.drafter is None:
-            result = plain_decode(model, input_ids, **options)
-        else:
-            options["acceptance"] = decoder.acceptance
-            result = decode(model, decoder.drafter, input_ids, **options)
+        result = decode(
+            model,
+            self.drafter,
+            input_ids,
+            max_new_tokens=max_length - input_ids.shape[1],
+            attention_mask=model_kwargs.get("attention_mask"),
+            sampler=self._sampler(config, seed),
+            eos_token_ids=eos,
+            logits_processor=logits_processor,
+            stopping_criteria=others or None,
+            on_tokens=self._hand_out if self.streamer or self.on_tokens else None,
+            acceptance=self.acceptance,
+            cache=cache,
+            pad_token_id=0 if pad is None else int(pad),
+            keep_scores=as_dict and bool(config.output_scores or config.output_logits),
+            compile=self.compile,
+        )
         if self.streamer is not None:
             self.streamer.end()
-        self.result = decoder.last_result = result
+        self.last_result = result
         if not as_dict:
             return result.sequences
         return GenerateDecoderOnlyOutput(
@@ -350,20 +319,10 @@ class _Call:
         if not config.do_sample:
             return Sampler()
         if seed is None:
-            seed = self.decoder.seed
+            seed = self.seed
         if seed is None:
             seed = int(torch.randint(2**62, ()))
         return Sampler(temperature=1.0, seed=seed)
-
-    def _other_rules(
-        self, rules: StoppingCriteriaList, stop_strings: str | list[str] | None
-    ) -> StoppingCriteriaList | None:
-        others = other_rules(rules)
-        if stop_strings:
-            if self.tokenizer is None:
-                raise ValueError("stop_strings need a tokenizer: SpecDecoder(..., tokenizer=...)")
-            others.append(StopStringCriteria(self.tokenizer, stop_strings))
-        return others or None
 
     def _hand_out(self, row: int, tokens: list[int]) -> None:
         if self.streamer is not None:

@@ -1,4 +1,9 @@
-"""Tree decoding: propose, verify step, accept, commit; the plain loop's tokens in fewer steps.
+"""The decoding loops: propose, verify step, accept, commit; and plain decoding, their definition.
+
+Plain decoding, one token per forward pass, is the definition of correct, and the baseline.
+Everything the tree loop does must give its tokens, and a row of a batch must get those it would get
+alone. Both use the same cache and ask for the rows of logits that are needed only, so that a
+speed-up is one over a loop without wasted work.
 
 Both loops take, at each position, the base model's own choice given the same prefix and, when
 sampling, the same noise. A verify step multiplies matrices of other shapes than a plain step, so
@@ -10,20 +15,15 @@ the self-test measures more, near-ties are wider by as much; but a model which m
 like that (dozens of layers with random weights did) is not promised to give the very tokens of
 plain decoding. In bfloat16 and float16 rounding is so coarse that near-ties are common, and no
 replay is made: outputs are plausible, not identical.
-
-Plain decoding, one token per forward pass: the definition of correct, and the baseline.
-
-Everything the tree loop does must give these tokens, and a row of a batch must get those it would
-get alone. It uses the same cache and asks for the last row of logits only, so that a speed-up over
-it is a speed-up over a loop without wasted work.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from specheads.attention.cache import TreeCache
 from specheads.attention.tree import Tree, batched
 from specheads.decoding.accept import Acceptance, accept
 from specheads.decoding.choose import Chooser, make_chooser
+from specheads.decoding.processors import bind
 from specheads.decoding.result import DecodeResult, OnTokens, Output, Stopping, read_prompts
 from specheads.drafters.contract import FINAL, TRUNK, Candidates, Drafter, Prefill
 from specheads.models.forward import ModelPass, capture_traced, pad_rows
@@ -41,27 +42,11 @@ from specheads.models.support import check_tree_support
 from specheads.verification.sampling import Sampler
 
 
-def plain_decode(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    *,
-    max_new_tokens: int,
-    attention_mask: Tensor | None = None,
-    sampler: Sampler | None = None,
-    eos_token_ids: Collection[int] = (),
-    logits_processor: LogitsProcessorList | None = None,
-    stopping_criteria: Stopping | None = None,
-    on_tokens: OnTokens | None = None,
-    cache: TreeCache | None = None,
-    pad_token_id: int = 0,
-    keep_scores: bool = False,
-    compile: bool = False,
-) -> DecodeResult:
-    """Decode one token at a time.
+@dataclass(frozen=True)
+class Settings:
+    """How to decode; the keyword arguments of :func:`decode` and :func:`plain_decode`.
 
-    Args:
-        model: any causal language model that can be decoded step by step.
-        input_ids: [B, P], left-padded where prompts differ in length.
+    Attributes:
         max_new_tokens: limit per row; the end-of-sequence token counts.
         attention_mask: [B, P], 0 on padding.
         sampler: greedy if None; row b is sampled with its seed + b.
@@ -71,137 +56,135 @@ def plain_decode(
         stopping_criteria: one, or a list of them, asked after every token about one row [1, T] at
             a time, without padding. Rows after the first ask copies of those that may keep a state.
         on_tokens: called with a row's number and its new tokens, for every row and step.
+        acceptance: the rule by which candidates are accepted; exact if None.
         cache: keeps keys and values for a later turn. If it holds the beginnings of the prompts,
             only the rest is read.
         pad_token_id: stands in ``sequences`` behind rows that ended early.
         keep_scores: keep what every token was chosen from; it costs 2 V numbers per token.
         compile: run all passes but the prefill compiled; the first of each shape takes a while.
+    """
+
+    max_new_tokens: int
+    attention_mask: Tensor | None = None
+    sampler: Sampler | None = None
+    eos_token_ids: Collection[int] = ()
+    logits_processor: LogitsProcessorList | None = None
+    stopping_criteria: Stopping | None = None
+    on_tokens: OnTokens | None = None
+    acceptance: Acceptance | None = None
+    cache: TreeCache | None = None
+    pad_token_id: int = 0
+    keep_scores: bool = False
+    compile: bool = False
+
+    @property
+    def drops_rows(self) -> bool:
+        """Whether rows that have ended leave the batch; a batch of another size compiles anew."""
+        return self.cache is None and not self.compile
+
+
+def plain_decode(model: PreTrainedModel, input_ids: Tensor, **settings: Any) -> DecodeResult:
+    """Decode one token at a time; see :func:`decode` for the arguments."""
+    return decode(model, None, input_ids, **settings)
+
+
+def decode(
+    model: PreTrainedModel, drafter: Drafter | None, input_ids: Tensor, **settings: Any
+) -> DecodeResult:
+    """Decode by verifying a tree of guesses in each forward pass.
+
+    The tokens are those of plain decoding. Where candidates are sampled at a temperature above 0,
+    and rejection decides about them, they are other tokens of the same distribution; where
+    ``acceptance`` is lossy, other tokens.
+
+    Args:
+        model: any causal language model that can be decoded step by step.
+        drafter: proposes the guesses; None decodes plainly, one token at a time.
+        input_ids: [B, P], left-padded where prompts differ in length.
+        **settings: the attributes of :class:`Settings`; ``max_new_tokens`` must be among them.
 
     Raises:
         ValueError: for an empty prompt, a mask that is not left padding, a cache of another number
             of rows, more tokens than the model has positions, a model that cannot be decoded step
             by step, a batch or compiled passes where its masks or positions are out of reach, a
             logits processor or stopping criterion that cannot be copied for a row, or one that
-            answers about several rows.
+            answers about several rows; for a model that cannot verify the candidates, and for a
+            rule other than sample-and-walk with a logits processor that keeps a state.
     """
-    prompts = read_prompts(model, input_ids, attention_mask, max_new_tokens)
+    asked = Settings(**settings)
+    prompts = read_prompts(model, input_ids, asked.attention_mask, asked.max_new_tokens)
     support = check_tree_support(model)
     support.check_batch(len(prompts))
-    # a batch and compiled passes need what trees need: masks that are not the model's
-    chain_only = support.kind == "chain"
     output = Output(
-        prompts, input_ids.device, max_new_tokens, eos_token_ids, stopping_criteria, on_tokens
+        prompts,
+        input_ids.device,
+        asked.max_new_tokens,
+        eos_token_ids=asked.eos_token_ids,
+        stopping_criteria=asked.stopping_criteria,
+        on_tokens=asked.on_tokens,
+        keep_scores=asked.keep_scores,
     )
-    output.keep_scores(keep_scores)
-    base = ModelPass(
-        model, TreeCache() if cache is None else cache, chain_only=chain_only, compiled=compile
-    )
-    with torch.inference_mode():
+    cache = TreeCache() if asked.cache is None else asked.cache
+    # a batch and compiled passes need what trees need: masks that are not the model's
+    base = ModelPass(model, cache, chain_only=support.kind == "chain", compiled=asked.compile)
+    processors = bind(asked.logits_processor, prompts, input_ids.shape[1])
+    # saves a tenth of the calls' overhead beside no_grad
+    with torch.inference_mode(), tapped(base, drafter.taps if drafter else ()) as hidden:
         known = base.align(prompts)
-        # what others are compared with
-        alone = len(prompts) == 1 and not any(known) and not compile
+        # plain decoding of one whole prompt is what all else is compared with, and replays nothing
+        exact = drafter is not None or len(prompts) > 1 or any(known) or asked.compile
         chooser = make_chooser(
-            model,
-            output,
-            sampler,
-            logits_processor,
-            num_prompt_tokens=input_ids.shape[1],
-            exact=not alone,
-            rounding=support.rounding,
+            model, output, asked.sampler, processors, exact=exact, rounding=support.rounding
         )
+        unread = [prompt[n:] for prompt, n in zip(prompts, known, strict=True)]
         try:
-            _decode_plain(base, output, chooser, known, drop=cache is None and not compile)
+            if drafter is None:
+                _decode_plain(base, output, chooser, unread, drop=asked.drops_rows)
+            else:
+                _decode(base, drafter, output, chooser, asked, hidden, unread)
         finally:
-            if cache is not None:
-                cache.tokens = [output.text(row)[:n] for row, n in enumerate(cache.lengths)]
-    return output.result(input_ids, pad_token_id, cache)
+            if asked.cache is not None:
+                cache.tokens = [output.texts[row][:n] for row, n in enumerate(cache.lengths)]
+    return output.result(input_ids, asked.pad_token_id, asked.cache)
 
 
 def _decode_plain(
-    base: ModelPass, output: Output, chooser: Chooser, known: list[int], *, drop: bool
+    base: ModelPass, output: Output, chooser: Chooser, unread: list[list[int]], *, drop: bool
 ) -> None:
-    tokens, counts = prompt_tokens(output, known)
-    rows = list(range(len(counts)))
+    tokens, counts = pad_rows(unread, output.device), [len(row) for row in unread]
+    numbers = list(range(len(unread)))
     while True:
-        logits = base.read_next(tokens, counts, partial(output.text, rows[0]))
-        chosen = chooser.next_tokens(logits, rows)
-        counts = output.emit(rows, [[token] for token in chosen])
-        going = [bool(output.budget(row)) for row in rows]
+        logits = base.read_next(tokens, counts, partial(output.texts.__getitem__, numbers[0]))
+        chosen = next_tokens(output, chooser, logits, numbers)
+        output.emit(numbers, [[token] for token in chosen])
+        going = [bool(output.budget(row)) for row in numbers]
         if not any(going):
             return
         if drop and not all(going):
             kept = [i for i, goes in enumerate(going) if goes]
             base.cache.select(torch.tensor(kept))
-            rows, chosen = ([each[i] for i in kept] for each in (rows, chosen))
+            numbers, chosen = ([each[i] for i in kept] for each in (numbers, chosen))
             going = [True] * len(kept)
         tokens, counts = pad_rows([[token] for token in chosen], base.device), list(map(int, going))
 
 
-def prompt_tokens(output: Output, known: list[int]) -> tuple[Tensor, list[int]]:
-    """Return what is to be read of the prompts, [B, T] right-padded, and how much per row."""
-    unread = [prompt[n:] for prompt, n in zip(output.prompts, known, strict=True)]
-    return pad_rows(unread, output.device), [len(row) for row in unread]
+def next_tokens(
+    output: Output, chooser: Chooser, logits: Tensor, numbers: Sequence[int]
+) -> list[int]:
+    """Choose one token per row from logits [B, V] after their texts; it is not emitted yet.
 
-
-def decode(
-    model: PreTrainedModel,
-    drafter: Drafter,
-    input_ids: Tensor,
-    *,
-    max_new_tokens: int,
-    attention_mask: Tensor | None = None,
-    sampler: Sampler | None = None,
-    eos_token_ids: Collection[int] = (),
-    logits_processor: LogitsProcessorList | None = None,
-    stopping_criteria: Stopping | None = None,
-    on_tokens: OnTokens | None = None,
-    acceptance: Acceptance | None = None,
-    cache: TreeCache | None = None,
-    pad_token_id: int = 0,
-    keep_scores: bool = False,
-    compile: bool = False,
-) -> DecodeResult:
-    """Decode by verifying a tree of guesses in each forward pass.
-
-    Takes what :func:`specheads.decoding.loop.plain_decode` takes and returns its tokens. Where
-    candidates are sampled at a temperature above 0, and rejection decides about them, it returns
-    other tokens of the same distribution; where ``acceptance`` is lossy, other tokens.
-
-    Raises:
-        ValueError: what plain decoding raises; for a model that cannot verify the candidates, and
-            for a rule other than sample-and-walk with a logits processor that keeps a state.
+    Args:
+        output: the texts.
+        chooser: how tokens are chosen.
+        logits: [B, V].
+        numbers: [B], which rows.
     """
-    prompts = read_prompts(model, input_ids, attention_mask, max_new_tokens)
-    acceptance = acceptance or Acceptance()
-    support = check_tree_support(model)
-    support.check_batch(len(prompts))
-    chain_only = support.kind == "chain"
-    output = Output(
-        prompts, input_ids.device, max_new_tokens, eos_token_ids, stopping_criteria, on_tokens
-    )
-    output.keep_scores(keep_scores)
-    base = ModelPass(
-        model, TreeCache() if cache is None else cache, chain_only=chain_only, compiled=compile
-    )
-    chooser = make_chooser(
-        model,
-        output,
-        sampler,
-        logits_processor,
-        num_prompt_tokens=input_ids.shape[1],
-        exact=True,
-        rounding=support.rounding,
-    )
-    # saves a tenth of the calls' overhead beside no_grad, in the plain loop too
-    with torch.inference_mode(), tapped(base, drafter.taps) as hidden:
-        known = base.align(prompts)
-        try:
-            drop = cache is None and not compile  # a batch of another size is compiled anew
-            _decode(base, drafter, output, chooser, acceptance, hidden, known, drop=drop)
-        finally:
-            if cache is not None:
-                cache.tokens = [output.text(row)[:n] for row, n in enumerate(cache.lengths)]
-    return output.result(input_ids, pad_token_id, cache)
+    rows = output.at(numbers)
+    chosen, processed = chooser.next_tokens(logits, rows)
+    if output.kept is not None:
+        root = torch.zeros(len(numbers), 1, dtype=torch.long)
+        output.keep(rows, root, logits[:, None], processed[:, None], chooser.sampler)
+    return chosen
 
 
 def _decode(
@@ -209,49 +192,50 @@ def _decode(
     drafter: Drafter,
     output: Output,
     chooser: Chooser,
-    acceptance: Acceptance,
+    asked: Settings,
     hidden: Callable[[], dict[str, Tensor]],
-    known: list[int],
-    *,
-    drop: bool,
+    unread: list[list[int]],
 ) -> None:
-    tokens, counts = prompt_tokens(output, known)
-    rows = list(range(len(counts)))
+    tokens, counts = pad_rows(unread, output.device), [len(row) for row in unread]
+    numbers, prompts = list(range(len(unread))), [list(text) for text in output.texts]
     logits = base.read(tokens, counts)
-    chosen = chooser.next_tokens(logits, rows)
+    at_nodes = hidden()
+    chosen = next_tokens(output, chooser, logits, numbers)
     root = torch.tensor(chosen, device=logits.device)
-    prefill = Prefill(
-        output.prompts, tokens, counts, hidden(), root, chooser.imitable, logits.shape[-1]
+    state = drafter.start(
+        Prefill(prompts, tokens, counts, at_nodes, root, chooser.imitable, logits.shape[-1])
     )
-    state = drafter.start(prefill)
-    output.emit(rows, [[token] for token in chosen])
+    output.emit(numbers, [[token] for token in chosen])
+    acceptance = asked.acceptance or Acceptance()
     while True:
-        going = [i for i, row in enumerate(rows) if output.budget(row)]
+        going = [i for i, row in enumerate(numbers) if output.budget(row)]
         if not going:
             return
-        if drop and len(going) < len(rows):
+        if asked.drops_rows and len(going) < len(numbers):
             kept = torch.tensor(going)
             base.cache.select(kept)
             state = drafter.select(state, kept.to(root.device))
-            rows = [rows[i] for i in going]
+            numbers = [numbers[i] for i in going]
         anew = base.starts_over()
         candidates = propose(
             drafter,
             state,
-            [1] if anew else base.within([output.budget(row) for row in rows]),
+            [1] if anew else base.within([output.budget(row) for row in numbers]),
             chain_only=base.chain_only or anew,
             trim=anew or not base.compiled,
             num_slots=base.num_slots,
         )
+        rows = output.at(numbers)
         if anew:  # the root alone, the text's last token
-            logits = base.read_anew(output.text(rows[0]))[:, None]
+            logits = base.read_anew(rows.texts[0])[:, None]
             base.cache.crop(-1)  # the commit adds it
             at_nodes = {tap: states[:, -1:] for tap, states in hidden().items()}
         else:
             logits = base.verify(candidates.inputs, candidates.tree)
             at_nodes = hidden()
-        result = accept(candidates, logits, at_nodes, chooser, rows, acceptance)
-        counts = output.emit(rows, result.new_tokens)
+        result, processed = accept(candidates, logits, at_nodes, chooser, rows, acceptance)
+        output.keep(rows, result.path, logits, processed, chooser.sampler)
+        counts = output.emit(numbers, result.new_tokens)
         base.cache.commit(result.path, counts)
         gained = [new[:n] for new, n in zip(result.new_tokens, counts, strict=True)]
         state = drafter.observe(state, replace(result, new_tokens=gained))
@@ -317,13 +301,13 @@ def propose(
     if tokens is candidates.tokens:
         return candidates
     probs, own = candidates.draft_probs, candidates.own
-    return Candidates(
-        tokens,
-        tree,
-        None if probs is None else probs[:, : tree.num_nodes],
-        candidates.sampling,
-        probes,
-        None if own is None else own.masked_fill(own >= tree.num_nodes, -1),
+    return replace(
+        candidates,
+        tokens=tokens,
+        tree=tree,
+        draft_probs=None if probs is None else probs[:, : tree.num_nodes],
+        probes=probes,
+        own=None if own is None else own.masked_fill(own >= tree.num_nodes, -1),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from specheads.attention.cache import TreeCache
 from specheads.decoding.processors import copy_for_row
 from specheads.models.base import context_length
 from specheads.models.forward import check_sides
+from specheads.verification.sampling import Sampler
 
 OnTokens = Callable[[int, list[int]], None]
 Stopping = Callable[..., Tensor]  # transformers: (input_ids [B, T], scores) -> [B] bool
@@ -118,64 +119,95 @@ class DecodeResult:
         return sum(lengths) / max(1, len(lengths))
 
 
-@dataclass
-class Output:
-    """The texts so far; says when each of them ends.
+class Rows(NamedTuple):
+    """The rows of a batch that take part in a step.
 
     Attributes:
+        numbers: [B], which rows of the batch they are, for their seeds and processors.
+        texts: [B], prompt and new tokens so far; not to be changed.
+        going: [B], whether the row may still get tokens.
+    """
+
+    numbers: Sequence[int]
+    texts: Sequence[Sequence[int]]
+    going: Sequence[bool]
+
+
+class Output:
+    """The texts so far; says when each of them ends, and counts what they took.
+
+    Args:
         prompts: per row, without padding.
-        device: of the texts given to stopping criteria and processors.
+        device: of the texts given to stopping criteria.
         max_new_tokens: per row.
+        eos_token_ids: tokens that end a row.
         stopping_criteria: one, or a list; those of unknown type are copied for every row but the
             first, as they may keep a state; functions are taken to keep none.
-        criteria: per row its own.
+        on_tokens: called with a row's number and its new tokens, for every row and step.
+        keep_scores: keep what every token was chosen from.
+
+    Attributes:
         rows: per row what has been emitted.
+        texts: per row its prompt and its new tokens.
         kept: per row, and token, the logits [V] and scores [V] that it was chosen from.
     """
 
-    prompts: Sequence[list[int]]
-    device: torch.device
-    max_new_tokens: int
-    eos_token_ids: Collection[int] = ()
-    stopping_criteria: Stopping | None = None
-    on_tokens: OnTokens | None = None
-    rows: list[DecodedRow] = field(default_factory=list)
-    num_calls: int = 0
-    kept: list[list[tuple[Tensor, Tensor]]] | None = None
-    criteria: list[list[Stopping]] = field(default_factory=list)
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        device: torch.device,
+        max_new_tokens: int,
+        *,
+        eos_token_ids: Collection[int] = (),
+        stopping_criteria: Stopping | None = None,
+        on_tokens: OnTokens | None = None,
+        keep_scores: bool = False,
+    ) -> None:
+        rules: Any = stopping_criteria or []
+        self._rules = rules if isinstance(rules, list) else [rules]
+        self.device, self.eos_token_ids, self.on_tokens = device, eos_token_ids, on_tokens
+        self.rows: list[DecodedRow] = []
+        self.texts: list[list[int]] = []
+        self.limits: list[int] = []
+        self.criteria: list[list[Stopping]] = []
+        self.kept: list[list[tuple[Tensor, Tensor]]] | None = [] if keep_scores else None
+        self.num_calls = 0
+        for prompt in prompts:
+            self.add(prompt, max_new_tokens)
 
-    def __post_init__(self) -> None:
-        self.rows = [DecodedRow() for _ in self.prompts]
-        rules: Any = self.stopping_criteria or []
-        rules = rules if isinstance(rules, list) else [rules]
-        self.criteria = [
+    def add(self, prompt: Sequence[int], max_new_tokens: int) -> None:
+        """Begin one more row."""
+        row = len(self.rows)
+        self.rows.append(DecodedRow())
+        self.texts.append(list(prompt))
+        self.limits.append(max_new_tokens)
+        self.criteria.append(
             [
                 each if type(each) in _STATELESS else copy_for_row(each, row, "stopping criterion")
-                for each in rules
+                for each in self._rules
             ]
-            for row in range(len(self.prompts))
-        ]
+        )
+        if self.kept is not None:
+            self.kept.append([])
 
-    def keep_scores(self, keep: bool) -> None:
-        """Say whether to keep what tokens are chosen from."""
-        self.kept = [[] for _ in self.prompts] if keep else None
-
-    def text(self, row: int) -> list[int]:
-        """Return the row's prompt and new tokens."""
-        return self.prompts[row] + self.rows[row].new_tokens
-
-    def length(self, row: int) -> int:
-        """Return how many tokens :meth:`text` has."""
-        return len(self.prompts[row]) + len(self.rows[row].new_tokens)
-
-    def ids(self, row: int, more: Sequence[int] = ()) -> Tensor:
-        """Return the row's text, and ``more``, as [1, T]."""
-        return torch.tensor([self.text(row) + list(more)], device=self.device)
+    def at(self, numbers: Sequence[int]) -> Rows:
+        """Return some rows as they stand."""
+        texts = [self.texts[row] for row in numbers]
+        return Rows(numbers, texts, [self.budget(row) > 0 for row in numbers])
 
     def budget(self, row: int) -> int:
         """Return how many tokens the row may still get; 0 where it has ended."""
         decoded = self.rows[row]
-        return 0 if decoded.finished else self.max_new_tokens - len(decoded.new_tokens)
+        return 0 if decoded.finished else self.limits[row] - len(decoded.new_tokens)
+
+    def num_prompt(self, row: int) -> int:
+        """Return how many tokens the row's prompt has."""
+        return len(self.texts[row]) - len(self.rows[row].new_tokens)
+
+    def count_replay(self, row: int, num_tokens: int) -> None:
+        """Count a plain replay of the row's text up to ``num_tokens`` tokens."""
+        self.rows[row].num_replays += 1
+        self.rows[row].num_replay_passes += 1 + num_tokens - self.num_prompt(row)
 
     def emit(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> list[int]:
         """Append what one forward pass gave to each of ``rows``, up to the token that ends it.
@@ -195,6 +227,7 @@ class Output:
             return 0
         for token in tokens[: self.budget(row)]:
             decoded.new_tokens.append(token)
+            self.texts[row].append(token)
             decoded.step_ids.append(self.num_calls)
             kept += 1
             if token in self.eos_token_ids or self._stops(row):
@@ -206,10 +239,32 @@ class Output:
             self.on_tokens(row, decoded.new_tokens[-kept:])
         return kept
 
+    def keep(
+        self, rows: Rows, path: Tensor, logits: Tensor, processed: Tensor, sampler: Sampler
+    ) -> None:
+        """Keep what the tokens of accepted paths were chosen from, if that was asked for.
+
+        Args:
+            rows: B rows, before their tokens are emitted.
+            path: [B, D+1], the accepted nodes, padded with -1.
+            logits: [B, N, V], as the base model gave them.
+            processed: [B, N, V], after all processors.
+            sampler: whose temperature and cuts belong to the scores.
+        """
+        if self.kept is None:
+            return
+        for i, (row, going) in enumerate(zip(rows.numbers, rows.going, strict=True)):
+            if going:
+                nodes = path[i, path[i] >= 0]
+                scores = sampler.warped(processed[i, nodes])
+                # copies: a view would keep the logits of the whole tree in memory
+                own = logits[i, nodes].float().clone()
+                self.kept[row] += zip(own, scores.clone(), strict=True)
+
     def _stops(self, row: int) -> bool:
-        if not self.stopping_criteria:
+        if not self._rules:
             return False
-        ids = self.ids(row)
+        ids = torch.tensor([self.texts[row]], device=self.device)
         # all of them are asked, as one may count the tokens
         return any([_met(each, ids) for each in self.criteria[row]])
 

@@ -2,15 +2,14 @@
 
 In a batch all would wait for the longest answer, which among thousands is often several times the
 mean. Here a pass is over as many rows as there is room for, until the last prompts. Each row gets
-the tokens that it would get alone, as in any batch.
-
-Let a model that is being trained continue prompts, each with a limit and a seed of its own.
+the tokens that it would get alone, as in any batch. :func:`continue_prompts` does this with a model
+that is being trained.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +20,7 @@ from transformers import PreTrainedModel
 from specheads.attention.cache import TreeCache
 from specheads.attention.tree import RowTrees, Tree
 from specheads.decoding.choose import make_chooser
+from specheads.decoding.loop import next_tokens
 from specheads.decoding.result import DecodedRow, Output
 from specheads.models.forward import ModelPass, pad_rows, thresholds, undisturbed
 from specheads.models.support import check_tree_support, tree_support
@@ -73,17 +73,6 @@ class Job:
     owner: Any = None
 
 
-@dataclass
-class _Output(Output):
-    """The texts of rows that come one after the other, each with its own limit."""
-
-    jobs: list[Job] = field(default_factory=list)
-
-    def budget(self, row: int) -> int:
-        decoded = self.rows[row]
-        return 0 if decoded.finished else self.jobs[row].limit - len(decoded.new_tokens)
-
-
 class PlainStream:
     """Rows of a model's cache, and the prompts in them.
 
@@ -113,19 +102,9 @@ class PlainStream:
         self.batch_size = batch_size
         self._jobs: list[Job] = []
         self._seeds: list[int] = []
-        prompts: list[list[int]] = []
-        self._output = _Output(prompts, model.device, 0, eos_token_ids, jobs=self._jobs)
-        self._prompts = prompts
+        self._output = Output([], model.device, 0, eos_token_ids=eos_token_ids)
         seeded = SeededRows(sampler.temperature, sampler.top_k, sampler.top_p, seeds=self._seeds)
-        self._chooser = make_chooser(
-            model,
-            self._output,
-            seeded,
-            None,
-            num_prompt_tokens=0,
-            exact=True,
-            rounding=support.rounding,
-        )
+        self._chooser = make_chooser(model, self._output, seeded, rounding=support.rounding)
         self._base: ModelPass | None = None
         self._rows: list[int] = []  # of the cache: which jobs they belong to
         self._last: list[int] = []  # their latest tokens
@@ -170,8 +149,7 @@ class PlainStream:
         for job in jobs:
             self._jobs.append(job)
             self._seeds.append(job.seed)
-            self._prompts.append(job.ids)
-            self._output.rows.append(DecodedRow())
+            self._output.add(job.ids, job.limit)
         base = ModelPass(self.model, TreeCache(), chain_only=self._chain_only)
         counts = [len(job.ids) for job in jobs]
         rows, chosen = self._emit(
@@ -199,8 +177,8 @@ class PlainStream:
         self, base: ModelPass, tokens: Tensor, counts: list[int], rows: list[int]
     ) -> tuple[list[int], list[int]]:
         """Read tokens, choose the next ones; return the rows that go on, and their tokens."""
-        logits = base.read_next(tokens, counts, partial(self._output.text, rows[0]))
-        chosen = self._chooser.next_tokens(logits, rows)
+        logits = base.read_next(tokens, counts, partial(self._output.texts.__getitem__, rows[0]))
+        chosen = next_tokens(self._output, self._chooser, logits, rows)
         self._output.emit(rows, [[token] for token in chosen])
         kept = [i for i, row in enumerate(rows) if self._output.budget(row)]
         if len(kept) == len(rows):
@@ -218,7 +196,7 @@ class PlainStream:
         ended = [(self._jobs[row], self._output.rows[row]) for row in self._ended]
         for row in self._ended:
             self._jobs[row] = replace(self._jobs[row], ids=[], owner=None)
-            self._prompts[row], self._output.rows[row] = [], DecodedRow()
+            self._output.texts[row], self._output.rows[row] = [], DecodedRow()
         self._ended = []
         return ended
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,17 +17,14 @@ from transformers import PreTrainedModel
 
 from specheads.attention.tree import Tree
 from specheads.drafters.contract import Candidates, Prefill, StepResult
-from specheads.drafters.draft_model import DraftCache
-from specheads.drafters.draft_tree import DraftRows, check_reads_trees, merged
-from specheads.drafters.growing import static_drafter
-from specheads.drafters.heads import HeadsState
+from specheads.drafters.draft_model import DraftCache, DraftRows
+from specheads.drafters.draft_tree import check_reads_trees
+from specheads.drafters.growing import OneTree, pack
+from specheads.drafters.heads import HeadsState, static_drafter
 from specheads.models.forward import pad_rows
 from specheads.models.heads import MedusaHeads
-from specheads.models.output import Captured, OutputLayer, capture_hidden, output_layer
+from specheads.models.output import Captured, OutputLayer, capture_hidden
 from specheads.verification.acceptance import walk_on_host
-
-if TYPE_CHECKING:
-    from specheads.models.checkpoint import Export
 
 NUM_PASSES = 2
 
@@ -95,26 +91,6 @@ class DraftHeadsDrafter:
         self._inner = static_drafter(draft, heads, output, tree)
         self._latest: DraftCache | None = None  # a conversation may go on
 
-    @staticmethod
-    def of_export(
-        export: Export, *, num_passes: int = NUM_PASSES, max_tokens: int = 0
-    ) -> DraftHeadsDrafter:
-        """Return the drafter of an export of heads whose base is the draft model.
-
-        Raises:
-            ValueError: as the class does.
-            ConfigError: as the class does, and if the heads cannot use the output layer.
-        """
-        assert isinstance(export.heads, MedusaHeads)
-        return DraftHeadsDrafter(
-            export.base,
-            export.heads,
-            output_layer(export.base),
-            export.tree,
-            num_passes=num_passes,
-            max_tokens=max_tokens,
-        )
-
     def start(self, prefill: Prefill) -> DraftHeadsState:
         """Start behind the prompt; the draft model reads it with the first guesses."""
         state = DraftRows.start(self.draft, prefill, self._latest)
@@ -126,7 +102,8 @@ class DraftHeadsDrafter:
         """Decode with the heads for some passes, and let them guess once more."""
         rows, root = state.rows, state.rows.root
         deepest = self.num_passes * (self.tree.max_depth + 1)
-        limits = rows.limits(min(deepest, self.max_tokens or deepest))
+        deepest = min(deepest, self.max_tokens or deepest)
+        limits = rows.limits([deepest] * len(rows.rows))
         if not any(limits):
             return Candidates(root[:, None], Tree.chain(0).to(root.device))
         with capture_hidden(self.draft, self._inner.taps) as captured:
@@ -136,12 +113,15 @@ class DraftHeadsDrafter:
             for _ in range(self.num_passes - 1):
                 heads = self._pass(rows, heads, chains, captured)
             rows.cache.forward.cache.shorten(certain)
-        end = self._inner.propose(heads).tokens.tolist()
-        trees = [
-            self._hang([text[-1], *chain], below, limit, rows.vocab_size)
-            for text, chain, below, limit in zip(rows.cache.texts, chains, end, limits, strict=True)
-        ]
-        return merged(trees, root)
+        ends = self._inner.propose(heads).tokens.tolist()
+        texts = zip(rows.cache.texts, chains, ends, limits, strict=True)
+        return pack(
+            [
+                self._hang([text[-1], *chain], end, limit, rows.vocab_size)
+                for text, chain, end, limit in texts
+            ],
+            root.device,
+        )
 
     def _read(self, state: DraftHeadsState, captured: Captured) -> HeadsState:
         """Let the draft model and its heads read what they have not; return where heads stand."""
@@ -157,10 +137,9 @@ class DraftHeadsDrafter:
             prefill = Prefill(cache.texts, tokens, counts, dict(captured.at), said)
             heads = self._inner.start(prefill)
         else:
-            nodes = [[*range(count)] for count in counts]
+            paths = [[*range(count)] for count in counts]
             new = [[*each[1:], last] for each, last in zip(unread, said.tolist(), strict=True)]
-            result = _result(Tree.chain(tokens.shape[1] - 1), tokens, nodes, new, captured)
-            heads = self._inner.observe(state.heads, result)
+            heads = self._follow(state.heads, paths, new, captured)
         state.heads, state.num_read = heads, lengths
         return heads
 
@@ -172,39 +151,64 @@ class DraftHeadsDrafter:
         The cache is to be shortened after.
         """
         guesses = self._inner.propose(heads)
-        forward = rows.cache.forward
-        said = rows.shared(forward.verify(guesses.tokens, self.tree)).argmax(-1).tolist()
-        parents = self.tree.parents.tolist()
-        paths = walk_on_host(guesses.tokens.tolist(), [parents] * len(said), said)
+        cache = rows.cache.forward
+        said = rows.shared(cache.verify(guesses.tokens, self.tree)).argmax(-1).tolist()
+        parents = [self.tree.parents.tolist()] * len(said)
+        paths = walk_on_host(guesses.tokens.tolist(), parents, said)
         new = [[row[node] for node in path] for row, path in zip(said, paths, strict=True)]
-        result = _result(self.tree, guesses.tokens, paths, new, captured)
-        forward.cache.commit(result.path, [len(path) for path in paths])
         for chain, more in zip(chains, new, strict=True):
             chain += more
-        return self._inner.observe(heads, result)
+        found = self._follow(heads, paths, new, captured)
+        cache.cache.commit(_padded(paths), [len(path) for path in paths])
+        return found
 
-    def _hang(
-        self, chain: list[int], end: list[int], limit: int, vocab_size: int
-    ) -> tuple[list[int], list[int]]:
-        """Return parents and tokens of a chain and of the heads' tree ``end`` below it.
+    def _follow(
+        self,
+        heads: HeadsState,
+        paths: Sequence[Sequence[int]],
+        new_tokens: list[list[int]],
+        captured: Captured,
+    ) -> HeadsState:
+        """Tell the heads what a pass of the draft model said.
 
         Args:
-            chain: of the draft model, behind the last certain token.
-            end: the heads' tree, whose root is the chain's last token.
+            heads: where they stood.
+            paths: per row the nodes that stay, from the root.
+            new_tokens: per row what the draft model says after each of them.
+            captured: the pass's hidden states.
+        """
+        device = heads.root.device
+        # of the tree and its tokens heads are told nothing but the path
+        root = torch.tensor([new[-1] for new in new_tokens], device=device)
+        result = StepResult(
+            tree=self.tree,
+            tokens=root[:, None],
+            base_tokens=root[:, None],
+            hidden=dict(captured.at),
+            path=_padded(paths).to(device),
+            num_accepted=torch.tensor([len(path) - 1 for path in paths], device=device),
+            next_root=root,
+            new_tokens=new_tokens,
+        )
+        return self._inner.observe(heads, result)
+
+    def _hang(self, chain: list[int], end: list[int], limit: int, vocab_size: int) -> OneTree:
+        """Return a chain with the heads' tree below its end, cut at a depth.
+
+        Args:
+            chain: of the draft model, the last certain token first.
+            end: tokens of the heads' tree, whose root is the chain's last token.
             limit: the deepest node that stays.
             vocab_size: of the base model, if known; tokens beyond it become padding.
         """
         length = len(chain) - 1
+        below = self.tree.parents.tolist()[1:]
+        parents = [*range(-1, length), *(length + above for above in below)]
         depths = [*range(length), *(length + depth for depth in self.tree.depths.tolist())]
-        parents = [
-            *range(-1, length),
-            *(length + above for above in self.tree.parents.tolist()[1:]),
-        ]
-        tokens = [*chain, *end[1:]]
         size = sum(depth <= limit for depth in depths)  # nodes are sorted by depth
-        if vocab_size:
-            tokens = [token if token < vocab_size else -1 for token in tokens]
-        return parents[:size], tokens[:size]
+        tokens = [*chain, *end[1:]][:size]
+        known = vocab_size or max(tokens) + 1
+        return [token if token < known else -1 for token in tokens], parents[:size]
 
     def observe(self, state: DraftHeadsState, result: StepResult) -> DraftHeadsState:
         """Append the tokens gained."""
@@ -219,31 +223,7 @@ class DraftHeadsDrafter:
         return DraftHeadsState(state.rows.select(rows), heads, num_read)
 
 
-def _result(
-    tree: Tree,
-    tokens: Tensor,
-    paths: Sequence[Sequence[int]],
-    new_tokens: list[list[int]],
-    captured: Captured,
-) -> StepResult:
-    """Return what heads are told after a pass of the draft model.
-
-    Args:
-        tree: of the tokens that were read.
-        tokens: [B, N].
-        paths: per row the nodes that stay, from the root.
-        new_tokens: per row what the draft model says after each of them.
-        captured: the pass's hidden states.
-    """
-    width, device = tree.max_depth + 1, tokens.device
-    padded = [[*path, *[-1] * (width - len(path))] for path in paths]
-    return StepResult(
-        tree=tree,
-        tokens=tokens,
-        base_tokens=tokens,  # heads look at those of the path only
-        hidden=dict(captured.at),
-        path=torch.tensor(padded, device=device),
-        num_accepted=torch.tensor([len(path) - 1 for path in paths], device=device),
-        next_root=torch.tensor([new[-1] for new in new_tokens], device=device),
-        new_tokens=new_tokens,
-    )
+def _padded(paths: Sequence[Sequence[int]]) -> Tensor:
+    """Return paths as [B, D+1], padded with -1."""
+    width = max(map(len, paths))
+    return torch.tensor([[*path, *[-1] * (width - len(path))] for path in paths])

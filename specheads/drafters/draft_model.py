@@ -1,10 +1,9 @@
 """A smaller language model as a drafter: it writes a few tokens ahead, the base verifies them.
 
-Leviathan et al., arXiv:2211.17192. The draft model runs with a cache of its own and makes one pass
-per drafted token; the first pass of a step also reads what the text has gained. Vocabularies may
-differ in padding: tokens that the base does not have are never proposed.
-
-A draft model's view of the rows' texts: what its KV cache holds, and what it has yet to read.
+Leviathan et al., arXiv:2211.17192. The draft model runs with a cache of its own
+(:class:`DraftCache`) and makes one pass per drafted token; the first pass of a step also reads what
+the text has gained. Vocabularies may differ in padding: tokens that the base does not have are
+never proposed.
 
 Besides the certain text the cache may hold guesses that were drafted behind it. Those which come
 true stay; the rest is forgotten, which costs nothing. So every token is read once, but for one case
@@ -14,10 +13,11 @@ in which the logits after a token that is there already are needed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -179,6 +179,85 @@ class DraftCache:
         self.texts = [self.texts[row] for row in rows.tolist()]
 
 
+@dataclass
+class DraftRows:
+    """Where the rows of a batch stand, for drafters with a draft model.
+
+    Attributes:
+        cache: the draft model's view of the texts, root included.
+        root: [B], the last certain token.
+        rows: which rows of the batch these are, for their seeds.
+        sampler: how the base model's tokens are drawn.
+        vocab_size: V of the base model; 0: that of the draft model.
+    """
+
+    cache: DraftCache
+    root: Tensor
+    rows: list[int]
+    sampler: Sampler
+    vocab_size: int
+
+    @staticmethod
+    def start(
+        draft: PreTrainedModel, prefill: Prefill, previous: DraftCache | None = None
+    ) -> DraftRows:
+        """Start behind the prompt; nothing is read yet.
+
+        Args:
+            draft: the draft model.
+            prefill: as the drafter got it.
+            previous: of the text before, see :meth:`DraftCache.start`.
+        """
+        cache = DraftCache.start(draft, prefill, previous)
+        rows = list(range(len(prefill.ids)))
+        return DraftRows(cache, prefill.root, rows, prefill.sampler, prefill.vocab_size)
+
+    def observe(self, result: StepResult) -> DraftRows:
+        """Append the tokens gained."""
+        self.cache.follow(result.new_tokens)
+        return replace(self, root=result.next_root)
+
+    def select(self, rows: Tensor) -> DraftRows:
+        """Keep some rows."""
+        self.cache.select(rows)
+        kept = [self.rows[row] for row in rows.tolist()]
+        return replace(self, root=self.root[rows.to(self.root.device)], rows=kept)
+
+    def limits(self, wanted: Sequence[int]) -> list[int]:
+        """Return per row how deep its guesses may be: the draft model has positions for no more."""
+        if (room := self.cache.room) is None:
+            return list(wanted)
+        # the deepest guess is not read
+        return [
+            max(0, min(limit, room - len(text) + 1))
+            for limit, text in zip(wanted, self.cache.texts, strict=True)
+        ]
+
+    def shared(self, logits: Tensor) -> Tensor:
+        """Bring the draft model's logits [..., V'] to the base model's tokens, [..., V]."""
+        missing = self.vocab_size - logits.shape[-1]  # negative: what is too much is cut
+        if not self.vocab_size or not missing:
+            return logits
+        return F.pad(logits, (0, missing), value=float("-inf"))
+
+    def noise(self, num: int, logits: Tensor, *, coupled: bool) -> Tensor:
+        """Return the noise [B, num, V'] of a step's draws.
+
+        Args:
+            num: levels if coupled, else draws that are to be independent.
+            logits: [..., V'], what is drawn from.
+            coupled: the noise that the base model draws with at the same positions; else noise that
+                nothing else uses.
+        """
+        sampler, size, device = self.sampler, logits.shape[-1], logits.device
+        after = [len(text) for text in self.cache.texts]  # where the first guess stands
+        if coupled:
+            whole = max(size, self.vocab_size)  # the base keeps noise of its own vocabulary
+            return noise_ahead(sampler.seed, after, num, whole, device, self.rows)[..., :size]
+        roots = torch.tensor(after, device=device) - 1
+        return draft_noise(sampler.seed, roots, num, size, self.rows)
+
+
 SAMPLINGS = ("greedy", "sampled", "coupled")
 
 
@@ -187,23 +266,15 @@ class DraftState:
     """Where the rows of one batch stand.
 
     Attributes:
-        cache: the rows' texts in the draft model.
-        root: [B], the last certain token.
-        rows: which rows of the batch these are, for their seeds.
+        rows: the draft model's view of them.
         lengths: per row the state of the rule that says how long drafts are.
-        sampler: how the base model's tokens are drawn.
-        vocab_size: of the base model.
         ended: which rows gained nothing lately, and will gain nothing any more.
         drafted: [B, n], the guesses of this step; None before they are made.
         counts: per row how many of them are its own.
     """
 
-    cache: DraftCache
-    root: Tensor
-    rows: list[int]
+    rows: DraftRows
     lengths: list[Any]
-    sampler: Sampler
-    vocab_size: int
     ended: list[bool]
     drafted: Tensor | None = None
     counts: list[int] | None = None
@@ -254,29 +325,30 @@ class DraftModelDrafter:
 
     def start(self, prefill: Prefill) -> DraftState:
         """Take the texts; they are read with the first proposal."""
-        self._latest = DraftCache.start(self.draft, prefill, self._latest)
-        num_rows = len(prefill.ids)
-        return DraftState(
-            cache=self._latest,
-            root=prefill.root,
-            rows=list(range(num_rows)),
-            lengths=[self.length.start() for _ in range(num_rows)],
-            sampler=prefill.sampler,
-            vocab_size=prefill.vocab_size,
-            ended=[False] * num_rows,
-        )
+        rows = DraftRows.start(self.draft, prefill, self._latest)
+        self._latest, num_rows = rows.cache, len(rows.rows)
+        lengths = [self.length.start() for _ in range(num_rows)]
+        return DraftState(rows, lengths, [False] * num_rows)
 
     @torch.inference_mode()
     def propose(self, state: DraftState) -> Candidates:
         """One pass of the draft model per token, for all rows that go on."""
-        limits = self._limits(state)
+        rows, root = state.rows, state.rows.root[:, None]
+        limits = rows.limits(
+            [
+                0 if ended else self.length.limit(each)
+                for each, ended in zip(state.lengths, state.ended, strict=True)
+            ]
+        )
         state.counts, state.drafted = [0] * len(limits), None
-        root = state.root[:, None]
         if not any(limits):
             return Candidates(root, Tree.chain(0).to(root.device))
-        counts, length, sampler = state.counts, self.length, state.sampler
-        logits = self._known(state.cache.sync(), state)
-        noise = self._noise(state, max(limits), logits)
+        counts, length, sampler = state.counts, self.length, rows.sampler
+        known = rows.vocab_size or None  # outputs that the base model does not have are cut
+        logits = rows.cache.sync()[:, :known]
+        noise = None
+        if self.sampling != "greedy" and sampler.temperature > 0:
+            noise = rows.noise(max(limits), logits, coupled=self.sampling == "coupled")
         keeps_probs = noise is not None and self.sampling == "sampled"
         tokens_of: list[Tensor] = []
         probs_of: list[Tensor] = []
@@ -300,7 +372,7 @@ class DraftModelDrafter:
                     _ask(length, probs, tokens, said, going)
             if not any(going):
                 break
-            logits = self._known(state.cache.read(tokens, going), state)
+            logits = rows.cache.read(tokens, going)[:, :known]
         drafted = torch.stack(tokens_of, dim=1).to(root.device)
         if min(counts) < len(tokens_of):
             level = torch.arange(len(tokens_of), device=root.device)
@@ -311,7 +383,7 @@ class DraftModelDrafter:
         tokens = torch.cat([root, drafted], dim=1)
         if not keeps_probs:
             return Candidates(tokens, tree)
-        return Candidates(tokens, tree, _draft_probs(probs_of, state.vocab_size), "chain")
+        return Candidates(tokens, tree, _draft_probs(probs_of, rows.vocab_size), "chain")
 
     def observe(self, state: DraftState, result: StepResult) -> DraftState:
         """Note what was gained; it is read with the next proposal."""
@@ -320,7 +392,7 @@ class DraftModelDrafter:
         if counts is not None and state.drafted is not None:
             guesses = state.drafted.tolist()
             drafted = [row[:num] for row, num in zip(guesses, counts, strict=True)]
-        matched = state.cache.follow(new_tokens, drafted)
+        matched = state.rows.cache.follow(new_tokens, drafted)
         state.ended = [not new for new in new_tokens]
         own = None if result.own is None else result.own.tolist()
         if counts is not None:  # else it was not asked
@@ -335,53 +407,17 @@ class DraftModelDrafter:
                 if num == len(new):  # what was drafted behind that, nobody has verified
                     num_proposed = num
                 state.lengths[row] = self.length.observe(state.lengths[row], num_proposed, num)
-        state.root, state.drafted, state.counts = result.next_root, None, None
-        return state
+        rows = replace(state.rows, root=result.next_root)
+        return DraftState(rows, state.lengths, state.ended)
 
     def select(self, state: DraftState, rows: Tensor) -> DraftState:
         """Keep some rows."""
-        state.cache.select(rows)
         kept = rows.tolist()
         return DraftState(
-            cache=state.cache,
-            root=state.root[rows],
-            rows=[state.rows[row] for row in kept],
-            lengths=[state.lengths[row] for row in kept],
-            sampler=state.sampler,
-            vocab_size=state.vocab_size,
-            ended=[state.ended[row] for row in kept],
+            state.rows.select(rows),
+            [state.lengths[row] for row in kept],
+            [state.ended[row] for row in kept],
         )
-
-    def _limits(self, state: DraftState) -> list[int]:
-        """Return per row how many tokens it is to be proposed at most."""
-        limits = [
-            0 if ended else self.length.limit(each)
-            for each, ended in zip(state.lengths, state.ended, strict=True)
-        ]
-        if (room := state.cache.room) is None:
-            return limits
-        return [  # the last token drafted is not read
-            max(0, min(limit, room - len(text) + 1))
-            for limit, text in zip(limits, state.cache.texts, strict=True)
-        ]
-
-    def _known(self, logits: Tensor, state: DraftState) -> Tensor:
-        """Return logits [B, V'] without the outputs that the base model does not have."""
-        if 0 < state.vocab_size < logits.shape[-1]:
-            return logits[:, : state.vocab_size]
-        return logits
-
-    def _noise(self, state: DraftState, num_levels: int, logits: Tensor) -> Tensor | None:
-        """Return [B, n, V'] for draws at n levels; None where there is nothing to draw."""
-        if self.sampling == "greedy" or state.sampler.temperature == 0:
-            return None
-        seed, num, device = state.sampler.seed, logits.shape[-1], logits.device
-        after = [len(text) for text in state.cache.texts]  # where the first guess stands
-        if self.sampling == "coupled":
-            whole = max(num, state.vocab_size)  # the base keeps noise of its own vocabulary
-            return noise_ahead(seed, after, num_levels, whole, device, state.rows)[..., :num]
-        roots = torch.tensor(after, device=device) - 1
-        return draft_noise(seed, roots, num_levels, num, state.rows)
 
 
 def _ask(
@@ -413,4 +449,4 @@ def _draft_probs(probs_of: Sequence[Tensor], vocab_size: int) -> Tensor:
     """Return [B, n + 1, V] of the base's vocabulary from n times [B, V']; the last are zeros."""
     probs = torch.stack([*probs_of, torch.zeros_like(probs_of[0])], dim=1)
     missing = vocab_size - probs.shape[-1]
-    return torch.nn.functional.pad(probs, (0, missing)) if missing > 0 else probs
+    return F.pad(probs, (0, missing)) if missing > 0 else probs

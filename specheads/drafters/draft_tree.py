@@ -1,114 +1,43 @@
-"""Trees that a draft model grows at every step, out of its own probabilities.
+"""Trees that a draft model fills: grown at every step, or of a fixed shape.
 
-A node's value is the product of the probabilities along its path. What stands below a node is known
-only once the draft model has read it, so trees are grown level by level, as EAGLE-2 does
-(arXiv:2406.16858): of every level the most valuable nodes are read, and of all that was found the
-most valuable nodes are proposed. The guesses are a function of the prefix.
+A grown tree (:class:`DraftTreeDrafter`) takes its shape from the draft model's own probabilities,
+level by level as EAGLE-2 does (arXiv:2406.16858): of every level the most valuable nodes are read,
+and of all that was found the most valuable nodes are proposed.
+
+A fixed tree (:class:`SampledTreeDrafter`) takes the best guesses, or siblings drawn one after
+another from the draft model's distribution at their parent, about which recursive rejection
+decides: Sequoia (arXiv:2402.12374), recursive speculative decoding (arXiv:2402.14160). Or all but
+one sibling are the best guesses and one is drawn from the rest, which accepts more at most
+temperatures. :func:`sequoia_tree` finds the best shape: where the k-th child of any node is
+accepted at a rate that depends on k alone, dynamic programming finds the tree of a given size and
+depth that accepts most (Sequoia, section 3). A child can only stand beside all those drawn before
+it, and their rates need not fall, so that taking the most valuable node next may miss it.
 
 The draft model's cache holds certain text only. A level is read by verifying the nodes read so far
 once more with the new ones: they are few (those with children), and one pass is one pass.
-
-Trees of a fixed shape that a draft model fills, by sampling or with its best guesses.
-
-Sampled siblings are drawn one after another from the draft model's distribution at their parent,
-each parent with noise of its own, and recursive rejection decides about them: Sequoia
-(arXiv:2402.12374), recursive speculative decoding (arXiv:2402.14160). Or all but one are its best
-guesses and one is drawn from the rest, which accepts more at most temperatures.
-
-The best fixed shape of a tree whose siblings are drawn one after another: Sequoia's.
-
-Chen et al., arXiv:2402.12374, section 3: where the k-th child of any node is accepted at a rate
-that depends on k alone, dynamic programming finds the shape of a given size and depth that accepts
-most. A child can only stand beside all those drawn before it, and their rates need not fall (one
-sampled token is tested before the best ones, see ``top_and_one`` in
-:mod:`specheads.verification.rejection`), so that taking the most valuable node next may miss it.
-And depth has a price here: each level costs a pass of the draft model.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.attention.tree import Choice, RowTrees, Tree
 from specheads.config import ConfigError
 from specheads.drafters.contract import Candidates, Prefill, StepResult
-from specheads.drafters.draft_model import DraftCache
-from specheads.drafters.growing import NUM_RANKS, GrowingRow, best_guesses
+from specheads.drafters.draft_model import DraftCache, DraftRows
+from specheads.drafters.growing import NUM_RANKS, WIDTH, Nodes, best_guesses, grow_on_host, pack
 from specheads.models.base import input_embedding, output_device
 from specheads.models.draft import vocab_size
 from specheads.models.support import tree_support
-from specheads.verification.rejection import Randomness, reject, sample_siblings, sample_top_and_one
-from specheads.verification.sampling import Sampler, draft_noise, noise_ahead
+from specheads.verification.rejection import sample_siblings, sample_top_and_one
 
-WIDTH = 4  # nodes of a level that the draft model reads
 MAX_DEPTH = 6
-
-
-@dataclass(frozen=True)
-class DraftRows:
-    """Where the rows of a batch stand, for drafters that let a draft model read trees.
-
-    Attributes:
-        cache: the draft model's view of the texts, root included.
-        root: [B], the last certain token.
-        rows: which rows of the batch these are.
-        sampler: how the base model's tokens are drawn.
-        vocab_size: V of the base model; 0: that of the draft model.
-    """
-
-    cache: DraftCache
-    root: Tensor
-    rows: list[int]
-    sampler: Sampler
-    vocab_size: int
-
-    @staticmethod
-    def start(
-        draft: PreTrainedModel, prefill: Prefill, previous: DraftCache | None = None
-    ) -> DraftRows:
-        """Start behind the prompt; nothing is read yet.
-
-        Args:
-            draft: the draft model.
-            prefill: as the drafter got it.
-            previous: of the text before, see :meth:`DraftCache.start`.
-        """
-        cache = DraftCache.start(draft, prefill, previous)
-        rows = list(range(len(prefill.ids)))
-        return DraftRows(cache, prefill.root, rows, prefill.sampler, prefill.vocab_size)
-
-    def observe(self, result: StepResult) -> DraftRows:
-        """Append the tokens gained."""
-        self.cache.follow(result.new_tokens)
-        return replace(self, root=result.next_root)
-
-    def select(self, rows: Tensor) -> DraftRows:
-        """Keep some rows."""
-        self.cache.select(rows)
-        kept = [self.rows[row] for row in rows.tolist()]
-        return replace(self, root=self.root[rows.to(self.root.device)], rows=kept)
-
-    def limits(self, max_depth: int) -> list[int]:
-        """Return per row how deep its guesses may be: the draft model has positions for no more."""
-        if (room := self.cache.room) is None:
-            return [max_depth] * len(self.rows)
-        # the deepest guess is not read
-        return [max(0, min(max_depth, room - len(text) + 1)) for text in self.cache.texts]
-
-    def shared(self, logits: Tensor) -> Tensor:
-        """Bring the draft model's logits [..., V'] to the base model's tokens, [..., V]."""
-        if not self.vocab_size or self.vocab_size == logits.shape[-1]:
-            return logits
-        missing = self.vocab_size - logits.shape[-1]  # negative: what is too much is cut
-        return F.pad(logits, (0, missing), value=float("-inf"))
 
 
 def check_reads_trees(draft: PreTrainedModel) -> None:
@@ -180,29 +109,19 @@ class DraftTreeDrafter:
         """One pass of the draft model per level, as far down as it may pay."""
         sampler = state.sampler
         scale = 1 / sampler.temperature if sampler.temperature else 1.0
-        limits = state.limits(self.max_depth)
+        limits = state.limits([self.max_depth] * len(state.rows))
         if not any(limits):
             return Candidates(state.root[:, None], Tree.chain(0).to(state.root.device))
         reading = Reading(state.cache)
-        grown = [GrowingRow(text[-1], self.num_nodes) for text in state.cache.texts]
-        logits = state.cache.sync()[:, None]
-        for depth in range(max(limits)):
+
+        def ask(nodes: Nodes | None) -> tuple[Tensor, Tensor]:
+            logits = state.cache.sync()[:, None] if nodes is None else reading.ask(nodes)
             logits = state.shared(logits).float() * scale
-            best = best_guesses(logits, min(self.num_ranks, logits.shape[-1]))
-            log_probs, guesses = (each.tolist() for each in best)
-            for row, limit, of_row, tokens in zip(grown, limits, log_probs, guesses, strict=True):
-                if depth < limit:
-                    row.extend(depth, of_row, tokens, self.width)
-                gain = sum(math.exp(each.value) for each in row.asked)
-                if depth + 1 >= limit or gain < self.min_gain:
-                    row.asked = []
-            widest = max(len(row.asked) for row in grown)
-            if widest == 0:
-                break
-            # rows that ask at fewer nodes ask at one of them, or anywhere, once more
-            asked = [[(each.above, each.token) for each in row.asked] or [(0, 0)] for row in grown]
-            logits = reading.ask([each + each[:1] * (widest - len(each)) for each in asked])
-        return merged([row.tree() for row in grown], state.root)
+            return best_guesses(logits, min(self.num_ranks, logits.shape[-1]))
+
+        roots = [text[-1] for text in state.cache.texts]
+        rows = grow_on_host(ask, roots, limits, self.num_nodes, self.width, self.min_gain)
+        return pack(rows, state.root.device)
 
     def observe(self, state: DraftRows, result: StepResult) -> DraftRows:
         """Append the tokens gained."""
@@ -211,28 +130,6 @@ class DraftTreeDrafter:
     def select(self, state: DraftRows, rows: Tensor) -> DraftRows:
         """Keep some rows."""
         return state.select(rows)
-
-
-def merged(trees: Sequence[tuple[list[int], list[int]]], root: Tensor) -> Candidates:
-    """Return the rows' trees, parents and tokens each, as one; smaller ones are padded."""
-    size = max(len(tokens) for _, tokens in trees)
-    parents, tokens, max_depth = [], [], 0
-    for above, guesses in trees:
-        node, depth = len(above) - 1, 0
-        while node:
-            node, depth = above[node], depth + 1
-        max_depth = max(max_depth, depth)
-        missing = size - len(guesses)
-        # beside its deepest node, so that nodes stay sorted by depth
-        parents.append(above + [max(above[-1], 0)] * missing)
-        tokens.append(guesses + [-1] * missing)
-    if root.device.type == "cpu":
-        tree = RowTrees.from_lists(parents, max_depth)
-    else:
-        tree = RowTrees.from_parents(torch.tensor(parents, device=root.device), max_depth)
-    found = torch.tensor(tokens, device=root.device)
-    found[:, 0] = root
-    return Candidates(found, tree)
 
 
 class Reading:
@@ -327,40 +224,42 @@ class FixedLevel:
 
 def fixed_levels(tree: Tree, device: torch.device) -> list[FixedLevel]:
     """Return the levels of a tree with inner nodes, the root's first; indices on ``device``."""
-    all_nodes: list[Choice] = [(), *tree.choices]
-    number = {choice: node for node, choice in enumerate(all_nodes)}
-    below: dict[Choice, list[Choice]] = defaultdict(list)
-    for choice in tree.choices:
-        below[choice[:-1]].append(choice)
-    inner = [choice for choice in all_nodes if choice in below]
-    levels = []
+    nodes: list[Choice] = [(), *tree.choices]
+    below: dict[Choice, list[int]] = defaultdict(list)  # by inner node, sorted as nodes are
+    for node, choice in enumerate(tree.choices, start=1):
+        below[choice[:-1]].append(node)
+    inner, levels = list(below), []
 
     def index(numbers: Iterable[int]) -> Tensor:
         return torch.tensor(list(numbers), device=device)
 
     for depth in range(tree.max_depth):
         read = [choice for choice in inner if len(choice) <= depth]
-        asked = [choice for choice in inner if len(choice) == depth]
-        kinds: dict[int, list[Choice]] = defaultdict(list)
-        for choice in asked:
-            kinds[1 + below[choice][-1][-1]].append(choice)
-        families = [
-            Family(
-                num_ranks,
-                index(asked.index(choice) for choice in members),
-                index(inner.index(choice) for choice in members),
-                index(number[choice] for choice in members),
-                index(number[child] for choice in members for child in below[choice]),
-                index(
-                    place * num_ranks + child[-1]
-                    for place, choice in enumerate(members)
-                    for child in below[choice]
-                ),
+        first = sum(len(choice) < depth for choice in inner)
+        kinds: dict[int, list[int]] = defaultdict(list)
+        for site in range(first, len(read)):
+            kinds[1 + nodes[below[inner[site]][-1]][-1]].append(site)
+        families = []
+        for num_ranks, sites in kinds.items():
+            children = [(i, node) for i, site in enumerate(sites) for node in below[inner[site]]]
+            families.append(
+                Family(
+                    num_ranks,
+                    places=index(site - first for site in sites),
+                    sites=index(sites),
+                    nodes=index(nodes.index(inner[site]) for site in sites),
+                    children=index(node for _, node in children),
+                    slots=index(i * num_ranks + nodes[node][-1] for i, node in children),
+                )
             )
-            for num_ranks, members in kinds.items()
-        ]
-        nodes = index(number[choice] for choice in read)
-        levels.append(FixedLevel(Tree.from_choices(read[1:]), nodes, len(asked), families))
+        levels.append(
+            FixedLevel(
+                Tree.from_choices(read[1:]),
+                index(map(nodes.index, read)),
+                len(read) - first,
+                families,
+            )
+        )
     return levels
 
 
@@ -428,27 +327,38 @@ class SampledTreeDrafter:
     @torch.inference_mode()
     def propose(self, state: DraftRows) -> Candidates:
         """One pass of the draft model per level."""
-        limits, place = state.limits(self.tree.max_depth), state.root.device
+        limits = state.limits([self.tree.max_depth] * len(state.rows))
+        place, sampler = state.root.device, state.sampler
         if not any(limits):
             return Candidates(state.root[:, None], Tree.chain(0).to(place))
-        logits = state.cache.sync()[:, None]
-        device = logits.device
+        logits = state.shared(state.cache.sync()[:, None])
+        device, noise, draft_probs = logits.device, None, None
         tokens = torch.zeros(len(limits), self.tree.num_nodes, dtype=torch.long, device=device)
         tokens[:, 0] = state.root.to(device)
-        noise, draft_probs = self._noise(state, state.shared(logits)), None
+        if self.sampling != "none" and sampler.temperature > 0:
+            num = self.tree.max_depth if self.deterministic else self._num_inner
+            noise = state.noise(num, logits, coupled=self.deterministic)
+            if not self.deterministic:
+                draft_probs = torch.zeros_like(noise[:, :1]).repeat(1, tokens.shape[1], 1)
         for depth, level in enumerate(self._levels):
             if depth > 0:
                 logits = verify_again(state.cache, tokens[:, level.nodes], level.read)
-                logits = logits[:, -level.num_asked :]
-            scores = state.shared(logits)
-            if noise is not None and self.deterministic:
-                scores = state.sampler.warp(scores) + noise[:, depth, None]
-            if noise is None or self.deterministic:
-                fill_best(tokens, scores, level)
-                continue
-            if draft_probs is None:
-                draft_probs = torch.zeros_like(noise[:, :1]).repeat(1, tokens.shape[1], 1)
-            self._draw(tokens, draft_probs, state.sampler.probs(scores), noise, level)
+                logits = state.shared(logits[:, -level.num_asked :])
+            if noise is None:
+                scores = logits
+            elif self.deterministic:
+                scores = sampler.warp(logits) + noise[:, depth, None]
+            else:
+                scores = sampler.probs(logits)
+            for family in level.families:
+                here = scores[:, family.places]
+                if noise is None or draft_probs is None:
+                    guesses = here.topk(family.num_ranks, dim=-1).indices
+                else:
+                    draw = sample_top_and_one if self.sampling == "top_and_one" else _siblings
+                    guesses, drawn_from = draw(here, family.num_ranks, noise[:, family.sites])
+                    draft_probs[:, family.nodes] = drawn_from.to(draft_probs)
+                tokens[:, family.children] = guesses.flatten(1)[:, family.slots]
         if min(limits) < self.tree.max_depth:
             deepest = torch.tensor(limits, device=device)[:, None]
             tokens = tokens.masked_fill(self.tree.depths.to(device) > deepest, -1)
@@ -456,39 +366,6 @@ class SampledTreeDrafter:
         if draft_probs is None:
             return Candidates(tokens, tree)
         return Candidates(tokens, tree, draft_probs.to(place), self.sampling)
-
-    def _noise(self, state: DraftRows, logits: Tensor) -> Tensor | None:
-        """Return [B, n, V] for n levels if coupled, else for n inner nodes; None: no draws."""
-        sampler, device, num_tokens = state.sampler, logits.device, logits.shape[-1]
-        if self.sampling == "none" or sampler.temperature == 0:
-            return None
-        after = [len(text) for text in state.cache.texts]  # where the first guess stands
-        if self.sampling == "coupled":
-            depth = self.tree.max_depth
-            return noise_ahead(sampler.seed, after, depth, num_tokens, device, state.rows)
-        roots = torch.tensor(after, device=device) - 1
-        return draft_noise(sampler.seed, roots, self._num_inner, num_tokens, state.rows)
-
-    def _draw(
-        self, tokens: Tensor, draft_probs: Tensor, probs: Tensor, noise: Tensor, level: FixedLevel
-    ) -> None:
-        """Fill in the children of a level's inner nodes, and what they were drawn from.
-
-        Args:
-            tokens: [B, N], of the whole tree.
-            draft_probs: [B, N, V].
-            probs: [B, n, V], at the n inner nodes.
-            noise: [B, I, V], of all inner nodes.
-            level: which they are.
-        """
-        for family in level.families:
-            here, own = probs[:, family.places], noise[:, family.sites]
-            if self.sampling == "top_and_one":
-                drawn, drawn_from = sample_top_and_one(here, family.num_ranks, own)
-            else:
-                drawn, drawn_from = sample_siblings(here, family.num_ranks, own), here
-            tokens[:, family.children] = drawn.flatten(1)
-            draft_probs[:, family.nodes] = drawn_from.to(draft_probs)
 
     def observe(self, state: DraftRows, result: StepResult) -> DraftRows:
         """Append the tokens gained."""
@@ -499,17 +376,9 @@ class SampledTreeDrafter:
         return state.select(rows)
 
 
-def fill_best(tokens: Tensor, scores: Tensor, level: FixedLevel) -> None:
-    """Fill in the best children of a level's inner nodes.
-
-    Args:
-        tokens: [B, N], of the whole tree.
-        scores: [B, n, V], at the n inner nodes.
-        level: which they are.
-    """
-    for family in level.families:
-        best = scores[:, family.places].topk(family.num_ranks, dim=-1).indices
-        tokens[:, family.children] = best.flatten(1)[:, family.slots]
+def _siblings(probs: Tensor, num_siblings: int, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Return siblings drawn without replacement, and what they were drawn from."""
+    return sample_siblings(probs, num_siblings, noise), probs
 
 
 def sequoia_tree(rates: Sequence[float], num_nodes: int, max_depth: int) -> tuple[Tree, float]:
@@ -517,7 +386,7 @@ def sequoia_tree(rates: Sequence[float], num_nodes: int, max_depth: int) -> tupl
 
     Args:
         rates: ``rates[k]``, the probability that child k is accepted where its parent was: all
-            children before it were refused and it was not (:func:`child_rates`).
+            children before it were refused and it was not (measured on nodes that were visited).
         num_nodes: at most, root included.
         max_depth: at most.
 
@@ -530,40 +399,6 @@ def sequoia_tree(rates: Sequence[float], num_nodes: int, max_depth: int) -> tupl
     """
     tables = _Tables(rates, num_nodes, max_depth)
     return tables.tree(num_nodes, max_depth), float(tables.values[-1][num_nodes])
-
-
-def fastest_tree(
-    rates: Sequence[float], draft_cost: float, verify_costs: Sequence[float], max_depth: int
-) -> tuple[Tree, float]:
-    """Return the tree that is expected to give most tokens in the time that its step takes.
-
-    Args:
-        rates: as in :func:`sequoia_tree`.
-        draft_cost: of one pass of the draft model; a tree of depth D takes D of them.
-        verify_costs: ``verify_costs[n]``, of a base pass over n nodes, root included; in the same
-            unit. Entry 0 is not read; the last one is of the largest tree.
-        max_depth: at most.
-
-    Returns:
-        The tree and its tokens per unit of cost. The root alone where no drafting pays.
-
-    Raises:
-        ValueError: as :func:`sequoia_tree`, or if there is no cost of a pass over one node, or one
-            that is not positive.
-    """
-    if len(verify_costs) < 2 or min(verify_costs[1:]) <= 0 or draft_cost < 0:
-        raise ValueError(
-            "verify_costs must give positive costs for 1 node and more and draft_cost must not be"
-            f" negative, got {list(verify_costs)} and {draft_cost}"
-        )
-    num_nodes = len(verify_costs) - 1
-    tables = _Tables(rates, num_nodes, max_depth)
-    speed, depth, size = max(
-        (float(values[n]) / (depth * draft_cost + verify_costs[n]), -depth, -n)
-        for depth, values in enumerate(tables.values)
-        for n in range(1, num_nodes + 1)
-    )
-    return tables.tree(-size, -depth), speed
 
 
 class _Tables:
@@ -624,48 +459,3 @@ class _Tables:
             yield (*path, child)
             yield from self._nodes((*path, child), share, depth - 1)
             left -= share
-
-
-def child_rates(
-    base_probs: Tensor,
-    draft_probs: Tensor,
-    num_children: int,
-    sampling: str,
-    noise: Tensor,
-    chance: Randomness,
-) -> list[float]:
-    """Measure how often each child of a node is accepted, over nodes that were visited.
-
-    Args:
-        base_probs: [S, V], what the base model said at S nodes, after all warpers.
-        draft_probs: [S, V], what the draft model said there.
-        num_children: that are drawn at each node.
-        sampling: ``without_replacement`` or ``top_and_one``.
-        noise: [S, V] Gumbel noise for the draws.
-        chance: the random choices of the rule.
-
-    Returns:
-        Per child the share of nodes at which it was accepted.
-
-    Raises:
-        ValueError: for another ``sampling``.
-    """
-    if sampling == "without_replacement":
-        children, drawn_from = sample_siblings(draft_probs, num_children, noise), draft_probs
-    elif sampling == "top_and_one":
-        children, drawn_from = sample_top_and_one(draft_probs, num_children, noise)
-    else:
-        raise ValueError(f"sampling must be without_replacement or top_and_one, got {sampling!r}")
-    tree = Tree.from_choices([(child,) for child in range(num_children)]).to(children.device)
-    tokens = torch.cat([torch.zeros_like(children[:, :1]), children], dim=1)
-    shape = (-1, tree.num_nodes, -1)
-    path, num_accepted, _ = reject(
-        tokens,
-        tree,
-        base_probs[:, None].expand(shape),
-        drawn_from[:, None].expand(shape),
-        chance,
-        sampling,
-    )
-    accepted = path[:, 1][num_accepted > 0]
-    return (accepted.bincount(minlength=tree.num_nodes)[1:] / max(len(tokens), 1)).tolist()

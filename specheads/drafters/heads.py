@@ -1,45 +1,46 @@
-"""Medusa heads as a drafter: every head guesses its own token ahead from one hidden state.
+"""Heads as a drafter: Medusa, Hydra, Markov and MTP heads fill a static tree, or grow one.
 
-Cai et al., arXiv:2401.10774, section 2.1. Head i predicts depth i + 1; its guesses depend on the
-last committed hidden state and not on the guesses above them, so one top-k per head fills the tree.
+Parallel heads (Cai et al., arXiv:2401.10774, section 2.1) guess from the last committed hidden
+state alone: head i predicts depth i + 1 whatever stands above, so one top-k of all heads fills the
+whole tree. Sequential heads (Hydra, Ankner et al., arXiv:2402.05109; Markov; MTP) read the tokens
+drafted before their own, so that the same rank under two parents is two different tokens: each head
+runs once per level, for all nodes of that level that have children, in all rows together.
 
-Where drafters of heads stand: the last certain token, and the hidden state that predicted it.
-
-Sequential heads (Hydra, Markov, MTP) as a drafter: a static tree filled from the root down.
-
-Ankner et al., arXiv:2402.05109: head i reads the tokens drafted before its own, so that the same
-rank under two parents is two different tokens. Each head is asked once per level, for all nodes of
-that level that have children, in all rows together; the best guesses at a node are its children, so
-no two siblings are equal. Guesses are a function of the prefix, and sample-and-walk stays exact.
+The best guesses at a node are its children, so no two siblings are equal. Guesses are a function of
+the prefix, and sample-and-walk stays exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from specheads.drafters.contract import Prefill, StepResult
+from specheads.attention.tree import RowTrees, Tree
+from specheads.drafters.contract import Candidates, Prefill, StepResult
+from specheads.drafters.growing import (
+    Grown,
+    Nodes,
+    best_guesses,
+    best_tree_on_host,
+    best_trees,
+    grow,
+    grow_on_host,
+    on_host,
+)
+from specheads.models.base import input_device
+from specheads.models.head_walk import MtpSteps, MtpWalk, Steps, Tables, Walk
+from specheads.models.mtp import MtpHeads
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from specheads.models.head_walk import Embed
     from specheads.models.mtp import Heads
     from specheads.models.output import OutputLayer
-from typing import TYPE_CHECKING
-
-from specheads.attention.tree import Tree
-from specheads.drafters.contract import Candidates
-
-if TYPE_CHECKING:
-    from specheads.models.mtp import Heads
-    from specheads.models.output import OutputLayer
-from collections.abc import Callable
-
-from specheads.models.head_walk import MtpSteps, Steps, Tables
-from specheads.models.mtp import MtpHeads
 
 
 class Memory(Protocol):
@@ -81,46 +82,104 @@ class HeadsState:
     memory: Memory | None = None
 
 
-class Follower:
-    """Goes from one certain token to the next, and takes along what attends.
+class HeadsDrafter:
+    """Proposes the heads' best guesses, in a tree of a fixed shape or one grown at every step.
 
     Where a conversation goes on behind a cache, hidden states of what was read before are not at
-    hand: layers of the heads that attend then see what is new only. That costs accepted tokens and
+    hand: layers of the heads that attend then see only what is new. That costs accepted tokens and
     changes none.
 
     The heads may lie on another device than the token ids: that of the output layer, where a base
     model is spread over several.
 
     Args:
-        heads: the heads.
-        output: the base model's output layer.
-        embed: the base's input embedding, where layers of the heads read tokens through it.
+        heads: of any kind.
+        output: the base model's output layer, which shared heads go through.
+        shape: the tree to fill at every step, or of what size trees are grown.
+        embed: the base model's input embedding, for heads that read tokens through it
+            (:func:`embedding`).
 
     Attributes:
-        device: of the heads.
+        grows: whether trees are grown.
+        num_nodes: of every tree, root included.
+        max_depth: the deepest node that a tree may have.
+        num_ranks: guesses per node that a tree may use.
+        width: of grown trees, see :class:`specheads.drafters.growing.Grown`.
+
+    Raises:
+        ValueError: if the tree is deeper than the heads or wider than the tokens they can guess, if
+            a number is out of range, or if the embedding is missing.
     """
 
-    def __init__(self, heads: Heads, output: OutputLayer, embed: Embed | None = None) -> None:
-        self.device = next((p.device for p in heads.parameters()), output.weight.device)
-        self._heads, self._embed = heads, embed
+    deterministic = True
 
-    def start(self, prefill: Prefill, predict: Any) -> HeadsState:
-        """Start behind the prompt."""
-        memory: Memory | None = self._heads.memory(len(prefill.num_tokens), self._embed)
-        tap = self._heads.tap
+    def __init__(
+        self, heads: Heads, output: OutputLayer, shape: Tree | Grown, embed: Embed | None = None
+    ) -> None:
+        self.heads, self.output, self.shape = heads, output, shape
+        self.taps = (heads.tap,)
+        self.num_nodes = shape.num_nodes
+        self.device = next((p.device for p in heads.parameters()), output.weight.device)
+        self._embed = embed
+        self._scales: Tensor | None = None
+        if isinstance(shape, Tree):
+            check_tree(shape, heads)
+            self.max_depth, self.num_ranks = shape.max_depth, shape.max_rank + 1
+            self._levels = levels_of(shape, heads.sequential, self.device)
+        else:
+            self.max_depth, self.width = check_grown(shape, heads), shape.width
+            # more ranks than nodes can never be used
+            self.num_ranks = min(shape.num_ranks, shape.num_nodes - 1, heads.num_outputs)
+            if any(each != 1 for each in shape.temperatures or ()):
+                scales = [1 / each for each in shape.temperatures or ()]
+                self._scales = torch.tensor(scales, device=self.device)
+        if heads.sequential:
+            self._steps = steps_of(heads, output, embed, self.max_depth)
+
+    @property
+    def grows(self) -> bool:
+        """Whether trees are grown."""
+        return isinstance(self.shape, Grown)
+
+    def steps(self) -> Any:
+        """Return the heads as they are now: they may have been trained on in between."""
+        return self._steps() if self.heads.sequential else self.heads.snapshot(self.output)
+
+    def start(self, prefill: Prefill) -> HeadsState:
+        """Start behind the prompt: from its last hidden state, or all where heads attend."""
+        predict, root = self.steps(), prefill.root
+        if isinstance(self.shape, Tree):
+            self.shape = self.shape.to(root.device)
+        memory: Memory | None = self.heads.memory(len(prefill.num_tokens), self._embed)
         if memory is None:
-            return HeadsState(prefill.root, prefill.last_hidden(tap).to(self.device), predict)
+            last_hidden = prefill.last_hidden(self.heads.tap).to(self.device)
+            return HeadsState(root, last_hidden, predict)
         ahead = prefill.tokens.roll(-1, dims=1).to(self.device)
         rows = torch.arange(len(ahead), device=self.device)
         last = torch.tensor(prefill.num_tokens, device=self.device) - 1
-        ahead[rows, last] = prefill.root.to(self.device)
-        hidden = prefill.hidden[tap].to(self.device)
+        ahead[rows, last] = root.to(self.device)
+        hidden = prefill.hidden[self.heads.tap].to(self.device)
         memory, last_hidden = memory.append(hidden, prefill.num_tokens, ahead)
-        return HeadsState(prefill.root, last_hidden, predict, memory)
+        return HeadsState(root, last_hidden, predict, memory)
+
+    @torch.no_grad()
+    def propose(self, state: HeadsState) -> Candidates:
+        """One pass of all parallel heads, or of one sequential head per level."""
+        root = state.root
+        if self.num_nodes == 1:
+            return Candidates(root[:, None], Tree.chain(0).to(root.device))
+        if isinstance(self.shape, Tree):
+            tree: Tree | RowTrees = self.shape
+            guesses = self._fill(state)
+        elif self.heads.sequential:
+            tree, guesses = self._grow(state)
+        else:
+            tree, guesses = self._grow_at_once(state)
+        return Candidates(torch.cat([root[:, None], guesses.to(root.device)], dim=1), tree)
 
     def observe(self, state: HeadsState, result: StepResult) -> HeadsState:
         """Move to the last accepted node."""
-        hidden, path = result.hidden[self._heads.tap], result.path
+        hidden, path = result.hidden[self.heads.tap], result.path
         if state.memory is not None:
             # per row the accepted nodes, as many as tokens were gained
             counts = [len(new) for new in result.new_tokens]
@@ -150,58 +209,132 @@ class Follower:
             memory=None if state.memory is None else state.memory.select(rows),
         )
 
+    def _walk(self, state: HeadsState) -> Walk | MtpWalk:
+        """Return sequential heads at the roots."""
+        found: Walk | MtpWalk = state.predict.begin(
+            state.hidden, state.root.to(self.device), state.memory
+        )
+        return found
 
-class HeadsDrafter:
-    """Fills a static tree with the heads' best guesses.
+    def _at_once(self, state: HeadsState) -> Tensor:
+        """Return the logits of parallel heads, [D, B, V']."""
+        logits: Tensor = state.predict(state.hidden)
+        return logits[: self.max_depth]
 
-    Args:
-        heads: parallel ones.
-        output: the base model's output layer, which shared heads go through.
-        tree: at most as deep as there are heads.
+    def _fill(self, state: HeadsState) -> Tensor:
+        """Return the guesses [B, N - 1] at the nodes of the static tree."""
+        walk = self._walk(state) if self.heads.sequential else None
+        found = []
+        for number, level in enumerate(self._levels, start=1):
+            # parallel heads have one level, in which all of them guess
+            logits = walk.logits() if walk else self._at_once(state)
+            best = logits.topk(level.num_ranks, dim=-1).indices
+            best = (best if walk else best.transpose(0, 1)).flatten(1)
+            tokens = self.heads.token_ids(best.index_select(1, level.slots))
+            found.append(tokens)
+            if walk and number < len(self._levels):
+                inner = tokens if level.inner is None else tokens.index_select(1, level.inner)
+                walk.descend(inner, level.parents)
+        return torch.cat(found, dim=1) if len(found) > 1 else found[0]
 
-    Raises:
-        ValueError: if the tree is deeper than the heads or wider than the tokens they can guess.
+    def _grow_at_once(self, state: HeadsState) -> tuple[RowTrees, Tensor]:
+        """Grow trees of parallel heads; return them and the guesses [B, N - 1]."""
+        logits = self._at_once(state).float()
+        if self._scales is not None:
+            logits = logits * self._scales[: self.max_depth, None, None]
+        log_probs, places = best_guesses(logits, self.num_ranks)  # [D, B, R]
+        guesses = self.heads.token_ids(places.transpose(0, 1).flatten(1))
+        if on_host(logits.device):
+            rows = log_probs.transpose(0, 1).tolist()
+            grown = [best_tree_on_host(row, self.num_nodes) for row in rows]
+            tree = RowTrees.from_lists([parents for parents, _ in grown], self.max_depth)
+            return tree, guesses.gather(1, torch.tensor([slots for _, slots in grown]))
+        above, slots = best_trees(log_probs, self.num_nodes)
+        return RowTrees.from_parents(above, self.max_depth), guesses.gather(1, slots)
+
+    def _grow(self, state: HeadsState) -> tuple[RowTrees, Tensor]:
+        """Grow trees of sequential heads; return them and the guesses [B, N - 1]."""
+        walk, roots = self._walk(state), state.root
+        if not on_host(state.hidden.device):
+            above, guesses, _ = self.grow(walk)
+            tree = RowTrees.from_parents(above.to(roots.device), self.max_depth)
+            return tree, guesses[:, 1:]
+
+        def ask(nodes: Nodes | None) -> tuple[Tensor, Tensor]:
+            if nodes is not None:
+                table = torch.tensor(nodes)
+                walk.descend(table[..., 1], table[..., 0])
+            return self._guesses(walk)
+
+        limits = [self.max_depth] * len(roots)
+        rows = grow_on_host(ask, roots.tolist(), limits, self.num_nodes, self.width)
+        tree = RowTrees.from_lists([parents for _, parents in rows], self.max_depth)
+        return tree, torch.tensor([tokens[1:] for tokens, _ in rows])
+
+    @torch.no_grad()
+    def grow(self, walk: Walk | MtpWalk) -> tuple[Tensor, Tensor, Tensor]:
+        """Grow trees from sequential heads at the roots; nothing waits for the device.
+
+        Returns:
+            Parents, tokens and values, see :func:`specheads.drafters.growing.grow`.
+        """
+
+        def ask(nodes: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+            if nodes is not None:
+                walk.descend(*nodes)
+            return self._guesses(walk)
+
+        roots = walk.level.tokens[:, 0]
+        return grow(ask, roots, self.num_nodes, self.max_depth, self.width)
+
+    def _guesses(self, walk: Walk | MtpWalk) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and token ids of the best guesses at the nodes, [B, n, R]."""
+        logits = walk.logits().float()
+        if self._scales is not None:
+            logits = logits * self._scales[walk.level.depth]
+        log_probs, places = best_guesses(logits, self.num_ranks)
+        return log_probs, self.heads.token_ids(places)
+
+
+def static_drafter(
+    base: PreTrainedModel, heads: Heads, output: OutputLayer, tree: Tree
+) -> HeadsDrafter:
+    """Return a drafter that fills ``tree`` at every step; see :class:`HeadsDrafter`."""
+    return HeadsDrafter(heads, output, tree, embedding(base, heads))
+
+
+def dynamic_drafter(
+    base: PreTrainedModel,
+    heads: Heads,
+    output: OutputLayer,
+    num_nodes: int,
+    *,
+    temperatures: Sequence[float] | None = None,
+) -> HeadsDrafter:
+    """Return a drafter that grows a tree of ``num_nodes`` nodes, root included, at every step.
+
+    See :class:`HeadsDrafter`, and :class:`specheads.drafters.growing.Grown` for ``temperatures``.
     """
+    shape = Grown(num_nodes, temperatures=temperatures)
+    return HeadsDrafter(heads, output, shape, embedding(base, heads))
 
-    deterministic = True
 
-    def __init__(self, heads: Heads, output: OutputLayer, tree: Tree) -> None:
-        check_tree(tree, heads)
-        self.heads = heads
-        self.output = output
-        self.tree = tree
-        self.taps = (heads.tap,)
-        self._follower = Follower(heads, output)
-        self._num_ranks = tree.max_rank + 1
-        # node -> its place in the heads' top-k lists laid end to end, [N - 1]
-        slots = (tree.depths - 1) * self._num_ranks + tree.ranks
-        self._slots = slots[1:].to(self._follower.device)
+def embedding(base: PreTrainedModel, heads: Heads) -> Embed | None:
+    """Return the base's input embedding as a function that may be called where the heads lie.
 
-    def start(self, prefill: Prefill) -> HeadsState:
-        """Start from the prompt's last hidden state; the heads need no others."""
-        # a snapshot for every text anew: the heads may have been trained on in between
-        predict = self.heads.snapshot(self.output)
-        self.tree = self.tree.to(prefill.root.device)
-        return self._follower.start(prefill, predict)
+    None where the heads do not read tokens through it.
+    """
+    if not heads.condition:
+        return None
+    module, place = base.get_input_embeddings(), input_device(base)
+    if module is None:
+        raise ValueError(f"{type(base).__name__} has no input embedding that the heads could use")
 
-    def propose(self, state: HeadsState) -> Candidates:
-        """One pass of all heads, one top-k, one gather."""
-        root = state.root[:, None]
-        if self.tree.num_nodes == 1:
-            return Candidates(root, self.tree)
-        logits = state.predict(state.hidden)[: self.tree.max_depth]  # [D, B, V']
-        best = logits.topk(self._num_ranks, dim=-1).indices
-        best = best.transpose(0, 1).flatten(1)  # [B, D * ranks]
-        guesses = self.heads.token_ids(best.index_select(1, self._slots))
-        return Candidates(torch.cat([root, guesses.to(root.device)], dim=1), self.tree)
+    def embed(tokens: Tensor) -> Tensor:
+        found: Tensor = module(tokens.to(place))
+        return found.to(tokens.device)
 
-    def observe(self, state: HeadsState, result: StepResult) -> HeadsState:
-        """Move to the last accepted node."""
-        return self._follower.observe(state, result)
-
-    def select(self, state: HeadsState, rows: Tensor) -> HeadsState:
-        """Keep some rows."""
-        return self._follower.select(state, rows)
+    return embed
 
 
 def check_tree(tree: Tree, heads: Heads) -> None:
@@ -216,6 +349,34 @@ def check_tree(tree: Tree, heads: Heads) -> None:
         return
     guessed = "the vocabulary" if heads.token_map is None else "the heads guess among"
     raise ValueError(f"tree has rank {tree.max_rank}, {guessed} {heads.num_outputs} tokens")
+
+
+def check_grown(shape: Grown, heads: Heads) -> int:
+    """Refuse a shape that the heads cannot grow; return the depth of its deepest node.
+
+    Raises:
+        ValueError: if a number is out of range, or the number of temperatures is not that of heads.
+    """
+    max_depth = heads.num_heads if shape.max_depth is None else shape.max_depth
+    if not 1 <= max_depth <= heads.num_heads:
+        raise ValueError(
+            f"max_depth must be in 1..{heads.num_heads}, the number of heads, got {max_depth}"
+        )
+    if shape.num_nodes < 2 or shape.num_ranks < 1:
+        raise ValueError(
+            f"num_nodes must be at least 2 and num_ranks at least 1, got {shape.num_nodes} and "
+            f"{shape.num_ranks}"
+        )
+    if shape.width < 1:
+        raise ValueError(f"width must be at least 1, got {shape.width}")
+    temperatures = shape.temperatures
+    if temperatures is not None and len(temperatures) != heads.num_heads:
+        raise ValueError(
+            f"{len(temperatures)} temperatures for {heads.num_heads} heads: one per head"
+        )
+    if temperatures is not None and min(temperatures) <= 0:
+        raise ValueError(f"temperatures must be positive, got {list(temperatures)}")
+    return min(max_depth, shape.num_nodes - 1)
 
 
 @dataclass(frozen=True)
@@ -236,8 +397,12 @@ class Level:
     parents: Tensor | None
 
 
-def levels_of(tree: Tree, device: torch.device) -> list[Level]:
-    """Return the levels of a tree, from depth 1 on."""
+def levels_of(tree: Tree, sequential: bool, device: torch.device) -> list[Level]:
+    """Return the levels of a tree, from depth 1 on; of parallel heads all of them as one."""
+    if not sequential:
+        num_ranks = tree.max_rank + 1
+        every = ((tree.depths - 1) * num_ranks + tree.ranks)[1:]
+        return [Level(num_ranks, every.to(device), None, None)]
     above: list[tuple[int, ...]] = [()]
     levels = []
     for depth in range(1, tree.max_depth + 1):
@@ -281,62 +446,3 @@ def steps_of(
         return lambda: mtp
     tables = Tables(heads, embed, depth)
     return lambda: Steps(heads, output, tables)
-
-
-class SequentialDrafter:
-    """Fills a static tree with the best guesses of heads that read the tokens drafted before.
-
-    Args:
-        heads: sequential ones.
-        output: the base model's output layer, which shared heads go through.
-        embed: the base model's input embedding, for heads that read tokens through it; takes and
-            returns tensors on the heads' device.
-        tree: at most as deep as there are heads.
-
-    Raises:
-        ValueError: if the tree is deeper than the heads or wider than the tokens they can guess.
-    """
-
-    deterministic = True
-
-    def __init__(self, heads: Heads, output: OutputLayer, embed: Embed | None, tree: Tree) -> None:
-        check_tree(tree, heads)
-        self.heads, self.output, self.tree = heads, output, tree
-        self.taps = (heads.tap,)
-        self._follower = Follower(heads, output, embed)
-        self._steps = steps_of(heads, output, embed, tree.max_depth)
-        self._levels = levels_of(tree, self._follower.device)
-
-    def start(self, prefill: Prefill) -> HeadsState:
-        """Start from the prompt's last hidden state."""
-        # for every text anew: the heads may have been trained on in between
-        steps = self._steps()
-        self.tree = self.tree.to(prefill.root.device)
-        return self._follower.start(prefill, steps)
-
-    @torch.no_grad()
-    def propose(self, state: HeadsState) -> Candidates:
-        """One head, one top-k and one gather per level."""
-        root = state.root[:, None]
-        if not self._levels:
-            return Candidates(root, self.tree)
-        there = state.root.to(self._follower.device)
-        walk = state.predict.begin(state.hidden, there, state.memory)
-        found = []
-        for number, level in enumerate(self._levels, start=1):
-            best = walk.logits().topk(level.num_ranks, dim=-1).indices.flatten(1)
-            tokens = self.heads.token_ids(best.index_select(1, level.slots))
-            found.append(tokens)
-            if number < len(self._levels):
-                inner = tokens if level.inner is None else tokens.index_select(1, level.inner)
-                walk.descend(inner, level.parents)
-        guesses = torch.cat(found, dim=1).to(root.device)
-        return Candidates(torch.cat([root, guesses], dim=1), self.tree)
-
-    def observe(self, state: HeadsState, result: StepResult) -> HeadsState:
-        """Move to the last accepted node."""
-        return self._follower.observe(state, result)
-
-    def select(self, state: HeadsState, rows: Tensor) -> HeadsState:
-        """Keep some rows."""
-        return self._follower.select(state, rows)

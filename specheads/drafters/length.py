@@ -1,35 +1,32 @@
-"""How many tokens a draft model proposes: fixed, or until it is no longer sure.
+"""How much to draft: how many tokens of a chain, and which part of a tree.
 
 What ends a chain may depend on the tokens drafted so far, which are all proposed, and on what was
 accepted in earlier steps. It may not take back a token that was drawn: that would be a choice among
 samples, and the output would no longer be the base model's
 (:func:`specheads.verification.rejection.block`).
 
-How many tokens to draft next: as many as pay, from what was accepted lately and what steps cost.
+:class:`AdaptiveLength` drafts as many tokens as pay. A draft of n tokens gains
+``1 + sum_d prod_{j <= d} rate_j`` tokens, where rate_j is how often the j-th is accepted once those
+before it were, and costs n passes of the draft model and a verify step of n + 1 nodes. Their ratio
+is the speed, with the measured cost of the step in place of the usual assumption that it costs what
+a plain step costs (Leviathan et al., arXiv:2211.17192, theorem 3.8). The rates are learned from
+each text while it is written.
 
-A draft of n tokens gains ``1 + sum_d prod_{j <= d} rate_j`` tokens, where rate_j is how often the
-j-th is accepted once those before it were, and costs n passes of the draft model and a verify step
-of n + 1 nodes. Their ratio is the speed, with the measured cost of the step in place of the usual
-assumption that it costs what a plain step costs (Leviathan et al., arXiv:2211.17192, theorem 3.8).
-The rates are learned from each text while it is written.
-
-Verify only that part of a drafter's tree which pays, by what was accepted lately and its costs.
-
-The right size and depth of a tree depend on the text: where guesses are mostly right a deep tree
-pays, where they are mostly wrong a few nodes do. A node's value is the product along its path of
-how often guesses at that depth and of that rank among their siblings were right; taken in the order
-of their values, nodes form a tree at every size, and the size with the most expected tokens per
-measured cost is verified. A verified tree tells the truth about every node whose parent was reached
-(arXiv:2402.12374, section 3, grows static trees from such rates).
+:class:`CutDrafter` verifies the part of another drafter's tree that pays. A node's value is the
+product along its path of how often guesses at that depth and of that rank among their siblings were
+right; taken in the order of their values, nodes form a tree at every size, and the size with the
+most expected tokens per measured cost is verified. A verified tree tells the truth about every node
+whose parent was reached (arXiv:2402.12374, section 3, grows static trees from such rates).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -37,8 +34,6 @@ from torch import Tensor
 from specheads.attention.tree import batched
 from specheads.drafters.contract import Candidates, Drafter, Prefill, StepResult
 from specheads.drafters.growing import pack
-
-__all__ = ["ConfidentLength", "EntropyLength", "FixedLength", "Length"]
 
 
 class Length(Protocol):
@@ -93,30 +88,26 @@ class FixedLength:
     """Always as many tokens.
 
     Args:
-        num_tokens: per step, at least 1.
+        max_tokens: per step, at least 1.
 
     Raises:
         ValueError: if it is less.
     """
 
-    num_tokens: int
+    max_tokens: int
 
-    asks = False
+    asks: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        _check_tokens("num_tokens", self.num_tokens)
-
-    @property
-    def max_tokens(self) -> int:
-        """The longest draft."""
-        return self.num_tokens
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
 
     def start(self) -> None:
         """Nothing is remembered."""
 
     def limit(self, state: None) -> int:
-        """Return the number."""
-        return self.num_tokens
+        """Return the longest draft."""
+        return self.max_tokens
 
     def goes_on(self, probs: Sequence[float], entropies: Sequence[float]) -> bool:
         """Never stop early."""
@@ -127,7 +118,7 @@ class FixedLength:
 
 
 @dataclass(frozen=True)
-class ConfidentLength:
+class ConfidentLength(FixedLength):
     """Until the draft gives its tokens together too small a probability.
 
     The product of the tokens' probabilities under the draft estimates the probability that all of
@@ -142,32 +133,22 @@ class ConfidentLength:
         ValueError: if one lies outside.
     """
 
-    max_tokens: int
     threshold: float = 0.3
 
-    asks = True
+    asks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check_tokens("max_tokens", self.max_tokens)
-        _check_share("threshold", self.threshold)
-
-    def start(self) -> None:
-        """Nothing is remembered."""
-
-    def limit(self, state: None) -> int:
-        """Return the longest draft."""
-        return self.max_tokens
+        super().__post_init__()
+        if not 0 <= self.threshold <= 1:
+            raise ValueError(f"threshold must be in [0, 1], got {self.threshold}")
 
     def goes_on(self, probs: Sequence[float], entropies: Sequence[float]) -> bool:
         """Look at the product."""
         return math.prod(probs) >= self.threshold
 
-    def observe(self, state: None, num_proposed: int, num_accepted: int) -> None:
-        """Learn nothing."""
-
 
 @dataclass(frozen=True)
-class EntropyLength:
+class EntropyLength(ConfidentLength):
     """Until the draft's own entropy H says that the base will hardly accept: AdaEDL.
 
     arXiv:2410.18351: 1 - sqrt(scale * H) bounds the probability of acceptance from below; the draft
@@ -184,41 +165,16 @@ class EntropyLength:
         ValueError: if one lies outside.
     """
 
-    max_tokens: int
-    threshold: float = 0.3
     scale: float = 0.2
 
-    asks = True
-
     def __post_init__(self) -> None:
-        _check_tokens("max_tokens", self.max_tokens)
-        _check_share("threshold", self.threshold)
+        super().__post_init__()
         if not self.scale > 0:
             raise ValueError(f"scale must be positive, got {self.scale}")
-
-    def start(self) -> None:
-        """Nothing is remembered."""
-
-    def limit(self, state: None) -> int:
-        """Return the longest draft."""
-        return self.max_tokens
 
     def goes_on(self, probs: Sequence[float], entropies: Sequence[float]) -> bool:
         """Look at the newest entropy."""
         return 1 - math.sqrt(self.scale * max(entropies[-1], 0.0)) >= self.threshold
-
-    def observe(self, state: None, num_proposed: int, num_accepted: int) -> None:
-        """Learn nothing."""
-
-
-def _check_tokens(name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
-
-
-def _check_share(name: str, value: float) -> None:
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} must be in [0, 1], got {value}")
 
 
 PRIOR = 0.7  # acceptance to start from where nothing was measured
@@ -281,65 +237,58 @@ def best_length(rates: Sequence[float], costs: StepCosts) -> tuple[int, float]:
     return best, speed
 
 
-@dataclass(frozen=True)
-class RunningRates:
-    """One text's acceptance per depth; a value, never changed in place.
+Kind = Hashable  # of a guess: its depth, or its depth and rank
 
-    A draft of which k tokens were accepted says that depths 1 to k were right and, if more had been
-    proposed, that depth k + 1 was wrong. Of what lies deeper it says nothing: those tokens followed
-    a wrong one, or none were proposed.
+
+@dataclass(frozen=True)
+class TextRates:
+    """How often one text's guesses of each kind were right; a value, never changed in place.
 
     Attributes:
-        hits: per depth, how often it was right; old steps fade.
-        trials: likewise, how often it was tried.
+        hits: by kind, how often a guess was right; old steps fade.
+        trials: by kind, how often one was tried behind right ones.
     """
 
-    hits: tuple[float, ...]
-    trials: tuple[float, ...]
+    hits: Mapping[Kind, float] = field(default_factory=dict)
+    trials: Mapping[Kind, float] = field(default_factory=dict)
 
-    @staticmethod
-    def unseen(max_depth: int) -> RunningRates:
-        """Return the rates of a text that has not begun."""
-        return RunningRates((0.0,) * max_depth, (0.0,) * max_depth)
-
-    def after(self, num_proposed: int, num_accepted: int, memory: float) -> RunningRates:
+    def after(self, outcomes: Mapping[Kind, bool], memory: float) -> TextRates:
         """Return the rates after one more step, every step before it faded a little.
 
-        They fade at steps that propose nothing too: what was learned long ago is forgotten in
-        favour of the prior, so that a text on which drafting did not pay is tried again.
+        They fade at steps that try nothing too: what was learned long ago is forgotten in favour of
+        the prior, so that a text on which drafting did not pay is tried again.
 
         Args:
-            num_proposed: tokens that the base model verified.
-            num_accepted: how many of them were right.
+            outcomes: by kind whether a guess was right, of those behind right ones only: a guess
+                that followed a wrong one says nothing.
             memory: steps after which an observation counts 1/e of a new one.
-
-        Raises:
-            ValueError: if more were accepted than proposed.
         """
-        if not 0 <= num_accepted <= num_proposed:
-            raise ValueError(f"{num_accepted} tokens accepted of {num_proposed} proposed")
         kept = math.exp(-1 / memory)
-        tried = min(num_accepted + 1, num_proposed)
-        return RunningRates(
-            tuple(hits * kept + (d < num_accepted) for d, hits in enumerate(self.hits)),
-            tuple(trials * kept + (d < tried) for d, trials in enumerate(self.trials)),
+        kinds = {**self.trials, **outcomes}
+        return TextRates(
+            {kind: self.hits.get(kind, 0.0) * kept + outcomes.get(kind, False) for kind in kinds},
+            {kind: self.trials.get(kind, 0.0) * kept + (kind in outcomes) for kind in kinds},
         )
 
-    def estimate(self, prior: Sequence[float], weight: float) -> list[float]:
-        """Return the rate of every depth.
+    def estimate(
+        self, kinds: Iterable[Kind], prior: Callable[[Any], float], weight: float
+    ) -> list[float]:
+        """Return the rate of every kind.
 
-        The prior is first scaled by how this text did on the whole, all depths together, and then
-        corrected depth by depth, where something was seen.
+        The prior is first scaled by how this text did on the whole, all kinds together, and then
+        corrected kind by kind, where something was seen.
 
         Args:
-            prior: rate per depth before anything is seen.
+            kinds: those that are asked for.
+            prior: the rate of a kind before anything is seen.
             weight: observations that it counts as.
         """
-        foreseen = sum(n * rate for n, rate in zip(self.trials, prior, strict=True))
-        factor = (sum(self.hits) + weight) / (foreseen + weight)
+        foreseen = sum(trials * prior(kind) for kind, trials in self.trials.items())
+        factor = (sum(self.hits.values()) + weight) / (foreseen + weight)
         return [
-            (hits + weight * min(1.0, rate * factor)) / (trials + weight)
-            for hits, trials, rate in zip(self.hits, self.trials, prior, strict=True)
+            (self.hits.get(kind, 0.0) + weight * min(1.0, prior(kind) * factor))
+            / (self.trials.get(kind, 0.0) + weight)
+            for kind in kinds
         ]
 
 
@@ -397,27 +346,25 @@ class AdaptiveLength:
         self.prior, self.weight, self.memory = tuple(rates), weight, memory
         self.chances = tuple(chances)
         self.asks = bool(chances)
-        self._bars = self._worth()
-
-    def _worth(self) -> list[float]:
-        """Per number of tokens drafted, how likely all must be right for one more to pay."""
-        _, speed = best_length(self.prior, self.costs)
-        chains = [self.costs.of_chain(n) for n in range(self.max_tokens + 1)]
-        more = [speed * (after - before) for before, after in pairwise(chains)]
-        return [
-            cost / rate if rate else math.inf for cost, rate in zip(more, self.prior, strict=True)
+        # per number of tokens drafted, how likely all must be right for one more to pay
+        _, speed = best_length(self.prior, costs)
+        chains = [costs.of_chain(n) for n in range(max_tokens + 1)]
+        self._bars = [
+            speed * (after - before) / rate if rate else math.inf
+            for (before, after), rate in zip(pairwise(chains), rates, strict=True)
         ]
 
-    def start(self) -> RunningRates:
+    def start(self) -> TextRates:
         """Return the state of a text that begins."""
-        return RunningRates.unseen(self.max_tokens)
+        return TextRates()
 
-    def limit(self, state: RunningRates) -> int:
+    def limit(self, state: TextRates) -> int:
         """Return the draft length with the most expected tokens per cost, 0..max_tokens.
 
         Where confidence ends drafts, 0 or ``max_tokens``.
         """
-        length, _ = best_length(state.estimate(self.prior, self.weight), self.costs)
+        rates = state.estimate(range(self.max_tokens), self.prior.__getitem__, self.weight)
+        length, _ = best_length(rates, self.costs)
         return self.max_tokens if length and self.asks else length
 
     def goes_on(self, probs: Sequence[float], entropies: Sequence[float]) -> bool:
@@ -428,79 +375,41 @@ class AdaptiveLength:
         right = math.prod(self.chances[min(int(prob * bins), bins - 1)] for prob in probs)
         return right > self._bars[len(probs)]
 
-    def observe(self, state: RunningRates, num_proposed: int, num_accepted: int) -> RunningRates:
+    def observe(self, state: TextRates, num_proposed: int, num_accepted: int) -> TextRates:
         """Return the state after a step.
 
         Raises:
             ValueError: if more were accepted than proposed.
         """
-        return state.after(num_proposed, num_accepted, self.memory)
+        if not 0 <= num_accepted <= num_proposed:
+            raise ValueError(f"{num_accepted} tokens accepted of {num_proposed} proposed")
+        tried = range(min(num_accepted + 1, num_proposed))
+        return state.after({depth: depth < num_accepted for depth in tried}, self.memory)
 
 
 Rank = tuple[int, int]  # depth from 1 on, place among its siblings from 0 on
 
 
-@dataclass
-class CutRow:
-    """One text's acceptance; all of it fades.
-
-    Attributes:
-        hits: how often the guess of a rank was right.
-        trials: how often one was verified behind a right parent.
-    """
-
-    hits: dict[Rank, float] = field(default_factory=dict)
-    trials: dict[Rank, float] = field(default_factory=dict)
-
-    def rate(self, rank: Rank, factor: float) -> float:
-        """Return how often guesses of a rank are right; the prior scaled by ``factor`` counts."""
-        hits, trials = self.hits.get(rank, 0.0), self.trials.get(rank, 0.0)
-        return (hits + WEIGHT * min(1.0, prior(rank) * factor)) / (trials + WEIGHT)
-
-    def factor(self) -> float:
-        """Return how this text does on the whole, beside the prior."""
-        foreseen = sum(trials * prior(rank) for rank, trials in self.trials.items())
-        return (sum(self.hits.values()) + WEIGHT) / (foreseen + WEIGHT)
-
-    def fade(self, kept: float) -> None:
-        """Age by a step."""
-        for numbers in (self.hits, self.trials):
-            for rank in numbers:
-                numbers[rank] *= kept
-
-    def note(self, rank: Rank, *, hit: bool) -> None:
-        """Count a guess about which the base has decided."""
-        self.trials[rank] = self.trials.get(rank, 0.0) + 1
-        self.hits[rank] = self.hits.get(rank, 0.0) + hit
-
-
-def prior(rank: Rank) -> float:
-    """Return the acceptance rate to start from, that of middling Medusa heads."""
+def rank_prior(rank: Rank) -> float:
+    """Return the acceptance rate of a rank to start from, that of middling Medusa heads."""
     depth, place = rank
     return 0.6 * 0.97 ** (depth - 1) * 0.3**place
 
 
 @dataclass
 class CutState:
-    """The member's state, what the rows learned, and what was verified of the trees.
+    """The member's state, what the rows learned, and what was proposed last.
 
     Attributes:
         member: its state.
-        rows: per row of the batch.
-        ranks: per row, of each node that was kept.
-        kept: per row the member's nodes that were kept, the root first.
-        parents: per row, of the kept nodes.
-        probed: per row, which of the kept nodes are probes.
-        num_nodes: of the member's candidates.
+        rows: per row of the batch, its rates by rank.
+        proposed: per row the parents and ranks of the member's nodes, and which of them were kept,
+            the root first; empty where nobody asked for a proposal.
     """
 
     member: Any
-    rows: list[CutRow]
-    ranks: list[list[Rank]] = field(default_factory=list)
-    kept: list[list[int]] = field(default_factory=list)
-    parents: list[list[int]] = field(default_factory=list)
-    probed: list[list[bool]] = field(default_factory=list)
-    num_nodes: int = 0
+    rows: list[TextRates]
+    proposed: list[tuple[list[int], list[Rank], list[int]]] = field(default_factory=list)
 
 
 class CutDrafter:
@@ -533,87 +442,85 @@ class CutDrafter:
 
     def start(self, prefill: Prefill) -> CutState:
         """Start the member."""
-        return CutState(self.member.start(prefill), [CutRow() for _ in prefill.ids])
+        return CutState(self.member.start(prefill), [TextRates() for _ in prefill.ids])
 
     def propose(self, state: CutState) -> Candidates:
         """Ask the member; keep what pays."""
         candidates = self.member.propose(state.member)
-        laid = lay_out(candidates)
-        state.num_nodes = candidates.tokens.shape[1]
-        state.kept, state.ranks, state.parents, state.probed = [], [], [], []
-        for row, tree in zip(state.rows, laid, strict=True):
-            ranks = ranks_of(tree)
-            kept = self._keep(row, tree, ranks)
+        tree = candidates.tree
+        parents = batched(tree, tree.parents).expand_as(candidates.tokens).tolist()
+        state.proposed, cut, read = [], [], []
+        for rates, tokens, inputs, above in zip(
+            state.rows, candidates.tokens.tolist(), candidates.inputs.tolist(), parents, strict=True
+        ):
+            ranks = ranks_of(tokens, above)
+            kept = self.keep(rates, tokens, inputs, above)
             place = {node: i for i, node in enumerate(kept)}
-            state.kept.append(kept)
-            state.ranks.append([ranks[node] for node in kept])
-            state.parents.append([place.get(tree.parents[node], -1) for node in kept])
-            state.probed.append([tree.tokens[node] < tree.inputs[node] for node in kept])
-        pairs = list(zip(laid, state.kept, strict=True))
-        return pack(
-            [[tree.tokens[node] for node in kept] for tree, kept in pairs],
-            state.parents,
-            candidates.tokens.device,
-            inputs=None
-            if candidates.probes is None
-            else [[tree.inputs[node] for node in kept] for tree, kept in pairs],
-        )
+            cut.append(
+                ([tokens[node] for node in kept], [place.get(above[node], -1) for node in kept])
+            )
+            read.append([inputs[node] for node in kept])
+            state.proposed.append((above, ranks, kept))
+        probes = None if candidates.probes is None else read
+        return pack(cut, candidates.tokens.device, inputs=probes)
 
-    def _keep(self, row: CutRow, tree: Laid, ranks: Sequence[Rank]) -> list[int]:
-        """Return the nodes that pay, in the member's order."""
-        factor = row.factor()
-        values = [1.0]
-        for node, parent in enumerate(tree.parents[1:], start=1):
-            guess = tree.tokens[node] >= 0
-            values.append(values[parent] * row.rate(ranks[node], factor) if guess else 0.0)
-        always = {0}
-        for node, token in enumerate(tree.tokens):
-            if token < 0 <= tree.inputs[node]:
-                while node not in always:
-                    always.add(node)
-                    node = tree.parents[node]
+    def keep(
+        self,
+        rates: TextRates,
+        tokens: Sequence[int],
+        inputs: Sequence[int],
+        parents: Sequence[int],
+    ) -> list[int]:
+        """Return the nodes of one row that pay, in the member's order.
+
+        Args:
+            rates: of the row's text, by rank.
+            tokens: [N], the root first.
+            inputs: [N], what the base model reads.
+            parents: [N], -1 for the root.
+        """
+        ranks = ranks_of(tokens, parents)
+        found = rates.estimate(ranks, rank_prior, WEIGHT)
+        values, always = [1.0], {0}
+        for node in range(1, len(tokens)):
+            values.append(values[parents[node]] * found[node] if tokens[node] >= 0 else 0.0)
+            above = node if tokens[node] < 0 <= inputs[node] else 0  # a probe
+            while above not in always:
+                always.add(above)
+                above = parents[above]
         # a stable sort: no node precedes its equally valuable parent
         order = sorted(range(len(values)), key=lambda node: (node not in always, -values[node]))
         order = [node for node in order if node in always or values[node] > 0]
+        depth = max(rank[0] for rank, token in zip(ranks, tokens, strict=True) if token >= 0)
         expected, best, size = 0.0, 0.0, 1
         for num, node in enumerate(order, start=1):
             expected += values[node]
-            speed = expected / self.costs.of_step(tree.depth, num)
+            speed = expected / self.costs.of_step(depth, num)
             if num >= len(always) and speed > best:
                 best, size = speed, num
         return sorted(order[:size])
 
     def observe(self, state: CutState, result: StepResult) -> CutState:
-        """Learn from what was decided, and let the member follow."""
-        if not state.kept:  # nobody has asked for a proposal
-            nowhere = result.tokens.new_empty(len(state.rows), 0)
-            state.member = self.member.observe(state.member, replace(result, own=nowhere))
-            return state
-        fade, num_verified = math.exp(-1 / self.memory), result.tokens.shape[1]
-        paths, tokens = result.path.tolist(), result.tokens.tolist()
-        theirs = None if result.own is None else result.own.tolist()
-        own = []
-        for index, row in enumerate(state.rows):
-            if theirs is None:
-                places = verified_places(state.parents[index], state.probed[index], num_verified)
-            else:
-                places = theirs[index][: len(state.kept[index])]
-            where = [-1] * state.num_nodes
-            for node, place in zip(state.kept[index], places, strict=True):
+        """Learn from what was decided, and tell the member where its nodes were verified."""
+        num_verified, paths = result.tokens.shape[1], result.path.tolist()
+        theirs = [range(num_verified)] * len(paths) if result.own is None else result.own.tolist()
+        own: list[list[int]] = [[]] * len(paths)
+        for i, (parents, ranks, kept) in enumerate(state.proposed):
+            where = own[i] = [-1] * len(parents)
+            for node, place in zip(kept, theirs[i], strict=False):
                 where[node] = place
-            own.append(where)
-            if not result.new_tokens[index]:
+            if not result.new_tokens[i]:
                 continue
-            row.fade(fade)
-            path = set(paths[index])
-            for i, parent in enumerate(state.parents[index][1:], start=1):
-                place = places[i]
-                if place >= 0 and tokens[index][place] >= 0 and places[parent] in path:
-                    row.note(state.ranks[index][i], hit=place in path)
-        seen = replace(result, own=torch.tensor(own, device=result.tokens.device))
-        state.member = self.member.observe(state.member, seen)
-        state.kept = []
-        return state
+            tokens, path = result.tokens[i].tolist(), set(paths[i])
+            outcomes: dict[Kind, bool] = {
+                ranks[node]: where[node] in path
+                for node in kept[1:]
+                if tokens[where[node]] >= 0 <= where[node] and where[parents[node]] in path - {-1}
+            }
+            state.rows[i] = state.rows[i].after(outcomes, self.memory)
+        places = torch.tensor(own, dtype=torch.long, device=result.tokens.device)
+        member = self.member.observe(state.member, replace(result, own=places))
+        return CutState(member, state.rows)
 
     def select(self, state: CutState, rows: Tensor) -> CutState:
         """Keep some rows."""
@@ -622,76 +529,11 @@ class CutDrafter:
         )
 
 
-def ranks_of(tree: Laid) -> list[Rank]:
+def ranks_of(tokens: Sequence[int], parents: Sequence[int]) -> list[Rank]:
     """Return for every node its depth and its place among its siblings, as they are listed."""
     found: list[Rank] = [(0, 0)]
-    children: dict[int, int] = {}
-    for node, parent in enumerate(tree.parents[1:], start=1):
-        place = children.get(parent, 0)
-        found.append((found[parent][0] + 1, place))
-        if tree.tokens[node] >= 0:
-            children[parent] = place + 1
-    return found
-
-
-def verified_places(parents: Sequence[int], probed: Sequence[bool], num_verified: int) -> list[int]:
-    """Return where each of a row's proposed nodes stands in the verified tree, -1 for nowhere.
-
-    Trees are verified as they are, and chains without their end where the limit is near; a model
-    that can only read chains verifies the first children of a tree.
-
-    Args:
-        parents: of the proposed nodes; -1 for the root.
-        probed: which of them are probes.
-        num_verified: nodes of the verified tree.
-    """
-    if num_verified >= len(parents):
-        return list(range(len(parents)))
-    if all(parent == node - 1 for node, parent in enumerate(parents)):
-        return [node if node < num_verified else -1 for node in range(len(parents))]
-    places = [-1] * len(parents)
-    last, places[0], num = 0, 0, 1
-    for node, parent in enumerate(parents):
-        if node and parent == last and not probed[node] and num < num_verified:
-            last, places[node], num = node, num, num + 1
-    return places
-
-
-@dataclass(frozen=True)
-class Laid:
-    """One row's candidates as lists over its nodes.
-
-    Attributes:
-        tokens: the root first; negative where nothing may be accepted.
-        inputs: what the base model reads; negative where nothing.
-        parents: -1 for the root.
-        depth: of the deepest guess.
-        num_read: nodes that are no padding.
-    """
-
-    tokens: list[int]
-    inputs: list[int]
-    parents: list[int]
-    depth: int
-    num_read: int
-
-
-def lay_out(candidates: Candidates) -> list[Laid]:
-    """Return candidates row by row."""
-    parents = batched(candidates.tree, candidates.tree.parents).tolist()
-    depths = batched(candidates.tree, candidates.tree.depths).tolist()
-    tokens, inputs = candidates.tokens.tolist(), candidates.inputs.tolist()
-    found = []
-    for row, (own, read) in enumerate(zip(tokens, inputs, strict=True)):
-        shape = row if len(parents) > 1 else 0
-        nodes = [node for node, token in enumerate(own) if token >= 0]
-        found.append(
-            Laid(
-                own,
-                read,
-                parents[shape],
-                max(depths[shape][node] for node in nodes),
-                sum(each >= 0 for each in read),
-            )
-        )
+    children: Counter[int] = Counter()
+    for node, parent in enumerate(parents[1:], start=1):
+        found.append((found[parent][0] + 1, children[parent]))
+        children[parent] += tokens[node] >= 0
     return found

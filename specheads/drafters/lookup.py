@@ -1,12 +1,10 @@
-"""Prompt lookup as a drafter: copy what followed the last few tokens when they last occurred.
+"""Drafters that copy from the text itself what followed its last tokens when they occurred before.
 
-Saxena, "Prompt Lookup Decoding" (2023). Needs no training, which makes it the baseline that trained
-heads have to beat wherever there is nothing to copy.
+Prompt lookup (Saxena, "Prompt Lookup Decoding", 2023) sees the latest match of a few tokens and
+copies one continuation. It needs no training, which makes it the baseline that trained heads have
+to beat wherever there is nothing to copy.
 
-Copy what followed the longest suffix of the text that occurred in it before, however long.
-
-Prompt lookup with a fixed n sees the latest match of a few tokens and copies one continuation. A
-suffix automaton (Blumer et al., 1985) finds the longest match of any length while the text grows,
+A suffix automaton (Blumer et al., 1985) finds the longest match of any length while the text grows,
 and knows how often each continuation followed: those that compete become branches of a small tree,
 as in SuffixDecoding (Oliaro et al., arXiv:2411.04975); the automaton itself drafts chains in SAM
 decoding (Hu et al., arXiv:2411.10666).
@@ -20,7 +18,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specheads.attention.tree import Tree
 from specheads.drafters.contract import Candidates, Prefill, StepResult
 from specheads.drafters.growing import pack
 
@@ -79,13 +76,8 @@ class NgramDrafter:
 
     def propose(self, state: NgramState) -> Candidates:
         """Look up the longest suffix that occurred before; shorter chains are padded."""
-        guesses = [self.look_up(row) for row in state.rows]
-        depth = max(map(len, guesses))
-        chains = [
-            [row.tokens[-1], *found, *[-1] * (depth - len(found))]
-            for row, found in zip(state.rows, guesses, strict=True)
-        ]
-        return Candidates(torch.tensor(chains, device=state.device), Tree.chain(depth))
+        chains = [[row.tokens[-1], *self.look_up(row)] for row in state.rows]
+        return pack([(chain, range(-1, len(chain) - 1)) for chain in chains], state.device)
 
     def look_up(self, row: NgramRow) -> list[int]:
         """Return what followed the longest suffix of a row that occurred before; [] if none."""
@@ -276,8 +268,7 @@ class SuffixDrafter:
 
     def propose(self, state: SuffixState) -> Candidates:
         """Follow each row's match."""
-        trees = [self._tree(*row) for row in state.rows]
-        return pack([tokens for tokens, _ in trees], [above for _, above in trees], state.device)
+        return pack([self._tree(*row) for row in state.rows], state.device)
 
     def _tree(self, automaton: SuffixAutomaton, root: int) -> tuple[list[int], list[int]]:
         """Return tokens and parents of the most frequent continuations, best first."""

@@ -4,18 +4,16 @@ Each member follows the text by itself, whoever proposed what was accepted. Wher
 deterministic, so is their union, and sample-and-walk stays exact: it accepts the longest of what
 the members' trees would have given, as long as all their nodes are in.
 
-The guesses of several drafters in one trie, and how often guesses of each kind were right.
+The guesses of one row meet in a :class:`Trie`, in Python: trees of some tens of nodes, where
+tensors would cost more than they compute. :class:`Rates` keeps how often guesses of each kind were
+right.
 
-Everything here is of one row and in Python: trees of some tens of nodes, where tensors would cost
-more than they compute.
-
-Learn while decoding where it pays to ask a drafter that costs something, after the free ones.
-
-What it can add depends on what is at hand already: its guesses count where those at hand are all
-wrong from the first on. So it is kept how many tokens asking promised for a place that was open,
-and a step asks if these, as far as the place is open, are worth the price at the speed without
-them. What asking promised shows as soon as the guesses are there; where nobody asks, what is known
-drifts back to what is usual, so that a text that changes is tried again.
+A member that costs something is asked after the free ones, and only where that has paid
+(:class:`DrafterValues`). What it can add depends on what is at hand already: its guesses count
+where those at hand are all wrong from the first on. So it is kept how many tokens asking promised
+for a place that was open, and a step asks if these, as far as the place is open, are worth the
+price at the speed without them. What asking promised shows as soon as the guesses are there; where
+nobody asks, what is known drifts back to what is usual, so that a text that changes is tried again.
 """
 
 from __future__ import annotations
@@ -29,9 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specheads.attention.tree import RowTrees, Tree, batched
+from specheads.attention.tree import batched
 from specheads.drafters.contract import Candidates, Drafter, Prefill, StepResult
-from specheads.drafters.growing import HOSTS, pack
+from specheads.drafters.growing import on_host, pack
 from specheads.drafters.length import StepCosts
 
 # A kind of guesses: who proposes them (a bit per drafter), at which depth, with which rank among
@@ -76,26 +74,6 @@ def _prior(kind: Kind) -> float:
     members, _, rank, far = kind
     alone = LATER if rank else FIRST[far]
     return float(1 - (1 - alone) ** members.bit_count())
-
-
-def _best_size(
-    values: Sequence[float], tokens: float, num_nodes: int, costs: Sequence[float]
-) -> tuple[int, float]:
-    """Return how many more nodes give the most tokens for the cost, and how many; of equals few.
-
-    Args:
-        values: of the nodes, falling.
-        tokens: expected without them.
-        num_nodes: without them.
-        costs: of a step of n nodes at index n.
-    """
-    last = len(costs) - 1
-    best, speed = 0, tokens / costs[min(num_nodes, last)]
-    for more, value in enumerate(values[: max(0, last - num_nodes)], start=1):
-        tokens += value
-        if tokens / costs[num_nodes + more] > speed:
-            best, speed = more, tokens / costs[num_nodes + more]
-    return best, speed
 
 
 class Trie:
@@ -206,13 +184,12 @@ class Trie:
         """
         kept: set[int] | None = None
         if num_nodes or costs:
-            free = self._with_probes()
-            counted = self._best_first(values, free)
+            free, rest = self._ranked(values)
             if num_nodes:
-                del counted[num_nodes - 1 :]
+                del rest[num_nodes - 1 :]
             if costs:
-                del counted[self._size(values, free, counted, costs)[0] :]
-            kept = free.union(counted)
+                del rest[self._fastest(values, free, rest, costs)[0] :]
+            kept = free.union(rest)
         order = [0]
         for node in order:  # which grows
             below: list[int] = list(self.children[node].values())
@@ -227,38 +204,46 @@ class Trie:
         """Return expected tokens and cost of the choice with the most tokens per cost.
 
         Args:
-            values: as in ``order``.
-            costs: likewise.
+            values: as in :meth:`order`.
+            costs: as in :meth:`order`.
         """
-        free = self._with_probes()
-        counted = self._best_first(values, free)
-        size, speed = self._size(values, free, counted, costs)
-        cost = costs[min(1 + len(free) + size, len(costs) - 1)]
-        return speed * cost, cost
+        return self._fastest(values, *self._ranked(values), costs)[1:]
 
-    def _best_first(self, values: Sequence[float], free: Collection[int]) -> list[int]:
-        # of equals the earlier: no node is kept without its parent
+    def _ranked(self, values: Sequence[float]) -> tuple[set[int], list[int]]:
+        """Return the nodes that are always in, and the others, the most valuable first.
+
+        Always in are probes and what stands above them. Of equally valuable nodes the earlier is
+        first, so that none is kept without its parent.
+        """
+        free: set[int] = set()
+        for node in range(1, len(self.kinds)):
+            if self.kinds[node] is None:
+                while node > 0 and node not in free:
+                    free.add(node)
+                    node = self.parents[node]
         best = sorted(range(1, len(values)), key=lambda node: (-values[node], node))
-        return [node for node in best if node not in free]
+        return free, [node for node in best if node not in free]
 
-    def _size(
+    def _fastest(
         self,
         values: Sequence[float],
         free: Collection[int],
-        counted: Sequence[int],
+        rest: Sequence[int],
         costs: Sequence[float],
-    ) -> tuple[int, float]:
-        taken = 1 + sum(values[node] for node in free if self.kinds[node] is not None)
-        return _best_size([values[node] for node in counted], taken, 1 + len(free), costs)
+    ) -> tuple[int, float, float]:
+        """Return how many of ``rest`` give the most tokens for the cost, of equals the fewest.
 
-    def _with_probes(self) -> set[int]:
-        found: set[int] = set()
-        for node in range(1, len(self.kinds)):
-            if self.kinds[node] is None:
-                while node > 0 and node not in found:
-                    found.add(node)
-                    node = self.parents[node]
-        return found
+        Returns:
+            That number, and the tokens expected then and their cost.
+        """
+        tokens = 1 + sum(values[node] for node in free if self.kinds[node] is not None)
+        num_nodes, last = 1 + len(free), len(costs) - 1
+        best = 0, tokens, costs[min(num_nodes, last)]
+        for more, node in enumerate(rest[: max(0, last - num_nodes)], start=1):
+            tokens += values[node]
+            if tokens / costs[num_nodes + more] > best[1] / best[2]:
+                best = more, tokens, costs[num_nodes + more]
+        return best
 
     def learn(self, rates: Rates, text: Sequence[int]) -> None:
         """Learn from the text that followed the root, of which no guess below its end is judged.
@@ -285,7 +270,7 @@ FORGET = 0.03  # how far what is known drifts with each step that does not ask
 OPEN = 0.1  # places less open than this teach little
 
 
-class Worth:
+class DrafterValues:
     """Of one text: per drafter what it adds to an open place, and what it costs."""
 
     def __init__(self) -> None:
@@ -328,13 +313,11 @@ class _Step:
     """What was proposed last.
 
     Attributes:
-        tree: the merged one.
         tries: per row all guesses, those that were left out too.
         where: [members][B][n], where each member's nodes stand in the tries; -1 for padding.
         places: per row and node of its trie the place in the merged tree; -1 where left out.
     """
 
-    tree: Tree | RowTrees
     tries: list[Trie]
     where: list[list[list[int]]]
     places: list[list[int]]
@@ -347,13 +330,13 @@ class HybridState:
     Attributes:
         members: their states.
         rates: per row.
-        worth: per row, of asking members that cost something.
+        values: per row, of asking members that cost something.
         step: from a proposal to its result; else None.
     """
 
     members: list[Any]
     rates: list[Rates]
-    worth: list[Worth]
+    values: list[DrafterValues]
     step: _Step | None = None
 
 
@@ -412,7 +395,7 @@ class HybridDrafter:
         """Start every member."""
         states = [member.start(prefill) for member in self.members]
         rows = prefill.ids
-        return HybridState(states, [Rates() for _ in rows], [Worth() for _ in rows])
+        return HybridState(states, [Rates() for _ in rows], [DrafterValues() for _ in rows])
 
     def propose(self, state: HybridState) -> Candidates:
         """Ask the members, for each row those that pay; merge.
@@ -421,12 +404,11 @@ class HybridDrafter:
             ValueError: for sampled candidates.
         """
         tries: list[Trie] = []
-        where: list[list[list[int]]] = [[]] * len(self.members)
+        where: list[list[list[int]]] = [[[] for _ in state.rates] for _ in self.members]
         spent = [0.0] * len(state.rates)
         for number in self._order:
             asked = self._asked(number, tries, spent, state)
             if not any(asked):
-                where[number] = [[] for _ in asked]
                 continue
             member, price = self.members[number], self._prices[number]
             candidates = member.propose(state.members[number])
@@ -434,28 +416,26 @@ class HybridDrafter:
                 raise ValueError(_why_not_sampled(member))
             tokens: list[list[int]] = candidates.tokens.tolist()
             inputs = tokens if candidates.probes is None else candidates.probes.tolist()
-            parents = batched(candidates.tree, candidates.tree.parents).tolist()
-            if len(parents) < len(tokens):
-                parents *= len(tokens)
+            tree = candidates.tree
+            parents = batched(tree, tree.parents).expand_as(candidates.tokens).tolist()
             if not tries:
                 tries = [Trie(row[0]) for row in tokens]
                 device = candidates.tokens.device
-            where[number] = []
             for row, asks in enumerate(asked):
                 if not asks:
-                    where[number].append([0] + [-1] * (len(tokens[row]) - 1))
+                    where[number][row] = [0] + [-1] * (len(tokens[row]) - 1)
                     continue
                 trie, rates = tries[row], state.rates[row]
                 before = trie.values(rates) if price else []
                 own = trie.add(number, tokens[row], parents[row], inputs[row])
-                where[number].append(own)
+                where[number][row] = own
                 if price:
                     cost = price * trie.depth(own)
                     spent[row] += cost
                     gained = trie.promise(trie.values(rates)) - trie.promise(before)
-                    state.worth[row].learn(number, gained, cost, trie.chance(before))
+                    state.values[row].learn(number, gained, cost, trie.chance(before))
         merged, places = self._merge(tries, spent, state.rates, device)
-        state.step = _Step(merged.tree, tries, where, places)
+        state.step = _Step(tries, where, places)
         return merged
 
     def _asked(
@@ -465,11 +445,10 @@ class HybridDrafter:
         if not tries or not self._prices[number]:
             return [True] * len(spent)
         asked = []
-        rows = zip(tries, spent, state.rates, state.worth, strict=True)
-        for trie, paid, rates, worth in rows:
-            values = trie.values(rates)
+        for row, (trie, paid) in enumerate(zip(tries, spent, strict=True)):
+            values = trie.values(state.rates[row])
             best = trie.best(values, [paid + cost for cost in self._verify])
-            asked.append(worth.pays(number, *best, trie.chance(values)))
+            asked.append(state.values[row].pays(number, *best, trie.chance(values)))
         return asked
 
     def _merge(
@@ -480,8 +459,7 @@ class HybridDrafter:
         device: torch.device,
     ) -> tuple[Candidates, list[list[int]]]:
         """Return what is to be verified, and per row and node of its trie the place in it."""
-        tokens, parents, inputs, places = [], [], [], []
-        probed = False
+        rows, inputs, places = [], [], []
         for trie, paid, each in zip(tries, spent, rates, strict=True):
             costs = [paid + cost for cost in self._verify]
             order = trie.order(trie.values(each), self.num_nodes, costs)
@@ -489,53 +467,38 @@ class HybridDrafter:
             for new, node in enumerate(order):
                 place[node] = new
             places.append(place)
-            parents.append([-1, *(place[trie.parents[node]] for node in order[1:])])
+            parents = [-1, *(place[trie.parents[node]] for node in order[1:])]
+            rows.append(([trie.tokens[node] for node in order], parents))
             inputs.append([trie.inputs[node] for node in order])
-            tokens.append([trie.tokens[node] for node in order])
-            probed = probed or tokens[-1] != inputs[-1]
-        merged = pack(
-            tokens,
-            parents,
-            device,
-            inputs=inputs if probed else None,
-            # where shapes are better repeated than small
-            num_nodes=1 if device.type in HOSTS else max(self.num_nodes, 1),
-        )
-        return merged, places
+        probed = any(tokens != read for (tokens, _), read in zip(rows, inputs, strict=True))
+        # on a device shapes are better repeated than small
+        num_nodes = 1 if on_host(device) else max(self.num_nodes, 1)
+        return pack(rows, device, inputs=inputs if probed else None, num_nodes=num_nodes), places
 
     def observe(self, state: HybridState, result: StepResult) -> HybridState:
         """Tell every member, and where its nodes were; learn who was right."""
-        step, device = state.step, result.tokens.device
-        if step is None:  # another hybrid has not asked this one
-            step = _Step(result.tree, [], [[[] for _ in state.rates]] * len(self.members), [])
-            places: list[list[int]] = [[] for _ in state.rates]
-        else:
-            places = self._places(step, result)
-        for place in places:
-            place.append(-1)  # where padding stands: index -1
-        members = []
-        for member, own, where in zip(self.members, state.members, step.where, strict=True):
-            nodes = [[place[at] for at in row] for place, row in zip(places, where, strict=True)]
-            told = replace(result, own=torch.tensor(nodes, dtype=torch.long, device=device))
-            members.append(member.observe(own, told))
-        for i, trie in enumerate(step.tries):
-            trie.learn(state.rates[i], result.new_tokens[i])
-        return HybridState(members, state.rates, state.worth)
-
-    @staticmethod
-    def _places(step: _Step, result: StepResult) -> list[list[int]]:
-        """Return per row and node of its trie the place in the tree that was verified."""
+        num_rows, device = len(state.rates), result.tokens.device
+        # without a proposal, as where another hybrid has not asked this one, there are no nodes
+        step = state.step or _Step([], [[[]] * num_rows] * len(self.members), [[]] * num_rows)
+        own: list[Sequence[int]] = [
+            range(result.tree.num_nodes)
+        ] * num_rows  # the tree is its own, or the front of it
         if result.own is not None:
             own = result.own.tolist()
-        elif (num_nodes := result.tree.num_nodes) == step.tree.num_nodes:
-            return step.places
-        else:  # the front of it
-            front = [*range(num_nodes), *[-1] * (step.tree.num_nodes - num_nodes)]
-            own = [front] * len(step.places)
-        return [
-            [there[node] if node >= 0 else -1 for node in row]
+        # per row and node of its trie the place in the tree that was verified; the last -1 is that
+        # of padding, which stands at index -1
+        places = [
+            [there[node] if 0 <= node < len(there) else -1 for node in row] + [-1]
             for there, row in zip(own, step.places, strict=True)
         ]
+        members = []
+        for member, before, where in zip(self.members, state.members, step.where, strict=True):
+            nodes = [[place[at] for at in row] for place, row in zip(places, where, strict=True)]
+            told = replace(result, own=torch.tensor(nodes, dtype=torch.long, device=device))
+            members.append(member.observe(before, told))
+        for trie, rates, new in zip(step.tries, state.rates, result.new_tokens, strict=False):
+            trie.learn(rates, new)
+        return HybridState(members, state.rates, state.values)
 
     def select(self, state: HybridState, rows: Tensor) -> HybridState:
         """Keep some rows."""
@@ -545,7 +508,7 @@ class HybridDrafter:
         ]
         kept = rows.tolist()
         return HybridState(
-            members, [state.rates[row] for row in kept], [state.worth[row] for row in kept]
+            members, [state.rates[row] for row in kept], [state.values[row] for row in kept]
         )
 
 

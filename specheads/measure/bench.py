@@ -27,7 +27,7 @@ from specheads.decoding.exported import (
     tree_kind,
 )
 from specheads.drafters.contract import Drafter
-from specheads.drafters.growing import static_drafter
+from specheads.drafters.heads import static_drafter
 from specheads.drafters.lookup import LOOKUP_NGRAM, LOOKUP_TOKENS, NgramDrafter
 from specheads.measure import rows as report
 from specheads.measure.clock import (

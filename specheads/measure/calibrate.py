@@ -25,7 +25,7 @@ from specheads.attention.tree import Choice, Tree, grow_tree
 from specheads.config import EvaluateConfig, TreeConfig
 from specheads.decoding.costs import CostCurve, clock_steps, ratios, runner
 from specheads.drafters.contract import Drafter
-from specheads.drafters.growing import DynamicDrafter, dynamic_drafter, static_drafter
+from specheads.drafters.heads import HeadsDrafter, dynamic_drafter, static_drafter
 from specheads.measure.hits import (
     Gains,
     Progress,
@@ -185,7 +185,7 @@ def calibrate(
     def static(size: int) -> Drafter:
         return static_drafter(base, heads, output, Tree.from_choices(nodes[: size - 1]))
 
-    def grown(size: int) -> DynamicDrafter:
+    def grown(size: int) -> HeadsDrafter:
         return dynamic_drafter(base, heads, output, size, temperatures=scales)
 
     kinds = {"static": Kind(static_gains(hits, most), static)}

@@ -35,7 +35,7 @@ from specheads.decoding import loop
 from specheads.decoding.loop import decode, plain_decode
 from specheads.decoding.result import DecodeResult, Output
 from specheads.drafters.contract import Drafter
-from specheads.drafters.growing import DynamicDrafter, StaticDrafter
+from specheads.drafters.heads import HeadsDrafter
 from specheads.models import forward
 from specheads.models.base import context_length
 from specheads.models.forward import ModelPass
@@ -688,7 +688,7 @@ class Phases:
     def watching(
         self,
         base: PreTrainedModel,
-        drafter: StaticDrafter | DynamicDrafter,
+        drafter: HeadsDrafter,
         *,
         compile: bool = False,
     ) -> Iterator[None]:

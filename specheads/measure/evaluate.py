@@ -20,7 +20,7 @@ from specheads.config import ConfigError, EvaluateConfig, TreeConfig
 from specheads.decoding.costs import clock_drafts, expected_tokens
 from specheads.drafters.contract import Drafter
 from specheads.drafters.draft_model import DraftModelDrafter
-from specheads.drafters.growing import static_drafter
+from specheads.drafters.heads import static_drafter
 from specheads.drafters.length import FixedLength
 from specheads.measure.calibrate import Calibration, Search, calibrate
 from specheads.measure.clock import (

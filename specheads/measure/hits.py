@@ -26,12 +26,8 @@ from specheads.config import ConfigError
 from specheads.decoding.loop import decode, plain_decode
 from specheads.decoding.result import DecodedRow, DecodeResult
 from specheads.drafters.contract import Drafter
-from specheads.drafters.growing import (
-    DynamicDrafter,
-    DynamicSequentialDrafter,
-    best_trees,
-    embedding,
-)
+from specheads.drafters.growing import best_trees
+from specheads.drafters.heads import HeadsDrafter, embedding
 from specheads.measure.clock import Decoded, Prompt, pad_left
 from specheads.measure.rows import Clocked
 from specheads.measure.stats import ratio_ci95
@@ -535,7 +531,7 @@ def _sizes_needed(parents: Tensor, values: Tensor, guesses: Tensor, came: Tensor
     return torch.stack(found, dim=1)
 
 
-def grown_sizes(hits: Hits, drafter: DynamicSequentialDrafter) -> Tensor:
+def grown_sizes(hits: Hits, drafter: HeadsDrafter) -> Tensor:
     """Return what :func:`dynamic_sizes` does, for sequential heads.
 
     Which nodes a tree holds beside the path that came depends on what the heads say below tokens
@@ -553,18 +549,13 @@ def grown_sizes(hits: Hits, drafter: DynamicSequentialDrafter) -> Tensor:
     found = torch.full_like(hits.ranks, MISS)
     depth = drafter.max_depth
     for chunk, walk in _walks(hits, drafter):
-        grown = drafter.grow(walk)
-        parents, values, guesses = (
-            each.cpu() for each in (grown.parents, grown.values, grown.tokens)
-        )
+        parents, guesses, values = (each.cpu() for each in drafter.grow(walk))
         came = hits.tokens[chunk, 1 : depth + 1]
         found[chunk, :depth] = _sizes_needed(parents, values, guesses, came)
     return found
 
 
-def _walks(
-    hits: Hits, drafter: DynamicSequentialDrafter
-) -> Iterator[tuple[Tensor, Walk | MtpWalk]]:
+def _walks(hits: Hits, drafter: HeadsDrafter) -> Iterator[tuple[Tensor, Walk | MtpWalk]]:
     """Yield some positions [n] of a text, and the heads at the roots that stand there, n rows."""
     if not len(hits.ranks):
         return
@@ -675,7 +666,7 @@ def dynamic_gains(
 
 
 def drafter_gains(
-    hits: Sequence[Sequence[Hits]], drafter: DynamicDrafter, temperatures: Sequence[float]
+    hits: Sequence[Sequence[Hits]], drafter: HeadsDrafter, temperatures: Sequence[float]
 ) -> Gains:
     """Count what trees grown at each step gain, of heads of any kind and up to this drafter's size.
 
@@ -684,7 +675,7 @@ def drafter_gains(
         drafter: of the largest tree.
         temperatures: its own, one per head.
     """
-    if isinstance(drafter, DynamicSequentialDrafter):
+    if drafter.heads.sequential:
         return count_gains(hits, lambda _, text: grown_sizes(text, drafter), drafter.num_nodes)
     return dynamic_gains(hits, drafter.num_nodes, temperatures)
 

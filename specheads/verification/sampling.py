@@ -2,15 +2,12 @@
 
 A draw is ``argmax(logits / temperature + noise)`` with Gumbel noise, which samples the softmax. The
 noise is a pure function of (seed, row, absolute position, token): plain decoding and tree decoding,
-which meet the same positions in different steps and shapes, therefore draw the same tokens.
+which meet the same positions in different steps and shapes, therefore draw the same tokens. It is
+counter-based (the splitmix64 finaliser over a lattice), hence without state, equal on every device,
+and free to be asked for any position at any time.
 
-Rules for sampled candidates make random choices of other kinds (``Chance``), and drafters that
+Rules for sampled candidates make random choices of other kinds (:class:`Chance`), and drafters that
 sample need noise of their own: streams of the same generator that have nothing in common.
-
-Noise that belongs to a position: a pure function of (seed, row, absolute position, token).
-
-Counter-based (the splitmix64 finaliser over a lattice), hence without state, equal on every device,
-and free to be asked for any position at any time. Each use has a stream of its own.
 """
 
 from __future__ import annotations
@@ -254,9 +251,13 @@ class Sampler:
             scores = scores.masked_fill(drop.scatter(-1, index, drop), float("-inf"))
         return scores
 
+    def warped(self, logits: Tensor) -> Tensor:
+        """Return :meth:`warp` of logits, [..., V] float32; greedy: the logits themselves."""
+        return self.warp(logits) if self.temperature > 0 else logits.float()
+
     def probs(self, logits: Tensor) -> Tensor:
         """Return the distributions that are drawn from, [..., V] float32; greedy: the model's."""
-        return (self.warp(logits) if self.temperature > 0 else logits.float()).softmax(-1)
+        return self.warped(logits).softmax(-1)
 
     def scores(
         self, logits: Tensor, positions: Tensor, rows: Sequence[int] | None = None

@@ -13,6 +13,7 @@ import torch
 from specheads.attention.tree import default_tree
 from specheads.bench import run as bench
 from specheads.config import BenchConfig, ConfigError, DecodeConfig, GenerateConfig
+from specheads.config.commands import DRAFTERS
 from specheads.decoding import costs as clocking
 from specheads.decoding import exported
 from specheads.decoding.exported import (
@@ -44,9 +45,7 @@ def draft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-COSTS = {name: 0.1 * (name in {*clocking.OF_A_MODEL, "heads"}) for name in (
-    "draft", "draft_heads", "draft_tree", "heads", "suffix", "lookahead", "lookup"
-)}  # fmt: skip
+COSTS = {name: 0.1 * bool(needs) for name, needs in DRAFTERS.items()}
 VERIFY_COSTS = clocking.verify_costs  # as it is, where tests do without it
 
 

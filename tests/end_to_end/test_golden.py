@@ -12,7 +12,7 @@ import torch
 
 from specheads.attention.tree import Tree
 from specheads.decoding.loop import plain_decode
-from specheads.drafters.growing import DynamicHeadsDrafter
+from specheads.drafters.growing import Grown
 from specheads.drafters.heads import HeadsDrafter
 from specheads.models.checkpoint import Export, load_export
 from specheads.models.output import output_layer
@@ -65,7 +65,7 @@ def test_plain_decoding_gives_the_pinned_tokens(export: Export, case: dict[str, 
 
 def test_dynamic_trees_accept_as_much(export: Export) -> None:
     """A dynamic tree whose values are off still gives the right tokens, slowly."""
-    drafter = DynamicHeadsDrafter(export.heads, output_layer(export.base), export.tree.num_nodes)
+    drafter = HeadsDrafter(export.heads, output_layer(export.base), Grown(export.tree.num_nodes))
     steps = static_steps = 0
     for case in CASES:
         result = make_golden.decode_case(export, case, drafter)

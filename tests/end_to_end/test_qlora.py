@@ -24,7 +24,7 @@ from specheads.config import (
     TrainConfig,
 )
 from specheads.decoding.loop import decode, plain_decode
-from specheads.drafters.growing import static_drafter
+from specheads.drafters.heads import static_drafter
 from specheads.models.adapters import adapter_parameters, add_adapter, original
 from specheads.models.base import load_base_model
 from specheads.models.checkpoint import Export, load_export, save_export

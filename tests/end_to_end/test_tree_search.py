@@ -14,7 +14,7 @@ from torch import Tensor
 from specheads import tree_search
 from specheads.config import ConfigError, TreeSearchConfig
 from specheads.drafters.contract import Drafter
-from specheads.drafters.growing import DynamicHeadsDrafter
+from specheads.drafters.growing import Grown
 from specheads.drafters.heads import HeadsDrafter
 from specheads.measure import calibrate
 from specheads.measure.clock import read_prompts
@@ -85,8 +85,8 @@ def test_expected_accept_length_is_within_5_percent_of_the_measured_one(
     if dynamic:
         temperatures = fit_temperatures(hits)
         expected = dynamic_gains(hits, NUM_NODES, temperatures).lengths()[-1]
-        drafter: Drafter = DynamicHeadsDrafter(
-            golden.heads, output, NUM_NODES, temperatures=temperatures
+        drafter: Drafter = HeadsDrafter(
+            golden.heads, output, Grown(NUM_NODES, temperatures=temperatures)
         )
     else:
         expected = static_gains(hits, NUM_NODES).lengths()[-1]

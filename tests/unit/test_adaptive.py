@@ -8,13 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specheads.drafters.length import (
-    CALIBRATED,
-    AdaptiveLength,
-    RunningRates,
-    StepCosts,
-    best_length,
-)
+from specheads.drafters.length import CALIBRATED, AdaptiveLength, StepCosts, TextRates, best_length
 
 RATES = st.lists(st.floats(0, 1), min_size=1, max_size=6)
 NEVER_FADING = 1e12
@@ -66,20 +60,21 @@ def test_short_drafts_and_refusals_bend_no_rate(rates: list[float], lengths: lis
             weight = math.prod(rates[:right])
             if right < length:
                 weight *= 1 - rates[right]
-            seen = RunningRates.unseen(depth).after(length, right, NEVER_FADING)
+            rule = AdaptiveLength(StepCosts(0, [0] + [1] * (depth + 1)), depth)
+            seen = rule.observe(rule.start(), length, right)
             for d in range(depth):
-                hits[d] += weight * seen.hits[d]
-                trials[d] += weight * seen.trials[d]
+                hits[d] += weight * seen.hits.get(d, 0)
+                trials[d] += weight * seen.trials.get(d, 0)
     for d in range(depth):
         assert hits[d] == pytest.approx(rates[d] * trials[d], abs=1e-9)
 
 
 def test_each_depth_is_learned() -> None:
     """One rate for all depths drafts on where the second guess is always wrong."""
-    seen = RunningRates.unseen(4)
+    seen = TextRates()
     for _ in range(50):
-        seen = seen.after(3, 1, NEVER_FADING)
-    first, second, third, fourth = seen.estimate([0.7] * 4, weight=2.0)
+        seen = seen.after({0: True, 1: False}, NEVER_FADING)
+    first, second, third, fourth = seen.estimate(range(4), lambda depth: 0.7, weight=2.0)
     assert first > 0.95 and second < 0.05
     # what was never reached is what was foreseen, scaled by how the text does on the whole
     assert third == fourth == pytest.approx(0.7 * (50 + 2) / (100 * 0.7 + 2))
@@ -88,8 +83,9 @@ def test_each_depth_is_learned() -> None:
 def test_the_prior_rules_until_something_is_seen() -> None:
     """A text would start with drafts as if nothing, or everything, were ever accepted."""
     prior = [0.9, 0.5, 0.2]
-    assert RunningRates.unseen(3).estimate(prior, weight=4.0) == prior
-    certain = RunningRates.unseen(3).after(3, 3, NEVER_FADING).estimate([0.9] * 3, weight=0.1)
+    assert TextRates().estimate(range(3), prior.__getitem__, weight=4.0) == prior
+    seen = TextRates().after(dict.fromkeys(range(3), True), NEVER_FADING)
+    certain = seen.estimate(range(3), lambda depth: 0.9, weight=0.1)
     assert max(certain) <= 1
 
 
@@ -166,7 +162,7 @@ def test_wrong_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="cost of 1 node"):
         StepCosts(0.1, [1])
     with pytest.raises(ValueError, match="3 tokens accepted of 2 proposed"):
-        RunningRates.unseen(3).after(2, 3, 10)
+        AdaptiveLength(costs, 1).observe(TextRates(), 2, 3)
 
 
 def test_with_confidence_the_limit_only_says_whether_to_draft() -> None:

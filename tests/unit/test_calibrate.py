@@ -11,7 +11,6 @@ from torch import Tensor
 
 from specheads.attention.tree import Tree
 from specheads.decoding.costs import CostCurve
-from specheads.drafters.growing import DynamicHeadsDrafter
 from specheads.measure import calibrate as module
 from specheads.measure.calibrate import Calibration, Kind, Search, calibrate, fastest
 from specheads.measure.hits import Gains, Hits, Texts, static_gains
@@ -29,8 +28,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], float]],
         def fake_runner(base: Any, drafter: Any, input_ids: Tensor, **_: Any) -> tuple[int, int]:
             if drafter is None:
                 return 0, len(input_ids)
-            dynamic = isinstance(drafter, DynamicHeadsDrafter)
-            return drafter.num_nodes if dynamic else drafter.tree.num_nodes, len(input_ids)
+            return drafter.num_nodes, len(input_ids)
 
         def fake_clock(runs: Sequence[tuple[int, int]], *, repeats: int) -> list[list[float]]:
             clocked.extend(nodes for nodes, _ in runs[1:])

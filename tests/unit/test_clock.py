@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 from specheads.attention.tree import default_tree
 from specheads.decoding import loop
-from specheads.drafters.growing import static_drafter
+from specheads.drafters.heads import static_drafter
 from specheads.measure import clock as module
 from specheads.measure.bench import Contest
 from specheads.measure.clock import (

@@ -31,8 +31,7 @@ def test_each_member_costs_what_it_adds_to_the_verify_step(monkeypatch: pytest.M
         clocking, "step_costs", lambda base, draft, n: StepCosts(0.25, [1.0] * (n + 2))
     )
     base = build("llama")
-    tree = SimpleNamespace(max_depth=4)
-    heads: Any = SimpleNamespace(tree=tree, deterministic=True, taps=())
+    heads: Any = SimpleNamespace(max_depth=4, deterministic=True, taps=())
     drafters: list[Any] = [None, heads, None]
     names, sizes = ["suffix", "heads", "draft"], [3, 9, 5]
     suffix, by_heads, draft = clocking.member_costs(

@@ -25,7 +25,7 @@ from specheads.decoding.choose import Chooser, Scored
 from specheads.decoding.generate import SpecDecoder
 from specheads.decoding.loop import decode
 from specheads.decoding.processors import bind
-from specheads.decoding.result import DecodeResult, Output
+from specheads.decoding.result import DecodeResult, Rows
 from specheads.drafters.contract import FINAL, StepResult
 from specheads.drafters.lookup import NgramDrafter
 from specheads.models.forward import ModelPass
@@ -126,15 +126,15 @@ def test_sampled_trees_are_plain_decoding(llama: PreTrainedModel, sampling: str)
 
 def test_near_ties_are_as_wide_as_the_temperature_among_the_processors() -> None:
     """Prevents a low temperature enlarging rounding beyond what is settled."""
-    output = Output([[1]], torch.device("cpu"), 3)
+    rows = Rows([0], [[1]], [True])
     logits = torch.tensor([[10.0, 9.0, 0.0]])
     scores = torch.tensor([[1000.0, 999.995, 0.0]])
     for temperature, tied in ((0.01, True), (1.0, False)):
         processors = bind(LogitsProcessorList([TemperatureLogitsWarper(temperature)]), [[1]], 1)
-        chooser = Chooser(Sampler(1.0), output, processors, lambda ids, n: logits)
+        chooser = Chooser(Sampler(1.0), processors, lambda row, text: logits)
         scored = Scored(logits[None], logits[None] / temperature, scores[None])
         path = torch.tensor([[0]])
-        assert chooser.near_ties(logits[None], scored, [0], path).tolist() == [[tied]]
+        assert chooser.near_ties(logits[None], scored, rows, path).tolist() == [[tied]]
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])

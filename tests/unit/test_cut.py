@@ -15,17 +15,16 @@ from specheads.drafters.contract import Candidates, Prefill, StepResult
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.heads import HeadsDrafter
 from specheads.drafters.length import (
+    WEIGHT,
     CutDrafter,
-    CutRow,
     FixedLength,
     StepCosts,
-    lay_out,
+    TextRates,
+    rank_prior,
     ranks_of,
-    verified_places,
 )
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
-from tests.drafter_laws import check_deterministic
 from tests.zoo import VOCAB, build
 
 TREE = Tree.from_choices([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
@@ -50,21 +49,6 @@ def heads_drafter(base: PreTrainedModel) -> HeadsDrafter:
     return HeadsDrafter(heads.eval(), output, TREE)
 
 
-def test_the_laws_hold(base: PreTrainedModel) -> None:
-    """A path of the cut tree read as one of the member's, or rows that learn from each other."""
-    costs = StepCosts(0.0, COSTS.verify)
-    check_deterministic(base, lambda: CutDrafter(heads_drafter(base), costs, memory=5))
-
-
-def test_chains_stay_lawful(base: PreTrainedModel) -> None:
-    """A draft model whose chain is cut keeps tokens in its cache that nobody verified."""
-
-    def make() -> CutDrafter:
-        return CutDrafter(DraftModelDrafter(base, FixedLength(4)), COSTS)
-
-    assert check_deterministic(base, make) > 2
-
-
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=6, max_size=6),
     st.lists(st.floats(0.01, 0.8), min_size=7, max_size=7),
@@ -72,26 +56,27 @@ def test_chains_stay_lawful(base: PreTrainedModel) -> None:
 @settings(max_examples=60)
 def test_no_part_of_the_tree_is_better(seen: list[tuple[int, int]], more: list[float]) -> None:
     """A greedy cut that stops at the first node that does not pay misses those behind it."""
-    row = CutRow()
-    for rank, (a, b) in zip([(1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (9, 9)], seen, strict=True):
-        row.trials[rank], row.hits[rank] = float(max(a, b)), float(min(a, b))
+    kinds = [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (9, 9)]
+    row = TextRates(
+        {rank: float(min(pair)) for rank, pair in zip(kinds, seen, strict=True)},
+        {rank: float(max(pair)) for rank, pair in zip(kinds, seen, strict=True)},
+    )
     costs = StepCosts(0.05, [0.0, *itertools.accumulate(more)])
-    tokens = torch.tensor([[9, 1, 2, 3, 4, 5, 6]])
-    (tree,) = lay_out(Candidates(tokens, TREE))
-    drafter = CutDrafter(DraftLike(), costs)
-    kept = drafter._keep(row, tree, ranks_of(tree))
+    tokens, parents = [9, 1, 2, 3, 4, 5, 6], TREE.parents.tolist()
+    kept = CutDrafter(DraftLike(), costs).keep(row, tokens, tokens, parents)
+    rates = row.estimate(ranks_of(tokens, parents), rank_prior, WEIGHT)
 
     def speed(nodes: tuple[int, ...]) -> float:
-        ranks, values = ranks_of(tree), {0: 1.0}
+        values = {0: 1.0}
         for node in nodes[1:]:
-            values[node] = values[tree.parents[node]] * row.rate(ranks[node], row.factor())
-        return sum(values.values()) / costs.of_step(tree.depth, len(nodes))
+            values[node] = values[parents[node]] * rates[node]
+        return sum(values.values()) / costs.of_step(TREE.max_depth, len(nodes))
 
     parts = [
         (0, *nodes)
         for size in range(7)
         for nodes in itertools.combinations(range(1, 7), size)
-        if all(tree.parents[node] in (0, *nodes) for node in nodes)
+        if all(parents[node] in (0, *nodes) for node in nodes)
     ]
     assert tuple(kept) in parts
     assert speed(tuple(kept)) == pytest.approx(max(map(speed, parts)))
@@ -161,16 +146,6 @@ def test_probes_are_always_kept() -> None:
     state = drafter.start(Prefill([[1]], torch.tensor([[1]]), [1], {}, torch.tensor([9])))
     candidates = drafter.propose(state)
     assert candidates.inputs.tolist()[0][:1] == [9] and {5, 6} <= set(candidates.inputs[0].tolist())
-
-
-def test_models_that_read_chains_verify_first_children() -> None:
-    """Hits would be counted for nodes that were never verified."""
-    parents, probed = [-1, 0, 0, 1, 2, 3], [False] * 6
-    assert verified_places(parents, probed, 6) == [0, 1, 2, 3, 4, 5]
-    assert verified_places(parents, probed, 4) == [0, 1, -1, 2, -1, 3]
-    probed[1] = True
-    assert verified_places(parents, probed, 3) == [0, -1, 1, -1, 2, -1]
-    assert verified_places([-1, 0, 1, 2], [False] * 4, 3) == [0, 1, 2, -1]
 
 
 def test_sampled_members_are_refused(base: PreTrainedModel) -> None:

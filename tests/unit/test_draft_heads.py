@@ -14,8 +14,7 @@ from specheads.attention.tree import Tree
 from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import FINAL, Candidates, Prefill
 from specheads.drafters.draft_heads import DraftHeadsDrafter
-from specheads.drafters.growing import static_drafter
-from specheads.models.checkpoint import Export
+from specheads.drafters.heads import static_drafter
 from specheads.models.heads import MedusaHeads, prefix_sizes
 from specheads.models.output import capture_hidden, output_layer
 from specheads.verification.sampling import Sampler
@@ -198,17 +197,6 @@ def test_vocabularies_may_differ(base: PreTrainedModel) -> None:
         found = decode(base, drafter, **padded(ROWS), max_new_tokens=12)
         plain = plain_decode(base, **padded(ROWS), max_new_tokens=12)
         assert new_tokens(found) == new_tokens(plain)
-
-
-def test_an_export_is_taken_as_it_is(draft: PreTrainedModel, heads: MedusaHeads) -> None:
-    """Prevents heads on the output layer of another model."""
-    export = Export(draft, heads, None, TREE, {})  # type: ignore[arg-type]
-    drafter = DraftHeadsDrafter.of_export(export, num_passes=1)
-    direct = DraftHeadsDrafter(draft, heads, output_layer(draft), TREE, num_passes=1)
-    prefill = prefill_of([[1, 2, 3]], Sampler())
-    assert drafter.propose(drafter.start(prefill)).tokens.equal(
-        direct.propose(direct.start(prefill)).tokens
-    )
 
 
 def test_settings_are_checked(draft: PreTrainedModel, heads: MedusaHeads) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import pytest
@@ -21,10 +20,6 @@ from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.length import ConfidentLength, EntropyLength, FixedLength, Length
 from specheads.verification.sampling import Sampler, draft_noise, gumbel_noise
 from tests.drafter_laws import (
-    check_cache,
-    check_conversation,
-    check_deterministic,
-    check_ends,
     check_greedy_identity,
 )
 from tests.ragged import NUM_NEW, ROWS, new_tokens, padded
@@ -57,35 +52,6 @@ def near(model: PreTrainedModel, noise: float) -> PreTrainedModel:
         for parameter in other.parameters():
             parameter.add_(noise * torch.randn(parameter.shape, generator=generator))
     return other
-
-
-@pytest.mark.parametrize(("sampling", "name"), [("greedy", "fixed"), ("coupled", "confident")])
-def test_the_laws_hold(
-    sampling: str, name: str, base: PreTrainedModel, draft: PreTrainedModel
-) -> None:
-    """Prevents other tokens than plain decoding's, and rows that depend on the rest of a batch."""
-    make = partial(DraftModelDrafter, draft, LENGTHS[name], sampling=sampling)
-    assert check_deterministic(base, make) > 1.5
-
-
-@pytest.mark.parametrize("name", ["fixed", "confident"])
-def test_the_laws_of_sampled_guesses_hold(
-    name: str, base: PreTrainedModel, draft: PreTrainedModel
-) -> None:
-    """Prevents that sampled guesses spoil greedy decoding, caches, limits, or other rows."""
-    make = partial(DraftModelDrafter, draft, LENGTHS[name], sampling="sampled")
-    assert check_greedy_identity(base, make) > 1.5
-    check_cache(base, make, sampler=Sampler(temperature=0.8, top_k=20, seed=3))
-    check_ends(base, make)
-    check_conversation(base, make)
-    settings: dict[str, Any] = {"max_new_tokens": NUM_NEW, "eos_token_ids": (7, 8, 9)}
-    together = decode(
-        base, make(), **padded(ROWS), sampler=Sampler(0.8, top_p=0.9, seed=4), **settings
-    )
-    for i, row in enumerate(ROWS):
-        alone = decode(base, make(), row, sampler=Sampler(0.8, top_p=0.9, seed=4 + i), **settings)
-        assert together.rows[i].new_tokens == alone.new_tokens
-        assert together.rows[i].accept_lengths == alone.accept_lengths
 
 
 @dataclass

@@ -14,15 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaForCausalLM
 
 from specheads.attention.tree import RowTrees, grow_tree
-from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters import growing
 from specheads.drafters.contract import FINAL, Prefill
-from specheads.drafters.growing import DynamicHeadsDrafter, best_tree_on_host, best_trees
-from specheads.drafters.heads import HeadsState
-from specheads.measure.clock import pad_left
+from specheads.drafters.growing import Grown, best_tree_on_host, best_trees
+from specheads.drafters.heads import HeadsDrafter, HeadsState
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer, output_layer
-from specheads.verification.sampling import Sampler
 
 Paths = dict[tuple[int, ...], float]
 
@@ -128,7 +125,7 @@ def test_small_and_certain_trees() -> None:
 
 def test_nothing_waits_for_the_device() -> None:
     """A synchronisation in every step costs a GPU more than the tree gains."""
-    growing._offsets.cache_clear()
+    growing._starts_above.cache_clear()
     try:
         with FakeTensorMode():  # has no values: reading one raises
             parents, slots = best_trees(torch.zeros(4, 3, 8), 16)
@@ -136,7 +133,7 @@ def test_nothing_waits_for_the_device() -> None:
         assert tuple(parents.shape) == (3, 16) and tuple(slots.shape) == (3, 15)
         assert tuple(tree.tree_mask.shape) == (3, 16, 16)
     finally:
-        growing._offsets.cache_clear()
+        growing._starts_above.cache_clear()
 
 
 @pytest.fixture
@@ -158,7 +155,7 @@ def test_nodes_hold_the_most_probable_continuations(
     """A node filled by the wrong head or rank, or temperatures of the wrong head."""
     _, heads, output = medusa
     temperatures = [0.5, 2.0, 1.0]
-    drafter = DynamicHeadsDrafter(heads, output, 12, num_ranks=11, temperatures=temperatures)
+    drafter = HeadsDrafter(heads, output, Grown(12, num_ranks=11, temperatures=temperatures))
     hidden, root = 4 * torch.randn(2, 5, 32), torch.tensor([7, 8])
     prefill = Prefill(
         [[0] * 5] * 2, torch.zeros(2, 5, dtype=torch.long), [5, 3], {FINAL: hidden}, root
@@ -182,54 +179,19 @@ def test_nodes_hold_the_most_probable_continuations(
         assert {tuple(tokens[line[line > 0]].tolist()) for line in lines[1:]} == wanted
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.4])
-@pytest.mark.parametrize("num_nodes,max_depth", [(2, None), (12, None), (12, 2), (40, 3)])
-def test_decoding_is_plain_decoding(
-    medusa: tuple[LlamaForCausalLM, MedusaHeads, OutputLayer],
-    temperature: float,
-    num_nodes: int,
-    max_depth: int | None,
-) -> None:
-    """A tree per row and step that is verified with another row's mask writes other tokens."""
-    base, heads, output = medusa
-    drafter = DynamicHeadsDrafter(heads, output, num_nodes, max_depth=max_depth)
-    prompts = [torch.randint(0, 256, (1, size)) for size in (5, 17, 3)]
-    input_ids, attention_mask = pad_left(prompts)
-    sampler = Sampler(temperature=temperature, seed=3)
-    batch = decode(
-        base,
-        drafter,
-        input_ids,
-        attention_mask=attention_mask,
-        max_new_tokens=30,
-        sampler=sampler,
-    )
-    lengths = []
-    for index, prompt in enumerate(prompts):
-        plain = plain_decode(
-            base,
-            prompt,
-            max_new_tokens=30,
-            sampler=Sampler(temperature=temperature, seed=3 + index),
-        )
-        assert batch.rows[index].new_tokens == plain.new_tokens
-        lengths += batch.rows[index].accept_lengths
-    assert min(lengths) == 1 < max(lengths)
-
-
 def test_settings_are_checked(
     medusa: tuple[LlamaForCausalLM, MedusaHeads, OutputLayer],
 ) -> None:
     """A tree deeper than the heads, or a list of temperatures read for the wrong heads."""
     _, heads, output = medusa
     with pytest.raises(ValueError, match=r"max_depth must be in 1..3, the number of heads, got 4"):
-        DynamicHeadsDrafter(heads, output, 8, max_depth=4)
+        HeadsDrafter(heads, output, Grown(8, max_depth=4))
     with pytest.raises(ValueError, match="num_nodes must be at least 2"):
-        DynamicHeadsDrafter(heads, output, 1)
+        HeadsDrafter(heads, output, Grown(1))
     with pytest.raises(ValueError, match="2 temperatures for 3 heads"):
-        DynamicHeadsDrafter(heads, output, 8, temperatures=[1.0, 1.0])
+        HeadsDrafter(heads, output, Grown(8, temperatures=[1.0, 1.0]))
     with pytest.raises(ValueError, match="positive"):
-        DynamicHeadsDrafter(heads, output, 8, temperatures=[1.0, 0.0, 1.0])
+        HeadsDrafter(heads, output, Grown(8, temperatures=[1.0, 0.0, 1.0]))
 
 
 def test_a_device_grows_what_the_host_grows(
@@ -237,7 +199,7 @@ def test_a_device_grows_what_the_host_grows(
 ) -> None:
     """Prevents other trees on a GPU, whose branch no test on a CPU would go through."""
     heads = MedusaHeads(4, 1, 32, 272)
-    drafter = DynamicHeadsDrafter(heads, output_layer(tiny_llama), 12)
+    drafter = HeadsDrafter(heads, output_layer(tiny_llama), Grown(12))
     predict = heads.snapshot(output_layer(tiny_llama))
     state = HeadsState(torch.arange(3), torch.randn(3, 32), predict)
     on_host = drafter.propose(state)

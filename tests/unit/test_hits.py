@@ -16,12 +16,8 @@ from specheads.attention.tree import Tree
 from specheads.config import ConfigError
 from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import Drafter
-from specheads.drafters.growing import (
-    DynamicSequentialDrafter,
-    best_trees,
-    dynamic_drafter,
-    static_drafter,
-)
+from specheads.drafters.growing import best_trees
+from specheads.drafters.heads import dynamic_drafter, static_drafter
 from specheads.measure import hits as module
 from specheads.measure.clock import Decoded, Prompt
 from specheads.measure.hits import (
@@ -121,7 +117,7 @@ def compare_with_decoding(
         if ends:  # the last step's root comes before the end, and nothing comes after that
             assert found.came[-1, 1:].isnan().all() and (found.ranks[-1, 1:] == MISS).all()
         largest = dynamic_drafter(base, heads, output, 20, temperatures=scales)
-        if isinstance(largest, DynamicSequentialDrafter):
+        if heads.sequential:
             dynamic = grown_sizes(found, largest)
         else:
             dynamic = dynamic_sizes(found, 20, scales)

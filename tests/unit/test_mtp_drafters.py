@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 from specheads.attention.tree import Tree, batched, default_tree
 from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import Candidates, Prefill, StepResult
-from specheads.drafters.growing import dynamic_drafter, static_drafter
-from specheads.drafters.heads import HeadsState
+from specheads.drafters.heads import HeadsState, dynamic_drafter, static_drafter
 from specheads.measure.calibrate import Search, calibrate
 from specheads.measure.clock import pad_left
 from specheads.measure.hits import Texts, dynamic_sizes, fit_temperatures, measure_hits

@@ -16,8 +16,8 @@ from specheads.attention.tree import RowTrees, Tree
 from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters import growing
 from specheads.drafters.contract import FINAL, Candidates, Drafter, Prefill, StepResult
-from specheads.drafters.growing import DynamicDrafter, dynamic_drafter, static_drafter
-from specheads.drafters.heads import SequentialDrafter
+from specheads.drafters.growing import Grown
+from specheads.drafters.heads import HeadsDrafter, dynamic_drafter, embedding, static_drafter
 from specheads.measure.hits import (
     Texts,
     collect_hits,
@@ -230,9 +230,8 @@ def test_grown_trees_hold_the_best_of_all_prefixes(
     monkeypatch.setattr(growing, "HOSTS", ("cpu",) if host else ())
     base, heads = build(kind)
     output = OutputLayer(base.get_output_embeddings(), scale=0.5)
-    drafter = growing.DynamicSequentialDrafter(
-        heads, output, base.get_input_embeddings(), 20, num_ranks=4, width=20
-    )
+    shape = Grown(20, num_ranks=4, width=20)
+    drafter = HeadsDrafter(heads, output, shape, base.get_input_embeddings())
     for sizes in ((9,), SIZES):
         watched, lengths = run(base, drafter, prompts(sizes))
         assert min(lengths) == 1 < max(lengths)
@@ -342,19 +341,17 @@ def test_trees_of_all_sizes_are_counted_as_they_decode(temperature: float) -> No
     hits = collect_hits(base, heads, output, texts)
     scales = [0.8, 1.0, 1.5]
 
-    def grown_of(size: int) -> DynamicDrafter:
-        return dynamic_drafter(base, heads, output, size, temperatures=scales)
+    def grown_of(size: int) -> HeadsDrafter:
+        # all nodes of a level are asked, so that a smaller tree holds the best of the largest
+        shape = Grown(size, temperatures=scales, width=24)
+        return HeadsDrafter(heads, output, shape, embedding(base, heads))
 
     nodes = grow_nodes(hits, 24)
     largest = grown_of(24)
-    assert isinstance(largest, growing.DynamicSequentialDrafter)
-    largest.width = 24  # so that a smaller tree holds the best nodes of the largest
     dynamic = drafter_gains(hits, largest, scales)
     static = count_gains(hits, lambda _, text: static_sizes(nodes, text.ranks), len(nodes) + 1)
     for size in (2, 14):
         drafter = grown_of(size)
-        assert isinstance(drafter, growing.DynamicSequentialDrafter)
-        drafter.width = 24
         tree = Tree.from_choices(nodes[: size - 1])
         for counted, tried in (
             (dynamic, drafter),
@@ -373,10 +370,7 @@ def test_what_cannot_draft_is_refused() -> None:
     with pytest.raises(ValueError, match="embed, which is None"):
         heads.memory(1)
     with pytest.raises(ValueError, match="embed, which is None"):
-        SequentialDrafter(heads, output, None, Tree.chain(2))
-    parallel = MtpHeads(3, heads.config, VOCAB)
-    with pytest.raises(ValueError, match="these heads are parallel"):
-        SequentialDrafter(parallel, output, base.get_input_embeddings(), Tree.chain(2))
+        HeadsDrafter(heads, output, Tree.chain(2))
     heads.config.layer_types = ["chunked_attention"]
     with pytest.raises(ValueError, match="sequential MTP heads with chunked_attention cannot"):
         static_drafter(base, heads, output, Tree.chain(2))

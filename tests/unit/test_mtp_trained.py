@@ -7,7 +7,7 @@ import torch
 from specheads.attention.tree import Tree
 from specheads.config.training import LossConfig
 from specheads.decoding.loop import decode, plain_decode
-from specheads.drafters.growing import static_drafter
+from specheads.drafters.heads import static_drafter
 from specheads.models.mtp import MtpHeads, block_config
 from specheads.models.output import output_layer
 from specheads.training.objectives import HeadsObjective

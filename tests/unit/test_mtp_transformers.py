@@ -10,7 +10,7 @@ from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
 from specheads.attention.tree import Tree
-from specheads.drafters.growing import static_drafter
+from specheads.drafters.heads import static_drafter
 from specheads.models.mtp import MtpHeads, block_config
 from specheads.models.output import output_layer
 from tests import zoo

@@ -13,8 +13,7 @@ from specheads.attention.cache import TreeCache
 from specheads.attention.tree import Tree, default_tree
 from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import StepResult
-from specheads.drafters.growing import static_drafter
-from specheads.drafters.heads import HeadsState
+from specheads.drafters.heads import HeadsState, static_drafter
 from specheads.measure.clock import pad_left
 from specheads.models import head_cache
 from specheads.models.head_cache import PrefixKeys

@@ -16,18 +16,11 @@ from transformers import PreTrainedModel
 from specheads.attention.tree import Tree
 from specheads.decoding.accept import Acceptance
 from specheads.decoding.loop import decode
-from specheads.drafters import draft_tree
+from specheads.drafters import draft_model, draft_tree
 from specheads.drafters.contract import Candidates
 from specheads.drafters.draft_tree import SampledTreeDrafter, sequoia_tree
 from specheads.verification.rejection import sample_siblings, sample_top_and_one
 from specheads.verification.sampling import Sampler, draft_noise, gumbel_noise
-from tests.drafter_laws import (
-    check_cache,
-    check_conversation,
-    check_deterministic,
-    check_ends,
-    check_greedy_identity,
-)
 from tests.end_to_end.test_distribution import excess
 from tests.enumeration import (
     DRAFT_SITES,
@@ -38,7 +31,7 @@ from tests.enumeration import (
     verified,
     without_tokens,
 )
-from tests.ragged import NUM_NEW, ROWS, padded
+from tests.ragged import ROWS, padded
 from tests.unit.test_draft_model import near
 from tests.unit.test_draft_tree import check_fresh, prefill_of, says
 from tests.zoo import build
@@ -144,7 +137,7 @@ def enumerated(
             rest = (rest / rest.sum(-1, keepdim=True)).nan_to_num(0.0)
             return torch.cat([siblings(rest, 1, noise), best], dim=-1), rest
 
-        patch.setattr(draft_tree, "draft_noise", numbers)
+        patch.setattr(draft_model, "draft_noise", numbers)
         patch.setattr(draft_tree, "sample_siblings", siblings)
         patch.setattr(draft_tree, "sample_top_and_one", top_and_one)
         texts = [PROMPT + model.text(context) for context in contexts.tolist()]
@@ -289,32 +282,13 @@ def test_each_node_continues_its_own_path(
                 torch.testing.assert_close(candidates.draft_probs[0, node], probs)
 
 
-@pytest.mark.parametrize("sampling", ["none", "coupled"])
-def test_the_laws_hold(sampling: str, base: PreTrainedModel, draft: PreTrainedModel) -> None:
-    """Prevents other tokens than plain decoding's, and rows that depend on the rest of a batch."""
-    make = partial(SampledTreeDrafter, draft, MIXED, sampling=sampling)
-    assert check_deterministic(base, make) > 1.5
-
-
 @pytest.mark.parametrize("sampling", ["without_replacement", "top_and_one"])
-def test_the_laws_of_samples_hold(
+def test_samples_depend_on_the_text_alone(
     sampling: str, base: PreTrainedModel, draft: PreTrainedModel
 ) -> None:
-    """Prevents that samples spoil greedy decoding, caches, limits, or other rows."""
+    """Prevents guesses from a cache that holds what was refused; they are only accepted less."""
     make = partial(SampledTreeDrafter, draft, MIXED, sampling=sampling)
-    assert check_greedy_identity(base, make) > 1.5
-    check_cache(base, make, sampler=Sampler(temperature=0.8, top_k=20, seed=3))
-    check_ends(base, make)
-    check_conversation(base, make)
     check_fresh(base, make, Sampler(1.0, seed=3))
-    settings: dict[str, Any] = {"max_new_tokens": NUM_NEW, "eos_token_ids": (7, 8, 9)}
-    together = decode(
-        base, make(), **padded(ROWS), sampler=Sampler(0.8, top_p=0.9, seed=4), **settings
-    )
-    for i, row in enumerate(ROWS):
-        alone = decode(base, make(), row, sampler=Sampler(0.8, top_p=0.9, seed=4 + i), **settings)
-        assert together.rows[i].new_tokens == alone.new_tokens
-        assert together.rows[i].accept_lengths == alone.accept_lengths
 
 
 @pytest.mark.parametrize("sampling", ["without_replacement", "top_and_one"])

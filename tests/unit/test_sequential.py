@@ -11,16 +11,12 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from specheads.attention.tree import Tree, default_tree
-from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import FINAL, Prefill
-from specheads.drafters.growing import embedding, static_drafter
-from specheads.drafters.heads import HeadsDrafter, SequentialDrafter
-from specheads.measure.clock import pad_left
+from specheads.drafters.heads import HeadsDrafter, embedding, static_drafter
 from specheads.models import head_walk
 from specheads.models.head_walk import Steps, Tables
-from specheads.models.heads import MedusaHeads, prefix_sizes
+from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer, output_layer
-from specheads.verification.sampling import Sampler
 
 KINDS: dict[str, dict[str, Any]] = {
     "markov": {"markov_rank": 5},
@@ -102,7 +98,6 @@ def test_each_node_continues_its_own_path(
     for tree in TREES:
         read = prefill(tiny_llama, 3)
         drafter = static_drafter(tiny_llama, heads, output, tree)
-        assert isinstance(drafter, SequentialDrafter)
         candidates = drafter.propose(drafter.start(read))
         assert candidates.tree == tree and candidates.tokens[:, 0].equal(read.root)
         for row, hidden in enumerate(read.last_hidden(FINAL)):
@@ -140,42 +135,6 @@ def test_weights_changed_in_between_are_noticed(tiny_llama: LlamaForCausalLM, ki
         found = drafter.propose(drafter.start(read)).tokens
         anew = static_drafter(tiny_llama, heads, output, TREES[0])
         assert found.equal(anew.propose(anew.start(read)).tokens)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.4])
-@pytest.mark.parametrize("kind", ["markov_pruned", "hydra", "everything"])
-def test_decoding_is_plain_decoding(
-    tiny_llama: LlamaForCausalLM, kind: str, temperature: float
-) -> None:
-    """Rows mixed up in a batch, or a step that continues from another row's hidden state."""
-    prefix = prefix_sizes(tiny_llama.config) if kind == "hydra" else None
-    heads = build(tiny_llama, kind, std=0.02, prefix=prefix)
-    output = output_layer(tiny_llama)
-    drafter = static_drafter(tiny_llama, heads, output, default_tree(3, 14))
-    check_decoding(tiny_llama, drafter, temperature)
-
-
-def check_decoding(base: LlamaForCausalLM, drafter: Any, temperature: float) -> None:
-    """Decode three ragged rows together, each alone, and each plainly."""
-    prompts = [torch.randint(0, 256, (1, size)) for size in (5, 17, 3)]
-    input_ids, attention_mask = pad_left(prompts)
-    batch = decode(
-        base,
-        drafter,
-        input_ids,
-        attention_mask=attention_mask,
-        max_new_tokens=30,
-        sampler=Sampler(temperature=temperature, seed=3),
-    )
-    lengths = []
-    for index, prompt in enumerate(prompts):
-        sampler = Sampler(temperature=temperature, seed=3 + index)
-        plain = plain_decode(base, prompt, max_new_tokens=30, sampler=sampler)
-        alone = decode(base, drafter, prompt, max_new_tokens=30, sampler=sampler)
-        assert batch.rows[index].new_tokens == plain.new_tokens == alone.new_tokens
-        assert batch.rows[index].accept_lengths == alone.accept_lengths
-        lengths += alone.accept_lengths
-    assert min(lengths) == 1 < max(lengths), "nothing was ever accepted, or everything"
 
 
 @pytest.mark.parametrize("tables", [True, False], ids=["tables", "products"])
@@ -219,7 +178,6 @@ def test_parallel_heads_of_every_form_draft(tiny_llama: LlamaForCausalLM) -> Non
             heads.token_map.copy_(torch.randperm(262)[:90].sort().values)
         read = prefill(tiny_llama)
         drafter = static_drafter(tiny_llama, heads, output, TREES[2])
-        assert isinstance(drafter, HeadsDrafter)
         with torch.no_grad():
             candidates = drafter.propose(drafter.start(read))
             logits = heads.full_logits(heads.logits(read.last_hidden(FINAL), output))
@@ -241,6 +199,4 @@ def test_a_tree_must_fit_the_heads(tiny_llama: LlamaForCausalLM) -> None:
         static_drafter(tiny_llama, heads, output, Tree.from_choices([(90,)]))
     assert embedding(tiny_llama, build(tiny_llama, "markov")) is None
     with pytest.raises(ValueError, match="embed, which is None"):
-        SequentialDrafter(heads, output, None, Tree.chain(2))
-    with pytest.raises(ValueError, match="these heads are parallel"):
-        SequentialDrafter(MedusaHeads(3, 1, 32, 272), output, None, Tree.chain(2))
+        HeadsDrafter(heads, output, Tree.chain(2))

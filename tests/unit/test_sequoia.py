@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specheads.attention.tree import Tree, grow_tree
-from specheads.drafters.draft_tree import child_rates, fastest_tree, sequoia_tree
-from specheads.verification.sampling import Chance, draft_noise
+from specheads.drafters.draft_tree import sequoia_tree
 
 Shape = tuple["Shape", ...]  # a node, by its children
 RATES = st.lists(st.floats(0, 1), min_size=0, max_size=4)
@@ -87,58 +85,9 @@ def test_rates_that_rise_are_looked_through() -> None:
     assert tree.choices == ((0,), (1,)) and expected == pytest.approx(2.2)
 
 
-@given(RATES, st.lists(st.floats(0.5, 3), min_size=1, max_size=6).map(sorted), st.floats(0, 0.5))
-@settings(max_examples=25)
-def test_no_shape_is_faster(rates: list[float], costs: list[float], draft_cost: float) -> None:
-    """A size paired with another one's cost picks trees that are slower than plain decoding."""
-    tree, speed = fastest_tree(rates, draft_cost, [0.0, *costs], 3)
-    best = max(
-        value_of(shape, rates) / (depth_of(shape) * draft_cost + costs[size - 1])
-        for size in range(1, len(costs) + 1)
-        for shape in shapes(size)
-        if depth_of(shape) <= 3
-    )
-    assert speed == pytest.approx(best)
-    own = tree.max_depth * draft_cost + min(costs[tree.num_nodes - 1 :])
-    assert value_of_tree(tree, rates) / own >= speed - 1e-9
-
-
-def test_a_draft_that_costs_too_much_is_not_asked() -> None:
-    """Prevents a tree where plain decoding is faster."""
-    assert fastest_tree([0.5, 0.2], 2.0, [0, 1, 1.1, 1.2], 4)[0].num_nodes == 1
-    assert fastest_tree([0.5, 0.2], 0.01, [0, 1, 1.1, 1.2], 4)[0].num_nodes == 3
-
-
-def test_rates_are_those_of_the_rule() -> None:
-    """Rates of another rule than the one that decides give shapes that are best for nothing."""
-    base = torch.tensor([0.05, 0.3, 0.1, 0.15, 0.02, 0.18, 0.2])
-    draft = torch.tensor([0.3, 0.25, 0.17, 0.1, 0.08, 0.06, 0.04])
-    num = 20_000
-    positions = torch.arange(num)
-    noise = draft_noise(0, positions, 1, 7, rows=[0] * num)[:, 0]
-
-    def rates(num_children: int, sampling: str) -> list[float]:
-        chance = Chance(0, positions, [0] * num, num_children + 1)
-        of_all = (base.expand(num, -1), draft.expand(num, -1))
-        return child_rates(*of_all, num_children, sampling, noise, chance)
-
-    overlap = float(torch.minimum(base, draft).sum())
-    assert rates(1, "without_replacement") == pytest.approx([overlap], abs=0.015)
-    three = rates(3, "without_replacement")
-    assert three[0] == pytest.approx(overlap, abs=0.015) and three[0] > three[1] > three[2] > 0.02
-    rest = draft.clone()
-    rest[0] = 0
-    first = float(torch.minimum(base, rest / rest.sum()).sum())
-    assert rates(2, "top_and_one") == pytest.approx([first, 0.05], abs=0.015)
-    with pytest.raises(ValueError, match="without_replacement or top_and_one, got 'none'"):
-        rates(1, "none")
-
-
 def test_settings_are_checked() -> None:
     """Prevents shapes from numbers that mean nothing."""
     with pytest.raises(ValueError, match=r"rates must lie in \[0, 1\]"):
         sequoia_tree([1.2], 4, 2)
     with pytest.raises(ValueError, match="num_nodes must be at least 1"):
         sequoia_tree([0.5], 0, 2)
-    with pytest.raises(ValueError, match="positive costs"):
-        fastest_tree([0.5], 0.1, [1.0], 2)

@@ -1,0 +1,156 @@
+"""The laws of tests/drafter_laws.py for every drafter and every form that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from specheads.attention.tree import Tree, default_tree
+from specheads.decoding.costs import Blank
+from specheads.drafters.contract import Drafter
+from specheads.drafters.draft_model import DraftModelDrafter
+from specheads.drafters.draft_tree import DraftTreeDrafter, SampledTreeDrafter
+from specheads.drafters.growing import Grown
+from specheads.drafters.heads import HeadsDrafter, embedding
+from specheads.drafters.length import ConfidentLength, CutDrafter, FixedLength, StepCosts
+from specheads.drafters.lookahead import LookaheadDrafter
+from specheads.drafters.lookup import NgramDrafter, SuffixDrafter
+from specheads.drafters.merge import HybridDrafter
+from specheads.models.heads import MedusaHeads, prefix_sizes
+from specheads.models.mtp import MtpHeads, block_config
+from specheads.models.output import output_layer
+from tests.drafter_laws import check_deterministic, check_sampled
+from tests.unit.test_draft_model import near
+from tests.zoo import VOCAB, build
+
+MIXED = Tree.from_choices([(0,), (1,), (2,), (0, 0), (1, 0), (1, 1), (1, 0, 0)])
+WIDE = Tree.from_choices([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
+CONFIDENT = ConfidentLength(4, threshold=0.1)
+FREE = StepCosts(0.0, [0, 1, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0])
+BY_NODES = [0] + [1 + n / 20 for n in range(24)]
+LOOPING = 4  # a seed whose model repeats itself
+KINDS: dict[str, dict[str, Any]] = {
+    "medusa": {},
+    "pruned": {"markov_rank": 5, "lm_head": "pruned", "num_kept": 40},
+    "hydra": {"condition": True},
+    "everything": {"condition": True, "markov_rank": 5},
+}
+
+
+@cache
+def random_heads(kind: str) -> tuple[MedusaHeads | MtpHeads, Any, Any]:
+    """Return heads of ``llama`` that hit now and then, its output layer, and its embedding."""
+    base = build("llama")
+    torch.manual_seed(3)
+    if kind.startswith("mtp"):
+        variant = kind.removeprefix("mtp_")
+        heads: MedusaHeads | MtpHeads = MtpHeads(
+            3, block_config(base.config), VOCAB, variant=variant
+        )
+        heads.init_from_base(base)
+    else:
+        options = {**KINDS[kind.removesuffix("_prefix")]}
+        if kind.endswith("_prefix"):
+            options["prefix"] = prefix_sizes(base.config)
+        heads = MedusaHeads(3, 1, base.config.hidden_size, VOCAB, **options)
+        heads.init_from_output(output_layer(base).weight)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.add_(0.03 * torch.randn_like(parameter))
+    return heads.eval(), output_layer(base), embedding(base, heads)
+
+
+def of_heads(kind: str, shape: Tree | Grown = WIDE) -> Drafter:
+    """Return a drafter of such heads."""
+    heads, output, embed = random_heads(kind)
+    return HeadsDrafter(heads, output, shape, embed)
+
+
+@cache
+def draft(noise: float) -> PreTrainedModel:
+    """Return a model that often says what ``llama`` says."""
+    return near(build("llama"), noise)
+
+
+def windowed(num_nodes: int = 0) -> Drafter:
+    """Return a hybrid within a hybrid, with probes."""
+    inner = HybridDrafter([NgramDrafter(), LookaheadDrafter(3, 3, 3)], num_nodes)
+    return HybridDrafter([inner, SuffixDrafter(6)], num_nodes and num_nodes + 2)
+
+
+def lazy() -> Drafter:
+    """Return a hybrid that asks another one only where there is little to copy."""
+    free, dear = (StepCosts(price, BY_NODES) for price in (0, 0.3))
+    inner = HybridDrafter([of_heads("medusa"), NgramDrafter(), SuffixDrafter(6)])
+    return HybridDrafter([inner, SuffixDrafter(6)], costs=[dear, free])
+
+
+def perfect() -> Drafter:
+    """Return a hybrid with a draft model that says and draws what the base does."""
+    coupled = DraftModelDrafter(build("llama"), FixedLength(3), sampling="coupled")
+    return HybridDrafter([NgramDrafter(), coupled])
+
+
+# what is made, and the accept length of greedy decoding that it must exceed
+DETERMINISTIC: dict[str, tuple[Callable[[], Drafter], float]] = {
+    "blank": (lambda: Blank(3), 0.9),
+    **{
+        f"{kind}, {name}": (partial(of_heads, kind, shape), 1)
+        for kind in ("medusa", "medusa_prefix", "pruned", "hydra", "hydra_prefix", "everything")
+        for name, shape in {"static": default_tree(3, 14), "grown": Grown(12)}.items()
+    },
+    **{
+        f"{kind}, {name}": (partial(of_heads, kind, shape), 0.9)
+        for kind in ("mtp_parallel", "mtp_causal", "mtp_sequential")
+        for name, shape in {"static": default_tree(3, 14), "grown": Grown(12)}.items()
+    },
+    "medusa, two nodes": (partial(of_heads, "medusa", Grown(2)), 1),
+    "medusa, shallow": (partial(of_heads, "medusa", Grown(40, max_depth=2)), 1),
+    "cut heads": (lambda: CutDrafter(of_heads("medusa"), FREE, memory=5), 1),
+    "cut chain": (lambda: CutDrafter(DraftModelDrafter(build("llama"), FixedLength(4)), FREE), 2),
+    "draft": (lambda: DraftModelDrafter(draft(0.015), FixedLength(3)), 1.5),
+    "coupled": (lambda: DraftModelDrafter(draft(0.015), CONFIDENT, sampling="coupled"), 1.5),
+    "tree": (lambda: DraftTreeDrafter(draft(0.04), 12, max_depth=4, width=3), 2),
+    "stopping": (lambda: DraftTreeDrafter(draft(0.04), 12, max_depth=4, width=3, min_gain=0.5), 2),
+    "fixed tree": (lambda: SampledTreeDrafter(draft(0.04), MIXED, sampling="none"), 1.5),
+    "coupled tree": (lambda: SampledTreeDrafter(draft(0.04), MIXED, sampling="coupled"), 1.5),
+    "lookup": (NgramDrafter, 1),
+    "suffix": (lambda: SuffixDrafter(8, per_match=2.0), 1),
+    "whole suffix": (lambda: SuffixDrafter(8, per_match=None), 1),
+    "hybrid": (lambda: HybridDrafter([of_heads("medusa"), NgramDrafter()], 4), 1),
+    "windowed": (windowed, 1),
+    "cut windowed": (partial(windowed, 4), 1),
+    "lazy": (lazy, 1),
+    "perfect": (perfect, 3),
+}
+SAMPLED: dict[str, Callable[[], Drafter]] = {
+    "fixed": lambda: DraftModelDrafter(draft(0.015), FixedLength(3), sampling="sampled"),
+    "confident": lambda: DraftModelDrafter(draft(0.015), CONFIDENT, sampling="sampled"),
+    "without_replacement": lambda: SampledTreeDrafter(draft(0.04), MIXED),
+    "top_and_one": lambda: SampledTreeDrafter(draft(0.04), MIXED, sampling="top_and_one"),
+}
+
+
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_the_laws_hold(name: str) -> None:
+    """Prevents other tokens than plain decoding's, and rows that depend on the rest of a batch."""
+    make, least = DETERMINISTIC[name]
+    assert check_deterministic(build("llama"), make) > least
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_the_laws_of_samples_hold(name: str) -> None:
+    """Prevents that samples spoil greedy decoding, caches, limits, or other rows."""
+    assert check_sampled(build("llama"), SAMPLED[name]) > 1.5
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_the_laws_of_lookahead_hold(name: str) -> None:
+    """Prevents rows that share a pool or a window, on models that repeat themselves."""
+    model = build(name, seed=LOOPING)
+    assert check_deterministic(model, lambda: LookaheadDrafter(4, 3, 3)) > 1
