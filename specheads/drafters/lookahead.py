@@ -33,29 +33,6 @@ from specheads.attention.tree import RowTrees
 from specheads.drafters.contract import Candidates, Prefill, StepResult
 
 
-class Preset(NamedTuple):
-    """W, N and G of :class:`LookaheadDrafter`."""
-
-    window: int
-    ngram: int
-    guesses: int
-
-
-def preset(num_parameters: float) -> Preset:
-    """Return the published setting for a base model of about that size.
-
-    They are for GPUs with arithmetic to spare: 120, 80 and 56 tokens a step. On a CPU, or in a
-    batch, a step of so many tokens costs several plain ones.
-
-    Args:
-        num_parameters: of the base model. Published for 7, 13 and 33 billion; the limits between
-            them are ours.
-    """
-    if num_parameters < 1e10:
-        return Preset(15, 5, 15)
-    return Preset(10, 5, 10) if num_parameters < 2e10 else Preset(7, 5, 7)
-
-
 class NgramPool:
     """The n-grams met latest, for every first token at most ``capacity`` of them."""
 
@@ -117,6 +94,10 @@ class LookaheadDrafter:
 
     The first N - 2 steps fill the window, and guess nothing while they do. It moves by one column
     at each step, however many tokens were accepted.
+
+    Published settings of W, N and G for GPUs with arithmetic to spare are 15, 5, 15 for a base of 7
+    billion parameters, 10, 5, 10 for 13 and 7, 5, 7 for 33: steps of 120, 80 and 56 tokens. On a
+    CPU, or in a batch, a step of so many tokens costs several plain ones.
 
     Args:
         window: W, columns.

@@ -21,8 +21,6 @@ from specheads.drafters.lookahead import (
     LookaheadDrafter,
     LookaheadState,
     NgramPool,
-    Preset,
-    preset,
 )
 from specheads.models import forward
 from specheads.models.forward import ModelPass
@@ -256,14 +254,6 @@ def test_pool_keeps_the_latest(entries: list[tuple[int, int]], capacity: int) ->
         met = [(r,) for f, r in reversed(entries[: i + 1]) if f == first]
         assert pool.latest(first) == list(dict.fromkeys(met))[:capacity]
     assert pool.latest(9) == []
-
-
-def test_presets_are_the_published_ones() -> None:
-    """Prevents a setting that nobody has published under that name."""
-    assert preset(7e9) == Preset(15, 5, 15)
-    assert preset(13e9) == Preset(10, 5, 10)
-    assert preset(33e9) == Preset(7, 5, 7)
-    assert LookaheadDrafter(*preset(7e9), fixed_size=True).num_nodes == 120
 
 
 @pytest.mark.parametrize("wrong", [(1, 4, 1), (4, 1, 1), (4, 4, 0)])
