@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from specheads.data.schema import Record
-    from specheads.models.mtp import Heads
+    from specheads.models.kinds import Heads
 
 _PROMPTS = ("prompts.jsonl", "calibration.jsonl")  # what bench and tree_search read of an export
 _PROVENANCE = "specheads.json"  # beside a draft model
@@ -177,10 +177,13 @@ def _native(config: ExportConfig, records: list[Record]) -> dict[str, Any]:
 
 def _check_heads(config: ExportConfig, info: dict[str, Any]) -> None:
     """Refuse what cannot be done to the heads, from config.json alone."""
-    pass  # MOVED
+    from specheads.models.kinds import KINDS
 
-    if config.lm_head != "keep" and info["kind"] == "mtp":
-        raise ConfigError(f"{choice(config)} is not for MTP heads, which {config.checkpoint} has")
+    if config.lm_head != "keep" and not KINDS[info["kind"]].compressible:
+        name = info["kind"].upper()
+        raise ConfigError(
+            f"{choice(config)} is not for {name} heads, which {config.checkpoint} has"
+        )
     if config.lm_head == "pruned" and config.num_kept > info["vocab_size"]:
         raise ConfigError(
             f"num_kept is {config.num_kept}, the vocabulary of {config.checkpoint} has"
@@ -260,10 +263,9 @@ def changed(
 ) -> tuple[Heads, dict[str, Any]]:
     """Return the heads that are asked for, and what the new export says about how they came."""
     from specheads.models.compress import low_rank_heads, pruned_heads, relative_errors
-    from specheads.models.mtp import MtpHeads
     from specheads.system import hardware
 
-    if config.lm_head == "keep" or isinstance(heads, MtpHeads):
+    if config.lm_head == "keep":
         return heads, {}
     try:
         if config.lm_head == "low_rank":

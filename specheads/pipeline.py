@@ -26,7 +26,7 @@ from specheads.measure.evaluate import choose_tree, decode_heldout, final_evalua
 from specheads.models.adapters import has_adapter, merge_adapter, merges
 from specheads.models.base import context_length, end_tokens
 from specheads.models.checkpoint import Export, as_loaded, read_config, save_export, set_tree
-from specheads.models.mtp import Heads
+from specheads.models.kinds import Heads
 from specheads.models.names import base_digest
 from specheads.models.output import OutputLayer
 from specheads.models.quantize import quantization_of

@@ -36,7 +36,6 @@ from specheads.drafters.merge import HybridDrafter
 from specheads.models.base import check_tokenizer, input_device, load_base_model, load_tokenizer
 from specheads.models.checkpoint import Export, load_export
 from specheads.models.draft import check_same_tokenizer, load_draft
-from specheads.models.heads import MedusaHeads
 from specheads.models.manifest import MANIFEST, PROVENANCE, read_json
 from specheads.models.output import output_layer
 
@@ -341,7 +340,7 @@ def _member(name: str, subject: Subject, decode: DecodeConfig, loaded: Draft | N
 
 
 def _draft_heads(draft: Draft, decode: DecodeConfig) -> Chosen:
-    if not isinstance(draft, Export) or not isinstance(draft.heads, MedusaHeads):
+    if not isinstance(draft, Export) or not draft.heads.drafts_for_drafts:
         raise ConfigError(
             f"decode.drafter=draft_heads needs Medusa or Hydra heads of a draft model:"
             f" decode.draft={decode.draft} is no export of such heads"

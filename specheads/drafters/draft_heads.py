@@ -23,7 +23,7 @@ from specheads.drafters.draft_tree import DraftRows, check_reads_trees, merged
 from specheads.drafters.growing import static_drafter
 from specheads.drafters.heads import HeadsState
 from specheads.models.forward import pad_rows
-from specheads.models.heads import MedusaHeads
+from specheads.models.kinds import Heads
 from specheads.models.output import Captured, OutputLayer, capture_hidden, output_layer
 from specheads.verification.acceptance import walk_on_host
 
@@ -73,14 +73,14 @@ class DraftHeadsDrafter:
     def __init__(
         self,
         draft: PreTrainedModel,
-        heads: MedusaHeads,
+        heads: Heads,
         output: OutputLayer,
         tree: Tree,
         *,
         num_passes: int = NUM_PASSES,
         max_tokens: int = 0,
     ) -> None:
-        if not isinstance(heads, MedusaHeads):  # MTP modules read tokens that are not certain yet
+        if not heads.drafts_for_drafts:  # MTP modules read tokens that are not certain yet
             raise ValueError(
                 f"the heads of a draft model must be Medusa or Hydra heads, got {heads.kind}"
             )
@@ -105,7 +105,6 @@ class DraftHeadsDrafter:
             ValueError: as the class does.
             ConfigError: as the class does, and if the heads cannot use the output layer.
         """
-        assert isinstance(export.heads, MedusaHeads)
         return DraftHeadsDrafter(
             export.base,
             export.heads,

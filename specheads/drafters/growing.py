@@ -35,25 +35,20 @@ from specheads.drafters.contract import Candidates, Prefill, StepResult
 from specheads.drafters.heads import Follower, HeadsState
 
 if TYPE_CHECKING:
-    from specheads.models.mtp import Heads
+    from specheads.models.kinds import Heads, Steps, Walk
     from specheads.models.output import OutputLayer
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from specheads.drafters.heads import steps_of
-from specheads.models.head_walk import MtpSteps, MtpWalk, Steps, Walk
-
 if TYPE_CHECKING:
-    from specheads.models.head_walk import Embed
-    from specheads.models.mtp import Heads
+    from specheads.models.kinds import Heads
     from specheads.models.output import OutputLayer
 from transformers import PreTrainedModel
 
 from specheads.attention.tree import Tree
 from specheads.drafters.heads import HeadsDrafter, SequentialDrafter
-from specheads.models.base import input_device
-from specheads.models.head_walk import Embed
-from specheads.models.mtp import Heads
+from specheads.models.base import Embed, input_device
+from specheads.models.kinds import Heads
 from specheads.models.output import OutputLayer
 
 NUM_RANKS = 10  # guesses per head that a tree may use, as measured for static trees
@@ -257,7 +252,7 @@ class DynamicHeadsDrafter:
         self.heads, self.output = heads, output
         self.num_nodes, self.max_depth = num_nodes, shape.max_depth
         self.num_ranks = shape.num_ranks
-        self.taps = (heads.tap,)
+        self.taps = heads.taps
         self._follower = Follower(heads, output)
         self._scales: Tensor | None = None
         if shape.scales is not None:
@@ -357,11 +352,11 @@ class DynamicSequentialDrafter:
         self.num_nodes, self.max_depth = num_nodes, shape.max_depth
         self.num_ranks, self.width = shape.num_ranks, width
         self._scales = shape.scales
-        self.taps = (heads.tap,)
+        self.taps = heads.taps
         self._follower = Follower(heads, output, embed)
-        self._steps = steps_of(heads, output, embed, shape.max_depth)
+        self._steps = heads.steps(output, embed, shape.max_depth)
 
-    def steps(self) -> Steps | MtpSteps:
+    def steps(self) -> Steps:
         """Return the heads as they are now."""
         return self._steps()
 
@@ -390,22 +385,22 @@ class DynamicSequentialDrafter:
         """Keep some rows."""
         return self._follower.select(state, rows)
 
-    def _guesses(self, walk: Walk | MtpWalk) -> tuple[Tensor, Tensor]:
+    def _guesses(self, walk: Walk) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and token ids of the best guesses at the nodes, [B, n, R]."""
         logits = walk.logits().float()
-        if self._scales is not None and self._scales[walk.level.depth] != 1:
-            logits = logits * self._scales[walk.level.depth]
+        if self._scales is not None and self._scales[walk.depth] != 1:
+            logits = logits * self._scales[walk.depth]
         log_probs, places = best_guesses(logits, self.num_ranks)
         return log_probs, self.heads.token_ids(places)
 
     @torch.no_grad()
-    def grow(self, walk: Walk | MtpWalk) -> Grown:
+    def grow(self, walk: Walk) -> Grown:
         """Grow trees; shapes depend on the arguments' shapes only, nothing waits for the device.
 
         Args:
             walk: at the roots.
         """
-        tokens = [walk.level.tokens]
+        tokens = [walk.tokens]
         values = torch.zeros_like(tokens[0], dtype=torch.float)  # of the nodes that are asked
         of_levels, below = [values], [torch.zeros_like(tokens[0])]
         for depth in range(self.max_depth):
@@ -428,7 +423,7 @@ class DynamicSequentialDrafter:
         )
 
     def _grow_on_host(
-        self, walk: Walk | MtpWalk, roots: Sequence[int]
+        self, walk: Walk, roots: Sequence[int]
     ) -> tuple[list[list[int]], list[list[int]]]:
         """Grow the same trees in Python, and stop where no node can come among the best any more.
 
@@ -594,7 +589,7 @@ def embedding(base: PreTrainedModel, heads: Heads) -> Embed | None:
 
     None where the heads do not read tokens through it.
     """
-    if not heads.condition:
+    if not heads.needs_embedding:
         return None
     module, place = base.get_input_embeddings(), input_device(base)
     if module is None:

@@ -15,9 +15,8 @@ no two siblings are equal. Guesses are a function of the prefix, and sample-and-
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,42 +24,18 @@ from torch import Tensor
 from specheads.drafters.contract import Prefill, StepResult
 
 if TYPE_CHECKING:
-    from specheads.models.head_walk import Embed
-    from specheads.models.mtp import Heads
+    from specheads.models.base import Embed
+    from specheads.models.kinds import HeadCache, Heads
     from specheads.models.output import OutputLayer
 from typing import TYPE_CHECKING
 
 from specheads.attention.tree import Tree
 from specheads.drafters.contract import Candidates
+from specheads.models.output import side_by_side
 
 if TYPE_CHECKING:
-    from specheads.models.mtp import Heads
+    from specheads.models.kinds import Heads
     from specheads.models.output import OutputLayer
-from collections.abc import Callable
-
-from specheads.models.head_walk import MtpSteps, Steps, Tables
-from specheads.models.mtp import MtpHeads
-
-
-class Memory(Protocol):
-    """What layers of heads that attend remember of the rows' texts."""
-
-    def append(
-        self, hidden: Tensor, counts: Sequence[int], tokens: Tensor
-    ) -> tuple[Memory, Tensor]:
-        """Read on.
-
-        Args:
-            hidden: [B, T, d], the base's hidden states of the positions that follow, right-padded.
-            counts: per row how many of the T are real; where it is 0, the output means nothing.
-            tokens: [B, T], the token that came after each of them, the root at the last one.
-
-        Returns:
-            The memory with them, and what the layers make of each row's last position, [..., B, d].
-        """
-
-    def select(self, rows: Tensor) -> Memory:
-        """Return the memory of the rows ``rows`` [R] (long), in that order."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +53,7 @@ class HeadsState:
     root: Tensor
     hidden: Tensor
     predict: Any
-    memory: Memory | None = None
+    memory: HeadCache | None = None
 
 
 class Follower:
@@ -106,21 +81,22 @@ class Follower:
 
     def start(self, prefill: Prefill, predict: Any) -> HeadsState:
         """Start behind the prompt."""
-        memory: Memory | None = self._heads.memory(len(prefill.num_tokens), self._embed)
-        tap = self._heads.tap
+        memory = self._heads.memory(len(prefill.num_tokens), self._embed)
         if memory is None:
-            return HeadsState(prefill.root, prefill.last_hidden(tap).to(self.device), predict)
+            return HeadsState(
+                prefill.root, prefill.last_hidden(*self._heads.taps).to(self.device), predict
+            )
         ahead = prefill.tokens.roll(-1, dims=1).to(self.device)
         rows = torch.arange(len(ahead), device=self.device)
         last = torch.tensor(prefill.num_tokens, device=self.device) - 1
         ahead[rows, last] = prefill.root.to(self.device)
-        hidden = prefill.hidden[tap].to(self.device)
+        hidden = side_by_side(prefill.hidden, self._heads.taps).to(self.device)
         memory, last_hidden = memory.append(hidden, prefill.num_tokens, ahead)
         return HeadsState(prefill.root, last_hidden, predict, memory)
 
     def observe(self, state: HeadsState, result: StepResult) -> HeadsState:
         """Move to the last accepted node."""
-        hidden, path = result.hidden[self._heads.tap], result.path
+        hidden, path = side_by_side(result.hidden, self._heads.taps), result.path
         if state.memory is not None:
             # per row the accepted nodes, as many as tokens were gained
             counts = [len(new) for new in result.new_tokens]
@@ -170,7 +146,7 @@ class HeadsDrafter:
         self.heads = heads
         self.output = output
         self.tree = tree
-        self.taps = (heads.tap,)
+        self.taps = heads.taps
         self._follower = Follower(heads, output)
         self._num_ranks = tree.max_rank + 1
         # node -> its place in the heads' top-k lists laid end to end, [N - 1]
@@ -262,27 +238,6 @@ def levels_of(tree: Tree, device: torch.device) -> list[Level]:
     return levels
 
 
-def steps_of(
-    heads: Heads, output: OutputLayer, embed: Embed | None, depth: int
-) -> Callable[[], Steps | MtpSteps]:
-    """Return a function that returns the heads as they are when it is called.
-
-    Args:
-        heads: sequential ones.
-        output: the base's output layer.
-        embed: the base's input embedding, for heads that read tokens through it.
-        depth: how many of the heads will be asked.
-
-    Raises:
-        ValueError: for parallel heads, or if the embedding is missing.
-    """
-    if isinstance(heads, MtpHeads):
-        mtp = MtpSteps(heads, output, embed)
-        return lambda: mtp
-    tables = Tables(heads, embed, depth)
-    return lambda: Steps(heads, output, tables)
-
-
 class SequentialDrafter:
     """Fills a static tree with the best guesses of heads that read the tokens drafted before.
 
@@ -302,9 +257,9 @@ class SequentialDrafter:
     def __init__(self, heads: Heads, output: OutputLayer, embed: Embed | None, tree: Tree) -> None:
         check_tree(tree, heads)
         self.heads, self.output, self.tree = heads, output, tree
-        self.taps = (heads.tap,)
+        self.taps = heads.taps
         self._follower = Follower(heads, output, embed)
-        self._steps = steps_of(heads, output, embed, tree.max_depth)
+        self._steps = heads.steps(output, embed, tree.max_depth)
         self._levels = levels_of(tree, self._follower.device)
 
     def start(self, prefill: Prefill) -> HeadsState:

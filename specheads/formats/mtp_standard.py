@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -27,7 +27,8 @@ from transformers import (
 
 from specheads.config import ConfigError
 from specheads.models.checkpoint import save_as
-from specheads.models.mtp import Heads, MtpHeads, block_config
+from specheads.models.kinds import Heads
+from specheads.models.mtp import MtpHeads, block_config
 from specheads.models.mtp_hf import CLASSES, our_config, plain_config
 from specheads.system.files import whole_folder
 
@@ -91,8 +92,7 @@ def check(base: PreTrainedModel, heads: Heads) -> MtpHeads:
     Raises:
         ConfigError: with what is in the way.
     """
-    if not isinstance(heads, MtpHeads) or not heads.sequential:
-        variant = heads.variant if isinstance(heads, MtpHeads) else heads.kind
+    if (variant := getattr(heads, "variant", heads.kind)) != "sequential":
         raise ConfigError(
             f"format=mtp_standard holds sequential MTP heads, these are {variant} ones"
         )
@@ -113,7 +113,7 @@ def check(base: PreTrainedModel, heads: Heads) -> MtpHeads:
                 f"format=mtp_standard: the heads' layers must be like the base's last one, but"
                 f" their {key} is {found[key]!r}, the base's {expected.get(key)!r}"
             )
-    return heads
+    return cast(MtpHeads, heads)
 
 
 def unlisted_layers(base: PreTrainedModel, num_heads: int) -> list[int]:

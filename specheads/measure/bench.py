@@ -48,7 +48,7 @@ from specheads.measure.render import disturbance_lines
 from specheads.measure.rows import pairs
 from specheads.models.checkpoint import Export, load_export
 from specheads.models.draft import vocab_size
-from specheads.models.mtp import Heads
+from specheads.models.kinds import Heads
 from specheads.models.output import OutputLayer
 from specheads.system import hardware
 from specheads.system.hardware import environment

@@ -38,7 +38,7 @@ from specheads.measure.stats import mean_accept_length, ratio_ci95, rep8
 from specheads.models.base import context_length, end_tokens
 from specheads.models.checkpoint import Export
 from specheads.models.forward import undisturbed
-from specheads.models.mtp import Heads
+from specheads.models.kinds import Heads
 from specheads.models.output import OutputLayer, output_layer
 from specheads.runs.log import Outcome
 from specheads.verification.sampling import Sampler

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ from specheads.models.manifest import (
 from specheads.models.names import resolve_name
 from specheads.models.quantize import bnb_config, check_own_quantization, prepare_quantized
 from specheads.system import hardware
+
+Embed = Callable[[Tensor], Tensor]  # an input embedding: token ids of any shape to [..., d]
 
 
 def load_base_model(
