@@ -302,7 +302,7 @@ def kv_commit(device: torch.device) -> str:
         with torch.no_grad():
             model(input_ids=tokens, past_key_values=fresh, use_cache=True)
         for ours, theirs in zip(cache.layers, fresh.layers, strict=True):
-            for kept, whole in ((ours.key_buffer, theirs.keys), (ours.value_buffer, theirs.values)):
+            for kept, whole in zip(ours.buffers, (theirs.keys, theirs.values), strict=True):
                 kept = kept[:, :, : tokens.shape[1]]
                 worst = max(worst, float((kept - whole).abs().max() / whole.abs().max()))
     if worst > 1e-4:
