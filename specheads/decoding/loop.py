@@ -37,7 +37,7 @@ from specheads.decoding.result import DecodeResult, OnTokens, Output, Stopping, 
 from specheads.drafters.contract import FINAL, TRUNK, Candidates, Drafter, Prefill
 from specheads.models.forward import ModelPass, capture_traced, pad_rows
 from specheads.models.output import capture_hidden
-from specheads.models.support import check_tree_support
+from specheads.models.support import tree_support
 from specheads.verification.sampling import Sampler
 
 
@@ -85,7 +85,7 @@ def plain_decode(
             answers about several rows.
     """
     prompts = read_prompts(model, input_ids, attention_mask, max_new_tokens)
-    support = check_tree_support(model)
+    support = tree_support(model)
     support.check_batch(len(prompts))
     # a batch and compiled passes need what trees need: masks that are not the model's
     chain_only = support.kind == "chain"
@@ -173,7 +173,7 @@ def decode(
     """
     prompts = read_prompts(model, input_ids, attention_mask, max_new_tokens)
     acceptance = acceptance or Acceptance()
-    support = check_tree_support(model)
+    support = tree_support(model)
     support.check_batch(len(prompts))
     chain_only = support.kind == "chain"
     output = Output(

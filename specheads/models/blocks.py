@@ -14,16 +14,24 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel, PreTrainedConfig
 
 
-class ResBlock(nn.Linear):
-    """``x + SiLU(W x + b)``, starting as the identity: W and b are zero."""
+class ZeroLinear(nn.Linear):
+    """A linear layer whose weight and bias start as zero.
 
-    def __init__(self, hidden_size: int, dtype: torch.dtype | None = None) -> None:
-        super().__init__(hidden_size, hidden_size, dtype=dtype)
+    As the condition of a Hydra head it adds what the tokens drafted before say. Hydra's first block
+    reads the hidden state and the embeddings side by side, through a residual and a gated matrix of
+    their own. Here the embeddings join the hidden state, and the block reads the sum: the same with
+    its two matrices tied, at half the parameters, and what a token adds does not depend on the
+    hidden state, so that small vocabularies can be tabulated.
+    """
 
     def reset_parameters(self) -> None:
         """Set weight and bias to zero."""
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
+
+
+class ResBlock(ZeroLinear):
+    """``x + SiLU(W x + b)``, starting as the identity: W and b are zero."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., d] to [..., d]."""
@@ -31,29 +39,11 @@ class ResBlock(nn.Linear):
         return x + F.silu(super().forward(x))
 
 
-class Condition(nn.Linear):
-    """Adds what the tokens drafted before say; zero at the start.
-
-    Hydra's first block reads the hidden state and the embeddings side by side, through a residual
-    and a gated matrix of their own. Here the embeddings join the hidden state, and the block reads
-    the sum: the same with its two matrices tied, at half the parameters, and what a token adds does
-    not depend on the hidden state, so that small vocabularies can be tabulated.
-    """
-
-    def __init__(self, num_tokens: int, hidden_size: int, dtype: torch.dtype | None) -> None:
-        super().__init__(num_tokens * hidden_size, hidden_size, dtype=dtype)
-
-    def reset_parameters(self) -> None:
-        """Set weight and bias to zero."""
-        nn.init.zeros_(self.weight)
-        nn.init.zeros_(self.bias)
-
-
 class Joined(nn.Module):
     """The first block of published Hydra heads: hidden state and embeddings side by side.
 
     ``residual(x) + SiLU(gate(x))``, two matrices [d, (n + 1) d] with biases. Heads that are trained
-    here have :class:`Condition` instead; this is for those that were trained elsewhere.
+    here have a :class:`ZeroLinear` instead; this is for those that were trained elsewhere.
     """
 
     def __init__(self, num_tokens: int, hidden_size: int, dtype: torch.dtype | None) -> None:
@@ -127,7 +117,9 @@ class MedusaHead(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(ResBlock(hidden_size, dtype) for _ in range(num_layers))
+        self.blocks = nn.ModuleList(
+            ResBlock(hidden_size, hidden_size, dtype=dtype) for _ in range(num_layers)
+        )
         self.lm_head: nn.Linear | LowRank | None = None
         if num_outputs is not None and rank:
             self.lm_head = LowRank(num_outputs, rank, hidden_size, dtype)
@@ -136,12 +128,12 @@ class MedusaHead(nn.Module):
         self.markov = (
             Markov(vocab_size, markov_outputs, markov_rank, dtype) if markov_rank else None
         )
-        self.condition: Condition | None = None
+        self.condition: ZeroLinear | None = None
         self.joined: Joined | None = None
         if num_conditions and joined:
             self.joined = Joined(num_conditions, hidden_size, dtype)
         elif num_conditions:
-            self.condition = Condition(num_conditions, hidden_size, dtype)
+            self.condition = ZeroLinear(num_conditions * hidden_size, hidden_size, dtype=dtype)
 
     def forward(
         self, hidden: Tensor, conditions: Tensor | None = None, before: Tensor | None = None

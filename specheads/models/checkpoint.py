@@ -300,14 +300,14 @@ def save_export(
         save_heads(folder, heads, target)
         tokenizer.save_pretrained(folder)
         if tuned_base is not None and adapter:
-            save_adapter(folder / _ADAPTER, tuned_base, _findable(base_name), base_revision)
+            save_adapter(folder / _ADAPTER, tuned_base, findable(base_name), base_revision)
         elif tuned_base is not None:
             save_hf(folder / _BASE, tuned_base, tokenizer, target)
         config = {
             "format_version": FORMAT_VERSION,
             **heads.to_config(),
             "base": {
-                "name": _findable(base_name),
+                "name": findable(base_name),
                 "tuned": tuned_base is not None,
                 "adapter": adapter,
                 "revision": base_revision,
@@ -502,8 +502,7 @@ def _load_tree(path: Path, config: dict[str, Any]) -> Tree:
         tree = Tree.from_json(config["tree"]["choices"])
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path / _CONFIG}: tree: {error}") from None
-    _check_depth(tree, config["num_heads"], ConfigError, f"{path}: ")
-    _check_rank(tree, config, f"{path}: ")
+    _check_rank(tree, config, f"{path}: ")  # its depth is held to the heads by read_config
     return tree
 
 
@@ -585,12 +584,15 @@ def _quantization(path: Path, info: dict[str, Any]) -> str:
     return str(recorded["method"])
 
 
-def _findable(name: str) -> str:
-    if not name:
-        return name  # there is no original, and the current folder is none
-    # a relative path would mean another folder for whoever loads the export
+def findable(name: str) -> str:
+    """Return a base model's name as others can use it: the full path of a folder.
+
+    A relative path would mean another folder for whoever loads the export. An empty name, where
+    there is no original, stays empty, and is not the current folder.
+    """
     folder = Path(name).expanduser()
-    return str(folder.resolve()) if name != "tinycode" and folder.is_dir() else name
+    own = not name or name == "tinycode" or not folder.is_dir()
+    return name if own else str(folder.resolve())
 
 
 def _tree_section(

@@ -30,7 +30,7 @@ from transformers import (
 
 from specheads.config import ConfigError
 from specheads.models.base import load_base_model, load_tokenizer, torch_dtype
-from specheads.models.checkpoint import save_hf
+from specheads.models.checkpoint import findable, save_hf
 from specheads.models.manifest import PROVENANCE, write_json, write_manifest
 from specheads.models.manifest import read_provenance as read_ours
 from specheads.models.quantize import quantization_of
@@ -367,7 +367,7 @@ def save_draft(
         "format_version": FORMAT_VERSION,
         "kind": "draft",
         "base": {
-            "name": _findable(base_name),
+            "name": findable(base_name),
             "revision": base_revision,
             "digest": base_digest,
             "dtype": str(base_dtype).removeprefix("torch."),
@@ -404,9 +404,3 @@ def take_end_tokens(draft: PreTrainedModel, base: PreTrainedModel) -> None:
         ids[key] = next((value for value in found if value is not None), None)
     own: Any = draft
     own.generation_config = GenerationConfig(**ids)
-
-
-def _findable(name: str) -> str:
-    # a relative path would mean another folder for whoever reads this
-    folder = Path(name).expanduser()
-    return str(folder.resolve()) if name != "tinycode" and folder.is_dir() else name

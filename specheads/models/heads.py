@@ -352,10 +352,6 @@ class MedusaHeads(nn.Module):
         full[..., self.token_map] = logits
         return full
 
-    def forward(self, hidden: Tensor, output: OutputLayer, **sequential: Any) -> Tensor:
-        """Return the logits of all heads; see ``logits``."""
-        return self.logits(hidden, output, **sequential)
-
     def head_logits(
         self,
         i: int,

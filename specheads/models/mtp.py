@@ -396,20 +396,25 @@ class MtpHeads(nn.Module):
             if tokens is None or embed is None:
                 raise ValueError("these heads read tokens through embed, and one of both is None")
             embedded = embed(tokens).to(weight.dtype)
+
+        def run(i: int, source: Tensor) -> tuple[Tensor, Tensor]:
+            # rolled in here, so that no head's shifted copy is kept for backward
+            ahead = None if embedded is None else embedded.roll(-1 - i, dims=1)
+            return self.attend(i, source, ahead, mask, position_ids, waves)
+
         found, before = [], hidden
         for i in range(self.num_heads):
             source = hidden if self.variant == "parallel" else before
-            arguments = (i, source, embedded, mask, position_ids, waves)
             if torch.is_grad_enabled() and self.training:
                 before, output = checkpoint(
-                    self._run, *arguments, use_reentrant=False, preserve_rng_state=self._draws
+                    run, i, source, use_reentrant=False, preserve_rng_state=self._draws
                 )
             else:
-                before, output = self._run(*arguments)
+                before, output = run(i, source)
             found.append(output)
         return torch.stack(found)
 
-    def _run(
+    def attend(
         self,
         i: int,
         hidden: Tensor,
@@ -417,29 +422,14 @@ class MtpHeads(nn.Module):
         mask: Tensor | None,
         position_ids: Tensor,
         waves: Any,
-    ) -> tuple[Tensor, Tensor]:
-        """Return what the next head reads, and what this one's output matrix reads."""
-        layer = self.layer(i)
-        if embedded is not None:
-            # in here, so that no head's shifted copy is kept for backward
-            ahead = embedded.roll(-1 - i, dims=1)
-            hidden = layer.join(hidden, ahead, hidden_first=self.hidden_first)
-        return self.attend(i, hidden, mask, position_ids, waves)
-
-    def attend(
-        self,
-        i: int,
-        hidden: Tensor,
-        mask: Tensor | None,
-        position_ids: Tensor,
-        waves: Any,
         cache: Any = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run the layer of head ``i``; return what :meth:`contextual` needs of it.
+        """Run the layer of head ``i``.
 
         Args:
             i: the head.
-            hidden: [B, T, d], the trunk, what the head before made, or what was joined.
+            hidden: [B, T, d], the trunk, or what the head before made.
+            embedded: [B, T, d], of sequential heads: embeddings of the tokens that they read.
             mask: as transformers makes it, or what the layer adds to its scores, [B, 1, T, L].
             position_ids: [B, T].
             waves: of these positions, see :meth:`waves`.
@@ -449,6 +439,8 @@ class MtpHeads(nn.Module):
             What the next head reads, and what this one's output matrix reads, [B, T, d] each.
         """
         layer = self.layer(i)
+        if embedded is not None:
+            hidden = layer.join(hidden, embedded, hidden_first=self.hidden_first)
         found = layer.block(
             hidden,
             attention_mask=mask,
@@ -522,10 +514,6 @@ class MtpHeads(nn.Module):
             )
         return self.finish(products, output)
 
-    def forward(self, hidden: Tensor, output: OutputLayer, **sequential: Any) -> Tensor:
-        """Return the logits of all heads; see ``logits``."""
-        return self.logits(hidden, output, **sequential)
-
     @torch.no_grad()
     def snapshot(self, output: OutputLayer) -> Callable[[Tensor], Tensor]:
         """Return a function like ``logits``, for decoding: the weights as they are now, stacked.
@@ -559,7 +547,7 @@ class MtpHeads(nn.Module):
                 raise ValueError("these heads read tokens through embed, which is None")
             weight = next(self.parameters())
             root = weight.new_zeros(self.num_heads, num_rows, self.hidden_size)
-            return empty_texts(self._join_and_attend, self.waves, embed, self._window(), root)
+            return empty_texts(self.attend, self.waves, embed, self._window(), root)
         layers = [(each.block, each.norm) for each in map(self.layer, range(self.num_heads))]
         groups: Groups = [layers] if self.variant == "parallel" else [[each] for each in layers]
         window = attention_of(self.config)[1]
@@ -597,20 +585,6 @@ class MtpHeads(nn.Module):
             raise ValueError("these heads read tokens through embed, which is None")
         self._window()
         return lambda: MtpSteps(self, output, embed)
-
-    def _join_and_attend(
-        self,
-        i: int,
-        before: Tensor,
-        embedded: Tensor,
-        mask: Tensor,
-        position_ids: Tensor,
-        waves: Any,
-        cache: Any,
-    ) -> Tensor:
-        """Run sequential head ``i`` on new tokens, see :class:`TextCache`."""
-        joined = self.layer(i).join(before, embedded, hidden_first=self.hidden_first)
-        return self.attend(i, joined, mask, position_ids, waves, cache)[1]
 
     def _window(self) -> int | None:
         """Return how many tokens a layer looks back upon, itself included; None for all."""

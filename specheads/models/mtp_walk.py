@@ -32,6 +32,8 @@ from torch import Tensor
 from specheads.models.base import Embed
 from specheads.models.head_cache import grown_capacity
 
+Run = Callable[..., tuple[Tensor, Tensor]]
+
 
 class Slots:
     """Room for what the layers hand to their caches, and the rotary waves of every slot.
@@ -125,7 +127,7 @@ class TextCache:
     Attributes:
         run: runs module k: its number, what the module before made [B, T, d], the tokens'
             embeddings [B, T, d], an additive mask [B, 1, T, L], positions [B, T], their position
-            embeddings, and a :class:`Pass`; returns G^k [B, T, d].
+            embeddings, and a :class:`Pass`; returns G^k [B, T, d] last, see ``MtpHeads.attend``.
         embed: the base's input embedding.
         window: how many tokens a layer looks back upon, itself included; None for all.
         slots: keys and values; slots behind a row's length hold nothing.
@@ -134,7 +136,7 @@ class TextCache:
         root: [K, B, d], G^k at the root; where the text is too short for it, anything finite.
     """
 
-    run: Callable[..., Tensor]
+    run: Run
     embed: Embed
     window: int | None
     slots: Slots
@@ -189,7 +191,7 @@ class TextCache:
                 hide(mask[:, 0, :, i - 1], places >= i)
                 before = torch.cat([self.root[i - 1, :, None], found[-1][:, :-1]], dim=1)
             cache = Pass(self.slots, i, where, seen)
-            found.append(self.run(i, before, embedded, mask, places, waves, cache))
+            found.append(self.run(i, before, embedded, mask, places, waves, cache)[1])
         every = torch.stack(found)
         lengths = tuple(n + count for n, count in zip(self.lengths, counts, strict=True))
         if num_rows == 1:
@@ -228,7 +230,7 @@ class TextCache:
 
 
 def empty_texts(
-    run: Callable[..., Tensor],
+    run: Run,
     rotary: Callable[[Tensor, Tensor], Any],
     embed: Embed,
     window: int | None,
@@ -342,7 +344,7 @@ class MtpWalk:
         cache = Pass(memory.slots, module, slice(start, seen), seen)
         waves = memory.slots.waves(places)
         before = _rows(self._made, self._above)
-        return memory.run(module, before, self._embedded, mask, places, waves, cache)
+        return memory.run(module, before, self._embedded, mask, places, waves, cache)[1]
 
 
 def _rows(table: Tensor, places: Tensor) -> Tensor:
