@@ -5,13 +5,13 @@ python -m specheads.train +recipe=medusa1
 """
 
 from specheads.config import TrainConfig
-from specheads.pipeline import Speculation, check_tree
+from specheads.pipeline import Speculation, check_tree, start
 from specheads.runs.log import RunLog
-from specheads.training.loop import Batches, fit
-from specheads.training.plan import describe_costs, describe_run, plan_stage
+from specheads.training.loop import Stage, fit
+from specheads.training.objectives import HeadsObjective
 from specheads.training.schedule import param_groups
-from specheads.training.setup import build_heads, heads_objective, load_base, load_data, read_data
-from specheads.training.teachers import FeatureCache
+from specheads.training.setup import build_heads, load_base, load_data, read_data
+from specheads.training.teachers import cached_features
 
 
 def run(cfg: TrainConfig) -> None:
@@ -21,33 +21,19 @@ def run(cfg: TrainConfig) -> None:
     base, output, tokenizer = load_base(cfg)
     data = load_data(cfg, base, tokenizer, train_base=False, read=read)
     heads = build_heads(cfg, base, output, data)
-    cache = FeatureCache(cfg, base, data.train, data.heldout) if cfg.features.dir else None
     speculation = Speculation(cfg, base, heads, output, tokenizer, data)
 
     with RunLog(cfg) as log:
-        log.say(describe_run(cfg, data, base=base, heads=heads))
-        objective = heads_objective(
-            cfg, None if cache else base, heads, output, embed=base.get_input_embeddings()
-        )
+        start(cfg, log, data, base=base, heads=heads)
+        batches, heldout, notes = cached_features(cfg, base, data, log)
+        objective = HeadsObjective(
+            None if cfg.features.dir else base, heads, cfg.loss,
+            train_base=False, output=output, embed=base.get_input_embeddings(),
+        )  # fmt: skip
         groups = param_groups(cfg.optim, heads=(heads, cfg.optim.lr))
-        batches: Batches = data.train
-        notes: list[str] = []
+        stage = Stage(objective, batches, groups)
         if cfg.dry_run:
-            if cache:
-                batches, notes = cache.stand_in(base)
-            parts = {"base": base, "heads": heads}
-            plan = plan_stage(
-                "heads", cfg.steps, objective, batches, groups, cfg,
-                output_weight=output.weight, parts=parts,
-            )  # fmt: skip
-            log.say(describe_costs(cfg, [plan], parts, *notes))
-            speculation.say_expected(log)
+            speculation.plan(log, [stage], notes)
             return
-        data.quarantine(log.dir)
-        if cache:
-            log.say(cache.describe())
-        heldout = data.heldout
-        if cache:
-            batches, heldout = cache.open(base)
-        steps = fit(objective, batches, cfg, groups=groups, run=log, evaluate=speculation.evaluate)
+        steps = fit(stage, cfg, log, speculation.evaluate)
         speculation.export(log, steps, heldout)

@@ -5,16 +5,16 @@ itself, or through LoRA (adapter=lora), on a quantised base QLoRA; held to the l
 original (loss.base=distill).   python -m specheads.train +recipe=medusa2
 """
 
-from torch import nn
+from collections.abc import Iterator
 
 from specheads.config import TrainConfig
-from specheads.pipeline import Speculation, check_tree
+from specheads.pipeline import Speculation, check_tree, start
 from specheads.runs.log import RunLog
 from specheads.training.heldout import remember_original
-from specheads.training.loop import fit
-from specheads.training.plan import describe_costs, describe_run, plan_stage
+from specheads.training.loop import Stage, fit
+from specheads.training.objectives import HeadsObjective
 from specheads.training.schedule import param_groups
-from specheads.training.setup import build_heads, heads_objective, load_base, load_data, read_data
+from specheads.training.setup import build_heads, load_base, load_data, read_data
 
 
 def run(cfg: TrainConfig) -> None:
@@ -26,42 +26,22 @@ def run(cfg: TrainConfig) -> None:
     heads = build_heads(cfg, base, output, data)
     speculation = Speculation(cfg, base, heads, output, tokenizer, data)
 
-    with RunLog(cfg) as log:
-        log.say(describe_run(cfg, data, base=base, heads=heads))
-        original = None
-        if not cfg.dry_run:
-            data.quarantine(log.dir)
-            original = remember_original(base, output, data.heldout)
-        warmup = round(cfg.warmup_heads * cfg.steps)
-        stages = [("heads", 0, warmup), ("joint", warmup, cfg.steps)]
-        steps, plans = 0, []
-        for stage, first, last in stages[0 if warmup else 1 :]:
-            joint = stage == "joint"
-            objective = heads_objective(cfg, base, heads, output, train_base=joint)
-            parts: dict[str, tuple[nn.Module, float]] = {"heads": (heads, cfg.optim.lr)}
-            if joint:
-                parts["base"] = (base, cfg.optim.base_lr)
+    def stages() -> Iterator[Stage]:  # one after the other: an objective freezes and thaws the base
+        warmup, parts = round(cfg.warmup_heads * cfg.steps), {"heads": (heads, cfg.optim.lr)}
+        if warmup:
+            objective = HeadsObjective(base, heads, cfg.loss, train_base=False, output=output)
             groups = param_groups(cfg.optim, **parts)
-            if cfg.dry_run:
-                plan = plan_stage(
-                    stage, last - first, objective, data.train, groups, cfg,
-                    output_weight=output.weight, parts={"base": base, "heads": heads},
-                )  # fmt: skip
-                plans.append(plan)
-                continue
-            steps = fit(
-                objective,
-                data.train,
-                cfg,
-                groups=groups,
-                run=log,
-                stage=stage,
-                first_step=first,
-                last_step=last,
-                evaluate=speculation.evaluate,
-            )
+            yield Stage(objective, data.train, groups, "heads", 0, warmup)
+        objective = HeadsObjective(base, heads, cfg.loss, train_base=True, output=output)
+        groups = param_groups(cfg.optim, **parts, base=(base, cfg.optim.base_lr))
+        yield Stage(objective, data.train, groups, "joint", warmup, cfg.steps)
+
+    with RunLog(cfg) as log:
+        start(cfg, log, data, base=base, heads=heads)
         if cfg.dry_run:
-            log.say(describe_costs(cfg, plans, {"base": base, "heads": heads}))
-            speculation.say_expected(log)
+            speculation.plan(log, stages())
             return
+        original = remember_original(base, output, data.heldout)
+        for stage in stages():
+            steps = fit(stage, cfg, log, speculation.evaluate)
         speculation.export(log, steps, data.heldout, tuned=True, original=original)

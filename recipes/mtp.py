@@ -6,19 +6,13 @@ python -m specheads.train +recipe=mtp
 """
 
 from specheads.config import TrainConfig
-from specheads.pipeline import Speculation, check_tree
+from specheads.pipeline import Speculation, check_tree, start
 from specheads.runs.log import RunLog
 from specheads.training.heldout import heldout_loss
-from specheads.training.loop import fit
-from specheads.training.plan import describe_costs, describe_run, plan_stage
+from specheads.training.loop import Stage, fit
+from specheads.training.objectives import HeadsObjective
 from specheads.training.schedule import param_groups
-from specheads.training.setup import (
-    build_mtp_heads,
-    heads_objective,
-    load_data,
-    new_base,
-    read_data,
-)
+from specheads.training.setup import build_mtp_heads, load_data, new_base, read_data
 
 
 def run(cfg: TrainConfig) -> None:
@@ -36,30 +30,16 @@ def run(cfg: TrainConfig) -> None:
         return speculation.evaluate(step) | {"heldout/loss": loss}
 
     with RunLog(cfg) as log:
-        log.say(describe_run(cfg, data, base=base, heads=heads))
+        start(cfg, log, data, base=base, heads=heads)
         layers = base.config.get_text_config().num_hidden_layers
         log.say(f"{layers} layers in the base, its own output among the {added + 1} heads")
-        objective = heads_objective(cfg, base, heads, output, train_base=True)
-        parts = {"base": base, "heads": heads}
+        objective = HeadsObjective(base, heads, cfg.loss, train_base=True, output=output)
         groups = param_groups(
             cfg.optim, base=(base, cfg.optim.base_lr), heads=(heads, cfg.optim.lr)
         )
+        stage = Stage(objective, data.train, groups, "joint")
         if cfg.dry_run:
-            plan = plan_stage(
-                "joint", cfg.steps, objective, data.train, groups, cfg,
-                output_weight=output.weight, parts=parts,
-            )  # fmt: skip
-            log.say(describe_costs(cfg, [plan], parts))
-            speculation.say_expected(log)
+            speculation.plan(log, [stage])
             return
-        data.quarantine(log.dir)
-        steps = fit(
-            objective,
-            data.train,
-            cfg,
-            groups=groups,
-            run=log,
-            stage="joint",
-            evaluate=evaluate,
-        )
+        steps = fit(stage, cfg, log, evaluate)
         speculation.export(log, steps, data.heldout, tuned=True)

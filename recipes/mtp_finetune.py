@@ -5,24 +5,15 @@ last layer. mtp.train_base=true tunes the base too, itself or through LoRA (adap
 quantised base QLoRA.   python -m specheads.train +recipe=mtp_finetune
 """
 
-from torch import nn
-
 from specheads.config import TrainConfig
-from specheads.pipeline import Speculation, check_tree
+from specheads.pipeline import Speculation, check_tree, start
 from specheads.runs.log import RunLog
 from specheads.training.heldout import remember_original
-from specheads.training.loop import Batches, fit
-from specheads.training.plan import describe_costs, describe_run, plan_stage
+from specheads.training.loop import Stage, fit
+from specheads.training.objectives import HeadsObjective
 from specheads.training.schedule import param_groups
-from specheads.training.setup import (
-    build_mtp_heads,
-    check_mtp,
-    heads_objective,
-    load_base,
-    load_data,
-    read_data,
-)
-from specheads.training.teachers import FeatureCache
+from specheads.training.setup import build_mtp_heads, check_mtp, load_base, load_data, read_data
+from specheads.training.teachers import cached_features
 
 
 def run(cfg: TrainConfig) -> None:
@@ -34,45 +25,25 @@ def run(cfg: TrainConfig) -> None:
     base, output, tokenizer = load_base(cfg, train_base=tuned)
     data = load_data(cfg, base, tokenizer, train_base=tuned, read=read)
     heads = build_mtp_heads(cfg, base, output, start=cfg.mtp.start)
-    cache = FeatureCache(cfg, base, data.train, data.heldout) if cfg.features.dir else None
     speculation = Speculation(cfg, base, heads, output, tokenizer, data)
 
     with RunLog(cfg) as log:
-        log.say(describe_run(cfg, data, base=base, heads=heads))
-        objective = heads_objective(
-            cfg, None if cache else base, heads, output,
-            train_base=tuned, embed=base.get_input_embeddings(),
+        start(cfg, log, data, base=base, heads=heads)
+        original = None
+        if tuned and not cfg.dry_run:
+            original = remember_original(base, output, data.heldout)
+        batches, heldout, notes = cached_features(cfg, base, data, log)
+        objective = HeadsObjective(
+            None if cfg.features.dir else base, heads, cfg.loss,
+            train_base=tuned, output=output, embed=base.get_input_embeddings(),
         )  # fmt: skip
-        trained: dict[str, tuple[nn.Module, float]] = {"heads": (heads, cfg.optim.lr)}
+        parts = {"heads": (heads, cfg.optim.lr)}
         if tuned:
-            trained["base"] = (base, cfg.optim.base_lr)
-        groups = param_groups(cfg.optim, **trained)
-        batches: Batches = data.train
-        notes: list[str] = []
+            parts["base"] = (base, cfg.optim.base_lr)
+        groups = param_groups(cfg.optim, **parts)
+        stage = Stage(objective, batches, groups, "joint" if tuned else "heads")
         if cfg.dry_run:
-            if cache:
-                batches, notes = cache.stand_in(base)
-            parts = {"base": base, "heads": heads}
-            plan = plan_stage(
-                "joint" if tuned else "heads", cfg.steps, objective, batches, groups, cfg,
-                output_weight=output.weight, parts=parts,
-            )  # fmt: skip
-            log.say(describe_costs(cfg, [plan], parts, *notes))
-            speculation.say_expected(log)
+            speculation.plan(log, [stage], notes)
             return
-        data.quarantine(log.dir)
-        original = remember_original(base, output, data.heldout) if tuned else None
-        heldout = data.heldout
-        if cache:
-            log.say(cache.describe())
-            batches, heldout = cache.open(base)
-        steps = fit(
-            objective,
-            batches,
-            cfg,
-            groups=groups,
-            run=log,
-            stage="joint" if tuned else "heads",
-            evaluate=speculation.evaluate,
-        )
+        steps = fit(stage, cfg, log, speculation.evaluate)
         speculation.export(log, steps, heldout, tuned=tuned, original=original)

@@ -8,13 +8,12 @@ from pathlib import Path
 from specheads.config import TrainConfig
 from specheads.formats import card
 from specheads.models.checkpoint import save_plain_model
-from specheads.pipeline import improving
+from specheads.pipeline import improving, say_plan, start
 from specheads.runs.log import RunLog
 from specheads.system import dist
 from specheads.training.heldout import heldout_loss
-from specheads.training.loop import fit
+from specheads.training.loop import Stage, fit
 from specheads.training.objectives import LMObjective
-from specheads.training.plan import describe_costs, describe_run, plan_stage
 from specheads.training.schedule import param_groups
 from specheads.training.setup import load_data, new_base, read_data
 
@@ -24,37 +23,20 @@ def run(cfg: TrainConfig) -> None:
     read = read_data(cfg)
     base, output, tokenizer = new_base(cfg)
     data = load_data(cfg, base, tokenizer, train_base=True, learn_all=True, read=read)
-    objective = LMObjective(
-        base,
-        chunk_size=cfg.loss.chunk_size,
-        implementation=cfg.loss.implementation,
-        output=output,
-    )
 
     def evaluate(step: int) -> dict[str, float]:
         del step
         return {"heldout/loss": heldout_loss(base, output, data.heldout)["loss"]}
 
     with RunLog(cfg) as log:
-        log.say(describe_run(cfg, data, base=base))
+        start(cfg, log, data, base=base)
+        objective = LMObjective(base, cfg.loss, output)
         groups = param_groups(cfg.optim, base=(base, cfg.optim.base_lr))
+        stage = Stage(objective, data.train, groups)
         if cfg.dry_run:
-            parts = {"base": base}
-            plan = plan_stage(
-                "base", cfg.steps, objective, data.train, groups, cfg,
-                output_weight=output.weight, parts=parts,
-            )  # fmt: skip
-            log.say(describe_costs(cfg, [plan], parts))
+            say_plan(cfg, log, [stage], {"base": base}, output.weight)
             return
-        data.quarantine(log.dir)
-        steps = fit(
-            objective,
-            data.train,
-            cfg,
-            groups=groups,
-            run=log,
-            evaluate=evaluate,
-        )
+        steps = fit(stage, cfg, log, evaluate)
         if not dist.is_main():
             return
         export = Path(cfg.run_dir) / "export"

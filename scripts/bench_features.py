@@ -31,13 +31,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone need 
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from specheads.config import DataConfig, OptimConfig, TrainConfig
 from specheads.data.chat import Encoded
 from specheads.data.pack import PackedBatches
-from specheads.data.teacher_cache import Features, plan_features, readable, write_features
+from specheads.data.teacher_cache import (
+    CachedBatches,
+    TeacherCache,
+    plan_features,
+    readable,
+    write_cache,
+)
 from specheads.models.base import load_base_model
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
@@ -46,7 +51,6 @@ from specheads.training.engine import TorchEngine
 from specheads.training.loop import gather, run_micro_batches
 from specheads.training.objectives import HeadsObjective
 from specheads.training.schedule import param_groups
-from specheads.training.teachers import CachedBatches
 
 SHARE = 0.9  # of the speed that is possible: the aim
 SIDES = ("online", "cached")
@@ -78,10 +82,10 @@ class Clock:
         return total
 
 
-class TimedFeatures(Features):
+class TimedFeatures(TeacherCache):
     """Features whose reading is clocked."""
 
-    def rows(self, places: Sequence[Sequence[int]], seq_len: int) -> Tensor:
+    def rows(self, places: Sequence[Sequence[int]], seq_len: int) -> dict[str, Any]:
         """Read, with the clock running."""
         with self.clock.running():
             return super().rows(places, seq_len)
@@ -122,9 +126,9 @@ class Side:
         inner.read()
         with clock.running():
             micro, tokens = gather(self.batches, 1, self.objective.num_heads, self.device)
-            ran = run_micro_batches(self.engine, micro, lambda: False)
+            metrics, *_ = run_micro_batches(self.engine, micro, lambda: False)
             self.engine.step(1.0)
-        self.losses.append(ran.metrics["loss"])
+        self.losses.append(metrics["loss"])
         self.tokens += tokens
         self.steps.append({"step": clock.read(), "inner": inner.read()})
 
@@ -201,20 +205,18 @@ def measure(name: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]
     plan = plan_features(
         folder / name,
         documents,
-        base=name,
-        computed=f"{args.dtype}, autocast {args.autocast}",
+        {"base model": name, "computation": f"{args.dtype}, autocast {args.autocast}"},
         hidden_size=output.weight.shape[1],
         given_as=base.dtype,
         dtype=args.features_dtype,
     )
     print(f"\n{name}: {plan.describe()}", flush=True)
     begin = time.perf_counter()
-    write_features(
+    write_cache(
         plan,
         documents,
         base,
-        seq_len=args.seq_len,
-        rows=args.rows,
+        (args.rows, args.seq_len),
         autocast=args.autocast == "bfloat16",
     )
     write_seconds = time.perf_counter() - begin
@@ -238,7 +240,7 @@ def measure(name: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]
     row: dict[str, Any] = {
         "base": name,
         "parameters": sum(p.numel() for p in base.parameters()),
-        "hidden_size": plan.hidden_size,
+        "hidden_size": plan.settings["hidden_size"],
         "vocab_size": output.weight.shape[0],
         "lm_head": args.lm_head,
         "num_heads": args.heads,

@@ -57,9 +57,9 @@ from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer
 from specheads.system import dist
 from specheads.system.hardware import environment, peak_memory
-from specheads.training.engine import open_engine
+from specheads.training.capacity import Load, Shape, Spread, load_of, need
+from specheads.training.loop import open_engine
 from specheads.training.objectives import HeadsObjective
-from specheads.training.plan import Load, Shape, Spread, load_of, need
 from specheads.training.schedule import param_groups
 
 NUM_HEADS = 4

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from specheads.config.training import LossConfig
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer
 from specheads.system.hardware import environment, peak_memory, pin_threads
@@ -89,9 +90,8 @@ class Setup:
         self.objective = HeadsObjective(
             base,
             heads,
+            LossConfig(chunk_size=case.chunk_size, implementation=case.implementation),
             train_base=case.recipe == "medusa2",
-            chunk_size=case.chunk_size,
-            implementation=case.implementation,
             output=output,
         )
         trained = [p for p in self.objective.parameters() if p.requires_grad]

@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from specheads.config.training import LossConfig
 from specheads.models.mtp import VARIANTS, MtpHeads, block_config
 from specheads.system.hardware import environment, pin_threads
 from specheads.train import keep_freed_memory
@@ -47,7 +48,6 @@ from specheads.training.objectives import HeadsObjective, LMObjective
 MIB = 2**20
 SIDES = ("ours", "naive")
 ALLOCATORS = ("kept", "system")
-COLORS = {"ours": "#2f6f9f", "naive": "#e0b15e"}
 
 
 @dataclass(frozen=True)
@@ -85,15 +85,14 @@ class Setup:
         self.base: Any = LlamaForCausalLM(config)
         self.heads: MtpHeads | None = None
         self.objective: torch.nn.Module
-        options: dict[str, Any] = {"chunk_size": case.chunk_size, "count_hits": False}
+        loss = LossConfig(chunk_size=case.chunk_size, decay=1.0, lambda_0=1.0)
         if case.num_heads > 1:
             self.heads = MtpHeads(
                 case.num_heads - 1, block_config(config), case.vocab, variant=case.variant
             )
-            options |= {"train_base": True, "decay": 1.0, "lambda_0": 1.0}
-            self.objective = HeadsObjective(self.base, self.heads, **options)
+            self.objective = HeadsObjective(self.base, self.heads, loss, train_base=True)
         else:
-            self.objective = LMObjective(self.base, **options)
+            self.objective = LMObjective(self.base, loss)
         self.objective.train(case.side == "ours")  # in eval mode the heads make nothing again
         for parameter in self.objective.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -224,36 +223,8 @@ def table(rows: list[dict[str, Any]], times: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def draw(report: dict[str, Any], path: Path) -> None:
-    """Draw the peaks over the number of heads, and the growth that no head owns."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "specheads"  # same figures, same file
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(5.5, 3.4), layout="constrained")
-    for side in reversed(SIDES):
-        rows = [row for row in report["rows"] if row["side"] == side]
-        counts = [row["num_heads"] for row in rows]
-        peaks = [row["allocator_peak"] / MIB for row in rows]
-        axes.plot(counts, peaks, "o-", color=COLORS[side], label=f"{side}, all of it")
-        rest = [(row["allocator_peak"] - row["owned_bytes"]) / MIB for row in rows]
-        label = f"{side}, less the heads' parameters and gradients"
-        axes.plot(counts, rest, "o--", color=COLORS[side], alpha=0.6, label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(counts, [str(count) for count in counts])
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("heads, the next-token head included")
-    axes.set_ylabel("peak of the allocator, MiB")
-    axes.legend(frameon=False, fontsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
-
-
 def main() -> None:
-    """Parse the command line, measure, print table and JSON, draw."""
+    """Parse the command line, measure, print table and JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -268,8 +239,6 @@ def main() -> None:
     parser.add_argument("--no-memory", action="store_true", help="time only")
     parser.add_argument("--threads", type=int, default=0, help="0: all")
     parser.add_argument("--out", type=Path, help="write the JSON there too")
-    parser.add_argument("--figure", type=Path, help="draw an SVG there")
-    parser.add_argument("--draw", type=Path, help="draw that JSON only, to --figure")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--times", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -279,9 +248,6 @@ def main() -> None:
     if args.times:
         cases, repeats, allocator = json.loads(args.times)
         print(json.dumps(take_times([Case(**each) for each in cases], repeats, allocator)))
-        return
-    if args.draw:
-        draw(json.loads(args.draw.read_text()), args.figure)
         return
 
     threads = pin_threads(args.threads)
@@ -296,14 +262,12 @@ def main() -> None:
         for allocator in ALLOCATORS
         if args.repeats
     ]
-    hidden = ("case", "times", "out", "figure", "draw")
+    hidden = ("case", "times", "out")
     settings = {key: value for key, value in vars(args).items() if key not in hidden}
     report = {"environment": environment(), "settings": settings, "rows": rows, "times": times}
     text = json.dumps(report, indent=1)
     if args.out:
         args.out.write_text(text + "\n", encoding="utf-8")
-    if args.figure and rows:
-        draw(report, args.figure)
     print(table(rows, times))
     print(text)
 

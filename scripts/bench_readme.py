@@ -3,10 +3,9 @@
     python scripts/bench_readme.py [--resume] [--only drafters ...]
     python scripts/bench_readme.py --quick      # minutes of nonsense, to see that it works
 
-Each part writes a file of benchmarks/readme/. When all went well, the figures in docs/ are drawn
-and the marked blocks of README.md and BENCHMARKS.md are written anew (``--render`` does that
-alone). The machine should do nothing else meanwhile: about 50 minutes on two cores. ``--quick``
-writes to build/bench_quick/ only.
+Each part writes a file of benchmarks/readme/. When all went well, ``scripts/render.py`` draws the
+figures in docs/ and writes the marked blocks of the pages anew. The machine should do nothing else
+meanwhile: about 50 minutes on two cores. ``--quick`` writes to build/bench_quick/ only.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # a test imports this from elsewhere
 
 from bench_parts import ROOT, Part, chosen, read_record, run_parts, table
-from plot_readme import FIGURES, PAGES, render
+from render import FIGURES, PAGES, render
 
-FOLDER, QUICK_FOLDER = "benchmarks/readme", "build/bench_quick"
+FOLDER, QUICK_FOLDER = "benchmarks/readme", "build/bench_quick/readme"
 RECORD = "parts.json"
 SHIPPED = "data/checkpoints"
 # what --quick asks for instead; the methods stay, so that every one of them is tried
 QUICK = ("num_prompts=2", "max_new_tokens=8", "repeats=1")
 
 
-def readme_parts(folder: str = FOLDER, figures: str = "docs", *, quick: bool = False) -> list[Part]:
+def readme_parts(folder: str = FOLDER, *, quick: bool = False) -> list[Part]:
     """Return the parts; their files go to ``folder``, relative to the repository."""
 
     def bench(name: str, checkpoint: str, minutes: float, *settings: str) -> Part:
@@ -45,7 +44,7 @@ def readme_parts(folder: str = FOLDER, figures: str = "docs", *, quick: bool = F
         out = f"{folder}/{name}.json"
         return Part(name, ((*command, f"out={out}"),), (out,), minutes, reads=tuple(read))
 
-    memory, figure = f"{folder}/mtp_memory.json", f"{figures}/mtp_memory.svg"
+    memory = f"{folder}/mtp_memory.json"
     sizes = ("--vocab", "512", "--hidden", "64", "--tokens", "64", "--heads", "1", "2")
     small = (*sizes, "--timed-heads", "2", "--repeats", "1") if quick else ()
     return [
@@ -92,13 +91,8 @@ def readme_parts(folder: str = FOLDER, figures: str = "docs", *, quick: bool = F
         ),
         Part(
             "mtp_memory",
-            (
-                (
-                    *("scripts/bench_mtp_memory.py", "--threads", "1", *small),
-                    *("--out", memory, "--figure", figure),
-                ),
-            ),
-            (memory, figure),
+            (("scripts/bench_mtp_memory.py", "--threads", "1", *small, "--out", memory),),
+            (memory,),
             3,
         ),
     ]
@@ -112,25 +106,21 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="keep parts that are done")
     parser.add_argument("--only", nargs="+", metavar="PART", help="measure these alone")
     parser.add_argument("--list", action="store_true", help="print the parts, measure nothing")
-    parser.add_argument("--render", action="store_true", help="draw and fill from the files there")
     parser.add_argument("--quick", action="store_true", help=f"tiny, into {QUICK_FOLDER}/")
     args = parser.parse_args()
     folder = QUICK_FOLDER if args.quick else FOLDER
-    figures = QUICK_FOLDER if args.quick else str(FIGURES.relative_to(ROOT))
-    parts = readme_parts(folder, figures, quick=args.quick)
+    parts = readme_parts(folder, quick=args.quick)
     record = ROOT / folder / RECORD
     if args.list:
         print(table(parts, read_record(record)))
         return
     (ROOT / folder).mkdir(parents=True, exist_ok=True)
-    pages = PAGES
+    whole, pages, figures = (ROOT / folder).parent, PAGES, FIGURES
     if args.quick:
-        pages = tuple(Path(shutil.copy(page, ROOT / folder)) for page in PAGES)
-    asked = [] if args.render else chosen(parts, args.only)
-    if failed := run_parts(asked, record, resume=args.resume):
+        pages, figures = tuple(Path(shutil.copy(page, whole)) for page in PAGES), whole
+    if failed := run_parts(chosen(parts, args.only), record, resume=args.resume):
         raise SystemExit(f"failed: {', '.join(failed)}; nothing was drawn, see --resume")
-    for line in render(ROOT / folder, ROOT / figures, pages):
-        print(line)
+    print("\n".join(render(whole, figures, pages)))
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from specheads.config.training import LossConfig
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
@@ -63,16 +64,15 @@ class Case:
     seq_len: int
     learned: float
     chunk_size: int
-    count_hits: bool
     threads: int
 
 
 class Reference(nn.Module):
     """The loss of train_legacy.py over our heads' very parameters."""
 
-    def __init__(self, base: LlamaForCausalLM, heads: MedusaHeads, count_hits: bool) -> None:
+    def __init__(self, base: LlamaForCausalLM, heads: MedusaHeads) -> None:
         super().__init__()
-        self.base, self.heads, self.count_hits = base, heads, count_hits
+        self.base, self.heads = base, heads
         self.loss = nn.CrossEntropyLoss(ignore_index=IGNORE)
 
     def logits(self, input_ids: Tensor) -> Tensor:
@@ -98,11 +98,10 @@ class Reference(nn.Module):
             loss = self.loss(shifted, target)
             total = total + loss
             log[f"head_{i}/loss"] = loss.item()
-            if self.count_hits:
-                valid = target.ne(IGNORE)
-                _, top = shifted.topk(1, dim=-1)
-                hits = top[valid].eq(target[valid].unsqueeze(-1)).any(-1)
-                log[f"head_{i}/top1"] = hits.float().mean().item()
+            valid = target.ne(IGNORE)
+            _, top = shifted.topk(1, dim=-1)
+            hits = top[valid].eq(target[valid].unsqueeze(-1)).any(-1)
+            log[f"head_{i}/top1"] = hits.float().mean().item()
         return total, log
 
 
@@ -131,14 +130,12 @@ class Setup:
             self.objective = HeadsObjective(
                 base,
                 self.heads,
+                LossConfig(decay=1.0, chunk_size=case.chunk_size),
                 train_base=False,
-                decay=1.0,
-                chunk_size=case.chunk_size,
-                count_hits=case.count_hits,
                 output=output,
             )
         else:
-            self.objective = Reference(base, self.heads, case.count_hits)
+            self.objective = Reference(base, self.heads)
         self.optimizer = torch.optim.AdamW(self.heads.parameters(), lr=1e-4, fused=True)
         ids = torch.randint(0, case.vocab, (case.rows, case.seq_len))
         labels = ids.clone()  # what is not learned stands first, as a prompt does
@@ -326,7 +323,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="freed memory goes back to the system, or is kept; kept comes last",
     )
     parser.add_argument("--chunk-size", type=int, default=0, help="rows of logits at one time")
-    parser.add_argument("--no-hits", action="store_true", help="count none, on either side")
     parser.add_argument("--repeats", type=int, default=9, help="timed steps; 0: none")
     parser.add_argument("--no-memory", action="store_true", help="time only")
     parser.add_argument("--threads", type=int, default=0, help="0: all")
@@ -368,7 +364,6 @@ def main(argv: Sequence[str] | None = None) -> None:
                 args.seq_len,
                 learned,
                 args.chunk_size,
-                not args.no_hits,
                 threads,
             )
             report["rows"].append(measure(case, allocator, args))

@@ -40,7 +40,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specheads.config import DataConfig, ModelConfig, TrainConfig
 from specheads.system import dist
 from specheads.system.hardware import environment, peak_memory, pin_threads
-from specheads.training.plan import (
+from specheads.training.capacity import (
     A100_OF_8,
     ADAM_TRAFFIC,
     LLAMA_7B,
@@ -165,7 +165,7 @@ class Work:
 
     def open(self) -> None:
         """Wrap the objective as a run does."""
-        from specheads.training.engine import open_engine
+        from specheads.training.loop import open_engine
         from specheads.training.schedule import param_groups
 
         groups = param_groups(self.cfg.optim, base=(self.model, 1e-5))

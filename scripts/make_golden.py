@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from specheads.attention.tree import Tree
+from specheads.config.training import LossConfig
 from specheads.decoding.loop import decode, plain_decode
 from specheads.decoding.result import DecodeResult
 from specheads.drafters.contract import Candidates, Prefill, StepResult
@@ -120,7 +121,7 @@ def make(path: Path, steps: int) -> None:
     texts = [render(tokenizer, record["messages"]) for record in records()]
     heads = MedusaHeads(NUM_HEADS, 1, config.hidden_size, config.vocab_size, "shared")
     # together: the states of so small a model foresee nothing unless the heads ask for it
-    train(HeadsObjective(base, heads, train_base=True, lambda_0=0.5), texts, steps)
+    train(HeadsObjective(base, heads, LossConfig(lambda_0=0.5), train_base=True), texts, steps)
     base.eval()
     save_export(
         path,

@@ -7,11 +7,12 @@ import importlib.util
 import sys
 import warnings
 from collections.abc import Sequence
-from importlib.abc import InspectLoader
+from importlib.abc import InspectLoader, Loader
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
+from typing import Any
 
-# what people type: these two stay
+# what people type after python -m: these two stay
 _PROGRAMS = {
     "specheads.torchrun": "specheads.system.launch",
     "specheads.lm_eval_model": "specheads.measure.lm_eval",
@@ -39,36 +40,32 @@ _MOVED = {
     "specheads.training.reading": "specheads.training.setup",
     "specheads.tree": "specheads.attention.tree",
 }
+# of these modules some names went another way than the rest
+_NAMES = {"specheads.decoding.measure": {"end_tokens": "specheads.models.base"}}
 
 
-class _Loader(InspectLoader):
+class _Loader(Loader):
     """Gives the module under its new name, or its code to ``python -m``."""
 
-    def __init__(self, new: str) -> None:
-        self.new = new
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module itself: a class must not exist twice."""
-        module = importlib.import_module(self.new)
-        self.own_spec = module.__spec__
-        return module
-
     def exec_module(self, module: ModuleType) -> None:
-        """Undo what importing under the old name has written on the module."""
-        module.__spec__ = self.own_spec
+        """Put the new module in the place of the empty one: a class must not exist twice."""
+        old = module.__name__
+        new = importlib.import_module(_PROGRAMS.get(old) or _MOVED[old])
+        if old not in _NAMES:
+            sys.modules[old] = new
+            return
 
-    def get_source(self, fullname: str) -> str | None:
-        """Return the source of the new module."""
-        return self._found().get_source(self.new)
+        def find(name: str) -> Any:
+            elsewhere = _NAMES[old].get(name)
+            return getattr(importlib.import_module(elsewhere) if elsewhere else new, name)
 
-    def get_code(self, fullname: str) -> CodeType | None:
+        vars(module)["__getattr__"] = find
+
+    def get_code(self, name: str) -> CodeType | None:
         """Return the code of the new module."""
-        return self._found().get_code(self.new)
-
-    def _found(self) -> InspectLoader:
-        spec = importlib.util.find_spec(self.new)
+        spec = importlib.util.find_spec(_PROGRAMS.get(name) or _MOVED[name])
         assert spec is not None and isinstance(spec.loader, InspectLoader)
-        return spec.loader
+        return spec.loader.get_code(spec.name)
 
 
 class _Finder:
@@ -85,8 +82,8 @@ class _Finder:
                 FutureWarning,
                 stacklevel=2,
             )
-        found = importlib.util.find_spec(new)
-        return ModuleSpec(name, _Loader(new), origin=found.origin if found else None)
+        found = importlib.util.find_spec(new)  # its file is the program's name for argparse
+        return ModuleSpec(name, _Loader(), origin=found.origin if found else None)
 
 
 def forward_old_names() -> None:

@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specheads.config import ChatConfig, ConfigError
-from specheads.config.main import hydra_main, take_literal
+from specheads.config.main import hydra_main
 from specheads.system.terminal import (
     DIM,
     RESET,
-    Keys,
     Lines,
     StatusLine,
     ctrl_c,
     harmless,
+    keys_of,
     unescaped,
     wants_color,
     write,
@@ -35,6 +35,7 @@ from specheads.system.terminal import (
 
 if TYPE_CHECKING:
     from specheads.decoding.conversation import Conversation, OnStep, Turn
+    from specheads.decoding.generate import SpecDecoder
 
 HELP = """\
 /plain             decode the last answer one token at a time too, and compare
@@ -65,109 +66,94 @@ def run(config: ChatConfig) -> None:
     Chat(conversation).talk()
 
 
-def _load(config: ChatConfig) -> tuple[Any, str]:
+def _load(config: ChatConfig) -> tuple[SpecDecoder, str]:
     """Return the decoder, and a line about it."""
     from specheads.decoding.exported import (
-        acceptance_rule,
         check_drafter,
         choose_drafter,
         is_plain_model,
         load_subject,
+        make_decoder,
     )
-    from specheads.decoding.generate import SpecDecoder
     from specheads.models.base import load_tokenizer
     from specheads.system import hardware
 
     check_drafter(config.decode, has_heads=not is_plain_model(config.checkpoint))
-    template = _template(config)
+    try:
+        path = config.template
+        template = Path(path).read_text(encoding="utf-8") if path else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"template={config.template} cannot be read: {error}") from None
     if not template and load_tokenizer(config.checkpoint).chat_template is None:
         raise ConfigError(
             f"{config.checkpoint} has no chat template: give one with template=<file>.jinja, or"
             " continue texts with generate"
         )
-    device = hardware.pick_device(config.device)
-    hardware.quiet_loading()
-    hardware.pin_threads(None)
+    device, dtype, _ = hardware.prepare(config.device, config.dtype)
     subject = load_subject(
         config.checkpoint,
         base=config.base,
-        dtype=hardware.pick_dtype(config.dtype, device),
+        dtype=dtype,
         device=device,
-        device_map=config.device_map or None,
+        device_map=config.device_map,
     )
     if template:
         subject.tokenizer.chat_template = template
     chosen = choose_drafter(subject, config.decode)
-    decoder = SpecDecoder(
-        subject.base,
-        chosen.drafter,
-        tokenizer=subject.tokenizer,
-        acceptance=acceptance_rule(config.decode),
-        compile=config.decode.compile,
-    )
-    return decoder, (
+    return make_decoder(subject, config.decode, chosen.drafter), (
         f"{config.checkpoint}: {chosen.name}, up to {chosen.num_nodes} nodes per verify step,"
-        f" {config.dtype} on {subject.base.device}. /help lists commands."
+        f" {str(dtype).removeprefix('torch.')} on {subject.base.device}. /help lists commands."
     )
-
-
-def _template(config: ChatConfig) -> str:
-    if not config.template:
-        return ""
-    try:
-        return Path(config.template).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"template={config.template} cannot be read: {error}") from None
 
 
 class Chat:
     """A conversation in a terminal, or over pipes."""
 
     def __init__(self, conversation: Conversation) -> None:
-        self.talks = conversation
+        self.conversation = conversation
         self.beside = conversation.config.beside
         self.color = wants_color(conversation.config.color, sys.stdout)
         self.lines = Lines(COMMANDS, {r"\C-p": "/plain"})
         self.last: Turn | None = None
-        self._said = ""  # what Ctrl-P asked for while an answer came
+        self._wants_plain = False  # Ctrl-P was pressed while an answer came
 
     def talk(self) -> None:
         """Read messages and commands until the input or the user ends it."""
         while True:
             try:
                 text = self._message()
+                if text.startswith("/") and not text.startswith("//"):
+                    name, _, value = text.partition(" ")
+                    if name == "/quit":
+                        return
+                    self.command(name, value.strip())
+                elif text.strip():
+                    self.turn(text.removeprefix("/") if text.startswith("//") else text)
             except EOFError:
                 return
+            except ConfigError as error:
+                self.note(str(error))
             except KeyboardInterrupt:
                 self.note("\nCtrl-D or /quit leaves")
-                continue
-            if text.startswith("/") and not text.startswith("//"):
-                name, _, value = text.partition(" ")
-                if name == "/quit":
-                    return
-                self.command(name, value.strip())
-            elif text.strip():
-                self.turn(text.removeprefix("/") if text.startswith("//") else text)
 
     def note(self, text: str) -> None:
         """Say something that is not the model's, on standard error."""
         sys.stdout.flush()
-        dim = wants_color(self.talks.config.color, sys.stderr)
         text = harmless(text)
-        out = unescaped(sys.stderr)
-        print(f"{DIM}{text}{RESET}" if dim else text, file=out, flush=True)
+        if wants_color(self.conversation.config.color, sys.stderr):
+            text = f"{DIM}{text}{RESET}"
+        print(text, file=unescaped(sys.stderr), flush=True)
 
     def turn(self, text: str) -> None:
         """Answer a message, and show how it went."""
         from specheads.decoding.conversation import summary
 
-        turn = self._decoded(lambda on_step: self.talks.ask(text, on_step), color=self.color)
-        if turn is None:
-            return
-        self.last = turn
-        self.note(summary(turn))
-        if self.beside or self._said:
-            self.compare()
+        turn = self._decoded(lambda on_step: self.conversation.ask(text, on_step))
+        if turn is not None:
+            self.last = turn
+            self.note(summary(turn))
+            if self.beside or self._wants_plain:
+                self.compare()
 
     def compare(self) -> None:
         """Decode the last answer plainly too, and compare tokens and speeds."""
@@ -178,55 +164,54 @@ class Chat:
             self.note("there is no answer to compare yet")
             return
         self.note("the same turn, one token at a time:")
-        plain = self._decoded(lambda on_step: self.talks.plainly(fast, on_step), color=self.color)
+        plain = self._decoded(lambda on_step: self.conversation.plainly(fast, on_step))
         if plain is not None:
-            self.note(comparison(fast, plain, self.talks.decoder.base.dtype))
+            self.note(comparison(fast, plain, self.conversation.decoder.base.dtype))
 
     def command(self, name: str, value: str) -> None:
-        """Do what a line that begins with ``/`` asks for."""
-        try:
-            self._command(name, value)
-        except ConfigError as error:
-            self.note(str(error))
+        """Do what a line that begins with ``/`` asks for.
 
-    def _command(self, name: str, value: str) -> None:
-        talks = self.talks
+        Raises:
+            ConfigError: if it cannot be done; nothing has changed then.
+        """
+        conversation = self.conversation
         if name == "/help":
             self.note(HELP)
         elif name == "/plain" and value in ("always", "never"):
             self.beside = value == "always"
         elif name == "/plain":
             self.compare()
-        elif name == "/temperature":
-            talks.config = replace(talks.config, temperature=_number(name, value, float))
-        elif name == "/seed":
-            talks.config = replace(talks.config, seed=_number(name, value, int))
-        elif name == "/system":
-            talks.set_system(value)
-            self.last = None
-            self.note("a new conversation" + (", with this system message" if value else ""))
-        elif name == "/undo":
-            self.last = None
-            self.note("taken back" if talks.undo() else "there is nothing to take back")
-        elif name == "/reset":
-            talks.reset()
-            self.last = None
-            self.note("a new conversation")
+        elif name in ("/temperature", "/seed"):
+            try:
+                number: Any = float(value) if name == "/temperature" else int(value)
+            except ValueError:
+                raise ConfigError(f"{name} needs a number, got {value!r}") from None
+            conversation.config = replace(conversation.config, **{name[1:]: number})
         elif name == "/save":
             self._save(value)
+        elif name == "/undo":
+            self.last = None
+            self.note("taken back" if conversation.undo() else "there is nothing to take back")
+        elif name == "/system":
+            conversation.set_system(value)
+            self.last = None
+            self.note("a new conversation" + (", with this system message" if value else ""))
+        elif name == "/reset":
+            conversation.reset()
+            self.last = None
+            self.note("a new conversation")
         else:
             close = difflib.get_close_matches(name, COMMANDS, n=1)
-            self.note(
-                f"unknown command {name}; "
-                + (f"did you mean {close[0]}?" if close else "/help lists them")
-            )
+            advice = f"did you mean {close[0]}?" if close else "/help lists them"
+            self.note(f"unknown command {name}; {advice}")
 
     def _save(self, path: str) -> None:
-        if not path.endswith(".jsonl") or not self.talks.messages:
+        messages = self.conversation.messages
+        if not path.endswith(".jsonl") or not messages:
             raise ConfigError(
                 "/save needs a file name that ends with .jsonl, and a conversation to write"
             )
-        line = json.dumps({"id": "chat", "messages": self.talks.messages}, ensure_ascii=False)
+        line = json.dumps({"id": "chat", "messages": messages}, ensure_ascii=False)
         try:
             with Path(path).expanduser().open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
@@ -245,26 +230,25 @@ class Chat:
         text = "\n".join(block)
         return f"/{text}" if text.startswith("/") else text  # no command
 
-    def _decoded(self, decode: Callable[[OnStep], Turn], *, color: bool) -> Turn | None:
-        """Run a turn with its text, its status line and its keys; None where there is no turn."""
+    def _decoded(self, decode: Callable[[OnStep], Turn]) -> Turn | None:
+        """Run a turn with its text, its status line and its keys; None where it was given up."""
         from specheads.decoding.conversation import StepPrinter
 
-        printer = StepPrinter(self.talks.tokenizer, write, color=color, safe=sys.stdout.isatty())
-        self._said = ""
+        tokenizer, safe = self.conversation.tokenizer, sys.stdout.isatty()
+        printer = StepPrinter(tokenizer, write, color=self.color, safe=safe)
+        self._wants_plain = False
         try:
-            with StatusLine(sys.stderr) as status, Keys(sys.stdin) as keys, ctrl_c() as pressed:
+            with StatusLine(sys.stderr) as status, keys_of(sys.stdin) as keys, ctrl_c() as pressed:
                 step = _Step(printer, status, keys, pressed)
                 try:
                     return decode(step)
                 finally:
-                    typed = step.typed + keys.typed()
-                    self._said = PLAIN_KEY if PLAIN_KEY in typed else ""
+                    typed = step.typed + keys()
+                    self._wants_plain = PLAIN_KEY in typed
                     self.lines.type_ahead(typed.replace(PLAIN_KEY, ""))
                     printer.finish()
                     if printer.text or step.num_tokens:
                         write("\n")
-        except ConfigError as error:
-            self.note(str(error))
         except KeyboardInterrupt:
             self.note("given up in the middle of a pass: the question is not kept")
         return None
@@ -273,7 +257,13 @@ class Chat:
 class _Step:
     """What happens behind every verify step: text, the status line, the keys, Ctrl-C."""
 
-    def __init__(self, printer: Any, status: StatusLine, keys: Keys, pressed: list[int]) -> None:
+    def __init__(
+        self,
+        printer: Callable[[int, list[int]], None],
+        status: StatusLine,
+        keys: Callable[[], str],
+        pressed: list[int],
+    ) -> None:
         self.printer, self.status, self.keys, self.pressed = printer, status, keys, pressed
         self.typed = ""
         self.num_tokens = self.num_steps = 0
@@ -289,7 +279,7 @@ class _Step:
         else:
             self._first = now
         self.num_tokens += len(tokens)
-        self.typed += self.keys.typed()
+        self.typed += self.keys()
         if now - self._shown > _EVERY:
             self._shown = now
             self.status.show(self._line(now))
@@ -304,21 +294,9 @@ class _Step:
         return f"{rate}{length}{self.num_tokens} tokens; Ctrl-C ends, {asked}"
 
 
-def _number(name: str, value: str, kind: Callable[[str], Any]) -> Any:
-    try:
-        return kind(value)
-    except ValueError:
-        raise ConfigError(f"{name} needs a number, got {value!r}") from None
-
-
 def main() -> None:
     """Entry point."""
-    sys.argv[1:], system = take_literal(sys.argv[1:], "system")
-
-    def task(config: ChatConfig) -> None:
-        run(config if system is None else replace(config, system=system))
-
-    hydra_main("chat", ChatConfig, task)
+    hydra_main("chat", ChatConfig, run, literal=("system",))
 
 
 if __name__ == "__main__":

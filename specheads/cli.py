@@ -40,14 +40,8 @@ same. Exit codes: 0 done, 1 failed, 2 wrong usage, 75 interrupted and resumable.
 def usage() -> str:
     """Return the list of commands."""
     lines = [f"  {name:<12}{text}" for name, (_, text) in COMMANDS.items()]
-    return "\n".join(
-        [
-            f"specheads {__version__}",
-            "usage: specheads <command> key=value ...",
-            *lines,
-            _EXAMPLES,
-        ]
-    )
+    head = [f"specheads {__version__}", "usage: specheads <command> key=value ..."]
+    return "\n".join([*head, *lines, _EXAMPLES])
 
 
 def main() -> None:
@@ -63,17 +57,14 @@ def main() -> None:
         return
     name = ALIASES.get(arguments[0], arguments[0])
     if name not in COMMANDS:
-        print(f"specheads: unknown command {name!r}; {_advice(name)}", file=sys.stderr)
+        close = difflib.get_close_matches(name, [*COMMANDS, *ALIASES], n=1)
+        advice = f"there are {', '.join(COMMANDS)}"
+        if close:
+            advice = f"did you mean {ALIASES.get(close[0], close[0])}?"
+        print(f"specheads: unknown command {name!r}; {advice}", file=sys.stderr)
         raise SystemExit(2)
     sys.argv = [f"specheads {name}", *arguments[1:]]
     importlib.import_module(COMMANDS[name][0]).main()
-
-
-def _advice(name: str) -> str:
-    close = difflib.get_close_matches(name, [*COMMANDS, *ALIASES], n=1)
-    if close:
-        return f"did you mean {ALIASES.get(close[0], close[0])}?"
-    return f"there are {', '.join(COMMANDS)}"
 
 
 if __name__ == "__main__":

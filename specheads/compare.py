@@ -6,14 +6,13 @@ the speed-up on other prompts, and recommends one of them, or none. Writes compa
 
 from __future__ import annotations
 
-import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specheads.config import CompareConfig, ConfigError
-from specheads.config.main import answer, answers_json, hydra_main, take_literal
-from specheads.measure.clock import max_prompt_length, prompt_file
+from specheads.config.main import answer, answers_json, hydra_main
+from specheads.system.files import check_folder
 from specheads.system.terminal import progress_bar
 
 if TYPE_CHECKING:
@@ -37,11 +36,9 @@ def run(config: CompareConfig) -> None:
     from specheads.models.draft import load_draft
     from specheads.system import hardware
 
+    out = check_folder("out", config.out)
     _check(config)
-    device = hardware.pick_device(config.device)
-    threads = hardware.pin_threads(config.threads)
-    dtype = hardware.pick_dtype(config.dtype, device)
-    hardware.quiet_loading()
+    device, dtype, threads = hardware.prepare(config.device, config.dtype, config.threads)
     trust = config.trust_remote_code
     _check_tokenizers(config)
     subject = load_subject(config.model, dtype=dtype, device=device, trust_remote_code=trust)
@@ -82,7 +79,6 @@ def run(config: CompareConfig) -> None:
     place = before | found.pop("disturbance")
     result = {"environment": place, "settings": shown, **found}
     result["warnings"] = disturbance_lines(result)
-    out = Path(config.out)
     out.write_text(json.dumps(result, indent=1) + "\n")
     print(format_compared(result))
     print(f"wrote {out}")
@@ -97,9 +93,6 @@ def _check(config: CompareConfig) -> None:
     twice = sorted({name for name in config.candidates if config.candidates.count(name) > 1})
     if twice:
         raise ConfigError(f"candidates names {twice[0]} twice")
-    out = Path(config.out)
-    if not out.parent.is_dir():
-        raise ConfigError(f"out is {out}, but there is no folder {out.parent}")
 
 
 def _check_tokenizers(config: CompareConfig) -> None:
@@ -120,26 +113,23 @@ def _check_tokenizers(config: CompareConfig) -> None:
 def chosen_prompts(
     config: CompareConfig, subject: Subject
 ) -> tuple[list[Prompt], list[Prompt], dict[str, str]]:
-    """Return prompts to predict on, others to measure on, and what to record of them.
+    """Return prompts to predict on, others to measure on, and the sha256 of each file's.
 
     Raises:
         ConfigError: if there are not enough of them.
     """
-    from specheads.measure.clock import read_prompts
+    from specheads.measure.clock import prompt_file, prompts_of
 
     def read(path: Path, number: int) -> list[Prompt]:
-        length, device = max_prompt_length(subject.base, config.max_new_tokens), subject.base.device
-        found, digest = read_prompts(
-            path, subject.tokenizer, number, max_length=length, device=device
+        found, digests[f"sha256_{path.name}"] = prompts_of(
+            subject.base, subject.tokenizer, path, number, config.max_new_tokens
         )
-        digests[path.name] = digest
         return found
 
     digests: dict[str, str] = {}
-    wanted = config.num_prompts + config.num_measured
     if config.prompts:
         path = Path(config.prompts)
-        every = read(path, wanted)
+        every = read(path, config.num_prompts + config.num_measured)
         first, others = every[: config.num_prompts], every[config.num_prompts :]
     else:
         first = read(prompt_file("", config.model, "calibration.jsonl"), config.num_prompts)
@@ -152,17 +142,12 @@ def chosen_prompts(
             f"{path} leaves no prompts to measure on beside the {len(first)} that alpha is measured"
             f" on: num_prompts is {config.num_prompts}, num_measured {config.num_measured}"
         )
-    return first, others, {f"sha256_{name}": digest for name, digest in digests.items()}
+    return first, others, digests
 
 
 def main() -> None:
     """Entry point."""
-    sys.argv[1:], model = take_literal(sys.argv[1:], "model")
-
-    def task(config: CompareConfig) -> None:
-        run(config if model is None else replace(config, model=model))
-
-    hydra_main("compare", CompareConfig, task)
+    hydra_main("compare", CompareConfig, run, literal=("model",))
 
 
 if __name__ == "__main__":

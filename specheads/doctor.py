@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specheads.config import ConfigError, DoctorConfig, RunError
-from specheads.config.main import answer, answers_json
+from specheads.config.main import answer, answers_json, hydra_main
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,9 +31,9 @@ def run(config: DoctorConfig) -> None:
         return
     examine_installation()
     if config.device != "auto":
-        from specheads.system import hardware
+        from specheads.system.hardware import pick_device
 
-        hardware.pick_device(config.device)
+        pick_device(config.device)
 
 
 def examine_installation() -> None:
@@ -55,10 +55,8 @@ def examine_installation() -> None:
     answer({"parts": found, "missing": wanting, "wrong": wrong, "ok": not wrong})
     if wrong:
         raise RunError(f"nothing works without {', '.join(wrong)}: see the commands above")
-    if wanting:
-        print(f"{'verdict':<15} works; without {', '.join(wanting)}")
-    else:
-        print(f"{'verdict':<15} works, and nothing is missing")
+    rest = f"; without {', '.join(wanting)}" if wanting else ", and nothing is missing"
+    print(f"{'verdict':<15} works{rest}")
 
 
 def examine_model(config: DoctorConfig) -> None:
@@ -78,13 +76,11 @@ def examine_model(config: DoctorConfig) -> None:
             f"{config.model} is an export; its base model is "
             + (f"model={tuned}" if tuned.is_dir() else "named in its config.json")
         )
-    device = hardware.pick_device(config.device)
-    hardware.quiet_loading()
-    hardware.pin_threads(None)
+    device, dtype, _ = hardware.prepare(config.device, config.dtype)
     model = load_base_model(
         config.model,
         revision=config.revision,
-        dtype=hardware.pick_dtype(config.dtype, device),
+        dtype=dtype,
         device=device,
         device_map=config.device_map or None,
         attn=config.attn,
@@ -124,14 +120,7 @@ def main() -> None:
             print(f"specheads: {error}", file=sys.stderr)
             raise SystemExit(1) from None
         return
-    from specheads.config.main import hydra_main, take_literal
-
-    sys.argv[1:], model = take_literal(sys.argv[1:], "model")
-
-    def task(config: DoctorConfig) -> None:
-        run(config if model is None else replace(config, model=model))
-
-    hydra_main("doctor", DoctorConfig, task)
+    hydra_main("doctor", DoctorConfig, run, literal=("model",))
 
 
 if __name__ == "__main__":

@@ -10,29 +10,24 @@ right changes, and with it the best tree.
 ``base=`` brings a checkpoint of others in: Medusa heads of the original repository or of vLLM,
 Hydra heads of theirs. A draft model's folder can be written in another ``dtype=``, or without what
 only specheads reads (``format=draft``).
-
-Smaller heads of trained ones, as ``python -m specheads.export`` is asked for them.
 """
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from specheads.config import ConfigError, ExportConfig
 from specheads.config.main import answer, answers_json, hydra_main
 from specheads.system.files import made_for_now
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from specheads.data.schema import Record
-if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
     from specheads.data.schema import Record
+    from specheads.models.heads import MedusaHeads
     from specheads.models.kinds import Heads
 
 _PROMPTS = ("prompts.jsonl", "calibration.jsonl")  # what bench and tree_search read of an export
@@ -43,37 +38,44 @@ _PROVENANCE = "specheads.json"  # beside a draft model
 def run(config: ExportConfig) -> None:
     """Load, change, print, write."""
     records = _check(config)
-    from specheads.formats.read import is_foreign
-    from specheads.formats.write import finish
+    from specheads.formats import write
+    from specheads.formats.read import bring_in, is_foreign
     from specheads.models.checkpoint import read_config
     from specheads.system import hardware
 
     hardware.quiet_loading()
-    output = Path(config.output)
+    checkpoint, output, form = config.checkpoint, Path(config.output), config.format
+    notes: list[str] = []
     if config.base:
-        form, notes, info = _import(config)
-    elif (Path(config.checkpoint) / _PROVENANCE).is_file():
-        form, notes, info = _draft(config)
-    elif is_foreign(config.checkpoint):
+        pickled = config.allow_pickle
+        notes = bring_in(checkpoint, config.base, output, dtype=config.dtype, allow_pickle=pickled)
+        info = read_config(output)
+    elif (Path(checkpoint) / _PROVENANCE).is_file():
+        form = _draft_format(config)
+        notes, info = write.write_draft(form, checkpoint, output, config.dtype)
+    elif is_foreign(checkpoint):
         raise ConfigError(
-            f"{config.checkpoint} is a checkpoint of others: base=<its base model> brings it in"
+            f"{checkpoint} is a checkpoint of others: base=<its base model> brings it in"
         )
-    elif config.format != "native":
-        form, info = config.format, read_config(config.checkpoint)
-        notes = _foreign(config, info)
+    elif form != "native":
+        info = read_config(checkpoint)
+        write.check_form(form, checkpoint, info)
+        notes = write.write(form, checkpoint, output, info, config.dtype)
     else:
-        info = _native(config, records)
-        form, notes = "native", []
+        _write_native(config, records)
+        info = read_config(output)
     if notes:
         print(f"wrote {output}: " + "\n".join(notes))
-    finish(output, form, info, push=config.push, private=config.private)
+    write.finish(output, form, info, push=config.push, private=config.private)
     answer({"output": str(output.resolve()), "format": form, "notes": notes, "push": config.push})
 
 
 def _check(config: ExportConfig) -> list[Record]:
     """Check the settings before anything is loaded; return the records to count, if any."""
     from specheads.data.load import read_jsonl
-    from specheads.system import hardware
+    from specheads.formats import write
+    from specheads.formats.serving import taken_for
+    from specheads.system.hardware import pick_device
 
     changes = config.lm_head != "keep" or config.merge or config.dtype is not None or config.push
     if config.format == "native" and not changes and not config.base:
@@ -92,7 +94,14 @@ def _check(config: ExportConfig) -> list[Record]:
     output = Path(config.output)
     if output.exists():
         raise ConfigError(f"output is {output}, which exists: give a new folder")
-    _check_path(config)
+    # native heads may lie anywhere: vLLM loads none
+    if config.format != "native" or (Path(config.checkpoint) / _PROVENANCE).is_file():
+        for key, place in (("output", output.resolve()), ("push", config.push)):
+            if word := taken_for(place):
+                raise ConfigError(
+                    f"{key} is {place}: vLLM takes what lies under a path with {word!r} for a"
+                    " drafter of that kind, whatever method says: give one without it"
+                )
     try:
         with made_for_now(output):
             pass
@@ -101,11 +110,9 @@ def _check(config: ExportConfig) -> list[Record]:
             f"output={output} cannot be made: {error.strerror}; give a folder that can be written"
         ) from None
     if config.push:
-        from specheads.formats import write
-
         write.check(config.push)
     if config.lm_head == "low_rank":
-        hardware.pick_device(config.device)
+        pick_device(config.device)
     if config.lm_head != "pruned":
         return []
     if not config.counted:
@@ -116,108 +123,12 @@ def _check(config: ExportConfig) -> list[Record]:
     return read_jsonl(config.counted)
 
 
-def _check_path(config: ExportConfig) -> None:
-    """Refuse a place from which vLLM would load the folder as another kind of drafter."""
-    from specheads.formats.serving import taken_for
+def _draft_format(config: ExportConfig) -> str:
+    """Return the format in which a draft model is written.
 
-    if config.format == "native" and not (Path(config.checkpoint) / _PROVENANCE).is_file():
-        return  # heads, which vLLM does not load
-    for key, place in (("output", Path(config.output).resolve()), ("push", config.push)):
-        if word := taken_for(place):
-            raise ConfigError(
-                f"{key} is {place}: vLLM takes what lies under a path with {word!r} for a drafter"
-                " of that kind, whatever method says: give one without it"
-            )
-
-
-def _native(config: ExportConfig, records: list[Record]) -> dict[str, Any]:
-    """Write a native export; return what its config.json holds."""
-    from specheads.models.base import load_tokenizer
-    from specheads.models.checkpoint import load_heads, read_config, save_export
-
-    pass  # MOVED
-    from specheads.attention.tree import Tree
-
-    info = read_config(config.checkpoint)
-    _check_heads(config, info)
-    tree = Tree.from_json(info["tree"]["choices"])
-    tokenizer = load_tokenizer(config.checkpoint)
-    heads = load_heads(config.checkpoint)
-    smaller, note = changed(config, heads, tokenizer, records)
-    if config.lm_head != "keep" and num_bytes(smaller) >= num_bytes(heads):
-        raise ConfigError(
-            f"{choice(config)} makes no smaller heads of {config.checkpoint}: "
-            f"{size(heads)} before, {size(smaller)} after"
-        )
-    save_export(
-        config.output,
-        smaller,
-        base_name=info["base"]["name"],
-        base_digest=info["base"]["digest"],
-        base_revision=info["base"]["revision"],
-        base_dtype=info["base"]["dtype"],
-        base_quantization=info["base"].get("quantization"),
-        tokenizer=tokenizer,
-        tree=tree,
-        training={**info.get("training", {}), **({"compressed": note} if note else {})},
-        tuned_base=_tuned_base(config, info),
-        merge=str(config.merge).lower(),
-        dtype=config.dtype,
-    )
-    for name in _PROMPTS:
-        if (Path(config.checkpoint) / name).is_file():
-            shutil.copyfile(Path(config.checkpoint) / name, Path(config.output) / name)
-    print(f"heads: {size(heads)} before, {size(smaller, config.dtype)} now")
-    print(
-        f"wrote {config.output}, with the tree of {config.checkpoint} and none of its measurements;"
-        f" find its own: python -m specheads.tree_search checkpoint={config.output}"
-    )
-    return read_config(config.output)
-
-
-def _check_heads(config: ExportConfig, info: dict[str, Any]) -> None:
-    """Refuse what cannot be done to the heads, from config.json alone."""
-    from specheads.models.kinds import KINDS
-
-    if config.lm_head != "keep" and not KINDS[info["kind"]].compressible:
-        name = info["kind"].upper()
-        raise ConfigError(
-            f"{choice(config)} is not for {name} heads, which {config.checkpoint} has"
-        )
-    if config.lm_head == "pruned" and config.num_kept > info["vocab_size"]:
-        raise ConfigError(
-            f"num_kept is {config.num_kept}, the vocabulary of {config.checkpoint} has"
-            f" {info['vocab_size']} tokens"
-        )
-    deepest = max((rank for path in info["tree"]["choices"] for rank in path), default=-1)
-    if config.lm_head == "pruned" and config.num_kept <= deepest:
-        raise ConfigError(
-            f"num_kept is {config.num_kept}, but the tree of {config.checkpoint} takes the"
-            f" {deepest + 1} best guesses of a head"
-        )
-    if config.merge and not info["base"].get("adapter"):
-        raise ConfigError(f"merge=true, but {config.checkpoint} has no separate adapter")
-
-
-def _tuned_base(config: ExportConfig, info: dict[str, Any]) -> PreTrainedModel | None:
-    from specheads.models.checkpoint import load_export
-
-    tuned = info["base"]["tuned"]
-    return load_export(config.checkpoint, device="cpu").base if tuned else None
-
-
-def _foreign(config: ExportConfig, info: dict[str, Any]) -> list[str]:
-    """Write an export of heads in another format; return what there is to say."""
-    from specheads.formats import write
-
-    write.check_form(config.format, config.checkpoint, info)
-    return write.write(config.format, config.checkpoint, Path(config.output), info, config.dtype)
-
-
-def _draft(config: ExportConfig) -> tuple[str, list[str], dict[str, Any]]:
-    """Write a draft model again, in another dtype or as a plain folder."""
-    from specheads.formats import write
-
+    Raises:
+        ConfigError: if the settings ask for what only heads have.
+    """
     if config.lm_head != "keep" or config.merge:
         raise ConfigError(
             f"{config.checkpoint} is a draft model: lm_head= and merge= are for heads and adapters"
@@ -227,62 +138,106 @@ def _draft(config: ExportConfig) -> tuple[str, list[str], dict[str, Any]]:
             f"format={config.format} is for heads, {config.checkpoint} is a draft model, which"
             " format=draft writes for every engine"
         )
-    form = "native" if config.format == "native" else "draft"
-    return form, *write.write_draft(form, config.checkpoint, Path(config.output), config.dtype)
+    return "native" if config.format == "native" else "draft"
 
 
-def _import(config: ExportConfig) -> tuple[str, list[str], dict[str, Any]]:
-    """Bring a checkpoint of others into native."""
-    from specheads.formats.read import bring_in
-    from specheads.models.checkpoint import read_config
+def _write_native(config: ExportConfig, records: list[Record]) -> None:
+    """Write an export of ours, with smaller heads where they are asked for."""
+    from specheads.attention.tree import Tree
+    from specheads.models.base import load_tokenizer
+    from specheads.models.checkpoint import load_export, load_heads, read_config, save_export
 
-    notes = bring_in(
-        config.checkpoint,
-        config.base,
-        Path(config.output),
-        dtype=config.dtype,
-        allow_pickle=config.allow_pickle,
+    checkpoint = config.checkpoint
+    info = read_config(checkpoint)
+    base = info["base"]
+    asked = f"lm_head={config.lm_head} "
+    asked += (
+        f"rank={config.rank}" if config.lm_head == "low_rank" else f"num_kept={config.num_kept}"
     )
-    return "native", notes, read_config(config.output)
+    _check_heads(config, info, asked)
+    tree = Tree.from_json(info["tree"]["choices"])
+    tokenizer = load_tokenizer(checkpoint)
+    heads = load_heads(checkpoint)
+    smaller, note = _smaller(config, heads, tokenizer, records)
+    if config.lm_head != "keep" and num_bytes(smaller) >= num_bytes(heads):
+        raise ConfigError(
+            f"{asked} makes no smaller heads of {checkpoint}: {size(heads)} before,"
+            f" {size(smaller)} after"
+        )
+    save_export(
+        config.output,
+        smaller,
+        base_name=base["name"],
+        base_digest=base["digest"],
+        base_revision=base["revision"],
+        base_dtype=base["dtype"],
+        base_quantization=base.get("quantization"),
+        tokenizer=tokenizer,
+        tree=tree,
+        training={**info.get("training", {}), **({"compressed": note} if note else {})},
+        tuned_base=load_export(checkpoint, device="cpu").base if base["tuned"] else None,
+        merge=str(config.merge).lower(),
+        dtype=config.dtype,
+    )
+    for name in _PROMPTS:
+        if (Path(checkpoint) / name).is_file():
+            shutil.copyfile(Path(checkpoint) / name, Path(config.output) / name)
+    print(f"heads: {size(heads)} before, {size(smaller, config.dtype)} now")
+    print(
+        f"wrote {config.output}, with the tree of {checkpoint} and none of its measurements; find"
+        f" its own: python -m specheads.tree_search checkpoint={config.output}"
+    )
 
 
-def main() -> None:
-    """Entry point."""
-    hydra_main("export", ExportConfig, run)
+def _check_heads(config: ExportConfig, info: dict[str, Any], asked: str) -> None:
+    """Refuse what cannot be done to the heads, from config.json alone."""
+    from specheads.models.kinds import KINDS
+
+    if config.merge and not info["base"].get("adapter"):
+        raise ConfigError(f"merge=true, but {config.checkpoint} has no separate adapter")
+    if config.lm_head != "keep" and not KINDS[kind := info["kind"]].compressible:
+        raise ConfigError(f"{asked} is not for {kind.upper()} heads, which {config.checkpoint} has")
+    if config.lm_head != "pruned":
+        return
+    if config.num_kept > info["vocab_size"]:
+        raise ConfigError(
+            f"num_kept is {config.num_kept}, the vocabulary of {config.checkpoint} has"
+            f" {info['vocab_size']} tokens"
+        )
+    deepest = max((rank for path in info["tree"]["choices"] for rank in path), default=-1)
+    if config.num_kept <= deepest:
+        raise ConfigError(
+            f"num_kept is {config.num_kept}, but the tree of {config.checkpoint} takes the"
+            f" {deepest + 1} best guesses of a head"
+        )
 
 
-if __name__ == "__main__":
-    main()
-
-
-def changed(
-    config: ExportConfig,
-    heads: Heads,
-    tokenizer: PreTrainedTokenizerBase,
-    records: list[Record],
+def _smaller(
+    config: ExportConfig, heads: Heads, tokenizer: PreTrainedTokenizerBase, records: list[Record]
 ) -> tuple[Heads, dict[str, Any]]:
     """Return the heads that are asked for, and what the new export says about how they came."""
     from specheads.models.compress import low_rank_heads, pruned_heads, relative_errors
-    from specheads.system import hardware
+    from specheads.system.hardware import pick_device
 
     if config.lm_head == "keep":
         return heads, {}
+    own = cast("MedusaHeads", heads)  # the compressible ones
     try:
-        if config.lm_head == "low_rank":
-            smaller = low_rank_heads(heads.to(hardware.pick_device(config.device)), config.rank)
-            errors = relative_errors(heads, smaller)
-            for i, error in enumerate(errors):
-                print(f"head {i}: relative error of its output matrix {error:.4f}")
-            return smaller, {"rank": config.rank, "relative_errors": errors}
-        kept, coverage = _most_frequent(config, heads, tokenizer, records)
-        return pruned_heads(heads, kept), {"num_kept": config.num_kept, **coverage}
+        if config.lm_head == "pruned":
+            kept, coverage = _most_frequent(config, own, tokenizer, records)
+            return pruned_heads(own, kept), {"num_kept": config.num_kept, **coverage}
+        smaller = low_rank_heads(own.to(pick_device(config.device)), config.rank)
+        errors = relative_errors(own, smaller)
     except ValueError as error:
         raise ConfigError(f"{config.checkpoint}: {error}") from None
+    for i, relative in enumerate(errors):
+        print(f"head {i}: relative error of its output matrix {relative:.4f}")
+    return smaller, {"rank": config.rank, "relative_errors": errors}
 
 
 def _most_frequent(
     config: ExportConfig,
-    heads: Heads,
+    heads: MedusaHeads,
     tokenizer: PreTrainedTokenizerBase,
     records: list[Record],
 ) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -311,25 +266,25 @@ def _most_frequent(
     return kept, {"counted_tokens": len(learned), "counted_share": share}
 
 
-def choice(config: ExportConfig) -> str:
-    """Return the settings that ask for smaller heads, as the user wrote them."""
-    if config.lm_head == "low_rank":
-        return f"lm_head=low_rank rank={config.rank}"
-    return f"lm_head=pruned num_kept={config.num_kept}"
-
-
 def num_bytes(heads: Heads, dtype: str | None = None) -> int:
     """Return the size of all tensors of ``heads``, as they are or in ``dtype``."""
     from specheads.models.base import torch_dtype
 
-    return sum(
-        tensor.numel()
-        * (torch_dtype(dtype) if dtype and tensor.is_floating_point() else tensor.dtype).itemsize
-        for tensor in heads.state_dict().values()
-    )
+    tensors = heads.state_dict().values()
+    dtypes = (torch_dtype(dtype) if dtype and t.is_floating_point() else t.dtype for t in tensors)
+    return sum(t.numel() * each.itemsize for t, each in zip(tensors, dtypes, strict=True))
 
 
 def size(heads: Heads, dtype: str | None = None) -> str:
     """Return how many parameters ``heads`` have and what they take, in words."""
     parameters = sum(parameter.numel() for parameter in heads.parameters())
     return f"{parameters:,} parameters in {num_bytes(heads, dtype) / 1e6:,.2f} MB"
+
+
+def main() -> None:
+    """Entry point."""
+    hydra_main("export", ExportConfig, run)
+
+
+if __name__ == "__main__":
+    main()

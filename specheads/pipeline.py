@@ -7,25 +7,38 @@ training costs figures, never what was trained.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.attention.tree import Tree
 from specheads.config import ConfigError, EvaluateConfig, TrainConfig, TreeConfig
 from specheads.data.chat import Encoder
 from specheads.data.schema import Record
+from specheads.decoding.stream import continue_prompts
 from specheads.formats import card
 from specheads.measure.calibrate import Calibration, describe_expected, expect
-from specheads.measure.evaluate import choose_tree, decode_heldout, final_evaluation, write_prompts
+from specheads.measure.evaluate import (
+    choose_tree,
+    decode_heldout,
+    decode_with_draft,
+    describe_costs_of_drafting,
+    final_draft_evaluation,
+    final_evaluation,
+    write_prompts,
+)
 from specheads.models.adapters import has_adapter, merge_adapter, merges
-from specheads.models.base import context_length, end_tokens
+from specheads.models.base import context_length, end_tokens, torch_dtype
 from specheads.models.checkpoint import Export, as_loaded, read_config, save_export, set_tree
+from specheads.models.draft import read_provenance, save_draft
 from specheads.models.kinds import Heads
 from specheads.models.names import base_digest
 from specheads.models.output import OutputLayer
@@ -33,7 +46,11 @@ from specheads.models.quantize import quantization_of
 from specheads.runs.log import Outcome, RunLog
 from specheads.system import dist
 from specheads.training.best import chosen as chosen_step
+from specheads.training.draft_objective import DraftObjective
+from specheads.training.draft_setup import heldout_agreement
 from specheads.training.heldout import Original, heldout_loss
+from specheads.training.loop import Stage
+from specheads.training.plan import describe_costs, describe_run, plan_stage, tokens_per_step
 from specheads.training.setup import Data, heads_accuracy, prompt_records
 
 
@@ -80,38 +97,54 @@ def heldout_prompts(
     return records, [torch.tensor([encoder.prompt(record)], device=device) for record in records]
 
 
-@dataclass
-class Improving:
-    """What could not be measured, each with the reason."""
+def start(cfg: TrainConfig, log: RunLog, data: Data, **parts: nn.Module) -> None:
+    """Say what the run is going to do with its parts, and keep the records that it cannot use."""
+    log.say(describe_run(cfg, data, **parts))
+    if not cfg.dry_run:
+        data.quarantine(log.dir)
 
-    missing: list[str] = field(default_factory=list)
 
-    @contextlib.contextmanager
-    def measuring(self, what: str) -> Iterator[None]:
-        """Go on without ``what`` where it cannot be measured, which a ConfigError says."""
-        try:
-            yield
-        except ConfigError as error:
-            self.missing.append(f"{what} ({error})")
+def say_plan(
+    cfg: TrainConfig,
+    log: RunLog,
+    stages: Iterable[Stage],
+    parts: Mapping[str, nn.Module],
+    output_weight: Tensor,
+    notes: Sequence[str] = (),
+) -> None:
+    """Say what the stages of a dry run need, see ``plan_stage`` and ``describe_costs``."""
+    plans = [plan_stage(stage, cfg, parts, output_weight) for stage in stages]
+    log.say(describe_costs(cfg, plans, parts, *notes))
 
 
 @contextlib.contextmanager
-def improving(export: Path, log: RunLog) -> Iterator[Improving]:
+def improving(export: Path, log: RunLog) -> Iterator[Callable[[str], AbstractContextManager[None]]]:
     """Measure what lies whole in ``export``, and say in one line what could not be.
 
-    Any other error is raised, after a line which says that the export is not touched by it.
+    Yields:
+        A context that goes on without what it is given the name of where that cannot be measured,
+        which a ConfigError says. Any other error is raised, after a line which says that the export
+        is not touched by it.
     """
-    found = Improving()
+    missing: list[str] = []
+
+    @contextlib.contextmanager
+    def measuring(what: str) -> Iterator[None]:
+        try:
+            yield
+        except ConfigError as error:
+            missing.append(f"{what} ({error})")
+
     try:
-        yield found
+        yield measuring
     except Exception as error:
         log.say(
             f"{export} is whole; what followed it failed: {type(error).__name__}: {error};"
             " resume=auto tries again"
         )
         raise
-    if found.missing:
-        log.say(f"not measured: {'; '.join(found.missing)}; {export} is whole without")
+    if missing:
+        log.say(f"not measured: {'; '.join(missing)}; {export} is whole without")
 
 
 class Speculation:
@@ -156,8 +189,10 @@ class Speculation:
             self.base, self.heads, self.output, self.prompts, self.cfg.evaluate, self.eos
         )
 
-    def say_expected(self, log: RunLog) -> None:
-        """Say, on rank 0, what speculation is expected to bring; nothing has to be trained yet."""
+    def plan(self, log: RunLog, stages: Iterable[Stage], notes: Sequence[str] = ()) -> None:
+        """Say what a dry run's stages need, and what speculation is expected to bring."""
+        parts = {"base": self.base, "heads": cast(nn.Module, self.heads)}
+        say_plan(self.cfg, log, stages, parts, self.output.weight, notes)
         if dist.is_main():
             expected = expect(
                 self.base, self.heads, self.output, self.prompts, self.cfg.tree, self.cfg.evaluate,
@@ -213,15 +248,15 @@ class Speculation:
                 "best": chosen_step(log.dir),
             },
         )
-        with improving(export, log) as now:
+        with improving(export, log) as measuring:
             card.write(export, "native", read_config(export))
             figures: dict[str, float] = {}
-            with now.measuring("held-out loss and accuracy"):
+            with measuring("held-out loss and accuracy"):
                 figures = self._heldout(log, heldout, original, tuned=tuned)
                 log.record(steps, {f"heldout/{key}": value for key, value in figures.items()})
             log.say("measuring trees ...")
             chosen = Calibration(tree, 0.0, {})
-            with now.measuring("the tree"):
+            with measuring("the tree"):
                 chosen = choose_tree(
                     base, heads, self.output, self.prompts, cfg.tree, cfg.evaluate, self.eos,
                     seed=cfg.seed,
@@ -236,15 +271,13 @@ class Speculation:
             log.say(f"tree of {chosen.tree.num_nodes} nodes; exported to {export}")
             if not chosen.speculate:
                 log.say("slower than plain decoding on this machine: do not speculate here")
-            write_prompts(log.dir / "prompts.jsonl", self.records)
             base.eval()
-            config = read_config(export)
+            config, prompts = read_config(export), log.dir / "prompts.jsonl"
             loaded = Export(base, as_loaded(heads, base), self.tokenizer, chosen.tree, config)
+            write_prompts(prompts, self.records)
             found = Outcome({})
-            with now.measuring("accept length and speed"):
-                found = final_evaluation(
-                    loaded, log.dir / "prompts.jsonl", cfg.evaluate, samples=cfg.log.samples
-                )
+            with measuring("accept length and speed"):
+                found = final_evaluation(loaded, prompts, cfg.evaluate, samples=cfg.log.samples)
                 log.outcome(steps, found)
             card.write(export, "native", config, final=found.figures)
 
@@ -274,3 +307,106 @@ class Speculation:
         elif tuned:
             log.say(f"held-out loss {figures['loss']:.4f} nats per token")
         return figures | heads_accuracy(base, self.heads, output, heldout)
+
+
+class Drafting:
+    """A draft model, its base, and the held-out prompts that both are measured on."""
+
+    def __init__(
+        self,
+        cfg: TrainConfig,
+        judge: DraftObjective,
+        tokenizer: PreTrainedTokenizerBase,
+        data: Data,
+    ) -> None:
+        """Choose the prompts.
+
+        Args:
+            cfg: the run's settings.
+            judge: the objective with draft and base, which measures agreement.
+            tokenizer: of the base.
+            data: the run's.
+
+        Raises:
+            ConfigError: if there are no prompts.
+        """
+        assert judge.base is not None
+        self.cfg, self.judge, self.tokenizer, self.data = cfg, judge, tokenizer, data
+        self.draft, self.base = judge.draft, judge.base
+        self.records, self.prompts = heldout_prompts(cfg, data, tokenizer, self.base, self.draft)
+        self.eos = end_tokens(self.base, tokenizer)
+
+    def write(
+        self, prompts: Sequence[Sequence[int]], limits: Sequence[int], seeds: Sequence[int]
+    ) -> list[list[int]]:
+        """Let the draft model, as it is, continue prompts by at most ``limits`` new tokens."""
+        temperature = self.cfg.draft.on_policy_temperature
+        return continue_prompts(
+            self.draft, prompts, limits, seeds, temperature=temperature, eos_token_ids=self.eos
+        )
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Decode the prompts with the draft model as it is, and compare it with its base."""
+        del step
+        found = decode_with_draft(self.base, self.draft, self.prompts, self.cfg.evaluate, self.eos)
+        heldout = heldout_agreement(self.judge, self.data.heldout)
+        return found | {f"heldout/{key}": value for key, value in heldout.items()}
+
+    def plan(self, log: RunLog, stage: Stage, notes: Sequence[str]) -> None:
+        """Say what a dry run needs, and what a draft costs."""
+        parts = {"base": self.base, "draft": self.draft}
+        say_plan(self.cfg, log, [stage], parts, self.draft.get_output_embeddings().weight, notes)
+        if dist.is_main():
+            evaluate = self.cfg.evaluate
+            log.say(describe_costs_of_drafting(self.base, self.draft, self.prompts[0], evaluate))
+
+    def export(self, log: RunLog, steps: int) -> None:
+        """Write the draft model as a plain Hugging Face folder, then measure it; on rank 0, alone.
+
+        Raises:
+            RunError: if the disk is full.
+        """
+        if not dist.is_main():
+            return
+        cfg, model, export = self.cfg, self.cfg.model, Path(self.cfg.run_dir) / "export"
+        exported = copy.deepcopy(self.draft).eval()
+        exported.to(torch_dtype(model.dtype))
+        training = {
+            "recipe": cfg.recipe,
+            "draft": asdict(cfg.draft),
+            "steps": steps,
+            "positions": steps * tokens_per_step(cfg),
+            "data": self.data.summary,
+            "best": chosen_step(log.dir),
+        }
+        save = partial(
+            save_draft,
+            export,
+            exported,
+            self.tokenizer,
+            base_name=model.name,
+            base_revision=model.revision,
+            base_digest=base_digest(model.name, revision=model.revision),
+            base_dtype=model.dtype,
+        )
+        save(training=training, measured={})
+        log.say(f"saved to {export}")
+        with improving(export, log) as measuring:
+            card.write(export, "native", read_provenance(export) or {})
+            heldout = heldout_agreement(self.judge, self.data.heldout)
+            log.record(steps, {f"heldout/{key}": value for key, value in heldout.items()})
+            log.say(
+                f"held-out alpha {heldout['alpha']:.4f}, the share of drawn guesses that is"
+                f" accepted; loss {heldout['loss']:.4f} nats per token"
+            )
+            prompts = log.dir / "prompts.jsonl"
+            write_prompts(prompts, self.records)
+            found = Outcome({})
+            with measuring("accept length and speed"):
+                found = final_draft_evaluation(
+                    self.base, exported, self.tokenizer, prompts, cfg.evaluate,
+                    samples=cfg.log.samples,
+                )  # fmt: skip
+                log.outcome(steps, found)
+            save(training={**training, "heldout": heldout}, measured=found.figures)
+            card.write(export, "native", read_provenance(export) or {}, final=found.figures)

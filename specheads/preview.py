@@ -8,11 +8,10 @@ how full packed rows are. Exit code 1: nothing in it can be learned.
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specheads.config import ConfigError, PreviewConfig, RunError
-from specheads.config.main import answer, answers_json, hydra_main, take_literal
+from specheads.config.main import answer, answers_json, hydra_main
 from specheads.system.terminal import harmless, wants_color, write
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 @answers_json
 def run(config: PreviewConfig) -> None:
     """Read, encode, print."""
-    from specheads.data.chat import encode_records, pad_token_id, pick, share
+    from specheads.data.chat import Documents, encode_records, pad_token_id, pick, share
     from specheads.data.dropped import Dropped
     from specheads.data.load import load_records
     from specheads.data.pack import PackedBatches
@@ -42,8 +41,7 @@ def run(config: PreviewConfig) -> None:
     try:
         encoded = encode_records(
             records,
-            tokenizer,
-            seq_len=data.seq_len,
+            Documents(tokenizer, seq_len=data.seq_len),
             max_bad_fraction=data.max_bad_fraction,
             dropped=dropped,
         )
@@ -86,7 +84,9 @@ def _show(
     from specheads.losses.cross_entropy import IGNORE
 
     color = wants_color(config.color, sys.stdout)
-    brackets = PLAIN if _can_show("".join(PLAIN)) else (">>>", "<<<")
+    encoding = sys.stdout.encoding or "utf-8"
+    shown = all(each.encode(encoding, "ignore").decode(encoding) == each for each in PLAIN)
+    brackets = PLAIN if shown else (">>>", "<<<")
     encoder = Encoder(tokenizer)
     for number, record in enumerate(chosen, 1):
         title = f"[{number} of {len(chosen)}] {record['id']} ({record['kind']})"
@@ -102,26 +102,13 @@ def _show(
         write(render_mask(encoded, tokenizer, color=color, brackets=brackets) + "\n\n")
 
 
-def _can_show(text: str) -> bool:
-    try:
-        text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _write(line: str) -> None:
     write(harmless(line) + "\n")
 
 
 def main() -> None:
     """Entry point."""
-    sys.argv[1:], model = take_literal(sys.argv[1:], "model")
-
-    def task(config: PreviewConfig) -> None:
-        run(config if model is None else replace(config, model=model))
-
-    hydra_main("preview", PreviewConfig, task)
+    hydra_main("preview", PreviewConfig, run, literal=("model",))
 
 
 if __name__ == "__main__":

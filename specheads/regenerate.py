@@ -12,15 +12,15 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specheads.config import ConfigError, InterruptedRunError, RegenerateConfig, RunError
-from specheads.config.main import answer, answers_json, hydra_main, take_literal
+from specheads.config.main import answer, answers_json, hydra_main
 from specheads.system import __version__
 from specheads.system.signals import StopSignal
+from specheads.system.terminal import progress_bar
 
 if TYPE_CHECKING:
     from specheads.data.schema import Record
@@ -30,61 +30,56 @@ if TYPE_CHECKING:
 
     Asker = Callable[[Sequence[Record]], Iterator[Outcome]]
 
-_LINE_EVERY = 60.0  # seconds, where no bar can be shown
-
 
 @answers_json
 def run(config: RegenerateConfig) -> None:
     """Check, load, answer, and say what came of it."""
     from specheads.regeneration.answers import AnswerFile
+    from specheads.regeneration.endpoint import Client
     from specheads.regeneration.engine import settings_of, who_answers
     from specheads.system import hardware
 
     hardware.quiet_loading()
-    if config.prompts and Path(config.prompts).resolve() == Path(config.output).resolve():
-        raise ConfigError(f"output={config.output} is the input itself")
-    client = endpoint_client(config)
+    output = config.output
+    if config.prompts and Path(config.prompts).resolve() == Path(output).resolve():
+        raise ConfigError(f"output={output} is the input itself")
+    client = None
+    if config.endpoint:
+        client = Client(config.endpoint, timeout=config.timeout, retries=config.retries)
     records = read_input(config)
     who = who_answers(config, client)
-    with AnswerFile(config.output, settings_of(config, who)) as answers:
-        left = answers.left(records)
-        num_before = len(answers.done)
+    with AnswerFile(output, settings_of(config, who)) as answers:
+        left, num_before = answers.left(records), len(answers.done)
         cut = f", {answers.num_cut} bytes of an unfinished line cut off" if answers.num_cut else ""
         _say(
-            f"{config.output}: {num_before:,} done before, {answers.reasons()}{cut},"
+            f"{output}: {num_before:,} done before, {answers.reasons()}{cut},"
             f" {len(left):,} left of {len(records):,}"
         )
-        if left:
-            if who.tuned:
-                _say(f"the answers are those of the tuned base {who.model}, not of its original")
-            try:
+        if left and who.tuned:
+            _say(f"the answers are those of the tuned base {who.model}, not of its original")
+        try:
+            if left:
                 _answer_all(config, who, client, left, answers)
-            except KeyboardInterrupt:
-                raise InterruptedRunError(
-                    f"interrupted: {config.output} holds {len(answers.done):,} records;"
-                    " the same command goes on"
-                ) from None
+        except KeyboardInterrupt:
+            raise InterruptedRunError(
+                f"interrupted: {output} holds {len(answers.done):,} records;"
+                " the same command goes on"
+            ) from None
+        num_left = len(answers.left(records))
         _say(
-            f"{config.output}: {len(answers.done) - num_before:,} done now,"
-            f" {len(answers.done):,} in all, {answers.reasons()},"
-            f" {len(answers.left(records)):,} left"
+            f"{output}: {len(answers.done) - num_before:,} done now, {len(answers.done):,} in all,"
+            f" {answers.reasons()}, {num_left:,} left"
         )
-        if num_again := sum(reason == "server" for reason in answers.bad.values()):
-            _say(f"the server failed {num_again:,} of them; the same command tries those again")
+        bad = Counter(answers.bad.values())
+        if bad["server"]:
+            _say(f"the server failed {bad['server']:,} of them; the same command tries those again")
         cure = _cure_of_cut_answers(answers.done, answers.bad, config.max_new_tokens)
         if not answers.done:
             raise RunError(f"no record was answered: {answers.reasons()}{cure and f'; {cure}'}")
         if cure:
             _say(cure)
-        answer(
-            {
-                "output": config.output,
-                "done": len(answers.done),
-                "done_before": num_before,
-                "left": len(answers.left(records)),
-                "bad": dict(Counter(answers.bad.values())),
-            }
-        )
+        done = {"done": len(answers.done), "done_before": num_before}
+        answer({"output": output, **done, "left": num_left, "bad": dict(bad)})
 
 
 def _cure_of_cut_answers(done: Collection[str], bad: Mapping[str, str], max_new_tokens: int) -> str:
@@ -133,19 +128,6 @@ def read_input(config: RegenerateConfig) -> list[Record]:
     return records[: config.limit] if config.limit else records
 
 
-def endpoint_client(config: RegenerateConfig) -> Client | None:
-    """Return the client of ``endpoint``, or None where our own engine answers.
-
-    Raises:
-        ConfigError: if ``endpoint`` is no url.
-    """
-    from specheads.regeneration.endpoint import Client
-
-    if not config.endpoint:
-        return None
-    return Client(config.endpoint, timeout=config.timeout, retries=config.retries)
-
-
 def _answer_all(
     config: RegenerateConfig,
     who: Answering,
@@ -153,20 +135,20 @@ def _answer_all(
     records: Sequence[Record],
     answers: AnswerFile,
 ) -> None:
-    drawn = {
-        "temperature": config.temperature,
-        "top_k": config.top_k,
-        "top_p": config.top_p,
-        "seed": config.seed,
-        "max_new_tokens": config.max_new_tokens,
-        "specheads": __version__,
-    }
-    ask = _ask_engine if client is None else partial(_ask_server, client)
-    outcomes = ask(config, who, drawn)
-    with Progress(len(records)) as progress:
-        for outcome in outcomes(records):
+    names = ("temperature", "top_k", "top_p", "seed", "max_new_tokens")
+    drawn = {name: getattr(config, name) for name in names} | {"specheads": __version__}
+    if client is None:
+        ask = _ask_engine(config, who, drawn)
+    else:
+        ask = _ask_server(client, config, who.model, drawn)
+    num_tokens, start = 0, time.monotonic()
+    with progress_bar("record", seconds=60, total=len(records)) as bar:
+        for outcome in ask(records):
             answers.append(outcome.answered, outcome.quarantined)
-            progress.add(outcome)
+            num_tokens += outcome.num_tokens
+            rate = num_tokens / max(time.monotonic() - start, 1e-9)
+            bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
+            bar.update(len(outcome.answered) + len(outcome.quarantined))
 
 
 def _ask_engine(config: RegenerateConfig, who: Answering, drawn: dict[str, Any]) -> Asker:
@@ -182,15 +164,12 @@ def _ask_engine(config: RegenerateConfig, who: Answering, drawn: dict[str, Any])
         "quantization": who.quantization,
         "dtype": str(engine.base.dtype).removeprefix("torch."),
     }
-    return partial(
-        engine.answer,
-        generation=made | drawn,
-        tokenizer_digest=tokenizer_digest(engine.turns.tokenizer),
-    )
+    digest = tokenizer_digest(engine.turns.tokenizer)
+    return partial(engine.answer, generation=made | drawn, tokenizer_digest=digest)
 
 
 def _ask_server(
-    client: Client, config: RegenerateConfig, who: Answering, drawn: dict[str, Any]
+    client: Client, config: RegenerateConfig, model: str, drawn: dict[str, Any]
 ) -> Asker:
     from specheads.models.base import load_tokenizer
     from specheads.regeneration.dialogue import span_encoder
@@ -199,57 +178,13 @@ def _ask_server(
 
     encode = None
     if config.model:
-        encode = span_encoder(
-            load_tokenizer(
-                config.model,
-                revision=config.revision,
-                trust_remote_code=config.trust_remote_code,
-            )
-        )
+        trust = config.trust_remote_code
+        tokenizer = load_tokenizer(config.model, revision=config.revision, trust_remote_code=trust)
+        encode = span_encoder(tokenizer)
     asking = Asking(
-        client, who.model, sampling_of(config), concurrency=config.concurrency, encode=encode
+        client, model, sampling_of(config), concurrency=config.concurrency, encode=encode
     )
-    return partial(asking.answer, generation={"model": who.model, "endpoint": client.url} | drawn)
-
-
-class Progress:
-    """A bar with tokens per second on a terminal, a line now and then elsewhere."""
-
-    def __init__(self, total: int) -> None:
-        from tqdm import tqdm
-
-        self.total = total
-        self.num_records = self.num_tokens = 0
-        self.bar = tqdm(total=total, unit="record", disable=None, dynamic_ncols=True)
-        self.start = self.said = time.monotonic()
-
-    def add(self, outcome: Outcome) -> None:
-        """Count what was settled."""
-        num_records = len(outcome.answered) + len(outcome.quarantined)
-        self.num_records += num_records
-        self.num_tokens += outcome.num_tokens
-        self.bar.set_postfix_str(f"{self._rate():,.0f} tokens/s", refresh=False)
-        self.bar.update(num_records)
-        now = time.monotonic()
-        if self.bar.disable and self.num_records and now - self.said > _LINE_EVERY:
-            self.said = now
-            seconds = (self.total - self.num_records) * (now - self.start) / self.num_records
-            minutes = round(seconds / 60)
-            _say(
-                f"{self.num_records:,} of {self.total:,} records, {self._rate():,.0f} tokens/s,"
-                f" left {minutes // 60}:{minutes % 60:02d} h"
-            )
-
-    def _rate(self) -> float:
-        return self.num_tokens / max(time.monotonic() - self.start, 1e-9)
-
-    def __enter__(self) -> Progress:
-        """Return self."""
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Close the bar."""
-        self.bar.close()
+    return partial(asking.answer, generation={"model": model, "endpoint": client.url} | drawn)
 
 
 def _say(text: str) -> None:
@@ -258,13 +193,8 @@ def _say(text: str) -> None:
 
 def main() -> None:
     """Entry point."""
-    sys.argv[1:], model = take_literal(sys.argv[1:], "model")
-
-    def task(config: RegenerateConfig) -> None:
-        run(config if model is None else replace(config, model=model))
-
     with StopSignal(at_once=True, advice="the same command goes on"):
-        hydra_main("regenerate", RegenerateConfig, task)
+        hydra_main("regenerate", RegenerateConfig, run, literal=("model",))
 
 
 if __name__ == "__main__":

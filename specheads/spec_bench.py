@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specheads.config import ConfigError, SpecBenchConfig
-from specheads.config.main import answer as answer_json
-from specheads.config.main import answers_json, hydra_main
+from specheads.config.main import answer, answers_json, hydra_main
+from specheads.system.files import check_folder
 from specheads.system.terminal import progress_bar
 
 if TYPE_CHECKING:
@@ -28,15 +28,12 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     """Import :func:`forward` and :func:`load`, hence torch, when somebody asks for them."""
-    if name == "forward":
-        from specheads.measure.suites import forward
+    if name not in ("forward", "load"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from specheads.decoding.exported import load_decoder
+    from specheads.measure.suites import forward
 
-        return forward
-    if name == "load":
-        from specheads.decoding.exported import load_decoder
-
-        return load_decoder
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return forward if name == "forward" else load_decoder
 
 
 @answers_json
@@ -61,49 +58,38 @@ def run(config: SpecBenchConfig) -> None:
     from specheads.models.base import load_tokenizer
     from specheads.system import hardware
 
-    out = Path(config.out)
-    if not out.parent.is_dir():
-        raise ConfigError(f"out is {out}, but there is no folder {out.parent}")
+    out, folder = check_folder("out", config.out), Path(config.answers)
     questions = read_questions(config.questions, config.begin, config.end)
     baseline = read_answers(Path(config.baseline)) if config.baseline else []
     names = check_drafter(config.decode, has_heads=not is_plain_model(config.checkpoint))
-    device = hardware.pick_device(config.device)
-    threads = hardware.pin_threads(config.threads)
-    dtype = str(hardware.pick_dtype(config.dtype, device)).removeprefix("torch.")
-    hardware.quiet_loading()
+    device, torch_dtype, threads = hardware.prepare(config.device, config.dtype, config.threads)
+    dtype = str(torch_dtype).removeprefix("torch.")
     tokenizer = load_tokenizer(config.checkpoint)
     prompts = QuestionPrompts(tokenizer, config.template)
     ours, plain = model_ids(config, names, dtype)
-    folder = Path(config.answers)
-    shared = _settings(config, prompts, dtype)
+    shared = _settings(config, prompts.kind, dtype)
     files = {"drafted": AnswerFile(folder, ours, {**shared, "decode": asdict(config.decode)})}
     if config.plain and not config.baseline:
         compiled = {"decode": {"compile": config.decode.compile}}
         files["plain"] = AnswerFile(folder, plain, {**shared, **compiled})
-    todo = {
-        number: missing
-        for number, question in enumerate(questions)
-        if (missing := [name for name, file in files.items() if not file.has(question)])
-    }
     before = hardware.sample()
-    left_out = _answer_all(config, questions, todo, files, prompts, dtype) if todo else []
-    others = hardware.between(before, hardware.sample()) if todo else None
-    for file in files.values():
-        file.reorganise()
+    left_out = _answer_missing(config, questions, files, prompts, dtype)
+    others = None if left_out is None else hardware.between(before, hardware.sample())
     asked = {question.id for question in questions}
-    found = {name: [a for a in f.answers.values() if a["question_id"] in asked] for name, f in
-             files.items()}  # fmt: skip
+    found = {}
+    for name, file in files.items():
+        file.reorganise()
+        found[name] = [each for each in file.answers.values() if each["question_id"] in asked]
     if not found["drafted"]:
         raise ConfigError(f"none of the {len(questions)} questions fits the base model's context")
     details = read_details(files["drafted"].details_path)
     against = Path(config.baseline) if config.baseline else folder / f"{plain}.jsonl"
-    details0 = read_details(details_of(against))  # an earlier run of ours has them too
     rows = score(
         found["drafted"],
         baseline or found.get("plain", []),
         lambda text: len(tokenizer(text, verbose=False).input_ids),
         details,
-        details0,
+        read_details(details_of(against)),  # an earlier run of ours has them too
     )
     result = {
         "environment": {**hardware.environment(device), "contention": others},
@@ -111,7 +97,7 @@ def run(config: SpecBenchConfig) -> None:
         "answers": {name: str(file.path) for name, file in files.items()}
         | ({"baseline": config.baseline} if config.baseline else {}),
         "num_questions": len(questions),
-        "too_long": left_out,
+        "too_long": left_out or [],
         "cut_by_context": sum(
             min(row["limit"]) < config.max_new_tokens for row in details.values()
         ),
@@ -123,7 +109,7 @@ def run(config: SpecBenchConfig) -> None:
     for line in _remarks(config, result, all(side == sides[0] for side in sides)):
         print(line)
     print(f"answers: {', '.join(result['answers'].values())}; wrote {out}")
-    answer_json(result)
+    answer(result)
 
 
 def model_ids(config: SpecBenchConfig, names: Sequence[str], dtype: str) -> tuple[str, str]:
@@ -139,7 +125,7 @@ def model_ids(config: SpecBenchConfig, names: Sequence[str], dtype: str) -> tupl
     return ours, plain
 
 
-def _settings(config: SpecBenchConfig, prompts: QuestionPrompts, dtype: str) -> dict[str, Any]:
+def _settings(config: SpecBenchConfig, template: str, dtype: str) -> dict[str, Any]:
     """Return what decides the answers and their times, but for the drafter."""
     from specheads.decoding.exported import is_plain_model
     from specheads.models.manifest import MANIFEST
@@ -150,30 +136,38 @@ def _settings(config: SpecBenchConfig, prompts: QuestionPrompts, dtype: str) -> 
         weights = file_sha256(Path(weights) / MANIFEST)
     elif weights == "tinycode" or Path(weights).expanduser().is_dir():  # not a name on the hub
         weights = base_digest(weights)
+    same = {key: getattr(config, key) for key in ("max_new_tokens", "temperature", "seed")}
     return {
         "weights": weights,
-        "template": prompts.kind,
-        "max_new_tokens": config.max_new_tokens,
-        "temperature": config.temperature,
-        "seed": config.seed,
+        "template": template,
+        **same,
         "dtype": dtype,
         "threads": config.threads,
     }
 
 
-def _answer_all(
+def _answer_missing(
     config: SpecBenchConfig,
     questions: Sequence[Question],
-    todo: Mapping[int, Sequence[str]],
     files: Mapping[str, AnswerFile],
     prompts: QuestionPrompts,
     dtype: str,
-) -> list[int | str]:
-    """Load, and answer what is missing; return the questions left out because they are too long."""
+) -> list[int | str] | None:
+    """Load, and answer what is missing; return the ids of questions that are too long.
+
+    None where nothing is missing: then nothing is loaded.
+    """
     from specheads.decoding.exported import load_decoder
     from specheads.decoding.generate import SpecDecoder
     from specheads.measure.suites import Asked, answer_all
 
+    todo = {
+        number: missing
+        for number, question in enumerate(questions)
+        if (missing := [name for name, file in files.items() if not file.has(question)])
+    }
+    if not todo:
+        return None
     drafted = load_decoder(
         config.checkpoint, config.decode, base=config.base, dtype=dtype, device=config.device
     )
@@ -202,10 +196,10 @@ def _remarks(config: SpecBenchConfig, result: Mapping[str, Any], alike: bool) ->
     others = (result["environment"]["contention"] or {}).get("other_share") or 0.0
     if others > SHARE_LIMIT:
         lines.append(f"the machine was busy: others took {others:.0%} of the processors meanwhile")
-    if result["too_long"]:
+    if num_long := len(result["too_long"]):
+        total = result["num_questions"]
         lines.append(
-            f"left out, longer than the base model's context: {len(result['too_long'])} of"
-            f" {result['num_questions']} questions"
+            f"left out, longer than the base model's context: {num_long} of {total} questions"
         )
     if result["cut_by_context"]:
         lines.append(f"answers that the context may have cut: {result['cut_by_context']}")

@@ -22,12 +22,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from specheads.config import ConfigError, InterruptedRunError, RunError, TrainConfig
+from specheads.config import ConfigError, TrainConfig
 from specheads.config.main import hydra_main
 from specheads.runs.directory import check_run_dir, discard, is_used
 from specheads.runs.metrics import read_rows
 from specheads.system import dist, hardware, heartbeat
-from specheads.system.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+from specheads.system.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from specheads.system.files import conf_dir, recipes_dir
 from specheads.system.launch import read_launcher
 from specheads.system.signals import StopSignal
@@ -149,11 +149,10 @@ def compare_runs(runs: Sequence[TrainConfig]) -> list[str]:
     Args:
         runs: those that have ended.
     """
-    found: list[dict[str, float]] = []
-    for run in runs:
-        found.append({})
+    found: list[dict[str, float]] = [{} for _ in runs]
+    for run, figures in zip(runs, found, strict=True):
         for row in read_rows(Path(run.run_dir) / "metrics.jsonl"):
-            found[-1] |= row
+            figures |= row
     common = set.intersection(*map(set, found)) if len(found) > 1 else set()
     lengths = [key for key in common if key.startswith("final/accept_length/t")]
     lengths.sort(key=lambda key: float(key.rpartition("/t")[2]))
@@ -164,13 +163,10 @@ def compare_runs(runs: Sequence[TrainConfig]) -> list[str]:
     shown = [key, *common & {key.replace("accept_length", "speedup")} - {key}]
     lines = ["  ".join([*shown, "run"])]
     for i in order:
-        figures = [f"{found[i][each]:{len(each)}.4f}" for each in shown]
-        lines.append("  ".join([*figures, runs[i].name]))
-    best = runs[order[0]]
-    return [
-        *lines,
-        f"best of {len(runs)} runs: {best.name}, {key} {found[order[0]][key]:.4f}, {best.run_dir}",
-    ]
+        lines.append("  ".join([*(f"{found[i][k]:{len(k)}.4f}" for k in shown), runs[i].name]))
+    best, figure = runs[order[0]], found[order[0]][key]
+    lines.append(f"best of {len(runs)} runs: {best.name}, {key} {figure:.4f}, {best.run_dir}")
+    return lines
 
 
 @contextlib.contextmanager
@@ -183,28 +179,18 @@ def _together() -> Iterator[None]:
     try:
         yield
         heartbeat.wait_for_main()
-    except InterruptedRunError:
-        if not heartbeat.gone():
-            _leave()
-        raise
-    except RunError as error:
-        if error.on_every_rank:
-            _leave()
-        heartbeat.announce(str(error), EXIT_FAILED)
-        raise
-    except ConfigError as error:
-        heartbeat.announce(str(error), EXIT_USAGE)
-        raise
-    except KeyboardInterrupt as asked:
-        heartbeat.announce(str(asked), EXIT_INTERRUPTED)
-        raise
-    except RuntimeError as error:
-        if dist.world_size() > 1 and heartbeat.is_collective(error):
-            raise heartbeat.explain(error) from error
-        heartbeat.announce(f"{type(error).__name__}: {error}", EXIT_FAILED)
-        raise
     except BaseException as error:
-        heartbeat.announce(f"{type(error).__name__}: {error}", EXIT_FAILED)
+        own = hasattr(error, "exit_code")
+        if not own and dist.world_size() > 1 and heartbeat.is_collective(error):
+            raise heartbeat.explain(error) from error
+        if getattr(error, "on_every_rank", False) and not heartbeat.gone():
+            _leave()
+        elif isinstance(error, KeyboardInterrupt):
+            heartbeat.announce(str(error), EXIT_INTERRUPTED)
+        else:
+            code = getattr(error, "exit_code", None)
+            text = str(error) if code else f"{type(error).__name__}: {error}"
+            heartbeat.announce(text, code or EXIT_FAILED)
         raise
     _leave()
 

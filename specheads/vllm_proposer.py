@@ -127,7 +127,54 @@ def read_rows(
     return texts
 
 
-class NgramProposer:
+class Proposer(Generic[State]):
+    """What vLLM calls, for a way to guess that keeps a state per request.
+
+    Args:
+        vllm_config: vLLM's settings.
+
+    Attributes:
+        num_tokens: how many tokens a step guesses at most.
+        max_length: how long a text may become, in tokens.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.num_tokens = int(vllm_config.speculative_config.num_speculative_tokens)
+        self.max_length = int(vllm_config.model_config.max_model_len)
+        self._texts = Texts(self._begin, self._extend)
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: ArrayLike,
+        token_ids_cpu: ArrayLike,
+        slot_mappings: object = None,
+    ) -> list[list[int]]:
+        """Return a chain of guesses per row, empty where there is none."""
+        del slot_mappings
+        texts = read_rows(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+        states = self._texts.update(texts, len(sampled_token_ids))
+        found: list[list[int]] = [[] for _ in sampled_token_ids]
+        for row, text in texts.items():
+            # the step that verifies the guesses adds a token of its own
+            room = max(min(self.num_tokens, self.max_length - len(text) - 1), 0)
+            found[row] = self._guess(states[row], room)
+        return found
+
+    def load_model(self, *args: object, **kwargs: object) -> None:
+        """Do nothing: vLLM asks every proposer to load its model, and there is none."""
+
+    def _begin(self) -> State:
+        raise NotImplementedError
+
+    def _extend(self, state: State, new: list[int]) -> None:
+        raise NotImplementedError
+
+    def _guess(self, state: State, limit: int) -> list[int]:
+        raise NotImplementedError
+
+
+class NgramProposer(Proposer[NgramRow]):
     """Proposes the continuation of the latest earlier match of a request's last tokens.
 
     As ``decode.drafter=lookup`` does.
@@ -137,34 +184,20 @@ class NgramProposer:
     min_ngram = 1
 
     def __init__(self, vllm_config: Any) -> None:
-        self.num_tokens, self.max_length = _limits(vllm_config)
+        super().__init__(vllm_config)
         self._drafter = NgramDrafter(self.max_ngram, self.num_tokens, self.min_ngram)
-        self._texts = Texts(NgramRow, self._drafter.extend)
 
-    def propose(
-        self,
-        sampled_token_ids: Sequence[Sequence[int]],
-        num_tokens_no_spec: ArrayLike,
-        token_ids_cpu: ArrayLike,
-        slot_mappings: object = None,
-    ) -> list[list[int]]:
-        """Return a chain of guesses per row, empty where there is none."""
-        del slot_mappings
-        texts = read_rows(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
-        rows = self._texts.update(texts, len(sampled_token_ids))
-        return [
-            self._drafter.look_up(rows[row])[: self._room(texts[row])] if row in rows else []
-            for row in range(len(sampled_token_ids))
-        ]
+    def _begin(self) -> NgramRow:
+        return NgramRow()
 
-    def _room(self, text: Tokens) -> int:
-        return _room(text, self.num_tokens, self.max_length)
+    def _extend(self, state: NgramRow, new: list[int]) -> None:
+        self._drafter.extend(state, new)
 
-    def load_model(self, *args: object, **kwargs: object) -> None:
-        """Do nothing: vLLM asks every proposer to load its model, and there is none."""
+    def _guess(self, state: NgramRow, limit: int) -> list[int]:
+        return self._drafter.look_up(state)[:limit]
 
 
-class SuffixProposer:
+class SuffixProposer(Proposer[SuffixAutomaton]):
     """Proposes what most often followed the longest suffix that occurred before in the text.
 
     The chain of ``decode.drafter=suffix``, whose trees vLLM cannot verify.
@@ -174,52 +207,34 @@ class SuffixProposer:
     per_match = 3.0  # a suffix of n tokens is followed for at most per_match * n
     min_share = 0.3  # ends where the whole chain followed less often than this
 
-    def __init__(self, vllm_config: Any) -> None:
-        self.num_tokens, self.max_length = _limits(vllm_config)
-        self._texts = Texts(SuffixAutomaton, _read)
+    def _begin(self) -> SuffixAutomaton:
+        return SuffixAutomaton()
 
-    def propose(
-        self,
-        sampled_token_ids: Sequence[Sequence[int]],
-        num_tokens_no_spec: ArrayLike,
-        token_ids_cpu: ArrayLike,
-        slot_mappings: object = None,
-    ) -> list[list[int]]:
-        """Return a chain of guesses per row, empty where there is none."""
-        del slot_mappings
-        texts = read_rows(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
-        rows = self._texts.update(texts, len(sampled_token_ids))
-        return [
-            self._follow(rows[row], _room(texts[row], self.num_tokens, self.max_length))
-            if row in rows
-            else []
-            for row in range(len(sampled_token_ids))
-        ]
+    def _extend(self, state: SuffixAutomaton, new: list[int]) -> None:
+        for token in new:
+            state.extend(token)
 
-    def _follow(self, automaton: SuffixAutomaton, limit: int) -> list[int]:
-        here = automaton.match
-        matched, share = automaton.length[here], 1.0
+    def _guess(self, state: SuffixAutomaton, limit: int) -> list[int]:
+        here = state.match
+        matched, share = state.length[here], 1.0
         if matched < self.min_match:
             return []
         found: list[int] = []
         while len(found) < min(limit, int(self.per_match * matched)):
-            part, token, here = automaton.continuations(here)[0]
+            part, token, here = state.continuations(here)[0]
             share *= part
             if share < self.min_share:
                 break
             found.append(token)
         return found
 
-    def load_model(self, *args: object, **kwargs: object) -> None:
-        """Do nothing: vLLM asks every proposer to load its model, and there is none."""
 
-
-class LookaheadPoolProposer:
+class LookaheadPoolProposer(Proposer[list[int]]):
     """Proposes the n-grams that any request wrote lately, from one pool for all of them.
 
     The pool of lookahead decoding, filled from the texts: vLLM reads no window for a proposer. A
     request is helped by what others wrote before it, so how fast it runs depends on them; what it
-    returns does not.
+    returns does not. A request's state is the last N - 1 tokens of its text.
     """
 
     ngram = 4  # tokens of an n-gram
@@ -227,47 +242,31 @@ class LookaheadPoolProposer:
     num_kept = 1 << 20  # n-grams after which the older half of the pool begins to be forgotten
 
     def __init__(self, vllm_config: Any) -> None:
-        self.num_tokens, self.max_length = _limits(vllm_config)
+        super().__init__(vllm_config)
         if self.ngram < 2:
             raise ValueError(f"ngram must be at least 2, got {self.ngram}")
-        self._texts = Texts[list[int]](list, self._enter)
         self._pools = [NgramPool(self.guesses), NgramPool(self.guesses)]  # the newer first
         self._entered = 0
 
-    def propose(
-        self,
-        sampled_token_ids: Sequence[Sequence[int]],
-        num_tokens_no_spec: ArrayLike,
-        token_ids_cpu: ArrayLike,
-        slot_mappings: object = None,
-    ) -> list[list[int]]:
-        """Return a chain of guesses per row, empty where there is none."""
-        del slot_mappings
-        texts = read_rows(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
-        ends = self._texts.update(texts, len(sampled_token_ids))
-        return [
-            self._follow(ends[row], _room(texts[row], self.num_tokens, self.max_length))
-            if row in ends
-            else []
-            for row in range(len(sampled_token_ids))
-        ]
+    def _begin(self) -> list[int]:
+        return []
 
-    def _enter(self, end: list[int], new: list[int]) -> None:
-        """Enter the n-grams that new tokens complete; ``end`` holds the text's last N - 1."""
-        text = [*end, *new]
+    def _extend(self, state: list[int], new: list[int]) -> None:
+        """Enter the n-grams that new tokens complete."""
+        text = [*state, *new]
         for first in range(len(text) - self.ngram + 1):
             if self._entered == self.num_kept:
                 self._pools, self._entered = [NgramPool(self.guesses), self._pools[0]], 0
             self._pools[0].add(text[first], tuple(text[first + 1 : first + self.ngram]))
             self._entered += 1
-        end[:] = text[-(self.ngram - 1) :]
+        state[:] = text[-(self.ngram - 1) :]
 
-    def _follow(self, end: list[int], limit: int) -> list[int]:
+    def _guess(self, state: list[int], limit: int) -> list[int]:
         """Copy the rest of the latest n-gram that agrees with most of the last tokens; repeat."""
-        text = list(end)
-        while len(text) - len(end) < limit and (rest := self._rest(text)):
+        text = list(state)
+        while len(text) - len(state) < limit and (rest := self._rest(text)):
             text += rest
-        return text[len(end) :][: max(limit, 0)]
+        return text[len(state) :][:limit]
 
     def _rest(self, text: list[int]) -> tuple[int, ...]:
         for length in range(min(self.ngram - 1, len(text)), 0, -1):
@@ -277,22 +276,3 @@ class LookaheadPoolProposer:
                     if rest[: length - 1] == tuple(known):
                         return rest[length - 1 :]
         return ()
-
-    def load_model(self, *args: object, **kwargs: object) -> None:
-        """Do nothing: vLLM asks every proposer to load its model, and there is none."""
-
-
-def _read(automaton: SuffixAutomaton, new: list[int]) -> None:
-    for token in new:
-        automaton.extend(token)
-
-
-def _limits(vllm_config: Any) -> tuple[int, int]:
-    """Return how many tokens a step guesses at most, and how long a text may become."""
-    num_tokens = int(vllm_config.speculative_config.num_speculative_tokens)
-    return num_tokens, int(vllm_config.model_config.max_model_len)
-
-
-def _room(text: Tokens, num_tokens: int, max_length: int) -> int:
-    """Return how many guesses still count: the step that reads them adds a token of its own."""
-    return max(min(num_tokens, max_length - len(text) - 1), 0)

@@ -5,6 +5,8 @@ this package must stay cheap: no torch, no transformers (``--help`` answers at o
 the library imports it for its errors, and runs where Hydra is not installed.
 """
 
+# ruff: noqa: F401 (what stands here is offered)
+
 from specheads.config.commands import (
     BenchConfig,
     ChatConfig,
@@ -13,18 +15,14 @@ from specheads.config.commands import (
     DoctorConfig,
     ExportConfig,
     GenerateConfig,
+    PreviewConfig,
     QualityConfig,
+    RegenerateConfig,
     SpecBenchConfig,
     TreeSearchConfig,
 )
 from specheads.config.compose import explain, export_of, register_schemas, to_config
-from specheads.config.data import (
-    DataConfig,
-    FeaturesConfig,
-    PreviewConfig,
-    RegenerateConfig,
-    mixture_parts,
-)
+from specheads.config.data import DataConfig, FeaturesConfig, mixture_parts
 from specheads.config.training import (
     AdapterConfig,
     CheckpointConfig,
@@ -47,43 +45,3 @@ from specheads.system.errors import (
     RunError,
     dtype_name,
 )
-
-__all__ = [
-    "DTYPES",
-    "AdapterConfig",
-    "BenchConfig",
-    "ChatConfig",
-    "CheckpointConfig",
-    "CompareConfig",
-    "ConfigError",
-    "DataConfig",
-    "DecodeConfig",
-    "DoctorConfig",
-    "DraftConfig",
-    "EvaluateConfig",
-    "ExportConfig",
-    "FeaturesConfig",
-    "GenerateConfig",
-    "HeadsConfig",
-    "InterruptedRunError",
-    "LogConfig",
-    "LossConfig",
-    "MtpConfig",
-    "MISSING",
-    "ModelConfig",
-    "OptimConfig",
-    "PreviewConfig",
-    "QualityConfig",
-    "RegenerateConfig",
-    "RunError",
-    "SpecBenchConfig",
-    "TrainConfig",
-    "TreeConfig",
-    "TreeSearchConfig",
-    "dtype_name",
-    "explain",
-    "export_of",
-    "mixture_parts",
-    "register_schemas",
-    "to_config",
-]

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 T = TypeVar("T")
+_MODULES = (training, commands, data)
 
 
 def explain(error: Exception) -> str:
@@ -34,8 +35,7 @@ def explain(error: Exception) -> str:
     unknown = re.search(r"Key '(\w+)' (?:is )?not in '(\w+)'", text)
     if unknown:  # Hydra's own advice is "+key=value", which to_config refuses
         key, owner = unknown.groups()
-        modules = (training, commands, data, commands, commands)
-        schema = next((s for m in modules if (s := getattr(m, owner, None))), None)
+        schema = next((vars(m)[owner] for m in _MODULES if owner in vars(m)), None)
         names = [f.name for f in fields(schema)] if is_dataclass(schema) else []
         path = full_key.group(1) if full_key else key
         close = difflib.get_close_matches(key, names, n=1)
@@ -122,16 +122,9 @@ def register_schemas() -> None:
     from omegaconf import OmegaConf
 
     OmegaConf.register_new_resolver("swept", swept, replace=True)
-    store = ConfigStore.instance()
-    store.store(name="train_schema", node=training.TrainConfig)
-    store.store(name="generate_schema", node=commands.GenerateConfig)
-    store.store(name="chat_schema", node=commands.ChatConfig)
-    store.store(name="bench_schema", node=commands.BenchConfig)
-    store.store(name="compare_schema", node=commands.CompareConfig)
-    store.store(name="tree_search_schema", node=commands.TreeSearchConfig)
-    store.store(name="doctor_schema", node=commands.DoctorConfig)
-    store.store(name="export_schema", node=commands.ExportConfig)
-    store.store(name="preview_schema", node=data.PreviewConfig)
-    store.store(name="regenerate_schema", node=data.RegenerateConfig)
-    store.store(name="spec_bench_schema", node=commands.SpecBenchConfig)
-    store.store(name="quality_schema", node=commands.QualityConfig)
+    for module in _MODULES:
+        for name, schema in vars(module).items():  # TreeSearchConfig is tree_search_schema
+            if kind := re.fullmatch(r"(\w+)Config", name):
+                words = re.findall(r"[A-Z][a-z]+", kind[1])
+                key = "_".join(words).lower()
+                ConfigStore.instance().store(name=f"{key}_schema", node=schema)

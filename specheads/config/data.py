@@ -1,4 +1,4 @@
-"""The settings of data: what is trained on, how it is shown, and how a base model makes it."""
+"""The settings of data: which records there are, and how they become rows of tokens."""
 
 from __future__ import annotations
 
@@ -7,15 +7,7 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any
 
-from specheads.system.errors import (
-    DTYPES,
-    MISSING,
-    ConfigError,
-    check,
-    check_device,
-    dtype_name,
-    one_of,
-)
+from specheads.system.errors import DTYPES, ConfigError, at_least, check, one_of, within
 
 SOURCES = ("pycode", "jsonl", "parquet", "hub", "mixture")
 
@@ -53,65 +45,42 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         one_of("data.source", self.source, *SOURCES)
-        check(
-            0 <= self.max_bad_fraction <= 1,
-            "data.max_bad_fraction",
-            self.max_bad_fraction,
-            "in [0, 1]",
-        )
-        check(0 < self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "in (0, 1)")
-        check(0 <= self.documents <= 1, "data.documents", self.documents, "in [0, 1]")
-        for key in ("shuffle_buffer", "max_row_bytes"):
-            check(getattr(self, key) >= 1, f"data.{key}", getattr(self, key), "at least 1")
-        check(
-            not self.streaming or self.source in ("jsonl", "parquet", "hub"),
-            "data.streaming",
-            self.streaming,
-            f"false with data.source={self.source}, which is held in memory",
-        )
-        check(self.seq_len >= 2, "data.seq_len", self.seq_len, "at least 2")
-        check(self.rows >= 1, "data.rows", self.rows, "at least 1")
-        stages = [*self.growth, [self.seq_len, 1.0]]
-        check(
-            all(len(stage) == 2 for stage in stages)
-            and all(0 < a[0] < b[0] for a, b in pairwise(stages[:-1]))
-            and all(0 < a[1] < b[1] for a, b in pairwise(stages)),
-            "data.growth",
-            self.growth,
-            "[divisor of data.seq_len, share of the steps until then], both rising",
-        )
-        if any(not 0 < length < self.seq_len or self.seq_len % length for length, _ in self.growth):
-            raise ConfigError(
-                f"data.seq_len={self.seq_len} does not fit data.growth={self.growth}, the lengths"
-                f" that rows have first, of which it must be a larger multiple; for rows of"
-                f" {self.seq_len} tokens from the first step write data.growth=[]"
-            )
+        within(self, "data.", max_bad_fraction="[0, 1]", eval_fraction="(0, 1)", documents="[0, 1]")
+        at_least(self, "data.", shuffle_buffer=1, max_row_bytes=1, seq_len=2, rows=1)
         for source, what in (
             ("jsonl", "a .jsonl file"),
             ("parquet", "a .parquet file or a folder of them"),
             ("hub", "the name of a data set"),
         ):
             check(self.source != source or bool(self.path), "data.path", self.path, what)
-        check(
-            self.source != "mixture" or len(self.mixture) > 0,
-            "data.mixture",
-            self.mixture,
-            "[{source: ..., path: ..., weight: ...}, ...]",
-        )
-        check(
-            self.source != "hub" or not self.eval_path,
-            "data.eval_path",
-            self.eval_path,
-            "left out with data.source=hub, which has data.eval_split",
-        )
-        check(
-            self.source == "hub" or not self.eval_split,
-            "data.eval_split",
-            self.eval_split,
-            "left out unless data.source=hub; there is data.eval_path",
-        )
+        streamed, on_hub = self.source in ("jsonl", "parquet", "hub"), self.source == "hub"
+        held = f"false with data.source={self.source}, which is held in memory"
+        check(not self.streaming or streamed, "data.streaming", self.streaming, held)
+        hub = "left out with data.source=hub, which has data.eval_split"
+        check(not (on_hub and self.eval_path), "data.eval_path", self.eval_path, hub)
+        file = "left out unless data.source=hub; there is data.eval_path"
+        check(on_hub or not self.eval_split, "data.eval_split", self.eval_split, file)
+        self._check_growth()
         if self.source == "mixture":
+            parts = "[{source: ..., path: ..., weight: ...}, ...]"
+            check(len(self.mixture) > 0, "data.mixture", self.mixture, parts)
             mixture_parts(self)
+
+    def _check_growth(self) -> None:
+        stages = [*self.growth, [self.seq_len, 1.0]]
+        rising = (
+            all(len(stage) == 2 for stage in stages)
+            and all(0 < a[0] < b[0] for a, b in pairwise(stages[:-1]))
+            and all(0 < a[1] < b[1] for a, b in pairwise(stages))
+        )
+        expected = "[divisor of data.seq_len, share of the steps until then], both rising"
+        check(rising, "data.growth", self.growth, expected)
+        if any(not 0 < length < self.seq_len or self.seq_len % length for length, _ in self.growth):
+            raise ConfigError(
+                f"data.seq_len={self.seq_len} does not fit data.growth={self.growth}, the lengths"
+                f" that rows have first, of which it must be a larger multiple; for rows of"
+                f" {self.seq_len} tokens from the first step write data.growth=[]"
+            )
 
 
 # what shapes rows is the whole mixture's
@@ -127,7 +96,9 @@ def mixture_parts(data: DataConfig) -> list[tuple[DataConfig, float | None]]:
     Raises:
         ConfigError: if a part has an unknown key or a wrong value; names the part.
     """
-    known = {f.name: f for f in fields(DataConfig) if f.name not in _NOT_OF_A_PART}
+    known = {f.name: str(f.type) for f in fields(DataConfig) if f.name not in _NOT_OF_A_PART}
+    kinds = SOURCES[:-1]
+    expected = "one of " + ", ".join(kinds)
     found: list[tuple[DataConfig, float | None]] = []
     for number, entry in enumerate(data.mixture):
         place = f"data.mixture[{number}]"
@@ -138,44 +109,35 @@ def mixture_parts(data: DataConfig) -> list[tuple[DataConfig, float | None]]:
         weight = values.pop("weight", None)
         ok = isinstance(weight, int | float) and not isinstance(weight, bool) and weight > 0
         check(ok or weight is None, f"{place}.weight", weight, "a positive number")
-        check("source" in values, f"{place}.source", None, "one of " + ", ".join(SOURCES[:-1]))
+        check(values.get("source") in kinds, f"{place}.source", values.get("source"), expected)
         for key, value in values.items():
             if key not in known:
                 close = difflib.get_close_matches(key, [*known, "weight"], n=1)
                 hint = f"; did you mean {close[0]}?" if close else ""
                 raise ConfigError(f"unknown key {place}.{key}{hint}")
-            _check_type(f"{place}.{key}", value, str(known[key].type))
-        one_of(f"{place}.source", values["source"], *SOURCES[:-1])
+            _check_type(f"{place}.{key}", value, known[key])
         try:
             part = DataConfig(**values)
         except ConfigError as error:
             raise ConfigError(f"{place}: {error}") from None
         found.append((part, None if weight is None else float(weight)))
     weights = [weight for _, weight in found]
-    check(
-        None not in weights or not any(weights),
-        "data.mixture",
-        weights,
-        "a list in which every part has a weight, or none has",
-    )
+    some = None in weights and any(weights)
+    all_or_none = "a list in which every part has a weight, or none has"
+    check(not some, "data.mixture", weights, all_or_none)
     return found
 
 
+# OmegaConf checks the types of the settings themselves, but not of what stands in a list
+_TYPES = {"str": str, "float": int | float, "bool": bool, "int": int, "list": list, "dict": dict}
+
+
 def _check_type(key: str, value: object, declared: str) -> None:
-    # OmegaConf checks the settings themselves, but not what stands in a list
     if value is None and declared.endswith("| None"):
         return
     name = declared.partition("[")[0].partition(" ")[0]
-    kinds: dict[str, tuple[type, ...]] = {
-        "str": (str,),
-        "float": (int, float),
-        "bool": (bool,),
-        "int": (int,),
-        "list": (list,),
-        "dict": (dict,),
-    }
     is_flag = isinstance(value, bool) and name != "bool"  # to Python, True is a number
-    check(isinstance(value, kinds[name]) and not is_flag, key, value, f"of type {name}")
+    check(isinstance(value, _TYPES[name]) and not is_flag, key, value, f"of type {name}")
 
 
 @dataclass
@@ -188,72 +150,3 @@ class FeaturesConfig:
     def __post_init__(self) -> None:
         self.dtype = DTYPES.get(self.dtype, self.dtype)
         one_of("features.dtype", self.dtype, "auto", "float32", "bfloat16", "int8")
-
-
-@dataclass
-class PreviewConfig:
-    """Everything ``python -m specheads.preview`` accepts."""
-
-    model: str = "tinycode"  # whose tokenizer and chat template
-    revision: str | None = None
-    num_records: int = 5  # shown, of each kind at least one
-    color: str = "auto"  # auto, always, never
-    json: bool = False  # one JSON object on standard output, everything else on standard error
-    seed: int = 0
-    trust_remote_code: bool = False
-    data: DataConfig = field(default_factory=DataConfig)
-
-    def __post_init__(self) -> None:
-        check(self.num_records >= 0, "num_records", self.num_records, "at least 0")
-        one_of("color", self.color, "auto", "always", "never")
-
-
-@dataclass
-class RegenerateConfig:
-    """Everything ``python -m specheads.regenerate`` accepts."""
-
-    # the base model that answers; empty: the checkpoint's, or tinycode. With an endpoint: whose
-    # tokenizer the stored token ids are of; empty stores none
-    model: str = ""
-    revision: str | None = None
-    checkpoint: str = ""  # an export on that base: its heads make the answers come faster
-    endpoint: str = ""  # an OpenAI-compatible server instead, e.g. http://localhost:8000/v1
-    endpoint_model: str = ""  # the model's name there; empty: the first that the server lists
-    concurrency: int = 32  # endpoint: requests at one time
-    retries: int = 4  # endpoint: of a failed request, with growing pauses
-    timeout: float = 300.0  # endpoint: seconds of one request
-    prompts: str = ""  # a .jsonl of records; empty: the records that data says
-    data: DataConfig = field(default_factory=DataConfig)
-    output: str = MISSING  # the .jsonl to write; one that is there is continued
-    limit: int = 0  # records of the input; 0: all
-    batch_size: int = 8
-    max_new_tokens: int = 512  # of one answer; longer ones are quarantined as truncated
-    keep_truncated: bool = False  # keep answers that reached the limit, without their end
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    dtype: str = "auto"
-    device: str = "auto"  # auto: a GPU if there is one; cpu, cuda, cuda:1, mps
-    threads: int = 0  # 0: OMP_NUM_THREADS, the container's quota, the processors: the least
-    json: bool = False  # one JSON object on standard output, everything else on standard error
-    trust_remote_code: bool = False
-
-    def __post_init__(self) -> None:
-        check(self.concurrency >= 1, "concurrency", self.concurrency, "at least 1")
-        check(self.retries >= 0, "retries", self.retries, "at least 0")
-        check(self.timeout > 0, "timeout", self.timeout, "positive")
-        check(self.limit >= 0, "limit", self.limit, "at least 0")
-        check(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
-        check(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1")
-        check(self.temperature >= 0, "temperature", self.temperature, "at least 0")
-        check(self.top_k >= 0, "top_k", self.top_k, "at least 0")
-        check(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
-        check(
-            not (self.endpoint and self.checkpoint),
-            "endpoint",
-            self.endpoint,
-            "left out with checkpoint",
-        )
-        self.dtype = dtype_name("dtype", self.dtype, "auto")
-        check_device(self.device)

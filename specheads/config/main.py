@@ -1,12 +1,11 @@
-"""What every entry point shares: compose, check, run, and turn mistakes into one line.
+"""What every command shares: compose, check, run, and turn mistakes into one line.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage, 75 interrupted and resumable.
 ``HYDRA_FULL_ERROR=1`` shows the whole traceback instead of the line.
 
-One JSON object on standard output, for a command called with ``json=true``.
-
-What a command prints on its way (tables, progress, text as it appears) then goes to standard error,
-so that ``... json=true | jq .headline`` reads the object and nothing else. Where a command fails,
+A command called with ``json=true`` answers with one JSON object on standard output. What it prints
+on its way (tables, progress, text as it appears) then goes to standard error, so that
+``... json=true | jq .headline`` reads the object and nothing else. Where the command fails,
 standard output stays empty, or holds the object if it was complete; the exit code tells.
 """
 
@@ -15,38 +14,36 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import math
 import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
-import hydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
-from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
-
-from specheads.config import (
+from specheads.config.compose import explain, register_schemas, to_config
+from specheads.system import dist
+from specheads.system.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
     ConfigError,
     InterruptedRunError,
     RunError,
-    explain,
-    register_schemas,
-    to_config,
 )
-from specheads.system import dist
-from specheads.system.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from specheads.system.files import conf_dir
 from specheads.system.launch import take_local_rank
 from specheads.system.terminal import escape_output, stop
 
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
 T = TypeVar("T")
+C = TypeVar("C", bound=Any)
 
 
 def tidy_arguments(argv: list[str]) -> list[str]:
@@ -80,6 +77,8 @@ def tidy_arguments(argv: list[str]) -> list[str]:
 
     settings = [rewrite(arg) for arg in settings]
     if {"-m", "--multirun"} & set(flags):
+        from hydra.core.override_parser.overrides_parser import OverridesParser
+
         parsed = OverridesParser.create().parse_overrides(settings)
         same = [each.key_or_group for each in parsed if not each.is_sweep_override()]
         keys = ",".join(f"'{key}'" for key in same)
@@ -137,6 +136,7 @@ def hydra_main(
     schema: type[T],
     task: Callable[[T], None],
     *,
+    literal: Sequence[str] = (),
     around: Callable[[DictConfig], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
     """Compose ``conf/<name>.yaml`` with the command line, check it, and run ``task``.
@@ -145,30 +145,33 @@ def hydra_main(
         name: primary config, without ``.yaml``.
         schema: the dataclass the composed config is checked against.
         task: gets the checked config.
+        literal: keys whose values are taken as they stand, see :func:`take_literals`; of several
+            values the last one counts, where the setting is no list.
         around: from the composed config to what is entered for the check and the task.
     """
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
     started = False
+    taken: dict[str, list[str]] = {}
 
     def checked(cfg: DictConfig) -> None:
         nonlocal started
         started = True
         try:
             with around(cfg):
-                task(to_config(cfg, schema))
-        except ConfigError as error:
-            if wants_traceback:
-                raise
-            stop(str(error), EXIT_USAGE)
-        except RunError as error:
-            if wants_traceback:
+                config: Any = to_config(cfg, schema)
+                for key, values in taken.items():
+                    is_list = isinstance(getattr(config, key), list)
+                    config = replace(config, **{key: values if is_list else values[-1]})
+                task(config)
+        except (ConfigError, RunError, InterruptedRunError) as error:
+            if wants_traceback and error.exit_code != EXIT_INTERRUPTED:
                 raise
             if error.on_every_rank and not dist.is_main():
-                raise SystemExit(EXIT_FAILED) from None
-            stop(str(error), EXIT_FAILED)
-        except InterruptedRunError as error:
-            if not dist.is_main():  # all ranks stop alike
-                raise SystemExit(EXIT_INTERRUPTED) from None
-            stop(str(error), EXIT_INTERRUPTED)
+                raise SystemExit(error.exit_code) from None
+            stop(str(error), error.exit_code)
         except BrokenPipeError:  # `specheads ... | head` has read enough
             # what is left in the buffer is written at exit, and must not fail once more
             with open(os.devnull, "w") as nowhere:  # noqa: PTH123
@@ -182,6 +185,9 @@ def hydra_main(
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors reach us instead of printing many lines
     try:
+        for key in literal:
+            sys.argv[1:], values = take_literals(sys.argv[1:], key)
+            taken |= {key: values} if values else {}
         sys.argv[1:] = tidy_arguments(take_local_rank(sys.argv[1:]))
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=name)(checked)()
     except (HydraException, OmegaConfBaseException, ConfigError) as error:
@@ -198,16 +204,6 @@ def hydra_main(
             os.environ.pop("HYDRA_FULL_ERROR", None)
 
 
-def take_literal(argv: list[str], key: str) -> tuple[list[str], str | None]:
-    """Take ``key=value`` out of a command line before Hydra sees it; the last one counts.
-
-    Returns:
-        The other arguments, and the value, or None.
-    """
-    others, values = take_literals(argv, key)
-    return others, values[-1] if values else None
-
-
 def take_literals(argv: list[str], key: str) -> tuple[list[str], list[str]]:
     """Take every ``key=value`` out of a command line before Hydra sees it.
 
@@ -222,12 +218,6 @@ def take_literals(argv: list[str], key: str) -> tuple[list[str], list[str]]:
     # An argument that is not UTF-8 arrives with surrogates, which no tokenizer takes.
     return others, [v.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for v in values]
 
-
-class _Asked(Protocol):
-    json: bool
-
-
-C = TypeVar("C", bound=_Asked)
 
 _stdout: ContextVar[TextIO | None] = ContextVar("specheads_json_answer", default=None)
 
@@ -257,15 +247,6 @@ def answer(found: Mapping[str, Any]) -> None:
         found: of JSON's types. A figure that is not finite becomes null, as JSON has no other word.
     """
     if (out := _stdout.get()) is not None:
-        out.write(json.dumps(_finite(found), allow_nan=False) + "\n")
+        finite = json.loads(json.dumps(found), parse_constant=lambda name: None)
+        out.write(json.dumps(finite) + "\n")
         out.flush()
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(each) for key, each in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_finite(each) for each in value]
-    return value

@@ -6,7 +6,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specheads.config.data import DataConfig, FeaturesConfig
-from specheads.system.errors import DTYPES, MISSING, check, check_device, dtype_name, one_of
+from specheads.system.errors import (
+    DTYPES,
+    MISSING,
+    at_least,
+    check,
+    check_device,
+    dtype_name,
+    one_of,
+    positive,
+    within,
+)
 
 
 @dataclass
@@ -48,18 +58,12 @@ class HeadsConfig:
     start: str = ""  # an export whose heads to start from, of the same shape
 
     def __post_init__(self) -> None:
-        check(self.num_heads >= 1, "heads.num_heads", self.num_heads, "at least 1")
-        check(self.num_layers >= 0, "heads.num_layers", self.num_layers, "at least 0")
+        at_least(self, "heads.", num_heads=1, num_layers=0, rank=1, num_kept=1, markov_rank=1)
         one_of("heads.lm_head", self.lm_head, "own", "shared", "low_rank", "pruned")
         one_of("heads.correction", self.correction, "none", "markov")
-        for key in ("rank", "num_kept", "markov_rank"):
-            check(getattr(self, key) >= 1, f"heads.{key}", getattr(self, key), "at least 1")
-        check(
-            self.num_layers > 0 or self.lm_head != "shared" or self.condition,
-            "heads.num_layers",
-            self.num_layers,
-            "at least 1 with heads.lm_head=shared (nothing would be trained)",
-        )
+        trained = self.num_layers > 0 or self.lm_head != "shared" or self.condition
+        expected = "at least 1 with heads.lm_head=shared (nothing would be trained)"
+        check(trained, "heads.num_layers", self.num_layers, expected)
 
 
 @dataclass
@@ -75,7 +79,7 @@ class MtpConfig:
     train_base: bool = False  # mtp_finetune: tune the base too, whole or by its adapter
 
     def __post_init__(self) -> None:
-        check(self.num_heads >= 2, "mtp.num_heads", self.num_heads, "at least 2")
+        at_least(self, "mtp.", num_heads=2)
         one_of("mtp.variant", self.variant, "parallel", "causal", "sequential")
         one_of("mtp.lm_head", self.lm_head, "shared", "own")
         one_of("mtp.start", self.start, "base", "random")
@@ -107,24 +111,11 @@ class DraftConfig:
 
     def __post_init__(self) -> None:
         one_of("draft.loss", self.loss, *DRAFT_LOSSES)
-        check(self.layers >= 1, "draft.layers", self.layers, "at least 1")
-        check(self.hidden >= 0, "draft.hidden", self.hidden, "at least 0")
-        check(0 < self.jsd_beta < 1, "draft.jsd_beta", self.jsd_beta, "in (0, 1)")
-        check(0 <= self.on_policy <= 1, "draft.on_policy", self.on_policy, "in [0, 1]")
-        check(
-            self.on_policy_temperature > 0,
-            "draft.on_policy_temperature",
-            self.on_policy_temperature,
-            "positive",
-        )
-        for key in ("on_policy_tokens", "stored_top_k"):
-            check(getattr(self, key) >= 1, f"draft.{key}", getattr(self, key), "at least 1")
-        check(
-            not (self.stored and self.on_policy),
-            "draft.stored",
-            self.stored,
-            "empty with draft.on_policy, whose answers nobody has stored",
-        )
+        at_least(self, "draft.", layers=1, hidden=0, on_policy_tokens=1, stored_top_k=1)
+        within(self, "draft.", jsd_beta="(0, 1)", on_policy="[0, 1]")
+        positive(self, "draft.", "on_policy_temperature")
+        expected = "empty with draft.on_policy, whose answers nobody has stored"
+        check(not (self.stored and self.on_policy), "draft.stored", self.stored, expected)
 
 
 @dataclass
@@ -152,19 +143,14 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         one_of("loss.heads", self.heads, "hard", "soft", "tv", "lk_alpha", "lk_lambda")
-        check(self.top_k >= 0, "loss.top_k", self.top_k, "at least 0")
-        check(self.temperature > 0, "loss.temperature", self.temperature, "positive")
-        check(self.lk_eta > 0, "loss.lk_eta", self.lk_eta, "positive")
         one_of("loss.base", self.base, "labels", "distill")
-        check(0 < self.decay <= 1, "loss.decay", self.decay, "in (0, 1]")
-        check(self.lambda_0 >= 0, "loss.lambda_0", self.lambda_0, "at least 0")
         one_of("loss.lambda_schedule", self.lambda_schedule, "constant", "linear", "sine", "step")
+        one_of("loss.implementation", self.implementation, "fused", "torch", "liger", "naive")
+        at_least(self, "loss.", top_k=0, lambda_0=0, lambda_end=0, chunk_size=0)
+        positive(self, "loss.", "temperature", "lk_eta")
+        within(self, "loss.", decay="(0, 1]", lambda_ramp="(0, 1]")
         if self.lambda_schedule == "step":  # lambda_end is reached by a factor of it
             check(self.lambda_0 > 0, "loss.lambda_0", self.lambda_0, "positive with a step")
-        check(self.lambda_end >= 0, "loss.lambda_end", self.lambda_end, "at least 0")
-        check(0 < self.lambda_ramp <= 1, "loss.lambda_ramp", self.lambda_ramp, "in (0, 1]")
-        check(self.chunk_size >= 0, "loss.chunk_size", self.chunk_size, "at least 0")
-        one_of("loss.implementation", self.implementation, "fused", "torch", "liger", "naive")
 
 
 @dataclass
@@ -180,9 +166,9 @@ class AdapterConfig:
 
     def __post_init__(self) -> None:
         one_of("adapter.kind", self.kind, "none", "lora")
-        check(self.rank >= 1, "adapter.rank", self.rank, "at least 1")
-        check(self.alpha > 0, "adapter.alpha", self.alpha, "positive")
-        check(0 <= self.dropout < 1, "adapter.dropout", self.dropout, "in [0, 1)")
+        at_least(self, "adapter.", rank=1)
+        positive(self, "adapter.", "alpha")
+        within(self, "adapter.", dropout="[0, 1)")
         self.merge = str(self.merge).lower()
         one_of("adapter.merge", self.merge, "auto", "true", "false")
 
@@ -210,17 +196,10 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         one_of("optim.name", self.name, "adamw", "adamw8bit", "muon")
-        check(self.lr > 0, "optim.lr", self.lr, "positive")
-        check(self.base_lr > 0, "optim.base_lr", self.base_lr, "positive")
-        check(self.muon_ratio > 0, "optim.muon_ratio", self.muon_ratio, "positive")
-        check(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "at least 0")
         one_of("optim.schedule", self.schedule, "cosine", "constant", "wsd")
-        check(
-            0 <= self.decay_fraction <= 1, "optim.decay_fraction", self.decay_fraction, "in [0, 1]"
-        )
-        check(self.grad_clip > 0, "optim.grad_clip", self.grad_clip, "positive")
-        check(self.accumulation >= 1, "optim.accumulation", self.accumulation, "at least 1")
-        check(self.skip_nonfinite >= 0, "optim.skip_nonfinite", self.skip_nonfinite, "at least 0")
+        positive(self, "optim.", "lr", "base_lr", "muon_ratio", "grad_clip")
+        at_least(self, "optim.", warmup_steps=0, accumulation=1, skip_nonfinite=0)
+        within(self, "optim.", decay_fraction="[0, 1]")
 
 
 @dataclass
@@ -231,7 +210,7 @@ class TreeConfig:
     choices: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        check(self.num_nodes >= 0, "tree.num_nodes", self.num_nodes, "at least 0")
+        at_least(self, "tree.", num_nodes=0)
 
 
 @dataclass
@@ -248,20 +227,11 @@ class EvaluateConfig:
     patience: int = 0  # stop after so many evaluations without a better one; 0: never
 
     def __post_init__(self) -> None:
-        check(self.every >= 0, "evaluate.every", self.every, "at least 0")
-        check(self.num_prompts >= 1, "evaluate.num_prompts", self.num_prompts, "at least 1")
-        check(self.num_nodes >= 2, "evaluate.num_nodes", self.num_nodes, "at least 2")
-        check(  # the first one is the prefill's
-            self.max_new_tokens >= 2, "evaluate.max_new_tokens", self.max_new_tokens, "at least 2"
-        )
-        check(self.loss_rows >= 0, "evaluate.loss_rows", self.loss_rows, "at least 0")
-        check(self.patience >= 0, "evaluate.patience", self.patience, "at least 0")
-        check(
-            len(self.temperatures) > 0 and all(each >= 0 for each in self.temperatures),
-            "evaluate.temperatures",
-            self.temperatures,
-            "at least one, none negative",
-        )
+        at_least(self, "evaluate.", every=0, num_prompts=1, num_nodes=2, loss_rows=0, patience=0)
+        at_least(self, "evaluate.", max_new_tokens=2)  # the first one is the prefill's
+        found = self.temperatures
+        ok = len(found) > 0 and all(each >= 0 for each in found)
+        check(ok, "evaluate.temperatures", found, "at least one, none negative")
 
 
 @dataclass
@@ -276,8 +246,7 @@ class LogConfig:
     artifacts: str = "none"
 
     def __post_init__(self) -> None:
-        check(self.every >= 1, "log.every", self.every, "at least 1")
-        check(self.samples >= 0, "log.samples", self.samples, "at least 0")
+        at_least(self, "log.", every=1, samples=0)
         one_of("log.artifacts", self.artifacts, "none", "export", "checkpoints")
         one_of("log.wandb", self.wandb, "auto", "online", "offline", "disabled")
 
@@ -292,8 +261,7 @@ class CheckpointConfig:
     keep_best: bool = False
 
     def __post_init__(self) -> None:
-        check(self.every >= 0, "checkpoint.every", self.every, "at least 0")
-        check(self.keep >= 1, "checkpoint.keep", self.keep, "at least 1")
+        at_least(self, "checkpoint.", every=0, keep=1)
 
 
 @dataclass
@@ -337,40 +305,27 @@ class TrainConfig:
     deepspeed: dict[str, Any] = field(default_factory=dict)  # {} is plain torch
 
     def __post_init__(self) -> None:
-        check(self.steps >= 1, "steps", self.steps, "at least 1")
-        check(self.max_steps >= 0, "max_steps", self.max_steps, "at least 0")
+        at_least(self, steps=1, max_steps=0, dist_timeout=1)
+        within(self, warmup_heads="[0, 1)")
+        check(self.tokenizer_size > 272, "tokenizer_size", self.tokenizer_size, "more than 272")
         check_device(self.device)
-        check(  # the loss sums in float64
-            self.device != "mps", "device", self.device, "auto, cpu or cuda: mps has no float64"
-        )
-        check(self.dist_timeout >= 1, "dist_timeout", self.dist_timeout, "at least 1")
-        check(0 <= self.warmup_heads < 1, "warmup_heads", self.warmup_heads, "in [0, 1)")
+        # the loss sums in float64
+        mps = "auto, cpu or cuda: mps has no float64"
+        check(self.device != "mps", "device", self.device, mps)
+        adapted = self.loss.base == "labels" or self.adapter.kind == "lora"
+        lora = "adapter=lora beside it: the original is the same weights with the adapter off"
+        check(adapted, "loss.base", self.loss.base, lora)
         self.autocast = DTYPES.get(self.autocast, self.autocast)
         one_of("autocast", self.autocast, "none", "bfloat16", "float16")
-        check(
-            self.autocast != "float16" or (bool(self.deepspeed) and self.model.dtype != "bfloat16"),
-            "autocast",
-            self.autocast,
-            "bfloat16 or none with deepspeed=none, which scales no loss, or model.dtype=bfloat16",
+        scaled = bool(self.deepspeed) and self.model.dtype != "bfloat16"
+        scale = (
+            "bfloat16 or none with deepspeed=none, which scales no loss, or model.dtype=bfloat16"
         )
-        check(self.tokenizer_size > 272, "tokenizer_size", self.tokenizer_size, "more than 272")
-        check(
-            self.loss.base == "labels" or self.adapter.kind == "lora",
-            "loss.base",
-            self.loss.base,
-            "adapter=lora beside it: the original is the same weights with the adapter off",
-        )
-        zero = self.deepspeed.get("zero_optimization") or {}
+        check(self.autocast != "float16" or scaled, "autocast", self.autocast, scale)
+        stage = (self.deepspeed.get("zero_optimization") or {}).get("stage", 0)
         half = bool(self.deepspeed) and "float16" in (self.autocast, self.model.dtype)
-        check(  # its stage 0 divides gradients by a loss scale that no loss was multiplied by
-            not half or zero.get("stage", 0) > 0,
-            "deepspeed",
-            "zero0",
-            "zero1, zero2 or zero3 with autocast=float16 or model.dtype=float16",
-        )
-        check(
-            not self.evaluate.every or zero.get("stage") != 3,
-            "evaluate.every",
-            self.evaluate.every,
-            "0 with deepspeed=zero3, where no rank has whole weights to decode with (zero2 has)",
-        )
+        # stage 0 divides gradients by a loss scale that no loss was multiplied by
+        zero = "zero1, zero2 or zero3 with autocast=float16 or model.dtype=float16"
+        check(not half or stage > 0, "deepspeed", "zero0", zero)
+        whole = "0 with deepspeed=zero3, where no rank has whole weights to decode with (zero2 has)"
+        check(stage != 3 or not self.evaluate.every, "evaluate.every", self.evaluate.every, whole)

@@ -1,22 +1,18 @@
-"""Encode the records of a data set as documents for packed rows, and count what becomes of them.
-
-Which tokens of a record are learned: :mod:`specheads.data.chat`.
-
-Turn records into token ids and labels, so that only what a model has to produce is learned.
+"""Turn records into token ids and labels, so that only what a model has to produce is learned.
 
 Chat records go through the tokenizer's own template. Which tokens are the assistant's comes from
 the template's ``{% generation %}`` markers where it has them; otherwise the conversation is
 rendered message by message, and every step is checked to continue the one before. Records that
 bring ids of this very tokenizer along (:mod:`specheads.data.schema`) are not tokenized at all.
 
-Show which tokens of a document are learned: colour on a terminal, brackets in plain text.
+Below are the encoding of a whole data set for packed rows, and the preview of what is learned.
 """
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -56,7 +52,18 @@ class Encoded:
 
 
 class Encoder:
-    """Encodes records for one tokenizer; see :func:`encode`."""
+    """Encodes records for one tokenizer.
+
+    Learned are: in ``messages`` the tokens of every assistant answer and the token that closes it;
+    in ``prompt``/``completion`` the completion and eos; in ``text`` everything and eos. A bos goes
+    before prompts and texts where the tokenizer itself puts one. Where ``tokens`` are stored for
+    this tokenizer, they are taken as they are and exactly their answers are learned.
+
+    Raises:
+        ConfigError: if there is no eos token; on a record, if there is no chat template for
+            messages, the template refuses the record or rewrites its history, or a stored id is not
+            in the vocabulary.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -64,8 +71,7 @@ class Encoder:
         if tokenizer.eos_token_id is None:
             raise ConfigError(f"tokenizer {self.name} has no eos token, so no answer could end")
         self._eos = int(tokenizer.eos_token_id)
-        special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._special = special | set(tokenizer.all_special_ids)
+        self._special = _special_ids(tokenizer)
         self._prefix = _added_before(tokenizer)
         template = tokenizer.chat_template
         if isinstance(template, dict):  # several, by purpose
@@ -93,7 +99,11 @@ class Encoder:
         return Encoded(str(record["id"]), str(record["kind"]), input_ids, labels)
 
     def prompt(self, record: Record) -> list[int]:
-        """Return the ids up to where the last answer starts; see :func:`encode_prompt`."""
+        """Return what a model is given to produce the record's last answer, or the one it lacks.
+
+        ``messages``: all but an answer that ends them, with the generation prompt;
+        ``prompt``/``completion``: the prompt; ``text``: the whole text.
+        """
         if self.is_stored(record):
             return self._stored_ids(record)[: record["tokens"]["answers"][-1][0]]
         if "messages" in record:
@@ -240,25 +250,19 @@ def _added_before(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return []
 
 
-__all__ = [
-    "Documents",
-    "Encoded",
-    "EncodedRecords",
-    "Encoder",
-    "NothingLearnedError",
-    "encode",
-    "encode_prompt",
-    "encode_records",
-    "pad_token_id",
-    "tokenizer_digest",
-]
-
 Progress = Callable[[str, int, int], None]
 
 _COUNTS = (
     "records", "documents", "tokens", "learned", "too_long", "unlabelled", "split", "retokenized",
     "refused",
 )  # fmt: skip
+_NOTES = {
+    "too_long": "dropped: longer than data.seq_len",
+    "unlabelled": "dropped: nothing to learn",
+    "refused": "dropped: cannot be encoded",
+    "split": "texts cut into pieces",
+    "retokenized": "encoded anew: their stored ids are of another tokenizer",
+}
 
 
 class NothingLearnedError(ConfigError):
@@ -283,38 +287,7 @@ class EncodedRecords:
         """Return one line about the counts, dropped records included."""
         c = self.counts
         line = f"{c['records']:,} records, {c['tokens']:,} tokens, {c['learned']:,} learned"
-        notes = {
-            "too_long": "dropped: longer than data.seq_len",
-            "unlabelled": "dropped: nothing to learn",
-            "refused": "dropped: cannot be encoded",
-            "split": "texts cut into pieces",
-            "retokenized": "encoded anew: their stored ids are of another tokenizer",
-        }
-        return line + "".join(f"; {c[key]:,} {note}" for key, note in notes.items() if c[key])
-
-
-def encode(record: Record, tokenizer: PreTrainedTokenizerBase) -> Encoded:
-    """Encode one record; for many, make one :class:`Encoder` or call :func:`encode_records`.
-
-    Learned are: in ``messages`` the tokens of every assistant answer and the token that closes it;
-    in ``prompt``/``completion`` the completion and eos; in ``text`` everything and eos. A bos goes
-    before prompts and texts where the tokenizer itself puts one. Where ``tokens`` are stored for
-    this tokenizer, they are taken as they are and exactly their answers are learned.
-
-    Raises:
-        ConfigError: if there is no eos token, no chat template for messages, the template
-            refuses the record or rewrites its history, or a stored id is not in the vocabulary.
-    """
-    return Encoder(tokenizer)(record)
-
-
-def encode_prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return what a model is given to produce the record's last answer, or the one it lacks.
-
-    ``messages``: all but an answer that ends them, with the generation prompt;
-    ``prompt``/``completion``: the prompt; ``text``: the whole text.
-    """
-    return Encoder(tokenizer).prompt(record)
+        return line + "".join(f"; {c[key]:,} {note}" for key, note in _NOTES.items() if c[key])
 
 
 class Documents:
@@ -324,7 +297,7 @@ class Documents:
     its end would never be seen.
 
     Args:
-        tokenizer: of the base model.
+        tokenizer: the base model's tokenizer.
         seq_len: tokens per packed row.
         context: the longest sequence that the base model takes, if it says so.
         learn_all: learn prompts too, as pre-training does.
@@ -365,8 +338,11 @@ class Documents:
             counts["refused"] += 1
             raise
         counts["retokenized"] += "tokens" in record and not self.encoder.is_stored(record)
-        if reason := self._without_lesson(record, encoded):
+        learned = _has_labels(encoded)
+        # tokens that only open and close an empty answer teach to say nothing
+        if not learned or (not _says_something(record) and self.encoder.is_special(encoded)):
             counts["unlabelled"] += 1
+            reason = "with empty answers" if learned else "with nothing to learn"
             raise RecordError(f"record {record['id']}", reason)
         if len(encoded.input_ids) <= self.seq_len:
             found = [encoded]
@@ -383,13 +359,61 @@ class Documents:
         counts["learned"] += sum(int((d.labels != IGNORE).sum()) for d in found)
         return found
 
-    def _without_lesson(self, record: Record, encoded: Encoded) -> str:
-        if not _has_labels(encoded):
-            return "with nothing to learn"
-        # tokens that only open and close an empty answer teach to say nothing
-        if not _says_something(record) and self.encoder.is_special(encoded):
-            return "with empty answers"
-        return ""
+
+def encode_records(
+    records: Sequence[Record],
+    documents: Documents,
+    *,
+    progress: Progress | None = None,
+    max_bad_fraction: float = 0.0,
+    dropped: Dropped | None = None,
+) -> EncodedRecords:
+    """Encode a data set for packed rows.
+
+    Args:
+        records: checked records, see :mod:`specheads.data.load`.
+        documents: makes documents of them; it must not have been used before.
+        progress: called now and then with what, done and total.
+        max_bad_fraction: share of the records that the tokenizer or its template may refuse, or
+            that have nothing to learn; with 0 the first that is refused is raised.
+        dropped: is told of them.
+
+    Raises:
+        ConfigError: if there are no records, or too many of them are refused.
+        NothingLearnedError: if no record is left.
+    """
+    if not records:
+        raise ConfigError("the data set is empty")
+    found: list[Encoded] = []
+    errors: list[RecordError] = []
+    counts, total = documents.counts, len(records)
+    for number, record in enumerate(records):
+        if progress and number % 1000 == 0:
+            progress("tokenize", number, total)
+        refused = counts["refused"]
+        try:
+            found += documents.of(record)
+        except RecordError as error:
+            if max_bad_fraction == 0 and counts["refused"] > refused:
+                raise
+            errors.append(error)
+            if dropped is not None:
+                dropped.add(error, record)
+    if progress:
+        progress("tokenize", total, total)
+    if found or counts["refused"] == total:
+        check_share(errors, total, max_bad_fraction, "encoding the records")
+    if not found:
+        masked, long = counts["unlabelled"], counts["too_long"]
+        raise NothingLearnedError(
+            f"all labels are masked in {masked} of {total} records ({long} are longer than a row):"
+            f" no assistant answer, no text, or the chat template of {documents.encoder.name} hides"
+            " them"
+            if masked >= long
+            else f"{long} of {total} records are longer than data.seq_len={documents.seq_len} and"
+            " the others have nothing to learn; raise data.seq_len"
+        )
+    return EncodedRecords(found, counts)
 
 
 def _says_something(record: Record) -> bool:
@@ -400,101 +424,23 @@ def _says_something(record: Record) -> bool:
     return any(answer.strip() for answer in answers)
 
 
-def encode_records(
-    records: Sequence[Record],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    seq_len: int,
-    context: int | None = None,
-    progress: Progress | None = None,
-    max_bad_fraction: float = 0.0,
-    dropped: Dropped | None = None,
-    learn_all: bool = False,
-) -> EncodedRecords:
-    """Encode a data set for rows of ``seq_len`` tokens.
-
-    Texts longer than a row become several documents; an answer longer than a row is dropped, since
-    its end would never be seen. Both are counted.
-
-    Args:
-        records: checked records, see :mod:`specheads.data.load`.
-        tokenizer: of the base model.
-        seq_len: tokens per packed row.
-        context: the longest sequence that the base model takes, if it says so.
-        progress: called now and then with what, done and total.
-        max_bad_fraction: share of the records that the tokenizer or its template may refuse, or
-            that have nothing to learn; with 0 the first that is refused is raised.
-        dropped: is told of them.
-        learn_all: learn prompts too, as pre-training does.
-
-    Raises:
-        ConfigError: if ``seq_len`` exceeds ``context``, there are no records, or too many of them
-            are refused.
-        NothingLearnedError: if no record is left.
-    """
-    if not records:
-        raise ConfigError("the data set is empty")
-    making = Documents(tokenizer, seq_len=seq_len, context=context, learn_all=learn_all)
-    documents: list[Encoded] = []
-    errors: list[RecordError] = []
-    for number, record in enumerate(records):
-        if progress and number % 1000 == 0:
-            progress("tokenize", number, len(records))
-        refused = making.counts["refused"]
-        try:
-            documents += making.of(record)
-        except RecordError as error:
-            if max_bad_fraction == 0 and making.counts["refused"] > refused:
-                raise
-            errors.append(error)
-            if dropped is not None:
-                dropped.add(error, record)
-    if progress:
-        progress("tokenize", len(records), len(records))
-    if documents or making.counts["refused"] == len(records):
-        check_share(errors, len(records), max_bad_fraction, "encoding the records")
-    if not documents:
-        raise NothingLearnedError(_nothing_left(making.counts, seq_len, making.encoder))
-    return EncodedRecords(documents, making.counts)
-
-
 def _has_labels(encoded: Encoded) -> bool:
     return bool((encoded.labels[1:] != IGNORE).any())  # nothing predicts the first token
 
 
 def _pieces(encoded: Encoded, seq_len: int) -> list[Encoded]:
-    cuts = range(0, len(encoded.input_ids), seq_len)
-    pieces = [
-        Encoded(
-            f"{encoded.id}+{cut}" if cut else encoded.id,
-            encoded.kind,
-            encoded.input_ids[cut : cut + seq_len],
-            encoded.labels[cut : cut + seq_len],
-        )
-        for cut in cuts
-    ]
+    pieces = []
+    for cut in range(0, len(encoded.input_ids), seq_len):
+        name, place = f"{encoded.id}+{cut}" if cut else encoded.id, slice(cut, cut + seq_len)
+        ids, labels = encoded.input_ids[place], encoded.labels[place]
+        pieces.append(Encoded(name, encoded.kind, ids, labels))
     return [piece for piece in pieces if _has_labels(piece)]
-
-
-def _nothing_left(counts: Mapping[str, int], seq_len: int, encoder: Encoder) -> str:
-    total, masked, long = counts["records"], counts["unlabelled"], counts["too_long"]
-    if masked >= long:
-        return (
-            f"all labels are masked in {masked} of {total} records ({long} are longer than a row):"
-            f" no assistant answer, no text, or the chat template of {encoder.name} hides them"
-        )
-    return (
-        f"{long} of {total} records are longer than data.seq_len={seq_len} and the others have"
-        " nothing to learn; raise data.seq_len"
-    )
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return an id to fill rows with; it is masked by position, so any valid id will do."""
-    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if token_id is not None:
-            return int(token_id)
-    return 0
+    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return int(next(token_id for token_id in ids if token_id is not None))
 
 
 PLAIN = ("⟦", "⟧")
@@ -503,20 +449,17 @@ _SPECIAL = {True: "\x1b[1;38;5;125;48;5;157m", False: "\x1b[38;5;125m"}  # red, 
 _RESET = "\x1b[0m"
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A run of tokens that are alike; the texts of all segments join to that of the document."""
+def segments(
+    encoded: Encoded, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[str, bool, bool]]:
+    """Cut a document where learned tokens begin or end, and around special tokens.
 
-    text: str
-    learned: bool
-    special: bool
-
-
-def segments(encoded: Encoded, tokenizer: PreTrainedTokenizerBase) -> Iterator[Segment]:
-    """Cut a document where learned tokens begin or end, and around special tokens."""
+    Yields:
+        The text of each run of tokens, whether they are learned, and whether they are special. The
+        texts join to that of the document.
+    """
     ids = encoded.input_ids.tolist()
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    special |= set(tokenizer.all_special_ids)
+    special = _special_ids(tokenizer)
     alike = [
         (label != IGNORE, i in special)
         for i, label in zip(ids, encoded.labels.tolist(), strict=True)
@@ -528,8 +471,13 @@ def segments(encoded: Encoded, tokenizer: PreTrainedTokenizerBase) -> Iterator[S
         whole = _decode(tokenizer, ids[:stop])
         goes_on = whole.startswith(shown)
         text = whole[len(shown) :] if goes_on else _decode(tokenizer, ids[start:stop])
-        yield Segment(text, learned, is_special)
+        yield text, learned, is_special
         shown, start = whole, stop
+
+
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return special | set(tokenizer.all_special_ids)
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
@@ -549,26 +497,26 @@ def render_mask(
 
     Args:
         encoded: the document.
-        tokenizer: that encoded it.
-        color: by colours of the terminal, not by ``brackets``.
+        tokenizer: the tokenizer that encoded it.
+        color: mark by colours of the terminal, not by ``brackets``.
         brackets: what stands before and after a learned part.
     """
     pieces: list[str] = []
-    shown = (replace(each, text=harmless(each.text)) for each in segments(encoded, tokenizer))
-    for learned, group in groupby(shown, key=lambda s: s.learned):
+    for learned, group in groupby(segments(encoded, tokenizer), key=lambda segment: segment[1]):
+        texts = [(harmless(text), special) for text, _, special in group]
         if color:
-            pieces += [_paint(segment) for segment in group]
+            pieces += [_paint(text, learned, special) for text, special in texts]
         else:
-            text = "".join(segment.text for segment in group)
-            pieces.append(brackets[0] + text + brackets[1] if learned else text)
+            joined = "".join(text for text, _ in texts)
+            pieces.append(brackets[0] + joined + brackets[1] if learned else joined)
     return "".join(pieces)
 
 
-def _paint(segment: Segment) -> str:
-    if not segment.learned and not segment.special:
-        return segment.text
-    style = _SPECIAL[segment.learned] if segment.special else _LEARNED
-    lines = segment.text.split("\n")  # terminals paint the rest of a line that ends in colour
+def _paint(text: str, learned: bool, special: bool) -> str:
+    if not learned and not special:
+        return text
+    style = _SPECIAL[learned] if special else _LEARNED
+    lines = text.split("\n")  # terminals paint the rest of a line that ends in colour
     return "\n".join(style + line + _RESET if line else line for line in lines)
 
 

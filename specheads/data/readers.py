@@ -1,18 +1,17 @@
 """Read raw rows, from any place on: a file of JSON lines, a JSON list, parquet files, the hub.
 
-A row is parsed only when it is asked for, so that ranks which share a file parse their own rows. A
-row that cannot even be parsed is a bad record. What makes the whole no data set at all is an error:
-a file that is missing or no parquet, columns of which no record can be made, a hub that cannot be
-reached.
+A row that cannot even be parsed is a bad record. What makes the whole no data set at all is an
+error: a file that is missing or no parquet, columns of which no record can be made, a hub that
+cannot be reached.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +22,7 @@ from specheads.data.schema import CONTENTS, EXPECTED, columns_advice, wanted
 
 MAX_DEPTH = 64  # of objects and lists in a row; what reads them by recursion has a limit
 _BATCH = 256  # rows of a table that are converted at a time
+_BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +36,23 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """A row that is not parsed yet, and where its reader finds the next one (plain JSON)."""
+    """A row, and where its reader finds the next one (plain JSON).
+
+    Lines are parsed only when they are asked for, so that ranks which share a file parse their own.
+    """
 
     parse: Callable[[], Row]
     place: list[int] | None = None
 
 
 class Reader(Protocol):
-    """A data set that is read in order, from any row on, again and again."""
+    """A data set that is read in order, from any row on, again and again.
 
-    @property
-    def identity(self) -> str:
-        """Changes when the data set does, as far as can be seen without reading it."""
-        ...
+    Attributes:
+        identity: changes when the data set does, as far as can be seen without reading it.
+    """
+
+    identity: str
 
     def read(self, row: int = 0, place: list[int] | None = None) -> Iterator[Raw]:
         """Yield the rows from number ``row`` on.
@@ -97,7 +101,7 @@ def json_reader(path: Path, max_bytes: int) -> LineReader | ListReader:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
     # many a .json holds lines; only a list has to be read in one piece
-    listed = start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+    listed = start.removeprefix(_BOM).lstrip().startswith(b"[")
     return ListReader(path, max_bytes) if listed else LineReader(path, max_bytes)
 
 
@@ -106,12 +110,7 @@ class LineReader:
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         """Take the file; a line of more than ``max_bytes`` is never held, nor parsed."""
-        self.path, self.max_bytes = path, max_bytes
-
-    @property
-    def identity(self) -> str:
-        """Name and size."""
-        return _size_of([self.path])
+        self.path, self.max_bytes, self.identity = path, max_bytes, _names_and_sizes(path)
 
     def read(self, row: int = 0, place: list[int] | None = None) -> Iterator[Raw]:
         """Yield the lines; a place is a byte and the number of lines before it."""
@@ -119,30 +118,22 @@ class LineReader:
         try:
             with self.path.open("rb", buffering=1 << 20) as file:
                 file.seek(offset)
-                for line, size in self._lines(file):
+                while line := file.readline(self.max_bytes + 2):  # a line end may be two bytes
+                    size = len(line)
+                    # the rest of a line that is much too long is passed over piece by piece
+                    while not line.endswith(b"\n") and (more := file.readline(1 << 20)):
+                        line, size = more, size + len(more)
                     offset, number = offset + size, number + 1
                     if number == 1:
-                        line = line.removeprefix(b"\xef\xbb\xbf")
+                        line = line.removeprefix(_BOM)
                     if not line.strip() and size <= self.max_bytes:
                         continue
                     if row and place is None:
                         row -= 1
                         continue
-                    parse = partial(self._row, line, size, number)
-                    yield Raw(parse, [offset, number])
+                    yield Raw(partial(self._row, line, size, number), [offset, number])
         except OSError as error:
             raise ConfigError(f"cannot read {self.path}: {error.strerror or error}") from None
-
-    def _lines(self, file: Any) -> Iterator[tuple[bytes, int]]:
-        """Yield lines and their sizes; a much larger one than ``max_bytes`` is passed over."""
-        while line := file.readline(self.max_bytes + 2):  # a line end may be two bytes
-            size = len(line)
-            if size == self.max_bytes + 2 and not line.endswith(b"\n"):
-                while more := file.readline(1 << 20):
-                    line, size = b"...", size + len(more)
-                    if more.endswith(b"\n"):
-                        break
-            yield line, size
 
     def _row(self, line: bytes, size: int, number: int) -> Row:
         where, content = f"{self.path}:{number}", line.rstrip(b"\r\n")
@@ -159,52 +150,32 @@ class ListReader:
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         """Take the file."""
-        self.path, self.max_bytes = path, max_bytes
-
-    @property
-    def identity(self) -> str:
-        """Name and size."""
-        return _size_of([self.path])
+        self.path, self.max_bytes, self.identity = path, max_bytes, _names_and_sizes(path)
 
     def read(self, row: int = 0, place: list[int] | None = None) -> Iterator[Raw]:
         """Yield the items from number ``row`` on."""
         del place
         try:
             text = self.path.read_bytes().decode("utf-8-sig")
+            items, _ = _loads(text)
         except OSError as error:
             raise ConfigError(f"cannot read {self.path}: {error.strerror or error}") from None
         except UnicodeDecodeError as error:
             raise ConfigError(f"{self.path} is not UTF-8 text: {error}") from None
-        for i, item in enumerate(islice(self._items(text), row, None), row):
-            yield Raw(partial(Row, f"{self.path}[{i}]", f"{self.path.name}[{i}]", item))
-
-    def _items(self, text: str) -> Iterator[object]:
-        at, number, strict = _behind(text, 0) + 1, 0, _Strict()
-        try:
-            while True:
-                at = _behind(text, at)
-                if not number and text[at : at + 1] == "]":
-                    break
-                value, end = strict.decoder.raw_decode(text, at)
-                where = f"{self.path}[{number}]"
-                if end - at > self.max_bytes:
-                    yield _too_large(where, end - at, self.max_bytes)
-                else:
-                    yield strict.judged(value, text[at:end], where)
-                strict.fault, number, at = "", number + 1, _behind(text, end)
-                if text[at : at + 1] == "]":
-                    break
-                if text[at : at + 1] != ",":
-                    raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
-                at += 1
-            if text[at + 1 :].strip():
-                raise json.JSONDecodeError("Extra data", text, at + 1)
         except json.JSONDecodeError as error:
             raise ConfigError(
                 f"{self.path} is not JSON: {error.msg} (line {error.lineno}, column {error.colno})"
             ) from None
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{self.path}[{number}] is not JSON: {one_line(error)}") from None
+            raise ConfigError(f"{self.path} is not JSON: {one_line(error)}") from None
+        for i, item in enumerate(islice(items, row, None), row):
+            where = f"{self.path}[{i}]"
+            value = _checked(item, where, item)
+            if value is item and len(text) > self.max_bytes:  # else no item can be too large
+                size = len(json.dumps(item, ensure_ascii=False))
+                if size > self.max_bytes:
+                    value = _too_large(where, size, self.max_bytes)
+            yield Raw(partial(Row, where, f"{self.path.name}[{i}]", value))
 
 
 class ParquetReader:
@@ -223,94 +194,68 @@ class ParquetReader:
         self.paths = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
         if not self.paths:
             raise ConfigError(f"{path} holds no .parquet file")
-
-    @property
-    def identity(self) -> str:
-        """Names and sizes."""
-        return _size_of(self.paths)
+        self.identity = _names_and_sizes(*self.paths)
 
     def read(self, row: int = 0, place: list[int] | None = None) -> Iterator[Raw]:
         """Yield the rows; groups of rows before ``row`` are not read."""
         del place
         for file in self.paths:
-            yield from (found := _Table(self, file)).rows(row)
-            row = max(0, row - found.num_rows)
+            row = max(0, row - (yield from self._rows(file, row)))
 
-
-class _Table:
-    """One parquet file."""
-
-    def __init__(self, reader: ParquetReader, file: Path) -> None:
-        self.reader, self.file, self.num_rows = reader, file, 0
-        folder = reader.path
-        self.name = file.relative_to(folder).as_posix() if folder.is_dir() else file.name
-
-    def rows(self, skipped: int) -> Iterator[Raw]:
+    def _rows(self, file: Path, skipped: int) -> Generator[Raw, None, int]:
+        """Yield the rows of one file from number ``skipped`` on; return how many it has."""
         from pyarrow import ArrowException, parquet
 
+        name = file.relative_to(self.path).as_posix() if self.path.is_dir() else file.name
+        number = 0
         try:
             # checksums are checked where a writer left them: nothing else finds an altered text
-            with parquet.ParquetFile(self.file, page_checksum_verification=True) as table:
-                names = usable(table.schema_arrow.names, self.reader.columns, str(self.file))
-                self.num_rows = table.metadata.num_rows
-                number = 0
+            with parquet.ParquetFile(file, page_checksum_verification=True) as table:
+                names = usable(table.schema_arrow.names, self.columns, str(file))
                 for group in range(table.num_row_groups):
                     size = table.metadata.row_group(group).num_rows
                     if number + size <= skipped:
                         number += size
                         continue
                     for batch in table.iter_batches(_BATCH, [group], columns=names):
-                        values = _TableRows(batch, self.reader.max_bytes)
-                        for i in range(batch.num_rows):
+                        for value in self._converted(batch, file, number):
                             number += 1
                             if number > skipped:
-                                yield Raw(partial(self._row, values, i, number))
+                                where = f"{file}:{number}"
+                                yield Raw(partial(Row, where, f"{name}:{number}", value))
         except OSError as error:  # ArrowInvalid is a ValueError, ArrowIOError an OSError
-            raise ConfigError(
-                f"cannot read {self.file}: {one_line(error.strerror or error)}"
-            ) from None
+            raise ConfigError(f"cannot read {file}: {one_line(error.strerror or error)}") from None
         except (ArrowException, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read {self.file}: {first_line(error)}") from None
+            raise ConfigError(f"cannot read {file}: {first_line(error)}") from None
+        return number
 
-    def _row(self, values: _TableRows, i: int, number: int) -> Row:
-        where = f"{self.file}:{number}"
-        value = values.converted[i]
-        if isinstance(value, _Bad):
-            value = RecordError(where, value.reason, value.detail)
-        return Row(where, f"{self.name}:{number}", value)
+    def _converted(self, batch: Any, file: Path, before: int) -> list[object]:
+        """Return the rows of a batch as Python's own objects, together where all of them are fine.
 
-
-@dataclass(frozen=True, slots=True)
-class _Bad:
-    reason: str
-    detail: str
-
-
-class _TableRows:
-    """Rows of a table as Python's own objects, converted together when the first is asked for."""
-
-    def __init__(self, batch: Any, max_bytes: int) -> None:
-        self.batch, self.max_bytes = batch, max_bytes
-
-    @cached_property
-    def converted(self) -> list[object]:
-        if self.batch.nbytes <= self.max_bytes:
+        Args:
+            batch: of the table.
+            file: the file that it is of.
+            before: rows of the file before the batch.
+        """
+        if batch.nbytes <= self.max_bytes:
             try:
-                return [without_nulls(row) for row in self.batch.to_pylist()]
+                return [without_nulls(row) for row in batch.to_pylist()]
             except (ValueError, OverflowError, RecursionError):  # some row; which one?
                 pass
-        return [self._one(self.batch.slice(i, 1)) for i in range(self.batch.num_rows)]
+        return [
+            self._one(batch.slice(i, 1), f"{file}:{before + i + 1}") for i in range(batch.num_rows)
+        ]
 
-    def _one(self, row: Any) -> object:
+    def _one(self, row: Any, where: str) -> object:
         if row.nbytes > self.max_bytes:
-            error = _too_large("", row.nbytes, self.max_bytes)
-            return _Bad(error.reason, error.detail)
+            return _too_large(where, row.nbytes, self.max_bytes)
         try:
             return without_nulls(row.to_pylist()[0])
         except UnicodeDecodeError as error:
-            return _Bad("not UTF-8", f"not UTF-8: {error}")
+            return RecordError(where, "not UTF-8", f"not UTF-8: {error}")
         except (ValueError, OverflowError, RecursionError) as error:
-            return _Bad("with a value that cannot be read", f"cannot be read: {first_line(error)}")
+            reason = "with a value that cannot be read"
+            return RecordError(where, reason, f"cannot be read: {first_line(error)}")
 
 
 class HubReader:
@@ -322,12 +267,7 @@ class HubReader:
     def __init__(self, data: DataConfig, split: str) -> None:
         """Take the settings; the hub is asked when the first row is."""
         self.data, self.split = data, split
-
-    @property
-    def identity(self) -> str:
-        """Name, subset, split and revision."""
-        data = self.data
-        return f"{data.path} {data.subset} {self.split} {data.revision}"
+        self.identity = f"{data.path} {data.subset} {split} {data.revision}"
 
     def read(self, row: int = 0, place: list[int] | None = None) -> Iterator[Raw]:
         """Yield the rows; a stream still passes over those that are left out."""
@@ -367,10 +307,11 @@ class HubReader:
 
     def _row(self, values: Mapping[str, Any], keep: set[str], number: int) -> Row:
         where = f"{self.data.path}/{self.split}:{number}"
-        size = _characters(values := {key: values[key] for key in values if key in keep})
+        kept = {key: values[key] for key in values if key in keep}
+        size = sum(len(item) for _, item in _nested(kept) if isinstance(item, str | bytes))
         if size > self.data.max_row_bytes:
             return Row(where, where, _too_large(where, size, self.data.max_row_bytes))
-        return Row(where, where, without_nulls(values))
+        return Row(where, where, without_nulls(kept))
 
 
 def _is_expected(error: Exception) -> bool:
@@ -388,20 +329,15 @@ def usable(names: list[str], columns: Mapping[str, str], what: str) -> list[str]
     Raises:
         ConfigError: if no record can be made of them; names ``what``.
     """
-    keep = wanted(columns)
-    missing = {name for theirs in columns.values() for name in theirs.split("+")[:1] if name} - set(
-        names
-    )
+    keep, there = wanted(columns), one_line(", ".join(names))
+    missing = {theirs.split("+")[0] for theirs in columns.values() if theirs} - set(names)
     if missing:
         raise ConfigError(
             f"{what} has no column {', '.join(sorted(missing))}, which data.columns names;"
-            f" there are {one_line(', '.join(names))}"
+            f" there are {there}"
         )
     if not columns and not any(keys <= set(names) for keys in CONTENTS):
-        raise ConfigError(
-            f"{what} has the columns {one_line(', '.join(names))}; {EXPECTED}: "
-            + columns_advice(names)
-        )
+        raise ConfigError(f"{what} has the columns {there}; {EXPECTED}: {columns_advice(names)}")
     return [name for name in names if name in keep]
 
 
@@ -424,41 +360,42 @@ def first_line(error: BaseException) -> str:
     return one_line(next(iter(str(error).strip().splitlines()), "") or type(error).__name__)
 
 
-class _Strict:
-    """Python's decoder lets NaN and repeated keys pass; here they are noted, and the rest read."""
+class _Fault(str):
+    """Stands in a parsed text for what Python's decoder would let pass."""
 
-    def __init__(self) -> None:
-        self.fault = ""
-        self.decoder = json.JSONDecoder(
-            object_pairs_hook=self._once, parse_constant=self._no_number
-        )
 
-    def _once(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _loads(text: str) -> tuple[Any, bool]:
+    """Parse JSON; a repeated key and NaN become a :class:`_Fault` in their place.
+
+    Returns:
+        The value, and whether it needs a look by :func:`_checked`.
+
+    Raises:
+        ValueError: if it is not JSON.
+        RecursionError: if it is nested too deeply for the decoder.
+    """
+    faults = []
+
+    def fault(what: str) -> _Fault:
+        faults.append(what)
+        return _Fault(what)
+
+    def once(pairs: list[tuple[str, Any]]) -> object:
         found = dict(pairs)
-        if len(found) < len(pairs):
-            self.fault = "with a key twice"
-        return found
+        return found if len(found) == len(pairs) else fault("with a key twice")
 
-    def _no_number(self, name: str) -> None:
-        self.fault = f"with {name}, which JSON does not have"
-
-    def judged(self, value: object, text: str, where: str) -> object:
-        """Return the value, or what is wrong with it."""
-        if self.fault:
-            return RecordError(where, self.fault, f"{self.fault}: {one_line(text, 60)}")
-        if text.count("[") + text.count("{") > MAX_DEPTH and _is_deep(value):
-            return RecordError(
-                where, "nested too deeply", f"more than {MAX_DEPTH} objects or lists in each other"
-            )
-        return value
+    value = json.loads(
+        text,
+        object_pairs_hook=once,
+        parse_constant=lambda name: fault(f"with {name}, which JSON does not have"),
+    )
+    return value, bool(faults) or text.count("[") + text.count("{") > MAX_DEPTH
 
 
 def _parsed(line: bytes, where: str) -> object:
     try:
-        text, strict = line.decode(), _Strict()
-        value, end = strict.decoder.raw_decode(text, _behind(text, 0))
-        if text[end:].strip():
-            raise json.JSONDecodeError("Extra data", text, end)
+        text = line.decode()
+        value, suspect = _loads(text)
     except json.JSONDecodeError as error:
         detail = f"not JSON: {error.msg} (column {error.colno}) in {one_line(text, 60)}"
         return RecordError(where, "not JSON", detail)
@@ -471,41 +408,30 @@ def _parsed(line: bytes, where: str) -> object:
         return RecordError(where, "nested too deeply", "nested too deeply to be read")
     except ValueError as error:  # a number of thousands of digits
         return RecordError(where, "not JSON", f"not JSON: {one_line(error)}")
-    return strict.judged(value, text, where)
+    return _checked(value, where, text) if suspect else value
 
 
-def _behind(text: str, at: int) -> int:
-    """Return the place of the first character from ``at`` on that is no space of JSON."""
-    while text[at : at + 1] in (" ", "\t", "\n", "\r"):
-        at += 1
-    return at
+def _checked(value: object, where: str, shown: object) -> object:
+    """Return a parsed value, or what is wrong with it."""
+    for depth, item in _nested(value):
+        if isinstance(item, _Fault):
+            return RecordError(where, item, f"{item}: {one_line(shown, 60)}")
+        if depth >= MAX_DEPTH and isinstance(item, dict | list):
+            return RecordError(
+                where, "nested too deeply", f"more than {MAX_DEPTH} objects or lists in each other"
+            )
+    return value
 
 
-def _is_deep(value: object) -> bool:
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            inner
-            for item in level
-            if isinstance(item, dict | list)
-            for inner in (item.values() if isinstance(item, dict) else item)
-        ]
-        if not level:
-            return False
-    return any(isinstance(item, dict | list) for item in level)
-
-
-def _characters(value: object) -> int:
-    total, left = 0, [value]
+def _nested(value: object) -> Iterator[tuple[int, object]]:
+    """Yield all that a value holds, itself first, each with the number of what is around it."""
+    left = [(0, value)]
     while left:
-        item = left.pop()
-        if isinstance(item, str | bytes):
-            total += len(item)
-        elif isinstance(item, dict):
-            left += item.values()
-        elif isinstance(item, list):
-            left += item
-    return total
+        depth, item = left.pop()
+        yield depth, item
+        if isinstance(item, dict | list):
+            inner = item.values() if isinstance(item, dict) else item
+            left += [(depth + 1, each) for each in inner]
 
 
 def _too_large(where: str, size: int, allowed: int) -> RecordError:
@@ -514,6 +440,6 @@ def _too_large(where: str, size: int, allowed: int) -> RecordError:
     )
 
 
-def _size_of(paths: list[Path]) -> str:
+def _names_and_sizes(*paths: Path) -> str:
     found = [f"{path.name} {path.stat().st_size if path.is_file() else 0}" for path in paths]
     return "; ".join(found)

@@ -3,9 +3,7 @@
 The rows of all epochs form one endless order. It is made window by window, each of
 ``data.shuffle_buffer`` rows that are shuffled by seed, epoch and place, so that a place in it is a
 few numbers. Row ``k`` of the order belongs to rank ``k % world``: every rank reads all windows, and
-parses its own rows.
-
-Packed batches of a data set that is read while training (:mod:`specheads.data.stream`).
+uses its own rows.
 
 The documents of one rank are packed pool by pool: as many as fill some batches, or as are left in
 the epoch, so that rows become nearly as full as if all were packed together. The place is that of
@@ -26,11 +24,11 @@ import torch
 
 from specheads.config import ConfigError, DataConfig, RunError
 from specheads.data.chat import Documents, Encoded
-from specheads.data.dropped import Dropped, Quarantine, RecordError, check_share
-from specheads.data.load import content_rank, name_of, read_part
+from specheads.data.dropped import Dropped, Quarantine, RecordError
+from specheads.data.load import Tally, content_rank, name_of, read_part, record_of
 from specheads.data.pack import Batch, collate, pack_lengths
 from specheads.data.readers import ListReader, Raw, Reader, Row, open_reader
-from specheads.data.schema import Record, check_columns, to_record
+from specheads.data.schema import Record, check_columns
 
 LOOKED_AT = 1000  # rows that are checked before a model is loaded
 _HELD_OUT = 1000  # records that are looked for in the data set itself
@@ -123,7 +121,9 @@ class RecordStream:
 
     Attributes:
         data: the settings.
-        reader: of the training part.
+        name: what the training part is called in messages.
+        reader: the reader of the training part.
+        dropped: the records that were found not to be usable.
         heldout: the held-out records.
     """
 
@@ -140,6 +140,7 @@ class RecordStream:
         """
         check_columns(data.columns)
         self.data, self.name, self.reader = data, name_of(data, "train"), open_reader(data, "train")
+        self.dropped = dropped
         if isinstance(self.reader, ListReader):
             raise ConfigError(
                 f"{data.path} holds a list, which is read in one piece; data.streaming=true needs"
@@ -152,7 +153,7 @@ class RecordStream:
         if given:
             self.heldout = read_part(data, "heldout", dropped)
             self._apart = {content_rank(record) for record in self.heldout}
-        self._look(dropped, search=not given)
+        self._look(search=not given)
 
     def record(self, row: Row, dropped: Dropped) -> Record | None:
         """Return the record of a row, None if it is held out.
@@ -160,34 +161,25 @@ class RecordStream:
         Raises:
             RecordError: if the row is no record.
         """
-        if isinstance(row.value, RecordError):
-            raise row.value
-        record = to_record(row.value, row.where, row.name, self.data.columns, dropped)
+        record = record_of(row, self.data.columns, dropped)
         rank = content_rank(record)
         return None if rank <= self._limit or rank in self._apart else record
 
-    def _look(self, dropped: Dropped, *, search: bool) -> None:
-        data, errors, total, whole = self.data, list[RecordError](), 0, True
+    def _look(self, *, search: bool) -> None:
+        data, dropped, whole = self.data, self.dropped, True
         wanted = round(data.eval_fraction * 2**64)
+        tally = Tally(data.max_bad_fraction, dropped)
         found: list[tuple[int, Record]] = []  # held out
         lowest: tuple[int, Record] | None = None
         highest = -1
         for raw in islice(self.reader.read(), data.max_records or None):
-            enough = not search or len(found) >= _HELD_OUT or (found and total >= _FAR)
-            if total >= LOOKED_AT and enough:
+            enough = not search or len(found) >= _HELD_OUT or (found and tally.total >= _FAR)
+            if tally.total >= LOOKED_AT and enough:
                 whole = False
                 break
-            total, row = total + 1, raw.parse()
-            try:
-                record = self.record(row, dropped)
-            except RecordError as error:
-                if data.max_bad_fraction == 0:
-                    raise
-                errors.append(error)
-                dropped.add(error, None if isinstance(row.value, RecordError) else row.value)
-                record = None
-            if total == LOOKED_AT:
-                check_share(errors, total, data.max_bad_fraction, f"the start of {self.name}")
+            record = tally.take(raw, lambda row: self.record(row, dropped))
+            if tally.total == LOOKED_AT:
+                tally.check(f"the start of {self.name}")
             if record is None or not search:
                 continue
             rank = content_rank(record)
@@ -196,10 +188,8 @@ class RecordStream:
                 lowest = rank, record
             if rank <= wanted:
                 found.append((rank, record))
-        if not total:
-            raise ConfigError(f"{self.name} holds no records")
-        dropped.read[self.name if whole else f"the start of {self.name}"] = total
-        check_share(errors, total, data.max_bad_fraction, self.name)
+        tally.check(self.name)
+        dropped.read[self.name if whole else f"the start of {self.name}"] = tally.total
         if not search:
             return
         if whole:  # at least one on each side, however small the file
@@ -213,7 +203,6 @@ class RecordStream:
         self._limit, self.heldout = wanted, [record for _, record in found]
 
 
-POOL = 64  # rows that are packed together, at the least
 _EPOCHS = 8  # without a single document: there will be none
 
 
@@ -225,9 +214,13 @@ class StreamedBatches:
     met, in the first epoch.
 
     Attributes:
+        POOL: rows that are packed together, at the least.
         counts: what became of this rank's records so far, as ``EncodedRecords.counts``.
+        epoch: of the last record that was read, counted from 0.
         efficiency: share of the row positions of the present pool that hold documents.
     """
+
+    POOL = 64
 
     def __init__(
         self,
@@ -237,10 +230,8 @@ class StreamedBatches:
         rows: int,
         seed: int,
         pad_token_id: int,
-        dropped: Dropped | None = None,
         rank: int = 0,
         world: int = 1,
-        pool: int = POOL,
     ) -> None:
         """Read and pack the first pool.
 
@@ -250,27 +241,21 @@ class StreamedBatches:
             rows: rows per batch and rank (B).
             seed: decides the order.
             pad_token_id: fills the rest of a row.
-            dropped: what ``stream`` found when it looked at the first rows.
-            rank: of this process.
-            world: number of processes.
-            pool: rows that are packed together, at the least.
+            rank: the rank of this process.
+            world: the number of processes.
 
         Raises:
             ConfigError: if too many records cannot be used, or none can.
         """
         self.stream, self.encoding, self.pad_token_id = stream, documents, pad_token_id
         self.rows, self.seq_len, self.seed = rows, documents.seq_len, seed
-        self.rank, self.world, self.pool = rank, world, max(pool, rows)
-        self.quarantine = Quarantine(dropped or Dropped(), first=rank == 0)
+        self.rank, self.world, self.pool = rank, world, max(self.POOL, rows)
+        self.quarantine = Quarantine(stream.dropped, first=rank == 0)
+        self.counts = documents.counts
         self._reasons: Counter[str] = Counter()  # of bad rows, in the first epoch
         self._seen = 0  # rows of the first epoch
         self._go_to(Place())
         self._fill()
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """What became of this rank's records so far; always the same object."""
-        return self.encoding.counts
 
     @property
     def epoch(self) -> int:

@@ -23,7 +23,7 @@ from specheads.attention.cache import TreeCache
 from specheads.config import ChatConfig, ConfigError
 from specheads.data.chat import Encoder
 from specheads.data.schema import Record
-from specheads.decoding.generate import SpecDecoder, decode_arguments
+from specheads.decoding.generate import SpecDecoder, decode_prompts
 from specheads.models.base import context_length
 from specheads.system.terminal import harmless
 
@@ -203,7 +203,6 @@ class Conversation:
         on_step: OnStep | None,
     ) -> Turn:
         turn = Turn(prompt, len(prompt) - self._num_known(prompt), config)
-        arguments = decode_arguments(config, decoder.base, self.tokenizer, [prompt])
         start = first = last = time.perf_counter()
 
         def hand_out(row: int, tokens: list[int]) -> None:
@@ -218,12 +217,8 @@ class Conversation:
                 on_step(tokens)
 
         try:
-            result = decoder.generate(
-                max_new_tokens=limit,
-                seed=config.seed,
-                past_key_values=self.cache,
-                on_tokens=hand_out,
-                **arguments,
+            result = decode_prompts(
+                decoder, config, [prompt], limit, past_key_values=self.cache, on_tokens=hand_out
             )
             turn.finished = result.finished
         except StopTurnError:
@@ -365,4 +360,5 @@ def _why_not_all(turn: Turn, dtype: torch.dtype) -> str:
         return ": decode.draft_sampling=sampled keeps the distribution, not the tokens of a seed"
     if dtype in (torch.float32, torch.float64):
         return ", which must not be: please report it"
-    return f": in {turn.config.dtype} near-ties fall either way, see docs/decoding.md"
+    name = str(dtype).removeprefix("torch.")
+    return f": in {name} near-ties fall either way, see docs/decoding.md"

@@ -36,6 +36,7 @@ from specheads.drafters.merge import HybridDrafter
 from specheads.models.base import check_tokenizer, input_device, load_base_model, load_tokenizer
 from specheads.models.checkpoint import Export, load_export
 from specheads.models.draft import check_same_tokenizer, load_draft
+from specheads.models.kinds import Heads
 from specheads.models.manifest import MANIFEST, PROVENANCE, read_json
 from specheads.models.output import output_layer
 
@@ -150,7 +151,7 @@ def load_subject(
             base=base or None,
             dtype=dtype,
             device=device,
-            device_map=device_map,
+            device_map=device_map or None,
             trust_remote_code=trust_remote_code,
         )
         return Subject(export.base, export.tokenizer, export)
@@ -162,7 +163,7 @@ def load_subject(
             checkpoint,
             dtype=dtype,
             device=device,
-            device_map=device_map,
+            device_map=device_map or None,
             attn=attn,
             trust_remote_code=trust_remote_code,
         )
@@ -365,7 +366,7 @@ def _draft_tree(base: PreTrainedModel, draft: PreTrainedModel, decode: DecodeCon
     return Chosen("draft_tree", tree, num_nodes, num_parameters(draft))
 
 
-def num_parameters(model: nn.Module) -> int:
+def num_parameters(model: nn.Module | Heads) -> int:
     """Return the number of a model's parameters, shared ones counted once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -374,7 +375,7 @@ def load_decoder(
     checkpoint: str,
     decode: DecodeConfig | None = None,
     *,
-    base: str = "",
+    base: str | None = None,
     dtype: str | torch.dtype = "float32",
     device: str | torch.device = "auto",
 ) -> SpecDecoder:
@@ -391,10 +392,15 @@ def load_decoder(
         ConfigError: if something cannot be found or loaded.
     """
     decode = decode or DecodeConfig()
-    subject = load_subject(checkpoint, base=base or None, dtype=dtype, device=device)
+    subject = load_subject(checkpoint, base=base, dtype=dtype, device=device)
+    return make_decoder(subject, decode, choose_drafter(subject, decode).drafter)
+
+
+def make_decoder(subject: Subject, decode: DecodeConfig, drafter: Drafter | None) -> SpecDecoder:
+    """Return a decoder of ``subject`` that accepts by the rule of the settings."""
     return SpecDecoder(
         subject.base,
-        choose_drafter(subject, decode).drafter,
+        drafter,
         tokenizer=subject.tokenizer,
         acceptance=acceptance_rule(decode),
         compile=decode.compile,

@@ -12,10 +12,8 @@ setting means here what it means there, and the same settings give the same toke
 
 Which of ``generate``'s settings go with a tree of guesses, and how decoding takes them.
 
-From the settings of ``generate`` and ``chat`` to the arguments of ``SpecDecoder.generate``.
-
-Both commands come through here, so that a turn of a chat is what ``generate`` gives for the same
-conversation.
+The commands ``generate`` and ``chat`` both decode by :func:`decode_prompts`, so that a turn of a
+chat is what ``generate`` gives for the same conversation.
 """
 
 from __future__ import annotations
@@ -374,8 +372,8 @@ class _Call:
             self.on_tokens(row, tokens)
 
 
-class Asked(Protocol):
-    """What both settings have."""
+class TextSettings(Protocol):
+    """How tokens are chosen, as the settings of ``generate`` and ``chat`` say it alike."""
 
     temperature: float
     top_k: int
@@ -383,37 +381,42 @@ class Asked(Protocol):
     min_p: float
     repetition_penalty: float
     no_repeat_ngram_size: int
+    seed: int
 
 
-def decode_arguments(
-    asked: Asked,
-    base: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+def decode_prompts(
+    decoder: SpecDecoder,
+    settings: TextSettings,
     prompts: Sequence[Sequence[int]],
-) -> dict[str, Any]:
-    """Return ``input_ids`` and ``attention_mask`` [B, P], padded on the left, and the settings.
+    max_new_tokens: int,
+    **more: Any,
+) -> DecodeResult:
+    """Decode prompts together; ``generate`` and ``chat`` both come through here.
 
     Args:
-        asked: how tokens are chosen.
-        base: the base model, for its end tokens and its device.
-        tokenizer: its tokenizer.
-        prompts: per row its token ids.
+        decoder: decodes; with its tokenizer.
+        settings: how tokens are chosen.
+        prompts: token ids of each row, padded here on the left.
+        max_new_tokens: limit per row.
+        **more: further arguments of :meth:`SpecDecoder.generate`; ``seed`` replaces the settings'.
     """
-    eos = end_tokens(base, tokenizer)
-    pad = tokenizer.pad_token_id
+    assert decoder.tokenizer is not None
+    pad = decoder.tokenizer.pad_token_id
     longest = max(map(len, prompts))
     padding = [longest - len(prompt) for prompt in prompts]
     rows = [[0] * n + [*prompt] for n, prompt in zip(padding, prompts, strict=True)]
     mask = [[0] * n + [1] * (longest - n) for n in padding]
-    found = {
-        "input_ids": torch.tensor(rows, device=base.device),
-        "attention_mask": torch.tensor(mask, device=base.device),
-        "temperature": asked.temperature,
-        "repetition_penalty": asked.repetition_penalty,
-        "no_repeat_ngram_size": asked.no_repeat_ngram_size,
-        "eos_token_id": list(eos) or None,
+    options: dict[str, Any] = {
+        "attention_mask": torch.tensor(mask, device=decoder.base.device),
+        "temperature": settings.temperature,
+        "repetition_penalty": settings.repetition_penalty,
+        "no_repeat_ngram_size": settings.no_repeat_ngram_size,
+        "seed": settings.seed,
+        "eos_token_id": list(end_tokens(decoder.base, decoder.tokenizer)) or None,
         "pad_token_id": pad if isinstance(pad, int) else 0,
     }
-    if asked.temperature > 0:
-        found |= {"top_k": asked.top_k, "top_p": asked.top_p, "min_p": asked.min_p or None}
-    return found
+    if settings.temperature > 0:
+        options |= {"top_k": settings.top_k, "top_p": settings.top_p}
+        options["min_p"] = settings.min_p or None
+    input_ids = torch.tensor(rows, device=decoder.base.device)
+    return decoder.generate(input_ids, max_new_tokens, **(options | more))

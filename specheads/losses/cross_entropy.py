@@ -13,11 +13,14 @@ from torch import Tensor
 
 from specheads.losses.fused import (
     IGNORE,
-    LossInputs,
-    checked_inputs,
+    Output,
+    check_rows,
     compute_dtype,
-    fused_cross_entropy,
+    cross_entropy_rows,
+    fused_loss,
+    rows_at_once,
 )
+from specheads.system.errors import check, one_of
 
 IMPLEMENTATIONS = ("fused", "naive", "torch", "liger")
 
@@ -36,8 +39,7 @@ def shift_labels(labels: Tensor, segment_ids: Tensor, offset: int) -> Tensor:
     Raises:
         ValueError: if ``offset`` is below 1 or the shapes differ.
     """
-    if offset < 1:
-        raise ValueError(f"offset must be at least 1, got {offset}")
+    check(offset >= 1, "offset", offset, "at least 1")
     if labels.shape != segment_ids.shape:
         raise ValueError(
             f"labels {tuple(labels.shape)} and segment_ids {tuple(segment_ids.shape)} differ"
@@ -62,22 +64,15 @@ def count_valid(labels: Tensor, segment_ids: Tensor, num_heads: int) -> Tensor:
 
 def linear_cross_entropy(
     hidden: Tensor,
-    weight: Tensor,
+    output: Output,
     labels: Tensor,
     row_weight: Tensor,
     *,
-    groups: Tensor | None = None,
-    num_groups: int = 1,
-    bias: Tensor | None = None,
-    scale: float = 1.0,
-    softcap: float | None = None,
     chunk_size: int = 0,
-    count_hits: bool = True,
     implementation: str = "fused",
 ) -> tuple[Tensor, Tensor]:
     """Return the weighted sum of cross entropies of ``labels`` under an output matrix.
 
-    The logits are ``softcap * tanh(a / softcap)`` of ``a = scale * (hidden @ weight.T + bias)``.
     ``fused`` works on ``chunk_size`` rows at a time and forms the gradients in the forward pass
     from the same logits (the idea of Liger-Kernel, arXiv:2410.10989), so that at no time more
     than one chunk of logits exists; the backward pass only scales them. It forms gradients of
@@ -86,40 +81,37 @@ def linear_cross_entropy(
 
     Args:
         hidden: [N, d] rows; for several heads of one matrix their rows one after the other.
-        weight: [V, d] output matrix.
-        labels: [N] token ids, ``IGNORE`` for rows to skip.
-        row_weight: [N] factor of each row's cross entropy; no gradient flows to it.
-        groups: [N] int64 number of the group (head) a row is counted under.
-        num_groups: number of groups.
-        bias: [V] or None.
-        scale: factor of the logits.
-        softcap: bound of the logits; costs a second buffer of the size of a chunk.
+        output: the output matrix [V, d], its bias, scale and softcap.
+        labels: [N] token ids, ``IGNORE`` for rows to skip; [G, N / G] for the rows of G heads,
+            whose statistics are then counted apart.
+        row_weight: factor of each row's cross entropy, shaped as ``labels``; no gradient flows
+            to it.
         chunk_size: rows whose logits exist at one time; 0 takes as many as run fastest, about
             32 MB of logits on a CPU and at least 1024 rows elsewhere.
-        count_hits: whether to count top-1 and top-5 hits (a few percent of the time).
         implementation: ``fused``; ``naive``, the reference that holds all logits; ``torch``,
             PyTorch's function of the same name (2.13); ``liger``, from liger-kernel (GPU).
 
     Returns:
-        The loss, a differentiable scalar, and float32 statistics [num_groups, 3]: sum of cross
-        entropies, top-1 hits and top-5 hits over the valid rows (hits are NaN if not counted).
-        A tie for the first place goes to the lowest id, a tie for the fifth is a hit.
+        The loss, a differentiable scalar, and float32 statistics [G, 3]: sum of cross entropies,
+        top-1 hits and top-5 hits over the valid rows. A tie for the first place goes to the
+        lowest id, a tie for the fifth is a hit.
 
     Raises:
         ValueError: for shapes that do not fit, or an implementation that cannot serve.
     """
-    inputs = checked_inputs(
-        hidden, weight, labels, row_weight, groups, num_groups, bias, scale, softcap, chunk_size,
-        count_hits,
-    )  # fmt: skip
-    check_implementation(implementation, softcap)
+    check_rows(hidden, output, labels, row_weight, chunk_size)
+    check_implementation(implementation, output.softcap)
+    row_weight = row_weight.detach()
     if implementation == "naive":
-        return _naive(inputs)
+        return _naive(hidden, output, labels, row_weight)
+    rows = labels, row_weight, cross_entropy_rows
+    chunk_size = chunk_size or rows_at_once(output.weight)
     if implementation == "fused":
-        return fused_cross_entropy(inputs)
-    with torch.no_grad():  # neither counts hits: one more pass over the logits does
-        _, stats = fused_cross_entropy(inputs)
-    return (_torch if implementation == "torch" else _liger)(inputs), stats
+        return fused_loss(hidden, output, *rows, chunk_size=chunk_size)
+    with torch.no_grad():  # neither library counts hits: one more pass over the logits does
+        _, stats = fused_loss(hidden, output, *rows, chunk_size=chunk_size)
+    losses = _torch if implementation == "torch" else _liger
+    return losses(hidden, output, labels.flatten(), row_weight.flatten(), chunk_size), stats
 
 
 def check_implementation(implementation: str, softcap: float | None = None) -> None:
@@ -128,10 +120,7 @@ def check_implementation(implementation: str, softcap: float | None = None) -> N
     Raises:
         ValueError: with the reason, in one line.
     """
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"
-        )
+    one_of("implementation", implementation, *IMPLEMENTATIONS)
     if implementation == "torch" and not hasattr(F, "linear_cross_entropy"):
         raise ValueError(
             f"implementation 'torch' needs torch 2.13 or newer, this is {torch.__version__}"
@@ -142,69 +131,67 @@ def check_implementation(implementation: str, softcap: float | None = None) -> N
         raise ValueError("implementation 'liger' needs the package liger-kernel (and a GPU)")
 
 
-def _logits(inputs: LossInputs) -> Tensor:
-    weight, bias = inputs.weight, inputs.bias
-    logits = F.linear(inputs.hidden.to(weight.dtype), weight)
+def _naive(
+    hidden: Tensor, output: Output, labels: Tensor, row_weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    logits = F.linear(hidden.to(output.weight.dtype), output.weight)
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    if bias is not None:
-        logits = logits + bias
-    logits = logits * inputs.scale
-    if inputs.softcap is not None:
-        logits = torch.tanh(logits / inputs.softcap) * inputs.softcap
-    return logits
-
-
-def _naive(inputs: LossInputs) -> tuple[Tensor, Tensor]:
-    labels = inputs.labels
-    logits = _logits(inputs)
-    ce = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
-    loss = (ce * inputs.row_weight).sum()
+    if output.bias is not None:
+        logits = logits + output.bias
+    logits = logits * output.scale
+    if output.softcap is not None:
+        logits = torch.tanh(logits / output.softcap) * output.softcap
+    flat = labels.flatten()
+    ce = F.cross_entropy(logits, flat, ignore_index=IGNORE, reduction="none")
+    loss = (ce * row_weight.flatten()).sum()
     with torch.no_grad():
-        valid = labels != IGNORE
-        columns = [ce.detach().float()]
-        if inputs.count_hits:
-            target = logits.gather(1, labels.clamp_min(0)[:, None])
-            columns.append((logits.argmax(1) == labels).float())
-            columns.append((logits > target).sum(1, dtype=torch.int32) < 5)
-        else:
-            columns += [torch.full_like(columns[0], torch.nan)] * 2
-        groups = torch.zeros_like(labels) if inputs.groups is None else inputs.groups
-        counted = torch.stack([column.float() for column in columns], 1)[valid]
-        stats = counted.new_zeros(inputs.num_groups, 3)
-        stats.index_add_(0, groups[valid], counted)
+        target = logits.gather(1, flat.clamp_min(0)[:, None])
+        near = (logits > target).sum(1, dtype=torch.int32) < 5
+        columns = torch.stack([ce.float(), (logits.argmax(1) == flat).float(), near.float()], 1)
+        columns = columns * (flat != IGNORE)[:, None]
+        num_groups = 1 if labels.dim() == 1 else labels.shape[0]
+        stats = columns.reshape(num_groups, flat.numel() // num_groups, 3).sum(1)
     return loss, stats
 
 
-def _torch(inputs: LossInputs) -> Tensor:
+def _scaled(hidden: Tensor, output: Output) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return hidden states, matrix and bias of which the products are the scaled logits."""
+    compute = compute_dtype(output.weight)
+    bias = None if output.bias is None else (output.bias * output.scale).to(compute)
+    return (hidden * output.scale).to(compute), output.weight.to(compute), bias
+
+
+def _torch(
+    hidden: Tensor, output: Output, labels: Tensor, row_weight: Tensor, chunk_size: int
+) -> Tensor:
     """PyTorch's chunked loss; its backward forms the logits a second time (4 products, not 3)."""
-    compute = compute_dtype(inputs.weight)
-    bias = None if inputs.bias is None else (inputs.bias * inputs.scale).to(compute)
+    hidden, weight, bias = _scaled(hidden, output)
     ce = F.linear_cross_entropy(
-        (inputs.hidden * inputs.scale).to(compute),
-        inputs.weight.to(compute),
-        inputs.labels,
+        hidden,
+        weight,
+        labels,
         linear_bias=bias,
         ignore_index=IGNORE,
         reduction="none",
-        options=torch.nn.LinearCrossEntropyOptions(batch_chunk_size=inputs.chunk_size),
+        options=torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_size),
     )
-    return (ce * inputs.row_weight).sum()
+    return (ce * row_weight).sum()
 
 
-def _liger(inputs: LossInputs) -> Tensor:
+def _liger(
+    hidden: Tensor, output: Output, labels: Tensor, row_weight: Tensor, _chunk_size: int
+) -> Tensor:
     """Liger's fused loss, called once per distinct row weight: it sums with equal weights."""
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-    compute = compute_dtype(inputs.weight)
-    bias = None if inputs.bias is None else (inputs.bias * inputs.scale).to(compute)
+    hidden, weight, bias = _scaled(hidden, output)
     sum_ce = LigerFusedLinearCrossEntropyLoss(
-        ignore_index=IGNORE, reduction="sum", softcap=inputs.softcap
+        ignore_index=IGNORE, reduction="sum", softcap=output.softcap
     )
-    hidden, weight = (inputs.hidden * inputs.scale).to(compute), inputs.weight.to(compute)
-    loss = inputs.row_weight.new_zeros(())
-    for value in inputs.row_weight[inputs.labels != IGNORE].unique():
-        labels = torch.where(inputs.row_weight == value, inputs.labels, IGNORE)
-        loss = loss + value * sum_ce(weight, hidden, labels, bias)
+    loss = row_weight.new_zeros(())
+    for value in row_weight[labels != IGNORE].unique():
+        chosen = torch.where(row_weight == value, labels, IGNORE)
+        loss = loss + value * sum_ce(weight, hidden, chosen, bias)
     return loss
 
 

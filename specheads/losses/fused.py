@@ -1,16 +1,19 @@
 """Losses fused with the output matrix: gradients formed chunk by chunk, in forward.
 
-Shapes: N rows, n rows of one chunk, d hidden size, V vocabulary. ``losses.py`` and
-``soft_loss.py`` are the ways in.
+``cross_entropy.py`` and ``distill.py`` hold the losses themselves. Shapes: N rows (tokens), G
+groups (heads) of N / G rows each, n rows of one chunk, d hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from specheads.system.errors import check
 
 IGNORE = -100  # label of a token that is not to be learned
 
@@ -18,36 +21,22 @@ _COMPARED = 1 << 22  # logits compared at once while counting hits
 _FP16_HEADROOM = 64.0  # keeps a sum over one chunk's rows below 65504 in float16
 
 
-class LossInputs(NamedTuple):
-    """Checked arguments of ``losses.linear_cross_entropy``, which describes them."""
+@dataclass(frozen=True)
+class Output:
+    """An output matrix, and what turns its products into logits.
 
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    labels: Tensor
-    row_weight: Tensor
-    groups: Tensor | None
-    num_groups: int
-    scale: float
-    softcap: float | None
-    chunk_size: int
-    count_hits: bool
+    The logits are ``softcap * tanh(a / softcap)`` of ``a = scale * (hidden @ weight.T + bias)``.
+    """
 
+    weight: Tensor  # [V, d]
+    bias: Tensor | None = None  # [V]
+    scale: float = 1.0
+    softcap: float | None = None  # bound of the logits; costs a second buffer of a chunk's size
 
-class Finishing(Protocol):
-    """What turns products with an output matrix into logits."""
-
-    @property
-    def bias(self) -> Tensor | None:
-        """[V] or None."""
-
-    @property
-    def scale(self) -> float:
-        """Factor of the logits."""
-
-    @property
-    def softcap(self) -> float | None:
-        """Bound of the logits."""
+    def detached(self) -> Output:
+        """Return the same output, to which no gradient flows."""
+        bias = None if self.bias is None else self.bias.detach()
+        return Output(self.weight.detach(), bias, self.scale, self.softcap)
 
 
 # (numbers of the rows [n], their logits [n, V], labels [n, 1], factors [n, 1], slope) -> losses
@@ -56,43 +45,28 @@ class Finishing(Protocol):
 RowLoss = Callable[[Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 
 
-def checked_inputs(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    row_weight: Tensor,
-    groups: Tensor | None,
-    num_groups: int,
-    bias: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    chunk_size: int,
-    count_hits: bool,
-) -> LossInputs:
-    """Check what ``losses.linear_cross_entropy`` describes, and choose the size of a chunk.
+def check_rows(
+    hidden: Tensor, output: Output, labels: Tensor, row_weight: Tensor, chunk_size: int
+) -> None:
+    """Check the arguments that all losses share; ``linear_cross_entropy`` describes them.
 
     Raises:
         ValueError: for shapes that do not fit.
     """
-    count, vocab = hidden.shape[0], weight.shape[0]
+    count, weight, bias = hidden.shape[0], output.weight, output.bias
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} must be [N, d], [V, d]"
         )
-    for name, tensor in (("labels", labels), ("row_weight", row_weight), ("groups", groups)):
-        if tensor is not None and tensor.shape != (count,):
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, hidden has {count} rows")
-    if bias is not None and bias.shape != (vocab,):
-        raise ValueError(f"bias has shape {tuple(bias.shape)}, weight has {vocab} rows")
-    if groups is None and num_groups != 1:
-        raise ValueError(f"num_groups is {num_groups}, but groups is None")
-    if chunk_size < 0:
-        raise ValueError(f"chunk_size must be at least 0, got {chunk_size}")
-    chunk_size = chunk_size or rows_at_once(weight)
-    return LossInputs(
-        hidden, weight, bias, labels, row_weight.detach(), groups, num_groups, scale, softcap,
-        chunk_size, count_hits,
-    )  # fmt: skip
+    if labels.dim() not in (1, 2) or labels.numel() != count:
+        raise ValueError(f"labels has shape {tuple(labels.shape)}, hidden has {count} rows")
+    if row_weight.shape != labels.shape:
+        raise ValueError(
+            f"row_weight has shape {tuple(row_weight.shape)}, labels {tuple(labels.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias has shape {tuple(bias.shape)}, weight has {weight.shape[0]} rows")
+    check(chunk_size >= 0, "chunk_size", chunk_size, "at least 0")
 
 
 def rows_at_once(weight: Tensor) -> int:
@@ -108,37 +82,48 @@ def compute_dtype(weight: Tensor) -> torch.dtype:
     return weight.dtype
 
 
-def fused_cross_entropy(inputs: LossInputs) -> tuple[Tensor, Tensor]:
-    """Return loss and statistics; see ``losses.linear_cross_entropy``."""
-
-    def row_loss(
-        rows: Tensor, z: Tensor, label: Tensor, factor: Tensor, slope: bool
-    ) -> tuple[Tensor, Tensor]:
-        ce, mass, hits = _softmax_numerator(z, label, inputs.count_hits)
-        if slope:
-            z.mul_(factor / mass)
-            z.scatter_(1, label, z.gather(1, label) - factor)
-        return ce, hits
-
-    return fused_loss(inputs, row_loss)
+def cross_entropy_rows(
+    rows: Tensor, z: Tensor, label: Tensor, factor: Tensor, slope: bool
+) -> tuple[Tensor, Tensor]:
+    """Return cross entropies [n, 1], and whether the label is among the first and first five."""
+    del rows
+    target = z.gather(1, label)
+    top, best = z.max(1, keepdim=True)
+    hits = torch.cat([best == label, rank_of(z, target) < 5], 1).float()
+    mass = z.sub_(top).exp_().sum(1, keepdim=True)  # z is exp(logit - max) now
+    ce = mass.log() + (top - target)
+    if slope:
+        z.mul_(factor / mass)
+        z.scatter_(1, label, z.gather(1, label) - factor)
+    return ce, hits
 
 
 def fused_loss(
-    inputs: LossInputs, row_loss: RowLoss, *, num_columns: int = 2
+    hidden: Tensor,
+    output: Output,
+    labels: Tensor,
+    row_weight: Tensor,
+    row_loss: RowLoss,
+    *,
+    chunk_size: int,
+    num_columns: int = 2,
 ) -> tuple[Tensor, Tensor]:
     """Return the weighted sum of ``row_loss`` over the valid rows, and the statistics.
 
-    These are [num_groups, 1 + num_columns]: the sums of the losses and of what comes with them.
+    These are [G, 1 + num_columns]: the sums of the losses and of what comes with them.
     """
-    # Inside Function.forward gradients are always off, so the caller's mode is read here.
-    on = torch.is_grad_enabled()
-    needs = [on and x is not None and x.requires_grad for x in inputs[:3]]
-    loss, stats = _FusedLoss.apply(*inputs[:3], inputs[3:], needs, row_loss, num_columns)
+    # The gradients are formed here and now, for whatever requires one: under no_grad nothing may.
+    if not torch.is_grad_enabled():
+        hidden, output = hidden.detach(), output.detached()
+    loss, stats, unit, grads = _loss_and_grads(
+        hidden, output, labels, row_weight, row_loss, chunk_size, num_columns
+    )
+    loss = _HandOut.apply(hidden, output.weight, output.bias, loss, unit * output.scale, grads)
     return loss, stats
 
 
-class _FusedLoss(torch.autograd.Function):
-    """Loss and gradients in forward; backward hands the gradients out, scaled."""
+class _HandOut(torch.autograd.Function):
+    """The loss with its gradients, which are there already: backward hands them out, scaled."""
 
     @staticmethod
     def forward(
@@ -146,33 +131,22 @@ class _FusedLoss(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        others: tuple[Any, ...],
-        needs: list[bool],
-        row_loss: RowLoss,
-        num_columns: int,
-    ) -> tuple[Tensor, Tensor]:
-        inputs = LossInputs(hidden, weight, bias, *others)
-        loss, stats, unit, grads = _loss_and_grads(inputs, needs, row_loss, num_columns)
-        grad_hidden, grad_weight, grad_bias = grads
-        if grad_weight is not None and weight.dtype == torch.bfloat16:
-            grad_weight = grad_weight.to(weight.dtype)  # float32's range: no loss scale to await
+        loss: Tensor,
+        unit: Tensor,
+        grads: list[Tensor | None],
+    ) -> Tensor:
         # Not saved tensors: backward scales them in place and lets .grad take them over.
-        ctx.grads = [grad_hidden, grad_weight, grad_bias]
+        ctx.grads, ctx.unit = grads, unit
         ctx.dtypes = [hidden.dtype, weight.dtype, None if bias is None else bias.dtype]
-        ctx.unit = unit * inputs.scale
-        ctx.mark_non_differentiable(stats)
-        ctx.set_materialize_grads(False)
-        return loss, stats
+        return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph=True: second derivatives would be silent zeros
             raise RuntimeError(
                 "the fused loss has no second derivative (create_graph=True); that of "
                 "linear_cross_entropy has one with implementation='naive'"
             )
-        if grad_loss is None:
-            return (None,) * 7
         if ctx.grads is None:
             raise RuntimeError(
                 "the fused loss hands out its gradients once: add the losses up and call "
@@ -180,26 +154,35 @@ class _FusedLoss(torch.autograd.Function):
             )
         grads, ctx.grads = ctx.grads, None
         factor = grad_loss.to(ctx.unit.dtype) * ctx.unit
-        return (*map(_scale, grads, [factor] * 3, ctx.dtypes), None, None, None, None)
+        return (*map(_scale, grads, [factor] * 3, ctx.dtypes), None, None, None)
 
 
+@torch.no_grad()
 def _loss_and_grads(
-    inputs: LossInputs, needs: list[bool], row_loss: RowLoss, num_columns: int
+    hidden: Tensor,
+    output: Output,
+    labels: Tensor,
+    row_weight: Tensor,
+    row_loss: RowLoss,
+    chunk_size: int,
+    num_columns: int,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
     """Go over the valid rows once.
 
     Returns:
         Loss, statistics, the unit the gradients are still to be multiplied by (with ``scale``),
-        and the gradients of hidden, weight and bias, None where ``needs`` is False.
+        and the gradients of hidden, weight and bias, None for those that need none.
     """
-    hidden, weight, labels = inputs.hidden, inputs.weight, inputs.labels
+    weight, num_groups = output.weight, 1 if labels.dim() == 1 else labels.shape[0]
+    needs = [x is not None and x.requires_grad for x in (hidden, weight, output.bias)]
+    labels, row_weight = labels.flatten(), row_weight.flatten()
     compute = compute_dtype(weight)
     exact = torch.float64 if compute == torch.float64 else torch.float32
     rows = (labels != IGNORE).nonzero().squeeze(1)
     count = rows.numel()
     every_row = count == hidden.shape[0]
     matrix = weight.to(compute)
-    factors = inputs.row_weight.to(exact)
+    factors = row_weight.to(exact)
     # float16 cannot hold a probability times 1 / num_valid: the largest factor stays out of the
     # products and comes in where the loss scale already is, in backward.
     unit = factors.new_ones(())
@@ -208,10 +191,10 @@ def _loss_and_grads(
         factors = factors / unit
 
     # One block holds logits, then probabilities, then the gradient of the logits.
-    size = (min(inputs.chunk_size, count), weight.shape[0])
+    size = (min(chunk_size, count), weight.shape[0])
     block = hidden.new_empty(size, dtype=exact)
     narrow = hidden.new_empty(size, dtype=compute) if compute != exact else None
-    capped = inputs.softcap is not None and any(needs)
+    capped = output.softcap is not None and any(needs)
     squares = hidden.new_empty(size, dtype=exact) if capped else None
     # Gradients in float16 wait for the loss scale in float32.
     kept = exact if hidden.dtype == torch.float16 else hidden.dtype
@@ -220,10 +203,10 @@ def _loss_and_grads(
     grad_bias = weight.new_zeros(weight.shape[:1], dtype=exact) if needs[2] else None
     loss = factors.new_zeros(())
     # wide, so that the sums do not depend on which rows share a chunk
-    stats = factors.new_zeros(inputs.num_groups, 1 + num_columns, dtype=torch.float64)
+    stats = factors.new_zeros(num_groups, 1 + num_columns, dtype=torch.float64)
 
-    for start in range(0, count, inputs.chunk_size):
-        picked = rows[start : start + inputs.chunk_size]
+    for start in range(0, count, chunk_size):
+        picked = rows[start : start + chunk_size]
         n = picked.numel()
         x = hidden[start : start + n] if every_row else hidden.index_select(0, picked)
         x = x.to(compute)
@@ -232,14 +215,14 @@ def _loss_and_grads(
         z, low = block[:n], None if narrow is None else narrow[:n]
         square = None if squares is None else squares[:n]
 
-        write_logits(inputs, x, matrix, z, low, square)
+        write_logits(output, x, matrix, z, low, square)
         losses, hits = row_loss(picked, z, label, factor, any(needs))
         loss += (losses * factor).sum()
         counted = torch.cat([losses.float(), hits], 1).double()
-        if inputs.groups is None:
+        if num_groups == 1:
             stats[0] += counted.sum(0)
         else:
-            stats.index_add_(0, inputs.groups.index_select(0, picked), counted)
+            stats.index_add_(0, picked // (labels.numel() // num_groups), counted)
         if not any(needs):
             continue
 
@@ -257,11 +240,13 @@ def _loss_and_grads(
 
     if grad_weight is not None and count == 0:
         grad_weight.zero_()
+    if grad_weight is not None and weight.dtype == torch.bfloat16:
+        grad_weight = grad_weight.to(weight.dtype)  # float32's range: no loss scale to await
     return loss * unit, stats.float(), unit, [grad_hidden, grad_weight, grad_bias]
 
 
 def write_logits(
-    output: Finishing,
+    output: Output,
     x: Tensor,
     matrix: Tensor,
     z: Tensor,
@@ -285,24 +270,6 @@ def write_logits(
         if square is not None:
             torch.mul(z, z, out=square)
         z.mul_(output.softcap)
-
-
-def _softmax_numerator(z: Tensor, label: Tensor, count_hits: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Turn logits [n, V] into exp(z - max) in place.
-
-    Returns:
-        Cross entropy [n, 1], the sums of ``z`` [n, 1], and whether the label is among the first
-        and the first five [n, 2] (float32, NaN if not counted).
-    """
-    target = z.gather(1, label)
-    if count_hits:
-        top, best = z.max(1, keepdim=True)
-        hits = torch.cat([best == label, rank_of(z, target) < 5], 1).float()
-    else:
-        top = z.amax(1, keepdim=True)
-        hits = z.new_full((z.shape[0], 2), torch.nan, dtype=torch.float32)
-    mass = z.sub_(top).exp_().sum(1, keepdim=True)
-    return mass.log() + (top - target), mass, hits
 
 
 def rank_of(logits: Tensor, target: Tensor) -> Tensor:

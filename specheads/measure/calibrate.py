@@ -36,6 +36,7 @@ from specheads.measure.hits import (
     grow_nodes,
     static_gains,
 )
+from specheads.measure.rows import DRIFT_LIMIT
 from specheads.models.checkpoint import read_config
 from specheads.models.forward import undisturbed
 from specheads.models.kinds import Heads
@@ -275,6 +276,80 @@ _SOURCE = "accuracies published for Medusa-1 heads of Vicuna-7B, guesses as if i
 _NUM_RANKS = 10
 _REPEATS = 3
 _NEW_TOKENS = 48  # per clocked text
+
+
+def format_sizes(measured_on: dict[str, Any]) -> str:
+    """Return the measured sizes as a table of plain text."""
+    kinds: dict[str, dict[str, Any]] = {"static tree": measured_on}
+    if "dynamic" in measured_on:
+        kinds["tree grown at each step"] = measured_on["dynamic"]
+    sizes = {
+        name: {each["num_nodes"]: each for each in kind["sizes"]} for name, kind in kinds.items()
+    }
+    lines = [
+        f"plain step {measured_on['plain_step_ms']:.2f} ms ({measured_on['dtype']}, "
+        f"{measured_on['threads']} threads, batch {measured_on['batch_size']})",
+        "     " + "".join(f"   {name:^25}" for name in kinds).rstrip(),
+        "nodes" + "   accept  ms/step  speed-up" * len(kinds),
+    ]
+    for nodes in sorted({nodes for row in sizes.values() for nodes in row}):
+        line = f"{nodes:5d}"
+        for name, kind in kinds.items():
+            mark = "*" if nodes == kind["num_nodes"] else " "
+            size = sizes[name].get(nodes)
+            line += (
+                f"   {size['accept_length']:6.2f}  {size['step_ms']:7.2f}"
+                f"  {size['speedup']:6.2f}x{mark}"
+                if size
+                else " " * 28
+            )
+        lines.append(line.rstrip())
+    return "\n".join(lines)
+
+
+def format_calibration(measured_on: dict[str, Any], depth: int) -> str:
+    """Return what was chosen, what is expected of it and what came of it."""
+    if "sizes" not in measured_on:
+        return "do not speculate here: no guess of any head was right"
+    lines = []
+    checked = measured_on.get("measured", {})
+    for name, kind in (("static", measured_on), ("dynamic", measured_on.get("dynamic"))):
+        if not kind:
+            continue
+        low, high = kind["accept_length_ci95"]
+        deep = f", depth {depth}" if name == "static" else ""
+        lines.append(
+            f"{name}: {kind['num_nodes']} nodes{deep}, expected accept length "
+            f"{kind['accept_length']:.2f} (95%: {low:.2f} to {high:.2f}), "
+            f"{kind['speedup']:.2f}x plain decoding"
+        )
+        if came := checked.get(name):
+            low, high = came["accept_length_ci95"]
+            lines.append(
+                f"  measured on {checked['num_prompts']} other prompts: "
+                f"{came['accept_length']:.2f} (95%: {low:.2f} to {high:.2f}), "
+                f"{came['relative_to_expected']:+.1%} from the expected"
+            )
+    if not checked:
+        lines.append("not measured on other prompts: none were given")
+    static, dynamic = measured_on["speedup"], measured_on.get("dynamic", {}).get("speedup", 0.0)
+    if max(static, dynamic) <= 1:
+        lines.append(
+            f"do not speculate here: the fastest tree is expected at {max(static, dynamic):.2f}x "
+            "plain decoding"
+        )
+    elif static <= 1:
+        lines.append("do not speculate here with the static tree, but with trees of each step")
+    elif dynamic > static:
+        lines.append(
+            f"trees grown at each step are expected to be {dynamic / static:.2f}x as fast here: "
+            "decode.tree=auto, the default, takes them"
+        )
+    if (drift := measured_on.get("plain_step_drift", 1.0)) > DRIFT_LIMIT:
+        lines.append(
+            f"The machine was busy: plain steps varied {drift:.2f}x between rounds; search again."
+        )
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True)

@@ -202,6 +202,18 @@ def read_prompts(
     return chosen, hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
+def prompts_of(
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    path: Path,
+    num_prompts: int,
+    max_new_tokens: int,
+) -> tuple[list[Prompt], str]:
+    """Return :func:`read_prompts` of those that leave ``base`` room for the new tokens."""
+    longest = max_prompt_length(base, max_new_tokens)
+    return read_prompts(path, tokenizer, num_prompts, max_length=longest, device=base.device)
+
+
 def plain_method(
     base: PreTrainedModel, eos: tuple[int, ...], max_new_tokens: int, *, compile: bool = False
 ) -> Method:

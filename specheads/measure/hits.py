@@ -580,7 +580,7 @@ def _walks(hits: Hits, drafter: DynamicSequentialDrafter) -> Iterator[tuple[Tens
     positions, roots = torch.arange(len(hits.ranks)), hits.tokens[:, 0].to(device)
     if not drafter.heads.walks_text:
         for chunk in positions.split(num_rows):
-            yield chunk, steps.begin(hits.hidden[chunk].to(device), roots[chunk])
+            yield chunk, steps.begin(hits.hidden[chunk].to(device), roots[chunk], None)
         return
     assert hits.ahead is not None
     num_read = len(hits.hidden)

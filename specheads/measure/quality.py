@@ -10,13 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specheads.data.chat import Encoded
+from specheads.config import ConfigError
+from specheads.data.chat import Encoded, Encoder
+from specheads.data.load import read_jsonl
+from specheads.data.schema import Record
 from specheads.decoding.accept import Acceptance
 from specheads.decoding.loop import decode, plain_decode
 from specheads.decoding.result import DecodedRow
@@ -24,7 +29,7 @@ from specheads.drafters.contract import Drafter
 from specheads.losses.cross_entropy import IGNORE
 from specheads.measure.clock import Prompt
 from specheads.measure.stats import first_difference, mean_accept_length, ratio_ci95, rep8
-from specheads.models.base import input_device
+from specheads.models.base import context_length, input_device
 from specheads.verification.sampling import Sampler
 
 _ROWS = 256  # rows that become float32 at a time: they are as wide as a vocabulary
@@ -159,6 +164,47 @@ def answer_places(document: Encoded) -> list[int]:
     """Return the positions whose next token is one of an answer."""
     labels = document.labels.tolist()
     return [i - 1 for i in range(1, len(labels)) if labels[i] != IGNORE]
+
+
+def read_documents(
+    data: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    models: Sequence[PreTrainedModel],
+    num_records: int,
+) -> tuple[list[Encoded], dict[str, int]]:
+    """Return the records that all ``models`` can read, and how many they cannot, by reason.
+
+    Args:
+        data: a .jsonl of records with answers.
+        tokenizer: tokenizer of all models.
+        models: the models that are to read them.
+        num_records: how many to return at most, of all kinds in turn; 0 for all.
+
+    Raises:
+        ConfigError: if the file is wrong, or no record is left.
+    """
+    context = min(context_length(model) or 1 << 30 for model in models)
+    encoder = Encoder(tokenizer)
+    documents, left_out = [], {"too long for the context": 0, "without an answer": 0}
+    by_kind: dict[str, list[Record]] = {}
+    for record in read_jsonl(data):
+        by_kind.setdefault(record["kind"], []).append(record)
+    in_turn = (each for row in zip_longest(*by_kind.values()) for each in row if each is not None)
+    for record in in_turn:
+        document = encoder(record)
+        if len(document.input_ids) > context:
+            left_out["too long for the context"] += 1
+        elif not answer_places(document):
+            left_out["without an answer"] += 1
+        else:
+            documents.append(document)
+        if num_records and len(documents) == num_records:
+            break
+    left_out = {reason: number for reason, number in left_out.items() if number}
+    if not documents:
+        why = ", ".join(f"{number} {reason}" for reason, number in left_out.items())
+        raise ConfigError(f"{data} holds no record to read: {why}")
+    return documents, left_out
 
 
 def summarise(readings: Sequence[Reading]) -> dict[str, Any]:

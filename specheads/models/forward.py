@@ -33,7 +33,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
@@ -537,7 +537,7 @@ def replay(model: PreTrainedModel, ids: Tensor, num_prompt_tokens: int) -> Tenso
 
 
 @contextlib.contextmanager
-def undisturbed(*modules: nn.Module) -> Iterator[None]:
+def undisturbed(*modules: Any) -> Iterator[None]:
     """Put modules into eval mode; give every submodule its mode back, and torch its randomness."""
     modes = [(part, part.training) for module in modules for part in module.modules()]
     places = {tensor.device for module in modules for tensor in module.parameters()}

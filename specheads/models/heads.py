@@ -17,7 +17,7 @@ pruned), B rows, n nodes of a level, D heads in use.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -68,11 +68,11 @@ class MedusaHeads(nn.Module):
         ValueError: for an unknown ``lm_head`` or numbers out of range.
     """
 
-    config_keys = _SIZES
-    compressible = True
-    drafts_for_drafts = True
-    unseen_settings = ()
-    tensor_prefix = ""
+    config_keys: ClassVar[tuple[str, ...]] = _SIZES
+    compressible: ClassVar[bool] = True
+    drafts_for_drafts: ClassVar[bool] = True
+    unseen_settings: ClassVar[tuple[str, ...]] = ()
+    tensor_prefix: ClassVar[str] = ""
     taps = (FINAL,)
     walks_text = False
     token_map: Tensor | None

@@ -81,14 +81,14 @@ class Steps(Protocol):
     def embed(self) -> Embed | None:
         """See the class."""
 
-    def begin(self, hidden: Tensor, root: Tensor, memory: Any = None) -> Walk:
+    def begin(self, hidden: Tensor, root: Tensor, memory: Any) -> Walk:
         """Start at the roots.
 
         Args:
             hidden: [..., B, d], what the heads' cache last returned; without a cache the base's
                 hidden state that predicted the root.
             root: [B], the last certain tokens.
-            memory: the heads' cache.
+            memory: the heads' cache, None where they have none.
         """
 
 

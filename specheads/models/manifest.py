@@ -120,13 +120,13 @@ def check_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """Read the manifest of a folder; no file that it lists is looked at.
+def read_manifest(path: Path, what: str = "export") -> dict[str, Any]:
+    """Read the manifest of a folder, an export say; no file that it lists is looked at.
 
     Raises:
         ConfigError: if there is none, or it lists what cannot be a file of the folder.
     """
-    manifest = read_json(path / MANIFEST, f"{path} is not a whole export")
+    manifest = read_json(path / MANIFEST, f"{path} is not a whole {what}")
     files = manifest.get("files")
     if not isinstance(files, dict):
         raise ConfigError(f"{path / MANIFEST} must hold an object 'files'")

@@ -14,7 +14,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -156,6 +156,7 @@ class Parts:
 
 VARIANTS = ("parallel", "causal", "sequential")
 MTP_LM_HEADS = ("shared", "own")
+_KEYS = ("num_heads", "variant", "lm_head", "block", "hidden_size", "vocab_size")
 
 
 class MtpHeads(nn.Module):
@@ -177,11 +178,11 @@ class MtpHeads(nn.Module):
     """
 
     kind = "mtp"
-    config_keys = ("num_heads", "variant", "lm_head", "block", "hidden_size", "vocab_size")
-    compressible = False
-    drafts_for_drafts = False
-    unseen_settings = ("variant", "hidden_first")
-    tensor_prefix = "mtp."
+    config_keys: ClassVar[tuple[str, ...]] = _KEYS
+    compressible: ClassVar[bool] = False
+    drafts_for_drafts: ClassVar[bool] = False
+    unseen_settings: ClassVar[tuple[str, ...]] = ("variant", "hidden_first")
+    tensor_prefix: ClassVar[str] = "mtp."
     token_map = None
     num_layers = 0  # what ``features`` would run: ``contextual`` has run all
 

@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from specheads.config import ConfigError
+from specheads.losses.fused import Output
 from specheads.models.base import input_device, input_embedding
 
 FINAL = "final"  # tap: what the base hands to its output layer, after the last norm
@@ -180,6 +181,13 @@ class OutputLayer:
         """The output bias [V], if there is one."""
         bias = getattr(self.module, "bias", None)
         return bias if isinstance(bias, Tensor) else None
+
+    def parts(self) -> Output:
+        """Return matrix, bias, scale and softcap as they are now, for the losses.
+
+        To be asked at every step: ZeRO-3 gathers a matrix when it is read from its module.
+        """
+        return Output(self.weight, self.bias, self.scale, self.softcap)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of ``hidden`` [..., d] as the base model would."""

@@ -13,11 +13,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from tqdm import tqdm
 
-from specheads.config import InterruptedRunError, LogConfig, RunError
+from specheads.config import InterruptedRunError, RunError, TrainConfig
 from specheads.runs.directory import describe, discard, is_used, lock, refuse_used, unlock
 from specheads.runs.metrics import MetricsFile
 from specheads.runs.wandb import WandbLog
@@ -43,17 +43,6 @@ class Outcome:
     figures: dict[str, float]
     samples: Sequence[Mapping[str, Any]] = ()
     tree_svg: str = ""
-
-
-class RunConfig(Protocol):
-    """The settings that a run directory needs; ``TrainConfig`` has them."""
-
-    name: str
-    run_dir: str
-    steps: int
-    resume: str
-    dry_run: bool
-    log: LogConfig
 
 
 def format_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
@@ -84,7 +73,7 @@ def format_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
 class RunLog:
     """The open run directory; rank 0 writes, the other ranks stay silent."""
 
-    def __init__(self, cfg: RunConfig) -> None:
+    def __init__(self, cfg: TrainConfig) -> None:
         """Lock and prepare ``cfg.run_dir``.
 
         Raises:
@@ -93,6 +82,7 @@ class RunLog:
         """
         self.cfg = cfg
         self.dir = Path(cfg.run_dir)
+        # these begin with the first step, on rank 0
         self._bar: tqdm[Any] | None = None
         self._wandb: WandbLog | None = None
         self._metrics: MetricsFile | None = None
@@ -121,8 +111,7 @@ class RunLog:
             self.dir.rmdir()
 
     def _settings(self) -> dict[str, Any]:
-        settings: dict[str, Any] = dataclasses.asdict(self.cfg)  # type: ignore[call-overload]
-        return redact(settings)
+        return redact(dataclasses.asdict(self.cfg))
 
     def __enter__(self) -> Self:
         """Return self; the directory is already locked."""
@@ -171,18 +160,15 @@ class RunLog:
         """
         if not dist.is_main():
             return
-        if self._metrics is None:
-            self._metrics = MetricsFile(self.dir / "metrics.jsonl", step, checkpoint)
-            settings = {**self._settings(), "provenance": self._provenance}
-            self._wandb = WandbLog(self.cfg.log, self.cfg.name, self.dir, settings, self.say)
-        if self._bar is None:
-            self._bar = tqdm(
-                total=self.cfg.steps,
-                initial=step,
-                disable=not sys.stderr.isatty(),
-                unit="step",
-                dynamic_ncols=True,
-            )
+        if self._metrics is not None:
+            return
+        self._metrics = MetricsFile(self.dir / "metrics.jsonl", step, checkpoint)
+        settings = {**self._settings(), "provenance": self._provenance}
+        self._wandb = WandbLog(self.cfg.log, self.cfg.name, self.dir, settings, self.say)
+        quiet = not sys.stderr.isatty()
+        self._bar = tqdm(
+            total=self.cfg.steps, initial=step, disable=quiet, unit="step", dynamic_ncols=True
+        )
 
     def advance(self) -> None:
         """Move the progress bar by one optimizer step."""

@@ -7,6 +7,7 @@ tree beside it, and wandb's own transaction log below ``wandb/``, which ``wandb 
 from __future__ import annotations
 
 import contextlib
+import functools
 import netrc
 import os
 import re
@@ -99,6 +100,18 @@ def head_lines(rows: Sequence[Row]) -> dict[str, dict[str, tuple[list[int], list
     return lines
 
 
+def _while_it_runs(method: Callable[..., None]) -> Callable[..., None]:
+    """Let a method do nothing once the run is lost, and lose the run where it fails."""
+
+    @functools.wraps(method)
+    def sending(self: WandbLog, *given: Any) -> None:
+        if self._run is not None:
+            with self._guarded("is lost"):
+                method(self, *given)
+
+    return sending
+
+
 class WandbLog:
     """A run on Weights & Biases, or a stand-in that does nothing.
 
@@ -149,7 +162,6 @@ class WandbLog:
             self._say(f"Weights & Biases: {self._run.url}")
 
     def _start(self, mode: str, name: str, settings: Mapping[str, Any]) -> None:
-        wandb = self._wandb
         wait = _FINISH if self._cfg.artifacts == "none" else _FINISH_ARTIFACTS
         given = {
             "console": "off",
@@ -162,8 +174,8 @@ class WandbLog:
             "x_save_requirements": False,
             "disable_git": True,
         }
-        known = set(wandb.Settings.model_fields)
-        run = wandb.init(
+        known = self._wandb.Settings.model_fields  # older releases lack some
+        run = self._wandb.init(
             project=self._cfg.project,
             name=name,
             dir=str(self._dir),
@@ -172,7 +184,7 @@ class WandbLog:
             resume="allow",
             config=dict(settings),
             allow_val_change=True,  # a resumed run may differ in max_steps and the like
-            settings=wandb.Settings(**{k: v for k, v in given.items() if k in known}),
+            settings=self._wandb.Settings(**{k: v for k, v in given.items() if k in known}),
         )
         run.define_metric("*", step_metric="step")
         for key, best in (("eval/accept_length", "max"), ("train/loss", "min")):
@@ -204,63 +216,53 @@ class WandbLog:
         """The command that uploads what this run kept on disk."""
         return f"wandb sync {'' if self._offline else '--include-online '}{self._folder}"
 
+    @_while_it_runs
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Send figures of a step.
 
         After a resume, steps that the server has are taken again with the same figures, and left
         out; figures added to the last of them, as at the end of a run, come one step later.
         """
-        if self._run is None:
-            return
-        with self._guarded("is lost"):
-            if step + 1 >= self._run.step:
-                self._run.log({"step": step, **values}, step=max(step, self._run.step))
+        if values and step + 1 >= self._run.step:
+            self._run.log({"step": step, **values}, step=max(step, self._run.step))
 
+    @_while_it_runs
     def charts(self, step: int, metrics: Path) -> None:
         """Send the panels in which all heads share the axes, of the rows in ``metrics``."""
-        if self._run is None:
-            return
-        with self._guarded("is lost"):
-            found = {}
-            for panel, heads in head_lines(read_rows(metrics)).items():
-                steps, values = zip(*heads.values(), strict=True)
-                found[panel] = self._wandb.plot.line_series(
-                    steps, values, keys=list(heads), title=panel, xname="step"
-                )
-        if self._run is not None and found:
-            self.log(step, found)
+        found = {}
+        for panel, heads in head_lines(read_rows(metrics)).items():
+            steps, values = zip(*heads.values(), strict=True)
+            found[panel] = self._wandb.plot.line_series(
+                steps, values, keys=list(heads), title=panel, xname="step"
+            )
+        self.log(step, found)
 
+    @_while_it_runs
     def outcome(self, step: int, samples: Sequence[Row], tree_svg: str) -> None:
         """Send the table of samples and the picture of the tree."""
-        if self._run is None:
-            return
         shown: dict[str, Any] = {}
-        with self._guarded("is lost"):
-            if samples:
-                columns = list(samples[0])
-                data = [[_cell(row[key]) for key in columns] for row in samples]
-                shown["samples"] = self._wandb.Table(columns=columns, data=data)
-            if tree_svg:
-                shown["tree"] = self._wandb.Html(tree_svg, inject=False, data_is_not_path=True)
-        if self._run is not None and shown:
-            self.log(step, shown)
+        if samples:
+            columns = list(samples[0])
+            data = [[_cell(row[key]) for key in columns] for row in samples]
+            shown["samples"] = self._wandb.Table(columns=columns, data=data)
+        if tree_svg:
+            shown["tree"] = self._wandb.Html(tree_svg, inject=False, data_is_not_path=True)
+        self.log(step, shown)
 
+    @_while_it_runs
     def checkpoint(self, folder: Path) -> None:
         """Send a checkpoint, with ``log.artifacts=checkpoints``."""
-        if self._run is None or self._cfg.artifacts != "checkpoints":
-            return
-        with self._guarded("is lost"):
+        if self._cfg.artifacts == "checkpoints":
             # the run removes old checkpoints, perhaps before they are uploaded
             kept = self._dir / "wandb" / "artifacts" / folder.name
             shutil.rmtree(kept, ignore_errors=True)
             shutil.copytree(folder, kept, copy_function=_link)
             self._artifact(kept, "checkpoint", folder.name)
 
+    @_while_it_runs
     def export(self, folder: Path) -> None:
         """Send what users load, with ``log.artifacts=export`` or ``checkpoints``."""
-        if self._run is None or self._cfg.artifacts == "none" or not folder.is_dir():
-            return
-        with self._guarded("is lost"):
+        if self._cfg.artifacts != "none" and folder.is_dir():
             self._artifact(folder, "export", "export")
 
     def _artifact(self, folder: Path, kind: str, alias: str) -> None:

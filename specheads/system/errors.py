@@ -1,36 +1,80 @@
-"""What goes wrong in the user's settings and runs, and the checks of single settings."""
+"""The errors that end a program with one line, and the checks of settings that raise them."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 75
 MISSING: Any = "???"  # OmegaConf's word for a value that has to be given
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # short names to torch's
 
 
 class ConfigError(ValueError):
-    """A mistake in the user's settings or files; entry points print it as one line, exit code 2."""
+    """A mistake in the user's settings or files."""
+
+    exit_code = EXIT_USAGE
+    on_every_rank = False
 
 
 class RunError(RuntimeError):
-    """A run that cannot go on (NaN loss, full disk); one line at the entry point, exit code 1.
+    """A run that cannot go on, for a NaN loss or a full disk say.
 
     Attributes:
-        on_every_rank: whether all processes raise it alike, so that one of them says it.
+        on_every_rank: whether all processes raise it alike, so that only rank 0 has to say it.
     """
 
+    exit_code = EXIT_FAILED
     on_every_rank = False
 
 
 class InterruptedRunError(RuntimeError):
-    """A run that was asked to stop and saved its state; one line, exit code 75."""
+    """A run that was asked to stop and has saved its state; all ranks stop alike."""
+
+    exit_code = EXIT_INTERRUPTED
+    on_every_rank = True
 
 
 def check(ok: bool, key: str, value: object, expected: str) -> None:
     """Raise ConfigError unless ``ok``."""
     if not ok:
         raise ConfigError(f"{key} must be {expected}, got {value!r}")
+
+
+def at_least(settings: object, section: str = "", **bounds: float) -> None:
+    """Raise ConfigError where a field of ``settings`` is below its bound.
+
+    Args:
+        settings: a dataclass of settings.
+        section: what stands before its fields in a key, ``optim.`` say.
+        **bounds: the smallest value of each field, under the field's name.
+    """
+    for name, bound in bounds.items():
+        value = getattr(settings, name)
+        check(value >= bound, section + name, value, f"at least {bound}")
+
+
+def positive(settings: object, section: str, *names: str) -> None:
+    """Raise ConfigError where one of these fields of ``settings`` is not above 0."""
+    for name in names:
+        value = getattr(settings, name)
+        check(value > 0, section + name, value, "positive")
+
+
+def within(settings: object, section: str = "", **intervals: str) -> None:
+    """Raise ConfigError where a field of ``settings`` is outside its interval.
+
+    Args:
+        settings: a dataclass of settings.
+        section: what stands before its fields in a key, ``optim.`` say.
+        **intervals: under the field's name, as mathematics writes it: ``(0, 1]`` leaves out 0.
+    """
+    for name, interval in intervals.items():
+        value = getattr(settings, name)
+        low, high = map(float, interval[1:-1].split(","))
+        above = value >= low if interval[0] == "[" else value > low
+        below = value <= high if interval[-1] == "]" else value < high
+        check(above and below, section + name, value, f"in {interval}")
 
 
 def check_device(device: str) -> None:
@@ -53,6 +97,3 @@ def dtype_name(key: str, value: str, *others: str) -> str:
     name = DTYPES.get(value, value)
     one_of(key, name, *others, *DTYPES.values())
     return name
-
-
-EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 75

@@ -1,6 +1,7 @@
-"""Folders and files that appear whole or not at all: written aside, flushed, then renamed.
+"""Files that are written whole or not at all, and the folders that ship with specheads.
 
-Find the folders that ship with specheads: in a wheel inside the package, in a clone beside.
+A folder or file is written aside, flushed, then renamed, so that nobody meets half of one. What
+ships lies inside the package in a wheel, and beside it in a clone.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from specheads.system.errors import RunError
+from specheads.system.errors import ConfigError, RunError
 
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def _shipped(name: str) -> Path:
@@ -44,6 +45,18 @@ def tinycode_dir() -> Path:
     if inside.is_dir() or not beside.is_dir():
         return inside
     return beside
+
+
+def check_folder(key: str, path: str | Path) -> Path:
+    """Return the path of a file that is to be written.
+
+    Raises:
+        ConfigError: naming the setting ``key``, if there is no folder for it.
+    """
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise ConfigError(f"{key} is {path}, but there is no folder {path.parent}")
+    return path
 
 
 def flush_file(path: Path) -> None:
@@ -88,7 +101,7 @@ def made_for_now(folder: Path) -> Iterator[None]:
 
 
 def aside(path: Path) -> Path:
-    """Return the folder in which the future contents of ``path`` are written."""
+    """Return the place at which the future contents of ``path`` are written."""
     return path.with_name(f".{path.name}.tmp")
 
 
@@ -121,15 +134,19 @@ def writing(path: Path) -> Iterator[Path]:
     """Remove what was written aside when writing fails, and say in one line that the disk is full.
 
     Yields:
-        The folder to write into; ``publish(path)`` makes it visible.
+        The file or folder to write; ``publish(path)`` makes a folder visible.
 
     Raises:
         RunError: if there was no room; whatever stood at ``path`` is untouched.
     """
+    fresh = aside(path)
     try:
-        yield aside(path)
+        yield fresh
     except BaseException as error:
-        shutil.rmtree(aside(path), ignore_errors=True)
+        if fresh.is_dir():
+            shutil.rmtree(fresh, ignore_errors=True)
+        else:
+            fresh.unlink(missing_ok=True)
         if no_room(error):
             raise RunError(
                 f"no room to write {path} (disk full?); what was saved before is untouched"
@@ -164,14 +181,8 @@ def whole_file(path: Path) -> Iterator[Path]:
     Raises:
         RunError: if the disk is full; an earlier file at ``path`` is untouched.
     """
-    fresh = aside(path)
-    try:
+    with writing(path) as fresh:
         yield fresh
         flush_file(fresh)
         fresh.replace(path)
         flush_file(path.parent)
-    except BaseException as error:
-        fresh.unlink(missing_ok=True)
-        if no_room(error):
-            raise RunError(f"no room to write {path} (disk full?)") from error
-        raise

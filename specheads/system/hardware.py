@@ -1,10 +1,9 @@
-"""What this machine is: native dtype, threads, and the block that stands beside every figure.
+"""The machine: device, dtype and threads to use, and what stands beside measured figures.
 
-What other processes took of the processors while something was clocked; Linux says it.
-
-A bench whose machine also does other work measures that work. Load averages count what waits for a
-disk, and lag by minutes; /proc/stat counts the busy time of every processor, so what this process
-did not use itself others did, on the very processors that it may run on.
+A bench whose machine also does other work measures that work, so :func:`sample` and :func:`between`
+say what other processes took of the processors meanwhile. Load averages count what waits for a
+disk, and lag by minutes; Linux's /proc/stat counts the busy time of every processor, so what this
+process did not use itself others did, on the very processors that it may run on.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ import sys
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from specheads.system import dist
+from specheads.system import __version__, dist
 from specheads.system.errors import ConfigError, check_device
 
 if TYPE_CHECKING:
@@ -38,10 +37,10 @@ class Sample:
 
     Attributes:
         wall: a clock.
-        busy: of the processors that this process may use, all processes together; None where the
+        busy: time that all processes took of the processors that this one may use; None where the
             system does not say.
-        stolen: of the same processors, taken by other virtual machines; None likewise.
-        own: of this process, its threads and the children it waited for.
+        stolen: time that other virtual machines took of the same processors; None with ``busy``.
+        own: time that this process, its threads and the children it waited for took.
     """
 
     wall: float
@@ -75,9 +74,9 @@ def sample(stat: Path = STAT) -> Sample:
         return Sample(wall, None, None, own)
     tick = os.sysconf("SC_CLK_TCK")
     # user, nice, system, idle, iowait, irq, softirq, steal; what a guest used is in user as well
-    busy = sum(int(row[i]) for row in rows for i in (0, 1, 2, 5, 6)) / tick
-    stolen = sum(int(row[7]) for row in rows if len(row) > 7) / tick
-    return Sample(wall, busy, stolen, own)
+    busy = sum(int(row[i]) for row in rows for i in (0, 1, 2, 5, 6))
+    stolen = sum(int(row[7]) for row in rows if len(row) > 7)
+    return Sample(wall, busy / tick, stolen / tick, own)
 
 
 def between(first: Sample, last: Sample) -> dict[str, Any]:
@@ -90,20 +89,13 @@ def between(first: Sample, last: Sample) -> dict[str, Any]:
         the time is too short for its counters.
     """
     seconds = max(last.wall - first.wall, 1e-9)
-    own = (last.own - first.own) / seconds
-    count = len(processors())
-    found: dict[str, Any] = {
-        "seconds": round(seconds, 3),
-        "processors": count,
-        "own_processors": round(own, 3),
-        "other_processors": None,
-        "stolen_processors": None,
-        "other_share": None,
-    }
-    if first.busy is None or last.busy is None or first.stolen is None or last.stolen is None:
+    own, count = (last.own - first.own) / seconds, len(processors())
+    unknown = dict.fromkeys(("other_processors", "stolen_processors", "other_share"))
+    found: dict[str, Any] = {"seconds": round(seconds, 3), "processors": count}
+    found |= {"own_processors": round(own, 3), **unknown}
+    if first.busy is None or last.busy is None or seconds < LEAST_SECONDS:
         return found
-    if seconds < LEAST_SECONDS:
-        return found
+    assert first.stolen is not None and last.stolen is not None
     # the counters lag behind each other: a process may seem to have used more than all together
     other = max((last.busy - first.busy) / seconds - own, 0.0)
     stolen = max((last.stolen - first.stolen) / seconds, 0.0)
@@ -123,20 +115,17 @@ _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def _cpu_lines() -> dict[str, str]:
+    """Return what Linux says of the first processor."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
-    pairs = (line.partition(":") for line in lines)
-    found: dict[str, str] = {}
-    for key, _, value in pairs:
-        found.setdefault(key.strip(), value.strip())
-    return found
+    pairs = (line.partition(":") for line in reversed(lines))
+    return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def has_native_bfloat16() -> bool:
     """Say whether this processor multiplies bfloat16; emulating it is slower than float32."""
     cpu = _cpu_lines()
-    flags = (cpu.get("flags") or cpu.get("Features") or "").split()
-    return not _BFLOAT16_FLAGS.isdisjoint(flags)
+    return not _BFLOAT16_FLAGS.isdisjoint((cpu.get("flags") or cpu.get("Features") or "").split())
 
 
 def pick_device(asked: str = "auto") -> torch.device:
@@ -206,7 +195,7 @@ def cpu_quota() -> float | None:
     except OSError:  # not Linux
         return None
     paths = {name: path for names, path in member for name in names.split(",")}
-    found: list[float] = []
+    found: list[float] = []  # processors
     for root, mount, second, options in mounts:
         if not second and "cpu" not in options.split(","):  # another controller's
             continue
@@ -256,6 +245,25 @@ def pin_threads(threads: int | None) -> int:
     return count
 
 
+def prepare(
+    device: str, dtype: str, threads: int | None = None
+) -> tuple[torch.device, torch.dtype, int]:
+    """Get ready to load a model; return the device, the dtype and the number of threads.
+
+    Args:
+        device: see :func:`pick_device`.
+        dtype: see :func:`pick_dtype`.
+        threads: see :func:`pin_threads`.
+
+    Raises:
+        ConfigError: if there is no such device.
+    """
+    place = pick_device(device)
+    count = pin_threads(threads)
+    quiet_loading()
+    return place, pick_dtype(dtype, place), count
+
+
 def quiet_loading() -> None:
     """Keep transformers' bars about loading weights out of a program's output."""
     from transformers.utils import logging
@@ -289,20 +297,14 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
     """
     import torch
 
-    packages: dict[str, str] = {}
-    for name in ("specheads", "torch", "transformers"):
-        try:
-            packages[name] = version(name)
-        except PackageNotFoundError:  # a clone that was never installed
-            from specheads.system import __version__
-
-            packages[name] = __version__
     cpu = _cpu_lines()
     on_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "python": platform.python_version(),
-        **packages,
+        "specheads": __version__,
+        "torch": version("torch"),
+        "transformers": version("transformers"),
         "system": f"{platform.system()} {platform.machine()}",
         "processor": cpu.get("model name") or platform.processor() or platform.machine(),
         "device": torch.cuda.get_device_name(device) if on_gpu else str(device or "cpu"),

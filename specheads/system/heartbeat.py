@@ -34,20 +34,21 @@ class _Heart:
     """The thread of one process."""
 
     def __init__(self, timeout: float) -> None:
-        from torch.distributed import TCPStore
+        from torch.distributed import PrefixStore, TCPStore
 
         # a connection of its own: one that waits in the main thread would hold back the beats
-        self.store = TCPStore(
+        store = TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
             is_master=False,
             wait_for_workers=False,
             timeout=timedelta(seconds=60),
         )
+        # torchrun's store outlives the processes that it starts anew
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self.store = PrefixStore(f"specheads/{restarts}", store)
         self.timeout = timeout
         self.interval = min(2.0, timeout / 4)
-        # torchrun's store outlives the processes that it starts anew
-        self.prefix = f"specheads/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self.gone: dict[str, Any] = {}  # rank, text and exit code of the first that is gone
         self.ending = threading.Event()  # this process has its own reason to end
         everybody = range(dist.world_size())
@@ -59,24 +60,21 @@ class _Heart:
         for thread in self.threads:
             thread.start()
 
-    def key(self, name: str | int) -> str:
-        return f"{self.prefix}/{name}"
-
     def announce(self, rank: int, text: str, code: int) -> None:
         """Tell all processes that ``rank`` is gone; of several the first counts."""
         said = json.dumps({"rank": rank, "text": text, "code": code})
-        self.store.compare_set(self.key(_GONE), "", said)
+        self.store.compare_set(_GONE, "", said)
 
     def _beat(self) -> None:
         while not self.ending.wait(self.interval):
             try:
-                self.store.add(self.key(dist.rank()), 1)
+                self.store.add(str(dist.rank()), 1)
                 for rank in self.watched:
-                    count = self.store.add(self.key(rank), 0)
+                    count = self.store.add(str(rank), 0)
                     if count != self.changed[rank][0]:
                         self.changed[rank] = count, time.monotonic()
-                if self.store.check([self.key(_GONE)]):
-                    gone = json.loads(self.store.get(self.key(_GONE)))
+                if self.store.check([_GONE]):
+                    gone = json.loads(self.store.get(_GONE))
                     self.gone = gone if gone["rank"] != dist.rank() else {}
                     return
             except (RuntimeError, OSError):
@@ -161,14 +159,15 @@ def gone() -> bool:
     return _heart is not None and bool(_heart.gone)
 
 
-def is_collective(error: RuntimeError) -> bool:
+def is_collective(error: BaseException) -> bool:
     """Return whether ``error`` is one of torch's about other processes."""
     from torch.distributed import DistError
 
-    return isinstance(error, DistError) or any(word in str(error) for word in _COLLECTIVE)
+    of_torch = isinstance(error, RuntimeError) and any(w in str(error) for w in _COLLECTIVE)
+    return isinstance(error, DistError) or of_torch
 
 
-def explain(error: RuntimeError) -> RunError:
+def explain(error: BaseException) -> RunError:
     """Return what to raise for an error of a collective: who is gone, as far as can be told."""
     if _heart is not None:
         _heart.gone = _heart.look()
@@ -192,9 +191,9 @@ def wait_for_main() -> None:
     if _heart is None:
         return
     if dist.is_main():
-        _heart.store.set(_heart.key(_DONE), "1")
+        _heart.store.set(_DONE, "1")
         return
-    while not _heart.store.check([_heart.key(_DONE)]):
+    while not _heart.store.check([_DONE]):
         if _heart.gone:
             _heart.ending.set()
             interrupted = _heart.gone["code"] == 75

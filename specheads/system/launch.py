@@ -1,9 +1,7 @@
-"""What a launcher says about the ranks: torchrun's words, to which srun's own are translated.
+"""Launchers: what they say about the ranks, and a torchrun that passes exit codes on.
 
 ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` are what torch,
-DeepSpeed and ``dist.py`` read.
-
-``torchrun`` that passes on what its processes end with.
+DeepSpeed and ``dist.py`` read. torchrun sets them; what srun sets is translated to them.
 
     python -m specheads.torchrun --nproc-per-node 2 -m specheads.train +recipe=medusa1 ...
 
@@ -30,20 +28,18 @@ PLACE = ("MASTER_ADDR", "MASTER_PORT")
 FIRST_PORT, NUM_PORTS = 20_000, 10_000
 
 
-def read_launcher(environment: MutableMapping[str, str] | None = None) -> None:
+def read_launcher(environment: MutableMapping[str, str] = os.environ) -> None:
     """Put what srun says into the variables that torchrun would set, and check them.
 
     Only where srun itself started the processes, and several of them: under torchrun, in a batch
     script and on a login node nothing is changed.
 
     Args:
-        environment: is changed in place; None: this process's.
+        environment: the variables, which are changed in place; by default this process's own.
 
     Raises:
         ConfigError: if the variables contradict each other, or some are missing.
     """
-    if environment is None:
-        environment = os.environ
     if started_by_srun(environment):
         environment.update(of_srun(environment))
     check_launcher(environment)
@@ -54,14 +50,10 @@ def take_local_rank(arguments: list[str]) -> list[str]:
 
     The deepspeed launcher passes it on unless it is told ``--no_local_rank``.
     """
-    left = []
-    for argument in arguments:
-        found = re.fullmatch(r"--local[-_]rank=(\d+)", argument)
-        if found:
-            os.environ["LOCAL_RANK"] = found[1]
-        else:
-            left.append(argument)
-    return left
+    found = {each: re.fullmatch(r"--local[-_]rank=(\d+)", each) for each in arguments}
+    for match in filter(None, found.values()):
+        os.environ["LOCAL_RANK"] = match[1]
+    return [argument for argument in arguments if not found[argument]]
 
 
 def started_by_srun(environment: Mapping[str, str]) -> bool:
@@ -118,16 +110,18 @@ def check_launcher(environment: Mapping[str, str]) -> None:
     Raises:
         ConfigError: naming the first that is missing or contradicts another.
     """
-    if not any(name in environment for name in ("RANK", "WORLD_SIZE")):
+    if "RANK" not in environment and "WORLD_SIZE" not in environment:
         return
+    given = {name: f"{name} is {environment[name]}" for name in COUNTS if name in environment}
     values = {}
     for name in COUNTS:
         value = environment.get(name, "")
         if not value.isdigit():
             found = f"is {value!r}" if value else "is not set"
+            others = " and ".join(text for key, text in given.items() if key != name)
             raise ConfigError(
-                f"{name} {found} while {_others(environment, name)}; start the processes with "
-                "torchrun, deepspeed or srun, or unset these for one process"
+                f"{name} {found} while {others}; start the processes with torchrun, deepspeed or"
+                " srun, or unset these for one process"
             )
         values[name] = int(value)
     world = values["WORLD_SIZE"]
@@ -142,11 +136,6 @@ def check_launcher(environment: Mapping[str, str]) -> None:
         raise ConfigError(
             f"{missing[0]} is not set while WORLD_SIZE is {world}: the ranks cannot find each other"
         )
-
-
-def _others(environment: Mapping[str, str], name: str) -> str:
-    there = [f"{key} is {environment[key]}" for key in COUNTS if key != name and key in environment]
-    return " and ".join(there)
 
 
 # our own processes, and those that the launcher ended because one of them had stopped
@@ -180,15 +169,12 @@ def main() -> None:
         name = signal.Signals(asked.sigval).name
         stop(f"stopped by {name}; go on with resume=auto", EXIT_INTERRUPTED)
     except ChildFailedError as error:
-        failures = error.failures
-        killed = {
-            rank: signal.Signals(-failure.exitcode).name
-            for rank, failure in failures.items()
-            if failure.exitcode < 0 and failure.exitcode not in _ASKED
-        }
-        for rank, name in killed.items():
-            print(f"specheads: rank {rank} was ended by {name}", file=sys.stderr, flush=True)
-        raise SystemExit(exit_code([failure.exitcode for failure in failures.values()])) from None
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        for rank, code in codes.items():
+            if code < 0 and code not in _ASKED:
+                name = signal.Signals(-code).name
+                print(f"specheads: rank {rank} was ended by {name}", file=sys.stderr, flush=True)
+        raise SystemExit(exit_code(list(codes.values()))) from None
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""What a program needs of the terminal it runs in, and how it goes on where there is none.
+"""The terminal: colours, progress, a status line, keys and lines, and what is escaped for it.
 
-Only the standard library, and tqdm for bars: readline for editing where Python has it, termios for
-keys while text is written, and the few escape sequences that every terminal since the VT100 knows.
+Only the standard library is used, and tqdm for bars: readline for editing where Python has it,
+termios for keys while text is written, and escape sequences that every terminal since the VT100
+knows. Where there is no terminal, each part does nothing or falls back to plain lines.
 """
 
 from __future__ import annotations
@@ -15,11 +16,16 @@ import select
 import signal
 import sys
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TextIO
 
 from specheads.system.redact import redact
+
+try:
+    import termios
+    import tty
+except ImportError:  # Windows
+    termios = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -107,26 +113,25 @@ class _LineByLine:
         sys.stderr.flush()
 
 
-def progress_bar(unit: str, **settings: Any) -> tqdm[Any]:
-    """Return a bar on standard error; where that is no terminal, a line every ten seconds.
+def progress_bar(unit: str, *, seconds: float = 10, **settings: Any) -> tqdm[Any]:
+    """Return a bar on standard error; where that is no terminal, lines that say the same.
 
-    As far as something is done in between. Such a line also stands at the start, at the end, and
-    wherever the description is set.
+    Such a line stands at the start, at the end, wherever the description is set, and in between
+    every few seconds, as far as something is done.
 
     Args:
-        unit: what is counted, one of it.
+        unit: the word for one of what is counted.
+        seconds: time between two such lines.
         **settings: tqdm's, as ``total`` or ``iterable``.
     """
     from tqdm import tqdm
 
     if not sys.stderr.isatty():
-        shown = "{desc}{unit} {n_fmt} of {total_fmt}, {elapsed}, left {remaining}"
-        settings |= {
-            "file": _LineByLine(),
-            "mininterval": 10,
-            "miniters": 1,
-            "bar_format": f"specheads: {shown}",
-        }
+        line = (
+            "specheads: {desc}{unit} {n_fmt} of {total_fmt}, {elapsed}, left {remaining}{postfix}"
+        )
+        settings |= {"file": _LineByLine(), "mininterval": seconds, "miniters": 1}
+        settings["bar_format"] = line
     return tqdm(unit=unit, **settings)
 
 
@@ -144,105 +149,81 @@ class StatusLine:
         """Take the last row; the cursor must stand at the beginning of a line."""
         self._measure()
         if self._rows:  # a line break first: where the cursor is in the last row, it scrolls
-            self._write(f"\n\x1b7\x1b[1;{self._rows - 1}r\x1b8\x1b[1A")
+            self._write(f"\n{self._region()}\x1b[1A")
         return self
 
     def show(self, text: str) -> None:
         """Write ``text`` there, cut to the row."""
-        before = self._rows
-        if not before:
-            return
-        self._measure()
-        if self._rows != before and self._rows:
-            self._write(f"\x1b7\x1b[1;{self._rows - 1}r\x1b8")
-        line = text[: max(0, self._columns - 1)]
-        self._write(f"\x1b7\x1b[{self._rows};1H\x1b[2K{line}\x1b8")
+        if before := self._rows:
+            self._measure()
+            if self._rows != before and self._rows:
+                self._write(self._region())
+            line = text[: max(0, self._columns - 1)]
+            self._write(f"\x1b7\x1b[{self._rows};1H\x1b[2K{line}\x1b8")
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Give the row back, empty."""
         if self._rows:
             self._write(f"\x1b7\x1b[{self._rows};1H\x1b[2K\x1b[r\x1b8")
             self._rows = 0
 
+    def _region(self) -> str:
+        # setting the region moves the cursor, so it is saved before (ESC 7) and restored (ESC 8)
+        return f"\x1b7\x1b[1;{self._rows - 1}r\x1b8"
+
     def _measure(self) -> None:
         self._rows = self._columns = 0
-        if not moves_cursor(self.stream):
-            return
-        try:
-            columns, rows = os.get_terminal_size(self.stream.fileno())
-        except (OSError, ValueError):
-            return
-        if rows >= _FEW_ROWS:
-            self._rows, self._columns = rows, columns
+        with contextlib.suppress(OSError, ValueError):
+            if moves_cursor(self.stream):
+                columns, rows = os.get_terminal_size(self.stream.fileno())
+                self._columns, self._rows = (columns, rows) if rows >= _FEW_ROWS else (0, 0)
 
     def _write(self, text: str) -> None:
         self.stream.write(text)
         self.stream.flush()
 
 
-class Keys:
-    """Sees what is typed while something else goes on: nothing is echoed, nothing waits.
+@contextlib.contextmanager
+def keys_of(stream: TextIO) -> Iterator[Callable[[], str]]:
+    """While open, echo nothing that is typed, and yield a function that returns what has been.
 
-    Ctrl-C still interrupts. Sees nothing where standard input is no terminal.
+    It never waits, and Ctrl-C still interrupts. Where ``stream`` is no terminal nothing is seen.
     """
+    if not stream.isatty() or termios is None:
+        yield lambda: ""
+        return
+    decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
-        self._before: list[Any] | None = None
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+    def typed() -> str:
+        ready = select.select([stream], [], [], 0)[0]
+        return decode(os.read(stream.fileno(), 4096)) if ready else ""
 
-    def __enter__(self) -> Self:
-        """Begin to watch."""
-        if self.stream.isatty():
-            try:
-                import termios
-            except ImportError:  # Windows
-                return self
-            self._before = termios.tcgetattr(self.stream.fileno())
-            mode = termios.tcgetattr(self.stream.fileno())
-            mode[3] &= ~(termios.ICANON | termios.ECHO)
-            mode[6][termios.VMIN], mode[6][termios.VTIME] = 0, 0
-            termios.tcsetattr(self.stream.fileno(), termios.TCSADRAIN, mode)
-        return self
-
-    def typed(self) -> str:
-        """Return what was typed since the last call."""
-        if self._before is None or not select.select([self.stream], [], [], 0)[0]:
-            return ""
-        return self._decode(os.read(self.stream.fileno(), 4096))
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Leave the terminal as it was found."""
-        if self._before is not None:
-            import termios
-
-            termios.tcsetattr(self.stream.fileno(), termios.TCSADRAIN, self._before)
-            self._before = None
+    before = termios.tcgetattr(stream.fileno())
+    tty.setcbreak(stream.fileno(), termios.TCSADRAIN)
+    try:
+        yield typed
+    finally:
+        termios.tcsetattr(stream.fileno(), termios.TCSADRAIN, before)
 
 
 class Lines:
     r"""Lines of standard input: edited on a terminal, as they come elsewhere.
 
     Args:
-        words: that Tab completes at the beginning of a line.
+        words: words that Tab completes at the beginning of a line.
         keys: key -> line that it enters, in readline's words, as ``{r"\C-p": "/plain"}``.
     """
 
-    def __init__(self, words: Sequence[str] = (), keys: dict[str, str] | None = None) -> None:
+    def __init__(self, words: Sequence[str] = (), keys: Mapping[str, str] | None = None) -> None:
         self.interactive = sys.stdin.isatty()
         self._ahead = ""
-        edited = self.interactive and sys.stdout.isatty()
-        self._readline: Any = _readline() if edited else None
+        self._readline: Any = None
+        if self.interactive and sys.stdout.isatty():
+            with contextlib.suppress(ImportError):
+                import readline
+
+                # libedit knows other words than GNU's readline
+                self._readline = None if "libedit" in (readline.__doc__ or "") else readline
         if self._readline is None:
             return
         for key, line in (keys or {}).items():
@@ -270,12 +251,10 @@ class Lines:
         Raises:
             EOFError: where there is none.
         """
-        line, end, rest = self._ahead.partition("\n")
+        line, end, self._ahead = self._ahead.partition("\n")
         if end:
-            self._ahead = rest
             print(f"{prompt}{harmless(line)}", file=sys.stderr, flush=True)
             return line
-        self._ahead = ""
         if not self.interactive:
             read = sys.stdin.readline()
             if not read:
@@ -289,15 +268,6 @@ class Lines:
             return input(prompt)
         finally:
             self._readline.set_startup_hook(None)
-
-
-def _readline() -> Any:
-    """Return Python's readline where it is GNU's; libedit knows other words."""
-    try:
-        import readline
-    except ImportError:
-        return None
-    return None if "libedit" in (readline.__doc__ or "") else readline
 
 
 @contextlib.contextmanager
@@ -314,11 +284,11 @@ def ctrl_c() -> Iterator[list[int]]:
         before = signal.signal(signal.SIGINT, handle)
     except ValueError:  # not the main thread: whoever runs it there takes care of signals
         yield pressed
-        return
-    try:
-        yield pressed
-    finally:
-        signal.signal(signal.SIGINT, before)
+    else:
+        try:
+            yield pressed
+        finally:
+            signal.signal(signal.SIGINT, before)
 
 
 def write(piece: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specheads.config import ConfigError, TrainConfig
+from specheads.config import ConfigError, EvaluateConfig, TrainConfig
 from specheads.models.manifest import (
     check_manifest,
     check_tensors,
@@ -34,12 +34,12 @@ _TENSORS, _FIGURES, _CHOSEN = "model.safetensors", "best.json", "chosen.json"
 Groups = list[dict[str, Any]]
 
 
-def due(cfg: TrainConfig, progress: Progress, last_step: int) -> bool:
+def due(evaluate: EvaluateConfig, progress: Progress, last_step: int) -> bool:
     """Whether to evaluate now: every so often, and once more to compare the last with the best."""
-    if not cfg.evaluate.every:
+    if not evaluate.every:
         return False
     at_end = progress.step == last_step and progress.best_step > 0
-    return at_end or progress.step % cfg.evaluate.every == 0
+    return at_end or progress.step % evaluate.every == 0
 
 
 def judge(
@@ -157,7 +157,10 @@ def prune(run_dir: Path, progress: Progress) -> None:
 
 
 def finish(
-    parameters: Mapping[str, nn.Parameter], cfg: TrainConfig, progress: Progress, run: RunLog
+    parameters: Mapping[str, nn.Parameter],
+    evaluate: EvaluateConfig,
+    progress: Progress,
+    run: RunLog,
 ) -> None:
     """Put the best weights of the last stage back into ``parameters``, to be exported.
 
@@ -169,7 +172,7 @@ def finish(
     if not dist.is_main():
         return
     place = run.dir / "best" / _CHOSEN
-    if not (cfg.evaluate.keep_best and progress.best_step):
+    if not (evaluate.keep_best and progress.best_step):
         place.unlink(missing_ok=True)
         return
     folder = folder_of(run.dir, progress.best_step)

@@ -22,36 +22,33 @@ import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
-from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specheads.config import ConfigError, TrainConfig
-from specheads.models.manifest import MANIFEST, load_tensors, read_json, save_tensors, write_json
+from specheads.models.manifest import (
+    MANIFEST,
+    load_tensors,
+    read_json,
+    read_manifest,
+    save_tensors,
+    write_json,
+)
 from specheads.models.names import base_fingerprint
 from specheads.system import dist
 from specheads.system.files import aside, flush_folder, publish, writing
 from specheads.system.redact import redact
+from specheads.training.capacity import Spread
 
 # These may differ between a run and its continuation; anything else would change what is learned.
 FREE_TO_CHANGE = (
     "name", "run_dir", "max_steps", "resume", "resume_trust", "dry_run", "log", "checkpoint",
     "device", "dist_timeout", "optim.skip_nonfinite", "tree", "evaluate",
 )  # fmt: skip
-
-
-_OFFLOADED = ("optimizer", "param")
-
-
-class Resumable(Protocol):
-    """What has a place that is saved and restored (``loop.Batches``)."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a position."""
-        ...
 
 
 @dataclasses.dataclass
@@ -162,11 +159,10 @@ def check_settings(path: Path, state: Mapping[str, Any], cfg: TrainConfig) -> No
     now = json.loads(json.dumps(flatten_settings(cfg)))
     before = state["settings"]
     same_base = _check_base(path, state.get("base"), cfg)
-    for key in sorted(now.keys() | before.keys()):
-        if key == "optim.accumulation" and now[key] == needed:
-            continue
-        if key in ("model.name", "model.revision") and same_base:
-            continue  # the base was moved or renamed
+    may_differ = {"model.name", "model.revision"} if same_base else set()  # moved, or renamed
+    if now["optim.accumulation"] == needed:
+        may_differ.add("optim.accumulation")
+    for key in sorted((now.keys() | before.keys()) - may_differ):
         if now.get(key) != before.get(key) and not _is_free(key):
             cure = f"; {_more_steps(path, cfg)}" if key == "steps" else ""
             raise ConfigError(
@@ -193,16 +189,15 @@ def _more_steps(path: Path, cfg: TrainConfig) -> str:
 
 def _one_world_only(cfg: TrainConfig) -> str:
     """Return what keeps a run from going on with another number of ranks, as settings."""
-    zero = cfg.deepspeed.get("zero_optimization") or {}
+    spread = Spread.from_config(cfg.deepspeed)
     if not cfg.deepspeed:
         return "deepspeed=none"
     if "float16" in (cfg.model.dtype, cfg.autocast):
         return "float16"
-    if cfg.model.dtype == "bfloat16" and zero.get("stage", 0) in (1, 2):
-        return f"model.dtype=bfloat16 under ZeRO-{zero['stage']}"
-    if any((zero.get(f"offload_{w}") or {}).get("device", "none") != "none" for w in _OFFLOADED):
-        return "an optimizer or model that is offloaded"
-    return ""
+    if cfg.model.dtype == "bfloat16" and spread.stage in (1, 2):
+        return f"model.dtype=bfloat16 under ZeRO-{spread.stage}"
+    offloaded = spread.offload_optimizer or spread.offload_parameters
+    return "an optimizer or model that is offloaded" if offloaded else ""
 
 
 def _base_of(cfg: TrainConfig) -> str:
@@ -319,7 +314,7 @@ def load_rank(folder: Path) -> dict[str, Any]:
     return data
 
 
-def restore_rank(folder: Path, batches: Resumable) -> None:
+def restore_rank(folder: Path, batches: Any) -> None:
     """Put this rank's random generators and its data back to where the checkpoint was written.
 
     Raises:
@@ -353,25 +348,6 @@ def checkpoints_of(run_dir: Path) -> list[Path]:
     return sorted((path for path in found if step_of(path) >= 0), key=step_of)
 
 
-def read_manifest(path: Path) -> dict[str, dict[str, Any]]:
-    """Return what the manifest of checkpoint ``path`` lists: name -> size (bytes) and sha256.
-
-    Raises:
-        ConfigError: if there is none, or it lists something that cannot be a file of it.
-    """
-    listed = read_json(path / MANIFEST, f"{path} is not a whole checkpoint").get("files")
-    if not isinstance(listed, dict):
-        raise ConfigError(f"{path / MANIFEST} must hold an object 'files'")
-    for name, entry in listed.items():
-        parts = PurePosixPath(name).parts
-        if not parts or parts[0] == "/" or ".." in parts:
-            raise ConfigError(f"{path / MANIFEST} lists {name!r}, which is not below its folder")
-        known = isinstance(entry, dict) and isinstance(entry.get("sha256"), str)
-        if not known or type(entry.get("size")) is not int:
-            raise ConfigError(f"{path / MANIFEST} must give {name} a size and a sha256")
-    return listed
-
-
 def check_whole(path: Path, only: Only = lambda name, size: True) -> None:
     """Check that every file of checkpoint ``path`` has its size, and its sha256, and is listed.
 
@@ -382,7 +358,7 @@ def check_whole(path: Path, only: Only = lambda name, size: True) -> None:
     Raises:
         ConfigError: naming the file and both numbers.
     """
-    listed = read_manifest(path)
+    listed = read_manifest(path, "checkpoint")["files"]
     for name, entry in listed.items():
         file = path / name
         if not file.is_file():
@@ -602,7 +578,7 @@ def prune(run_dir: Path, keep: int, *, newest: int | None = None, best: int = 0)
         return
     found = checkpoints_of(run_dir)
     now = [path for path in found if newest is None or step_of(path) <= newest]
-    kept = {*now[-keep:], *(path for path in now if best and step_of(path) == best)}
+    kept = now[-keep:] + [path for path in now if best and step_of(path) == best]
     for path in found:
         if path not in kept:
             # renamed first: a half-removed checkpoint must not look like a whole one

@@ -25,7 +25,6 @@ import sysconfig
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -33,10 +32,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from specheads.config import ConfigError, RunError, TrainConfig
+from specheads.config import ConfigError, OptimConfig, RunError, TrainConfig
 from specheads.models.quantize import is_quantized_linear
 from specheads.system import dist, hardware, heartbeat
 from specheads.system.files import aside, writing
+from specheads.training.capacity import Spread
 from specheads.training.checkpoints import read_state
 from specheads.training.engine import Batch, Groups, check_names, learning_rates, make_optimizers
 
@@ -166,29 +166,20 @@ def check_deepspeed(objective: nn.Module, cfg: TrainConfig) -> None:
     Raises:
         ConfigError: naming the setting.
     """
-    if cfg.optim.name == "muon":
+    plain_only = {
+        "muon": "ZeRO flattens the matrices",
+        "adamw8bit": "ZeRO keeps the moments in parts of its own",
+    }
+    if why := plain_only.get(cfg.optim.name):
         raise ConfigError(
-            "optim.name=muon needs deepspeed=none, as ZeRO flattens the matrices; add optim=adamw"
+            f"optim.name={cfg.optim.name} needs deepspeed=none, as {why}; add optim=adamw"
         )
-    if cfg.optim.name == "adamw8bit":
-        raise ConfigError(
-            "optim.name=adamw8bit needs deepspeed=none, as ZeRO keeps the moments in parts of "
-            "its own; add optim=adamw"
-        )
-    if _zero(cfg).get("stage", 0) == 3 and any(map(is_quantized_linear, objective.modules())):
+    stage = Spread.from_config(cfg.deepspeed).stage
+    if stage == 3 and any(map(is_quantized_linear, objective.modules())):
         raise ConfigError(
             f"model.quantization={cfg.model.quantization}: ZeRO-3 cannot spread quantised "
             "weights; choose deepspeed=zero1 or zero2"
         )
-
-
-def _zero(cfg: TrainConfig) -> dict[str, Any]:
-    return cfg.deepspeed.get("zero_optimization") or {}
-
-
-def _offloads(cfg: TrainConfig) -> bool:
-    """Whether the optimizer's state lies in the main memory, beside a GPU or not."""
-    return ((_zero(cfg).get("offload_optimizer") or {}).get("device") or "none") != "none"
 
 
 def precision_settings(cfg: TrainConfig) -> dict[str, Any]:
@@ -217,7 +208,8 @@ class DeepSpeedEngine:
                 device has no float16.
         """
         check_deepspeed(objective, cfg)
-        if _offloads(cfg):
+        offloads = Spread.from_config(cfg.deepspeed).offload_optimizer
+        if offloads:
             need_compiler()
             check_build_lock()
         dist.set_defaults()
@@ -255,7 +247,7 @@ class DeepSpeedEngine:
         self.frozen = {name: named[name].detach().to("cpu", copy=True) for name in rounded}
         self.engine: Any = deepspeed.initialize(
             model=objective,
-            optimizer=_make_optimizer(groups, cfg),
+            optimizer=_make_optimizer(groups, cfg.optim, offloads=offloads),
             config={
                 "train_micro_batch_size_per_gpu": cfg.data.rows,
                 "gradient_accumulation_steps": cfg.optim.accumulation,
@@ -365,7 +357,7 @@ class DeepSpeedEngine:
         if self.engine.was_step_applied():
             raise RunError("DeepSpeed stepped on gradients that were to be dropped")
 
-    @contextmanager
+    @contextlib.contextmanager
     def _counters(self) -> Iterator[None]:
         """Put DeepSpeed's counters of steps back if what happens inside takes none."""
         names = ("global_steps", "global_samples", "skipped_steps")
@@ -460,7 +452,7 @@ class DeepSpeedEngine:
         return {name: tensor.clone() for name, tensor in found.items() if tensor is not None}
 
 
-@contextmanager
+@contextlib.contextmanager
 def _no_clipping(engine: Any) -> Iterator[None]:
     """DeepSpeed's clipping divides by a norm that a step without gradients does not have."""
     engine.clip_fp32_gradients = lambda: None
@@ -470,17 +462,17 @@ def _no_clipping(engine: Any) -> Iterator[None]:
         del engine.clip_fp32_gradients
 
 
-def _make_optimizer(groups: Groups, cfg: TrainConfig) -> torch.optim.Optimizer:
+def _make_optimizer(groups: Groups, optim: OptimConfig, *, offloads: bool) -> torch.optim.Optimizer:
     """Return AdamW, or DeepSpeed's own one for the processor where moments are offloaded."""
-    if not _offloads(cfg):
-        (optimizer,) = make_optimizers(groups, cfg.optim)
+    if not offloads:
+        (optimizer,) = make_optimizers(groups, optim)
         return optimizer
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     for group in groups:
         group["initial_lr"] = group["lr"]
-    betas = (cfg.optim.beta1, cfg.optim.beta2)
-    return cast(
-        torch.optim.Optimizer,
-        DeepSpeedCPUAdam(groups, betas=betas, weight_decay=cfg.optim.weight_decay, adamw_mode=True),
+    betas, decay = (optim.beta1, optim.beta2), optim.weight_decay
+    made: torch.optim.Optimizer = DeepSpeedCPUAdam(
+        groups, betas=betas, weight_decay=decay, adamw_mode=True
     )
+    return made

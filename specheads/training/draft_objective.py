@@ -6,48 +6,34 @@ going to draft for, and what counts in the end is the acceptance, sum_x min(base
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specheads.losses.cross_entropy import shift_labels
-from specheads.losses.distill import (
-    StoredTeacher,
-    Teacher,
-    check_options,
-    linear_soft_loss,
-)
+from specheads.config.training import DraftConfig, LossConfig
+from specheads.losses.cross_entropy import Output, check_implementation
+from specheads.losses.distill import SoftLoss, StoredTeacher, Teacher, linear_soft_loss
 from specheads.models.adapters import require_grad
 from specheads.models.output import OutputLayer, output_layer
 from specheads.training.objectives import (
     Batch,
     Metrics,
-    OutputLoss,
     hidden_states,
-    num_valid_of,
-    per_label,
+    next_labels,
+    next_token_loss,
 )
 
 LABELS = "labels"
-# names of draft.loss -> those of specheads.losses.distill
-SOFT_KINDS = {
-    "forward_kl": "soft",
-    "reverse_kl": "reverse_kl",
-    "jsd": "jsd",
-    "tv": "tv",
-    "lk_alpha": "lk_alpha",
-    "lk_lambda": "lk_lambda",
-}
 
 
 class DraftObjective(nn.Module):
     """Loss of a draft model, with a frozen base as its teacher, stored or run beside it.
 
-    A batch is that of ``output_loss.py``. It may carry ``teacher_ids`` [B, T, k], the base's k
+    A batch is that of ``objectives.py``. It may carry ``teacher_ids`` [B, T, k], the base's k
     most likely next tokens at every position, best first, and ``teacher_log_probs`` [B, T, k],
-    their log-probabilities at temperature 1 (``data/top_logits.py``): the base is then not run,
+    their log-probabilities at temperature 1 (``data/teacher_cache.py``): the base is then not run,
     and the distance is taken over these k tokens and one bucket for all others.
 
     Where the output matrices have unequal sizes, padded ones say, both distributions are taken
@@ -58,16 +44,10 @@ class DraftObjective(nn.Module):
         base: the base model; frozen, in eval mode, run without gradients. None if every batch
             carries a stored teacher, or the loss needs none (``labels``, which with a base still
             reports the acceptance).
-        loss: ``labels``, the cross entropy of the data's tokens, or a distance from the base's
-            distribution: ``forward_kl``, ``reverse_kl``, ``jsd``, ``tv``, ``lk_alpha``,
-            ``lk_lambda``, see :func:`specheads.losses.distill.linear_soft_loss`.
-        jsd_beta: of ``jsd``: weight of the base in the mixture.
-        top_k: learn the base's k most likely tokens only; 0: all.
-        temperature: of the base's distribution in the loss.
-        eta: of ``lk_lambda``.
-        chunk_size: rows whose logits exist at one time, 0 for the fastest.
-        implementation: of the loss of labels, see ``losses.linear_cross_entropy``.
-        count_hits: report ``lm/top1``.
+        draft_config: ``loss``: ``labels``, the cross entropy of the data's tokens, or a distance
+            from the base's distribution, ``forward_kl`` or a kind of
+            :class:`specheads.losses.distill.SoftLoss`; ``jsd_beta``. The defaults if None.
+        loss: ``temperature``, ``top_k`` and ``lk_eta`` of the distance; how losses are computed.
         vocab_size: tokens to compare; None: all, of two models with equally many.
         output: the draft's output layer; None finds it.
         base_output: the base's; None finds it.
@@ -77,7 +57,7 @@ class DraftObjective(nn.Module):
 
     Raises:
         ValueError: if the output matrices have unequal sizes and no ``vocab_size`` is given, or one
-            of them has fewer tokens; for an unknown loss or numbers out of range.
+            of them has fewer tokens; for a loss that is infinite with its top_k.
     """
 
     num_heads = 0
@@ -86,39 +66,30 @@ class DraftObjective(nn.Module):
         self,
         draft: PreTrainedModel,
         base: PreTrainedModel | None = None,
+        draft_config: DraftConfig | None = None,
+        loss: LossConfig | None = None,
         *,
-        loss: str = "forward_kl",
-        jsd_beta: float = 0.5,
-        top_k: int = 0,
-        temperature: float = 1.0,
-        eta: float = 3.0,
-        chunk_size: int = 0,
-        implementation: str = "fused",
-        count_hits: bool = True,
         vocab_size: int | None = None,
         output: OutputLayer | None = None,
         base_output: OutputLayer | None = None,
     ) -> None:
         super().__init__()
-        if loss not in (LABELS, *SOFT_KINDS):
-            known = ", ".join((LABELS, *SOFT_KINDS))
-            raise ValueError(f"loss must be one of {known}, got {loss!r}")
-        self.draft, self.base, self.kind = draft, base, loss
+        wanted, self.loss = draft_config or DraftConfig(), loss or LossConfig()
+        self.draft, self.base, self.kind = draft, base, wanted.loss
         self.output = output or output_layer(draft)
         self.base_output = base_output or (None if base is None else output_layer(base))
         self.vocab_size = _compared(self.output, self.base_output, vocab_size)
-        self.options: dict[str, Any] = {
-            "kind": SOFT_KINDS.get(loss, "tv"),
-            "top_k": top_k,
-            "temperature": temperature,
-            "eta": eta,
-            "jsd_beta": jsd_beta,
-        }
-        check_options(**self.options)
-        if loss == LABELS:  # its teacher is only compared with
-            self.options |= {"top_k": 0, "temperature": 1.0}
-        self.chunk_size, self.count_hits = chunk_size, count_hits
-        self.loss = OutputLoss(self.output, chunk_size, implementation, count_hits)
+        self.soft_loss = SoftLoss("tv", compare=True)  # for labels: a teacher is compared with only
+        if wanted.loss != LABELS:
+            self.soft_loss = SoftLoss(
+                "soft" if wanted.loss == "forward_kl" else wanted.loss,
+                self.loss.top_k,
+                self.loss.temperature,
+                self.loss.lk_eta,
+                wanted.jsd_beta,
+                compare=True,
+            )
+        check_implementation(self.loss.implementation, self.output.softcap)
         self.engine_scale = 1.0
         require_grad(draft, True)
         if base is not None:
@@ -144,19 +115,15 @@ class DraftObjective(nn.Module):
             ValueError: if the loss needs a teacher, and there is neither a base nor a stored one;
                 or what is stored cannot give the distribution that is asked for.
         """
-        num_valid = num_valid_of(batch, self.num_heads)
-        labels = shift_labels(batch["labels"], batch["segment_ids"], 1).flatten()
-        row_weight = per_label([1.0], num_valid).expand_as(labels)
         teacher = self._teacher(batch)  # first, or the base's activations meet the draft's graph
         hidden = hidden_states(self.draft, batch)[0].flatten(0, 1)
-        share = 1.0 / num_valid[0].clamp_min(1.0)
         sums: dict[str, Tensor] = {}
         if self.kind == LABELS:
-            loss, stats = self.loss(hidden, self.output.weight, labels, row_weight)
+            loss, stats, num_valid = next_token_loss(hidden, self.output.parts(), batch, self.loss)
             sums = {"draft/loss": stats[0, 0], "lm/loss": stats[0, 0], "lm/top1": stats[0, 1]}
             if teacher is not None:  # in a pass of its own, which forms no gradient
                 with torch.no_grad():
-                    measured = self._soft(hidden, labels, row_weight, teacher)[1]
+                    _, measured, _ = self._soft(hidden, batch, teacher)
                 sums[_alpha_name(teacher)] = measured[0, 4]
         else:
             if teacher is None:
@@ -164,11 +131,10 @@ class DraftObjective(nn.Module):
                     f"loss {self.kind} needs a base model, or teacher_ids and teacher_log_probs"
                     " in the batch"
                 )
-            loss, stats = self._soft(hidden, labels, row_weight, teacher)
+            loss, stats, num_valid = self._soft(hidden, batch, teacher)
             names = ("draft/loss", "lm/top1", None, "lm/loss", _alpha_name(teacher))
             sums = {name: s for name, s in zip(names, stats[0], strict=True) if name}
-        if not self.count_hits:
-            del sums["lm/top1"]
+        share = 1.0 / num_valid[0].clamp_min(1.0)
         metrics = {"loss": loss.detach()} | {name: s * share for name, s in sums.items()}
         return loss * self.engine_scale, metrics
 
@@ -180,36 +146,29 @@ class DraftObjective(nn.Module):
             return StoredTeacher(ids.flatten(0, 1), log_probs.flatten(0, 1))
         if self.base is None:
             return None
-        layer, size = self.base_output, self.vocab_size
-        assert layer is not None
+        assert self.base_output is not None
         hidden = hidden_states(self.base, batch)[0].flatten(0, 1)
-        bias = None if layer.bias is None else _first(layer.bias, size)
-        return Teacher(hidden, _first(layer.weight, size), bias, layer.scale, layer.softcap)
+        return Teacher(hidden, _first(self.base_output, self.vocab_size))
 
     def _soft(
-        self, hidden: Tensor, labels: Tensor, row_weight: Tensor, teacher: Teacher | StoredTeacher
-    ) -> tuple[Tensor, Tensor]:
-        """Return the loss and its statistics [1, 5], see ``linear_soft_loss``."""
-        layer, size = self.output, self.vocab_size
-        return linear_soft_loss(
-            hidden,
-            _first(layer.weight, size),
-            teacher,
-            labels,
-            row_weight,
-            bias=None if layer.bias is None else _first(layer.bias, size),
-            scale=layer.scale,
-            softcap=layer.softcap,
-            chunk_size=self.chunk_size,
-            count_hits=self.count_hits,
-            compare=True,
-            **self.options,
+        self, hidden: Tensor, batch: Batch, teacher: Teacher | StoredTeacher
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the loss, its statistics [1, 5], see ``linear_soft_loss``, and num_valid [1]."""
+        labels, row_weight, num_valid = next_labels(batch)
+        output = _first(self.output, self.vocab_size)
+        found = linear_soft_loss(
+            hidden, output, teacher, labels, row_weight, self.soft_loss, self.loss.chunk_size
         )
+        return *found, num_valid
 
 
-def _first(tensor: Tensor, size: int) -> Tensor:
-    """Return the first rows; the tensor itself where these are all, which costs no copy."""
-    return tensor if tensor.shape[0] == size else tensor[:size]
+def _first(layer: OutputLayer, size: int) -> Output:
+    """Return the output of the first tokens; the matrix itself where these are all: no copy."""
+    output = layer.parts()
+    if output.weight.shape[0] == size:
+        return output
+    bias = None if output.bias is None else output.bias[:size]
+    return replace(output, weight=output.weight[:size], bias=bias)
 
 
 def _alpha_name(teacher: Teacher | StoredTeacher) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,14 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.config import ConfigError, TrainConfig
-from specheads.data.pack import PackedBatches, check_isolation
-from specheads.data.teacher_cache import (
-    TaughtBatches,
-    TopLogits,
-    TopPlan,
-    plan_top_logits,
-    write_top_logits,
-)
+from specheads.data.pack import check_isolation
 from specheads.losses.cross_entropy import count_valid
 from specheads.models.base import checkpoint_layers, context_length
 from specheads.models.draft import (
@@ -33,12 +24,13 @@ from specheads.models.draft import (
     take_end_tokens,
     vocab_size,
 )
-from specheads.models.names import base_digest
-from specheads.models.output import OutputLayer, output_layer
+from specheads.models.output import output_layer
 from specheads.models.support import tree_support
 from specheads.system import hardware
+from specheads.training.capacity import Spread
 from specheads.training.draft_objective import DraftObjective
-from specheads.training.setup import Data, check_loss
+from specheads.training.engine import on_device
+from specheads.training.setup import check_loss
 
 Batch = dict[str, Any]
 
@@ -80,8 +72,7 @@ def check_draft(cfg: TrainConfig) -> None:
         raise ConfigError(
             f"adapter.kind={cfg.adapter.kind} tunes the base; {cfg.recipe} trains a draft model"
         )
-    zero = cfg.deepspeed.get("zero_optimization") or {}
-    if draft.on_policy and zero.get("stage") == 3:
+    if draft.on_policy and Spread.from_config(cfg.deepspeed).stage == 3:
         raise ConfigError(
             f"draft.on_policy={draft.on_policy} lets the draft model write, and with"
             " deepspeed=zero3 no rank has whole weights to write with (zero2 has)"
@@ -119,6 +110,7 @@ def build_draft(
             trust_remote_code=cfg.model.trust_remote_code,
         )
     draft.to(hardware.pick_device(cfg.device))  # type: ignore[arg-type]
+    check_loss(cfg.loss, output_layer(draft))
     shared_vocabulary(vocab_size(base), vocab_size(draft), num_ids(tokenizer))
     context = context_length(draft)
     if context is not None and cfg.data.seq_len > context:
@@ -133,45 +125,6 @@ def build_draft(
     if cfg.model.gradient_checkpointing:
         checkpoint_layers(draft)
     return draft
-
-
-def draft_objective(
-    cfg: TrainConfig,
-    draft: PreTrainedModel,
-    base: PreTrainedModel | None,
-    *,
-    compared: int,
-    base_output: OutputLayer | None = None,
-) -> DraftObjective:
-    """Return the objective of ``cfg.draft`` and ``cfg.loss``.
-
-    Args:
-        cfg: the run's settings.
-        draft: the draft model.
-        base: the teacher; None where there is a stored one, or none is needed.
-        compared: tokens over which the two are compared.
-        base_output: of ``base``.
-
-    Raises:
-        ConfigError: if the loss cannot serve this model.
-    """
-    wanted, loss = cfg.draft, cfg.loss
-    output = output_layer(draft)
-    check_loss(cfg, output)
-    return DraftObjective(
-        draft,
-        base,
-        loss=wanted.loss,
-        jsd_beta=wanted.jsd_beta,
-        top_k=loss.top_k,
-        temperature=loss.temperature,
-        eta=loss.lk_eta,
-        chunk_size=loss.chunk_size,
-        implementation=loss.implementation,
-        vocab_size=compared,
-        output=output,
-        base_output=base_output if base is not None else None,
-    )
 
 
 @torch.no_grad()
@@ -200,92 +153,9 @@ def heldout_agreement(objective: DraftObjective, batches: Sequence[Batch]) -> di
     objective.eval()
     try:
         for batch in batches:
-            placed = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-            _, metrics = objective({**placed, "num_valid": num_valid.to(device)})
+            _, metrics = objective(on_device({**batch, "num_valid": num_valid}, device))
             for key, name in names.items():
                 total[name] += float(metrics[key])
     finally:
         objective.train(training)
     return total
-
-
-@dataclass(frozen=True)
-class _StandIn:
-    """Batches with a teacher that says nothing: what a stored one costs that is not written yet."""
-
-    batches: PackedBatches
-    top_k: int
-
-    def __next__(self) -> Batch:
-        batch = next(self.batches)
-        ids = torch.arange(self.top_k).expand(*batch["input_ids"].shape, -1)
-        share = torch.full(ids.shape, 1 / (self.top_k + 1)).log()
-        return {**batch, "teacher_ids": ids.clone(), "teacher_log_probs": share}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.batches.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.batches.load_state_dict(state)
-
-
-class StoredTeacher:
-    """The base's most likely tokens at every training position, in ``draft.stored``.
-
-    Args:
-        cfg: the run's settings.
-        base: the base model, as the settings load it.
-        output: its output layer.
-        data: the run's data, with rows of one length.
-        compared: tokens over which base and draft are compared.
-
-    Raises:
-        ConfigError: if the folder was made of something else.
-    """
-
-    def __init__(
-        self,
-        cfg: TrainConfig,
-        base: PreTrainedModel,
-        output: OutputLayer,
-        data: Data,
-        *,
-        compared: int,
-    ) -> None:
-        assert isinstance(data.train, PackedBatches)  # check_draft has seen to it
-        self.cfg, self.base, self.output, self.batches = cfg, base, output, data.train
-        self.plan: TopPlan = plan_top_logits(
-            Path(cfg.draft.stored).expanduser(),
-            data.train.documents,
-            base=base_digest(cfg.model.name, revision=cfg.model.revision),
-            computed=f"{cfg.model.dtype}, quantization {cfg.model.quantization},"
-            f" autocast {cfg.autocast}",
-            vocab_size=compared,
-            top_k=cfg.draft.stored_top_k,
-        )
-
-    def describe(self) -> str:
-        """Return one line: what is stored, how large it is, where, and how much is missing."""
-        return self.plan.describe()
-
-    def open(self) -> TaughtBatches:
-        """Write what is missing, and return the batches that carry it.
-
-        Raises:
-            ConfigError: if the disk has too little room, or a file of the folder is damaged.
-            RunError: if the disk fills up; what is finished stays, and the next run goes on there.
-        """
-        write_top_logits(
-            self.plan,
-            self.batches.documents,
-            self.base,
-            self.output,
-            seq_len=self.batches.seq_len,
-            rows=self.batches.rows,
-            autocast=self.cfg.autocast == "bfloat16",
-        )
-        return TaughtBatches(self.batches, TopLogits(self.plan))
-
-    def stand_in(self) -> _StandIn:
-        """Return batches as those of :meth:`open`; nothing is written and the base is not run."""
-        return _StandIn(self.batches, self.cfg.draft.stored_top_k)

@@ -25,10 +25,14 @@ from specheads.models.manifest import (
     save_tensors,
 )
 from specheads.models.quantize import need_bitsandbytes
-from specheads.system import dist
 
 Batch = dict[str, Any]
 Groups = list[dict[str, Any]]
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """Return a batch with its tensors on ``device``."""
+    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
 
 
 class Objective(Protocol):
@@ -40,7 +44,6 @@ class Objective(Protocol):
 
     def __call__(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and additive metrics."""
-        ...
 
 
 class Engine(Protocol):
@@ -60,11 +63,9 @@ class Engine(Protocol):
 
     def forward(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of one micro-batch and its metrics."""
-        ...
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add this micro-batch's gradients; ``last`` marks the end of the optimizer step."""
-        ...
 
     def step(self, factor: float) -> float:
         """Clip, step with every learning rate times ``factor``, return the gradient norm.
@@ -72,23 +73,18 @@ class Engine(Protocol):
         A norm that is not finite changes nothing, on any rank: no weight, no moment, no counter.
         The gradients are gone then, and what comes back is that norm, or infinity.
         """
-        ...
 
     def drop(self) -> None:
         """Throw away the gradients of this step instead of stepping; all ranks call it."""
-        ...
 
     def save(self, folder: Path) -> None:
         """Write trained weights and optimizer state; all ranks call it."""
-        ...
 
     def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote."""
-        ...
 
     def close(self) -> None:
         """Leave the module usable without the engine."""
-        ...
 
 
 def make_optimizers(
@@ -236,21 +232,3 @@ class TorchEngine:
     def close(self) -> None:
         """Free the gradients; the module itself was never changed."""
         self.drop()
-
-
-def open_engine(objective: nn.Module, groups: Groups, cfg: TrainConfig) -> Engine:
-    """Return the engine that the settings ask for.
-
-    Raises:
-        ConfigError: if several processes were started without DeepSpeed.
-    """
-    if cfg.deepspeed:
-        from specheads.training.deepspeed_engine import DeepSpeedEngine
-
-        return DeepSpeedEngine(objective, groups, cfg)
-    if dist.world_size() > 1:
-        raise ConfigError(
-            f"{dist.world_size()} processes were started, but deepspeed=none trains with one; "
-            "choose deepspeed=zero1, zero2 or zero3"
-        )
-    return TorchEngine(objective, groups, cfg)

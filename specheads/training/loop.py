@@ -4,13 +4,10 @@ One optimizer step: gather its micro-batches, count their valid labels over micr
 ranks, run them, look at the losses, step. Counting first is what makes unequal micro-batches
 exact (each loss is a sum divided by the count of the whole step).
 
-Means of the metrics between two lines of the log, tokens per second, and memory.
-
-Steps whose loss or gradients are not finite: what brought them, and how many there were.
-
-They are written to ``nonfinite.jsonl`` of the run directory, one line per step:
-``{"step", "what": "loss" | "gradient", "batches": [{"rank", "micro_batch", "ids"}]}``. Of a loss
-the micro-batches that had it, of a gradient all that it was summed over.
+Steps whose loss or gradients are not finite are written to ``nonfinite.jsonl`` of the run
+directory, one line per step: ``{"step", "what": "loss" | "gradient", "batches": [{"rank",
+"micro_batch", "ids"}]}``. Of a loss the micro-batches that had it, of a gradient all that it was
+summed over.
 """
 
 from __future__ import annotations
@@ -24,12 +21,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from specheads.config import InterruptedRunError, RunError, TrainConfig
+from specheads.config import ConfigError, InterruptedRunError, RunError, TrainConfig
 from specheads.losses.cross_entropy import count_valid
 from specheads.runs.log import RunLog
 from specheads.system import dist
@@ -49,8 +46,70 @@ from specheads.training.checkpoints import (
     set_random_state,
     verify,
 )
-from specheads.training.engine import Batch, Engine, Objective, learning_rates, open_engine
+from specheads.training.engine import (
+    Batch,
+    Engine,
+    Groups,
+    Objective,
+    TorchEngine,
+    learning_rates,
+    on_device,
+)
 from specheads.training.schedule import lambda_scale, lr_factor
+
+Evaluate = Callable[[int], Mapping[str, float]]
+
+
+class Batches(Protocol):
+    """An endless, resumable iterator of micro-batches (``data/pack.py``)."""
+
+    def __next__(self) -> Batch:
+        """Return the next micro-batch of this rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, as JSON values."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a position."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one stage of a run trains, on what, and from which step to which.
+
+    Attributes:
+        objective: ``forward(batch) -> (loss, metrics)``, see ``training/objectives.py``.
+        batches: this rank's micro-batches.
+        groups: the optimizer's groups, from ``schedule.param_groups``.
+        name: the stage's name in checkpoints: a resumed run goes on in the stage of that name.
+        first_step: optimizer steps that earlier stages took.
+        last_step: end of the stage; 0 is the end of the run.
+    """
+
+    objective: nn.Module
+    batches: Batches
+    groups: Groups
+    name: str = "train"
+    first_step: int = 0
+    last_step: int = 0
+
+
+def open_engine(objective: nn.Module, groups: Groups, cfg: TrainConfig) -> Engine:
+    """Return the engine that the settings ask for.
+
+    Raises:
+        ConfigError: if several processes were started without DeepSpeed.
+    """
+    if cfg.deepspeed:
+        from specheads.training.deepspeed_engine import DeepSpeedEngine
+
+        return DeepSpeedEngine(objective, groups, cfg)
+    if dist.world_size() > 1:
+        raise ConfigError(
+            f"{dist.world_size()} processes were started, but deepspeed=none trains with one; "
+            "choose deepspeed=zero1, zero2 or zero3"
+        )
+    return TorchEngine(objective, groups, cfg)
 
 
 def peak_memory(device: torch.device) -> float:
@@ -106,29 +165,6 @@ class Meter:
         return means
 
 
-Evaluate = Callable[[int], Mapping[str, float]]
-
-
-class Batches(Protocol):
-    """An endless, resumable iterator of micro-batches (``data/pack.py``)."""
-
-    def __next__(self) -> Batch:
-        """Return the next micro-batch of this rank."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position, as JSON values."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a position."""
-        ...
-
-
-def _place(batch: Batch, device: torch.device) -> Batch:
-    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-
-
 def gather(
     batches: Batches, num_micro: int, num_heads: int, device: torch.device
 ) -> tuple[list[Batch], float]:
@@ -152,28 +188,19 @@ def gather(
         counts[num_heads + 1] += (batch["segment_ids"] > 0).sum().cpu()
     counts = dist.sum_over_ranks(counts.to(device)).cpu()
     num_valid = counts[: num_heads + 1].to(torch.float32)
-    placed = [_place({**batch, "num_valid": num_valid}, device) for batch in micro]
+    placed = [on_device({**batch, "num_valid": num_valid}, device) for batch in micro]
     return placed, float(counts[num_heads + 1])
 
 
-class Ran(NamedTuple):
-    """What the micro-batches of one optimizer step gave.
+def run_micro_batches(
+    engine: Engine, micro: list[Batch], asked_to_stop: Callable[[], bool]
+) -> tuple[dict[str, float], list[int], bool, bool]:
+    """Run forward and backward over one optimizer step's micro-batches.
 
-    Attributes:
-        metrics: summed over micro-batches and ranks.
-        bad: this rank's micro-batches whose loss is not finite.
-        bad_anywhere: whether any rank has one.
-        stopping: whether any rank was asked to stop.
+    Returns:
+        The metrics, summed over micro-batches and ranks; this rank's micro-batches whose loss is
+        not finite; whether any rank has one; whether any rank was asked to stop.
     """
-
-    metrics: dict[str, float]
-    bad: list[int]
-    bad_anywhere: bool
-    stopping: bool
-
-
-def run_micro_batches(engine: Engine, micro: list[Batch], asked_to_stop: Callable[[], bool]) -> Ran:
-    """Run forward and backward over one optimizer step's micro-batches."""
     total: dict[str, Tensor] = {}
     losses = []
     for index, batch in enumerate(micro):
@@ -186,33 +213,26 @@ def run_micro_batches(engine: Engine, micro: list[Batch], asked_to_stop: Callabl
     values = torch.stack([value.double() for value in total.values()])
     flags = torch.tensor([float(bad.any()), float(asked_to_stop())], device=values.device)
     summed = dist.sum_over_ranks(torch.cat([values, flags.double()])).tolist()
-    return Ran(
-        metrics=dict(zip(total, summed, strict=False)),
-        bad=bad.nonzero().flatten().tolist(),
-        bad_anywhere=summed[-2] > 0,
-        stopping=summed[-1] > 0,
-    )
+    means = dict(zip(total, summed, strict=False))
+    return means, bad.nonzero().flatten().tolist(), summed[-2] > 0, summed[-1] > 0
 
 
 @dataclass
-class _Stage:
+class _Training:
     """What the steps of one stage share."""
 
+    stage: Stage
+    last_step: int
     cfg: TrainConfig
     run: RunLog
     engine: Engine
-    objective: nn.Module
-    batches: Batches
-    parameters: dict[str, nn.Parameter]
     progress: Progress
     meter: Meter
-    first_step: int
-    last_step: int
 
     def factor(self, step: int) -> float:
         """Return what the learning rates of ``step`` (from 0) are multiplied with."""
         cfg = self.cfg
-        return lr_factor(step, self.first_step, self.last_step, cfg.optim, cfg.steps)
+        return lr_factor(step, self.stage.first_step, self.last_step, cfg.optim, cfg.steps)
 
     def take_step(self, device: torch.device, asked_to_stop: Callable[[], bool]) -> bool:
         """Take one optimizer step, or leave it out; return whether any rank was asked to stop.
@@ -220,13 +240,14 @@ class _Stage:
         Raises:
             RunError: if a loss or gradient is not finite, and no more of them may be left out.
         """
-        step, trained = self.progress.step, cast(Objective, self.objective)
-        before = self.batches.state_dict(), *random_state()
-        trained.lambda_scale = lambda_scale(step, self.first_step, self.last_step, self.cfg.loss)
-        micro, tokens = gather(self.batches, self.cfg.optim.accumulation, trained.num_heads, device)
-        ran = run_micro_batches(self.engine, micro, asked_to_stop)
-        metrics, fault = ran.metrics, ""
-        if ran.bad_anywhere:
+        step, stage, optim = self.progress.step, self.stage, self.cfg.optim
+        trained, first = cast(Objective, stage.objective), stage.first_step
+        before = stage.batches.state_dict(), *random_state()
+        trained.lambda_scale = lambda_scale(step, first, self.last_step, self.cfg.loss)
+        micro, tokens = gather(stage.batches, optim.accumulation, trained.num_heads, device)
+        metrics, bad, bad_anywhere, stopping = run_micro_batches(self.engine, micro, asked_to_stop)
+        fault = ""
+        if bad_anywhere:
             self.engine.drop()
             fault = "loss"
         else:
@@ -235,20 +256,20 @@ class _Stage:
                 metrics = {}  # such a step has no place in the means
                 fault = "" if self.engine.overflowed else "gradient"
         if fault:
-            chosen = ran.bad if fault == "loss" else range(len(micro))
+            chosen = bad if fault == "loss" else range(len(micro))
             where = report(self.run.dir, step + 1, fault, micro, chosen)
-            if self.progress.skipped >= self.cfg.optim.skip_nonfinite:
+            if self.progress.skipped >= optim.skip_nonfinite:
                 self.give_up(f"the {fault} of step {step + 1} is not finite", where, before)
             self.progress.skipped += 1
             self.run.say(
                 f"step {step + 1} left out, as its {fault} is not finite: {where} "
-                f"({self.progress.skipped} of optim.skip_nonfinite={self.cfg.optim.skip_nonfinite})"
+                f"({self.progress.skipped} of optim.skip_nonfinite={optim.skip_nonfinite})"
             )
             metrics = {}
         self.progress.step += 1
         self.meter.add(metrics, tokens)
         self.run.advance()
-        return ran.stopping
+        return stopping
 
     def give_up(self, what: str, where: str, before: tuple[Any, ...]) -> NoReturn:
         """Save the state from before the step that cannot be taken, and stop the run."""
@@ -263,7 +284,9 @@ class _Stage:
         error.on_every_rank = True
         raise error
 
-    def evaluate(self, evaluate: Evaluate, signals: StopSignal) -> bool:
+    def evaluate(
+        self, evaluate: Evaluate, parameters: Mapping[str, nn.Parameter], signals: StopSignal
+    ) -> bool:
         """Evaluate, unless a signal comes; return whether any rank was asked to stop.
 
         An evaluation that a signal cut short is due again after the resume.
@@ -276,16 +299,16 @@ class _Stage:
             cut, asked = dist.sum_over_ranks(flags).tolist()
             self.progress.unevaluated = cut > 0
             if found is not None and not cut:
-                found = best.judge(found, self.parameters, self.cfg, self.progress, self.run)
+                found = best.judge(found, parameters, self.cfg, self.progress, self.run)
                 self.run.metrics(self.progress.step, found)
-        self.objective.train()
+        self.stage.objective.train()
         return asked > 0
 
-    def write_row(self, groups: list[dict[str, Any]], device: torch.device, *, keep: bool) -> None:
+    def write_row(self, device: torch.device, *, keep: bool) -> None:
         """Write the means since the last row; ``keep`` them for the next one too."""
         step = self.progress.step
         row = self.meter.read(keep=keep)
-        rates = learning_rates(groups, self.factor(step - 1))
+        rates = learning_rates(self.stage.groups, self.factor(step - 1))
         row |= {f"train/lr/{name}": rate for name, rate in rates.items()}
         row["train/peak_memory"] = peak_memory(device)
         if self.progress.skipped:
@@ -301,36 +324,15 @@ class _Stage:
         with self.meter.paused():
             with new_checkpoint(self.run.dir, now.step) as folder:
                 self.engine.save(folder)
-                save_rank(folder, self.cfg, now, position or self.batches.state_dict())
+                save_rank(folder, self.cfg, now, position or self.stage.batches.state_dict())
                 self.run.save(folder)
             self.run.saved(self.run.dir / "checkpoints" / f"step-{now.step:07d}")
             best_step = now.best_step if keep.keep_best else 0
             prune(self.run.dir, keep.keep, newest=now.step, best=best_step)
 
 
-@contextlib.contextmanager
-def _closed(engine: Engine) -> Iterator[None]:
-    """Close ``engine`` at the end.
-
-    Not after an error: closing may gather the weights of all ranks, of which one may be gone.
-    """
-    yield
-    engine.close()
-
-
-def fit(
-    objective: nn.Module,
-    batches: Batches,
-    cfg: TrainConfig,
-    *,
-    groups: list[dict[str, Any]],
-    run: RunLog,
-    stage: str = "train",
-    first_step: int = 0,
-    last_step: int | None = None,
-    evaluate: Evaluate | None = None,
-) -> int:
-    """Train ``objective`` from ``first_step`` to ``last_step``, or go on from a checkpoint.
+def fit(stage: Stage, cfg: TrainConfig, run: RunLog, evaluate: Evaluate | None = None) -> int:
+    """Train ``stage`` from its first step to its last, or go on from a checkpoint.
 
     A recipe with several stages calls this once per stage; a stage that the resumed checkpoint
     has already left behind returns at once. The last stage ends with the weights of its best
@@ -338,14 +340,9 @@ def fit(
     its own, and what follows an earlier stage starts from that one's last weights.
 
     Args:
-        objective: ``forward(batch) -> (loss, metrics)``, see ``training/objectives.py``.
-        batches: this rank's micro-batches.
+        stage: what is trained, and on what.
         cfg: the run's settings.
-        groups: from ``schedule.param_groups``.
         run: the open run directory.
-        stage: name of the stage, in checkpoints.
-        first_step: optimizer steps that earlier stages took.
-        last_step: end of the stage; None is the end of the run.
         evaluate: called every ``evaluate.every`` steps, on every rank; its metrics are logged. By
             ``eval/accept_length`` evaluations are compared, at the end of the stage too.
 
@@ -357,22 +354,22 @@ def fit(
         RunError: if a loss or gradient is not finite, once too often for ``optim.skip_nonfinite``;
             what was before that step is saved.
     """
-    last_step = cfg.steps if last_step is None else last_step
+    last_step = stage.last_step or cfg.steps
     end = min(last_step, cfg.max_steps or last_step)
-    if cfg.max_steps and first_step >= cfg.max_steps:
+    if cfg.max_steps and stage.first_step >= cfg.max_steps:
         return cfg.max_steps
     checkpoint = checkpoint_to_resume(cfg)
-    progress = Progress(step=first_step, stage=stage)
+    progress = Progress(step=stage.first_step, stage=stage.name)
     if checkpoint is not None:
         saved = load_progress(checkpoint)
-        if saved.stage != stage and saved.step >= last_step:
+        if saved.stage != stage.name and saved.step >= last_step:
             return last_step
-        if saved.stage == stage:
+        if saved.stage == stage.name:
             progress = saved
         else:
             checkpoint = None
-    parameters = best.trained(objective, groups)
-    engine = open_engine(objective, groups, cfg)
+    parameters = best.trained(stage.objective, stage.groups)
+    engine = open_engine(stage.objective, stage.groups, cfg)
     if len(reached := set(dist.gather_texts(str(progress.step)))) > 1:
         raise RunError(
             f"ranks would go on from steps {', '.join(sorted(reached))}: they do not see the same"
@@ -383,31 +380,30 @@ def fit(
         if cfg.evaluate.keep_best and dist.is_main():
             best.bring(run.dir, checkpoint, progress)
         engine.load(checkpoint)
-        restore_rank(checkpoint, batches)
+        restore_rank(checkpoint, stage.batches)
     run.begin(progress.step, checkpoint)
     progress.skipped = max(progress.skipped, begin(run.dir, progress.step))
-    device = next(objective.parameters()).device
-    now = _Stage(
-        cfg, run, engine, objective, batches, parameters, progress, Meter(progress),
-        first_step, last_step,
-    )  # fmt: skip
-    objective.train()
-    with saving_first(then_at_once=last_step == cfg.steps) as signals, _closed(engine):
+    device = next(stage.objective.parameters()).device
+    now = _Training(stage, last_step, cfg, run, engine, progress, Meter(progress))
+    stage.objective.train()
+    with saving_first(then_at_once=last_step == cfg.steps) as signals:
         while progress.unevaluated or (progress.step < end and not progress.stopped):
             stopping = False
             if not progress.unevaluated:  # else the run was stopped between step and evaluation
                 stopping = now.take_step(device, lambda: bool(signals.name or run.trouble))
-                progress.unevaluated = bool(evaluate) and best.due(cfg, progress, last_step)
+                progress.unevaluated = bool(evaluate) and best.due(
+                    cfg.evaluate, progress, last_step
+                )
             better = False
             if evaluate and progress.unevaluated and not stopping:
-                stopping = now.evaluate(evaluate, signals)
+                stopping = now.evaluate(evaluate, parameters, signals)
                 better = cfg.checkpoint.keep_best and progress.best_step == progress.step
             over = progress.step == end or progress.stopped
             due = progress.step % cfg.log.every == 0 or progress.step == last_step
             due = due or progress.stopped
             if (due or stopping or over) and not progress.unevaluated:
                 # a row at an early stop leaves the window as it is, for the row after the resume
-                now.write_row(groups, device, keep=not due)
+                now.write_row(device, keep=not due)
             save = cfg.checkpoint.every and progress.step % cfg.checkpoint.every == 0
             if save or stopping or better or (over and end in (cfg.max_steps, cfg.steps)):
                 now.save()
@@ -418,8 +414,10 @@ def fit(
                     f"{why}stopped after step {progress.step} of {cfg.steps}; "
                     "go on with resume=auto"
                 )
+        # not after an error: it may gather the weights of all ranks, of which one may be gone
+        engine.close()
     if last_step == cfg.steps:
-        best.finish(parameters, cfg, progress, run)
+        best.finish(parameters, cfg.evaluate, progress, run)
     return progress.step
 
 

@@ -1,23 +1,21 @@
 """What is trained: heads, with or without their base model, as a module that returns one loss.
 
 The loss lives in forward, whole, so that any engine trains it with one backward; a backward per
-head is silently wrong under ZeRO. ``output_loss.py`` says what a batch holds and what a mean is.
-Shapes: B T batch, N = B * T, M positions in use, K heads, G groups of labels, d hidden size.
-
-The loss of one output matrix over packed rows, and the next-token objective made of it.
+head is silently wrong under ZeRO.
 
 Every mean is over the valid labels of the whole optimizer step, which the batch carries as
 ``num_valid``: a micro-batch returns its share, and shares add up.
 
 A batch has ``input_ids``, ``labels`` (unshifted), ``position_ids`` and ``segment_ids`` [B, T], and
 ``num_valid`` [K + 1] (language model, then heads); without it the batch counts for itself.
-Shapes: B T batch, M positions in use, K heads, G groups of labels, d hidden size, V vocabulary.
+Shapes: B T batch, N = B * T, M positions in use, K heads, G groups of labels, d hidden size,
+V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,14 +23,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from specheads.config.training import LossConfig
 from specheads.losses.cross_entropy import (
     IGNORE,
+    Output,
     check_implementation,
     count_valid,
     linear_cross_entropy,
     shift_labels,
 )
-from specheads.losses.distill import Teacher, linear_soft_loss
+from specheads.losses.distill import SoftLoss, Teacher, linear_soft_loss
 from specheads.models.adapters import original, require_grad
 from specheads.models.kinds import Heads
 from specheads.models.output import FINAL, OutputLayer, output_layer, packed_taps
@@ -41,93 +41,12 @@ Batch = dict[str, Any]
 Metrics = dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class OutputLoss:
-    """Cross entropy as the base model's output layer would have it.
-
-    Attributes:
-        layer: scale, softcap and bias; the matrix is given at each call.
-        chunk_size: rows whose logits exist at one time, 0 for the fastest.
-        implementation: see ``losses.linear_cross_entropy``.
-        count_hits: report top-1 and top-5.
-    """
-
-    layer: OutputLayer
-    chunk_size: int = 0
-    implementation: str = "fused"
-    count_hits: bool = True
-
-    def __post_init__(self) -> None:
-        check_implementation(self.implementation, self.layer.softcap)
-
-    def __call__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        row_weight: Tensor,
-        *,
-        heads: Heads | None = None,
-        **groups: Any,
-    ) -> tuple[Tensor, Tensor]:
-        """Return ``losses.linear_cross_entropy`` of ``hidden`` [N, d] under ``weight`` [V, d].
-
-        With ``heads`` the matrix is theirs, and may know fewer tokens: labels that it does not
-        know are misses in the hits, and add nothing to the loss.
-        """
-        return linear_cross_entropy(
-            hidden,
-            weight,
-            labels if heads is None else heads.map_labels(labels),
-            row_weight,
-            bias=self.layer.bias if heads is None else heads.output_bias(self.layer.bias),
-            scale=self.layer.scale,
-            softcap=self.layer.softcap,
-            chunk_size=self.chunk_size,
-            count_hits=self.count_hits,
-            implementation=self.implementation,
-            **groups,
-        )
-
-    def soft(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        row_weight: Tensor,
-        teacher_hidden: Tensor,
-        *,
-        kind: str = "soft",
-        heads: Heads | None = None,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor]:
-        """Return ``soft_loss.linear_soft_loss`` against the base at ``teacher_hidden`` [N, d]."""
-        layer = self.layer
-        return linear_soft_loss(
-            hidden,
-            weight,
-            Teacher(teacher_hidden, layer.weight, layer.bias, layer.scale, layer.softcap),
-            labels,
-            row_weight,
-            kind=kind,
-            token_map=None if heads is None else heads.token_map,
-            bias=layer.bias if heads is None else heads.output_bias(layer.bias),
-            scale=layer.scale,
-            softcap=layer.softcap,
-            chunk_size=self.chunk_size,
-            count_hits=self.count_hits,
-            **options,
-        )
-
-
 class LMObjective(nn.Module):
     """Next-token loss of the base model alone; for pretraining.
 
     Args:
         base: the model, all of it trained.
-        chunk_size: rows whose logits exist at one time, 0 for the fastest.
-        implementation: of the loss, see ``losses.linear_cross_entropy``.
-        count_hits: report top-1 and top-5.
+        loss: how the loss is computed; the defaults if None.
         output: the base's output layer; None finds it.
     """
 
@@ -136,28 +55,47 @@ class LMObjective(nn.Module):
     def __init__(
         self,
         base: PreTrainedModel,
-        *,
-        chunk_size: int = 0,
-        implementation: str = "fused",
-        count_hits: bool = True,
+        loss: LossConfig | None = None,
         output: OutputLayer | None = None,
     ) -> None:
         super().__init__()
-        self.base = base
+        self.base, self.loss = base, loss or LossConfig()
         self.output = output or output_layer(base)
-        self.loss = OutputLoss(self.output, chunk_size, implementation, count_hits)
+        check_implementation(self.loss.implementation, self.output.softcap)
         self.engine_scale = 1.0  # what the engine will divide by: world size times accumulation
         require_grad(base, True)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return this micro-batch's share of the mean loss, and of ``lm/loss|top1|top5``."""
-        num_valid = num_valid_of(batch, 0)
-        labels = shift_labels(batch["labels"], batch["segment_ids"], 1).flatten()
         hidden = hidden_states(self.base, batch)[0].flatten(0, 1)
-        row_weight = per_label([1.0], num_valid).expand_as(labels)
-        loss, stats = self.loss(hidden, self.output.weight, labels, row_weight)
-        metrics = metrics_of(["lm"], loss, stats, num_valid, self.loss.count_hits)
-        return loss * self.engine_scale, metrics
+        loss, stats, num_valid = next_token_loss(hidden, self.output.parts(), batch, self.loss)
+        return loss * self.engine_scale, metrics_of(["lm"], loss, stats, num_valid)
+
+
+def next_token_loss(
+    hidden: Tensor, output: Output, batch: Batch, loss: LossConfig
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the cross entropy of a batch's next tokens, its statistics [1, 3], and num_valid [1].
+
+    Args:
+        hidden: [B * T, d] final hidden states.
+        output: the model's output.
+        batch: see the module.
+        loss: how the loss is computed.
+    """
+    labels, row_weight, num_valid = next_labels(batch)
+    found = linear_cross_entropy(
+        hidden, output, labels, row_weight,
+        chunk_size=loss.chunk_size, implementation=loss.implementation,
+    )  # fmt: skip
+    return *found, num_valid
+
+
+def next_labels(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the labels [B * T] of the next tokens, their weights [B * T], and num_valid [1]."""
+    num_valid = num_valid_of(batch, 0)
+    labels = shift_labels(batch["labels"], batch["segment_ids"], 1).flatten()
+    return labels, per_label([1.0], num_valid).expand_as(labels), num_valid
 
 
 def hidden_states(
@@ -190,44 +128,13 @@ def per_label(factors: Sequence[float], num_valid: Tensor) -> Tensor:
     return torch.where(num_valid > 0, share, 0.0)
 
 
-def metrics_of(
-    names: Sequence[str], loss: Tensor, stats: Tensor, num_valid: Tensor, count_hits: bool
-) -> Metrics:
+def metrics_of(names: Sequence[str], loss: Tensor, stats: Tensor, num_valid: Tensor) -> Metrics:
     """Return this batch's share of ``loss`` and of ``<name>/loss|top1|top5`` of every group."""
     shares = stats.detach() / num_valid.clamp_min(1.0)[:, None]
-    kinds = ("loss", "top1", "top5") if count_hits else ("loss",)
     metrics = {"loss": loss.detach()}
     for name, row in zip(names, shares.unbind(), strict=True):
-        metrics |= {f"{name}/{kind}": value for kind, value in zip(kinds, row, strict=False)}
+        metrics |= {f"{name}/{kind}": row[i] for i, kind in enumerate(("loss", "top1", "top5"))}
     return metrics
-
-
-@dataclass(frozen=True)
-class HeadsLoss:
-    """What the heads learn from.
-
-    Attributes:
-        kind: ``hard``, the labels; or the base's own distribution at that place: ``soft`` (KL),
-            ``tv``, ``lk_alpha``, ``lk_lambda``, see :mod:`specheads.losses.distill`.
-        top_k: keep the base's most likely tokens only; 0 keeps all.
-        temperature: of the base's distribution.
-        eta: of ``lk_lambda``.
-    """
-
-    kind: str = "hard"
-    top_k: int = 0
-    temperature: float = 1.0
-    eta: float = 3.0
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """What ``OutputLoss.soft`` takes."""
-        return {
-            "kind": self.kind,
-            "top_k": self.top_k,
-            "temperature": self.temperature,
-            "eta": self.eta,
-        }
 
 
 class HeadsObjective(nn.Module):
@@ -239,7 +146,7 @@ class HeadsObjective(nn.Module):
     ``train_base=False`` (Medusa-1): sum_i decay^(i+1) L_i; the base, output matrix included, is
     frozen and runs in eval mode without gradients. ``train_base=True`` (Medusa-2):
     L_LM + lambda_0 * lambda_scale * sum_i decay^(i+1) L_i. L_i is the mean loss of head i over its
-    own valid labels; a head that has none adds 0. With ``distill_base`` L_LM is
+    own valid labels; a head that has none adds 0. With ``loss.base=distill`` L_LM is
     KL(original || base), the original being the base with its adapter off.
 
     A batch may carry ``hidden`` [B, T, d], the frozen base's hidden states: it is then not run.
@@ -247,15 +154,9 @@ class HeadsObjective(nn.Module):
     Args:
         base: the base model; None if every batch carries ``hidden``.
         heads: its heads.
+        loss: what the heads learn from, and how their losses are weighed; the defaults if None.
+            ``loss.base="distill"`` holds a trained base to its original instead of to the labels.
         train_base: whether the base is trained too; one with an adapter trains that alone.
-        decay: weight of each head's loss relative to the head before.
-        lambda_0: weight of the heads' losses beside the base's; unused if the base is frozen.
-        average: divide the heads' losses by K (DeepSeek-V3, arXiv:2412.19437, equation 25).
-        heads_loss: what the heads learn from.
-        distill_base: hold the base to its original instead of to the labels.
-        chunk_size: rows whose logits exist at one time, 0 for the fastest.
-        implementation: of the loss of labels, see ``losses.linear_cross_entropy``.
-        count_hits: report top-1 and top-5.
         output: the base's output layer; None finds it.
         embed: the base's input embedding; None finds it.
 
@@ -272,25 +173,16 @@ class HeadsObjective(nn.Module):
         self,
         base: PreTrainedModel | None,
         heads: Heads,
+        loss: LossConfig | None = None,
         *,
         train_base: bool,
-        decay: float = 0.8,
-        lambda_0: float = 0.2,
-        average: bool = False,
-        heads_loss: HeadsLoss | None = None,
-        distill_base: bool = False,
-        chunk_size: int = 0,
-        implementation: str = "fused",
-        count_hits: bool = True,
         output: OutputLayer | None = None,
         embed: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__()
         if base is None and (train_base or output is None):
             raise ValueError("without a base model there must be output, and train_base be False")
-        if distill_base and not train_base:
-            raise ValueError("distill_base holds a trained base to its original: train_base=True")
-        self.base, self.heads = base, heads
+        self.base, self.heads, self.loss = base, heads, loss or LossConfig()
         self.output = output or output_layer(base)  # type: ignore[arg-type]
         if embed is None and heads.needs_embedding:
             if base is None:
@@ -300,11 +192,9 @@ class HeadsObjective(nn.Module):
         expected, found = tuple(self.output.weight.shape), (heads.vocab_size, heads.hidden_size)
         if expected != found:
             raise ValueError(f"the heads are for an output matrix {found}, the base has {expected}")
-        self.loss = OutputLoss(self.output, chunk_size, implementation, count_hits)
-        self.heads_loss = heads_loss or HeadsLoss()
+        check_implementation(self.loss.implementation, self.output.softcap)
         self.num_heads, self.train_base = heads.num_heads, train_base
-        self.distill_base = distill_base
-        self.decay, self.lambda_0, self.average = decay, lambda_0, average
+        self.distill_base = train_base and self.loss.base == "distill"
         self.lambda_scale = self.engine_scale = 1.0
         if base is not None:
             require_grad(base, train_base)
@@ -322,10 +212,11 @@ class HeadsObjective(nn.Module):
 
         Metrics: ``loss``, ``head_{i}/loss|top1|top5``, and ``lm/...`` where the base is trained.
         """
-        share = 1.0 / self.num_heads if self.average else 1.0
-        factors = [share * self.decay ** (i + 1) for i in range(self.num_heads)]
+        share = 1.0 / self.num_heads if self.loss.average else 1.0
+        factors = [share * self.loss.decay ** (i + 1) for i in range(self.num_heads)]
         if self.train_base:
-            factors = [1.0, *(self.lambda_0 * self.lambda_scale * factor for factor in factors)]
+            by = self.loss.lambda_0 * self.lambda_scale
+            factors = [1.0, *(by * factor for factor in factors)]
         num_groups = len(factors)  # the heads, behind the language model where it is trained
         num_valid = num_valid_of(batch, self.num_heads)[-num_groups:]
         weights = per_label(factors, num_valid)
@@ -336,8 +227,7 @@ class HeadsObjective(nn.Module):
         loss, stats = self._loss(self._rows(batch, labels), weights)
         names = [f"head_{i}" for i in range(self.num_heads)]
         names = ["lm", *names] if self.train_base else names
-        metrics = metrics_of(names, loss, stats, num_valid, self.loss.count_hits)
-        return loss * self.engine_scale, metrics
+        return loss * self.engine_scale, metrics_of(names, loss, stats, num_valid)
 
     def _rows(self, batch: Batch, labels: Tensor) -> _Rows:
         """Run the base, and keep the positions where something is learned."""
@@ -380,65 +270,64 @@ class HeadsObjective(nn.Module):
             assert self.base is not None
             with torch.no_grad(), original(self.base):
                 return hidden_states(self.base, batch)[0].flatten(0, 1)
-        return None if self.heads_loss.kind == "hard" else hidden.detach().flatten(0, 1)
+        return None if self.loss.heads == "hard" else hidden.detach().flatten(0, 1)
 
     def _loss(self, rows: _Rows, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weighted sum of all groups' losses, and their statistics [G, 3]."""
+        output, labels = self.output.parts(), rows.labels
         # a matrix that gets no gradient, as under an adapter, needs no call for all together
-        trained = self.train_base and self.output.weight.requires_grad
-        together = self.heads.one_matrix and trained
-        plain = self.heads_loss.kind == "hard" and not self.distill_base
-        if together and plain:
+        trained = self.train_base and output.weight.requires_grad
+        plain = self.loss.heads == "hard" and not self.distill_base
+        if self.heads.one_matrix and trained and plain:
+            # all groups in one call, so that one gradient buffer of the shared matrix exists
             features = (self._features(i, rows) for i in range(self.num_heads))
-            joined, labels = torch.cat([rows.hidden, *features]), rows.labels
+            joined = torch.cat([rows.hidden, *features])
             del features, rows  # copied, and K times as large as the base's hidden states
-            return self._one_matrix(joined, labels, weights)
-        return self._one_by_one(rows, weights)
-
-    def _one_matrix(self, joined: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """All groups in one call, so that one gradient buffer of the shared matrix exists."""
-        num_groups, num_rows = labels.shape
-        groups = torch.arange(num_groups, device=weights.device).repeat_interleave(num_rows)
-        return self.loss(
-            joined,
-            self.output.weight,
-            labels.flatten(),
-            weights.repeat_interleave(num_rows),
-            groups=groups,
-            num_groups=num_groups,
-        )
-
-    def _one_by_one(self, rows: _Rows, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Each group by itself: its matrix is its own, or frozen and has no gradient to share."""
-        shared, heads = self.output.weight, self.heads
-        parts: list[tuple[Tensor, Tensor]] = []
-        for i in range(-1 if self.train_base else 0, self.num_heads):
-            labels = rows.labels[len(parts)]
-            weight = weights[len(parts)].expand_as(labels)
-            if i < 0 and self.distill_base:
-                before = rows.teacher_at(0)
-                part = self.loss.soft(rows.hidden, shared, labels, weight, before)
-            elif i < 0:
-                part = self.loss(rows.hidden, shared, labels, weight)
-            else:
-                features = self._features(i, rows)
-                matrix = heads.output_weight(i, shared)
-                if self.heads_loss.kind == "hard":
-                    part = self.loss(features, matrix, labels, weight, heads=heads)
-                else:
-                    part = self.loss.soft(
-                        features,
-                        matrix,
-                        labels,
-                        weight,
-                        rows.teacher_at(i + 1),
-                        heads=heads,
-                        **self.heads_loss.options,
-                    )
-                del features  # not held while the next head's logits exist
-            parts.append(part)
+            return self._cross_entropy(joined, output, labels, weights)
+        # each by itself: its matrix is its own, or frozen and has no gradient to share
+        parts = []
+        if self.distill_base:
+            teacher = Teacher(rows.teacher_at(0), output)
+            same = rows.hidden, output, teacher, labels[0], weights[0].expand_as(labels[0])
+            parts.append(linear_soft_loss(*same, SoftLoss("soft"), self.loss.chunk_size))
+        elif self.train_base:
+            parts.append(self._cross_entropy(rows.hidden, output, labels[0], weights[0]))
+        for i in range(self.num_heads):
+            group = i + len(labels) - self.num_heads
+            parts.append(self._head_loss(i, rows, labels[group], weights[group]))
         losses, stats = zip(*parts, strict=True)
         return torch.stack(losses).sum(), torch.cat(stats)
+
+    def _head_loss(
+        self, i: int, rows: _Rows, labels: Tensor, weight: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss of head ``i`` by its ``labels`` [M], and its statistics [1, 3].
+
+        Its matrix may know fewer tokens: labels that it does not know are misses in the hits, and
+        add nothing to the loss.
+        """
+        heads, base = self.heads, self.output.parts()
+        features = self._features(i, rows)
+        output = replace(
+            base, weight=heads.output_weight(i, base.weight), bias=heads.output_bias(base.bias)
+        )
+        if self.loss.heads == "hard":
+            return self._cross_entropy(features, output, heads.map_labels(labels), weight)
+        teacher = Teacher(rows.teacher_at(i + 1), base, heads.token_map)
+        loss = self.loss
+        return linear_soft_loss(
+            features, output, teacher, labels, weight.expand_as(labels),
+            SoftLoss(loss.heads, loss.top_k, loss.temperature, loss.lk_eta), loss.chunk_size,
+        )  # fmt: skip
+
+    def _cross_entropy(
+        self, hidden: Tensor, output: Output, labels: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss of one group, or of all groups with a weight [G] for each."""
+        return linear_cross_entropy(
+            hidden, output, labels, weights.unsqueeze(-1).expand_as(labels),
+            chunk_size=self.loss.chunk_size, implementation=self.loss.implementation,
+        )  # fmt: skip
 
     def _features(self, i: int, rows: _Rows) -> Tensor:
         """What head i's matrix reads, [M, d_i]; its inner activations are made again in backward.

@@ -1,14 +1,12 @@
-"""Read a run's records, or look at them where they are streamed, before a model is loaded.
+"""What every recipe starts from: records as packed rows, a base model, heads, prompts to decode.
 
-What every recipe starts from: records as packed rows, held-out rows, prompts to decode.
-
-The heads and the objective that the settings ask for: what the recipes of heads share.
-
-A base model that does not exist yet: built from ``model.init``, with a tokenizer of its own.
+Records are read, or looked at where they are streamed, before a model is loaded. A base model that
+does not exist yet is built from ``model.init``, with a tokenizer of its own.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specheads.config import ConfigError, TrainConfig
+from specheads.config import ConfigError, LossConfig, TrainConfig
 from specheads.data.chat import Documents, Encoded, EncodedRecords, Encoder, encode_records
 from specheads.data.dropped import Dropped
 from specheads.data.load import load_records, read_jsonl
@@ -47,7 +45,8 @@ from specheads.models.output import OutputLayer, output_layer
 from specheads.models.quantize import METHODS, quantization_of
 from specheads.system import dist, hardware
 from specheads.system.files import tinycode_dir
-from specheads.training.objectives import HeadsLoss, HeadsObjective
+from specheads.training.engine import on_device
+from specheads.training.objectives import HeadsObjective
 
 
 @dataclass(frozen=True)
@@ -65,25 +64,19 @@ class Read:
     dropped: Dropped
 
 
-class Bars:
-    """Progress bars for the slow parts of reading data, on a terminal only."""
+def progress_bars() -> Callable[[str, int, int], None]:
+    """Return what shows ``done`` of ``total`` of something slow, on a terminal only."""
+    bars: dict[str, tqdm[Any]] = {}
 
-    def __init__(self) -> None:
-        self.bars: dict[str, tqdm[Any]] = {}
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        """Show ``done`` of ``total``."""
-        if what not in self.bars:
+    def show(what: str, done: int, total: int) -> None:
+        if what not in bars:
             quiet = not (sys.stderr.isatty() and dist.is_main())
-            self.bars[what] = tqdm(total=total, desc=what, disable=quiet, leave=False)
-        bar = self.bars[what]
-        bar.total = total
-        bar.update(done - bar.n)
+            bars[what] = tqdm(total=total, desc=what, disable=quiet, leave=False)
+        bars[what].update(done - bars[what].n)
+        if done == total:
+            bars.pop(what).close()
 
-    def close(self) -> None:
-        """Clear all bars."""
-        for bar in self.bars.values():
-            bar.close()
+    return show
 
 
 def read_data(cfg: TrainConfig) -> Read:
@@ -127,9 +120,6 @@ def check_streaming(cfg: TrainConfig) -> None:
             )
 
 
-Training = PackedBatches | GrowingBatches | StreamedBatches
-
-
 @dataclass(frozen=True)
 class Data:
     """A run's data.
@@ -139,18 +129,13 @@ class Data:
         heldout: packed held-out rows, always the same.
         heldout_records: the records that ``heldout`` is made of.
         summary: counts, for the export.
-        rows_per_epoch: rows of ``data.seq_len`` that hold every training document once; 0 for a
-            stream, whose length nobody knows.
-        efficiency: share of their positions that is used; of a stream, in its first rows.
         dropped: records that could not be used.
     """
 
-    train: Training
+    train: PackedBatches | GrowingBatches | StreamedBatches
     heldout: list[dict[str, Any]]
     heldout_records: list[Record]
     summary: dict[str, Any]
-    rows_per_epoch: int
-    efficiency: float
     dropped: Dropped
 
     def quarantine(self, run_dir: Path) -> None:
@@ -202,7 +187,7 @@ def load_base(
     )
     check_tokenizer(tokenizer, base)
     output = output_layer(base)
-    check_loss(cfg, output)
+    check_loss(cfg.loss, output)
     if train_base and cfg.adapter.kind == "lora":
         add_adapter(base, cfg.adapter, seed=cfg.seed)
     if train_base and model.gradient_checkpointing:
@@ -221,10 +206,10 @@ def check_no_cache(cfg: TrainConfig) -> None:
         )
 
 
-def check_loss(cfg: TrainConfig, output: OutputLayer) -> None:
+def check_loss(loss: LossConfig, output: OutputLayer) -> None:
     """Refuse an implementation of the loss that is not installed or cannot serve this model."""
     try:
-        check_implementation(cfg.loss.implementation, output.softcap)
+        check_implementation(loss.implementation, output.softcap)
     except ValueError as error:
         raise ConfigError(f"loss.{error}") from None
 
@@ -253,101 +238,61 @@ def load_data(
     """
     check_isolation(base, backward=train_base)
     read = read or read_data(cfg)
-    bars, dropped = Bars(), read.dropped
+    wanted, dropped, show = cfg.data, read.dropped, progress_bars()
+    pad = int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
+
+    def documents_of(seq_len: int) -> Documents:
+        context = context_length(base)
+        return Documents(tokenizer, seq_len=seq_len, context=context, learn_all=learn_all)
 
     def encode(records: Sequence[Record], seq_len: int) -> EncodedRecords:
         return encode_records(
             records,
-            tokenizer,
-            seq_len=seq_len,
-            context=context_length(base),
-            progress=bars,
-            max_bad_fraction=cfg.data.max_bad_fraction,
+            documents_of(seq_len),
+            progress=show,
+            max_bad_fraction=wanted.max_bad_fraction,
             dropped=dropped,
-            learn_all=learn_all,
         )
 
-    pad = int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
-    heldout_encoded = encode(read.heldout, cfg.data.seq_len)
-    train: Training
+    heldout = encode(read.heldout, wanted.seq_len)
+    order: dict[str, Any] = {"seed": cfg.seed, "pad_token_id": pad}
+    order |= {"rank": dist.rank(), "world": dist.world_size()}
+    train: PackedBatches | GrowingBatches | StreamedBatches
     if isinstance(read.train, RecordStream):
-        train = StreamedBatches(
-            read.train,
-            Documents(
-                tokenizer,
-                seq_len=cfg.data.seq_len,
-                context=context_length(base),
-                learn_all=learn_all,
-            ),
-            rows=cfg.data.rows,
-            seed=cfg.seed,
-            pad_token_id=pad,
-            dropped=dropped,
-            rank=dist.rank(),
-            world=dist.world_size(),
-        )
-        rows_per_epoch, efficiency, counts = 0, train.efficiency, train.counts
-        said = f"streamed from {read.train.name}, {100 * efficiency:.0f}% of the first rows used"
+        train = StreamedBatches(read.train, documents_of(wanted.seq_len), rows=wanted.rows, **order)
+        counts, used = train.counts, f"{100 * train.efficiency:.0f}% of the first rows used"
+        said = f"streamed from {read.train.name}, {used}"
     else:
-        train, encoded = _packed(cfg, read.train, encode, pad)
-        last = train if isinstance(train, PackedBatches) else train.stages[-1][1]
-        rows_per_epoch, efficiency, counts = last.rows_per_epoch, last.efficiency, encoded.counts
-        said = encoded.summary()
-    heldout = one_pass(
-        heldout_encoded.documents,
-        seq_len=cfg.data.seq_len,
-        rows=min(cfg.data.rows, 8),
+        stages: list[tuple[int, PackedBatches]] = []
+        for length, share in [*wanted.growth, [wanted.seq_len, 1.0]]:
+            seq_len = int(length)
+            encoded = encode(read.train, seq_len)
+            rows = wanted.rows * wanted.seq_len // seq_len
+            packed = PackedBatches(encoded.documents, seq_len=seq_len, rows=rows, **order)
+            stages.append((round(share * cfg.steps) * cfg.optim.accumulation, packed))
+        train = packed if len(stages) == 1 else GrowingBatches(stages)
+        counts, said = encoded.counts, encoded.summary()
+    if dist.is_main():
+        print(f"train: {said}\nheldout: {heldout.summary()}", flush=True)
+        if dropped:
+            print(f"read: {dropped.summary()}", flush=True)
+    summary = {
+        "source": wanted.source,
+        "path": wanted.path,
+        "kinds": list(wanted.kinds),
+        "seq_len": wanted.seq_len,
+        "train": counts,  # of a stream: what has been read when this is written
+        "heldout": heldout.counts,
+        "dropped": dropped.counts,
+    }
+    heldout_rows = one_pass(
+        heldout.documents,
+        seq_len=wanted.seq_len,
+        rows=min(wanted.rows, 8),
         pad_token_id=pad,
         max_rows=cfg.evaluate.loss_rows,
     )
-    bars.close()
-    summary = {
-        "source": cfg.data.source,
-        "path": cfg.data.path,
-        "kinds": list(cfg.data.kinds),
-        "seq_len": cfg.data.seq_len,
-        "train": counts,  # of a stream: what has been read when this is written
-        "heldout": heldout_encoded.counts,
-        "dropped": dropped.counts,
-    }
-    if dist.is_main():
-        print(f"train: {said}\nheldout: {heldout_encoded.summary()}", flush=True)
-        if dropped:
-            print(f"read: {dropped.summary()}", flush=True)
-    return Data(
-        train=train,
-        heldout=heldout,
-        heldout_records=read.heldout,
-        summary=summary,
-        rows_per_epoch=rows_per_epoch,
-        efficiency=efficiency,
-        dropped=dropped,
-    )
-
-
-def _packed(
-    cfg: TrainConfig,
-    records: list[Record],
-    encode: Callable[[Sequence[Record], int], EncodedRecords],
-    pad_token_id: int,
-) -> tuple[PackedBatches | GrowingBatches, EncodedRecords]:
-    """Return batches of records in memory, and what became of them in rows of ``data.seq_len``."""
-    tokens = cfg.data.rows * cfg.data.seq_len
-    stages: list[tuple[int, PackedBatches]] = []
-    for length, share in [*cfg.data.growth, [cfg.data.seq_len, 1.0]]:
-        seq_len = int(length)
-        encoded = encode(records, seq_len)
-        batches = PackedBatches(
-            encoded.documents,
-            seq_len=seq_len,
-            rows=tokens // seq_len,
-            seed=cfg.seed,
-            pad_token_id=pad_token_id,
-            rank=dist.rank(),
-            world=dist.world_size(),
-        )
-        stages.append((round(share * cfg.steps) * cfg.optim.accumulation, batches))
-    return (batches if len(stages) == 1 else GrowingBatches(stages)), encoded
+    return Data(train, heldout_rows, read.heldout, summary, dropped)
 
 
 def prompt_records(
@@ -368,22 +313,16 @@ def prompt_records(
     own = tinycode_dir() / "calibration.jsonl"
     if cfg.model.name == "tinycode" and cfg.data.source == "pycode" and own.is_file():
         records = read_jsonl(own)
-    encoder = Encoder(tokenizer)
-    longest = cfg.data.seq_len
+    encoder, wanted, longest = Encoder(tokenizer), cfg.evaluate.num_prompts, cfg.data.seq_len
     if context is not None:
         longest = min(longest, context - cfg.evaluate.max_new_tokens)
     by_kind: dict[str, list[Record]] = {}
     for record in records:
         kind = by_kind.setdefault(record["kind"], [])
-        if len(kind) < cfg.evaluate.num_prompts and 0 < len(encoder.prompt(record)) <= longest:
+        if len(kind) < wanted and 0 < len(encoder.prompt(record)) <= longest:
             kind.append(record)
-    turns = [
-        kind[i]
-        for i in range(cfg.evaluate.num_prompts)
-        for kind in by_kind.values()
-        if i < len(kind)
-    ]
-    return turns[: cfg.evaluate.num_prompts]
+    turns = itertools.zip_longest(*by_kind.values())
+    return [record for turn in turns for record in turn if record is not None][:wanted]
 
 
 def build_heads(
@@ -501,33 +440,6 @@ def most_frequent(documents: Sequence[Encoded], vocab_size: int, num_kept: int) 
     return order[:num_kept]
 
 
-def heads_objective(
-    cfg: TrainConfig,
-    base: PreTrainedModel | None,
-    heads: Heads,
-    output: OutputLayer,
-    *,
-    train_base: bool = False,
-    embed: Any = None,
-) -> HeadsObjective:
-    """Return the objective of ``cfg.loss``."""
-    loss = cfg.loss
-    return HeadsObjective(
-        base,
-        heads,
-        train_base=train_base,
-        decay=loss.decay,
-        lambda_0=loss.lambda_0,
-        average=loss.average,
-        heads_loss=HeadsLoss(loss.heads, loss.top_k, loss.temperature, loss.lk_eta),
-        distill_base=train_base and loss.base == "distill",
-        chunk_size=loss.chunk_size,
-        implementation=loss.implementation,
-        output=output,
-        embed=embed,
-    )
-
-
 @torch.no_grad()
 def heads_accuracy(
     base: PreTrainedModel,
@@ -552,8 +464,7 @@ def heads_accuracy(
     ).sum(0)
     total: dict[str, float] = {}
     for batch in batches:
-        placed = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-        _, metrics = objective({**placed, "num_valid": num_valid.to(device)})
+        _, metrics = objective(on_device({**batch, "num_valid": num_valid}, device))
         for key, value in metrics.items():
             if key.startswith("head_"):
                 total[key] = total.get(key, 0.0) + float(value)
@@ -582,7 +493,7 @@ def new_base(
     base.to(hardware.pick_device(cfg.device))  # type: ignore[arg-type]
     check_tokenizer(tokenizer, base)
     output = output_layer(base)
-    check_loss(cfg, output)
+    check_loss(cfg.loss, output)
     if cfg.model.gradient_checkpointing:
         checkpoint_layers(base)
     return base, output, tokenizer

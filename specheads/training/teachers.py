@@ -1,20 +1,21 @@
-"""Train heads from a cache of the frozen base's hidden states: the same batches, without the base.
+"""What stands in for running the base, or for its texts, while something learns from it.
 
-A batch of the cache is that of ``data/pack.py`` with ``hidden`` [B, T, d] beside the tokens.
+A feature cache: heads train on the frozen base's hidden states, the same batches without the base.
+A stored teacher: a draft model learns from the base's most likely tokens at every position. Either
+is added to the batches of ``data/pack.py`` beside the tokens.
 
-Batches in which the draft model wrote the answers itself, for the base to judge.
-
-A draft model that is only shown what the base writes never sees the places where its own guesses
-lead. Here it writes the answers, and learns the base's distribution along them (generalised
-knowledge distillation, arXiv:2306.13649, algorithm 1; arXiv:2310.08461).
-
-A batch is that of ``data/pack.py``: every document keeps its place and its prompt, and its answer
-is written anew, at most as long as it was, so that as many tokens are read as without.
+On-policy batches: a draft model that is only shown what the base writes never sees the places where
+its own guesses lead. Here it writes the answers, and learns the base's distribution along them
+(generalised knowledge distillation, arXiv:2306.13649, algorithm 1; arXiv:2310.08461). Every
+document keeps its place and its prompt, and its answer is written anew, at most as long as it was,
+so that as many tokens are read as without.
 """
 
 from __future__ import annotations
 
 import hashlib
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -28,50 +29,54 @@ from transformers import PreTrainedModel
 
 from specheads.config import ConfigError, TrainConfig
 from specheads.data.chat import Encoded
-from specheads.data.pack import Batch, PackedBatches
+from specheads.data.pack import Batch, Mapped, PackedBatches
 from specheads.data.teacher_cache import (
-    Features,
+    CachedBatches,
     Plan,
-    Progress,
+    TeacherCache,
+    computed_by,
     plan_features,
+    plan_top_logits,
     readable,
-    write_features,
+    still_missing,
+    write_cache,
 )
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.base import input_device
-from specheads.models.names import base_digest
-from specheads.models.output import packed_hidden
+from specheads.models.output import OutputLayer, packed_hidden
+from specheads.runs.log import RunLog
 from specheads.system import dist
 from specheads.training.loop import Batches
-from specheads.training.plan import StandInFeatures, clock, seconds_per_pass
+from specheads.training.plan import TIMED, clock
+from specheads.training.setup import Data
 
 
-class CachedBatches:
-    """``PackedBatches`` that carry hidden states; its order and its saved place are theirs."""
+def cached_features(
+    cfg: TrainConfig, base: PreTrainedModel, data: Data, log: RunLog
+) -> tuple[Batches, list[Batch], list[str]]:
+    """Return batches and held-out rows with the base's hidden states, if ``features.dir`` is set.
 
-    def __init__(self, batches: PackedBatches, features: Features) -> None:
-        """Take the batches, and features of the same documents in the same order."""
-        self.batches, self.features = batches, features
+    What is missing in the cache is written. A dry run writes nothing: its batches have zeros.
 
-    def __iter__(self) -> CachedBatches:
-        return self
+    Returns:
+        Batches, held-out rows, and lines for a dry run.
 
-    def __next__(self) -> Batch:
-        places = self.batches.take()
-        hidden = self.features.rows(places, self.batches.seq_len)
-        return {**self.batches.lay_out(places), "hidden": hidden}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the place in the data; plain JSON, the same with and without a cache."""
-        return self.batches.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved place.
-
-        Raises:
-            ConfigError: if the state is of other data, another row length or another seed.
-        """
-        self.batches.load_state_dict(state)
+    Raises:
+        ConfigError: if the cache was made of something else, data.growth is set, the disk has too
+            little room, or a file of the cache is damaged.
+        RunError: if the disk fills up; what is finished stays, and the next run goes on there.
+    """
+    if not cfg.features.dir:
+        return data.train, data.heldout, []
+    cache = FeatureCache(cfg, base, data.train, data.heldout)
+    if cfg.dry_run:
+        passes = cache.batches.rows_per_epoch / cfg.data.rows
+        filling = clock(passes * seconds_per_pass(base, cache.batches))
+        size = cache.plans[0].settings["hidden_size"]
+        batches = without_features(cache.batches, size, base.dtype)
+        return batches, data.heldout, [cache.describe(), f"time to fill it: {filling}"]
+    log.say(cache.describe())
+    return *cache.open(base), []
 
 
 class FeatureCache:
@@ -97,32 +102,24 @@ class FeatureCache:
         """
         if not isinstance(batches, PackedBatches):
             raise ConfigError("features.dir needs rows of one length; leave data.growth out")
-        self.cfg, self.batches, self.heldout = cfg, batches, list(heldout)
-        folder = Path(cfg.features.dir).expanduser()
-        self.plan = self._plan(folder, batches.documents, base)
-        self._heldout_documents = [d for batch in heldout for row in _rows(batch) for d in row]
-        self.heldout_plan: Plan | None = None
-        if self._heldout_documents:
-            self.heldout_plan = self._plan(folder / "heldout", self._heldout_documents, base)
-
-    def _plan(self, folder: Path, documents: Sequence[Encoded], base: PreTrainedModel) -> Plan:
-        cfg = self.cfg
-        sample = _sample(base, autocast=cfg.autocast == "bfloat16")
-        return plan_features(
-            folder,
-            documents,
-            base=base_digest(cfg.model.name, revision=cfg.model.revision),
-            computed=f"{cfg.model.dtype}, quantization {cfg.model.quantization},"
-            f" autocast {cfg.autocast}",
-            hidden_size=sample.shape[-1],
-            given_as=sample.dtype,
-            dtype=cfg.features.dtype,
-        )
-
-    @property
-    def plans(self) -> list[Plan]:
-        """The plan of the training documents, and that of the held-out rows if there are any."""
-        return [plan for plan in (self.plan, self.heldout_plan) if plan]
+        self.batches, self.heldout = batches, list(heldout)
+        self.autocast = cfg.autocast == "bfloat16"
+        sample, folder = _sample(base, autocast=self.autocast), Path(cfg.features.dir).expanduser()
+        held_out = [d for batch in heldout for row in _rows(batch) for d in row]
+        places = [(folder, batches.documents), (folder / "heldout", held_out)]
+        self.documents = [documents for _, documents in places if documents]
+        self.plans: list[Plan] = [
+            plan_features(
+                place,
+                documents,
+                computed_by(cfg.model, cfg.autocast),
+                hidden_size=sample.shape[-1],
+                given_as=sample.dtype,
+                dtype=cfg.features.dtype,
+            )
+            for place, documents in places
+            if documents
+        ]
 
     @property
     def num_bytes(self) -> int:
@@ -131,64 +128,101 @@ class FeatureCache:
 
     def describe(self) -> str:
         """Return one line for before the base is run: what, how large, where, how much is left."""
-        missing = sum(plan.shards[i].bytes for plan in self.plans for i in plan.missing())
-        left = f"{readable(missing)} still to be written" if missing else "complete"
-        heldout = self.heldout_plan
-        more = f", held-out rows {readable(heldout.num_bytes)}" if heldout else ""
-        return f"{self.plan.describe()}{more}; {left}"
+        train, *heldout = self.plans
+        more = f", held-out rows {readable(heldout[0].num_bytes)}" if heldout else ""
+        return f"{train.describe()}{more}; {still_missing(*self.plans)}"
 
-    def open(
-        self, base: PreTrainedModel, *, progress: Progress | None = None
-    ) -> tuple[CachedBatches, list[Batch]]:
-        """Write what is missing and return batches, and held-out rows, that carry ``hidden``.
+    def open(self, base: PreTrainedModel) -> tuple[CachedBatches, list[Batch]]:
+        """Write what is missing and return batches, and held-out rows, that carry ``hidden``."""
+        caches, shape = [], (self.batches.rows, self.batches.seq_len)
+        for plan, documents in zip(self.plans, self.documents, strict=True):
+            write_cache(plan, documents, base, shape, autocast=self.autocast)
+            caches.append(TeacherCache(plan))
+        heldout, first = [], 0
+        for batch in self.heldout if len(caches) > 1 else []:
+            places = []
+            for row in _rows(batch):
+                places.append(list(range(first, first + len(row))))
+                first += len(row)
+            heldout.append({**batch, **caches[1].rows(places, batch["input_ids"].shape[1])})
+        return CachedBatches(self.batches, caches[0]), heldout
 
-        Raises:
-            ConfigError: if the disk has too little room, or a file of the cache is damaged.
-            RunError: if the disk fills up; what is finished stays, and the next run goes on there.
-        """
-        train = self._open(self.plan, self.batches.documents, base, progress)
-        heldout = []
-        if self.heldout_plan:
-            features = self._open(self.heldout_plan, self._heldout_documents, base, progress)
-            first = 0
-            for batch in self.heldout:
-                places = []
-                for row in _rows(batch):
-                    places.append(list(range(first, first + len(row))))
-                    first += len(row)
-                hidden = features.rows(places, batch["input_ids"].shape[1])
-                heldout.append({**batch, "hidden": hidden})
-        return CachedBatches(self.batches, train), heldout
 
-    def stand_in(self, base: PreTrainedModel) -> tuple[Batches, list[str]]:
-        """Return batches as the cache's, without hidden states, and what a plan has to say of it.
+def without_features(batches: Batches, hidden_size: int, dtype: torch.dtype) -> Mapped:
+    """Return batches with hidden states of zeros: what a cache costs that is not written yet."""
 
-        For ``dry_run=true``: nothing is written, ``base`` runs on a few micro-batches.
-        """
-        batches, cfg = self.batches, self.cfg
-        size, dtype = self.plan.hidden_size, base.dtype
-        passes = batches.rows_per_epoch / cfg.data.rows
-        filling = clock(passes * seconds_per_pass(base, batches))
-        notes = [self.describe(), f"time to fill it: {filling}"]
-        return StandInFeatures(batches, size, dtype), notes
+    def add_zeros(batch: Batch) -> Batch:
+        shape = (*batch["input_ids"].shape, hidden_size)
+        return {**batch, "hidden": torch.zeros(shape, dtype=dtype)}
 
-    def _open(
-        self,
-        plan: Plan,
-        documents: Sequence[Encoded],
-        base: PreTrainedModel,
-        progress: Progress | None,
-    ) -> Features:
-        write_features(
-            plan,
-            documents,
-            base,
-            seq_len=self.batches.seq_len,
-            rows=self.batches.rows,
-            autocast=self.cfg.autocast == "bfloat16",
-            progress=progress,
-        )
-        return Features(plan)
+    return Mapped(batches, add_zeros)
+
+
+@torch.no_grad()
+def seconds_per_pass(base: PreTrainedModel, batches: Batches) -> float:
+    """Return the median time of the base alone on a micro-batch, as a feature cache is written."""
+    before, seconds = batches.state_dict(), []
+    for _ in range(TIMED + 1):
+        batch = next(batches)
+        ids, positions = (batch[key].to(base.device) for key in ("input_ids", "position_ids"))
+        begin = time.perf_counter()
+        packed_hidden(base, ids, positions).sum().item()  # waits for a GPU
+        seconds.append(time.perf_counter() - begin)
+    batches.load_state_dict(before)
+    return statistics.median(seconds[1:])
+
+
+def stored_teacher(
+    cfg: TrainConfig,
+    base: PreTrainedModel,
+    output: OutputLayer,
+    batches: object,
+    vocab_size: int,
+    log: RunLog,
+) -> tuple[Batches, list[str]]:
+    """Return batches with the base's most likely tokens at every position, from ``draft.stored``.
+
+    What is missing there is written. A dry run writes nothing: its batches have a teacher that says
+    nothing.
+
+    Args:
+        cfg: the run's settings.
+        base: the base model, as the settings load it.
+        output: its output layer.
+        batches: the run's training data, with rows of one length.
+        vocab_size: tokens over which base and draft are compared.
+        log: the open run directory.
+
+    Returns:
+        Batches, and lines for a dry run.
+
+    Raises:
+        ConfigError: if the folder was made of something else, the disk has too little room, or a
+            file of the folder is damaged.
+        RunError: if the disk fills up; what is finished stays, and the next run goes on there.
+    """
+    assert isinstance(batches, PackedBatches)  # check_draft has seen to it
+    top_k = cfg.draft.stored_top_k
+    plan = plan_top_logits(
+        Path(cfg.draft.stored).expanduser(),
+        batches.documents,
+        computed_by(cfg.model, cfg.autocast),
+        vocab_size=vocab_size,
+        top_k=top_k,
+    )
+    said = f"{plan.describe()}; {still_missing(plan)}"
+
+    def add_nothing(batch: Batch) -> Batch:
+        ids = torch.arange(top_k).expand(*batch["input_ids"].shape, -1)
+        share = torch.full(ids.shape, 1 / (top_k + 1)).log()
+        return {**batch, "teacher_ids": ids.clone(), "teacher_log_probs": share}
+
+    if cfg.dry_run:
+        return Mapped(batches, add_nothing), [said]
+    log.say(said)
+    shape, autocast = (batches.rows, batches.seq_len), cfg.autocast == "bfloat16"
+    write_cache(plan, batches.documents, base, shape, output=output, autocast=autocast)
+    return CachedBatches(batches, TeacherCache(plan)), []
 
 
 def _rows(batch: Batch) -> list[list[Encoded]]:
@@ -251,11 +285,11 @@ class OnPolicyBatches:
         """Take the batches.
 
         Args:
-            batches: of this rank.
+            batches: this rank's batches.
             generate: lets the draft model, as it is now, continue prompts.
-            share: of the batches, in [0, 1]; they are evenly spread.
-            max_new_tokens: of an answer.
-            seed: of the run.
+            share: the share of the batches, in [0, 1]; they are evenly spread.
+            max_new_tokens: the most tokens of an answer.
+            seed: the run's seed.
             vocab_size: tokens that base and draft model both have; an answer ends before the first
                 one that is not among them.
             pad_token_id: fills what a shorter answer leaves free.
@@ -331,11 +365,10 @@ def _laid_out(
     batch: Batch, places: Sequence[_Place], answers: Sequence[Sequence[int]], pad_token_id: int
 ) -> Batch:
     """Return the batch with ``answers`` from each place's cut on; other documents are left out."""
-    old = {key: batch[key] for key in ("input_ids", "labels", "position_ids", "segment_ids")}
+    old = {key: batch[key] for key in ("input_ids", "labels", "segment_ids")}
     new: dict[str, Tensor] = {
         "input_ids": torch.full_like(old["input_ids"], pad_token_id),
         "labels": torch.full_like(old["labels"], IGNORE),
-        "position_ids": torch.zeros_like(old["position_ids"]),
         "segment_ids": torch.zeros_like(old["segment_ids"]),
     }
     for place, answer in zip(places, answers, strict=True):
@@ -346,13 +379,11 @@ def _laid_out(
         new["input_ids"][row, place.cut : end] = written
         new["labels"][row, place.cut : end] = written
         new["segment_ids"][row, whole] = old["segment_ids"][row, whole]
-        new["position_ids"][row, whole] = torch.arange(end - place.start)
-    for row, segments in enumerate(new["segment_ids"]):  # padding is a document like any other
-        since = 0
-        for i, segment in enumerate(segments.tolist()):
-            since = since + 1 if segment == 0 else 0
-            if segment == 0:
-                new["position_ids"][row, i] = since - 1
+    # positions restart with every document, and padding is a document like any other
+    segments, places_of = new["segment_ids"], torch.arange(old["segment_ids"].shape[1])
+    begins = torch.ones_like(segments, dtype=torch.bool)
+    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    new["position_ids"] = places_of - torch.where(begins, places_of, 0).cummax(1).values
     return {**batch, **new}
 
 

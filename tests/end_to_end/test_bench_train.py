@@ -46,14 +46,14 @@ def test_both_sides_are_timed_and_weighed(
 
 def test_memory_is_measured_in_a_process_of_its_own(script: ModuleType) -> None:
     """The peak of one side would be found in the other's."""
-    case = script.Case(101, 64, 1, 2, 1, 2, 12, 1.0, 0, True, 1)
+    case = script.Case(101, 64, 1, 2, 1, 2, 12, 1.0, 0, 1)
     assert script.in_subprocess("resident", case, "ours") > 0
 
 
 @pytest.mark.parametrize("learned", [1.0, 0.5])
 def test_the_reference_is_that_of_the_paper(script: ModuleType, learned: float) -> None:
     """Another loss, or other rows, would be compared with ours as if they were the same work."""
-    case = script.Case(101, 64, 1, 2, 1, 2, 12, learned, 0, True, 1)
+    case = script.Case(101, 64, 1, 2, 1, 2, 12, learned, 0, 1)
     reference = script.Setup(case, "reference")
     batch = reference.batch
     logits = reference.objective.logits(batch["input_ids"])

@@ -38,7 +38,7 @@ def waits(self, tokens):
         self.status.show(f"[waiting {turns[0]}]")
         while not (chat.PLAIN_KEY in self.typed if turns[0] == 2 else self.pressed):
             time.sleep(0.01)
-            self.typed += self.keys.typed()
+            self.typed += self.keys()
     step(self, tokens)
 
 chat._Step.__call__ = waits

@@ -63,7 +63,8 @@ def settings_of(model: Path, candidates: list[str], prompts: Path, **more: Any) 
         "threads": 1,
         "out": str(prompts.with_name("compare.json")),
     }
-    return CompareConfig(str(model), candidates, str(prompts), **short | more)
+    paths = {"model": str(model), "prompts": str(prompts), "candidates": candidates}
+    return CompareConfig(**paths | short | more)
 
 
 def test_compare_predicts_measures_and_recommends(

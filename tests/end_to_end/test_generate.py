@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from specheads.config import ConfigError, GenerateConfig
-from specheads.config.main import take_literal, take_literals
+from specheads.config.main import take_literals
 from specheads.generate import run
 from specheads.system.terminal import harmless
 from tests.end_to_end.commands import start
@@ -32,9 +32,10 @@ def test_prompt_survives_the_command_line(
 ) -> None:
     """Hydra reads quotes, commas, brackets and ``$`` in values: the prompt would arrive changed."""
     done = program(
-        "generate", f"checkpoint={tiny_export}", f"prompt={AWKWARD}", "max_new_tokens=24"
-    )
-    assert done.returncode == 0, done.stderr
+        "generate", f"checkpoint={tiny_export}", "prompt=x", f"prompt={AWKWARD}",
+        "max_new_tokens=24",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr  # of two prompts the last one counts, as of any key
     assert "tokens per step" in done.stderr
     expected = text_of(capsys, checkpoint=str(tiny_export), prompt=AWKWARD)
     assert done.stdout == expected
@@ -42,13 +43,10 @@ def test_prompt_survives_the_command_line(
 
 
 def test_literal_argument() -> None:
-    """The last value wins as everywhere on a command line; other arguments keep their order."""
-    argv = ["seed=1", "prompt=a=b", "-x", "prompt=c,d"]
-    assert take_literal(argv, "prompt") == (["seed=1", "-x"], "c,d")
-    assert take_literal(["seed=1"], "prompt") == (["seed=1"], None)
-    assert take_literal(["prompt=\udcff"], "prompt") == ([], "\ufffd")
-    argv = ["stop=\n\n", "seed=1", "stop=[a,b]"]
-    assert take_literals(argv, "stop") == (["seed=1"], ["\n\n", "[a,b]"])
+    """A prompt that Hydra reads loses its brackets, or ends the program; a stop text likewise."""
+    argv = ["stop=\n\n", "seed=1", "-x", "stop=[a,b]=c"]
+    assert take_literals(argv, "stop") == (["seed=1", "-x"], ["\n\n", "[a,b]=c"])
+    assert take_literals(["prompt=\udcff"], "prompt") == ([], ["\ufffd"])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -104,7 +104,8 @@ def test_comparing(capsys: Capture, tiny_model_dir: Path, tmp_path: Path) -> Non
     path.write_text("".join(f'{{"text": "def f{i}("}}\n' for i in range(4)))
     compare.run(
         CompareConfig(
-            str(tiny_model_dir), [str(tiny_model_dir)], prompts=str(path), num_prompts=2,
+            model=str(tiny_model_dir), candidates=[str(tiny_model_dir)],
+            prompts=str(path), num_prompts=2,
             num_measured=2, max_new_tokens=6, max_tokens=2, repeats=1, threads=1, out=str(out),
             json=True,
         )

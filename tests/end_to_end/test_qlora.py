@@ -33,9 +33,10 @@ from specheads.models.names import base_digest
 from specheads.models.output import output_layer
 from specheads.models.quantize import quantization_of
 from specheads.runs.log import RunLog
-from specheads.training.loop import fit
+from specheads.training.loop import Stage, fit
+from specheads.training.objectives import HeadsObjective
 from specheads.training.schedule import param_groups
-from specheads.training.setup import build_heads, heads_objective, load_base, load_data
+from specheads.training.setup import build_heads, load_base, load_data
 from specheads.verification.sampling import Sampler
 
 WARMUP, STEPS = 2, 6
@@ -83,16 +84,10 @@ def train(cfg: TrainConfig) -> tuple[PreTrainedModel, MedusaHeads]:
             parts: dict[str, tuple[torch.nn.Module, float]] = {"heads": (heads, cfg.optim.lr)}
             if stage == "joint":
                 parts["base"] = (base, cfg.optim.base_lr)
-            fit(
-                heads_objective(cfg, base, heads, output, train_base=stage == "joint"),
-                data.train,
-                cfg,
-                groups=param_groups(cfg.optim, **parts),
-                run=log,
-                stage=stage,
-                first_step=first,
-                last_step=last,
-            )
+            joint = stage == "joint"
+            objective = HeadsObjective(base, heads, cfg.loss, train_base=joint, output=output)
+            groups = param_groups(cfg.optim, **parts)
+            fit(Stage(objective, data.train, groups, stage, first, last), cfg, log)
     return base.eval(), heads.eval()
 
 
@@ -240,13 +235,15 @@ def test_the_second_stage_starts_where_the_first_one_ended(
     base, output, tokenizer = load_base(cfg, train_base=True)
     data = load_data(cfg, base, tokenizer, train_base=True)
     heads = build_heads(cfg, base, output, data)
-    first = heads_objective(cfg, base, heads, output, train_base=False)
+    first = HeadsObjective(base, heads, cfg.loss, train_base=False, output=output)
     with RunLog(cfg) as log:
         groups = param_groups(cfg.optim, heads=(heads, cfg.optim.lr))
-        fit(first, data.train, cfg, groups=groups, run=log, stage="heads", last_step=WARMUP)
+        fit(Stage(first, data.train, groups, "heads", 0, WARMUP), cfg, log)
     batch = fixed_batch()
     _, ended = first.train()(batch)
-    _, started = heads_objective(cfg, base, heads, output, train_base=True).train()(batch)
+    _, started = HeadsObjective(base, heads, cfg.loss, train_base=True, output=output).train()(
+        batch
+    )
     for i in range(2):
         was, found = float(ended[f"head_{i}/loss"]), float(started[f"head_{i}/loss"])
         assert found == was

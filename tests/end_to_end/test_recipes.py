@@ -289,11 +289,11 @@ def is_stopped() -> None:
 @pytest.mark.parametrize(
     ("recipe", "place", "what"),
     [
-        ("medusa1", "decoding.evaluate.calibrate", is_stopped),
-        ("medusa2", "training.parts.count_valid", raises),
-        ("mtp", "formats.card_texts.measured_by_training", raises),
-        ("mtp_finetune", "decoding.outcome.decode_all", raises),
-        ("distill", "decoding.evaluate_draft.clock", is_stopped),
+        ("medusa1", "measure.evaluate.calibrate", is_stopped),
+        ("medusa2", "training.setup.count_valid", raises),
+        ("mtp", "formats.card.measured_by_training", raises),
+        ("mtp_finetune", "measure.evaluate.decode_all", raises),
+        ("distill", "measure.evaluate.clock", is_stopped),
         ("pretrain", "training.heldout._hidden_at_labels", raises),
     ],
 )

@@ -22,7 +22,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from specheads import regenerate
 from specheads.attention.tree import default_tree
 from specheads.config import AdapterConfig, ConfigError, RegenerateConfig, RunError
-from specheads.data.chat import Encoder, encode_records
+from specheads.data.chat import Documents, Encoder, encode_records
 from specheads.data.load import read_jsonl
 from specheads.decoding.loop import plain_decode
 from specheads.losses.cross_entropy import IGNORE
@@ -292,7 +292,7 @@ def test_the_very_ids_are_stored(talker: Path, prompts: Path, tmp_path: Path) ->
         assert line["kind"] == inputs[name]["kind"] and "old answer" not in json.dumps(line)
     # and training takes them as they are
     records = read_jsonl(output)
-    encoded = encode_records(records, tokenizer, seq_len=512)
+    encoded = encode_records(records, Documents(tokenizer, seq_len=512))
     assert encoded.counts["retokenized"] == encoded.counts["unlabelled"] == 0
     for document in encoded.documents:
         tokens = lines[document.id]["tokens"]
@@ -463,10 +463,10 @@ def test_a_server_answers(
     assert lines["chat/1"]["messages"][-1]["content"] == f"said {record_seed(5, 'chat/1')}"
     records = read_jsonl(tmp_path / "out.jsonl")
     tokenizer = load_tokenizer(str(talker))
-    stored = encode_records(records, tokenizer, seq_len=512)
+    stored = encode_records(records, Documents(tokenizer, seq_len=512))
     assert stored.counts["retokenized"] == 0
     without = [{k: v for k, v in r.items() if k != "tokens"} for r in records]
-    read = encode_records(without, tokenizer, seq_len=512)
+    read = encode_records(without, Documents(tokenizer, seq_len=512))
     for a, b in zip(stored.documents, read.documents, strict=True):
         assert (a.input_ids == b.input_ids).all() and (a.labels == b.labels).all()
     assert all("tokens" not in line for line in bare.values())

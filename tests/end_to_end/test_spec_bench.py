@@ -143,7 +143,8 @@ def test_a_run_goes_on_where_it_stopped(
         answers = {a["question_id"]: a for a in map(json.loads, file.open())}
         assert answers.keys() == {81, 82, 90, 91}
         assert all(answers[each["question_id"]] == each for each in kept)
-    monkeypatch.setattr("specheads.spec_bench.load", lambda *_, **__: pytest.fail("loaded"))
+    loads = "specheads.decoding.exported.load_decoder"
+    monkeypatch.setattr(loads, lambda *_, **__: pytest.fail("loaded"))
     run(config)  # nothing is missing: scored at once
     rows = json.loads(Path(config.out).read_text())["scores"]
     plain = next(file for file in files if "-plain-" in file.name)

@@ -177,21 +177,20 @@ def test_no_prompt_is_calibrated_and_measured_on(
     config = TreeSearchConfig(
         checkpoint=str(tiny_export), prompts=str(prompt_file), measured_prompts=str(other)
     )
-    device = torch.device("cpu")
-    calibration, measured, _ = tree_search.choose_prompts(config, export, device)
+    calibration, measured, _ = tree_search.choose_prompts(config, export)
     assert [prompt.id for prompt in measured] == ["new"]
     assert len(calibration) == 6
     assert "2 prompts" in capsys.readouterr().out
     other.write_text("".join(json.dumps(record) + "\n" for record in copies))
     with pytest.raises(ConfigError, match="no prompt but those that are calibrated on"):
-        tree_search.choose_prompts(config, export, device)
+        tree_search.choose_prompts(config, export)
 
 
 def test_the_embedded_prompt_files_share_no_prompt(tiny_export: Path) -> None:
     """Every published expectation is calibrated on one of them and measured on the other."""
     export = load_export(tiny_export)
     config = TreeSearchConfig(checkpoint=str(tiny_export), num_prompts=999, num_measured=999)
-    calibration, measured, _ = tree_search.choose_prompts(config, export, torch.device("cpu"))
+    calibration, measured, _ = tree_search.choose_prompts(config, export)
     hashes = [set(map(tree_search.sha256_of, each)) for each in (calibration, measured)]
     assert len(hashes[0]) >= 8 and len(hashes[1]) >= 16  # those that fit the tiny context
     assert not hashes[0] & hashes[1]
@@ -223,7 +222,7 @@ def test_the_advice_is_for_the_faster_of_both(
     """Users told not to speculate where one kind of tree pays, or to where none does."""
     kind = {"num_nodes": 4, "accept_length": 1.5, "accept_length_ci95": [1.4, 1.6], "sizes": []}
     found = {**kind, "speedup": static, "dynamic": {**kind, "speedup": dynamic}}
-    last = tree_search.format_result(found, 3).split("\n")[-1]
+    last = calibrate.format_calibration(found, 3).split("\n")[-1]
     assert last == (advice or "not measured on other prompts: none were given")
     found["plain_step_drift"] = 1.4
-    assert "The machine was busy" in tree_search.format_result(found, 3)
+    assert "The machine was busy" in calibrate.format_calibration(found, 3)

@@ -23,7 +23,7 @@ from specheads.system.files import whole_folder
 from specheads.training import loop
 from specheads.training.checkpoints import save_tensors
 from specheads.training.engine import TorchEngine
-from specheads.training.loop import fit
+from specheads.training.loop import Stage, fit
 from specheads.training.schedule import param_groups
 from tests.toys import ToyBatches, ToyObjective
 
@@ -91,14 +91,8 @@ def run(cfg: TrainConfig) -> None:
     objective = Faulty(dropout=0.3)
     batches = ToyBatches(rank=dist.rank(), world=dist.world_size())
     with RunLog(cfg) as log:
-        steps = fit(
-            objective,
-            batches,
-            cfg,
-            groups=param_groups(cfg.optim, heads=(objective, cfg.optim.lr)),
-            run=log,
-            evaluate=evaluate,
-        )
+        groups = param_groups(cfg.optim, heads=(objective, cfg.optim.lr))
+        steps = fit(Stage(objective, batches, groups), cfg, log, evaluate)
         if not dist.is_main():
             return
         print("measuring", flush=True)

@@ -20,6 +20,7 @@ from torch import nn
 
 from specheads.attention.tree import default_tree
 from specheads.config import AdapterConfig
+from specheads.config.training import DraftConfig, LossConfig
 from specheads.models.adapters import add_adapter
 from specheads.models.checkpoint import save_export
 from specheads.models.draft import save_draft
@@ -30,7 +31,7 @@ from specheads.models.names import base_digest
 from specheads.runs.log import RunLog
 from specheads.system import dist
 from specheads.training.draft_objective import DraftObjective
-from specheads.training.loop import fit
+from specheads.training.loop import Stage, fit
 from specheads.training.objectives import HeadsObjective
 from specheads.training.schedule import param_groups
 from tests.conftest import build_byte_tokenizer, build_tiny_llama, redraw
@@ -115,12 +116,11 @@ def build_objective(
     """Return what a stage trains besides the base, from an earlier stage if any, and the loss."""
     if kind == "draft":  # its teacher is a frozen module of the objective
         draft = build_tiny_llama(seed=3, hidden_size=8, intermediate_size=16, num_hidden_layers=1)
-        return draft, DraftObjective(draft, base, loss="lk_lambda")
+        return draft, DraftObjective(draft, base, DraftConfig(loss="lk_lambda"))
     made, weights = build_heads(kind, base)
     heads = heads or made
-    joint = stage == "joint"
-    distilled = joint and kind == "medusa2_distilled"
-    return heads, HeadsObjective(base, heads, train_base=joint, distill_base=distilled, **weights)
+    loss = LossConfig(**weights, base="distill" if kind == "medusa2_distilled" else "labels")
+    return heads, HeadsObjective(base, heads, loss, train_base=stage == "joint")
 
 
 def write_base(folder: Path) -> Path:
@@ -167,16 +167,8 @@ def train(folder: Path, name: str, kind: str, deepspeed: dict[str, Any], **chang
         heads = None
         for stage, first, last in KINDS[kind]:
             heads, objective = build_objective(kind, base, stage, heads)
-            fit(
-                objective,
-                batches,
-                cfg,
-                groups=param_groups(cfg.optim, heads=(heads, 1e-3), base=(base, 3e-4)),
-                run=log,
-                stage=stage,
-                first_step=first,
-                last_step=last,
-            )
+            groups = param_groups(cfg.optim, heads=(heads, 1e-3), base=(base, 3e-4))
+            fit(Stage(objective, batches, groups, stage, first, last), cfg, log)
     if dist.is_main():
         state = {name: p.detach().clone() for name, p in objective.named_parameters()}
         save_file(state, folder / f"{name}-{kind}.safetensors")

@@ -211,7 +211,7 @@ def encode(records: list[dict[str, Any]]) -> int:
     dropped = Dropped()
     try:
         found = encode_records(
-            records, TOKENIZER, seq_len=128, max_bad_fraction=1.0, dropped=dropped
+            records, Documents(TOKENIZER, seq_len=128), max_bad_fraction=1.0, dropped=dropped
         )
     except NothingLearnedError as error:
         assert str(error).isprintable()
@@ -276,13 +276,10 @@ def strict(line: str) -> Any:
 def check_stream(settings: DataConfig, rows: int) -> None:
     """The same file as a stream: every row is seen, in one epoch, and nothing escapes."""
     settings.streaming, settings.shuffle_buffer = True, 5
-    dropped = Dropped()
     try:
-        stream = RecordStream(settings, dropped)
+        stream = RecordStream(settings, Dropped())
         documents = Documents(TOKENIZER, seq_len=128)
-        batches = StreamedBatches(
-            stream, documents, rows=1, seed=0, pad_token_id=256, dropped=dropped
-        )
+        batches = StreamedBatches(stream, documents, rows=1, seed=0, pad_token_id=256)
         while not batches.epoch:
             next(batches)
     except ConfigError as error:
@@ -381,7 +378,9 @@ def test_fields_of_odd_types_do_not_escape_the_template(
                for i, call in enumerate(odd)]  # fmt: skip
     records.append({"id": "fine", "kind": "c", "messages": turns})
     dropped = Dropped()
-    encoded = encode_records(records, tokenizer, seq_len=64, max_bad_fraction=0.9, dropped=dropped)
+    encoded = encode_records(
+        records, Documents(tokenizer, seq_len=64), max_bad_fraction=0.9, dropped=dropped
+    )
     assert {row["where"] for row in dropped.rows.values()} == {f"record o{i}" for i in range(6)}
     assert [document.id for document in encoded.documents] == ["fine"]
     dropped.write(tmp_path / "quarantine.jsonl")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from specheads.training.plan import LLAMA_7B, SPREADS, Machine, load_of, need
+from specheads.training.capacity import LLAMA_7B, SPREADS, Machine, load_of, need
 from tests.scripts import load_script
 
 DOCS = Path(__file__).parents[2] / "docs" / "scaling.md"

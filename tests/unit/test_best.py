@@ -19,7 +19,7 @@ from specheads.training import loop
 from specheads.training.best import chosen
 from specheads.training.checkpoints import checkpoints_of
 from specheads.training.engine import TorchEngine
-from specheads.training.loop import fit
+from specheads.training.loop import Stage, fit
 from specheads.training.schedule import param_groups
 from tests.toys import ToyBatches, ToyObjective, toy_config
 from tests.unit.test_loop import assert_same, rows_of
@@ -47,15 +47,8 @@ class Evaluated:
         """Train."""
         groups = param_groups(cfg.optim, heads=(self.objective, cfg.optim.lr))
         with RunLog(cfg) as log:
-            return fit(
-                self.objective,
-                ToyBatches(),
-                cfg,
-                groups=groups,
-                run=log,
-                evaluate=self.evaluate,
-                **options,
-            )
+            stage = Stage(self.objective, ToyBatches(), groups, **options)
+            return fit(stage, cfg, log, self.evaluate)
 
     def assert_weights_of(self, step: int) -> None:
         """Compare bit by bit with what was evaluated at ``step``."""
@@ -160,7 +153,7 @@ def test_only_the_last_stage_goes_back(tmp_path: Path) -> None:
     cfg = toy_config(tmp_path, evaluate__every=1)
     run = Evaluated({1: 9.0, 2: 8.0, 3: 7.0, 4: 1.0, 5: 3.0, 6: 2.0, 7: 2.0, 8: 2.0})
     for stage, first, last in (("heads", 0, 3), ("joint", 3, 8)):
-        options: dict[str, Any] = {"stage": stage, "first_step": first, "last_step": last}
+        options: dict[str, Any] = {"name": stage, "first_step": first, "last_step": last}
         if stage == "joint":
             cfg = toy_config(tmp_path, evaluate__every=1, resume="auto")
             run.assert_weights_of(3)
@@ -180,18 +173,9 @@ def test_a_stage_that_ends_early_is_followed_by_the_next(tmp_path: Path, stop_at
         cfg = toy_config(run_dir, **settings, **changes)
         run, batches = Evaluated(lengths), ToyBatches()
         with RunLog(cfg) as log:
-            for stage, first, last in (("heads", 0, 4), ("joint", 4, 8)):
+            for place in (("heads", 0, 4), ("joint", 4, 8)):
                 groups = param_groups(cfg.optim, heads=(run.objective, cfg.optim.lr))
-                options = {"stage": stage, "first_step": first, "last_step": last}
-                fit(
-                    run.objective,
-                    batches,
-                    cfg,
-                    groups=groups,
-                    run=log,
-                    evaluate=run.evaluate,
-                    **options,
-                )
+                fit(Stage(run.objective, batches, groups, *place), cfg, log, run.evaluate)
         return run
 
     whole = both(tmp_path / "whole")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from specheads.training.plan import (
+from specheads.training.capacity import (
     ADAM_TRAFFIC,
     RESERVED,
     SPREADS,

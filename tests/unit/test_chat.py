@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from specheads.config import ConfigError
-from specheads.data.chat import Encoded, encode, encode_prompt, encode_records, pad_token_id
+from specheads.data.chat import Documents, Encoded, Encoder, encode_records, pad_token_id
 from specheads.data.dropped import Dropped
 from specheads.losses.cross_entropy import IGNORE
 
@@ -81,7 +81,7 @@ def test_only_answers_and_their_end_are_learned(
 ) -> None:
     """A mask that is always true, misses eos, or covers a later repeat of the text goes unseen."""
     tokenizer = make_byte_tokenizer(template) if template else byte_tokenizer
-    learned = _learned(encode(RECORD, tokenizer), tokenizer)
+    learned = _learned(Encoder(tokenizer)(RECORD), tokenizer)
     if template == BARE:  # eos is added once, where the record ends with an answer
         assert learned == ["one é\n", "two €\n<eos>"]
     else:
@@ -93,7 +93,7 @@ def test_eos_is_learned_though_it_pads(make_byte_tokenizer: MakeTokenizer) -> No
     tokenizer = make_byte_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
     assert pad_token_id(tokenizer) == EOS
-    assert encode(RECORD, tokenizer).labels.tolist().count(EOS) == 2
+    assert Encoder(tokenizer)(RECORD).labels.tolist().count(EOS) == 2
 
 
 def test_a_template_that_rewrites_history_is_refused(make_byte_tokenizer: MakeTokenizer) -> None:
@@ -103,30 +103,29 @@ def test_a_template_that_rewrites_history_is_refused(make_byte_tokenizer: MakeTo
     with pytest.raises(
         ConfigError, match=r"record r: .*template of org/rewriter rewrites .*message 2"
     ):
-        encode(RECORD, tokenizer)
+        Encoder(tokenizer)(RECORD)
     once = {**RECORD, "messages": TALK[:3]}
-    assert _learned(encode(once, tokenizer), tokenizer) == ["[thought]one é<eos>"]
+    assert _learned(Encoder(tokenizer)(once), tokenizer) == ["[thought]one é<eos>"]
 
 
 def test_a_template_that_refuses_or_marks_nothing(make_byte_tokenizer: MakeTokenizer) -> None:
     """A template's own exception, missing markers and a missing template are one line each."""
     strict = make_byte_tokenizer("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ConfigError, match="record r: .* refuses it: roles must alternate"):
-        encode(RECORD, strict)
+        Encoder(strict)(RECORD)
     idle = make_byte_tokenizer(
         CHATML + "{% if false %}{% generation %}{% endgeneration %}{% endif %}"
     )
     with pytest.raises(ConfigError, match="record r: .* marks no token of the answers"):
-        encode(RECORD, idle)
+        Encoder(idle)(RECORD)
     with pytest.raises(ConfigError, match="has no chat template"):
-        encode(RECORD, make_byte_tokenizer(None))
+        Encoder(make_byte_tokenizer(None))(RECORD)
 
 
 def test_prompt_and_completion(byte_tokenizer: PreTrainedTokenizerFast) -> None:
     """The prompt must not be learned, and the completion must end."""
-    encoded = encode(
-        {"id": "r", "kind": "completion", "prompt": "ab ", "completion": "cd"}, byte_tokenizer
-    )
+    record = {"id": "r", "kind": "completion", "prompt": "ab ", "completion": "cd"}
+    encoded = Encoder(byte_tokenizer)(record)
     assert encoded.input_ids.tolist() == [*b"ab cd", EOS]
     assert encoded.labels.tolist() == [IGNORE] * 3 + [*b"cd", EOS]
 
@@ -137,7 +136,7 @@ def test_a_completion_goes_on_where_the_prompt_stops() -> None:
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
     record = {"id": "r", "kind": "completion", "prompt": "ab ", "completion": "ab"}
-    encoded = encode(record, tokenizer)
+    encoded = Encoder(tokenizer)(record)
     assert tokenizer.convert_ids_to_tokens(encoded.input_ids.tolist()) == [*"▁ab▁ab", "<eos>"]
     assert (encoded.labels != IGNORE).tolist() == [False] * 4 + [True] * 3
 
@@ -145,12 +144,12 @@ def test_a_completion_goes_on_where_the_prompt_stops() -> None:
 def test_text_is_learned_whole(byte_tokenizer: PreTrainedTokenizerFast) -> None:
     """A document closes with eos, and starts with bos only where the tokenizer does that."""
     record = {"id": "r", "kind": "text", "text": "ab"}
-    assert encode(record, byte_tokenizer).labels.tolist() == [*b"ab", EOS]
+    assert Encoder(byte_tokenizer)(record).labels.tolist() == [*b"ab", EOS]
     byte_tokenizer._tokenizer.post_processor = TemplateProcessing(
         single="<bos> $A <eos>", special_tokens=[("<bos>", 257), ("<eos>", EOS)]
     )
-    assert encode(record, byte_tokenizer).input_ids.tolist() == [257, *b"ab", EOS]
-    assert encode_prompt(record, byte_tokenizer) == [257, *b"ab"]
+    assert Encoder(byte_tokenizer)(record).input_ids.tolist() == [257, *b"ab", EOS]
+    assert Encoder(byte_tokenizer).prompt(record) == [257, *b"ab"]
 
 
 @pytest.mark.parametrize("template", [None, CHATML, BARE])
@@ -161,13 +160,13 @@ def test_the_prompt_is_what_stands_before_the_answer(
     tokenizer = make_byte_tokenizer(template) if template else byte_tokenizer
     pair = {"id": "p", "kind": "completion", "prompt": "ab\n", "completion": "\ncd"}
     for record in (RECORD, {**RECORD, "messages": TALK[:3]}, pair):
-        encoded, prompt = encode(record, tokenizer), encode_prompt(record, tokenizer)
+        encoded, prompt = Encoder(tokenizer)(record), Encoder(tokenizer).prompt(record)
         assert encoded.input_ids[: len(prompt)].tolist() == prompt
         last = max(t for t in range(len(encoded.labels)) if encoded.labels[t] == IGNORE)
         assert last == len(prompt) - 1 or template == CHATML
         assert encoded.labels[len(prompt)] != IGNORE
         assert encoded.labels[len(prompt) - 1] == IGNORE
-    assert encode_prompt({**RECORD, "messages": TALK[:2]}, tokenizer)
+    assert Encoder(tokenizer).prompt({**RECORD, "messages": TALK[:2]})
 
 
 @pytest.mark.parametrize("template", [None, CHATML])
@@ -177,11 +176,11 @@ def test_a_question_that_ends_a_record_is_the_one_to_answer(
     """An answer further up is history; giving it anew drops the question that was asked."""
     tokenizer = make_byte_tokenizer(template) if template else byte_tokenizer
     asked = [*TALK[:3], {"role": "user", "content": "the last question"}]
-    prompt = encode_prompt({**RECORD, "messages": asked}, tokenizer)
+    prompt = Encoder(tokenizer).prompt({**RECORD, "messages": asked})
     expected = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)
     assert prompt == expected["input_ids"]
     answered = [*asked, {"role": "assistant", "content": "the last answer"}]
-    assert encode_prompt({**RECORD, "messages": answered}, tokenizer) == prompt
+    assert Encoder(tokenizer).prompt({**RECORD, "messages": answered}) == prompt
 
 
 def test_no_eos_no_training(make_byte_tokenizer: MakeTokenizer) -> None:
@@ -189,7 +188,7 @@ def test_no_eos_no_training(make_byte_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_byte_tokenizer()
     tokenizer.eos_token = None
     with pytest.raises(ConfigError, match="has no eos token"):
-        encode(RECORD, tokenizer)
+        Encoder(tokenizer)(RECORD)
 
 
 def _pair(name: str, prompt: int, completion: int) -> dict[str, Any]:
@@ -206,11 +205,14 @@ def test_long_records_are_counted_not_cut(byte_tokenizer: PreTrainedTokenizerFas
     ]
     dropped = Dropped()
     encoded = encode_records(
-        records, byte_tokenizer, seq_len=32, context=32, max_bad_fraction=0.25, dropped=dropped
+        records,
+        Documents(byte_tokenizer, seq_len=32, context=32),
+        max_bad_fraction=0.25,
+        dropped=dropped,
     )
     assert [row["row"]["id"] for row in dropped.rows.values()] == ["mute"]
     with pytest.raises(ConfigError, match="1 of 4 records cannot .* with nothing to learn, first"):
-        encode_records(records, byte_tokenizer, seq_len=32, max_bad_fraction=0.24)
+        encode_records(records, Documents(byte_tokenizer, seq_len=32), max_bad_fraction=0.24)
     assert [d.id for d in encoded.documents] == ["fits", "text", "text+32", "text+64"]
     assert [len(d.input_ids) for d in encoded.documents] == [32, 32, 32, 7]
     assert encoded.documents[-1].input_ids[-1] == EOS
@@ -227,19 +229,19 @@ def test_unusable_data_sets_are_refused(byte_tokenizer: PreTrainedTokenizerFast)
     mute = {"id": "m", "kind": "chat", "messages": TALK[:2]}
     byte_tokenizer.name_or_path = "org/model"
     with pytest.raises(ConfigError, match="data set is empty"):
-        encode_records([], byte_tokenizer, seq_len=32)
+        encode_records([], Documents(byte_tokenizer, seq_len=32))
     with pytest.raises(
         ConfigError, match=r"all labels are masked in 2 of 2.*template of org/model"
     ):
-        encode_records([mute, mute], byte_tokenizer, seq_len=32)
+        encode_records([mute, mute], Documents(byte_tokenizer, seq_len=32))
     with pytest.raises(ConfigError, match="1 of 1 records are longer than data.seq_len=32"):
-        encode_records([_pair("long", 10, 22)], byte_tokenizer, seq_len=32)
+        encode_records([_pair("long", 10, 22)], Documents(byte_tokenizer, seq_len=32))
     with pytest.raises(ConfigError, match="data.seq_len is 33, longer than .* context of 32"):
-        encode_records([_pair("fits", 10, 21)], byte_tokenizer, seq_len=33, context=32)
+        encode_records([_pair("fits", 10, 21)], Documents(byte_tokenizer, seq_len=33, context=32))
 
 
 def test_all_tiny_records_encode(tiny_jsonl: Any, byte_tokenizer: PreTrainedTokenizerFast) -> None:
     """Every record of the shared fixture is usable; others tests count on it."""
     records = [json.loads(line) | {"kind": "x"} for line in tiny_jsonl.read_text().splitlines()]
-    encoded = encode_records(records, byte_tokenizer, seq_len=128, context=512)
+    encoded = encode_records(records, Documents(byte_tokenizer, seq_len=128, context=512))
     assert encoded.counts["documents"] == len(records) == 32

@@ -33,7 +33,7 @@ from specheads.training.checkpoints import (
     step_of,
     verify,
 )
-from specheads.training.engine import open_engine
+from specheads.training.loop import open_engine
 from specheads.training.schedule import param_groups
 from specheads.training.teachers import OnPolicyBatches
 from tests.toys import ToyBatches, ToyObjective, toy_config
@@ -148,7 +148,7 @@ def test_a_manifest_names_no_file_elsewhere(tmp_path: Path, name: str) -> None:
     manifest = json.loads((path / MANIFEST).read_text())
     manifest["files"][name] = {"size": 1, "sha256": "0"}
     (path / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(ConfigError, match="not below its folder"):
+    with pytest.raises(ConfigError, match="is no file of that folder"):
         verify(path)
 
 

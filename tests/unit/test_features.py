@@ -30,19 +30,19 @@ from specheads.data import teacher_cache as features_module
 from specheads.data.chat import Encoded
 from specheads.data.pack import PackedBatches, one_pass
 from specheads.data.teacher_cache import (
-    STORED,
-    Features,
+    CachedBatches,
     Plan,
+    TeacherCache,
     header_bytes,
     metadata,
     plan_features,
-    write_features,
+    write_cache,
 )
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer, packed_hidden
 from specheads.training.objectives import HeadsObjective
-from specheads.training.teachers import CachedBatches, FeatureCache
+from specheads.training.teachers import FeatureCache
 
 SEQ_LEN, ROWS, PAD = 64, 3, 256
 DTYPES = ("float32", "bfloat16", "int8")
@@ -58,21 +58,29 @@ def _documents(count: int = 40, seed: int = 0) -> list[Encoded]:
     return documents
 
 
-def _plan(folder: Path, documents: list[Encoded], model: PreTrainedModel, **changed: Any) -> Plan:
+def _plan(
+    folder: Path,
+    documents: list[Encoded],
+    model: PreTrainedModel,
+    base: str = "ab" * 32,
+    computed: str = "float32, quantization none, autocast none",
+    **changed: Any,
+) -> Plan:
     given: dict[str, Any] = {
-        "base": "ab" * 32,
-        "computed": "float32, quantization none, autocast none",
         "hidden_size": model.config.hidden_size,
         "given_as": model.dtype,
         "shard_bytes": 9000,  # several shards
         **changed,
     }
-    return plan_features(folder, documents, **given)
+    made_of = {"base model": base, "computation": computed}
+    return plan_features(folder, documents, made_of, **given)
 
 
-def _write(plan: Plan, documents: list[Encoded], base: PreTrainedModel, **changed: Any) -> Features:
-    write_features(plan, documents, base, **{"seq_len": SEQ_LEN, "rows": ROWS, **changed})
-    return Features(plan)
+def _write(
+    plan: Plan, documents: list[Encoded], base: PreTrainedModel, rows: int = ROWS, **changed: Any
+) -> TeacherCache:
+    write_cache(plan, documents, base, (rows, SEQ_LEN), **changed)
+    return TeacherCache(plan)
 
 
 def _batches(documents: list[Encoded]) -> PackedBatches:
@@ -155,8 +163,8 @@ def test_every_document_has_its_own_states(
             "bfloat16": alone.abs() * 2**-8 + 1e-5,
             "int8": alone.abs().amax(1, keepdim=True) / 253,
         }[dtype]
-        assert features[i].dtype == torch.float32
-        assert bool(((features[i] - alone).abs() <= bound).all()), f"document {i}"
+        assert features[i]["hidden"].dtype == torch.float32
+        assert bool(((features[i]["hidden"] - alone).abs() <= bound).all()), f"document {i}"
     batches = CachedBatches(_batches(documents), features)
     batch = next(batches)
     padding = batch["segment_ids"] == 0
@@ -171,11 +179,12 @@ def test_bfloat16_states_are_stored_bit_for_bit(
     base, documents = make_tiny_llama().bfloat16(), _documents(12)
     plan = _plan(tmp_path / "f", documents, base, shard_bytes=1 << 30)
     features = _write(plan, documents, base, rows=1000)
-    assert plan.dtype == "bfloat16" and features.dtype == torch.bfloat16
+    assert plan.settings["dtype"] == "bfloat16"
+    assert features[0]["hidden"].dtype == torch.bfloat16
     (batch,) = one_pass(documents, seq_len=SEQ_LEN, rows=1000, pad_token_id=PAD)
     stored = features.rows(
         [[i for i in range(12) if documents[i].id == name] for name in batch["ids"]], SEQ_LEN
-    )
+    )["hidden"]
     with torch.no_grad():
         online = packed_hidden(base, batch["input_ids"], batch["position_ids"])
     expected = [
@@ -226,19 +235,22 @@ def test_the_announced_size_is_that_on_the_disk(
     assert numbers < plan.num_bytes < numbers + len(plan.shards) * 600 + 1000
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES, "top"])
 def test_headers_are_counted_to_the_byte(tmp_path: Path, dtype: str) -> None:
-    """Safetensors orders tensors by the size of their numbers; offsets take as many digits."""
+    """Safetensors orders tensors by the kind of their numbers; offsets take as many digits."""
+    kind = "stored teacher" if dtype == "top" else "features"
     for num_tokens in (1, 3, 10, 99, 1250, 25_000):
-        for hidden_size in (2, 30, 256):
-            plan = Plan(tmp_path, {"base model": "x"}, hidden_size, dtype, "float32", [], [])
-            tensors = {"hidden": torch.zeros(num_tokens, hidden_size, dtype=STORED[dtype])}
-            if dtype == "int8":
-                tensors["scale"] = torch.zeros(num_tokens)
+        for size in (2, 30, 256):
+            settings = {"hidden_size": size, "dtype": dtype, "given_as": "float32", "top_k": size}
+            plan = Plan(kind, tmp_path, {"base model": "x"}, settings, [], [])
+            tensors = {
+                name: torch.zeros(num_tokens, *shape, dtype=stored)
+                for name, (stored, shape) in plan.tensors.items()
+            }
             header = len(save(tensors, metadata(plan, "0" * 64))) - sum(
                 tensor.numel() * tensor.element_size() for tensor in tensors.values()
             )
-            assert header == header_bytes(plan, num_tokens), (num_tokens, hidden_size)
+            assert header == header_bytes(plan, num_tokens), (num_tokens, size)
 
 
 def test_processes_share_the_work_of_one(
@@ -259,7 +271,7 @@ def test_processes_share_the_work_of_one(
         both = [pool.submit(_write, plan, documents, tiny_llama) for _ in range(2)]
         one, other = (each.result() for each in both)
     assert len(set(ranks)) == 1
-    assert all(torch.equal(one[i], other[i]) for i in range(len(documents)))
+    assert all(torch.equal(one[i]["hidden"], other[i]["hidden"]) for i in range(len(documents)))
 
 
 def test_padding_is_not_stored_and_rows_may_have_any_length(
@@ -276,7 +288,8 @@ def test_padding_is_not_stored_and_rows_may_have_any_length(
     with torch.no_grad():
         online = packed_hidden(tiny_llama, batch["input_ids"], batch["position_ids"])
     real = batch["segment_ids"] > 0
-    torch.testing.assert_close(features.rows(places, 200)[real], online[real], atol=2e-5, rtol=0)
+    stored = features.rows(places, 200)["hidden"]
+    torch.testing.assert_close(stored[real], online[real], atol=2e-5, rtol=0)
 
 
 class _KilledError(BaseException):
@@ -304,7 +317,7 @@ def test_interrupted_writing_goes_on_where_it_was(
     done = sorted(set(range(len(plan.shards))) - set(plan.missing()))
     assert done and plan.missing()
     with pytest.raises(ConfigError, match=r"features-\d+.safetensors is missing"):
-        Features(plan)
+        TeacherCache(plan)
     # what kill -9 leaves is written over
     (plan.folder / f".{plan.shards[plan.missing()[0]].file}.tmp").write_bytes(b"half")
     times = {n: (plan.folder / plan.shards[n].file).stat().st_mtime_ns for n in done}
@@ -317,7 +330,7 @@ def test_interrupted_writing_goes_on_where_it_was(
     assert times == {n: (plan.folder / plan.shards[n].file).stat().st_mtime_ns for n in done}
     assert said[-1][0] == said[-1][1] == plan.num_tokens - sum(plan.shards[n].tokens for n in done)
     whole = _write(_plan(tmp_path / "g", documents, tiny_llama), documents, tiny_llama)
-    assert all(torch.equal(found[i], whole[i]) for i in range(len(documents)))
+    assert all(torch.equal(found[i]["hidden"], whole[i]["hidden"]) for i in range(len(documents)))
     assert not list(plan.folder.glob(".*"))
     before = passes
     _write(resumed, documents, tiny_llama)
@@ -340,7 +353,7 @@ def test_a_cache_of_something_else_is_refused(tiny_llama: PreTrainedModel, tmp_p
     with pytest.raises(ConfigError, match=r"was made with another documents \(\w{12} there"):
         _plan(tmp_path / "f", other, tiny_llama)
     (tmp_path / "f" / "index.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"index.json is no index of features"):
+    with pytest.raises(ConfigError, match=r"index.json is no features index"):
         _plan(tmp_path / "f", documents, tiny_llama)
 
 
@@ -352,17 +365,17 @@ def test_damaged_shards_are_named(tiny_llama: PreTrainedModel, tmp_path: Path) -
     path = plan.folder / plan.shards[1].file
     good = path.read_bytes()
     path.write_bytes(good[:-1])
-    for use in (Features, lambda plan: _write(plan, documents, tiny_llama)):
+    for use in (TeacherCache, lambda plan: _write(plan, documents, tiny_llama)):
         with pytest.raises(ConfigError, match=r"features-00001.safetensors is damaged: it has"):
             use(plan)
     path.write_bytes(b"\0" * len(good))
     with pytest.raises(ConfigError, match="features-00001.safetensors is damaged"):
-        Features(plan)
+        TeacherCache(plan)
     other = _plan(tmp_path / "g", documents, tiny_llama, base="cd" * 32)
     _write(other, documents, tiny_llama)
     shutil.copy(other.folder / path.name, path)
     with pytest.raises(ConfigError, match="features-00001.safetensors .* it is of another cache"):
-        Features(plan)
+        TeacherCache(plan)
     path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     (plan.folder / plan.shards[0].file).unlink()
     with pytest.raises(ConfigError, match="its numbers are not those that were written"):

@@ -17,8 +17,8 @@ PROGRAM = """
 import os, sys, time
 import torch
 import torch.distributed as group
-from specheads import dist, heartbeat
 from specheads.config import RunError, InterruptedRunError
+from specheads.system import dist, heartbeat
 
 def main():
     group.init_process_group("gloo")

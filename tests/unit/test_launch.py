@@ -213,7 +213,7 @@ def strings(value: object) -> list[str]:
 
 MEET = """
 import os, torch
-from specheads import dist
+from specheads.system import dist
 from specheads.system.launch import read_launcher
 read_launcher()
 torch.distributed.init_process_group("gloo")

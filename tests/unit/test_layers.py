@@ -1,14 +1,18 @@
-"""The package's parts import only parts below them: architecture.md, "Layers"."""
+"""The package's parts import only parts below them: docs/architecture.md, "Layers"."""
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from tests.scripts import load_script
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "specheads"
+draw_layers = load_script("draw_layers")
 
 COMMANDS = {
     "cli", "train", "generate", "chat", "bench", "tree_search", "export", "regenerate", "preview",
@@ -167,3 +171,23 @@ def test_heavy_packages_are_imported_late(part: str, path: Path) -> None:
     composes = part in COMMANDS or path.name == "main.py"
     allowed = {"hydra", "omegaconf"} if composes else set()
     assert not (loaded & LAZY) - allowed, f"{path.name} loads {sorted(loaded & LAZY)}"
+
+
+def test_the_drawing_shows_the_imports() -> None:
+    """A drawing that nobody renews sends a newcomer along arrows that are gone."""
+    assert draw_layers.drawing() in draw_layers.PAGE.read_text(encoding="utf-8"), (
+        "run python scripts/draw_layers.py"
+    )
+
+
+def test_the_page_names_files_that_exist() -> None:
+    """Who follows a hidden state through the files must find each of them."""
+    page = draw_layers.PAGE.read_text(encoding="utf-8")
+    named = set(re.findall(r"`([a-z_]+/[a-z_]+\.py)`", page))
+    assert len(named) > 20
+    missing = [
+        name
+        for name in sorted(named)
+        if not any((ROOT / p / name).is_file() for p in ("", "specheads"))
+    ]
+    assert not missing, missing

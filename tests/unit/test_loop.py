@@ -14,7 +14,7 @@ import torch
 from specheads.config import InterruptedRunError, RunError, TrainConfig
 from specheads.runs.log import RunLog
 from specheads.training.checkpoints import checkpoints_of
-from specheads.training.loop import fit
+from specheads.training.loop import Stage, fit
 from specheads.training.schedule import param_groups
 from tests.toys import ToyBatches, ToyObjective, toy_config
 
@@ -24,6 +24,7 @@ def train(
     *,
     objective: ToyObjective | None = None,
     batches: ToyBatches | None = None,
+    evaluate: Any = None,
     **options: Any,
 ) -> tuple[ToyObjective, int]:
     """Run ``fit`` and return what it trained and the steps taken."""
@@ -31,7 +32,7 @@ def train(
     batches = batches or ToyBatches()
     groups = param_groups(cfg.optim, heads=(objective, cfg.optim.lr))
     with RunLog(cfg) as log:
-        steps = fit(objective, batches, cfg, groups=groups, run=log, **options)
+        steps = fit(Stage(objective, batches, groups, **options), cfg, log, evaluate)
     return objective, steps
 
 
@@ -106,19 +107,10 @@ def test_two_stages_resume_in_the_right_one(tmp_path: Path, stop_at: int) -> Non
         cfg = toy_config(run_dir, **changes)
         objective, batches = ToyObjective(dropout=0.3), ToyBatches()
         with RunLog(cfg) as log:
-            for stage, first, last in (("heads", 0, 3), ("joint", 3, 8)):
-                objective.embed.requires_grad_(stage == "joint")
+            for place in (("heads", 0, 3), ("joint", 3, 8)):
+                objective.embed.requires_grad_(place[0] == "joint")
                 groups = param_groups(cfg.optim, heads=(objective, cfg.optim.lr))
-                fit(
-                    objective,
-                    batches,
-                    cfg,
-                    groups=groups,
-                    run=log,
-                    stage=stage,
-                    first_step=first,
-                    last_step=last,
-                )
+                fit(Stage(objective, batches, groups, *place), cfg, log)
         return objective
 
     whole = both(tmp_path / "whole")

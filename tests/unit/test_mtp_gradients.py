@@ -100,15 +100,10 @@ def build(case: Case, *, num_heads: int = 3, **options: Any) -> HeadsObjective:
     zoo.redraw(heads, seed=2, std=0.2)  # type: ignore[arg-type]
     if case.recompute:
         checkpoint_layers(base)
-    defaults: dict[str, Any] = {"decay": 0.7, "lambda_0": 0.5}
-    return HeadsObjective(
-        base,
-        heads,
-        train_base=case.train_base,
-        implementation=case.implementation,
-        chunk_size=case.chunk_size,
-        **(defaults | options),
-    ).train()
+    settings: dict[str, Any] = {"decay": 0.7, "lambda_0": 0.5, **options}
+    settings |= {"implementation": case.implementation, "chunk_size": case.chunk_size}
+    loss = LossConfig(**settings)
+    return HeadsObjective(base, heads, loss, train_base=case.train_base).train()
 
 
 def pack(rows: Sequence[Sequence[Tensor]], masked: float = 0.0, seed: int = 0) -> Batch:

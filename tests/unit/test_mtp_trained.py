@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from specheads.attention.tree import Tree
+from specheads.config.training import LossConfig
 from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.growing import static_drafter
 from specheads.models.mtp import MtpHeads, block_config
@@ -38,7 +39,7 @@ def test_a_tree_accepts_more_than_the_chain_of_the_same_heads() -> None:
     generator = torch.Generator().manual_seed(0)
     base = zoo.build("llama", vocab_size=VOCAB)
     heads = MtpHeads(NUM_HEADS, block_config(base.config), VOCAB, variant="sequential")
-    objective = HeadsObjective(base, heads, train_base=True, decay=1.0, lambda_0=1.0)
+    objective = HeadsObjective(base, heads, LossConfig(decay=1.0, lambda_0=1.0), train_base=True)
     optimizer = torch.optim.AdamW(objective.parameters(), lr=1e-2)
     objective.train()
     for _ in range(60):

@@ -113,21 +113,13 @@ def test_the_count_is_of_the_whole_run(tmp_path: Path) -> None:
     cfg = toy_config(tmp_path / "run")
     cfg.optim.skip_nonfinite = 1
     from specheads.runs.log import RunLog
-    from specheads.training.loop import fit
+    from specheads.training.loop import Stage, fit
 
     objective, batches = Faulty(loss=(1, 5)), ToyBatches()
     with RunLog(cfg) as log, pytest.raises(RunError, match="step 6 .* after 1 left out"):
-        for stage, first, last in (("heads", 0, 3), ("joint", 3, 8)):
-            fit(
-                objective,
-                batches,
-                cfg,
-                groups=param_groups(cfg.optim, heads=(objective, cfg.optim.lr)),
-                run=log,
-                stage=stage,
-                first_step=first,
-                last_step=last,
-            )
+        for place in (("heads", 0, 3), ("joint", 3, 8)):
+            groups = param_groups(cfg.optim, heads=(objective, cfg.optim.lr))
+            fit(Stage(objective, batches, groups, *place), cfg, log)
 
 
 def test_nothing_to_save_before_the_first_step(tmp_path: Path) -> None:

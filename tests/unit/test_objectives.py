@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from specheads.config import AdapterConfig
+from specheads.config import AdapterConfig, LossConfig
 from specheads.losses.cross_entropy import IGNORE, count_valid, shift_labels
 from specheads.models.adapters import adapter_parameters, add_adapter
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer, packed_hidden
-from specheads.training.objectives import Batch, HeadsLoss, HeadsObjective, LMObjective
+from specheads.training.objectives import Batch, HeadsObjective, LMObjective
 
 RECIPES = [(kind, train) for kind in ("own", "shared") for train in (False, True)]
 
@@ -82,7 +82,7 @@ def build(base: LlamaForCausalLM, lm_head: str, train_base: bool, **options: Any
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
-    return HeadsObjective(base, heads, train_base=train_base, chunk_size=16, **options)
+    return HeadsObjective(base, heads, LossConfig(chunk_size=16, **options), train_base=train_base)
 
 
 def gradients(objective: nn.Module, *batches: Batch) -> dict[str, Tensor]:
@@ -307,12 +307,12 @@ def test_lm_objective_is_the_models_own_loss(tiny_llama: LlamaForCausalLM) -> No
     batch = pack([[list(range(5, 35))], [list(range(60, 90))]], 30)
     with torch.no_grad():
         expected = tiny_llama(input_ids=batch["input_ids"], labels=batch["labels"]).loss
-    objective = LMObjective(tiny_llama, chunk_size=16)
+    objective = LMObjective(tiny_llama, LossConfig(chunk_size=16))
     loss, metrics = objective(batch)
     torch.testing.assert_close(loss.detach(), expected)
     torch.testing.assert_close(metrics["lm/loss"], expected)
     fused = gradients(objective, batch)
-    naive = gradients(LMObjective(tiny_llama, implementation="naive"), batch)
+    naive = gradients(LMObjective(tiny_llama, LossConfig(implementation="naive")), batch)
     assert_same(fused, naive)
 
 
@@ -322,8 +322,8 @@ def test_lm_objective_with_tied_embeddings(
     """A tied matrix gets gradients from both of its ends; one of them must not be dropped."""
     base, batch = make_tiny_llama(tie_word_embeddings=True), random_batch(3)
     base.tie_weights()
-    naive = gradients(LMObjective(base, implementation="naive"), batch)
-    assert_same(gradients(LMObjective(base, chunk_size=8), batch), naive)
+    naive = gradients(LMObjective(base, LossConfig(implementation="naive")), batch)
+    assert_same(gradients(LMObjective(base, LossConfig(chunk_size=8)), batch), naive)
 
 
 @pytest.mark.parametrize(("lm_head", "train_base"), RECIPES)
@@ -365,7 +365,7 @@ def test_misuse_names_both_numbers(tiny_llama: LlamaForCausalLM) -> None:
     with pytest.raises(ValueError, match=r"\(100, 32\), the base has \(272, 32\)"):
         HeadsObjective(tiny_llama, heads, train_base=False)
     with pytest.raises(ValueError, match="'fast'"):
-        LMObjective(tiny_llama, implementation="fast")
+        LMObjective(tiny_llama, LossConfig(implementation="fast"))
 
 
 @pytest.fixture
@@ -409,16 +409,19 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def build_kind(base: LlamaForCausalLM, kind: str, **options: Any) -> HeadsObjective:
+def build_kind(
+    model: LlamaForCausalLM, kind: str, *, train_base: bool = False, **options: Any
+) -> HeadsObjective:
     """Return an objective with three heads of a kind, moved a little from their start."""
     torch.manual_seed(1)
-    vocab_size, hidden_size = base.lm_head.weight.shape
+    vocab_size, hidden_size = model.lm_head.weight.shape
     heads = MedusaHeads(3, 1, hidden_size, vocab_size, **KINDS[kind])
-    heads.init_from_output(base.lm_head.weight)
+    heads.init_from_output(model.lm_head.weight)
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
-    return HeadsObjective(base, heads, chunk_size=16, **options)
+    loss = LossConfig(chunk_size=16, **options)
+    return HeadsObjective(model, heads, loss, train_base=train_base)
 
 
 def distance(kind: str, logits: Tensor, expected: Tensor, label: int, kept: Tensor) -> Tensor:
@@ -466,7 +469,7 @@ def one_by_one(objective: HeadsObjective, batch: Batch, kind: str) -> Tensor:
                     logits = heads.head_logits(i, hidden[t], output, ahead, embed)
                     counts[i] += 1
                     sums[i] = sums[i] + distance(kind, logits, teacher[t + i + 1], label, kept)
-    weights = [objective.decay ** (i + 1) for i in range(heads.num_heads)]
+    weights = [objective.loss.decay ** (i + 1) for i in range(heads.num_heads)]
     return torch.stack(
         [w * s / max(1, n) for w, s, n in zip(weights, sums, counts, strict=True)]
     ).sum()
@@ -478,9 +481,7 @@ def test_every_kind_of_head_learns_what_it_will_see(
     kind: str, loss: str, make_tiny_llama: Callable[..., LlamaForCausalLM]
 ) -> None:
     """A token or a teacher one place off, or of the next document: a plausible, worse drafter."""
-    objective = build_kind(
-        make_tiny_llama(), kind, train_base=False, heads_loss=HeadsLoss(kind=loss)
-    )
+    objective = build_kind(make_tiny_llama(), kind, heads=loss)
     batch = random_batch(3)
     value, metrics = objective(batch)
     value.backward()
@@ -506,16 +507,15 @@ def test_kept_hidden_states_are_the_base_s(
 ) -> None:
     """Heads trained on states of another position would be trained on another model."""
     base, batch = make_tiny_llama(), random_batch(4)
-    online = build_kind(base, kind, train_base=False, heads_loss=HeadsLoss("soft"))
+    online = build_kind(base, kind, heads="soft")
     expected = gradients(online, batch)
     with torch.no_grad():
         hidden = packed_hidden(base, batch["input_ids"], batch["position_ids"])
     offline = HeadsObjective(
         None,
         online.heads,
+        LossConfig(heads="soft", chunk_size=16),
         train_base=False,
-        heads_loss=HeadsLoss("soft"),
-        chunk_size=16,
         output=online.output,
         embed=base.get_input_embeddings(),
     )
@@ -533,9 +533,8 @@ def test_the_distilled_base_is_held_to_its_original(
     base = make_tiny_llama()
     before = make_tiny_llama()
     add_adapter(base, AdapterConfig(kind="lora", rank=2, dropout=0.0))
-    objective = build_kind(
-        base, "hydra", train_base=True, lambda_0=0.5, distill_base=True, decay=1.0
-    )
+    settings = {"lambda_0": 0.5, "base": "distill", "decay": 1.0}
+    objective = build_kind(base, "hydra", train_base=True, **settings)
     batch = random_batch(5)
     assert objective(batch)[1]["lm/loss"].abs() < 1e-6  # nothing has moved yet
     with torch.no_grad():
@@ -555,5 +554,3 @@ def test_the_distilled_base_is_held_to_its_original(
     assert {name for name in trained if name.startswith("base.")} == {
         f"base.{name}" for name in adapter_parameters(base)
     }
-    with pytest.raises(ValueError, match="train_base=True"):
-        HeadsObjective(base, objective.heads, train_base=False, distill_base=True)

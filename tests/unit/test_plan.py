@@ -30,18 +30,18 @@ from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
 from specheads.training import plan as plan_module
 from specheads.training.engine import make_optimizers
+from specheads.training.loop import Stage
 from specheads.training.plan import (
     StagePlan,
-    StandInFeatures,
     clock,
     count_parameters,
     describe_costs,
     export_bytes,
     optimizer_bytes,
     plan_stage,
-    seconds_per_pass,
 )
 from specheads.training.schedule import param_groups
+from specheads.training.teachers import seconds_per_pass, without_features
 from tests.toys import ToyBatches, ToyObjective, toy_config
 
 OFFLOADS = {"zero2_offload", "zero3_offload"}
@@ -52,16 +52,8 @@ def plan_of(tmp_path: Path, objective: ToyObjective, **changes: Any) -> StagePla
     cfg = toy_config(tmp_path, **changes)
     objective.embed.requires_grad_(False)
     groups = param_groups(cfg.optim, heads=(objective, cfg.optim.lr))
-    return plan_stage(
-        "train",
-        cfg.steps,
-        objective,
-        ToyBatches(),
-        groups,
-        cfg,
-        output_weight=objective.lm_head.weight,
-        parts={"base": objective.embed, "heads": objective.blocks, "output": objective.lm_head},
-    )
+    parts = {"base": objective.embed, "heads": objective.blocks, "output": objective.lm_head}
+    return plan_stage(Stage(objective, ToyBatches(), groups), cfg, parts, objective.lm_head.weight)
 
 
 def test_a_plan_changes_nothing(tmp_path: Path) -> None:
@@ -76,16 +68,8 @@ def test_a_plan_changes_nothing(tmp_path: Path) -> None:
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
-    plan = plan_stage(
-        "train",
-        8,
-        objective,
-        batches,
-        groups,
-        cfg,
-        output_weight=objective.lm_head.weight,
-        parts={"heads": objective},
-    )
+    stage = Stage(objective, batches, groups)
+    plan = plan_stage(stage, cfg, {"heads": objective}, objective.lm_head.weight)
     assert torch.equal(torch.rand(2), expected)
     assert batches.state_dict() == {"position": 1}
     assert all(torch.equal(objective.state_dict()[k], v) for k, v in weights.items())
@@ -206,7 +190,7 @@ def test_time_is_that_of_all_micro_batches(tmp_path: Path, monkeypatch: pytest.M
 def test_a_cache_that_is_not_there_is_stood_in_for(tiny_llama: LlamaForCausalLM) -> None:
     """A dry run must neither write the cache nor time the base that it is to save."""
     batches = ToyBatches()
-    stand_in = StandInFeatures(batches, 6, torch.bfloat16)
+    stand_in = without_features(batches, 6, torch.bfloat16)
     batch = next(stand_in)
     assert batch["hidden"].shape == (2, 12, 6) and batch["hidden"].dtype == torch.bfloat16
     assert torch.equal(batch["labels"], batches.make(0)["labels"])

@@ -18,7 +18,7 @@ from tokenizers import decoders as token_decoders
 from transformers import PreTrainedTokenizerFast
 
 from specheads.config import ConfigError, DataConfig, PreviewConfig, RunError
-from specheads.data.chat import Encoded, encode, pick, render_mask, segments
+from specheads.data.chat import Encoded, Encoder, pick, render_mask, segments
 from specheads.losses.cross_entropy import IGNORE
 from specheads.preview import run
 from specheads.system.terminal import harmless
@@ -37,11 +37,11 @@ RECORD = {"id": "r", "kind": "chat", "messages": TALK}
 
 def test_answers_and_their_end_stand_in_brackets() -> None:
     """A preview that strips special tokens hides a mask that misses eos."""
-    shown = render_mask(encode(RECORD, BYTES), BYTES, color=False)
+    shown = render_mask(Encoder(BYTES)(RECORD), BYTES, color=False)
     assert shown == (
         "<bos><|user|>q<|assistant|>⟦one\n\ntwo<eos>⟧<|user|>r<|assistant|>⟦three<eos>⟧"
     )
-    assert "([one" in render_mask(encode(RECORD, BYTES), BYTES, color=False, brackets=("([", "])"))
+    assert "([one" in render_mask(Encoder(BYTES)(RECORD), BYTES, color=False, brackets=("([", "])"))
 
 
 def _unpaint(text: str) -> tuple[str, str]:
@@ -66,7 +66,7 @@ def test_colours_mark_the_learned_tokens(text: str, flags: list[bool]) -> None:
     labels = [i if flag else IGNORE for i, flag in zip(ids, keep, strict=True)]
     encoded = Encoded("r", "k", np.asarray(ids, np.int32), np.asarray(labels, np.int32))
     parts = list(segments(encoded, BYTES))
-    assert all((a.learned, a.special) != (b.learned, b.special) for a, b in pairwise(parts))
+    assert all(a[1:] != b[1:] for a, b in pairwise(parts))
     uncoloured = render_mask(encoded, BYTES, color=False)
     assert harmless(uncoloured) == uncoloured
     if text.isascii():
@@ -78,7 +78,7 @@ def test_colours_mark_the_learned_tokens(text: str, flags: list[bool]) -> None:
 
 def test_colour_ends_with_the_line() -> None:
     """Terminals paint the rest of a line whose end is still in colour."""
-    shown = render_mask(encode(RECORD, BYTES), BYTES, color=True)
+    shown = render_mask(Encoder(BYTES)(RECORD), BYTES, color=True)
     assert all(line.count("\x1b[0m") * 2 == line.count("\x1b[") for line in shown.splitlines())
     assert not any(line.startswith("\x1b[0m") for line in shown.splitlines())
 

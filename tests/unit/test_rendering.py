@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specheads.config import RunError
 from specheads.data import rendering
-from specheads.data.chat import encode
+from specheads.data.chat import Encoder
 from specheads.data.rendering import OUR_TEMPLATE, is_generated, render
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
@@ -104,7 +104,7 @@ def test_a_hostile_template_is_stopped(make_byte_tokenizer: MakeTokenizer, name:
     tokenizer = make_byte_tokenizer(template)
     tokenizer.name_or_path = "org/hostile"
     with pytest.raises(RunError, match=f"template of org/hostile was stopped: it .*{complaint}"):
-        encode({"id": "r", "kind": "chat", "messages": TALK}, tokenizer)
+        Encoder(tokenizer)({"id": "r", "kind": "chat", "messages": TALK})
     good = make_byte_tokenizer(MARKED)  # what comes after it is rendered all the same
     assert render(good, TALK)[0] == good.apply_chat_template(TALK, tokenize=False)
 

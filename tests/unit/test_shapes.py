@@ -14,8 +14,7 @@ from transformers import GPT2Config, LlamaForCausalLM
 from specheads.config import AdapterConfig
 from specheads.models.adapters import add_adapter
 from specheads.models.output import packed_hidden
-from specheads.training.objectives import LMObjective
-from specheads.training.plan import (
+from specheads.training.capacity import (
     LLAMA_7B,
     LLAMA_13B,
     LLAMA_70B,
@@ -23,6 +22,7 @@ from specheads.training.plan import (
     layer_activations,
     load_of,
 )
+from specheads.training.objectives import LMObjective
 from tests.conftest import build_tiny_llama
 
 TOKENS = 48

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # what main() does in a process of its own; stuck() is a call that never looks for signals
 PROGRAM = """
 import hashlib, os, signal, sys, time
-from specheads.training import signals
+from specheads.system import signals
 signals._ONE_REQUEST_SECONDS = {once}
 def stuck():
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2 * 10**9)

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specheads.losses.cross_entropy import linear_cross_entropy
-from specheads.losses.distill import KINDS, Teacher, linear_soft_loss
-from specheads.losses.fused import IGNORE
+from specheads.losses.distill import KINDS, SoftLoss, Teacher, linear_soft_loss
+from specheads.losses.fused import IGNORE, Output
 
 VOCAB = 37
 TOKEN_MAP = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(5))[:11]
@@ -44,7 +44,7 @@ def problem(
     vocab: int = VOCAB,
     finished: bool = False,
 ) -> dict[str, Any]:
-    """Return arguments of the loss: a third of the rows ignored, three groups.
+    """Return arguments of the loss: a third of the rows ignored, two groups or five.
 
     ``finished`` gives both sides a bias, a scale and a softcap, different ones.
     """
@@ -56,30 +56,38 @@ def problem(
     labels = torch.randint(0, vocab, (num_rows,), generator=generator)
     labels[torch.rand(num_rows, generator=generator) < 0.3] = IGNORE
     outputs = vocab if token_map is None else len(token_map)
-    teacher = Teacher(randn(num_rows, size + 2), randn(vocab, size + 2))
+    groups = 2 if num_rows % 5 else 5
+    theirs = randn(num_rows, size + 2), randn(vocab, size + 2)
     p: dict[str, Any] = {
         "hidden": randn(num_rows, size).requires_grad_(),
         "weight": randn(outputs, size).requires_grad_(),
-        "teacher": teacher,
-        "labels": labels,
-        "row_weight": torch.rand(num_rows, generator=generator) / num_rows,
-        "groups": torch.randint(0, 3, (num_rows,), generator=generator),
-        "num_groups": 3,
-        "token_map": token_map,
+        "teacher": Teacher(theirs[0], Output(theirs[1]), token_map),
+        "labels": labels.view(groups, num_rows // groups),
+        "row_weight": torch.rand(groups, num_rows // groups, generator=generator) / num_rows,
     }
     if finished:
         p |= {"bias": randn(outputs).requires_grad_(), "scale": 0.7, "softcap": 3.0}
-        p["teacher"] = Teacher(teacher.hidden, teacher.weight, randn(vocab), 1.2, 4.0)
+        output = Output(theirs[1], randn(vocab), 1.2, 4.0)
+        p["teacher"] = Teacher(theirs[0], output, token_map)
     return p
 
 
-def logits_of(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None
-) -> Tensor:
+def output_of(p: dict[str, Any]) -> Output:
+    """Return the student's output."""
+    return Output(p["weight"], p.get("bias"), p.get("scale", 1.0), p.get("softcap"))
+
+
+def soft_loss(p: dict[str, Any], chunk_size: int = 0, **options: Any) -> tuple[Tensor, Tensor]:
+    """Return loss and statistics; the options are those of ``SoftLoss``."""
+    rows = p["teacher"], p["labels"], p["row_weight"]
+    return linear_soft_loss(p["hidden"], output_of(p), *rows, SoftLoss(**options), chunk_size)
+
+
+def logits_of(hidden: Tensor, output: Output) -> Tensor:
     """Return finished logits [N, V] in float64."""
-    z = hidden.double() @ weight.double().T
-    z = (z if bias is None else z + bias.double()) * scale
-    return z if softcap is None else softcap * torch.tanh(z / softcap)
+    z = hidden.double() @ output.weight.double().T
+    z = (z if output.bias is None else z + output.bias.double()) * output.scale
+    return z if output.softcap is None else output.softcap * torch.tanh(z / output.softcap)
 
 
 def kl_of(a: Tensor, b: Tensor) -> Tensor:
@@ -91,15 +99,14 @@ def kl_of(a: Tensor, b: Tensor) -> Tensor:
 def reference(p: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
     """Return loss and statistics by the definitions, row by row, all probabilities at hand."""
     p = {**p, **options}
-    teacher, token_map, top_k = p["teacher"], p["token_map"], p.get("top_k", 0)
-    student = logits_of(
-        p["hidden"], p["weight"], p.get("bias"), p.get("scale", 1.0), p.get("softcap")
-    )
-    theirs = logits_of(teacher.hidden, teacher.weight, teacher.bias, teacher.scale, teacher.softcap)
+    teacher, top_k = p["teacher"], p.get("top_k", 0)
+    token_map, labels, row_weight = teacher.token_map, p["labels"], p["row_weight"].flatten()
+    student = logits_of(p["hidden"], output_of(p))
+    theirs = logits_of(teacher.hidden, teacher.output)
     t_all = (theirs.detach() / p.get("temperature", 1.0)).softmax(1)
-    loss, stats = student.new_zeros(()), torch.zeros(p["num_groups"], 3)
+    loss, stats = student.new_zeros(()), torch.zeros(len(labels), 3)
     for row in range(len(student)):
-        label = int(p["labels"][row])
+        label = int(labels.flatten()[row])
         if label == IGNORE:
             continue
         t = t_all[row]
@@ -129,9 +136,9 @@ def reference(p: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
         }[p["kind"]]()
         if not there.any() and p["kind"] != "tv":
             distance = 0.0 * student[row].sum()
-        loss = loss + distance * p["row_weight"][row]
+        loss = loss + distance * row_weight[row]
         found = torch.tensor([float(distance.detach()), label == order[0], label in order[:5]])
-        stats[p["groups"][row]] += found
+        stats[row // labels.shape[1]] += found
     return loss, stats
 
 
@@ -163,7 +170,7 @@ def test_loss_and_gradients_are_those_of_the_definition(
         options |= {"eta": eta, "jsd_beta": beta}
         loss, stats = reference(p, **options)
         expected = gradients(3.0 * loss, p)
-        found, found_stats = linear_soft_loss(**p, **options, chunk_size=chunk_size)
+        found, found_stats = soft_loss(p, chunk_size, **options)
         assert distance(found.detach(), loss.detach()) < 1e-12
         for name, grad in gradients(3.0 * found, p).items():
             assert distance(grad, expected[name]) < 1e-11, name
@@ -178,7 +185,7 @@ def test_gradients_against_finite_differences(kind: str) -> None:
     Its stop-gradient is checked by freezing the weight at the unmoved acceptance.
     """
     p, step = problem(num_rows=5, size=3, token_map=TOKEN_MAP), 1e-6
-    loss, _ = linear_soft_loss(**p, kind=kind)
+    loss, _ = soft_loss(p, kind=kind)
     for name, grad in gradients(loss, p).items():
         for i in range(0, grad.numel(), 4):
             values = []
@@ -187,12 +194,12 @@ def test_gradients_against_finite_differences(kind: str) -> None:
                 moved.view(-1)[i] += sign * step
                 q = {**p, name: moved}
                 if kind != "lk_lambda":
-                    values.append(linear_soft_loss(**q, kind=kind)[0])
+                    values.append(soft_loss(q, kind=kind)[0])
                     continue
                 here = per_row(p, "tv")
                 by = (-3.0 * (1 - here)).exp()
                 kl, tv = per_row(q, "soft"), per_row(q, "tv")
-                values.append(((by * kl + (1 - by) * tv) * p["row_weight"]).sum())
+                values.append(((by * kl + (1 - by) * tv) * p["row_weight"].flatten()).sum())
             slope = float((values[0] - values[1]).detach()) / (2 * step)
             assert abs(slope - float(grad.view(-1)[i])) < 1e-7
 
@@ -200,9 +207,9 @@ def test_gradients_against_finite_differences(kind: str) -> None:
 @torch.no_grad()
 def per_row(p: dict[str, Any], kind: str) -> Tensor:
     """Return the distance of each row [N], 0 where it is ignored, by asking for them one by one."""
-    count = len(p["labels"])
-    unit = torch.eye(count, dtype=torch.float64)
-    return torch.stack([linear_soft_loss(**{**p, "row_weight": r}, kind=kind)[0] for r in unit])
+    count, shape = p["labels"].numel(), p["labels"].shape
+    unit = torch.eye(count, dtype=torch.float64).view(count, *shape)
+    return torch.stack([soft_loss({**p, "row_weight": r}, kind=kind)[0] for r in unit])
 
 
 def test_gradient_of_lk_alpha_is_the_published_formula() -> None:
@@ -223,15 +230,14 @@ def test_gradient_of_lk_alpha_is_the_published_formula() -> None:
 def lossy(z: Tensor, teacher_logits: Tensor, kind: str, **options: Any) -> tuple[Tensor, Tensor]:
     """Return the loss of given logits: the output matrices are the identity, weights are 1."""
     count, vocab = teacher_logits.shape
-    teacher = Teacher(teacher_logits, torch.eye(vocab, dtype=teacher_logits.dtype))
+    output = Output(torch.eye(vocab, dtype=teacher_logits.dtype))
     return linear_soft_loss(
         z,
-        torch.eye(z.shape[1], dtype=z.dtype),
-        teacher,
+        Output(torch.eye(z.shape[1], dtype=z.dtype)),
+        Teacher(teacher_logits, output, options.pop("token_map", None)),
         options.pop("labels", torch.zeros(count, dtype=torch.int64)),
         torch.ones(count, dtype=z.dtype),
-        kind=kind,
-        **options,
+        SoftLoss(kind, **options),
     )
 
 
@@ -251,11 +257,11 @@ def test_jsd_tends_to_either_kl() -> None:
     """With the two sides of the mixture exchanged, beta would pull towards the wrong one."""
     p, beta = problem(), 1e-9
     for kind, near in (("soft", beta), ("reverse_kl", 1 - beta)):
-        expected, _ = linear_soft_loss(**p, kind=kind)
-        found, _ = linear_soft_loss(**p, kind="jsd", jsd_beta=near)
+        expected, _ = soft_loss(p, kind=kind)
+        found, _ = soft_loss(p, kind="jsd", jsd_beta=near)
         assert distance((found / beta).detach(), expected.detach()) < 1e-3
         for name, grad in gradients(found / beta, p).items():
-            again = gradients(linear_soft_loss(**p, kind=kind)[0], p)[name]
+            again = gradients(soft_loss(p, kind=kind)[0], p)[name]
             assert distance(grad, again) < 1e-3, name
 
 
@@ -264,18 +270,19 @@ def test_jsd_tends_to_either_kl() -> None:
 def test_what_is_compared_does_not_depend_on_the_loss(kind: str, options: dict[str, Any]) -> None:
     """An acceptance at the loss's own temperature and top_k is another quantity than alpha."""
     p = problem(finished=True)
-    loss, stats = linear_soft_loss(**p, kind=kind, **options, chunk_size=7)
-    again, more = linear_soft_loss(**p, kind=kind, **options, chunk_size=7, compare=True)
+    loss, stats = soft_loss(p, 7, kind=kind, **options)
+    again, more = soft_loss(p, 7, kind=kind, **options, compare=True)
     assert torch.allclose(loss, again, rtol=1e-12) and torch.allclose(stats, more[:, :3])
     found, expected = gradients(again, p), gradients(loss, p)
     assert all(distance(found[name], grad) < 1e-12 for name, grad in expected.items())
-    teacher, labels = p["teacher"], p["labels"]
-    student = logits_of(p["hidden"], p["weight"], p["bias"], p["scale"], p["softcap"]).detach()
-    theirs = logits_of(teacher.hidden, teacher.weight, teacher.bias, teacher.scale, teacher.softcap)
+    teacher, labels = p["teacher"], p["labels"].flatten()
+    student = logits_of(p["hidden"], output_of(p)).detach()
+    theirs = logits_of(teacher.hidden, teacher.output)
     accepted = torch.minimum(student.softmax(1), theirs.softmax(1)).sum(1)
     ce = -student.log_softmax(1).gather(1, labels.clamp_min(0)[:, None]).squeeze(1)
-    for group in range(3):
-        rows = (p["groups"] == group) & (labels != IGNORE)
+    groups = torch.arange(len(labels)) // p["labels"].shape[1]
+    for group in range(len(p["labels"])):
+        rows = (groups == group) & (labels != IGNORE)
         assert more[group, 3].item() == pytest.approx(ce[rows].sum().item(), rel=1e-6)
         assert more[group, 4].item() == pytest.approx(accepted[rows].sum().item(), rel=1e-6)
 
@@ -283,17 +290,16 @@ def test_what_is_compared_does_not_depend_on_the_loss(kind: str, options: dict[s
 def test_one_token_makes_lk_alpha_and_soft_the_cross_entropy() -> None:
     """Hard labels are the case of one token; top_k=1 makes them of the teacher's best one."""
     p = problem(num_rows=30)
-    z = logits_of(p["teacher"].hidden, p["teacher"].weight, None, 1.0, None)
-    best = torch.where(p["labels"] == IGNORE, IGNORE, z.argmax(1))
-    teacher = p.pop("teacher")
-    p.pop("token_map")
-    expected, expected_stats = linear_cross_entropy(**{**p, "labels": best})
+    z = logits_of(p["teacher"].hidden, p["teacher"].output)
+    best = torch.where(p["labels"] == IGNORE, IGNORE, z.argmax(1).view(p["labels"].shape))
+    rows = p["hidden"], output_of(p), best, p["row_weight"]
+    expected, expected_stats = linear_cross_entropy(*rows)
     for kind in ("lk_alpha", "soft"):
-        loss, stats = linear_soft_loss(**p, teacher=teacher, kind=kind, top_k=1)
+        loss, stats = soft_loss(p, kind=kind, top_k=1)
         assert distance(loss.detach(), expected.detach()) < 1e-12
         assert torch.allclose(stats[:, 0], expected_stats[:, 0])
         for name, grad in gradients(loss, p).items():
-            again = gradients(linear_cross_entropy(**{**p, "labels": best})[0], p)[name]
+            again = gradients(linear_cross_entropy(*rows)[0], p)[name]
             assert distance(grad, again) < 1e-12, name
 
 
@@ -341,20 +347,19 @@ def test_hits_of_labels_that_the_token_map_drops() -> None:
     labels, kept = torch.tensor([9, 7, 3, 0]), torch.tensor([7, 3, 9])
     _, stats = lossy(z, torch.zeros(4, 10), "soft", token_map=kept, labels=labels)
     assert stats[0, 1:].tolist() == [1.0, 3.0]
-    _, off = lossy(z, torch.zeros(4, 10), "soft", token_map=kept, labels=labels, count_hits=False)
-    assert off[0, 1:].isnan().all() and float(off[0, 0]) == float(stats[0, 0])
 
 
 def test_ignored_rows_leave_no_trace() -> None:
     """A prompt's tokens would be learned with the answer's if the mask were only for the labels."""
     p = problem()
+    p |= {name: p[name].flatten() for name in ("labels", "row_weight")}
     keep = p["labels"] != IGNORE
     short = {**p, "hidden": p["hidden"][keep].detach().requires_grad_()}
-    short["teacher"] = Teacher(p["teacher"].hidden[keep], p["teacher"].weight)
-    short |= {name: p[name][keep] for name in ("labels", "row_weight", "groups")}
+    short["teacher"] = Teacher(p["teacher"].hidden[keep], p["teacher"].output)
+    short |= {name: p[name][keep] for name in ("labels", "row_weight")}
     for kind in KINDS:
-        loss, stats = linear_soft_loss(**p, kind=kind, chunk_size=8)
-        expected, expected_stats = linear_soft_loss(**short, kind=kind)
+        loss, stats = soft_loss(p, 8, kind=kind)
+        expected, expected_stats = soft_loss(short, kind=kind)
         grads, fewer = gradients(loss, p), gradients(expected, short)
         assert not grads["hidden"][~keep].any()
         assert distance(grads["hidden"][keep], fewer["hidden"]) < 1e-12
@@ -368,7 +373,7 @@ def test_no_valid_label_gives_zero_not_nan(num_rows: int, kind: str) -> None:
     """A micro-batch of prompts alone must count nothing and move nothing."""
     p = problem(num_rows=num_rows)
     p["labels"].fill_(IGNORE)
-    loss, stats = linear_soft_loss(**p, kind=kind)
+    loss, stats = soft_loss(p, kind=kind)
     assert loss.item() == 0.0 and not stats.any()
     assert not any(grad.any() for grad in gradients(loss, p).values())
 
@@ -377,10 +382,10 @@ def test_no_valid_label_gives_zero_not_nan(num_rows: int, kind: str) -> None:
 def test_autocast_decides_the_dtype_of_the_products(kind: str) -> None:
     """Both sides' products must run in bfloat16, the softmax above them in float32."""
     p = problem(num_rows=200, size=24, dtype=torch.float32)
-    loss, _ = linear_soft_loss(**p, kind=kind)
+    loss, _ = soft_loss(p, kind=kind)
     expected = gradients(loss, p)
     with torch.autocast("cpu", torch.bfloat16):
-        found, _ = linear_soft_loss(**p, kind=kind, chunk_size=64)
+        found, _ = soft_loss(p, 64, kind=kind)
         grads = gradients(found, p)
     assert found.dtype == torch.float32
     assert 0 < distance(found.detach(), loss.detach()) < 2e-2
@@ -402,7 +407,7 @@ def test_narrow_weights_on_both_sides(dtype: torch.dtype) -> None:
         for name, value in p.items()
     }
     expected, _ = reference(wide, kind="lk_lambda")
-    found, _ = linear_soft_loss(**p, kind="lk_lambda", chunk_size=16)
+    found, _ = soft_loss(p, 16, kind="lk_lambda")
     assert distance(found.detach(), expected.detach()) < 2e-2
     grads = gradients(2.0**16 * found, p)
     for name, grad in gradients(2.0**16 * expected, wide).items():
@@ -428,15 +433,15 @@ def test_no_gradient_is_formed_that_nobody_needs(
     p["labels"] = p["labels"].clamp_min(0)
     p["hidden"].requires_grad_(hidden)
     p["weight"].requires_grad_(weight)
-    p["teacher"].weight.requires_grad_()
+    p["teacher"].output.weight.requires_grad_()
     with torch.set_grad_enabled(grad), Watch() as watch:
-        loss, stats = linear_soft_loss(**p, kind="lk_lambda", chunk_size=10)
+        loss, stats = soft_loss(p, 10, kind="lk_lambda")
     assert watch.products == 4 * products
     assert loss.requires_grad == (grad and (hidden or weight))
     assert not stats.requires_grad
     if loss.requires_grad:
         loss.backward()
-    assert p["teacher"].weight.grad is None
+    assert p["teacher"].output.weight.grad is None
 
 
 @pytest.mark.parametrize("token_map", [None, TOKEN_MAP], ids=["full", "pruned"])
@@ -445,7 +450,7 @@ def test_never_more_than_one_chunk_of_logits(kind: str, token_map: Tensor | None
     """All of the teacher's logits are as many as all of the student's: neither may exist."""
     p = problem(num_rows=256, vocab=400, token_map=token_map)
     with Watch() as watch:
-        loss, _ = linear_soft_loss(**p, kind=kind, top_k=5 * (kind in BOUNDED), chunk_size=16)
+        loss, _ = soft_loss(p, 16, kind=kind, top_k=5 * (kind in BOUNDED))
         loss.backward()
     assert watch.largest == 16 * 400
 
@@ -454,10 +459,10 @@ def test_shared_output_matrix_learns_as_student_only() -> None:
     """Where heads share the base's matrix, the teacher reads it too, and must not move it."""
     p = problem(size=6)
     matrix = p["weight"]
-    p["teacher"] = Teacher(torch.randn(40, 6, dtype=torch.float64), matrix)
-    loss, _ = linear_soft_loss(**p, kind="soft")
-    frozen = {**p, "teacher": Teacher(p["teacher"].hidden, matrix.detach().clone())}
-    expected, _ = linear_soft_loss(**frozen, kind="soft")
+    p["teacher"] = Teacher(torch.randn(40, 6, dtype=torch.float64), Output(matrix))
+    loss, _ = soft_loss(p, kind="soft")
+    frozen = {**p, "teacher": Teacher(p["teacher"].hidden, Output(matrix.detach().clone()))}
+    expected, _ = soft_loss(frozen, kind="soft")
     assert torch.equal(gradients(loss, p)["weight"], gradients(expected, frozen)["weight"])
 
 
@@ -469,7 +474,7 @@ def test_large_logits_stay_finite() -> None:
     assert (p["hidden"] @ p["weight"].T).max().item() > 89
     for kind in KINDS:
         expected, _ = reference(p, kind=kind)
-        loss, _ = linear_soft_loss(**p, kind=kind)
+        loss, _ = soft_loss(p, kind=kind)
         assert distance(loss.detach(), expected.detach()) < 1e-4
         for name, grad in gradients(loss, p).items():
             assert distance(grad, gradients(reference(p, kind=kind)[0], p)[name]) < 1e-3, name
@@ -478,22 +483,25 @@ def test_large_logits_stay_finite() -> None:
 def test_misuse_names_both_numbers() -> None:
     """A teacher of another batch or vocabulary would give a loss, only not the right one."""
     p = problem(num_rows=10)
-    hidden, weight = p["teacher"].hidden, p["teacher"].weight
-    for change, message in (
-        ({"kind": "kl"}, "one of soft, reverse_kl, jsd, tv, lk_alpha, lk_lambda, got 'kl'"),
-        ({"top_k": -1}, "top_k must be at least 0, got -1"),
-        ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
-        ({"eta": 0.0}, "eta must be positive"),
-        ({"jsd_beta": 1.0}, "jsd_beta must be between 0 and 1, got 1.0"),
-        ({"kind": "reverse_kl", "top_k": 4}, "top_k must be 0 for reverse_kl"),
-        ({"compare": True, "token_map": TOKEN_MAP, "weight": p["weight"][:11]}, "compare is not"),
-        ({"teacher": Teacher(hidden[:9], weight)}, "teacher has 9 rows, hidden has 10"),
-        ({"teacher": Teacher(hidden, weight[:, 1:])}, r"\(10, 8\) and weight \(37, 7\)"),
-        ({"teacher": Teacher(hidden, weight[1:])}, "37 rows, the teacher's 36: token_map is"),
-        ({"teacher": Teacher(hidden, weight, torch.ones(1))}, r"teacher's bias has shape \(1,\)"),
-        ({"token_map": torch.arange(4)}, r"token_map has shape \(4,\), weight has 37"),
-        ({"labels": p["labels"][:9]}, r"labels has shape \(9,\)"),
-        ({"chunk_size": -1}, "chunk_size must be at least 0"),
+    hidden, weight = p["teacher"].hidden, p["teacher"].output.weight
+    few, pruned = p["weight"][:11], Teacher(hidden, Output(weight), TOKEN_MAP)
+    biased = Teacher(hidden, Output(weight, torch.ones(1)))
+    narrow = Teacher(hidden, Output(weight[:, 1:]))
+    for change, options, message in (
+        ({}, {"kind": "kl"}, "one of soft, reverse_kl, jsd, tv, lk_alpha, lk_lambda, got 'kl'"),
+        ({}, {"top_k": -1}, "top_k must be at least 0, got -1"),
+        ({}, {"temperature": 0.0}, "temperature must be positive, got 0.0"),
+        ({}, {"eta": 0.0}, "eta must be positive"),
+        ({}, {"jsd_beta": 1.0}, "jsd_beta must be between 0 and 1, got 1.0"),
+        ({}, {"kind": "reverse_kl", "top_k": 4}, "top_k must be 0 for reverse_kl"),
+        ({"teacher": pruned, "weight": few}, {"compare": True}, "compare is not"),
+        ({"teacher": Teacher(hidden[:9], Output(weight))}, {}, "teacher has 9 rows, hidden has 10"),
+        ({"teacher": narrow}, {}, r"\(10, 8\) and weight \(37, 7\)"),
+        ({"teacher": Teacher(hidden, Output(weight[1:]))}, {}, "the teacher's 36: token_map is"),
+        ({"teacher": biased}, {}, r"teacher's bias has shape \(1,\)"),
+        ({"teacher": pruned}, {}, r"token_map has shape \(11,\), weight has 37"),
+        ({"labels": p["labels"][:4]}, {}, r"labels has shape \(4, 2\)"),
+        ({}, {"chunk_size": -1}, "chunk_size must be at least 0"),
     ):
         with pytest.raises(ValueError, match=message):
-            linear_soft_loss(**{"kind": "soft", **p, **change})
+            soft_loss({**p, **change}, **{"kind": "soft", **options})

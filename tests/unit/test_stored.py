@@ -13,8 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from specheads.config import ConfigError
-from specheads.data.chat import Encoder, encode, encode_prompt, encode_records, tokenizer_digest
+from specheads.data.chat import Documents, Encoder, encode_records
 from specheads.data.load import read_jsonl
+from specheads.data.schema import tokenizer_digest
 from specheads.losses.cross_entropy import IGNORE
 from specheads.system.files import tinycode_dir
 
@@ -57,9 +58,9 @@ def test_generated_ids_are_taken_verbatim() -> None:
     tokenizer = merging_tokenizer()
     record = stored(tokenizer)
     ids = record["tokens"]["ids"]
-    again = encode({**record, "tokens": {**record["tokens"], "tokenizer": "x"}}, tokenizer)
+    again = Encoder(tokenizer)({**record, "tokens": {**record["tokens"], "tokenizer": "x"}})
     assert again.input_ids.tolist() == [3, 5, 2, 6, 4, 5, 2, 6] != ids
-    encoded = encode(record, tokenizer)
+    encoded = Encoder(tokenizer)(record)
     assert encoded.input_ids.tolist() == ids
     assert encoded.input_ids.dtype == encoded.labels.dtype == np.int32
     slow = [IGNORE] * len(ids)
@@ -67,7 +68,7 @@ def test_generated_ids_are_taken_verbatim() -> None:
         for t in range(start, stop):
             slow[t] = ids[t]
     assert encoded.labels.tolist() == slow
-    assert encode_prompt(record, tokenizer) == ids[:7]
+    assert Encoder(tokenizer).prompt(record) == ids[:7]
 
 
 def test_ids_of_another_tokenizer_are_encoded_again_and_counted(
@@ -76,12 +77,12 @@ def test_ids_of_another_tokenizer_are_encoded_again_and_counted(
     """Ids of another vocabulary are other words; taking them would train on noise."""
     own, foreign = stored(byte_tokenizer), stored(merging_tokenizer())
     plain = {key: value for key, value in foreign.items() if key != "tokens"}
-    encoded = encode_records([own, foreign, plain], byte_tokenizer, seq_len=32)
+    encoded = encode_records([own, foreign, plain], Documents(byte_tokenizer, seq_len=32))
     assert encoded.counts["retokenized"] == 1
     assert "1 encoded anew" in encoded.summary()
     assert encoded.documents[0].input_ids.tolist() == own["tokens"]["ids"]
     assert encoded.documents[1].input_ids.tolist() == encoded.documents[2].input_ids.tolist()
-    assert encode_prompt(foreign, byte_tokenizer) == encode_prompt(plain, byte_tokenizer)
+    assert Encoder(byte_tokenizer).prompt(foreign) == Encoder(byte_tokenizer).prompt(plain)
 
 
 def test_the_digest_is_of_the_tokenizer_not_of_its_history(

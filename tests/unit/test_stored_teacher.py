@@ -10,12 +10,13 @@ from torch import Tensor
 
 from specheads.losses.distill import (
     KINDS,
+    SoftLoss,
     StoredTeacher,
     Teacher,
     check_stored,
     linear_soft_loss,
 )
-from specheads.losses.fused import IGNORE
+from specheads.losses.fused import IGNORE, Output
 
 VOCAB, SIZE = 19, 6
 
@@ -33,7 +34,7 @@ def problem(num_rows: int = 24, spread: float = 1.0) -> dict[str, Any]:
         "hidden": randn(num_rows, SIZE).requires_grad_(),
         "weight": randn(VOCAB, SIZE).requires_grad_(),
         "bias": randn(VOCAB).requires_grad_(),
-        "teacher": Teacher(randn(num_rows, SIZE) * spread, randn(VOCAB, SIZE)),
+        "teacher": Teacher(randn(num_rows, SIZE) * spread, Output(randn(VOCAB, SIZE))),
         "labels": labels,
         "row_weight": torch.rand(num_rows, generator=generator, dtype=torch.float64),
     }
@@ -41,13 +42,23 @@ def problem(num_rows: int = 24, spread: float = 1.0) -> dict[str, Any]:
 
 def stored(teacher: Teacher, k: int) -> StoredTeacher:
     """Return what would be stored of a teacher."""
-    best, ids = (teacher.hidden @ teacher.weight.T).log_softmax(1).topk(k, dim=1)
+    best, ids = (teacher.hidden @ teacher.output.weight.T).log_softmax(1).topk(k, dim=1)
     return StoredTeacher(ids.int(), best)
 
 
-def losses(p: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+def losses(
+    p: dict[str, Any], teacher: Any = None, chunk_size: int = 0, **options: Any
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Return loss, statistics and gradients."""
-    loss, stats = linear_soft_loss(**{**p, **options}, compare=True)
+    loss, stats = linear_soft_loss(
+        p["hidden"],
+        Output(p["weight"], p["bias"]),
+        teacher or p["teacher"],
+        p["labels"],
+        p["row_weight"],
+        SoftLoss(**options, compare=True),
+        chunk_size,
+    )
     return loss, stats, list(torch.autograd.grad(loss, [p["hidden"], p["weight"], p["bias"]]))
 
 
@@ -87,7 +98,7 @@ def test_the_others_are_one_thing(kind: str) -> None:
     p, k = problem(), 5
     found, stats, grads = losses(p, kind=kind, teacher=stored(p["teacher"], k), eta=2.0)
     student = (p["hidden"] @ p["weight"].T + p["bias"]).softmax(1)
-    theirs = (p["teacher"].hidden @ p["teacher"].weight.T).softmax(1)
+    theirs = (p["teacher"].hidden @ p["teacher"].output.weight.T).softmax(1)
     t, ids = theirs.topk(k, dim=1)
     s = student.gather(1, ids)
     lower = torch.where(s < t, s, t).sum(1).detach()
@@ -151,8 +162,7 @@ def test_misuse_names_both_numbers() -> None:
         ({"teacher": StoredTeacher(few.ids[1:], few.log_probs[1:])}, "9 rows, hidden has 10"),
         ({"teacher": StoredTeacher(few.ids[:, 1:], few.log_probs)}, r"\(10, 3\) and log_probs"),
         ({"teacher": stored(p["teacher"], VOCAB)}, f"{VOCAB} tokens, weight has {VOCAB} rows"),
-        ({"token_map": torch.arange(VOCAB)}, "stored teacher is not possible with a token_map"),
     ):
         with pytest.raises(ValueError, match=message):
-            linear_soft_loss(**{**p, "teacher": few, "kind": "soft", **change})
+            losses(p, **{"teacher": few, "kind": "soft", **change})
     check_stored(4, 4, 0.5)

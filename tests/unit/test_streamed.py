@@ -113,13 +113,18 @@ def items(n: int) -> list[dict[str, Any]]:
     ]
 
 
+class SmallPools(StreamedBatches):
+    """Batches with pools of 4 rows, so that a small file has many."""
+
+    POOL = 4
+
+
 def opened(data: DataConfig, tokenizer: PreTrainedTokenizerFast, **options: Any) -> StreamedBatches:
-    """Batches of the stream, 2 rows of 64 tokens each, pools of 4 rows."""
+    """Batches of the stream, 2 rows of 64 tokens each."""
     data.streaming, data.shuffle_buffer = True, 16
-    dropped = Dropped()
-    stream = RecordStream(data, dropped)
-    given: dict[str, Any] = {"rows": 2, "seed": 3, "pad_token_id": 256, "pool": 4, **options}
-    return StreamedBatches(stream, Documents(tokenizer, seq_len=64), dropped=dropped, **given)
+    stream = RecordStream(data, Dropped())
+    given: dict[str, Any] = {"rows": 2, "seed": 3, "pad_token_id": 256, **options}
+    return SmallPools(stream, Documents(tokenizer, seq_len=64), **given)
 
 
 @pytest.fixture(autouse=True)
@@ -137,7 +142,7 @@ def test_an_epoch_is_what_is_held_in_memory_otherwise(
     """Streaming must change the order alone: same documents, same labels, same held-out side."""
     data = MAKERS[source](tmp_path, items(60))
     data.eval_fraction = 0.1
-    encoded = encode_records(load_records(data, "train"), byte_tokenizer, seq_len=64)
+    encoded = encode_records(load_records(data, "train"), Documents(byte_tokenizer, seq_len=64))
     wanted = Counter(
         (d.id, tuple(d.input_ids.tolist()), tuple(d.labels.tolist())) for d in encoded.documents
     )

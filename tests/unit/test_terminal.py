@@ -16,11 +16,11 @@ from tqdm import tqdm
 
 from specheads.system import terminal
 from specheads.system.terminal import (
-    Keys,
     Lines,
     StatusLine,
     escape_output,
     harmless,
+    keys_of,
     progress_bar,
     unescaped,
     wants_color,
@@ -168,8 +168,8 @@ def test_lines_over_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     """A last line without its end is a message too."""
     monkeypatch.setattr("sys.stdin", io.StringIO("one\n\nthree"))
     lines = Lines(["/help"], {r"\C-p": "/plain"})
-    with Keys(io.StringIO("x")) as keys:
-        assert keys.typed() == ""
+    with keys_of(io.StringIO("x")) as typed:
+        assert typed() == ""
     assert [lines.read(""), lines.read(""), lines.read("")] == ["one", "", "three"]
     with pytest.raises(EOFError):
         lines.read("")

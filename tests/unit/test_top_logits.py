@@ -14,15 +14,17 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from specheads.config import ConfigError, RunError
+from specheads.config.training import DraftConfig, LossConfig
 from specheads.data import teacher_cache as features_module
 from specheads.data.chat import Encoded
 from specheads.data.pack import PackedBatches
 from specheads.data.teacher_cache import (
-    TaughtBatches,
-    TopLogits,
-    TopPlan,
+    CachedBatches,
+    Plan,
+    TeacherCache,
     plan_top_logits,
-    write_top_logits,
+    still_missing,
+    write_cache,
 )
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.output import output_layer
@@ -47,21 +49,23 @@ def _documents(count: int = 20) -> list[Encoded]:
     return documents
 
 
-def _plan(folder: Path, documents: list[Encoded], **changed: Any) -> TopPlan:
-    given: dict[str, Any] = {
-        "base": "ab" * 32,
-        "computed": "float32, quantization none, autocast none",
-        "vocab_size": VOCAB,
-        "top_k": K,
-        "shard_bytes": 3000,  # several shards
-        **changed,
-    }
-    return plan_top_logits(folder, documents, **given)
+def _plan(
+    folder: Path,
+    documents: list[Encoded],
+    base: str = "ab" * 32,
+    computed: str = "float32, quantization none, autocast none",
+    **changed: Any,
+) -> Plan:
+    given: dict[str, Any] = {"vocab_size": VOCAB, "top_k": K, "shard_bytes": 3000, **changed}
+    made_of = {"base model": base, "computation": computed}
+    return plan_top_logits(folder, documents, made_of, **given)
 
 
-def _write(plan: TopPlan, documents: list[Encoded], base: PreTrainedModel) -> TopLogits:
-    write_top_logits(plan, documents, base, output_layer(base), seq_len=SEQ_LEN, rows=ROWS)
-    return TopLogits(plan)
+def _write(
+    plan: Plan, documents: list[Encoded], base: PreTrainedModel, **more: Any
+) -> TeacherCache:
+    write_cache(plan, documents, base, (ROWS, SEQ_LEN), output=output_layer(base), **more)
+    return TeacherCache(plan)
 
 
 def _batches(documents: list[Encoded]) -> PackedBatches:
@@ -81,16 +85,15 @@ def test_every_document_has_the_bases_own_tokens(
         with torch.no_grad():
             logits = base(input_ids=ids[None]).logits[0, :, :vocab_size]
         expected, where = logits.log_softmax(1).topk(K, dim=1)
-        found_ids, log_probs = top[i]
-        assert torch.equal(found_ids.long(), where)
-        torch.testing.assert_close(log_probs, expected, rtol=1e-4, atol=1e-5)
+        assert torch.equal(top[i]["teacher_ids"], where)
+        torch.testing.assert_close(top[i]["teacher_log_probs"], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_rows_lie_as_the_tokens_do(base: PreTrainedModel, tmp_path: Path) -> None:
     """Laid out in another order than the tokens, every position would learn another's future."""
     documents = _documents()
     top = _write(_plan(tmp_path / "t", documents), documents, base)
-    plain, taught = _batches(documents), TaughtBatches(_batches(documents), top)
+    plain, taught = _batches(documents), CachedBatches(_batches(documents), top)
     for _ in range(2 * plain.rows_per_epoch // ROWS):
         assert taught.state_dict() == plain.state_dict()
         expected, batch = next(plain), next(taught)
@@ -98,11 +101,10 @@ def test_rows_lie_as_the_tokens_do(base: PreTrainedModel, tmp_path: Path) -> Non
         names = iter(batch["ids"])
         for b, segments in enumerate(batch["segment_ids"]):
             for segment in range(1, int(segments.max()) + 1):
-                ids, log_probs = top[int(next(names)[1:])]
-                assert torch.equal(batch["teacher_ids"][b, segments == segment], ids.long())
-                assert torch.equal(batch["teacher_log_probs"][b, segments == segment], log_probs)
+                for name, stored in top[int(next(names)[1:])].items():
+                    assert torch.equal(batch[name][b, segments == segment], stored)
             assert not batch["teacher_ids"][b, segments == 0].any()
-    again = TaughtBatches(_batches(documents), top)
+    again = CachedBatches(_batches(documents), top)
     again.load_state_dict(plain.state_dict())
     assert torch.equal(next(again)["input_ids"], next(plain)["input_ids"])
 
@@ -114,9 +116,9 @@ def test_offline_learns_as_online(base: PreTrainedModel, tmp_path: Path, loss: s
     top = _write(_plan(tmp_path / "t", documents), documents, base)
     for teacher in (base, None):
         packed = _batches(documents)
-        batches = packed if teacher is not None else TaughtBatches(packed, top)
+        batches = packed if teacher is not None else CachedBatches(packed, top)
         draft = build("llama", seed=2, num_hidden_layers=1)
-        objective = DraftObjective(draft, teacher, loss=loss, top_k=K)
+        objective = DraftObjective(draft, teacher, DraftConfig(loss=loss), LossConfig(top_k=K))
         optimizer = torch.optim.SGD(draft.parameters(), lr=0.1)
         losses = []
         for _ in range(2 * packed.rows_per_epoch // ROWS):
@@ -152,23 +154,20 @@ def test_an_interrupted_run_goes_on_where_it_was(
         _write(plan, documents, base)
     left = plan.missing()
     assert 0 < len(left) < len(plan.shards)
-    assert "still to be written" in plan.describe()
+    assert "still to be written" in still_missing(plan)
     with pytest.raises(ConfigError, match=f"{plan.shards[left[0]].file} is missing"):
-        TopLogits(plan)
+        TeacherCache(plan)
     seen: list[tuple[int, int]] = []
     monkeypatch.setattr(features_module, "packed_hidden", run)
     again = _plan(tmp_path / "t", documents, shard_bytes=99)  # the layout there is the one used
-    write_top_logits(
-        again, documents, base, output_layer(base), seq_len=SEQ_LEN, rows=ROWS,
-        progress=lambda _, done, total: seen.append((done, total)),
-    )  # fmt: skip
+    _write(again, documents, base, progress=lambda _, done, total: seen.append((done, total)))
     missing = sum(plan.shards[number].tokens for number in left)
     assert seen[-1] == (missing, missing)
     for shard in whole.shards:
         one, other = (tmp_path / name / shard.file for name in ("whole", "t"))
         expected, found = load_file(one), load_file(other)
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert again.describe().endswith("complete")
+    assert still_missing(again) == "complete"
     monkeypatch.setattr(features_module, "packed_hidden", None)  # nothing is left to be run
     _write(again, documents, base)
 
@@ -198,7 +197,7 @@ def test_damage_is_named(base: PreTrainedModel, tmp_path: Path) -> None:
     contents = first.read_bytes()
     first.write_bytes(contents[:-1])
     with pytest.raises(ConfigError, match=f"{first.name} is damaged"):
-        TopLogits(plan)
+        TeacherCache(plan)
     first.write_bytes(contents[:-1] + bytes([contents[-1] ^ 1]))
     second.unlink()
     with pytest.raises(ConfigError, match=f"{first.name} is damaged: its numbers"):
@@ -208,11 +207,11 @@ def test_damage_is_named(base: PreTrainedModel, tmp_path: Path) -> None:
     other = _plan(tmp_path / "other", documents, base="cd" * 32)
     _write(other, documents, base)
     shutil.copy(other.folder / first.name, first)
-    with pytest.raises(ConfigError, match=f"{first.name} is damaged: it is of another stored"):
-        TopLogits(plan)
+    with pytest.raises(ConfigError, match=f"{first.name} is damaged: it is of another cache"):
+        TeacherCache(plan)
     for text in ("{", "{}", json.dumps({"made_of": {}, "shards": [{"file": "x"}]})):
         (plan.folder / "index.json").write_text(text)
-        with pytest.raises(ConfigError, match="no index of a stored teacher"):
+        with pytest.raises(ConfigError, match="is no stored teacher index"):
             _plan(plan.folder, documents)
 
 
@@ -234,7 +233,7 @@ def test_what_cannot_work_is_said_first(
     object.__setattr__(output, "module", broken.lm_head)
     plan = _plan(tmp_path / "t", documents)
     with pytest.raises(RunError, match=r"logits of record d\d+ are not finite"):
-        write_top_logits(plan, documents, base, output, seq_len=SEQ_LEN, rows=ROWS)
+        write_cache(plan, documents, base, (ROWS, SEQ_LEN), output=output)
     assert len(plan.missing()) == len(plan.shards)
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
