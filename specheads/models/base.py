@@ -266,12 +266,8 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 def end_tokens(base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the ids that end a text, of the model's generation settings or the tokenizer's."""
-    config = getattr(base, "generation_config", None)
-    found = getattr(config, "eos_token_id", None)
-    if found is None:
-        found = base.config.eos_token_id
-    if found is None:
-        found = tokenizer.eos_token_id
-    if found is None:
+    places = (getattr(base, "generation_config", None), base.config, tokenizer)
+    ids = (getattr(place, "eos_token_id", None) for place in places)
+    if (found := next((each for each in ids if each is not None), None)) is None:
         return ()
     return tuple(found) if isinstance(found, Iterable) else (int(found),)

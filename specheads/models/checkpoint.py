@@ -1,16 +1,12 @@
 """Exports: what users load. Heads, tokenizer, tree and (medusa2) the tuned base, in one folder.
 
 A base tuned through an adapter is merged into ``base/``, or its adapter lies in ``adapter/`` and
-the original, quantised as it was, is loaded under it.
+the original, quantised as it was, is loaded under it. What config.json says of the heads, and what
+their tensors are called, is the heads' own, see :class:`specheads.models.kinds.Heads`.
 
 Everything is safetensors and JSON, written aside and renamed, and listed in ``manifest.json`` with
-its size and sha256. Loading takes all of it or refuses with one line.
-
-Write a model as a Hugging Face folder, in another dtype if asked.
-
-Heads of every kind as files: what config.json says of them, and their tensors.
-
-Tensors of MTP heads are called ``mtp.layers.{k}.*``, the others' ``heads.{i}.*`` and ``prefix.*``.
+its size and sha256. Loading takes all of it or refuses with one line. Models alone are written as
+Hugging Face folders.
 """
 
 from __future__ import annotations
