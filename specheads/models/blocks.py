@@ -92,48 +92,29 @@ class MedusaHead(nn.Module):
     Args:
         num_layers: residual blocks.
         hidden_size: d.
-        vocab_size: V.
-        num_outputs: rows of its own output matrix; None shares the base's.
-        rank: inner size of a low-rank one, 0 for a whole one.
-        markov_rank: inner size of the Markov correction, 0 for none.
-        markov_outputs: V'.
-        num_conditions: tokens drafted before that it reads.
-        joined: read them as published Hydra heads do, see :class:`Joined`.
-        dtype: of the parameters.
+        lm_head: its own output matrix; None shares the base's.
+        markov: its correction of the logits, if any.
+        reader: what reads the tokens drafted before, if anything: added to the hidden state, or
+            joined with it as published Hydra heads do.
+        dtype: of the blocks' parameters.
     """
 
     def __init__(
         self,
         num_layers: int,
         hidden_size: int,
-        vocab_size: int,
-        num_outputs: int | None,
-        *,
-        rank: int = 0,
-        markov_rank: int = 0,
-        markov_outputs: int = 0,
-        num_conditions: int = 0,
-        joined: bool = False,
-        dtype: torch.dtype | None = None,
+        lm_head: nn.Linear | LowRank | None,
+        markov: Markov | None,
+        reader: ZeroLinear | Joined | None,
+        dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
             ResBlock(hidden_size, hidden_size, dtype=dtype) for _ in range(num_layers)
         )
-        self.lm_head: nn.Linear | LowRank | None = None
-        if num_outputs is not None and rank:
-            self.lm_head = LowRank(num_outputs, rank, hidden_size, dtype)
-        elif num_outputs is not None:
-            self.lm_head = nn.Linear(hidden_size, num_outputs, bias=False, dtype=dtype)
-        self.markov = (
-            Markov(vocab_size, markov_outputs, markov_rank, dtype) if markov_rank else None
-        )
-        self.condition: ZeroLinear | None = None
-        self.joined: Joined | None = None
-        if num_conditions and joined:
-            self.joined = Joined(num_conditions, hidden_size, dtype)
-        elif num_conditions:
-            self.condition = ZeroLinear(num_conditions * hidden_size, hidden_size, dtype=dtype)
+        self.lm_head, self.markov = lm_head, markov
+        self.condition = reader if isinstance(reader, ZeroLinear) else None
+        self.joined = reader if isinstance(reader, Joined) else None
 
     def forward(
         self, hidden: Tensor, conditions: Tensor | None = None, before: Tensor | None = None

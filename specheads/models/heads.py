@@ -26,7 +26,16 @@ from transformers import PreTrainedModel
 
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.base import Embed
-from specheads.models.blocks import MedusaHead, PrefixLayer, normalised, prefix_sizes
+from specheads.models.blocks import (
+    Joined,
+    LowRank,
+    Markov,
+    MedusaHead,
+    PrefixLayer,
+    ZeroLinear,
+    normalised,
+    prefix_sizes,
+)
 from specheads.models.head_cache import LayerCache
 from specheads.models.output import FINAL
 
@@ -118,19 +127,26 @@ class MedusaHeads(nn.Module):
         self.num_outputs = num_kept if lm_head == "pruned" else vocab_size
         kept = torch.arange(self.num_outputs) if lm_head == "pruned" else None
         self.register_buffer("token_map", kept)
+
+        def own_matrix() -> nn.Linear | LowRank | None:
+            if lm_head == "low_rank":
+                return LowRank(vocab_size, rank, hidden_size, dtype)
+            if lm_head == "shared":
+                return None
+            return nn.Linear(hidden_size, self.num_outputs, bias=False, dtype=dtype)
+
+        def reader(num_tokens: int) -> ZeroLinear | Joined | None:
+            if joined:
+                return Joined(num_tokens, hidden_size, dtype)
+            size = num_tokens * hidden_size
+            return ZeroLinear(size, hidden_size, dtype=dtype) if condition else None
+
+        def correction() -> Markov | None:
+            sizes = vocab_size, self.num_outputs, markov_rank
+            return Markov(*sizes, dtype) if markov_rank else None
+
         self.heads = nn.ModuleList(
-            MedusaHead(
-                num_layers,
-                hidden_size,
-                vocab_size,
-                None if lm_head == "shared" else self.num_outputs,
-                rank=self.rank,
-                markov_rank=markov_rank,
-                markov_outputs=self.num_outputs,
-                num_conditions=i + 1 if condition else 0,
-                joined=joined,
-                dtype=dtype,
-            )
+            MedusaHead(num_layers, hidden_size, own_matrix(), correction(), reader(i + 1), dtype)
             for i in range(num_heads)
         )
         self.prefix = PrefixLayer(prefix, dtype) if prefix else None

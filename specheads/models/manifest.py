@@ -578,17 +578,17 @@ class TensorFiles:
         Raises:
             ConfigError: if a file cannot be read, or a number is not finite.
         """
-        found: dict[str, Tensor] = {}
-        for name in names:
-            if name in self._loaded:
-                tensor = self._loaded[name].clone()
-            else:
-                file, there = self._files[name]
-                with _opened(file) as opened:
-                    tensor = opened.get_tensor(there)
-            _check_finite(self.where, name, tensor)
-            found[name] = tensor
-        return found
+        return {name: self._read(name) for name in names}
+
+    def _read(self, name: str) -> Tensor:
+        if name in self._loaded:
+            tensor = self._loaded[name].clone()
+        else:
+            file, there = self._files[name]
+            with _opened(file) as opened:
+                tensor = opened.get_tensor(there)
+        _check_finite(self.where, name, tensor)
+        return tensor
 
 
 def open_safetensors(files: list[Path]) -> TensorFiles:
@@ -607,13 +607,11 @@ def open_safetensors(files: list[Path]) -> TensorFiles:
         inside = read_header(file)
         if twice := sorted(inside.keys() & header.keys()):
             raise ConfigError(f"{file}: {twice[0]} is in another file too")
-        header |= inside
-        places |= {name: (file, name) for name in inside}
         with _opened(file) as opened:
             also: dict[str, str] = opened.metadata() or {}
         shared = {k: kept for k, kept in also.items() if kept in inside and k not in inside}
-        header |= {other: inside[kept] for other, kept in shared.items()}
-        places |= {other: (file, kept) for other, kept in shared.items()}
+        for name, kept in {**{name: name for name in inside}, **shared}.items():
+            header[name], places[name] = inside[kept], (file, kept)
         if shared:
             notes.append(f"{file.name} stores {len(shared)} tensors under another name")
     return TensorFiles(files[0], header, notes, places)

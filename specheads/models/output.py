@@ -1,6 +1,7 @@
-"""How a base model turns its last hidden states into logits.
+"""The base model's hidden states and logits.
 
-See the base model's hidden states: while it decodes, and of packed documents in training.
+Hooks see the hidden states while the model decodes, and of packed documents in training.
+:class:`OutputLayer` turns them into logits as the base does, for heads that share its matrix.
 """
 
 from __future__ import annotations
