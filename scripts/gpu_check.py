@@ -42,8 +42,9 @@ from specheads.drafters.growing import DynamicHeadsDrafter, dynamic_drafter, sta
 from specheads.drafters.heads import HeadsDrafter
 from specheads.drafters.lookup import NgramDrafter
 from specheads.measure.identity import Divergence, Rounding, compare
+from specheads.models.blocks import prefix_sizes
 from specheads.models.checkpoint import load_export
-from specheads.models.heads import MedusaHeads, prefix_sizes
+from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
 from specheads.models.support import tree_support
 from specheads.system.hardware import environment

@@ -341,7 +341,7 @@ def _member(name: str, subject: Subject, decode: DecodeConfig, loaded: Draft | N
 
 
 def _draft_heads(draft: Draft, decode: DecodeConfig) -> Chosen:
-    if not isinstance(draft, Export) or not draft.heads.drafts_for_drafts:
+    if not isinstance(draft, Export) or not draft.heads.for_draft_model:
         raise ConfigError(
             f"decode.drafter=draft_heads needs Medusa or Hydra heads of a draft model:"
             f" decode.draft={decode.draft} is no export of such heads"

@@ -80,7 +80,7 @@ class DraftHeadsDrafter:
         num_passes: int = NUM_PASSES,
         max_tokens: int = 0,
     ) -> None:
-        if not heads.drafts_for_drafts:  # MTP modules read tokens that are not certain yet
+        if not heads.for_draft_model:  # MTP modules read tokens that are not certain yet
             raise ValueError(
                 f"the heads of a draft model must be Medusa or Hydra heads, got {heads.kind}"
             )

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from specheads.config import HeadsConfig
     from specheads.models.output import OutputLayer
 
-__all__ = ["MedusaHeads", "Steps", "Walk", "prefix_sizes"]
-
 LM_HEADS = ("own", "shared", "low_rank", "pruned")
 _MAX_STACKED = 1 << 22  # parameters that a snapshot may copy
 MAX_TABLE = 1 << 23  # numbers in the tables of one kind; beyond, products are computed
@@ -79,7 +77,7 @@ class MedusaHeads(nn.Module):
 
     config_keys: ClassVar[tuple[str, ...]] = _SIZES
     compressible: ClassVar[bool] = True
-    drafts_for_drafts: ClassVar[bool] = True
+    for_draft_model: ClassVar[bool] = True
     unseen_settings: ClassVar[tuple[str, ...]] = ()
     tensor_prefix: ClassVar[str] = ""
     taps = (FINAL,)

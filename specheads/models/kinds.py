@@ -95,17 +95,20 @@ class Steps(Protocol):
 class Heads(Protocol):
     """K heads: head i (from 0) guesses the token i + 2 positions ahead. An ``nn.Module``.
 
-    Heads are asked in one of three ways. Training runs :meth:`contextual` over whole texts, then
-    :meth:`features` and :meth:`output_weight` of one head at a time, whose product is scored and
-    never formed as a whole. Decoding with parallel heads calls :meth:`snapshot`, one pass for the
-    whole tree. Decoding with sequential heads goes down the tree with :meth:`steps`, one pass per
-    level. How the weights start is the recipe's business. A kind whose loss is no sum over heads of
-    such products brings an objective of its own, as a recipe's own module.
+    Training runs :meth:`contextual` over whole texts, then :meth:`features` and
+    :meth:`output_weight` of one head at a time, whose product is scored and never formed as a
+    whole. Decoding with parallel heads calls :meth:`snapshot`, one pass for the whole tree; with
+    sequential heads it goes down the tree with :meth:`steps`, one pass per level. Drafters are made
+    from that alone (``static_drafter`` and ``dynamic_drafter`` of specheads.drafters.growing).
+
+    How the weights start is the recipe's business. A kind whose loss is no sum over heads of such
+    products brings an objective of its own, beside its recipe. Learning rates and memory planning
+    find a head's own output matrix by ``lm_head`` in its tensors' names.
 
     Attributes:
         config_keys: keys of config.json without which an export of this kind is refused.
         compressible: the output matrices can be made smaller (``export lm_head=``).
-        drafts_for_drafts: the heads can guess for a draft model, whose tokens are not certain.
+        for_draft_model: the heads can guess for a draft model, whose tokens are not certain.
         unseen_settings: attributes that differ between heads whose tensors have the same names and
             shapes; training does not go on with other heads than the settings describe.
         tensor_prefix: how the names of their tensors begin in an export; empty for ``heads.*``.
@@ -120,7 +123,7 @@ class Heads(Protocol):
 
     config_keys: ClassVar[tuple[str, ...]]
     compressible: ClassVar[bool]
-    drafts_for_drafts: ClassVar[bool]
+    for_draft_model: ClassVar[bool]
     unseen_settings: ClassVar[tuple[str, ...]]
     tensor_prefix: ClassVar[str]
     num_heads: int

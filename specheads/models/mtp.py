@@ -180,7 +180,7 @@ class MtpHeads(nn.Module):
     kind = "mtp"
     config_keys: ClassVar[tuple[str, ...]] = _KEYS
     compressible: ClassVar[bool] = False
-    drafts_for_drafts: ClassVar[bool] = False
+    for_draft_model: ClassVar[bool] = False
     unseen_settings: ClassVar[tuple[str, ...]] = ("variant", "hidden_first")
     tensor_prefix: ClassVar[str] = "mtp."
     token_map = None

@@ -16,7 +16,8 @@ from specheads.attention.tree import Tree
 from specheads.config import HeadsConfig, MtpConfig
 from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.growing import static_drafter
-from specheads.models.heads import MedusaHeads, prefix_sizes
+from specheads.models.blocks import prefix_sizes
+from specheads.models.heads import MedusaHeads
 from specheads.models.kinds import KINDS, Heads, build_heads, named_tensors
 from specheads.models.mtp import MtpHeads, block_config
 from specheads.models.output import OutputLayer, output_layer, packed_taps

@@ -33,7 +33,8 @@ from specheads.measure.hits import (
     replay,
     static_sizes,
 )
-from specheads.models.heads import MedusaHeads, prefix_sizes
+from specheads.models.blocks import prefix_sizes
+from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer, output_layer
 from specheads.verification.sampling import Sampler
 

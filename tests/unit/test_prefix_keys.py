@@ -17,7 +17,8 @@ from specheads.drafters.growing import static_drafter
 from specheads.drafters.heads import HeadsState
 from specheads.measure.hits import pad_left
 from specheads.models import head_cache
-from specheads.models.heads import MedusaHeads, prefix_sizes
+from specheads.models.blocks import prefix_sizes
+from specheads.models.heads import MedusaHeads
 from specheads.models.output import capture_hidden, output_layer
 
 LENGTHS = (7, 18, 2)

@@ -17,7 +17,8 @@ from specheads.drafters.growing import embedding, static_drafter
 from specheads.drafters.heads import HeadsDrafter, SequentialDrafter
 from specheads.measure.hits import pad_left
 from specheads.models import heads as heads_module
-from specheads.models.heads import MedusaHeads, prefix_sizes
+from specheads.models.blocks import prefix_sizes
+from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer, output_layer
 from specheads.verification.sampling import Sampler
 
