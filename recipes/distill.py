@@ -7,6 +7,8 @@ only the base's texts are known, from those (draft.loss=labels).
 python -m specheads.train +recipe=distill
 """
 
+from typing import Any
+
 from specheads.config import TrainConfig
 from specheads.data.chat import pad_token_id
 from specheads.models.draft import num_ids, shared_vocabulary, vocab_size
@@ -32,7 +34,7 @@ def run(cfg: TrainConfig) -> None:
         cfg, base, tokenizer, train_base=False, learn_all=wanted.learn_prompts, read=read
     )
     compared = shared_vocabulary(vocab_size(base), vocab_size(draft), num_ids(tokenizer))
-    own = {"vocab_size": compared, "output": output_layer(draft)}
+    own: dict[str, Any] = {"vocab_size": compared, "output": output_layer(draft)}
     judge = DraftObjective(draft, base, wanted, cfg.loss, base_output=output, **own)
     drafting = Drafting(cfg, judge, tokenizer, data)
 

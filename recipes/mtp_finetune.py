@@ -5,6 +5,8 @@ last layer. mtp.train_base=true tunes the base too, itself or through LoRA (adap
 quantised base QLoRA.   python -m specheads.train +recipe=mtp_finetune
 """
 
+from torch import nn
+
 from specheads.config import TrainConfig
 from specheads.pipeline import Speculation, check_tree, start
 from specheads.runs.log import RunLog
@@ -37,7 +39,7 @@ def run(cfg: TrainConfig) -> None:
             None if cfg.features.dir else base, heads, cfg.loss,
             train_base=tuned, output=output, embed=base.get_input_embeddings(),
         )  # fmt: skip
-        parts = {"heads": (heads, cfg.optim.lr)}
+        parts: dict[str, tuple[nn.Module, float]] = {"heads": (heads, cfg.optim.lr)}
         if tuned:
             parts["base"] = (base, cfg.optim.base_lr)
         groups = param_groups(cfg.optim, **parts)

@@ -64,7 +64,7 @@ from specheads.measure.clock import (
     plain_method,
     read_prompts,
 )
-from specheads.measure.hits import collect_hits, grow_static
+from specheads.measure.hits import Texts, collect_hits, grow_static
 from specheads.measure.stats import ratio_ci95, rep8
 from specheads.models.base import end_tokens, load_base_model, load_tokenizer
 from specheads.models.checkpoint import load_export
@@ -305,19 +305,13 @@ def prompts_of(model: Model, name: str, options: argparse.Namespace) -> list[Pro
 def grow(model: Model, num_nodes: int, options: argparse.Namespace) -> tuple[Tree, dict[str, Any]]:
     """Return the tree to decode with, of the size that is fastest here where none is asked for."""
     assert model.heads is not None
-    texts = [prompt.input_ids for prompt in prompts_of(model, "calibration.jsonl", options)]
+    prompts = [prompt.input_ids for prompt in prompts_of(model, "calibration.jsonl", options)]
     eos, output = end_tokens(model.base, model.tokenizer), output_layer(model.base)
+    texts = Texts(prompts, eos, options.max_new_tokens)
     if num_nodes:
-        hits = collect_hits(
-            model.base, model.heads, output, texts, eos_token_ids=eos,
-            max_new_tokens=options.max_new_tokens,
-        )  # fmt: skip
-        return grow_static(hits, num_nodes), {}
+        return grow_static(collect_hits(model.base, model.heads, output, texts), num_nodes), {}
     with torch.inference_mode():
-        chosen = calibrate(
-            model.base, model.heads, output, texts, eos_token_ids=eos,
-            max_new_tokens=options.max_new_tokens,
-        )  # fmt: skip
+        chosen = calibrate(model.base, model.heads, output, texts)
     return chosen.tree, chosen.measured_on
 
 

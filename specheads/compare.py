@@ -30,8 +30,8 @@ def run(config: CompareConfig) -> None:
     import json
 
     from specheads.decoding.exported import load_subject
-    from specheads.measure.drafts import Settings, compare_drafts
-    from specheads.measure.render import disturbance_lines, format_compared
+    from specheads.measure.drafts import Settings, compare_drafts, format_compared
+    from specheads.measure.render import disturbance_lines
     from specheads.models.base import end_tokens, input_device
     from specheads.models.draft import load_draft
     from specheads.system import hardware

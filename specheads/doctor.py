@@ -42,9 +42,9 @@ def examine_installation() -> None:
     Raises:
         RunError: if something is missing that nothing works without.
     """
-    from specheads.measure import diagnose
+    from specheads.measure import installation
 
-    parts = diagnose.examine_installation()
+    parts = installation.examine_installation()
     for part in parts:
         print(f"{part.name:<15} {part.line()}")
         if part.wanting:

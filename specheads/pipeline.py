@@ -35,6 +35,7 @@ from specheads.measure.evaluate import (
     final_evaluation,
     write_prompts,
 )
+from specheads.measure.hits import Texts
 from specheads.models.adapters import has_adapter, merge_adapter, merges
 from specheads.models.base import context_length, end_tokens, torch_dtype
 from specheads.models.checkpoint import Export, as_loaded, read_config, save_export, set_tree
@@ -257,10 +258,8 @@ class Speculation:
             log.say("measuring trees ...")
             chosen = Calibration(tree, 0.0, {})
             with measuring("the tree"):
-                chosen = choose_tree(
-                    base, heads, self.output, self.prompts, cfg.tree, cfg.evaluate, self.eos,
-                    seed=cfg.seed,
-                )  # fmt: skip
+                texts = Texts(self.prompts, self.eos, cfg.evaluate.max_new_tokens, seed=cfg.seed)
+                chosen = choose_tree(base, heads, self.output, texts, cfg.tree)
             set_tree(
                 export,
                 chosen.tree,

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 def run(config: PreviewConfig) -> None:
     """Read, encode, print."""
     from specheads.data.chat import Documents, encode_records, pad_token_id, pick, share
-    from specheads.data.dropped import Dropped
     from specheads.data.load import load_records
     from specheads.data.pack import PackedBatches
+    from specheads.data.schema import Dropped
     from specheads.models.base import load_tokenizer
 
     data = config.data
@@ -80,7 +80,7 @@ def _show(
     config: PreviewConfig, chosen: Sequence[Record], tokenizer: PreTrainedTokenizerBase
 ) -> None:
     from specheads.data.chat import PLAIN, Encoder, render_mask, share
-    from specheads.data.dropped import RecordError
+    from specheads.data.schema import RecordError
     from specheads.losses.cross_entropy import IGNORE
 
     color = wants_color(config.color, sys.stdout)

@@ -35,7 +35,7 @@ def run(config: QualityConfig) -> None:
 
     from specheads.decoding.exported import check_drafter, is_plain_model, load_subject
     from specheads.measure.clock import prompt_file
-    from specheads.measure.render import format_quality
+    from specheads.measure.quality import format_quality
     from specheads.system import hardware
 
     out = check_folder("out", config.out)
@@ -112,7 +112,7 @@ def _measure(
                 max_new_tokens=limit,
                 temperature=config.temperature,
                 seed=config.seed,
-                eos=eos,
+                eos_token_ids=eos,
                 compile=config.decode.compile,
                 tick=bar.update,
             )

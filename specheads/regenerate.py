@@ -108,8 +108,8 @@ def read_input(config: RegenerateConfig) -> list[Record]:
     Raises:
         ConfigError: if the input is wrong, or one of its records holds a text.
     """
-    from specheads.data.dropped import Dropped
     from specheads.data.load import load_records, read_jsonl
+    from specheads.data.schema import Dropped
     from specheads.regeneration.dialogue import check_answerable
 
     if config.prompts:
@@ -137,13 +137,11 @@ def _answer_all(
 ) -> None:
     names = ("temperature", "top_k", "top_p", "seed", "max_new_tokens")
     drawn = {name: getattr(config, name) for name in names} | {"specheads": __version__}
-    if client is None:
-        ask = _ask_engine(config, who, drawn)
-    else:
-        ask = _ask_server(client, config, who.model, drawn)
+    ask = _ask_engine if client is None else partial(_ask_server, client)
+    outcomes = ask(config, who, drawn)
     num_tokens, start = 0, time.monotonic()
     with progress_bar("record", seconds=60, total=len(records)) as bar:
-        for outcome in ask(records):
+        for outcome in outcomes(records):
             answers.append(outcome.answered, outcome.quarantined)
             num_tokens += outcome.num_tokens
             rate = num_tokens / max(time.monotonic() - start, 1e-9)
@@ -169,11 +167,11 @@ def _ask_engine(config: RegenerateConfig, who: Answering, drawn: dict[str, Any])
 
 
 def _ask_server(
-    client: Client, config: RegenerateConfig, model: str, drawn: dict[str, Any]
+    client: Client, config: RegenerateConfig, who: Answering, drawn: dict[str, Any]
 ) -> Asker:
     from specheads.models.base import load_tokenizer
     from specheads.regeneration.dialogue import span_encoder
-    from specheads.regeneration.endpoint import Asking
+    from specheads.regeneration.endpoint import ask_server
     from specheads.regeneration.engine import sampling_of
 
     encode = None
@@ -181,10 +179,15 @@ def _ask_server(
         trust = config.trust_remote_code
         tokenizer = load_tokenizer(config.model, revision=config.revision, trust_remote_code=trust)
         encode = span_encoder(tokenizer)
-    asking = Asking(
-        client, model, sampling_of(config), concurrency=config.concurrency, encode=encode
+    return partial(
+        ask_server,
+        client,
+        who.model,
+        sampling_of(config),
+        generation={"model": who.model, "endpoint": client.url} | drawn,
+        concurrency=config.concurrency,
+        encode=encode,
     )
-    return partial(asking.answer, generation={"model": model, "endpoint": client.url} | drawn)
 
 
 def _say(text: str) -> None:

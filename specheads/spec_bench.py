@@ -48,7 +48,6 @@ def run(config: SpecBenchConfig) -> None:
     from specheads.data.suites import QuestionPrompts, read_questions
     from specheads.decoding.exported import check_drafter, is_plain_model
     from specheads.measure.suites import (
-        AnswerFile,
         details_of,
         format_scores,
         read_answers,
@@ -58,7 +57,7 @@ def run(config: SpecBenchConfig) -> None:
     from specheads.models.base import load_tokenizer
     from specheads.system import hardware
 
-    out, folder = check_folder("out", config.out), Path(config.answers)
+    out = check_folder("out", config.out)
     questions = read_questions(config.questions, config.begin, config.end)
     baseline = read_answers(Path(config.baseline)) if config.baseline else []
     names = check_drafter(config.decode, has_heads=not is_plain_model(config.checkpoint))
@@ -68,10 +67,7 @@ def run(config: SpecBenchConfig) -> None:
     prompts = QuestionPrompts(tokenizer, config.template)
     ours, plain = model_ids(config, names, dtype)
     shared = _settings(config, prompts.kind, dtype)
-    files = {"drafted": AnswerFile(folder, ours, {**shared, "decode": asdict(config.decode)})}
-    if config.plain and not config.baseline:
-        compiled = {"decode": {"compile": config.decode.compile}}
-        files["plain"] = AnswerFile(folder, plain, {**shared, **compiled})
+    files = _open_files(config, ours, plain, shared)
     before = hardware.sample()
     left_out = _answer_missing(config, questions, files, prompts, dtype)
     others = None if left_out is None else hardware.between(before, hardware.sample())
@@ -83,7 +79,7 @@ def run(config: SpecBenchConfig) -> None:
     if not found["drafted"]:
         raise ConfigError(f"none of the {len(questions)} questions fits the base model's context")
     details = read_details(files["drafted"].details_path)
-    against = Path(config.baseline) if config.baseline else folder / f"{plain}.jsonl"
+    against = Path(config.baseline or f"{config.answers}/{plain}.jsonl")
     rows = score(
         found["drafted"],
         baseline or found.get("plain", []),
@@ -144,6 +140,25 @@ def _settings(config: SpecBenchConfig, template: str, dtype: str) -> dict[str, A
         "dtype": dtype,
         "threads": config.threads,
     }
+
+
+def _open_files(
+    config: SpecBenchConfig, ours: str, plain: str, shared: Mapping[str, Any]
+) -> dict[str, AnswerFile]:
+    """Open the drafter's answer file, and plain decoding's where there is no other baseline.
+
+    Raises:
+        ConfigError: if one of them was begun with other settings than ``shared`` and those of its
+            decoding.
+    """
+    from specheads.measure.suites import AnswerFile
+
+    folder, decode = Path(config.answers), config.decode
+    files = {"drafted": AnswerFile(folder, ours, {**shared, "decode": asdict(decode)})}
+    if config.plain and not config.baseline:
+        compiled = {"decode": {"compile": decode.compile}}
+        files["plain"] = AnswerFile(folder, plain, {**shared, **compiled})
+    return files
 
 
 def _answer_missing(

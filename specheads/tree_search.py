@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 def run(config: TreeSearchConfig) -> None:
     """Load, measure, print, write."""
     from specheads.formats import card
-    from specheads.measure.calibrate import calibrate, format_calibration, format_sizes
+    from specheads.measure.calibrate import Search, calibrate, format_calibration, format_sizes
+    from specheads.measure.hits import Texts
     from specheads.measure.plots import tree_svg, tree_text
     from specheads.models.base import end_tokens
     from specheads.models.checkpoint import load_export, set_tree
@@ -43,20 +44,15 @@ def run(config: TreeSearchConfig) -> None:
     export = load_export(config.checkpoint, base=config.base or None, dtype=dtype, device=device)
     calibration, measured, digest = choose_prompts(config, export)
     eos = end_tokens(export.base, export.tokenizer)
+    ids = [prompt.input_ids for prompt in calibration]
+    temperatures = sorted({config.temperature, 1.0})
+    texts = Texts(ids, eos, config.max_new_tokens, temperatures, config.seed)
     found = calibrate(
         export.base,
         export.heads,
         output_layer(export.base),
-        [prompt.input_ids for prompt in calibration],
-        eos_token_ids=eos,
-        max_new_tokens=config.max_new_tokens,
-        temperatures=sorted({config.temperature, 1.0}),
-        seed=config.seed,
-        num_nodes=config.num_nodes,
-        max_nodes=config.max_nodes,
-        batch_size=config.batch_size,
-        repeats=config.repeats,
-        dynamic=True,
+        texts,
+        Search(config.num_nodes, config.max_nodes, config.batch_size, config.repeats, dynamic=True),
         progress=_bar("calibrate"),
     )
     tree, length = found.tree, found.expected_accept_length
@@ -144,7 +140,7 @@ def check(
     import hashlib
 
     from specheads.drafters.growing import dynamic_drafter, static_drafter
-    from specheads.measure.hits import decoded_gains
+    from specheads.measure.hits import Texts, decoded_gains
     from specheads.models.base import end_tokens
     from specheads.models.output import output_layer
 
@@ -155,6 +151,13 @@ def check(
         nodes, temperatures = grown["num_nodes"], grown["temperatures"]
         drafters["dynamic"] = dynamic_drafter(base, heads, output, nodes, temperatures=temperatures)
         expected["dynamic"] = grown["accept_length"]
+    texts = Texts(
+        [prompt.input_ids for prompt in prompts],
+        end_tokens(base, export.tokenizer),
+        config.max_new_tokens,
+        measured_on["temperatures"],
+        config.seed,
+    )
     names = "".join(sorted(map(sha256_of, prompts)))
     digest = hashlib.sha256(names.encode()).hexdigest()
     result: dict[str, Any] = {"num_prompts": len(prompts), "prompts_sha256": digest}
@@ -162,12 +165,8 @@ def check(
         gains = decoded_gains(
             base,
             drafter,
-            [prompt.input_ids for prompt in prompts],
-            num_heads=heads.num_heads,
-            eos_token_ids=end_tokens(base, export.tokenizer),
-            max_new_tokens=config.max_new_tokens,
-            temperatures=measured_on["temperatures"],
-            seed=config.seed,
+            texts,
+            heads.num_heads,
             progress=_bar(name),
         )
         (length,) = gains.lengths()

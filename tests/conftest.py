@@ -27,7 +27,11 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from specheads.models.heads import MedusaHeads
+from specheads.models.output import OutputLayer, output_layer
 
 # the default run draws the same examples everywhere; `make fuzz` (scripts/fuzz.py) draws at random
 _ANY_SPEED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "database": None}
@@ -198,6 +202,26 @@ def make_tiny_llama() -> Callable[..., LlamaForCausalLM]:
 def tiny_llama() -> LlamaForCausalLM:
     """Return a fresh random tiny Llama in float32 and eval mode; tests may change it."""
     return build_tiny_llama()
+
+
+Medusa = tuple[LlamaForCausalLM, MedusaHeads, OutputLayer]
+
+
+@pytest.fixture
+def medusa(tiny_llama: LlamaForCausalLM) -> Medusa:
+    """Return a base with three heads that differ from one another and hit now and then."""
+    output = output_layer(tiny_llama)
+    heads = MedusaHeads(3, 1, 32, 272)
+    with torch.no_grad():
+        heads.init_from_output(output.weight)
+        for i, parameter in enumerate(heads.parameters()):
+            parameter += 0.02 * (1 + i % 3) * torch.randn_like(parameter)
+    return tiny_llama, heads.eval(), output
+
+
+def three_prompts() -> list[Tensor]:
+    """Return prompts of several lengths."""
+    return [torch.randint(0, 256, (1, size)) for size in (5, 17, 3)]
 
 
 @pytest.fixture(scope="session")

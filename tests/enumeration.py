@@ -6,7 +6,7 @@ A bias too small for any sample shows: results are exact to rounding, in float64
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -281,3 +281,24 @@ def expected_accepted(step: Step, context: int) -> float:
     """Return the mean number of accepted tokens of one step."""
     (outcomes,) = outcomes_of(step, torch.tensor([context]))
     return sum(weight * (len(new) - 1) for new, weight in outcomes.items())
+
+
+def replay(tree: Tree, ranks: Tensor, *, ended: bool) -> Iterator[int]:
+    """Yield the tokens gained by each verify step of ``tree`` along one text, the obvious way.
+
+    Args:
+        tree: shape of the guesses.
+        ranks: of this text, [S, K].
+        ended: whether the text ends after these positions, so that no step gains a token beyond.
+    """
+    choices: set[tuple[int, ...]] = set(tree.choices)
+    rows = ranks.tolist()
+    root = 0
+    while root < len(rows):
+        num_accepted = 0
+        while tuple(rows[root][: num_accepted + 1]) in choices:
+            num_accepted += 1
+            if num_accepted == ranks.shape[1]:
+                break
+        yield min(num_accepted + 1, len(rows) - root) if ended else num_accepted + 1
+        root += num_accepted + 1

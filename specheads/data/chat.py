@@ -24,9 +24,8 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from specheads.config import ConfigError
-from specheads.data.dropped import Dropped, RecordError, check_share
 from specheads.data.rendering import is_generated, render
-from specheads.data.schema import Record, tokenizer_digest
+from specheads.data.schema import Dropped, Record, RecordError, check_share, tokenizer_digest
 from specheads.losses.cross_entropy import IGNORE
 from specheads.system.terminal import harmless
 
@@ -372,11 +371,11 @@ def encode_records(
 
     Args:
         records: checked records, see :mod:`specheads.data.load`.
-        documents: makes documents of them; it must not have been used before.
+        documents: the encoder of single records, with which none has been counted yet.
         progress: called now and then with what, done and total.
         max_bad_fraction: share of the records that the tokenizer or its template may refuse, or
             that have nothing to learn; with 0 the first that is refused is raised.
-        dropped: is told of them.
+        dropped: the collection to which those records are added.
 
     Raises:
         ConfigError: if there are no records, or too many of them are refused.

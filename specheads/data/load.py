@@ -18,9 +18,15 @@ from itertools import islice
 from pathlib import Path
 
 from specheads.config import ConfigError, DataConfig, mixture_parts
-from specheads.data.dropped import Dropped, RecordError, check_share
 from specheads.data.readers import Raw, Row, json_reader, open_reader
-from specheads.data.schema import Record, check_columns, to_record
+from specheads.data.schema import (
+    Dropped,
+    Record,
+    RecordError,
+    check_columns,
+    check_share,
+    to_record,
+)
 
 SPLITS = ("train", "heldout")
 
@@ -65,7 +71,7 @@ class Tally:
 
     Args:
         allowed: the share of the rows that may be no records; with 0 the first of them is raised.
-        dropped: is told of them.
+        dropped: the collection to which those rows are added.
     """
 
     def __init__(self, allowed: float, dropped: Dropped) -> None:
@@ -128,6 +134,25 @@ def content_rank(record: Record) -> int:
     return int.from_bytes(digest[:8], "big")
 
 
+def heldout_limit(data: DataConfig, name: str, ranks: set[int]) -> int:
+    """Return the content rank up to which records are held out: on each side is at least one.
+
+    Args:
+        data: the settings.
+        name: what the data set is called in messages.
+        ranks: the content ranks of all records; the lowest and the highest suffice.
+
+    Raises:
+        ConfigError: if there are fewer than two.
+    """
+    if len(ranks) < 2:
+        key = "data.eval_split" if data.source == "hub" else "data.eval_path"
+        raise ConfigError(
+            f"{name} holds {len(ranks)} distinct record; holding some out needs 2, or set {key}"
+        )
+    return max(min(ranks), min(round(data.eval_fraction * 2**64), max(ranks) - 1))
+
+
 def shares(sizes: Sequence[int], weights: Sequence[float], limit: int = 0) -> list[int]:
     """Return how many records of each part a mixture takes.
 
@@ -136,6 +161,7 @@ def shares(sizes: Sequence[int], weights: Sequence[float], limit: int = 0) -> li
     """
     whole = sum(weights)
     filled = [n * whole / w for n, w in zip(sizes, weights, strict=True) if w]
+    # 1e-9, since 10 * 0.7 / 0.7 may be a little less than 10 in floating point
     total = math.floor(min(filled, default=0) + 1e-9)
     total = min(total, limit) if limit else total
     exact = [total * w / whole for w in weights]
@@ -232,7 +258,8 @@ def load_records(data: DataConfig, split: str, *, dropped: Dropped | None = None
     Args:
         data: the settings.
         split: ``train`` or ``heldout``.
-        dropped: is told of records that cannot be used; one for both splits counts each once.
+        dropped: the collection to which unusable records are added; one collection for both
+            splits counts each record once.
 
     Raises:
         ConfigError: if a file is wrong, too many records are, or nothing is left.
@@ -264,13 +291,7 @@ def _splits(data: DataConfig, dropped: Dropped) -> dict[str, list[Record]]:
             raise ConfigError(f"every record of {data.path} is held out too, by {given}")
         return {"train": train, "heldout": heldout}
     ranks = [content_rank(record) for record in records]
-    if len(set(ranks)) < 2:
-        raise ConfigError(
-            f"{data.path} holds {len(set(ranks))} distinct record; holding some out needs 2,"
-            f" or set {'data.eval_split' if data.source == 'hub' else 'data.eval_path'}"
-        )
-    # at least one on each side, however small the file
-    limit = max(min(ranks), min(round(data.eval_fraction * 2**64), max(ranks) - 1))
+    limit = heldout_limit(data, str(data.path), set(ranks))
     splits: dict[str, list[Record]] = {"train": [], "heldout": []}
     for record, rank in zip(records, ranks, strict=True):
         splits["heldout" if rank <= limit else "train"].append(record)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import ast
 import builtins
 import copy
+import functools
 import gzip
 import hashlib
 import importlib.metadata
@@ -53,8 +54,6 @@ _GENERATED = (
 )  # fmt: skip
 _DISTRIBUTIONS = {"hydra": "hydra-core"}
 
-KINDS = ("body", "next", "normalise", "rename", "add_import", "type_hint")
-EDIT_KINDS = ("normalise", "rename", "add_import", "type_hint")
 INSTRUCTIONS = {
     "body": "Write the body of this function.",
     "next": "Write the next statement.",
@@ -63,6 +62,7 @@ INSTRUCTIONS = {
     "add_import": "Add the missing import.",
     "type_hint": "Add type hints.",
 }
+KINDS = tuple(INSTRUCTIONS)
 MAX_PROMPT, MAX_ANSWER, SHORT_ANSWER = 440, 240, 120
 # pairs of one kind taken from one module: documented short bodies are rare
 PER_MODULE, PER_MODULE_BODIES, MAX_PAIRS_PER_KIND = 10, 40, 12_000
@@ -272,11 +272,7 @@ def _functions(tree: ast.Module) -> Iterator[tuple[str, _Function]]:
 
 
 def _pairs_of_function(
-    path: str,
-    name: str,
-    function: _Function,
-    lines: list[str],
-    imports: dict[str, str],
+    path: str, name: str, function: _Function, lines: list[str], imports: dict[str, str]
 ) -> Iterator[Pair]:
     function = copy.copy(function)
     function.decorator_list = []
@@ -492,31 +488,25 @@ def corpus_summary(packages: Sequence[str] = DEFAULT_PACKAGES) -> dict[str, Any]
     return summary
 
 
-_memory: dict[str, tuple[list[Module], dict[str, list[Record]]]] = {}
-
-
+@functools.cache
 def _load(packages: tuple[str, ...]) -> tuple[list[Module], dict[str, list[Record]]]:
     """The corpus and its pairs, from memory, from the cache on disk, or made now (90 s)."""
     key = json.dumps([CODE_VERSION, sys.version_info[:3], package_versions(packages)])
     name = hashlib.sha256(key.encode()).hexdigest()[:16]
-    if name in _memory:
-        return _memory[name]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specheads"
     file = folder / f"pycode-{name}.json.gz"
     if file.exists():
         with gzip.open(file, "rt", encoding="utf-8") as stream:
             stored = json.load(stream)
-        result = [Module(*item) for item in stored["modules"]], stored["pairs"]
-    else:
-        _say(
-            "making the built-in corpus (data=pycode) from the Python source on this machine:"
-            f" a few minutes, once; it is then kept in {file}"
-        )
-        modules = find_modules(packages)
-        result = modules, make_pairs(modules)
-        _store(file, {"modules": [[m.path, m.text] for m in modules], "pairs": result[1]})
-    _memory[name] = result
-    return result
+        return [Module(*item) for item in stored["modules"]], stored["pairs"]
+    _say(
+        "making the built-in corpus (data=pycode) from the Python source on this machine:"
+        f" a few minutes, once; it is then kept in {file}"
+    )
+    modules = find_modules(packages)
+    made = make_pairs(modules)
+    _store(file, {"modules": [[m.path, m.text] for m in modules], "pairs": made})
+    return modules, made
 
 
 def _store(file: Path, content: dict[str, Any]) -> None:

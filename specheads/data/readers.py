@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from specheads.config import ConfigError, DataConfig
-from specheads.data.dropped import RecordError, one_line
-from specheads.data.schema import CONTENTS, EXPECTED, columns_advice, wanted
+from specheads.data.schema import CONTENTS, EXPECTED, RecordError, columns_advice, one_line, wanted
 
 MAX_DEPTH = 64  # of objects and lists in a row; what reads them by recursion has a limit
 _BATCH = 256  # rows of a table that are converted at a time
@@ -233,9 +232,9 @@ class ParquetReader:
         """Return the rows of a batch as Python's own objects, together where all of them are fine.
 
         Args:
-            batch: of the table.
-            file: the file that it is of.
-            before: rows of the file before the batch.
+            batch: an Arrow record batch.
+            file: the file that it was read from.
+            before: the number of rows of the file before the batch.
         """
         if batch.nbytes <= self.max_bytes:
             try:

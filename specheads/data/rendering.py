@@ -49,8 +49,8 @@ def render(
     As ``tokenizer.apply_chat_template(messages, tokenize=False, **options)``.
 
     Args:
-        tokenizer: with a chat template.
-        messages: of JSON's types.
+        tokenizer: a tokenizer with a chat template.
+        messages: the conversation, of JSON's types only.
         options: ``add_generation_prompt``, ``continue_final_message``, or
             ``return_assistant_tokens_mask``: find out which characters are the assistant's.
 

@@ -24,11 +24,17 @@ import torch
 
 from specheads.config import ConfigError, DataConfig, RunError
 from specheads.data.chat import Documents, Encoded
-from specheads.data.dropped import Dropped, Quarantine, RecordError
-from specheads.data.load import Tally, content_rank, name_of, read_part, record_of
+from specheads.data.load import (
+    Tally,
+    content_rank,
+    heldout_limit,
+    name_of,
+    read_part,
+    record_of,
+)
 from specheads.data.pack import Batch, collate, pack_lengths
 from specheads.data.readers import ListReader, Raw, Reader, Row, open_reader
-from specheads.data.schema import Record, check_columns
+from specheads.data.schema import Dropped, Quarantine, Record, RecordError, check_columns
 
 LOOKED_AT = 1000  # rows that are checked before a model is loaded
 _HELD_OUT = 1000  # records that are looked for in the data set itself
@@ -42,7 +48,7 @@ class Place:
     Attributes:
         epoch: counted from 0.
         row: rows of this epoch before the window.
-        at: where the reader finds the window; None if ``row`` says it.
+        at: the reader's own place of the window; None if ``row`` says it.
         taken: rows of the shuffled window that are behind, of all ranks.
         before: rows of all earlier windows and epochs.
     """
@@ -69,13 +75,13 @@ def shuffled(
     Within an epoch, no row comes twice and none is left out, over all ranks.
 
     Args:
-        reader: of the data set.
-        place: where to begin.
+        reader: the reader of the data set.
+        place: the place to begin at.
         buffer: rows of a window; the first window of an epoch is shorter by lot, so that other rows
             meet in every epoch.
-        seed: of the order.
-        rank: of this process.
-        world: number of processes.
+        seed: decides the order.
+        rank: the rank of this process.
+        world: the number of processes.
         limit: the data set ends after so many rows; 0: it does not.
 
     Raises:
@@ -132,7 +138,7 @@ class RecordStream:
 
         Args:
             data: the settings; the source is one of jsonl, parquet and hub.
-            dropped: is told of records that cannot be used.
+            dropped: the collection to which unusable records are added.
 
         Raises:
             ConfigError: if there is no such data set, it cannot be read row by row, or too many of
@@ -192,13 +198,9 @@ class RecordStream:
         dropped.read[self.name if whole else f"the start of {self.name}"] = tally.total
         if not search:
             return
-        if whole:  # at least one on each side, however small the file
-            if lowest is None or lowest[0] == highest:
-                raise ConfigError(
-                    f"{self.name} holds {int(lowest is not None)} distinct record; holding some out"
-                    f" needs 2, or set data.{'eval_split' if data.source == 'hub' else 'eval_path'}"
-                )
-            wanted = max(lowest[0], min(wanted, highest - 1))
+        if whole:
+            wanted = heldout_limit(data, self.name, {lowest[0], highest} if lowest else set())
+            assert lowest is not None
             found = [each for each in found if each[0] <= wanted] or [lowest]
         self._limit, self.heldout = wanted, [record for _, record in found]
 
@@ -216,7 +218,7 @@ class StreamedBatches:
     Attributes:
         POOL: rows that are packed together, at the least.
         counts: what became of this rank's records so far, as ``EncodedRecords.counts``.
-        epoch: of the last record that was read, counted from 0.
+        epoch: the epoch of the last record that was read, counted from 0.
         efficiency: share of the row positions of the present pool that hold documents.
     """
 
@@ -237,7 +239,7 @@ class StreamedBatches:
 
         Args:
             stream: the records.
-            documents: makes documents of them; says the row length T.
+            documents: the encoder of single records, which knows the row length T.
             rows: rows per batch and rank (B).
             seed: decides the order.
             pad_token_id: fills the rest of a row.
@@ -391,9 +393,11 @@ class StreamedBatches:
                 raise ConfigError(f"{self.stream.name} has no record that rank {self.rank} learns")
         packed = pack_lengths([len(document.input_ids) for document in found], self.seq_len)
         number = int.from_bytes(digest.digest()[:7], "big")
+        # the seed is mixed with the contents, so that no two pools are shuffled alike
         generator = torch.Generator().manual_seed(self.seed ^ number)
         order = torch.randperm(len(packed), generator=generator).tolist()
         self._packed = [[found[i] for i in packed[row]] for row in order]
+        # a resumed run reads the pool's rows anew and compares: the file may have changed
         self._digest, self._taken = digest.hexdigest()[:16], 0
 
     def _documents_of(self, raw: Raw) -> list[Encoded]:

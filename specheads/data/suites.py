@@ -11,16 +11,16 @@ A question has one or more turns, which a model answers one after the other. Rea
 Answers that stand in such a file are not looked at. No suite is part of this package: SPEED-Bench's
 licence forbids handing it on, and the others are a download away.
 
-How a suite's question becomes a prompt: the tokenizer's chat template, Vicuna's, or none.
+A question becomes a prompt by the tokenizer's chat template, Vicuna's, one from a file, or none.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,14 @@ from transformers import PreTrainedTokenizerBase
 
 from specheads.config import ConfigError, DataConfig
 from specheads.data.chat import Encoder
-from specheads.data.dropped import RecordError, one_line
 from specheads.data.load import read_jsonl
 from specheads.data.readers import ParquetReader, Row, json_reader
-from specheads.data.schema import Record
+from specheads.data.schema import Record, RecordError, one_line
 
 # SPEED-Bench is published with this in place of the texts that its licence keeps elsewhere
 _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
 _COLUMNS = {"prompt": "turns", "id": "question_id", "kind": "category"}  # of parquet files
+_OURS = {"completion", "messages", "conversations", "text"}  # keys of records
 _EXPECTED = "a question holds turns, or prompt, or messages, or text"
 
 
@@ -44,8 +44,8 @@ class Question:
     """One question.
 
     Attributes:
-        id: as in the file, whole number or string; else its number in the file, from 1 on.
-        category: as in the file; else ``prompt``.
+        id: the file's own id, whole number or string; else the question's number, from 1 on.
+        category: the file's own category; else ``prompt``.
         turns: what is asked, one after the other; at least one, none empty.
         system: a first message before them, where the file has one.
     """
@@ -97,39 +97,31 @@ def prompt_records(path: str | Path, *, chat: bool) -> list[Record]:
     path = Path(path).expanduser()
     if not _is_suite(path):
         return read_jsonl(path)
-    records: list[Record] = []
-    for question in read_questions(path):
-        record: Record = {"id": str(question.id), "kind": question.category}
-        if chat:
-            record["messages"] = messages(question)
-        else:
-            record["text"] = question.turns[0]
-        records.append(record)
-    return records
+    return [
+        {"id": str(question.id), "kind": question.category}
+        | ({"messages": messages(question)} if chat else {"text": question.turns[0]})
+        for question in read_questions(path)
+    ]
 
 
-def messages(question: Question, answers: Iterable[str] = ()) -> list[dict[str, str]]:
+def messages(question: Question, answers: Sequence[str] = ()) -> list[dict[str, str]]:
     """Return the conversation up to the turn after ``answers``, a chat template's input."""
     found = [{"role": "system", "content": question.system}] if question.system else []
-    given = list(answers)
-    for i, turn in enumerate(question.turns[: len(given) + 1]):
+    for turn, answer in zip_longest(question.turns[: len(answers) + 1], answers):
         found.append({"role": "user", "content": turn})
-        if i < len(given):
-            found.append({"role": "assistant", "content": given[i]})
+        if answer is not None:
+            found.append({"role": "assistant", "content": answer})
     return found
 
 
 def _is_suite(path: Path) -> bool:
     if path.suffix in (".txt", ".parquet") or path.is_dir():
         return True
-    first = next(islice(_rows(path), 1), None)
+    first = next(_rows(path), None)
     if first is None or not isinstance(first.value, dict):
         return False  # read_jsonl says what is wrong
     keys = first.value.keys()
     return "turns" in keys or "question_id" in keys or ("prompt" in keys and keys.isdisjoint(_OURS))
-
-
-_OURS = {"completion", "messages", "conversations", "text"}
 
 
 def _rows(path: Path) -> Iterator[Row]:
@@ -156,65 +148,63 @@ def _lines(path: Path) -> Iterator[Row]:
 
 
 def _question(row: Row, number: int) -> Question:
-    value, where = row.value, row.where
+    value = row.value
     if isinstance(value, RecordError):
         raise value
-    if not isinstance(value, dict):
-        raise ConfigError(f"{where}: expected an object, got {type(value).__name__}")
-    system, turns = _turns(value, where)
-    for i, turn in enumerate(turns):
-        if _PLACEHOLDER in turn:
-            raise ConfigError(
-                f"{where}: turn {i} stands for a text that SPEED-Bench does not hand on; run its"
-                " prepare script, and give the file that it writes"
-            )
-    name = value.get("question_id", value.get("id", number))
-    if isinstance(name, bool) or not isinstance(name, int | str) or name == "":
-        raise ConfigError(
-            f"{where}: question_id must be a whole number or a string, got {name!r:.60}"
-        )
-    category = value.get("category", value.get("kind", "prompt"))
-    return Question(name, _text(category, "category", where), turns, system)
+    try:
+        if not isinstance(value, dict):
+            raise ValueError(f"expected an object, got {type(value).__name__}")
+        system, turns = _turns(value)
+        name = value.get("question_id", value.get("id", number))
+        if isinstance(name, bool) or not isinstance(name, int | str) or name == "":
+            raise ValueError(f"question_id must be a whole number or a string, got {name!r:.60}")
+        category = _text(value.get("category", value.get("kind", "prompt")), "category")
+    except ValueError as error:
+        raise ConfigError(f"{row.where}: {error}") from None
+    return Question(name, category, turns, system)
 
 
-def _turns(value: dict[str, Any], where: str) -> tuple[str, tuple[str, ...]]:
+def _turns(value: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
     """Return the system's message, and what is asked."""
     key = next((key for key in ("turns", "prompt", "messages", "text") if key in value), None)
     if key is None:
         keys = one_line(", ".join(map(str, value)) or "nothing", 200)
-        raise ConfigError(f"{where}: {_EXPECTED}; found {keys}")
+        raise ValueError(f"{_EXPECTED}; found {keys}")
     given = value[key]
     if isinstance(given, str) and key != "turns":
         given = [given]
     if not isinstance(given, list) or not given:
-        raise ConfigError(
-            f"{where}: {key} must be a list with at least one turn, got {given!r:.60}"
-        )
-    if key != "messages":
-        return "", tuple(_text(turn, f"{key}[{i}]", where) for i, turn in enumerate(given))
+        raise ValueError(f"{key} must be a list with at least one turn, got {given!r:.60}")
     said: dict[str, list[str]] = {"system": [], "user": []}
-    for i, message in enumerate(given):
-        role = message.get("role") if isinstance(message, dict) else None
-        if not isinstance(role, str):
-            raise ConfigError(
-                f"{where}: messages[{i}] must be an object with a role, got {message!r:.60}"
-            )
+    for i, turn in enumerate(given):
+        place = f"{key}[{i}]"
+        role: Any = "user"
+        if key == "messages":
+            role = turn.get("role") if isinstance(turn, dict) else None
+            if not isinstance(role, str):
+                raise ValueError(f"{place} must be an object with a role, got {turn!r:.60}")
+            if role not in (*said, "assistant"):
+                raise ValueError(f"{place} has the role {role!r:.40}, not a user's")
+            place, turn = f"{place}.content", turn.get("content")
         if role in said:
-            said[role].append(_text(message.get("content"), f"messages[{i}].content", where))
-        elif role != "assistant":
-            raise ConfigError(f"{where}: messages[{i}] has the role {role!r:.40}, not a user's")
+            said[role].append(_text(turn, place))
+        if role in said and _PLACEHOLDER in turn:
+            raise ValueError(
+                f"turn {i} stands for a text that SPEED-Bench does not hand on; run its prepare"
+                " script, and give the file that it writes"
+            )
     if not said["user"]:
-        raise ConfigError(f"{where}: no message is a user's")
+        raise ValueError("no message is a user's")
     return "\n\n".join(said["system"]), tuple(said["user"])
 
 
-def _text(value: object, key: str, where: str) -> str:
+def _text(value: object, key: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise ConfigError(f"{where}: {key} must be a string that is not empty, got {value!r:.60}")
+        raise ValueError(f"{key} must be a string that is not empty, got {value!r:.60}")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise ConfigError(f"{where}: {key} holds half of a surrogate pair") from None
+        raise ValueError(f"{key} holds half of a surrogate pair") from None
     return value
 
 
@@ -230,7 +220,7 @@ class QuestionPrompts:
     """Gives the token ids before each answer; earlier answers are rendered from their texts.
 
     Args:
-        tokenizer: of the base model.
+        tokenizer: the base model's tokenizer.
         template: ``chat``, the tokenizer's own; ``vicuna``; ``none``: texts as they stand, an
             answer right behind its turn and the next turn on a new line; ``auto``: ``chat`` where
             the tokenizer has a template, else ``none``; or the path of a file with a template.
@@ -275,17 +265,18 @@ class QuestionPrompts:
 
 
 def _vicuna(question: Question, answers: Sequence[str]) -> str:
-    text = question.system or _VICUNA_SYSTEM
-    ends = [f" {answer}</s>" for answer in answers]
-    for i, (turn, end) in enumerate(zip(question.turns, [*ends, ""], strict=False)):
-        text += f"{'' if i else ' '}USER: {turn} ASSISTANT:{end}"
-    return text
+    asked = zip(question.turns, [*answers, None], strict=False)
+    turns = [
+        f"USER: {turn} ASSISTANT:" + ("" if answer is None else f" {answer}</s>")
+        for turn, answer in asked
+    ]
+    return f"{question.system or _VICUNA_SYSTEM} {''.join(turns)}"
 
 
 def _bare(question: Question, answers: Sequence[str]) -> str:
     said = zip(question.turns, [*answers, ""], strict=False)
-    text = "\n".join(turn + answer for turn, answer in said)
-    return f"{question.system}\n{text}" if question.system else text
+    lines = [turn + answer for turn, answer in said]
+    return "\n".join([question.system, *lines] if question.system else lines)
 
 
 def _read_template(template: str) -> str:

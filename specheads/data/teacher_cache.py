@@ -210,7 +210,7 @@ def plan_features(
         made_of: the base model and how it computes, see :func:`computed_by`.
         hidden_size: d.
         given_as: the dtype of the base's hidden states.
-        dtype: how they are stored: float32, bfloat16, int8; auto loses nothing.
+        dtype: the stored dtype: float32, bfloat16, int8; auto loses nothing.
         shard_bytes: the most bytes of numbers in one shard, unless one document has more.
 
     Raises:
@@ -241,7 +241,7 @@ def plan_top_logits(
     Args:
         folder: the cache's folder.
         documents: what the run trains on, in order.
-        made_of: as of :func:`plan_features`.
+        made_of: the base model and how it computes, see :func:`computed_by`.
         vocab_size: V, the first tokens of the base's vocabulary that are looked at;
             log-probabilities are over them.
         top_k: tokens per position, below V.
@@ -388,9 +388,9 @@ def write_cache(
         RunError: if the disk fills up, or numbers are not finite; finished shards stay.
     """
     if not plan.missing():
-        return
+        return  # a complete cache may lie on a disk that cannot be written
     with _locked(plan.folder, plan.key):
-        missing = plan.missing()
+        missing = plan.missing()  # again: another process may have written them meanwhile
         if not missing:
             return
         _check_room(plan, missing)
@@ -454,10 +454,7 @@ def _quantised(states: Tensor, plan: Plan) -> dict[str, Tensor]:
         return {"hidden": states}
     # symmetric: the largest number of a token becomes 127, so that errors stay below scale / 2
     scale = states.float().abs().amax(1).clamp_min(1e-30) / 127
-    return {
-        "scale": scale,
-        "hidden": (states.float() / scale[:, None]).round().clamp(-127, 127),
-    }
+    return {"scale": scale, "hidden": (states.float() / scale[:, None]).round().clamp(-127, 127)}
 
 
 def _top_logits(
@@ -468,7 +465,7 @@ def _top_logits(
     What is missing to a probability of 1 is the mass of all other tokens.
     """
     ids, log_probs = [], []
-    for part in states.split(rows_at_once(output.weight)):
+    for part in states.split(rows_at_once(output.weight)):  # V logits per token need the room
         with torch.autocast(states.device.type, torch.bfloat16, enabled=autocast):
             logits = output(part)
         logits = logits[:, : plan.settings["vocab_size"]].float()
@@ -611,7 +608,4 @@ class CachedBatches(Mapped):
     def __next__(self) -> Batch:
         """Return the next batch with what is stored for its tokens."""
         places = self.batches.take()
-        return {
-            **self.batches.lay_out(places),
-            **self.cache.rows(places, self.batches.seq_len),
-        }
+        return {**self.batches.lay_out(places), **self.cache.rows(places, self.batches.seq_len)}

@@ -20,10 +20,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import CONFIG_MAPPING, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from specheads.config import ConfigError, RunError, TrainConfig
-from specheads.data.dropped import Dropped
 from specheads.data.load import load_records
 from specheads.data.rendering import OUR_TEMPLATE
-from specheads.data.schema import Record, tokenizer_digest
+from specheads.data.schema import Dropped, Record, tokenizer_digest
 from specheads.models.base import load_tokenizer
 from specheads.runs.directory import is_used
 from specheads.system import dist

@@ -1,12 +1,9 @@
-"""Measure an export: plain, transformers' generate, prompt lookup and trees, in one process.
-
-What a bench measures beside trees of heads: other heads, drafters, and transformers' own.
-"""
+"""Measure an export: plain, transformers' generate, prompt lookup and trees, in one process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from specheads.attention.tree import Tree
 from specheads.config import ConfigError, DecodeConfig
 from specheads.decoding.accept import Acceptance
 from specheads.decoding.exported import (
+    Chosen,
     Subject,
     check_drafter,
     choose_drafter,
@@ -26,14 +24,15 @@ from specheads.decoding.exported import (
     exported_drafter,
     model_of,
     num_parameters,
+    tree_kind,
 )
-from specheads.drafters.growing import DynamicDrafter, StaticDrafter, static_drafter
+from specheads.drafters.contract import Drafter
+from specheads.drafters.growing import static_drafter
 from specheads.drafters.lookup import LOOKUP_NGRAM, LOOKUP_TOKENS, NgramDrafter
 from specheads.measure import rows as report
 from specheads.measure.clock import (
     Method,
     Prompt,
-    Runs,
     clock,
     drafted_method,
     hf_assisted_method,
@@ -43,101 +42,205 @@ from specheads.measure.clock import (
     one_by_one_method,
     plain_method,
 )
+from specheads.measure.hits import Texts, collect_hits, grow_static
 from specheads.measure.identity import Rounding, compare
 from specheads.measure.render import disturbance_lines
-from specheads.measure.rows import pairs
+from specheads.measure.rows import Clocked
+from specheads.models.base import end_tokens
 from specheads.models.checkpoint import Export, load_export
 from specheads.models.draft import vocab_size
 from specheads.models.kinds import Heads
-from specheads.models.output import OutputLayer
+from specheads.models.output import OutputLayer, output_layer
 from specheads.system import hardware
-from specheads.system.hardware import environment
 from specheads.verification.sampling import Sampler
 
-Clocked = Mapping[tuple[float, int], dict[str, Runs]]  # (temperature, batch size) -> method -> runs
+HF_TOKENS = 4  # of transformers' assistant where our own draft's length adapts itself
+
+
+@dataclass(frozen=True)
+class Contest:
+    """What all methods of one comparison share.
+
+    Attributes:
+        base: base model.
+        eos: tokens that end a text.
+        pad: padding of transformers' generate.
+        max_new_tokens: limit per prompt.
+        compile: compile the base's passes in our own loops, the plain one included, which is then
+            measured as it was before too, and generate with compiled passes.
+    """
+
+    base: PreTrainedModel
+    eos: tuple[int, ...]
+    pad: int | None
+    max_new_tokens: int
+    compile: bool = False
+
+    @staticmethod
+    def of(subject: Subject, max_new_tokens: int, *, compile: bool = False) -> Contest:
+        """Return the contest on a model that was loaded."""
+        base, tokenizer = subject.base, subject.tokenizer
+        eos, pad = end_tokens(base, tokenizer), tokenizer.pad_token_id
+        return Contest(base, eos, pad, max_new_tokens, compile)
+
+    def drafted(
+        self,
+        name: str,
+        drafter: Drafter,
+        num_nodes: int,
+        *,
+        extra: int = 0,
+        rule: Acceptance | None = None,
+        kind: str = "",
+    ) -> Method:
+        """Return the loop with a drafter of ``extra`` parameters; ``kind`` is its name."""
+        method = drafted_method(
+            name,
+            self.base,
+            drafter,
+            self.eos,
+            self.max_new_tokens,
+            tree_nodes=num_nodes,
+            acceptance=rule,
+            compile=self.compile,
+        )
+        return replace(method, extra_parameters=extra, drafter=kind or method.drafter)
+
+    def baselines(self, *, batched: bool = False) -> list[Method]:
+        """Return plain decoding, generate and prompt lookup.
+
+        Args:
+            batched: there will be batches, to be measured beside decoding without them.
+        """
+        base, eos, pad, limit = self.base, self.eos, self.pad, self.max_new_tokens
+        plain = plain_method(base, eos, limit, compile=self.compile)
+        generate = [hf_generate_method(base, eos, pad, limit)]
+        if self.compile:
+            generate.insert(0, replace(plain_method(base, eos, limit), name="plain_eager"))
+            generate.append(hf_compiled_method(base, eos, pad, limit))
+        copying = NgramDrafter(max_ngram=LOOKUP_NGRAM, num_tokens=LOOKUP_TOKENS)
+        alone = [one_by_one_method(plain)] if batched else []
+        return [
+            plain,
+            *generate,
+            *alone,
+            self.drafted("prompt_lookup", copying, LOOKUP_TOKENS + 1),
+        ]
+
+    def of_trees(self, heads: Heads, output: OutputLayer, trees: Sequence[Tree]) -> list[Method]:
+        """Return heads with static trees, the first of which is called ``tree``."""
+        return [
+            self.drafted(
+                f"tree_{tree.num_nodes}" if index else "tree",
+                static_drafter(self.base, heads, output, tree),
+                tree.num_nodes,
+                extra=num_parameters(heads),
+            )
+            for index, tree in enumerate(trees)
+        ]
+
+    def of_export(
+        self, export: Export, decode: DecodeConfig, lossy: Acceptance | None
+    ) -> list[Method]:
+        """Return an export's heads with dynamic trees, and with a lossy rule.
+
+        Args:
+            export: the heads.
+            decode: may ask for dynamic trees, else they are measured if tree_search has chosen one.
+            lossy: a rule that the static tree is decoded by once more, named in the row.
+        """
+        extra, found = num_parameters(export.heads), []
+        if decode.tree == "dynamic" or decode.num_nodes or dynamic_settings(export):
+            drafter: Any = exported_drafter(export, replace(decode, tree="dynamic"))
+            found.append(self.drafted("tree_dynamic", drafter, drafter.num_nodes, extra=extra))
+        if lossy is not None:
+            drafter = exported_drafter(export, DecodeConfig(tree="static"))
+            name, num_nodes = f"tree_{lossy.rule}", export.tree.num_nodes
+            found.append(self.drafted(name, drafter, num_nodes, extra=extra, rule=lossy))
+        return found
+
+    def of_drafters(
+        self, subject: Subject, asked: Sequence[DecodeConfig], lossy: Acceptance | None
+    ) -> list[Method]:
+        """Return a method for each of ``asked``, and what transformers has of the kind.
+
+        Args:
+            subject: base model, tokenizer, and heads, if any.
+            asked: from :func:`asked_for`.
+            lossy: a rule that the first one is decoded by once more, where there are no heads.
+
+        Raises:
+            ConfigError: if a drafter cannot be made for this base model.
+        """
+        if not asked:
+            return []
+        base, eos, limit = self.base, self.eos, self.max_new_tokens
+        decode, draft = asked[0], None
+        methods = []
+        if decode.draft:
+            draft = draft_model(subject, decode)
+            num_tokens, alone = decode.draft_tokens or HF_TOKENS, model_of(draft)
+            if vocab_size(alone) == vocab_size(base):  # transformers takes no others
+                methods.append(hf_assisted_method(base, alone, num_tokens, eos, limit))
+        if {name for each in asked for name in each.drafter.split("+")} & {"lookup", "suffix"}:
+            methods.append(hf_lookup_method(base, LOOKUP_TOKENS, LOOKUP_NGRAM, eos, limit))
+        chosen = [choose_drafter(subject, each, draft=draft) for each in asked]
+        rules: list[tuple[Chosen, str, Acceptance | None]]
+        rules = [(each, each.name, None) for each in chosen]
+        if lossy is not None and subject.export is None:
+            rules.append((chosen[0], f"{chosen[0].name}_{lossy.rule}", lossy))
+        return methods + [
+            self.drafted(
+                name,
+                each.drafter,
+                each.num_nodes,
+                extra=each.extra_parameters,
+                rule=rule,
+                kind=each.name,
+            )
+            for each, name, rule in rules
+        ]
+
+    def of_others(self, others: Mapping[str, Export]) -> list[Method]:
+        """Return for each export its tree, called ``<name>/tree``, and that of each step.
+
+        The latter is measured where tree_search has chosen one.
+        """
+        methods = []
+        for name, export in others.items():
+            kinds = {"tree": "static"}
+            kinds |= {"tree_dynamic": "dynamic"} if dynamic_settings(export) else {}
+            for method, kind in kinds.items():
+                drafter = exported_drafter(export, DecodeConfig(tree=kind))
+                num_nodes = getattr(drafter, "num_nodes", export.tree.num_nodes)
+                extra = num_parameters(export.heads)
+                methods.append(self.drafted(f"{name}/{method}", drafter, num_nodes, extra=extra))
+        return methods
 
 
 def make_methods(
     base: PreTrainedModel,
-    heads: Heads | None,
-    output: OutputLayer | None,
+    heads: Heads,
+    output: OutputLayer,
     trees: Sequence[Tree],
     *,
     eos: tuple[int, ...],
     pad: int | None,
     max_new_tokens: int,
-    dynamic: DynamicDrafter | None = None,
-    lossy: Acceptance | None = None,
-    compile: bool = False,
-    batched: bool = False,
 ) -> list[Method]:
-    """Return the compared methods; the first of ``trees`` is called ``tree``.
+    """Return the baselines and heads with static trees; the first tree is called ``tree``.
 
     Args:
         base: base model.
-        heads: heads on it; None for the baselines alone, with no trees.
+        heads: heads on it.
         output: its output layer, for the heads.
         trees: static ones.
         eos: tokens that end a text.
         pad: padding of transformers' generate.
         max_new_tokens: limit per prompt.
-        dynamic: a drafter of trees grown at each step, to be compared too.
-        lossy: a rule that the first tree is decoded by once more, named in the row.
-        compile: compile the base's passes in our own loops, the plain one included, which is then
-            measured as it was before too, and generate with compiled passes.
-        batched: there will be batches, to be measured beside decoding without them.
     """
-    plain = plain_method(base, eos, max_new_tokens, compile=compile)
-    methods = [plain, hf_generate_method(base, eos, pad, max_new_tokens)]
-    if compile:
-        eager = plain_method(base, eos, max_new_tokens)
-        methods.insert(1, replace(eager, name="plain_eager"))
-        methods.append(hf_compiled_method(base, eos, pad, max_new_tokens))
-    if batched:
-        methods.append(one_by_one_method(plain))
-    methods.append(
-        drafted_method(
-            "prompt_lookup",
-            base,
-            NgramDrafter(max_ngram=LOOKUP_NGRAM, num_tokens=LOOKUP_TOKENS),
-            eos,
-            max_new_tokens,
-            tree_nodes=LOOKUP_TOKENS + 1,
-            compile=compile,
-        ),
-    )
-    if heads is None or output is None:
-        return methods
-    extra = sum(parameter.numel() for parameter in heads.parameters())
-    drafted: list[tuple[str, StaticDrafter | DynamicDrafter, int, Acceptance | None]] = [
-        (
-            f"tree_{tree.num_nodes}" if index else "tree",
-            static_drafter(base, heads, output, tree),
-            tree.num_nodes,
-            None,
-        )
-        for index, tree in enumerate(trees)
-    ]
-    if dynamic is not None:
-        drafted.append(("tree_dynamic", dynamic, dynamic.num_nodes, None))
-    if lossy is not None:
-        _, first, num_nodes, _ = drafted[0]
-        drafted.append((f"tree_{lossy.rule}", first, num_nodes, lossy))
-    for name, drafter, num_nodes, acceptance in drafted:
-        methods.append(
-            drafted_method(
-                name,
-                base,
-                drafter,
-                eos,
-                max_new_tokens,
-                tree_nodes=num_nodes,
-                extra_parameters=extra,
-                acceptance=acceptance,
-                compile=compile,
-            )
-        )
-    return methods
+    contest = Contest(base, eos, pad, max_new_tokens)
+    return contest.baselines() + contest.of_trees(heads, output, trees)
 
 
 def measure_rows(
@@ -167,85 +270,96 @@ def measure_rows(
     return make_rows(base, methods, prompts, clocked, rounding, seed=seed)
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What is clocked.
+
+    Attributes:
+        temperatures: 0 and 0.7 must be among them, see :func:`specheads.measure.rows.headline`.
+        repeats: clocked rounds.
+        batch_sizes: prompts decoded together; 1 must be among them.
+        seed: of the sampling.
+    """
+
+    temperatures: Sequence[float]
+    repeats: int
+    batch_sizes: Sequence[int] = (1,)
+    seed: int = 0
+
+
 def benchmark(
     base: PreTrainedModel,
     methods: Sequence[Method],
     prompts: Sequence[Prompt],
+    plan: Plan,
     *,
-    temperatures: Sequence[float],
-    repeats: int,
-    batch_sizes: Sequence[int] = (1,),
-    seed: int = 0,
-    settings: dict[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
     headline: str = "tree",
-    progress: Callable[[str], object] = lambda text: None,
-    tick: Callable[[], object] = lambda: None,
-    clocked: dict[tuple[float, int], dict[str, Runs]] | None = None,
-) -> dict[str, Any]:
-    """Clock ``methods`` at every temperature and return the content of bench.json.
-
-    The arguments are those of :func:`measure_rows`, and:
+    bar: Any = None,
+) -> tuple[dict[str, Any], Clocked]:
+    """Clock ``methods`` at every temperature and batch size.
 
     Args:
         base: base model.
         methods: compared.
         prompts: decoded.
-        temperatures: 0 and 0.7 must be among them, see :func:`specheads.measure.rows.headline`.
-        repeats: clocked rounds.
-        batch_sizes: prompts decoded together; 1 must be among them.
-        seed: of the sampling.
+        plan: temperatures, batch sizes and repeats.
         settings: more to record beside the figures.
         headline: the method whose figures are to be quoted.
-        progress: told which temperature and batch size comes next.
-        tick: called after every decoded prompt.
-        clocked: gets the runs themselves, by temperature and batch size.
+        bar: told which temperature and batch size comes next (``set_description``), and of every
+            decoded prompt (``update``).
+
+    Returns:
+        The content of bench.json; and the runs themselves.
     """
-    before = environment(base.device)
-    clocked = {} if clocked is None else clocked
+    before = hardware.environment(base.device)
+    clocked = {}
     watched: list[dict[str, Any]] = []
-    for temperature in temperatures:
-        for size in batch_sizes:
-            progress(f"T={temperature:g}, batch {size}")
-            started: list[hardware.Sample] = []  # when the warm-up is over
-            clocked[temperature, size] = clock(
+    for temperature in plan.temperatures:
+        for size in plan.batch_sizes:
+            if bar is not None:
+                bar.set_description(f"T={temperature:g}, batch {size}")
+            runs = clock(
                 methods,
                 prompts,
                 temperature,
-                repeats=repeats,
+                repeats=plan.repeats,
                 batch_size=size,
-                seed=seed,
-                tick=tick,
+                seed=plan.seed,
+                tick=bar.update if bar is not None else lambda: None,
                 prefill=True,
-                started=started,
             )
+            clocked[temperature, size] = runs
+            started = runs["plain"].started
+            assert started is not None
             watched.append(
                 {
                     "temperature": temperature,
                     "batch": size,
-                    "drift": round(report.baseline_drift([clocked[temperature, size]]), 4),
-                    **hardware.between(started[0], hardware.sample()),
+                    "drift": round(report.baseline_drift([runs]), 4),
+                    **hardware.between(started, hardware.sample()),
                 }
             )
     # only now: the float32 copy that a divergence asks for would count as memory of the methods
     rounding = rounding_of(base, methods, prompts, clocked)
-    rows = make_rows(base, methods, prompts, clocked, rounding, seed=seed)
+    rows = make_rows(base, methods, prompts, clocked, rounding, seed=plan.seed)
     result: dict[str, Any] = {
         "environment": {**before, **report.disturbance(watched)},
         "settings": {
             **(settings or {}),
-            "temperatures": list(temperatures),
-            "batch_sizes": list(batch_sizes),
-            "repeats": repeats,
-            "seed": seed,
+            "temperatures": list(plan.temperatures),
+            "batch_sizes": list(plan.batch_sizes),
+            "repeats": plan.repeats,
+            "seed": plan.seed,
             "threads": torch.get_num_threads(),
             "noise": asdict(rounding.noise) if any(row["divergences"] for row in rows) else None,
         },
         "headline": report.headline(rows, headline),
         "crossover": report.crossovers(rows),
-        "pairs": pairs(clocked),
+        "pairs": report.pairs(clocked),
         "rows": rows,
     }
-    return result | {"warnings": disturbance_lines(result)}
+    return result | {"warnings": disturbance_lines(result)}, clocked
 
 
 def rounding_of(
@@ -277,6 +391,8 @@ def make_rows(
     A batch, too, is held to plain decoding of each prompt by itself; its speed to plain decoding in
     batches of the same size.
     """
+    names, ids = ([getattr(prompt, key) for prompt in prompts] for key in ("id", "input_ids"))
+    dtype, device = str(base.dtype).removeprefix("torch."), base.device.type
     rows = []
     for (temperature, _), runs in clocked.items():
         plain = [decoded.tokens for decoded in clocked[temperature, 1]["plain"].decoded]
@@ -284,29 +400,14 @@ def make_rows(
         for method in (each for each in methods if each.name in runs):
             same = None
             if method.seeded or (temperature == 0 and method.lossless):
-                same = compare(
-                    [prompt.id for prompt in prompts],
-                    [prompt.input_ids for prompt in prompts],
-                    plain,
-                    [decoded.tokens for decoded in runs[method.name].decoded],
-                    samplers,
-                    rounding=rounding,
-                )
+                texts = [decoded.tokens for decoded in runs[method.name].decoded]
+                same = compare(names, ids, plain, texts, samplers, rounding=rounding)
             rows.append(
                 report.make_row(
-                    method,
-                    runs,
-                    prompts,
-                    temperature,
-                    same,
-                    dtype=str(base.dtype).removeprefix("torch."),
-                    device=base.device.type,
+                    method, runs, prompts, temperature, same, dtype=dtype, device=device
                 )
             )
     return rows
-
-
-HF_TOKENS = 4  # of transformers' assistant where our own draft's length adapts itself
 
 
 def asked_for(
@@ -329,60 +430,22 @@ def asked_for(
     return found
 
 
-def other_methods(
-    subject: Subject,
-    asked: Sequence[DecodeConfig],
-    *,
-    eos: tuple[int, ...],
-    max_new_tokens: int,
-    lossy: Acceptance | None = None,
-) -> list[Method]:
-    """Return a method for each of ``asked``, and what transformers has of the kind.
+def quoted_method(
+    export: Export | None, decode: DecodeConfig, asked: Sequence[DecodeConfig]
+) -> str:
+    """Return the method to quote: what generate would decode with, given the same settings."""
+    if export is None or decode.draft or decode.drafter not in ("auto", "heads"):
+        return asked[0].drafter
+    return "tree_dynamic" if tree_kind(export, decode) == "dynamic" else "tree"
 
-    Args:
-        subject: base model, tokenizer, and heads, if any.
-        asked: from :func:`asked_for`.
-        eos: tokens that end a text.
-        max_new_tokens: limit per prompt.
-        lossy: a rule that the first one is decoded by once more, where there are no heads.
 
-    Raises:
-        ConfigError: if a drafter cannot be made for this base model.
-    """
-    if not asked:
-        return []
-    base = subject.base
-    decode, draft = asked[0], None
-    names = {name for each in asked for name in each.drafter.split("+")}
-    methods = []
-    if decode.draft:
-        draft = draft_model(subject, decode)
-        num_tokens, alone = decode.draft_tokens or HF_TOKENS, model_of(draft)
-        if vocab_size(alone) == vocab_size(base):  # transformers takes no others
-            methods.append(hf_assisted_method(base, alone, num_tokens, eos, max_new_tokens))
-    if names & {"lookup", "suffix"}:
-        methods.append(hf_lookup_method(base, LOOKUP_TOKENS, LOOKUP_NGRAM, eos, max_new_tokens))
-    chosen = [choose_drafter(subject, each, draft=draft) for each in asked]
-    rules: list[tuple[str, Acceptance | None]] = [(each.name, None) for each in chosen]
-    if lossy is not None and subject.export is None:
-        chosen.append(chosen[0])
-        rules.append((f"{chosen[0].name}_{lossy.rule}", lossy))
-    for each, (name, rule) in zip(chosen, rules, strict=True):
-        methods.append(
-            drafted_method(
-                name,
-                base,
-                each.drafter,
-                eos,
-                max_new_tokens,
-                tree_nodes=each.num_nodes,
-                extra_parameters=each.extra_parameters,
-                acceptance=rule,
-                compile=decode.compile,
-                drafter_name=each.name,
-            )
-        )
-    return methods
+def grown_trees(
+    export: Export, prompts: Sequence[Prompt], eos: tuple[int, ...], sizes: Sequence[int]
+) -> list[Tree]:
+    """Grow static trees of some sizes for an export's heads, on calibration prompts."""
+    texts = Texts([prompt.input_ids for prompt in prompts], eos)
+    hits = collect_hits(export.base, export.heads, output_layer(export.base), texts)
+    return [grow_static(hits, size) for size in sizes]
 
 
 def load_others(subject: Subject, paths: Sequence[str]) -> dict[str, Export]:
@@ -407,41 +470,3 @@ def load_others(subject: Subject, paths: Sequence[str]) -> dict[str, Export]:
             )
         found[name] = load_export(folder, beside=subject.export)
     return found
-
-
-def methods_of_others(
-    others: Mapping[str, Export],
-    *,
-    eos: tuple[int, ...],
-    max_new_tokens: int,
-    compile: bool = False,
-) -> list[Method]:
-    """Return for each export its tree, called ``<name>/tree``, and that of each step, if measured.
-
-    Args:
-        others: from :func:`load_others`.
-        eos: tokens that end a text.
-        max_new_tokens: limit per prompt.
-        compile: compile the base's passes.
-    """
-    methods = []
-    for name, export in others.items():
-        kinds = {"tree": "static"} | (
-            {"tree_dynamic": "dynamic"} if dynamic_settings(export) else {}
-        )
-        for method, kind in kinds.items():
-            drafter = exported_drafter(export, DecodeConfig(tree=kind))
-            num_nodes = getattr(drafter, "num_nodes", export.tree.num_nodes)
-            methods.append(
-                drafted_method(
-                    f"{name}/{method}",
-                    export.base,
-                    drafter,
-                    eos,
-                    max_new_tokens,
-                    tree_nodes=num_nodes,
-                    extra_parameters=num_parameters(export.heads),
-                    compile=compile,
-                )
-            )
-    return methods

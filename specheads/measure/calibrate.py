@@ -4,10 +4,9 @@ How many tokens a tree gains is counted from texts (:mod:`specheads.measure.hits
 any machine; what its step costs is clocked (:mod:`specheads.decoding.costs`). Trees of all sizes
 are prefixes of one order of nodes, so the fastest is found by looking at every size.
 
-What speculation is expected to bring, before anything is trained: ``dry_run=true``.
-
-The accept length is an assumption, named as such; the cost of a verify step is measured here, on
-this base model and machine. Where their ratio is below 1, training would be paid for nothing.
+:func:`expect` says what speculation would bring before anything is trained (``dry_run=true``): the
+accept length is an assumption, named as such; the cost of a verify step is measured on this base
+model and machine. Where their ratio is below 1, training would be paid for nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +28,8 @@ from specheads.drafters.contract import Drafter
 from specheads.drafters.growing import DynamicDrafter, dynamic_drafter, static_drafter
 from specheads.measure.hits import (
     Gains,
+    Progress,
+    Texts,
     acceptance,
     collect_hits,
     drafter_gains,
@@ -114,24 +115,34 @@ def fastest(lengths: Sequence[float], curve: CostCurve) -> int:
     return 2 + max(range(len(speedups)), key=speedups.__getitem__)
 
 
+@dataclass(frozen=True)
+class Search:
+    """Which trees are looked at, and how they are clocked.
+
+    Attributes:
+        num_nodes: size of the tree, root included; 0 chooses the fastest.
+        max_nodes: largest size.
+        batch_size: rows of the clocked steps.
+        repeats: of the clocking.
+        dynamic: measure trees grown at each step too.
+    """
+
+    num_nodes: int = 0
+    max_nodes: int = 48
+    batch_size: int = 1
+    repeats: int = 5
+    dynamic: bool = False
+
+
 def calibrate(
     base: PreTrainedModel,
     heads: Heads,
     output: OutputLayer,
-    prompts: Sequence[Tensor],
-    *,
-    eos_token_ids: Sequence[int],
-    max_new_tokens: int = 64,
-    temperatures: Sequence[float] = (0.0, 1.0),
-    seed: int = 0,
-    num_nodes: int = 0,
-    max_nodes: int = 48,
-    batch_size: int = 1,
-    repeats: int = 5,
-    dynamic: bool = False,
-    progress: Callable[[Sequence[int]], Any] = iter,
+    texts: Texts,
+    search: Search | None = None,
+    progress: Progress = iter,
 ) -> Calibration:
-    """Measure the heads on ``prompts`` and return the tree with the most tokens per second.
+    """Measure the heads on ``texts`` and return the tree with the most tokens per second.
 
     ``measured_on`` of the result holds: ``speculate`` and ``speedup`` over plain decoding,
     ``acceptance`` (per choice of the tree the probability that it is accepted), ``sizes`` (per
@@ -141,104 +152,88 @@ def calibrate(
 
     Args:
         base: base model, in the dtype and on the device of use.
-        heads: heads, likewise.
+        heads: heads in the same dtype, on the same device.
         output: the base's output layer.
-        prompts: token ids [1, P] each; not those that will be reported on.
-        eos_token_ids: tokens that end a text.
-        max_new_tokens: per prompt.
-        temperatures: of the texts; hits are pooled over them. Steps are clocked at the first.
-        seed: of the sampling.
-        num_nodes: size of the tree, root included; 0 chooses the fastest.
-        max_nodes: largest size.
-        batch_size: rows of the clocked steps.
-        repeats: of the clocking.
-        dynamic: measure trees grown at each step too.
+        texts: not those that will be reported on. Hits are pooled over their temperatures; steps
+            are clocked at the first.
+        search: sizes, and how to clock.
         progress: wraps the batches of prompts, to show a bar.
 
     Raises:
-        ValueError: if there are no prompts, or they are too short to measure anything.
+        ValueError: if there are no prompts.
+        ConfigError: if their texts are too short to measure anything.
     """
-    hits = collect_hits(
-        base,
-        heads,
-        output,
-        prompts,
-        eos_token_ids=eos_token_ids,
-        max_new_tokens=max_new_tokens,
-        temperatures=temperatures,
-        seed=seed,
-        progress=progress,
-    )
+    search = search or Search()
+    hits = collect_hits(base, heads, output, texts, progress)
     measured_on: dict[str, Any] = {
-        "num_prompts": len(prompts),
-        "num_positions": sum(len(text.ranks) for texts in hits for text in texts),
-        "temperatures": list(temperatures),
-        "max_new_tokens": max_new_tokens,
-        "batch_size": batch_size,
+        "num_prompts": len(texts.prompts),
+        "num_positions": sum(len(text.ranks) for of_prompt in hits for text in of_prompt),
+        "temperatures": list(texts.temperatures),
+        "max_new_tokens": texts.max_new_tokens,
+        "batch_size": search.batch_size,
         "dtype": str(base.dtype).removeprefix("torch."),
         "device": base.device.type,
         "threads": torch.get_num_threads(),
     }
-    nodes = grow_nodes(hits, max(num_nodes, max_nodes))
-    most = min(num_nodes or max_nodes, len(nodes) + 1)
+    largest = search.num_nodes or search.max_nodes
+    nodes = grow_nodes(hits, max(search.num_nodes, search.max_nodes))
+    most = min(largest, len(nodes) + 1)
     if most < 2:  # no guess was ever right
         measured_on |= {"accept_length": 1.0, "speedup": 1.0, "speculate": False}
         return Calibration(Tree.chain(0), 1.0, measured_on)
-    scales = fit_temperatures(hits)
-    kinds = {
-        "static": Kind(
-            static_gains(hits, most),
-            lambda size: static_drafter(base, heads, output, Tree.from_choices(nodes[: size - 1])),
-        )
-    }
-    if dynamic:
 
-        def grown(size: int) -> DynamicDrafter:
-            return dynamic_drafter(base, heads, output, size, temperatures=scales)
+    def static(size: int) -> Drafter:
+        return static_drafter(base, heads, output, Tree.from_choices(nodes[: size - 1]))
 
-        largest = grown(num_nodes or max_nodes)
-        kinds["dynamic"] = Kind(drafter_gains(hits, largest, scales), grown)
-    longest = max(prompts, key=lambda prompt: prompt.shape[1]).expand(batch_size, -1)
+    def grown(size: int) -> DynamicDrafter:
+        return dynamic_drafter(base, heads, output, size, temperatures=scales)
 
-    def clock(wanted: dict[str, list[int]]) -> list[float]:
-        names = [(name, size) for name, sizes in wanted.items() for size in sizes]
-        drafters = [None, *(kinds[name].make(size) for name, size in names)]
-        runs = [
-            runner(
-                base,
-                drafter,
-                longest,
-                max_new_tokens=max_new_tokens,
-                temperature=temperatures[0],
-            )
-            for drafter in drafters
-        ]
-        seconds = clock_steps(runs, repeats=repeats)
-        for (name, size), costs in zip(names, ratios(seconds)[1:], strict=True):
-            kinds[name].clocked.setdefault(size, []).extend(costs)
-        return seconds[0]
-
-    smaller = [] if num_nodes else list(SIZES)
-    plain = clock(
-        {
-            name: [size for size in smaller if size < kind.largest] + [kind.largest]
-            for name, kind in kinds.items()
-        }
-    )
-    for _ in range(0 if num_nodes else _REFINEMENTS):
-        wanted = {name: sizes for name, kind in kinds.items() if (sizes := kind.worth_clocking())}
-        if not wanted:
-            break
-        plain += clock(wanted)
-    found = {
-        name: _summary(kind, median(plain), fixed=num_nodes > 0) for name, kind in kinds.items()
-    }
+    kinds = {"static": Kind(static_gains(hits, most), static)}
+    if search.dynamic:
+        scales = fit_temperatures(hits)
+        kinds["dynamic"] = Kind(drafter_gains(hits, grown(largest), scales), grown)
+    plain = _clock_sizes(base, kinds, texts, search)
+    fixed = search.num_nodes > 0
+    found = {name: _summary(kind, median(plain), fixed=fixed) for name, kind in kinds.items()}
     measured_on |= {**found["static"], "plain_step_drift": round(max(plain) / min(plain), 4)}
     tree = Tree.from_choices(nodes[: measured_on["num_nodes"] - 1])
     measured_on["acceptance"] = [round(share, 4) for share in acceptance(tree, hits)]
-    if dynamic:
+    if search.dynamic:
         measured_on["dynamic"] = {**found["dynamic"], "temperatures": scales}
     return Calibration(tree, measured_on["accept_length"], measured_on)
+
+
+def _clock_sizes(
+    base: PreTrainedModel, kinds: Mapping[str, Kind], texts: Texts, search: Search
+) -> list[float]:
+    """Clock plain steps beside those of trees of many sizes, then of sizes around the fastest.
+
+    Returns:
+        Seconds of a plain step, one per round; the costs of the trees are added to ``kinds``.
+    """
+    longest = max(texts.prompts, key=lambda prompt: prompt.shape[1]).expand(search.batch_size, -1)
+    limit, temperature = texts.max_new_tokens, texts.temperatures[0]
+    plain: list[float] = []
+    smaller = () if search.num_nodes else SIZES
+    wanted = {
+        name: [size for size in smaller if size < kind.largest] + [kind.largest]
+        for name, kind in kinds.items()
+    }
+    for _ in range(1 if search.num_nodes else 1 + _REFINEMENTS):
+        trees = [(kinds[name], size) for name, sizes in wanted.items() for size in sizes]
+        if not trees:
+            break
+        drafters = [None, *(kind.make(size) for kind, size in trees)]
+        runs = [
+            runner(base, each, longest, max_new_tokens=limit, temperature=temperature)
+            for each in drafters
+        ]
+        seconds = clock_steps(runs, repeats=search.repeats)
+        plain += seconds[0]
+        for (kind, size), costs in zip(trees, ratios(seconds)[1:], strict=True):
+            kind.clocked.setdefault(size, []).extend(costs)
+        wanted = {name: kind.worth_clocking() for name, kind in kinds.items()}
+    return plain
 
 
 def _summary(kind: Kind, plain: float, *, fixed: bool) -> dict[str, Any]:
@@ -458,7 +453,8 @@ def expect(
         output: the base's output layer.
         prompts: token ids [1, P] each; the longest is decoded.
         tree: see :func:`assumed`.
-        evaluate: likewise; texts are as long as ``max_new_tokens``, 48 at most.
+        evaluate: size of the tree, see :func:`assumed`; texts are as long as ``max_new_tokens``,
+            48 at most.
         start: see :func:`assumed`.
 
     Raises:

@@ -1,13 +1,10 @@
 """Decode the same prompts with several methods in turn, and clock each of them.
 
 All methods of one comparison share process, weights, dtype, prompts, limit and rule of counting: a
-new token is one that stands after the prompt in the result, an end of text included.
-
-Baselines beside plain decoding: generate, without batches, with compiled passes.
-
-transformers' own speculative decoding, to compare with: an assistant model, prompt lookup.
-
-Clock the phases of the decoding loop from outside, so that the loop itself holds no clocks.
+new token is one that stands after the prompt in the result, an end of text included. The baselines
+are plain decoding and transformers' own loops: generate, compiled generate, an assistant model,
+prompt lookup. :class:`Phases` clocks the parts of one step of the decoding loop from outside, so
+that the loop itself holds no clocks.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +23,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import CompileConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -34,7 +32,6 @@ from specheads.config import ConfigError
 from specheads.data.chat import Encoder
 from specheads.data.suites import prompt_records
 from specheads.decoding import loop
-from specheads.decoding.accept import Acceptance
 from specheads.decoding.loop import decode, plain_decode
 from specheads.decoding.result import DecodeResult, Output
 from specheads.drafters.contract import Drafter
@@ -128,6 +125,7 @@ class Runs:
     peak_memory: int = 0
     batch_size: int = 1
     prefill: list[list[float]] = field(default_factory=list)  # as seconds; empty: not clocked
+    started: hardware.Sample | None = None  # the processors' counters when the warm-up was over
 
     @property
     def batches(self) -> list[range]:
@@ -135,34 +133,30 @@ class Runs:
         size, total = self.batch_size, len(self.decoded)
         return [range(i, min(i + size, total)) for i in range(0, total, size)]
 
+    def only(self, chosen: Sequence[int]) -> Runs:
+        """Return what was done with some prompts; no seconds where batches held others too."""
+        alone = self.batch_size == 1
+        seconds, prefill = (
+            [[repeat[i] for i in chosen] for repeat in repeats] if alone else []
+            for repeats in (self.seconds, self.prefill)
+        )
+        return replace(
+            self, seconds=seconds, prefill=prefill, decoded=[self.decoded[i] for i in chosen]
+        )
+
+
+def pad_left(prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return prompts [1, P] of several lengths as one batch [B, T], and its attention mask."""
+    longest = max(prompt.shape[1] for prompt in prompts)
+    rows = [F.pad(prompt, (longest - prompt.shape[1], 0)) for prompt in prompts]
+    real = [F.pad(torch.ones_like(prompt), (longest - prompt.shape[1], 0)) for prompt in prompts]
+    return torch.cat(rows), torch.cat(real)
+
 
 def make_batches(prompts: Sequence[Prompt], size: int) -> list[Batch]:
     """Group prompts in their order, ``size`` by ``size``; the last batch may be smaller."""
-    batches = []
-    for first in range(0, len(prompts), size):
-        rows = [prompt.input_ids[0] for prompt in prompts[first : first + size]]
-        longest = max(map(len, rows))
-        ids = rows[0].new_zeros(len(rows), longest)
-        mask = torch.zeros_like(ids)
-        for i, row in enumerate(rows):
-            ids[i, longest - len(row) :] = row
-            mask[i, longest - len(row) :] = 1
-        batches.append(Batch(ids, mask, first))
-    return batches
-
-
-def as_decoded(result: DecodeResult) -> list[Decoded]:
-    """Return what a comparison needs of every row."""
-    return [
-        Decoded(
-            row.new_tokens,
-            row.accept_lengths,
-            row.finished,
-            row.num_replays,
-            row.num_replay_passes,
-        )
-        for row in result.rows
-    ]
+    ids = [prompt.input_ids for prompt in prompts]
+    return [Batch(*pad_left(ids[i : i + size]), i) for i in range(0, len(ids), size)]
 
 
 def read_prompts(
@@ -202,38 +196,49 @@ def read_prompts(
     return chosen, hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def prompts_of(
-    base: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    path: Path,
-    num_prompts: int,
+Run = Callable[[Batch, float, int, int], list[Decoded]]  # (batch, temperature, seed, limit)
+
+
+def _method(name: str, run: Run, max_new_tokens: int, **about: Any) -> Method:
+    """Return a method whose prefill is the same call with a limit of one token."""
+
+    def limited(limit: int) -> Decode:
+        return lambda batch, temperature, seed: run(batch, temperature, seed, limit)
+
+    return Method(name, limited(max_new_tokens), prefill=limited(1), **about)
+
+
+def _our_method(
+    name: str,
+    loop: Callable[..., DecodeResult],
+    eos: tuple[int, ...],
     max_new_tokens: int,
-) -> tuple[list[Prompt], str]:
-    """Return :func:`read_prompts` of those that leave ``base`` room for the new tokens."""
-    longest = max_prompt_length(base, max_new_tokens)
-    return read_prompts(path, tokenizer, num_prompts, max_length=longest, device=base.device)
+    **about: Any,
+) -> Method:
+    """Return one of our own loops, given all but the prompts, the limit and the sampler."""
+
+    def run(batch: Batch, temperature: float, seed: int, limit: int) -> list[Decoded]:
+        result = loop(
+            batch.input_ids,
+            attention_mask=batch.attention_mask,
+            max_new_tokens=limit,
+            sampler=Sampler(temperature=temperature, seed=seed),
+            eos_token_ids=eos,
+        )
+        return [
+            Decoded(r.new_tokens, r.accept_lengths, r.finished, r.num_replays, r.num_replay_passes)
+            for r in result.rows
+        ]
+
+    return _method(name, run, max_new_tokens, **about)
 
 
 def plain_method(
     base: PreTrainedModel, eos: tuple[int, ...], max_new_tokens: int, *, compile: bool = False
 ) -> Method:
     """Return our own loop of one token at a time, the baseline of every figure."""
-
-    def run(
-        batch: Batch, temperature: float, seed: int, limit: int = max_new_tokens
-    ) -> list[Decoded]:
-        result = plain_decode(
-            base,
-            batch.input_ids,
-            attention_mask=batch.attention_mask,
-            max_new_tokens=limit,
-            sampler=Sampler(temperature=temperature, seed=seed),
-            eos_token_ids=eos,
-            compile=compile,
-        )
-        return as_decoded(result)
-
-    return Method("plain", run, compiled=compile, prefill=partial(run, limit=1))
+    plain = partial(plain_decode, base, compile=compile)
+    return _our_method("plain", plain, eos, max_new_tokens, compiled=compile)
 
 
 def drafted_method(
@@ -243,47 +248,35 @@ def drafted_method(
     eos: tuple[int, ...],
     max_new_tokens: int,
     *,
-    tree_nodes: int,
-    extra_parameters: int = 0,
-    acceptance: Acceptance | None = None,
-    compile: bool = False,
-    drafter_name: str | None = None,
+    tree_nodes: int = 1,
+    **options: Any,
 ) -> Method:
-    """Return the decoding loop with ``drafter``, called ``drafter_name``, else by its class.
+    """Return the decoding loop with ``drafter``.
 
-    Tokens are compared where the rule is lossless and, when sampling, the candidates are not
-    themselves sampled.
+    Tokens are compared with plain decoding's where the rule is lossless and, when sampling, the
+    candidates are not themselves sampled.
+
+    Args:
+        name: of the method; its drafter is called by its class.
+        base: base model.
+        drafter: proposes.
+        eos: tokens that end a text.
+        max_new_tokens: limit per prompt.
+        tree_nodes: most tokens that a step verifies, the root included.
+        **options: more arguments of ``decode``: ``acceptance``, ``compile``.
     """
-
-    def run(
-        batch: Batch, temperature: float, seed: int, limit: int = max_new_tokens
-    ) -> list[Decoded]:
-        result = decode(
-            base,
-            drafter,
-            batch.input_ids,
-            attention_mask=batch.attention_mask,
-            max_new_tokens=limit,
-            sampler=Sampler(temperature=temperature, seed=seed),
-            eos_token_ids=eos,
-            acceptance=acceptance,
-            compile=compile,
-        )
-        return as_decoded(result)
-
-    kind = drafter_name or type(drafter).__name__.removesuffix("Drafter").lower()
-    lossless = acceptance is None or acceptance.lossless
-    seeded = lossless and drafter.deterministic
-    return Method(
+    rule = options.get("acceptance")
+    lossless = rule is None or rule.lossless
+    return _our_method(
         name,
-        run,
-        kind,
-        tree_nodes,
-        extra_parameters,
-        seeded,
-        lossless,
-        compile,
-        prefill=partial(run, limit=1),
+        partial(decode, base, drafter, **options),
+        eos,
+        max_new_tokens,
+        drafter=type(drafter).__name__.removesuffix("Drafter").lower(),
+        tree_nodes=tree_nodes,
+        seeded=lossless and drafter.deterministic,
+        lossless=lossless,
+        compiled=options.get("compile", False),
     )
 
 
@@ -298,7 +291,6 @@ def clock(
     seed: int = 0,
     tick: Callable[[], object] = lambda: None,
     prefill: bool = False,
-    started: list[hardware.Sample] | None = None,
 ) -> dict[str, Runs]:
     """Decode every prompt with every method, ``repeats`` times, the methods in turn per batch.
 
@@ -314,7 +306,6 @@ def clock(
         seed: prompt n is sampled with ``seed + n``.
         tick: called after every decoded prompt.
         prefill: clock, in each turn just before it, the method's prefill alone as well.
-        started: gets the processors' counters at the moment when the warm-up is over.
 
     Returns:
         Runs by the method's name; without methods that are others' where prompts are alone.
@@ -322,33 +313,36 @@ def clock(
     methods = [each for each in methods if batch_size > 1 or not each.in_batches]
     device = prompts[0].input_ids.device
     batches = make_batches(prompts, batch_size)
+
+    def clocked(decode: Decode, batch: Batch) -> tuple[float, list[Decoded]]:
+        start = time.perf_counter()
+        decoded = decode(batch, temperature, seed + batch.first)
+        return time.perf_counter() - start, decoded
+
     runs = {method.name: Runs(batch_size=batch_size) for method in methods}
     for method in methods:  # warm up, and look at the memory of one batch of this method alone
         # where passes are compiled, a shape met for the first time takes seconds: meet all now
         for batch in batches if any(each.compiled for each in methods) else batches[-1:]:
-            method.decode(batch, temperature, seed + batch.first)
+            clocked(method.decode, batch)
         peak_memory(device, reset=True)
-        method.decode(batches[0], temperature, seed)
+        clocked(method.decode, batches[0])
         runs[method.name].peak_memory = peak_memory(device)
-    if started is not None:
-        started.append(hardware.sample())
+    started = hardware.sample()
     for repeat in range(repeats):
         for method in methods:
-            runs[method.name].seconds.append([0.0] * len(batches))
-            if prefill and method.prefill:
-                runs[method.name].prefill.append([0.0] * len(batches))
+            of = runs[method.name]
+            of.started = started
+            of.seconds.append([])
+            of.prefill += [[]] if prefill and method.prefill else []
         for index, batch in enumerate(batches):
             first = (index + repeat) % len(methods)
             for method in (*methods[first:], *methods[:first]):
+                of = runs[method.name]
                 if prefill and method.prefill:
-                    start = time.perf_counter()
-                    method.prefill(batch, temperature, seed + batch.first)
-                    runs[method.name].prefill[repeat][index] = time.perf_counter() - start
-                start = time.perf_counter()
-                decoded = method.decode(batch, temperature, seed + batch.first)
-                runs[method.name].seconds[repeat][index] = time.perf_counter() - start
-                if repeat == 0:
-                    runs[method.name].decoded += decoded
+                    of.prefill[-1].append(clocked(method.prefill, batch)[0])
+                seconds, decoded = clocked(method.decode, batch)
+                of.seconds[-1].append(seconds)
+                of.decoded += decoded if repeat == 0 else []
                 for _ in decoded:
                     tick()
     return runs
@@ -386,6 +380,18 @@ def _is_embedded(checkpoint: str) -> bool:
         return False
 
 
+def prompts_of(
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    path: Path,
+    num_prompts: int,
+    max_new_tokens: int,
+) -> tuple[list[Prompt], str]:
+    """Return :func:`read_prompts` of those that leave ``base`` room for the new tokens."""
+    longest = max_prompt_length(base, max_new_tokens)
+    return read_prompts(path, tokenizer, num_prompts, max_length=longest, device=base.device)
+
+
 def max_prompt_length(base: PreTrainedModel, max_new_tokens: int) -> int:
     """Return the longest prompt that leaves room for the new tokens.
 
@@ -402,6 +408,23 @@ def max_prompt_length(base: PreTrainedModel, max_new_tokens: int) -> int:
     return context - max_new_tokens
 
 
+def _generate(
+    base: PreTrainedModel, batch: Batch, temperature: float, eos: tuple[int, ...], **options: Any
+) -> list[list[int]]:
+    """Return what transformers' ``generate`` puts behind each row, drawn from all tokens."""
+    if temperature:
+        options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+    sequences = base.generate(  # type: ignore[operator]
+        batch.input_ids,
+        attention_mask=batch.attention_mask,
+        do_sample=temperature > 0,
+        eos_token_id=list(eos) or None,
+        **options,
+    )
+    tokens: list[list[int]] = sequences[:, batch.input_ids.shape[1] :].tolist()
+    return tokens
+
+
 def hf_generate_method(
     base: PreTrainedModel,
     eos: tuple[int, ...],
@@ -409,8 +432,7 @@ def hf_generate_method(
     max_new_tokens: int,
     *,
     name: str = "hf_generate",
-    options: Mapping[str, Any] | None = None,
-    compiled: bool = False,
+    options: dict[str, Any] | None = None,
 ) -> Method:
     """Return transformers' own ``generate``; it draws differently, so only T=0 compares tokens.
 
@@ -419,44 +441,40 @@ def hf_generate_method(
     Args:
         base: base model.
         eos: tokens that end a text.
-        pad: padding.
+        pad: token of the padding.
         max_new_tokens: limit per prompt.
         name: of the method.
         options: more arguments of ``generate``.
-        compiled: whether they make it compile its passes.
     """
     if base.device.type == "cpu":  # generate() loads deepspeed, which else announces its guess
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    more = options or {}
+    padding = pad if pad is not None else (eos[0] if eos else 0)
 
-    def run(
-        batch: Batch, temperature: float, seed: int, limit: int = max_new_tokens
-    ) -> list[Decoded]:
+    def run(batch: Batch, temperature: float, seed: int, limit: int) -> list[Decoded]:
         torch.manual_seed(seed)
-        chosen: dict[str, Any] = dict(options or {})
-        if chosen.get("use_mtp"):
+        if more.get("use_mtp"):
             check_prompt(base, batch.input_ids.shape[1])
-        if temperature:
-            chosen |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
-        sequences = base.generate(  # type: ignore[operator]
-            batch.input_ids,
-            attention_mask=batch.attention_mask,
-            max_new_tokens=limit,
-            do_sample=temperature > 0,
-            eos_token_id=list(eos) or None,
-            pad_token_id=pad if pad is not None else (eos[0] if eos else 0),
-            **chosen,
+        texts = _generate(
+            base, batch, temperature, eos, max_new_tokens=limit, pad_token_id=padding, **more
         )
-        texts = sequences[:, batch.input_ids.shape[1] :].tolist()
         return [_until_end(tokens, eos) for tokens in texts]
 
-    prefill = partial(run, limit=1)
-    return Method(name, run, seeded=False, compiled=compiled, prefill=prefill)
+    compiled = "compile_config" in more
+    return _method(name, run, max_new_tokens, seeded=False, compiled=compiled)
 
 
 def _until_end(tokens: list[int], eos: tuple[int, ...]) -> Decoded:
     """Count what a row got before generate() padded it to the length of the longest."""
     end = next((i + 1 for i, token in enumerate(tokens) if token in eos), len(tokens))
     return Decoded(tokens[:end], [1] * (end - 1), tokens[end - 1] in eos)
+
+
+def _rows(batch: Batch) -> Iterator[Batch]:
+    """Yield each row as a batch of its own, without padding."""
+    for row, (ids, mask) in enumerate(zip(batch.input_ids, batch.attention_mask, strict=True)):
+        real = mask.bool()
+        yield Batch(ids[real][None], mask[real][None], batch.first + row)
 
 
 def one_by_one_method(plain: Method) -> Method:
@@ -472,24 +490,13 @@ def one_by_one_method(plain: Method) -> Method:
 
     def alone(decode: Decode) -> Decode:
         def run(batch: Batch, temperature: float, seed: int) -> list[Decoded]:
-            found = []
-            for row, (ids, mask) in enumerate(
-                zip(batch.input_ids, batch.attention_mask, strict=True)
-            ):
-                prompt = ids[mask.bool()][None]
-                one = Batch(prompt, mask[mask.bool()][None], batch.first + row)
-                found += decode(one, temperature, seed + row)
-            return found
+            rows = enumerate(_rows(batch))
+            return [text for i, row in rows for text in decode(row, temperature, seed + i)]
 
         return run
 
-    return replace(
-        plain,
-        name="one_by_one",
-        decode=alone(plain.decode),
-        prefill=alone(plain.prefill),
-        in_batches=True,
-    )
+    decode, prefill = alone(plain.decode), alone(plain.prefill)
+    return replace(plain, name="one_by_one", in_batches=True, decode=decode, prefill=prefill)
 
 
 def hf_compiled_method(
@@ -502,15 +509,8 @@ def hf_compiled_method(
     on_gpu = base.device.type == "cuda"
     how: Any = CompileConfig(mode="reduce-overhead" if on_gpu else "default")
     how._compile_all_devices = True
-    return hf_generate_method(
-        base,
-        eos,
-        pad,
-        max_new_tokens,
-        name="hf_compiled",
-        options={"cache_implementation": "static", "compile_config": how},
-        compiled=True,
-    )
+    options = {"cache_implementation": "static", "compile_config": how}
+    return hf_generate_method(base, eos, pad, max_new_tokens, name="hf_compiled", options=options)
 
 
 def hf_assisted_method(
@@ -533,26 +533,18 @@ def hf_assisted_method(
         max_new_tokens: limit per prompt.
     """
 
-    def run(
-        batch: Batch, temperature: float, seed: int, limit: int = max_new_tokens
-    ) -> list[Decoded]:
+    def run(batch: Batch, temperature: float, seed: int, limit: int) -> list[Decoded]:
+        options = {"assistant_model": draft, "max_new_tokens": limit}
         with fixed_assistant(draft, num_tokens):
-            options = {"assistant_model": draft, "max_new_tokens": limit}
-            return _rows(base, batch, temperature, seed, eos, options)
+            return _speculated(base, batch, temperature, seed, eos, options)
 
     extra = sum(parameter.numel() for parameter in draft.parameters())
-    prefill = partial(run, limit=1)
-    return Method(
-        "hf_assisted", run, "hf assistant", num_tokens + 1, extra, seeded=False, prefill=prefill
-    )
+    about = {"tree_nodes": num_tokens + 1, "extra_parameters": extra, "seeded": False}
+    return _method("hf_assisted", run, max_new_tokens, drafter="hf assistant", **about)
 
 
 def hf_lookup_method(
-    base: PreTrainedModel,
-    num_tokens: int,
-    ngram: int,
-    eos: tuple[int, ...],
-    max_new_tokens: int,
+    base: PreTrainedModel, num_tokens: int, ngram: int, eos: tuple[int, ...], max_new_tokens: int
 ) -> Method:
     """Return ``generate(prompt_lookup_num_tokens=...)``, one prompt at a time.
 
@@ -563,21 +555,14 @@ def hf_lookup_method(
         eos: tokens that end a text.
         max_new_tokens: limit per prompt.
     """
+    copied = {"prompt_lookup_num_tokens": num_tokens, "max_matching_ngram_size": ngram}
 
-    def run(
-        batch: Batch, temperature: float, seed: int, limit: int = max_new_tokens
-    ) -> list[Decoded]:
-        options = {
-            "prompt_lookup_num_tokens": num_tokens,
-            "max_matching_ngram_size": ngram,
-            "max_new_tokens": limit,
-        }
-        return _rows(base, batch, temperature, seed, eos, options)
+    def run(batch: Batch, temperature: float, seed: int, limit: int) -> list[Decoded]:
+        options = {**copied, "max_new_tokens": limit}
+        return _speculated(base, batch, temperature, seed, eos, options)
 
-    prefill = partial(run, limit=1)
-    return Method(
-        "hf_lookup", run, "hf prompt lookup", num_tokens + 1, seeded=False, prefill=prefill
-    )
+    about = {"tree_nodes": num_tokens + 1, "seeded": False}
+    return _method("hf_lookup", run, max_new_tokens, drafter="hf prompt lookup", **about)
 
 
 @contextlib.contextmanager
@@ -586,23 +571,17 @@ def fixed_assistant(draft: PreTrainedModel, num_tokens: int) -> Iterator[None]:
 
     It reads that from the assistant's own generation settings.
     """
-    settings: Any = draft.generation_config
+    settings = vars(draft.generation_config)
     wanted = {
         "num_assistant_tokens": num_tokens,
         "num_assistant_tokens_schedule": "constant",
         "assistant_confidence_threshold": 0.0,
     }
-    before = {name: getattr(settings, name, None) for name in wanted}
-    for name, value in wanted.items():
-        setattr(settings, name, value)
-    try:
+    with patch.dict(settings, wanted):
         yield
-    finally:
-        for name, value in before.items():
-            setattr(settings, name, value)
 
 
-def _rows(
+def _speculated(
     base: PreTrainedModel,
     batch: Batch,
     temperature: float,
@@ -610,24 +589,15 @@ def _rows(
     eos: tuple[int, ...],
     options: dict[str, Any],
 ) -> list[Decoded]:
-    sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+    """Return the texts of transformers' own speculation, which takes one row at a time."""
     texts = []
-    for row, (ids, mask) in enumerate(zip(batch.input_ids, batch.attention_mask, strict=True)):
-        torch.manual_seed(seed + row)
-        prompt = ids[mask.bool()][None]
+    for i, row in enumerate(_rows(batch)):
+        torch.manual_seed(seed + i)
         with _known_before_passes(base) as known:
-            found = base.generate(  # type: ignore[operator]
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                do_sample=temperature > 0,
-                eos_token_id=list(eos) or None,
-                # there is no padding; any other token would be hidden from the assistant
-                pad_token_id=eos[0] if eos else None,
-                **sampling,
-                **options,
-            )
-        tokens = found[0, prompt.shape[1] :].tolist()
-        lengths = gained_by_passes(known, prompt.shape[1], len(tokens))
+            # there is no padding; any other token than the end would be hidden from the assistant
+            padding = eos[0] if eos else None
+            (tokens,) = _generate(base, row, temperature, eos, pad_token_id=padding, **options)
+        lengths = gained_by_passes(known, row.input_ids.shape[1], len(tokens))
         texts.append(Decoded(tokens, lengths, bool(eos) and tokens[-1] in eos))
     return texts
 

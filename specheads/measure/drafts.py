@@ -1,20 +1,19 @@
-"""How well a draft model matches its base, measured on the base's own continuations.
+"""How well draft models match their base, and which of them is worth drafting with.
 
 At each token that a verify step would decide, the draft's distribution is laid over the base's;
 Leviathan's alpha is the mean of what they share (arXiv:2211.17192, definition 3.1). Nothing is
 drafted: given the text, what a chain of any length would have gained follows from the same numbers.
 
-Which draft model is worth drafting with: predicted on some prompts, measured on others.
-
-Per candidate alpha, its cost c and the cost of verify steps are measured on the first prompts; from
-them follow the best draft length and the speed-up, by Leviathan's formula and by the clocked costs.
-On the other prompts all candidates then decode in turn with plain decoding.
+A comparison measures alpha, the cost c of each candidate and the cost of verify steps on the first
+prompts; from them follow the best draft length and the speed-up, by Leviathan's formula and by the
+clocked costs. On the other prompts all candidates then decode in turn with plain decoding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,9 +33,17 @@ from specheads.drafters.contract import Drafter
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.length import FixedLength
 from specheads.measure.clock import Decoded, Prompt, Runs, clock, drafted_method, plain_method
-from specheads.measure.render import advice, recommended
-from specheads.measure.rows import baseline_drift, disturbance, per_batch_seconds
-from specheads.measure.stats import mean_accept_length, ratio_ci95, rep8
+from specheads.measure.render import Columns, figure, interval, make_table
+from specheads.measure.rows import baseline_drift, disturbance, whole
+from specheads.measure.stats import (
+    accept_length_ci95,
+    mean_accept_length,
+    ratio_ci95,
+    rep8,
+    rounded,
+    speed,
+    speedup,
+)
 from specheads.models.base import input_device, input_embedding
 from specheads.system import hardware
 from specheads.verification.sampling import Sampler
@@ -69,33 +76,36 @@ class Alpha:
     """Agreement over all texts.
 
     Attributes:
-        alpha: mean over verified tokens of sum_x min(base, draft); greedy: the share of tokens
-            that are the draft's best guess. 0 where there was nothing to verify.
-        acceptance_rate: accepted over proposed of a chain that is verified token by token, one
-            guess at a time: alpha as the practitioner counts it. :meth:`chain` has it for more.
-        num_tokens: verified tokens.
-        per_prompt: alpha of each prompt; 0 where a text had one token.
-        texts: the numbers behind it.
+        texts: the numbers of each text.
     """
 
-    alpha: float
-    acceptance_rate: float
-    num_tokens: int
-    per_prompt: list[float]
-    texts: list[Agreement]
+    texts: Sequence[Agreement]
 
-    @staticmethod
-    def of(texts: Sequence[Agreement]) -> Alpha:
-        """Sum up texts."""
-        num = sum(len(text.shared) for text in texts)
-        singly = total(replay_chain(text.kept, 1, text.limit) for text in texts)
-        return Alpha(
-            alpha=sum(sum(text.shared) for text in texts) / max(1, num),
-            acceptance_rate=singly.acceptance_rate,
-            num_tokens=num,
-            per_prompt=[sum(text.shared) / max(1, len(text.shared)) for text in texts],
-            texts=list(texts),
-        )
+    @property
+    def num_tokens(self) -> int:
+        """Verified tokens."""
+        return sum(len(text.shared) for text in self.texts)
+
+    @property
+    def alpha(self) -> float:
+        """Mean over verified tokens of sum_x min(base, draft); 0 where there were none.
+
+        Greedy: the share of tokens that are the draft's best guess.
+        """
+        return sum(sum(text.shared) for text in self.texts) / max(1, self.num_tokens)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over proposed of a chain that is verified one guess at a time.
+
+        That is alpha as practitioners count it; :meth:`chain` has it for longer drafts.
+        """
+        return self.chain(1).acceptance_rate
+
+    @property
+    def per_prompt(self) -> list[float]:
+        """Alpha of each prompt; 0 where a text had one token."""
+        return [sum(text.shared) / max(1, len(text.shared)) for text in self.texts]
 
     def chain(self, num_tokens: int, *, sampled: bool = True) -> Gained:
         """Return what chains of ``num_tokens`` guesses are expected to gain on these texts.
@@ -196,45 +206,45 @@ def measure_alpha(
     texts = []
     for n, prompt in enumerate(prompts):
         sampler = Sampler(temperature=temperature, seed=seed + n)
-        result = plain_decode(
+        tokens = plain_decode(
             base,
             prompt,
             max_new_tokens=max_new_tokens,
             sampler=sampler,
             eos_token_ids=eos_token_ids,
-        )
-        text = [*prompt[0].tolist(), *result.new_tokens]
-        texts.append(agreement(base, draft, text, prompt.shape[1] + 1, sampler, max_new_tokens - 1))
-    return Alpha.of(texts)
+        ).new_tokens
+        texts.append(agreement(base, draft, prompt, tokens, sampler, max_new_tokens - 1))
+    return Alpha(texts)
 
 
 @torch.inference_mode()
 def agreement(
     base: PreTrainedModel,
     draft: PreTrainedModel,
-    text: Sequence[int],
-    first: int,
+    prompt: Tensor,
+    new_tokens: Sequence[int],
     sampler: Sampler,
     limit: int,
 ) -> Agreement:
-    """Compare base and draft at the tokens ``text[first:]``, each given all tokens before it.
+    """Compare base and draft at all new tokens but the first, each given all tokens before it.
 
     Args:
         base: base model.
         draft: draft model.
-        text: prompt and continuation.
-        first: index of the first token compared, at least 1.
+        prompt: token ids, [1, P].
+        new_tokens: what the base put behind it.
         sampler: makes distributions of logits.
         limit: see :class:`Agreement`.
     """
-    num = len(text) - first
+    num = len(new_tokens) - 1
     if num < 1:
         return Agreement([], [], [], limit)
+    text = [*prompt[0].tolist(), *new_tokens]
     base_logits = _logits_before(base, text, num)
     draft_logits = fit_vocabulary(
         _logits_before(draft, text, num).to(base_logits.device), base_logits.shape[-1]
     )
-    tokens = torch.tensor(text[first:], device=base_logits.device)
+    tokens = torch.tensor(new_tokens[1:], device=base_logits.device)
     shared, kept, best = [], [], []
     size = max(1, _AT_ONCE // base_logits.shape[-1])
     for ours, theirs, here in zip(
@@ -300,6 +310,10 @@ class Settings:
         """How drafts are made."""
         return "sampled" if self.temperature > 0 else "greedy"
 
+    def drafter(self, draft: PreTrainedModel, num_tokens: int) -> Drafter:
+        """Return the drafter of chains of ``num_tokens`` guesses."""
+        return DraftModelDrafter(draft, FixedLength(num_tokens), sampling=self.sampling)
+
 
 @dataclass(frozen=True)
 class Prospect:
@@ -308,13 +322,11 @@ class Prospect:
     Attributes:
         alpha: how well it agrees with the base.
         costs: of its passes and of verify steps.
-        make: from a draft length to the drafter.
         lengths: predictions for drafts of 1, 2, ... tokens.
     """
 
     alpha: Alpha
     costs: DraftCosts
-    make: Callable[[int], Drafter]
     lengths: list[dict[str, Any]]
 
     @property
@@ -340,7 +352,7 @@ def compare_drafts(
         drafts: draft models by name, with the base's tokenizer.
         prompts: to measure alpha and costs on.
         measured: others, to measure speed-ups on.
-        settings: how.
+        settings: lengths, temperature, repeats and seed.
         progress: told what is being done.
         tick: called after every decoded prompt.
 
@@ -350,16 +362,15 @@ def compare_drafts(
         by number of nodes, in plain steps), ``candidates`` in the given order, ``recommended`` (a
         name, or None) and ``advice`` (lines).
     """
-    samples = [hardware.sample()]
+    begun = hardware.sample()
     found = prospects(base, drafts, prompts, settings, progress)
-    samples.append(hardware.sample())
+    predicted = hardware.sample()
     progress("measure")
     limit, eos = settings.max_new_tokens, settings.eos_token_ids
     methods = [plain_method(base, eos, limit)]
-    for i, each in enumerate(found.values()):
-        n = each.num_tokens
-        drafter = each.make(n)
-        methods.append(drafted_method(f"draft_{i}", base, drafter, eos, limit, tree_nodes=n + 1))
+    for i, (name, each) in enumerate(found.items()):
+        drafter = settings.drafter(drafts[name], each.num_tokens)
+        methods.append(drafted_method(f"draft_{i}", base, drafter, eos, limit))
     runs = clock(
         methods,
         measured,
@@ -367,40 +378,26 @@ def compare_drafts(
         repeats=settings.repeats,
         seed=settings.seed + len(prompts),
         tick=tick,
-        started=samples,  # when the warm-up is over
     )
-    samples.append(hardware.sample())
-    watched = [
+    plain = runs["plain"]
+    assert plain.started is not None
+    watched: list[dict[str, Any]] = [
         {"temperature": settings.temperature, "batch": 1, **hardware.between(*each)}
-        for each in (samples[:2], samples[2:])
+        for each in ((begun, predicted), (plain.started, hardware.sample()))
     ]
     watched[1]["drift"] = round(baseline_drift([runs]), 4)
-    plain, size = runs["plain"], num_parameters(base)
+    size = num_parameters(base)
     candidates = []
     for i, (name, each) in enumerate(found.items()):
         own = num_parameters(drafts[name])
-        best = each.lengths[each.num_tokens - 1]
-        real = figures(runs[f"draft_{i}"], plain, each.num_tokens, limit)
-        candidates.append(
-            {
-                "name": name,
-                "parameters": own,
-                "times_smaller": round(size / own, 3),
-                "alpha": round(each.alpha.alpha, 4),
-                "alpha_ci95": _interval(each.alpha),
-                "best_guess_rate": _best_guesses(each.alpha),
-                "num_verified": each.alpha.num_tokens,
-                **each.costs.to_json(),
-                "lengths": each.lengths,
-                "num_tokens": each.num_tokens,
-                "predicted": best,
-                "measured": real,
-                "predicted_over_measured": round(best["predicted"] / real["speedup"], 4),
-                "per_kind": _kinds(each, runs[f"draft_{i}"], plain, prompts, measured, limit),
-            }
-        )
+        about = {"name": name, "parameters": own, "times_smaller": round(size / own, 3)}
+        drafted = runs[f"draft_{i}"]
+        of = _candidate(each, drafted, plain, limit)
+        kinds = _kinds(each, drafted, plain, (prompts, measured), limit)
+        candidates.append({**about, **of, "per_kind": kinds})
     verify = next(iter(found.values())).costs.verify
-    best_name = recommended(candidates)
+    costs = zip(verify.sizes, verify.smoothed, strict=True)
+    best = recommended(candidates)
     texts = [each.tokens for each in plain.decoded]
     return {
         "disturbance": disturbance(watched),
@@ -410,12 +407,31 @@ def compare_drafts(
             "new_tokens": sum(map(len, texts)),
             "rep8": round(sum(map(rep8, texts)) / len(texts), 4),
         },
-        "verify_cost": {
-            str(n): round(cost, 4) for n, cost in zip(verify.sizes, verify.smoothed, strict=True)
-        },
+        "verify_cost": {str(n): round(cost, 4) for n, cost in costs},
         "candidates": candidates,
-        "recommended": best_name,
-        "advice": advice(candidates, best_name, settings.sampling),
+        "recommended": best,
+        "advice": advice(candidates, best, settings.sampling),
+    }
+
+
+def _candidate(prospect: Prospect, runs: Runs, plain: Runs, limit: int) -> dict[str, Any]:
+    """Return what was predicted and measured of one draft model."""
+    alpha, predicted = prospect.alpha, prospect.lengths[prospect.num_tokens - 1]
+    shared = [sum(text.shared) for text in alpha.texts]
+    counts = [float(len(text.shared)) for text in alpha.texts]
+    measured = figures(runs, plain, prospect.num_tokens, limit)
+    best_guesses = sum(sum(text.best) for text in alpha.texts)
+    return {
+        "alpha": round(alpha.alpha, 4),
+        "alpha_ci95": rounded(ratio_ci95([shared], [counts])),
+        "best_guess_rate": round(best_guesses / max(1, alpha.num_tokens), 4),
+        "num_verified": alpha.num_tokens,
+        **prospect.costs.to_json(),
+        "lengths": prospect.lengths,
+        "num_tokens": prospect.num_tokens,
+        "predicted": predicted,
+        "measured": measured,
+        "predicted_over_measured": round(predicted["predicted"] / measured["speedup"], 4),
     }
 
 
@@ -428,16 +444,11 @@ def prospects(
 ) -> dict[str, Prospect]:
     """Clock all draft models in turn, measure alpha of each, and predict."""
     progress("clock steps")
-
-    def maker(draft: PreTrainedModel) -> Callable[[int], Drafter]:
-        return lambda n: DraftModelDrafter(draft, FixedLength(n), sampling=settings.sampling)
-
-    makes = {name: maker(draft) for name, draft in drafts.items()}
-    by_length = sorted((prompt.input_ids for prompt in prompts), key=lambda ids: ids.shape[1])
+    texts = [prompt.input_ids for prompt in prompts]
     costs = clock_drafts(
         base,
-        makes,
-        by_length[len(by_length) // 2],
+        {name: partial(settings.drafter, draft) for name, draft in drafts.items()},
+        sorted(texts, key=lambda ids: ids.shape[1])[len(texts) // 2],
         max_tokens=settings.max_tokens,
         temperature=settings.temperature,
         max_new_tokens=min(settings.max_new_tokens, _CLOCK_TOKENS),
@@ -449,14 +460,14 @@ def prospects(
         alpha = measure_alpha(
             base,
             draft,
-            [prompt.input_ids for prompt in prompts],
+            texts,
             max_new_tokens=settings.max_new_tokens,
             temperature=settings.temperature,
             seed=settings.seed,
             eos_token_ids=settings.eos_token_ids,
         )
-        table = predictions(alpha, costs[name], settings.max_tokens)
-        found[name] = Prospect(alpha, costs[name], makes[name], table)
+        rows = predictions(alpha, costs[name], settings.max_tokens)
+        found[name] = Prospect(alpha, costs[name], rows)
     return found
 
 
@@ -472,15 +483,14 @@ def predictions(alpha: Alpha, costs: DraftCosts, max_tokens: int) -> list[dict[s
     rows = []
     for n in range(1, max_tokens + 1):
         gained, tokens = alpha.chain(n), expected_tokens(alpha.alpha, n)
-        published = leviathan_speedup(alpha.alpha, costs.draft, n) if costs.draft > 0 else None
+        published = leviathan_speedup(alpha.alpha, costs.draft, n)
+        promised = costs.speedup(len(alpha.texts), gained.steps, gained.tokens, n)
         rows.append(
             {
                 "num_tokens": n,
-                "leviathan": None if published is None else round(published, 4),
+                "leviathan": round(published, 4) if costs.draft > 0 else None,
                 "formula_with_costs": round(tokens / costs.step(n), 4),
-                "predicted": round(
-                    costs.speedup(len(alpha.texts), gained.steps, gained.tokens, n), 4
-                ),
+                "predicted": round(promised, 4),
                 "formula_accept_length": round(tokens, 4),
                 "accept_length": round(gained.accept_length, 4),
                 "acceptance_rate": round(gained.acceptance_rate, 4),
@@ -489,13 +499,7 @@ def predictions(alpha: Alpha, costs: DraftCosts, max_tokens: int) -> list[dict[s
     return rows
 
 
-def figures(
-    runs: Runs,
-    plain: Runs,
-    num_tokens: int,
-    max_new_tokens: int,
-    chosen: Sequence[int] | None = None,
-) -> dict[str, Any]:
+def figures(runs: Runs, plain: Runs, num_tokens: int, max_new_tokens: int) -> dict[str, Any]:
     """Return what one draft model did, beside plain decoding of the same prompts.
 
     Args:
@@ -503,29 +507,21 @@ def figures(
         plain: of plain decoding.
         num_tokens: guesses per step.
         max_new_tokens: the limit of both.
-        chosen: which prompts; None: all.
     """
-    rows = list(range(len(runs.decoded))) if chosen is None else list(chosen)
-    ours, theirs = ([each.decoded[i] for i in rows] for each in (runs, plain))
-    tokens, plain_tokens = ([float(len(each.tokens)) for each in of] for of in (ours, theirs))
-    seconds, plain_seconds = ([per_batch_seconds(each)[i] for i in rows] for each in (runs, plain))
-    lengths = [each.accept_lengths for each in ours]
-    speed = sum(tokens) / sum(seconds)
-    low, high = ratio_ci95([tokens, plain_seconds], [seconds, plain_tokens])
-    shortest, longest = ratio_ci95(
-        [[float(sum(each)) for each in lengths]], [list(map(len, lengths))]
-    )
+    lengths = [each.accept_lengths for each in runs.decoded]
+    ratio, bounds = speedup(whole(runs), whole(plain))
     accepted = sum(sum(each) - len(each) for each in lengths)
-    proposed = sum(num_proposed(each, num_tokens, max_new_tokens) for each in ours)
+    proposed = sum(num_proposed(each, num_tokens, max_new_tokens) for each in runs.decoded)
+    pairs = zip(runs.decoded, plain.decoded, strict=True)
     return {
-        "num_prompts": len(rows),
-        "tokens_per_second": round(speed, 3),
-        "speedup": round(speed / (sum(plain_tokens) / sum(plain_seconds)), 4),
-        "speedup_ci95": [round(low, 4), round(high, 4)],
+        "num_prompts": len(lengths),
+        "tokens_per_second": round(speed(whole(runs)), 3),
+        "speedup": round(ratio, 4),
+        "speedup_ci95": rounded(bounds),
         "accept_length": round(mean_accept_length(lengths), 4),
-        "accept_length_ci95": [round(shortest, 4), round(longest, 4)],
+        "accept_length_ci95": rounded(accept_length_ci95(lengths)),
         "acceptance_rate": round(accepted / proposed, 4) if proposed else 0.0,
-        "identical": sum(a.tokens == b.tokens for a, b in zip(ours, theirs, strict=True)),
+        "identical": sum(a.tokens == b.tokens for a, b in pairs),
     }
 
 
@@ -542,32 +538,129 @@ def _kinds(
     prospect: Prospect,
     runs: Runs,
     plain: Runs,
-    prompts: Sequence[Prompt],
-    measured: Sequence[Prompt],
+    prompts: tuple[Sequence[Prompt], Sequence[Prompt]],
     max_new_tokens: int,
 ) -> dict[str, dict[str, Any]]:
-    """Return prediction and measurement per kind of prompt, where both have some."""
+    """Return prediction and measurement per kind of prompt, where both have some.
+
+    Args:
+        prospect: what the first of ``prompts`` say of the draft model.
+        runs: of the draft model, on the second of ``prompts``.
+        plain: of plain decoding, on the same ones.
+        prompts: those predicted on, and those measured on.
+        max_new_tokens: the limit of all texts.
+    """
     found, n = {}, prospect.num_tokens
-    for kind in sorted({each.kind for each in prompts} & {each.kind for each in measured}):
-        texts = zip(prospect.alpha.texts, prompts, strict=True)
-        own = Alpha.of([text for text, each in texts if each.kind == kind])
-        rows = [i for i, each in enumerate(measured) if each.kind == kind]
+    kinds, measured = ([prompt.kind for prompt in each] for each in prompts)
+    for kind in sorted({*kinds} & {*measured}):
+        texts = zip(prospect.alpha.texts, kinds, strict=True)
+        own = Alpha([text for text, each in texts if each == kind])
+        rows = [i for i, each in enumerate(measured) if each == kind]
         expected = predictions(own, prospect.costs, n)[-1]
         found[kind] = {
             "alpha": round(own.alpha, 4),
             "predicted": expected["predicted"],
             "predicted_accept_length": expected["accept_length"],
-            **figures(runs, plain, n, max_new_tokens, rows),
+            **figures(runs.only(rows), plain.only(rows), n, max_new_tokens),
         }
     return found
 
 
-def _interval(alpha: Alpha) -> list[float]:
-    shared = [sum(text.shared) for text in alpha.texts]
-    counts = [float(len(text.shared)) for text in alpha.texts]
-    return [round(bound, 4) for bound in ratio_ci95([shared], [counts])]
+_COMPARED: Columns = {
+    "smaller": lambda of: f"{of['times_smaller']:.1f}x",
+    "alpha": lambda of: f"{of['alpha']:.3f}",
+    "c": lambda of: figure(of["c"], ".2f", "?"),
+    "n": lambda of: str(of["num_tokens"]),
+    "Leviathan": lambda of: figure(of["predicted"]["leviathan"], ".2fx", "?"),
+    "predicted": lambda of: f"{of['predicted']['predicted']:.2f}x",
+    "measured": lambda of: f"{of['measured']['speedup']:.2f}x",
+    "95%": lambda of: interval(of["measured"]["speedup_ci95"]),
+    "accept": lambda of: f"{of['measured']['accept_length']:.2f}",
+    "rate": lambda of: f"{of['measured']['acceptance_rate']:.2f}",
+    "candidate": lambda of: str(of["name"]),
+}
 
 
-def _best_guesses(alpha: Alpha) -> float:
-    hits = sum(sum(text.best) for text in alpha.texts)
-    return round(hits / max(1, alpha.num_tokens), 4)
+def format_compared(result: Mapping[str, Any]) -> str:
+    """Return what ``compare`` found: a row per candidate, its draft lengths, and the advice.
+
+    Args:
+        result: the content of compare.json.
+    """
+    settings, candidates = result["settings"], result["candidates"]
+    lines = [make_table(candidates, _COMPARED).text()]
+    kinds = sorted({kind for each in candidates for kind in each["per_kind"]})
+    if len(kinds) > 1:
+        lines.append("\nPer kind of prompt: alpha, predicted and measured speed-up, accept length")
+        lines += [
+            f"{kind:<16.16}{of['alpha']:>7.3f}{of['predicted']:>7.2f}x{of['speedup']:>7.2f}x"
+            f"{of['accept_length']:>7.2f}  {each['name']}"
+            for each in candidates
+            for kind in kinds
+            if (of := each["per_kind"].get(kind))
+        ]
+    costs = ", ".join(f"{n}: {cost:.2f}" for n, cost in result["verify_cost"].items())
+    lines.append(
+        f"\nT={settings['temperature']:g}, {settings['sampling']} drafts, {settings['dtype']},"
+        f" {settings['threads']} threads, plain rep8 {result['plain']['rep8']:.2f}. Cost of a"
+        f" verify step by nodes, in plain steps: {costs}"
+    )
+    return "\n".join([*lines, *result["advice"], *result["warnings"]])
+
+
+RULE_OF_THUMB = (5.0, 10.0)  # how many times smaller than its base a draft model should be
+
+
+def _speedup(candidate: Mapping[str, Any]) -> float:
+    return float(candidate["measured"]["speedup"])
+
+
+def recommended(candidates: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the fastest candidate whose interval lies above 1; None: draft with none of them."""
+    better = [each for each in candidates if each["measured"]["speedup_ci95"][0] > 1]
+    best = max(better, key=_speedup, default=None)
+    return None if best is None else str(best["name"])
+
+
+def advice(candidates: Sequence[Mapping[str, Any]], best: str | None, sampling: str) -> list[str]:
+    """Return the recommendation, and the rule of thumb beside what was measured, as lines.
+
+    Args:
+        candidates: of compare.json.
+        best: the recommended one.
+        sampling: how drafts were made.
+    """
+    fastest = max(candidates, key=_speedup)
+    taken = next((each for each in candidates if each["name"] == best), fastest)
+    below, above = taken["measured"]["speedup_ci95"]
+    measured = f"{_speedup(taken):.2f}x plain decoding (95% {below:.2f} to {above:.2f})"
+    if best is None:
+        first = f"none: the fastest candidate, {taken['name']}, was measured at {measured}"
+    else:
+        first = (
+            f"{best}: decode.draft={best} decode.draft_tokens={taken['num_tokens']}"
+            f" decode.draft_sampling={sampling}, measured at {measured}"
+        )
+    low, high = RULE_OF_THUMB
+    factor = taken["times_smaller"]
+    rule = (
+        f"rule of thumb: {low:g} to {high:g} times smaller than the base. This one is"
+        f" {factor:.1f} times smaller; a pass of it costs"
+        f" {figure(taken['c'], '.2f', 'an unknown number of')} plain steps where its size alone"
+        f" would say {1 / factor:.2f}, and alpha is {taken['alpha']:.2f}"
+    )
+    lines = [f"recommended: {first}", rule]
+    if unknown := [str(each["name"]) for each in candidates if each["c"] is None]:
+        lines.append(
+            f"c of {', '.join(unknown)} is unmeasured: longer drafts were clocked as no dearer than"
+            " shorter ones, which cannot be; measure again on a quiet machine"
+        )
+    if len(candidates) > 1:
+        by_size = sorted(candidates, key=lambda each: float(each["times_smaller"]))
+        listed = (
+            f"{each['name']} {each['times_smaller']:.1f}x smaller, {_speedup(each):.2f}x"
+            + (" (within the rule)" if low <= each["times_smaller"] <= high else "")
+            for each in by_size
+        )
+        lines.append(f"by size, largest first: {', '.join(listed)}")
+    return lines

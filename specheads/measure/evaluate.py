@@ -1,8 +1,7 @@
-"""Decode held-out prompts during and after training: the recipes hand these to the two loops.
+"""Decode held-out prompts before, during and after training, with heads or with a draft model.
 
-What a finished run shows: figures of its export, texts behind them, and its tree.
-
-Decode held-out prompts with a draft model: before, during and after its training.
+The recipes hand :func:`decode_heldout` and :func:`decode_with_draft` to the training loop; a
+finished run shows what :func:`final_evaluation` or :func:`final_draft_evaluation` returns.
 """
 
 from __future__ import annotations
@@ -19,31 +18,66 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specheads.attention.tree import Tree, default_tree
 from specheads.config import ConfigError, EvaluateConfig, TreeConfig
 from specheads.decoding.costs import clock_drafts, expected_tokens
+from specheads.drafters.contract import Drafter
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.growing import static_drafter
 from specheads.drafters.length import FixedLength
-from specheads.measure.calibrate import Calibration, calibrate
+from specheads.measure.calibrate import Calibration, Search, calibrate
 from specheads.measure.clock import (
     Decoded,
     Prompt,
     Runs,
     clock,
     drafted_method,
+    max_prompt_length,
     plain_method,
     read_prompts,
 )
 from specheads.measure.drafts import Alpha, agreement
+from specheads.measure.hits import Texts
 from specheads.measure.plots import tree_svg
-from specheads.measure.stats import mean_accept_length, ratio_ci95, rep8
-from specheads.models.base import context_length, end_tokens
+from specheads.measure.rows import whole
+from specheads.measure.stats import accept_length_ci95, mean_accept_length, rep8, speed
+from specheads.models.base import end_tokens
 from specheads.models.checkpoint import Export
 from specheads.models.forward import undisturbed
 from specheads.models.kinds import Heads
 from specheads.models.output import OutputLayer, output_layer
 from specheads.runs.log import Outcome
+from specheads.system.files import whole_file
 from specheads.verification.sampling import Sampler
 
 SEED = 0  # of what is drawn, in all runs alike, so that they differ by their weights only; bench's
+NUM_TOKENS = 4  # of a draft model's chain, the same at every step of a run and in all runs
+
+RunsAt = dict[str, dict[str, Runs]]  # t<temperature> -> plain or the drafter's name -> runs
+FiguresAt = dict[str, dict[str, float]]  # t<temperature> -> figures
+
+
+def decode_all(
+    base: PreTrainedModel,
+    drafters: Mapping[str, Drafter],
+    prompts: Sequence[Prompt],
+    evaluate: EvaluateConfig,
+    eos_token_ids: tuple[int, ...],
+) -> RunsAt:
+    """Decode all prompts once at every temperature, plainly and with each of ``drafters``.
+
+    Raises:
+        ValueError: if there are no prompts.
+    """
+    if not prompts:
+        raise ValueError("prompts must hold at least 1 prompt, got 0")
+    limit = evaluate.max_new_tokens
+    methods = [plain_method(base, eos_token_ids, limit)]
+    methods += [
+        drafted_method(name, base, drafter, eos_token_ids, limit)
+        for name, drafter in drafters.items()
+    ]
+    return {
+        f"t{temperature:g}": clock(methods, prompts, temperature, repeats=1, seed=SEED)
+        for temperature in evaluate.temperatures
+    }
 
 
 def decode_heldout(
@@ -80,21 +114,26 @@ def decode_heldout(
         "tree": default_tree(heads.num_heads, evaluate.num_nodes),
         "chain": Tree.chain(heads.num_heads),
     }
-    named = [Prompt(str(i), "heldout", ids) for i, ids in enumerate(prompts)]
-    runs = decode_all(base, heads, output, shapes, named, evaluate, eos_token_ids)
-    found = compare(runs, shapes, evaluate)
-    rows = {
-        f"eval/{key}": _mean(of["tree"][key] for of in found.values())
-        for key in ("accept_length", "speedup")
+    drafters = {name: static_drafter(base, heads, output, tree) for name, tree in shapes.items()}
+    with undisturbed(base, heads):
+        runs = decode_all(base, drafters, _named(prompts), evaluate, eos_token_ids)
+    found = {
+        name: {at: figures(of, name, evaluate, tree.max_depth) for at, of in runs.items()}
+        for name, tree in shapes.items()
     }
+    rows = _means(found["tree"], "accept_length", "speedup")
     rows["eval/identical"] = _mean(
-        of[shape]["identical"] / of[shape]["compared"] for of in found.values() for shape in shapes
+        of["identical"] / of["compared"] for shape in found.values() for of in shape.values()
     )
-    for at, of in found.items():
-        rows[f"eval/{at}/rep8"] = of["plain"]["rep8"]
-        for shape in shapes:
-            rows |= {f"eval/{shape}/{at}/{key}": value for key, value in of[shape].items()}
+    for at, runs_at in runs.items():
+        rows[f"eval/{at}/rep8"] = _plain_rep8(runs_at)
+        for shape, of in found.items():
+            rows |= {f"eval/{shape}/{at}/{key}": value for key, value in of[at].items()}
     return rows
+
+
+def _named(prompts: Sequence[Tensor]) -> list[Prompt]:
+    return [Prompt(str(i), "heldout", ids) for i, ids in enumerate(prompts)]
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -102,74 +141,24 @@ def _mean(values: Iterable[float]) -> float:
     return sum(listed) / len(listed)
 
 
-def decode_all(
-    base: PreTrainedModel,
-    heads: Heads,
-    output: OutputLayer,
-    shapes: Mapping[str, Tree],
-    prompts: Sequence[Prompt],
-    evaluate: EvaluateConfig,
-    eos_token_ids: tuple[int, ...],
-) -> dict[str, dict[str, Runs]]:
-    """Decode all prompts once at every temperature, plainly and with trees of several shapes.
-
-    Returns:
-        ``t<temperature>`` -> ``plain`` or name of the shape -> its runs.
-
-    Raises:
-        ValueError: if there are no prompts.
-    """
-    if not prompts:
-        raise ValueError("prompts must hold at least 1 prompt, got 0")
-    limit = evaluate.max_new_tokens
-    methods = [plain_method(base, eos_token_ids, limit)]
-    for name, tree in shapes.items():
-        drafter = static_drafter(base, heads, output, tree)
-        methods.append(
-            drafted_method(name, base, drafter, eos_token_ids, limit, tree_nodes=tree.num_nodes)
-        )
-    with undisturbed(base, heads):
-        return {
-            f"t{temperature:g}": clock(methods, prompts, temperature, repeats=1, seed=SEED)
-            for temperature in evaluate.temperatures
-        }
+def _means(found: FiguresAt, *keys: str) -> dict[str, float]:
+    """Return means over the temperatures."""
+    return {f"eval/{key}": _mean(of[key] for of in found.values()) for key in keys}
 
 
-def compare(
-    runs: Mapping[str, Mapping[str, Runs]], shapes: Mapping[str, Tree], evaluate: EvaluateConfig
-) -> dict[str, dict[str, dict[str, float]]]:
-    """Return what :func:`decode_all` found, in figures.
-
-    Returns:
-        ``t<temperature>`` -> name of the shape -> :func:`figures`; of ``plain`` only ``rep8``, the
-        mean share of repeated 8-grams.
-    """
-    found = {}
-    for at, of in runs.items():
-        plain = of["plain"]
-        found[at] = {"plain": {"rep8": _mean(rep8(each.tokens) for each in plain.decoded)}}
-        for name, tree in shapes.items():
-            found[at][name] = figures(of[name], plain, evaluate.max_new_tokens, tree.max_depth)
-    return found
+def _plain_rep8(runs: Mapping[str, Runs]) -> float:
+    return _mean(rep8(each.tokens) for each in runs["plain"].decoded)
 
 
-def need_steps(runs: Mapping[str, Mapping[str, Runs]]) -> None:
-    """Refuse texts without a single verify step, whose accept length nobody knows.
-
-    Raises:
-        ConfigError: if the base has ended every text with its first token.
-    """
-    if not any(each.accept_lengths for of in runs.values() for each in of["plain"].decoded):
-        raise ConfigError("the base ends every text with its first token")
-
-
-def figures(runs: Runs, plain: Runs, max_new_tokens: int, max_depth: int) -> dict[str, float]:
+def figures(
+    runs: Mapping[str, Runs], name: str, evaluate: EvaluateConfig, max_depth: int
+) -> dict[str, float]:
     """Return what a drafter did at one temperature, beside plain decoding of the same prompts.
 
     Args:
-        runs: of the drafter.
-        plain: of plain decoding.
-        max_new_tokens: the limit of both.
+        runs: of plain decoding and of the drafter.
+        name: of the drafter.
+        evaluate: with which they were decoded.
         max_depth: of the drafter's tree.
 
     Returns:
@@ -177,25 +166,20 @@ def figures(runs: Runs, plain: Runs, max_new_tokens: int, max_depth: int) -> dic
         ``head_{i}/acceptance`` where head i was tried at all, see :func:`conditional_acceptance`;
         ``speedup`` in tokens per second; ``identical`` texts among those ``compared``.
     """
-    lengths = [each.accept_lengths for each in runs.decoded]
-    low, high = ratio_ci95([list(map(sum, lengths))], [list(map(len, lengths))])
-    pairs = list(zip(runs.decoded, plain.decoded, strict=True))
+    of, plain = runs[name], runs["plain"]
+    lengths = [each.accept_lengths for each in of.decoded]
+    low, high = accept_length_ci95(lengths)
+    shares = conditional_acceptance(of.decoded, evaluate.max_new_tokens, max_depth)
+    pairs = list(zip(of.decoded, plain.decoded, strict=True))
     return {
         "accept_length": mean_accept_length(lengths),
         "accept_length_low": low,
         "accept_length_high": high,
-        **{
-            f"head_{i}/acceptance": share
-            for i, share in conditional_acceptance(runs.decoded, max_new_tokens, max_depth).items()
-        },
-        "speedup": _speed(runs) / _speed(plain),
+        **{f"head_{i}/acceptance": share for i, share in shares.items()},
+        "speedup": speed(whole(of)) / speed(whole(plain)),
         "identical": float(sum(a.tokens == b.tokens for a, b in pairs)),
         "compared": float(len(pairs)),
     }
-
-
-def _speed(runs: Runs) -> float:
-    return sum(len(each.tokens) for each in runs.decoded) / sum(runs.seconds[0])
 
 
 def conditional_acceptance(
@@ -246,39 +230,21 @@ def write_prompts(path: Path, records: Sequence[dict[str, Any]]) -> None:
         seen.add(name)
         content = {key: record[key] for key in keys if key in record}
         lines.append(json.dumps({"id": name, "kind": record["kind"], **content}) + "\n")
-    aside = path.with_suffix(".tmp")
-    aside.write_text("".join(lines), encoding="utf-8")
-    aside.replace(path)
+    with whole_file(path) as fresh:
+        fresh.write_text("".join(lines), encoding="utf-8")
 
 
 def choose_tree(
-    base: PreTrainedModel,
-    heads: Heads,
-    output: OutputLayer,
-    prompts: Sequence[Tensor],
-    tree: TreeConfig,
-    evaluate: EvaluateConfig,
-    eos_token_ids: tuple[int, ...],
-    *,
-    seed: int = 0,
+    base: PreTrainedModel, heads: Heads, output: OutputLayer, texts: Texts, tree: TreeConfig
 ) -> Calibration:
-    """Return the tree that the settings give, or the fastest one measured on ``prompts``."""
+    """Return the tree that the settings give, or the fastest one measured on ``texts``."""
     if tree.choices:
         return Calibration(Tree.from_choices(tree.choices), 0.0, {})
     base.eval()
     heads.eval()
     with torch.inference_mode():
-        return calibrate(
-            base,
-            heads,
-            output,
-            prompts,
-            eos_token_ids=eos_token_ids,
-            max_new_tokens=evaluate.max_new_tokens,
-            num_nodes=tree.num_nodes,
-            seed=seed,
-            dynamic=True,
-        )
+        search = Search(tree.num_nodes, dynamic=True)
+        return calibrate(base, heads, output, texts, search)
 
 
 def final_evaluation(
@@ -305,26 +271,48 @@ def final_evaluation(
     Raises:
         ConfigError: if no prompt fits, or the base ends every text with its first token.
     """
-    base, heads = export.base, export.heads
-    context = context_length(base)
-    prompts, _ = read_prompts(
-        path,
-        export.tokenizer,
-        evaluate.num_prompts,
-        max_length=1 << 30 if context is None else context - evaluate.max_new_tokens,
-        device=base.device,
-    )
-    shapes, eos = {"tree": export.tree}, end_tokens(base, export.tokenizer)
-    runs = decode_all(base, heads, output_layer(base), shapes, prompts, evaluate, eos)
-    need_steps(runs)
-    found = compare(runs, shapes, evaluate)
-    figures = {
-        f"final/{key}/{each}": round(value, 4)
-        for each, of in found.items()
-        for key, value in {**of["tree"], "rep8": of["plain"]["rep8"]}.items()
+    base, tokenizer = export.base, export.tokenizer
+    prompts = _read(path, tokenizer, evaluate, base)
+    drafter = static_drafter(base, export.heads, output_layer(base), export.tree)
+    with undisturbed(base, export.heads):
+        runs = decode_all(base, {"tree": drafter}, prompts, evaluate, end_tokens(base, tokenizer))
+    found = {
+        at: figures(of, "tree", evaluate, export.tree.max_depth) | {"rep8": _plain_rep8(of)}
+        for at, of in runs.items()
     }
-    texts = sample_texts(prompts, runs, "tree", export.tokenizer, samples)
-    return Outcome(figures, texts, tree_picture(export))
+    texts = sample_texts(prompts, runs, "tree", tokenizer, samples)
+    return Outcome(_final(found, runs), texts, tree_picture(export))
+
+
+def _read(
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    evaluate: EvaluateConfig,
+    *models: PreTrainedModel,
+) -> list[Prompt]:
+    """Return the prompts of a file that leave all models room for the new tokens."""
+    longest = min(max_prompt_length(model, evaluate.max_new_tokens) for model in models)
+    device = models[0].device
+    found, _ = read_prompts(
+        path, tokenizer, evaluate.num_prompts, max_length=longest, device=device
+    )
+    return found
+
+
+def _final(found: FiguresAt, runs: RunsAt) -> dict[str, float]:
+    """Return the figures as a finished run shows them.
+
+    Raises:
+        ConfigError: if the base has ended every text with its first token: nobody knows the accept
+            length of texts without a verify step.
+    """
+    if not any(each.accept_lengths for of in runs.values() for each in of["plain"].decoded):
+        raise ConfigError("the base ends every text with its first token")
+    return {
+        f"final/{key}/{at}": round(value, 4)
+        for at, of in found.items()
+        for key, value in of.items()
+    }
 
 
 def sample_texts(
@@ -376,11 +364,6 @@ def tree_picture(export: Export) -> str:
     return tree_svg(export.tree, chances, title=title)
 
 
-NUM_TOKENS = 4  # of the chain, the same at every step of a run and in all runs
-
-Figures = dict[str, dict[str, float]]
-
-
 def decode_with_draft(
     base: PreTrainedModel,
     draft: PreTrainedModel,
@@ -407,12 +390,8 @@ def decode_with_draft(
     Raises:
         ValueError: if there are no prompts.
     """
-    named = [Prompt(str(i), "heldout", ids) for i, ids in enumerate(prompts)]
-    found, _ = measure_draft(base, draft, named, evaluate, eos_token_ids)
-    rows = {
-        f"eval/{key}": sum(of[key] for of in found.values()) / len(found)
-        for key in ("accept_length", "alpha", "speedup")
-    }
+    found, _ = measure_draft(base, draft, _named(prompts), evaluate, eos_token_ids)
+    rows = _means(found, "accept_length", "alpha", "speedup")
     for at, of in found.items():
         rows |= {f"eval/chain/{at}/{key}": value for key, value in of.items()}
     return rows
@@ -443,27 +422,10 @@ def final_draft_evaluation(
     Raises:
         ConfigError: if no prompt fits, or the base ends every text with its first token.
     """
-    prompts, _ = read_prompts(
-        path,
-        tokenizer,
-        evaluate.num_prompts,
-        max_length=room(base, draft, evaluate) or 1 << 30,
-        device=base.device,
-    )
+    prompts = _read(path, tokenizer, evaluate, base, draft)
     found, runs = measure_draft(base, draft, prompts, evaluate, end_tokens(base, tokenizer))
-    need_steps(runs)
-    figures = {
-        f"final/{key}/{at}": round(value, 4)
-        for at, of in found.items()
-        for key, value in of.items()
-    }
-    return Outcome(figures, sample_texts(prompts, runs, "chain", tokenizer, samples))
-
-
-def room(base: PreTrainedModel, draft: PreTrainedModel, evaluate: EvaluateConfig) -> int | None:
-    """Return the longest prompt that leaves both models room for the new tokens; None: any."""
-    known = [length for model in (base, draft) if (length := context_length(model))]
-    return min(known) - evaluate.max_new_tokens if known else None
+    texts = sample_texts(prompts, runs, "chain", tokenizer, samples)
+    return Outcome(_final(found, runs), texts)
 
 
 def measure_draft(
@@ -472,7 +434,7 @@ def measure_draft(
     prompts: Sequence[Prompt],
     evaluate: EvaluateConfig,
     eos_token_ids: tuple[int, ...],
-) -> tuple[Figures, dict[str, dict[str, Runs]]]:
+) -> tuple[FiguresAt, RunsAt]:
     """Decode all prompts once at every temperature, plainly and with chains of ``NUM_TOKENS``.
 
     At a temperature above 0 guesses are drawn from the draft and verified by rejection: the texts
@@ -481,55 +443,32 @@ def measure_draft(
     Returns:
         ``t<temperature>`` -> ``alpha``, the mean of sum_x min(base, draft) along plain decoding's
         texts (arXiv:2211.17192; at temperature 0 the share of tokens that the draft guesses best);
-        ``accept_length`` with its 95% interval and ``speedup``, see
-        :func:`specheads.measure.evaluate.figures`; ``depth_{i}/acceptance``, how often guess i is
-        accepted where those before it were; ``rep8`` of plain output; at temperature 0
-        ``identical`` texts among those ``compared``. And the runs, by ``t<temperature>`` and
-        method: ``plain`` and ``chain``.
+        ``accept_length`` with its 95% interval and ``speedup``, see :func:`figures`;
+        ``depth_{i}/acceptance``, how often guess i is accepted where those before it were;
+        ``rep8`` of plain output; at temperature 0 ``identical`` texts among those ``compared``.
+        And the runs, by ``t<temperature>`` and method: ``plain`` and ``chain``.
 
     Raises:
         ValueError: if there are no prompts.
     """
-    if not prompts:
-        raise ValueError("prompts must hold at least 1 prompt, got 0")
-    limit = evaluate.max_new_tokens
-    found, all_runs = {}, {}
+    found: FiguresAt = {}
     with undisturbed(base, draft):
         drafter = DraftModelDrafter(draft, FixedLength(NUM_TOKENS), sampling="sampled")
-        methods = [
-            plain_method(base, eos_token_ids, limit),
-            drafted_method("chain", base, drafter, eos_token_ids, limit, tree_nodes=NUM_TOKENS + 1),
-        ]
+        runs = decode_all(base, {"chain": drafter}, prompts, evaluate, eos_token_ids)
         for temperature in evaluate.temperatures:
-            runs = clock(methods, prompts, temperature, repeats=1, seed=SEED)
-            plain = runs["plain"]
-            of = figures(runs["chain"], plain, limit, NUM_TOKENS)
+            at = f"t{temperature:g}"
+            both = runs[at]
+            of = figures(both, "chain", evaluate, NUM_TOKENS)
             if temperature > 0:
                 del of["identical"], of["compared"]
-            of = {key.replace("head_", "depth_"): value for key, value in of.items()}
-            of["alpha"] = _alpha(base, draft, prompts, plain, temperature, limit)
-            of["rep8"] = sum(rep8(each.tokens) for each in plain.decoded) / len(prompts)
-            found[f"t{temperature:g}"], all_runs[f"t{temperature:g}"] = of, runs
-    return found, all_runs
-
-
-def _alpha(
-    base: PreTrainedModel,
-    draft: PreTrainedModel,
-    prompts: Sequence[Prompt],
-    plain: Runs,
-    temperature: float,
-    limit: int,
-) -> float:
-    """Return alpha along the texts that the base has just written."""
-    sampler = Sampler(temperature=temperature)
-    texts = []
-    for prompt, decoded in zip(prompts, plain.decoded, strict=True):
-        ids = prompt.input_ids[0].tolist()
-        texts.append(
-            agreement(base, draft, [*ids, *decoded.tokens], len(ids) + 1, sampler, limit - 1)
-        )
-    return Alpha.of(texts).alpha
+            found[at] = {key.replace("head_", "depth_"): value for key, value in of.items()}
+            sampler, limit = Sampler(temperature=temperature), evaluate.max_new_tokens - 1
+            texts = [
+                agreement(base, draft, prompt.input_ids, text.tokens, sampler, limit)
+                for prompt, text in zip(prompts, both["plain"].decoded, strict=True)
+            ]
+            found[at] |= {"alpha": Alpha(texts).alpha, "rep8": _plain_rep8(both)}
+    return found, runs
 
 
 def describe_costs_of_drafting(

@@ -2,13 +2,9 @@
 
 The text that tree decoding writes is the text that plain decoding writes. So one plain decoding of
 each prompt, and one look at what every head ranked where along it, tells exactly how many tokens
-any tree would have gained at every step, without decoding with that tree.
-
-Grow the static trees that measured hits would have hit most.
-
-How often every head's guesses were right along the texts of a bench, and its tree's nodes.
-
-Count what trees would have gained along texts whose hits are known; all sizes at once.
+any tree would have gained at every step, without decoding with that tree. Static trees are grown
+from these hits, the gain of trees of all sizes is counted from them, and so is how often each
+head is right.
 """
 
 from __future__ import annotations
@@ -16,18 +12,19 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.attention.tree import Choice, Tree
 from specheads.config import ConfigError
 from specheads.decoding.loop import decode, plain_decode
+from specheads.decoding.result import DecodedRow, DecodeResult
 from specheads.drafters.contract import Drafter
 from specheads.drafters.growing import (
     DynamicDrafter,
@@ -35,13 +32,15 @@ from specheads.drafters.growing import (
     best_trees,
     embedding,
 )
-from specheads.measure.clock import Decoded, Prompt, Runs
+from specheads.measure.clock import Decoded, Prompt, pad_left
+from specheads.measure.rows import Clocked
 from specheads.measure.stats import ratio_ci95
 from specheads.models.checkpoint import Export
 from specheads.models.kinds import Heads, Walk
 from specheads.models.output import OutputLayer, capture_hidden, output_layer, side_by_side
 from specheads.verification.sampling import Sampler
 
+Progress = Callable[[Sequence[int]], Any]  # wraps a sequence that is iterated over
 MISS = 1 << 30  # the rank of a token that no tree may hold: too unlikely, or beyond the end
 NUM_RANKS = 10  # guesses per head that a tree may use
 ROWS = 8  # prompts that are decoded at once
@@ -69,7 +68,8 @@ class Hits:
         ended: whether the text ends after these positions.
         hidden: [S, d], what the heads read; None for parallel heads, which are not asked again.
             Of sequential MTP heads [P - 1 + S, d], all that the base made up to the last root.
-        tokens: [S, K + 1], the root and what came after it, -1 beyond the end; None likewise.
+        tokens: [S, K + 1], the root and what came after it, -1 beyond the end; None for parallel
+            heads.
         ahead: [P - 1 + S], of sequential MTP heads: the token after each hidden state; else None.
     """
 
@@ -144,64 +144,76 @@ def measure_hits(
     return replace(found, hidden=whole[0, :end].cpu(), ahead=sequence[0, 1 : end + 1].cpu())
 
 
+@dataclass(frozen=True)
+class Texts:
+    """Prompts, and how they are continued.
+
+    Attributes:
+        prompts: token ids [1, P] each.
+        eos_token_ids: tokens that end a text.
+        max_new_tokens: limit per prompt.
+        temperatures: each prompt is continued at each of them.
+        seed: prompt n is sampled with ``seed + n``.
+    """
+
+    prompts: Sequence[Tensor]
+    eos_token_ids: Sequence[int] = ()
+    max_new_tokens: int = 64
+    temperatures: Sequence[float] = (0.0, 1.0)
+    seed: int = 0
+
+    def decode(
+        self, run: Callable[..., DecodeResult], progress: Progress = iter
+    ) -> Iterator[tuple[int, DecodedRow]]:
+        """Yield the number of a prompt and what ``run`` made of it, for all texts.
+
+        Args:
+            run: decodes a batch, given its ids and the settings of both loops.
+            progress: wraps the batches of prompts, to show a bar.
+        """
+        for first in progress(range(0, len(self.prompts), ROWS)):
+            input_ids, attention_mask = pad_left(self.prompts[first : first + ROWS])
+            for temperature in self.temperatures:
+                result = run(
+                    input_ids,
+                    attention_mask=attention_mask,
+                    max_new_tokens=self.max_new_tokens,
+                    sampler=Sampler(temperature=temperature, seed=self.seed + first),
+                    eos_token_ids=tuple(self.eos_token_ids),
+                )
+                yield from enumerate(result.rows, start=first)
+
+
 def collect_hits(
     base: PreTrainedModel,
     heads: Heads,
     output: OutputLayer,
-    prompts: Sequence[Tensor],
-    *,
-    eos_token_ids: Sequence[int],
-    max_new_tokens: int = 64,
-    temperatures: Sequence[float] = (0.0, 1.0),
-    seed: int = 0,
-    progress: Callable[[Sequence[int]], Any] = iter,
+    texts: Texts,
+    progress: Progress = iter,
 ) -> list[list[Hits]]:
     """Decode plainly from every prompt; return its hits, one text per temperature.
-
-    The arguments are those of :func:`specheads.measure.calibrate.calibrate`.
 
     Raises:
         ValueError: if there are no prompts.
         ConfigError: if their texts are too short to measure anything.
     """
-    if not prompts:
+    if not texts.prompts:
         raise ValueError("prompts must hold at least 1 prompt, got 0")
-    found: list[list[Hits]] = []
-    for first in progress(range(0, len(prompts), ROWS)):
-        rows = prompts[first : first + ROWS]
-        input_ids, attention_mask = pad_left(rows)
-        texts: list[list[Hits]] = [[] for _ in rows]
-        for temperature in temperatures:
-            result = plain_decode(
-                base,
-                input_ids,
-                attention_mask=attention_mask,
-                max_new_tokens=max_new_tokens,
-                sampler=Sampler(temperature=temperature, seed=seed + first),
-                eos_token_ids=tuple(eos_token_ids),
-            )
-            for prompt, row, of_prompt in zip(rows, result.rows, texts, strict=True):
-                sequence = torch.cat([prompt, prompt.new_tensor([row.new_tokens])], dim=1)
-                of_prompt.append(
-                    measure_hits(base, heads, output, sequence, prompt.shape[1], ended=row.finished)
-                )
-        found += texts
-    if not any(len(text.ranks) for texts in found for text in texts):
-        if all(text.ended for texts in found for text in texts):
+    found: list[list[Hits]] = [[] for _ in texts.prompts]
+    for number, row in texts.decode(partial(plain_decode, base), progress):
+        prompt = texts.prompts[number]
+        whole = torch.cat([prompt, prompt.new_tensor([row.new_tokens])], dim=1)
+        found[number].append(
+            measure_hits(base, heads, output, whole, prompt.shape[1], ended=row.finished)
+        )
+    if not any(len(text.ranks) for of_prompt in found for text in of_prompt):
+        if all(text.ended for of_prompt in found for text in of_prompt):
             raise ConfigError("the base ends every text with its first token")
         raise ConfigError(
-            f"max_new_tokens {max_new_tokens} leaves no position to measure "
-            f"{heads.num_heads} heads at, over {len(prompts)} prompts; give more"
+            f"max_new_tokens {texts.max_new_tokens} leaves no position to measure "
+            f"{heads.num_heads} heads at, over {len(texts.prompts)} prompts; give more"
         )
     return found
-
-
-def pad_left(prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return prompts [1, P] of several lengths as one batch [B, T], and its attention mask."""
-    longest = max(prompt.shape[1] for prompt in prompts)
-    rows = [F.pad(prompt, (longest - prompt.shape[1], 0)) for prompt in prompts]
-    real = [F.pad(torch.ones_like(prompt), (longest - prompt.shape[1], 0)) for prompt in prompts]
-    return torch.cat(rows), torch.cat(real)
 
 
 def fit_temperatures(hits: Sequence[Sequence[Hits]]) -> list[float]:
@@ -359,7 +371,7 @@ def acceptance(tree: Tree, hits: Sequence[Sequence[Hits]]) -> list[float]:
 def accuracy_of(
     exports: Mapping[str, Export],
     prompts: Sequence[Prompt],
-    clocked: Mapping[tuple[float, int], Mapping[str, Runs]],
+    clocked: Clocked,
 ) -> dict[str, list[dict[str, Any]]]:
     """Return :func:`measure_accuracy` of each export's heads, by the name of the export.
 
@@ -408,22 +420,18 @@ def measure_accuracy(
     """
     found = []
     for temperature, decoded in texts.items():
-        hits: list[list[Hits]] = []
-        ranks: list[Tensor] = []
-        counted: list[Tensor] = []
+        hits, counted = [], []
         for prompt, text in zip(prompts, decoded, strict=True):
-            new = prompt.input_ids.new_tensor([text.tokens])
-            sequence = torch.cat([prompt.input_ids, new], dim=1)
-            asked = measure_hits(
-                base, heads, output, sequence, prompt.input_ids.shape[1], ended=text.ended
-            )
+            ids = prompt.input_ids
+            whole = torch.cat([ids, ids.new_tensor([text.tokens])], dim=1)
+            asked = measure_hits(base, heads, output, whole, ids.shape[1], ended=text.ended)
             hits.append([asked])
-            ranks.append(asked.ranks)
             counted.append(came_after(len(asked.ranks), heads.num_heads, len(text.tokens)))
+        ranks = torch.cat([asked.ranks for (asked,) in hits])
         found.append(
             {
                 "temperature": temperature,
-                "heads": top_shares(torch.cat(ranks), torch.cat(counted)),
+                "heads": top_shares(ranks, torch.cat(counted)),
                 "choices": [list(choice) for choice in tree.choices],
                 "acceptance": [round(share, 4) for share in acceptance(tree, hits)],
             }
@@ -453,11 +461,8 @@ def top_shares(ranks: Tensor, counted: Tensor) -> list[dict[str, Any]]:
     shares = []
     for head in range(ranks.shape[1]):
         of_head = ranks[counted[:, head], head]
-        top = [
-            round(float((of_head < k).float().mean()), 4)
-            for k in range(1, NUM_RANKS + 1)
-            if len(of_head)
-        ]
+        numbers = range(1, NUM_RANKS + 1) if len(of_head) else ()
+        top = [round(float((of_head < k).float().mean()), 4) for k in numbers]
         shares.append({"head": head, "num_positions": len(of_head), "top": top})
     return shares
 
@@ -466,29 +471,6 @@ _FOLDS = 5
 _CHUNK = 1024  # positions whose trees are grown at once
 _NUMBERS = 1 << 22  # logits in memory where sequential heads are asked
 _COPIED = 1 << 26  # numbers of hidden states of the texts that MTP heads read side by side
-
-
-def replay(tree: Tree, ranks: Tensor, *, ended: bool) -> Iterator[int]:
-    """Yield the tokens gained by each verify step of ``tree`` along one text.
-
-    The obvious way, for one tree; :func:`gained` gives the sums for many sizes at once.
-
-    Args:
-        tree: shape of the guesses.
-        ranks: of this text, [S, K].
-        ended: whether the text ends after these positions, so that no step gains a token beyond.
-    """
-    choices: Collection[Choice] = set(tree.choices)
-    rows = ranks.tolist()
-    root = 0
-    while root < len(rows):
-        num_accepted = 0
-        while tuple(rows[root][: num_accepted + 1]) in choices:
-            num_accepted += 1
-            if num_accepted == ranks.shape[1]:
-                break
-        yield min(num_accepted + 1, len(rows) - root) if ended else num_accepted + 1
-        root += num_accepted + 1
 
 
 def dynamic_sizes(hits: Hits, max_nodes: int, temperatures: Sequence[float]) -> Tensor:
@@ -522,18 +504,33 @@ def _sizes_of(log_probs: Tensor, ranks: Tensor, max_nodes: int) -> Tensor:
     values = own
     for _ in range(num_heads - 1):  # added up from the root down, as best_trees does
         values = own + values.gather(1, parents.clamp(min=0))
+    slots = torch.cat([slots.new_full((num_rows, 1), -1), slots], dim=1)
+    return _sizes_needed(parents, values, slots, ranks + torch.arange(num_heads) * num_ranks)
+
+
+def _sizes_needed(parents: Tensor, values: Tensor, guesses: Tensor, came: Tensor) -> Tensor:
+    """Return which sizes hold the paths that came, where a smaller tree holds the best nodes.
+
+    Args:
+        parents: of each row's largest tree, [S, N].
+        values: the nodes' log-probabilities, [S, N].
+        guesses: what each node guesses, [S, N].
+        came: what came at each depth, [S, K].
+
+    Returns:
+        [S, K] long, as :func:`static_sizes`.
+    """
     # a node's place in the order of values: the size of the tree in which it comes last
     places = values.argsort(dim=1, descending=True, stable=True).argsort(dim=1) + 1
-    slots = torch.cat([slots.new_full((num_rows, 1), -1), slots], dim=1)
-    node = torch.zeros(num_rows, 1, dtype=torch.long)
-    found = torch.full_like(ranks, MISS)
-    alive = torch.ones(num_rows, dtype=torch.bool)
-    for d in range(num_heads):
-        here = (parents == node) & (slots == d * num_ranks + ranks[:, d, None])
-        alive = alive & here.any(1) & (ranks[:, d] != MISS)
+    node = torch.zeros(len(came), 1, dtype=torch.long)
+    alive = torch.ones(len(came), dtype=torch.bool)
+    found = []
+    for guess in came.T:
+        here = (parents == node) & (guesses == guess[:, None])
+        alive = alive & here.any(1)
         node = torch.where(alive[:, None], here.int().argmax(1, keepdim=True), node)
-        found[:, d] = torch.where(alive, places.gather(1, node)[:, 0], MISS)
-    return found
+        found.append(torch.where(alive, places.gather(1, node)[:, 0], MISS))
+    return torch.stack(found, dim=1)
 
 
 def grown_sizes(hits: Hits, drafter: DynamicSequentialDrafter) -> Tensor:
@@ -552,20 +549,14 @@ def grown_sizes(hits: Hits, drafter: DynamicSequentialDrafter) -> Tensor:
     """
     assert hits.tokens is not None
     found = torch.full_like(hits.ranks, MISS)
+    depth = drafter.max_depth
     for chunk, walk in _walks(hits, drafter):
-        tokens = hits.tokens[chunk]
         grown = drafter.grow(walk)
-        parents, guesses, values = (
-            each.cpu() for each in (grown.parents, grown.tokens, grown.values)
+        parents, values, guesses = (
+            each.cpu() for each in (grown.parents, grown.values, grown.tokens)
         )
-        places = values.argsort(dim=1, descending=True, stable=True).argsort(dim=1) + 1
-        node = torch.zeros(len(chunk), 1, dtype=torch.long)
-        alive = torch.ones(len(chunk), dtype=torch.bool)
-        for d in range(drafter.max_depth):
-            here = (parents == node) & (guesses == tokens[:, d + 1, None])
-            alive = alive & here.any(1)
-            node = torch.where(alive[:, None], here.int().argmax(1, keepdim=True), node)
-            found[chunk, d] = torch.where(alive, places.gather(1, node)[:, 0], MISS)
+        came = hits.tokens[chunk, 1 : depth + 1]
+        found[chunk, :depth] = _sizes_needed(parents, values, guesses, came)
     return found
 
 
@@ -599,7 +590,7 @@ def gained(sizes_needed: Tensor, sizes: Tensor, *, ended: bool) -> tuple[Tensor,
     Args:
         sizes_needed: [S, K], from :func:`static_sizes` or :func:`dynamic_sizes`.
         sizes: [M] long, numbers of nodes.
-        ended: as in :func:`replay`.
+        ended: whether the text ends after these positions, so that no step gains a token beyond.
 
     Returns:
         tokens [M] and steps [M], long.
@@ -696,51 +687,30 @@ def drafter_gains(
 def decoded_gains(
     base: PreTrainedModel,
     drafter: Drafter,
-    prompts: Sequence[Tensor],
-    *,
+    texts: Texts,
     num_heads: int,
-    eos_token_ids: Sequence[int],
-    max_new_tokens: int,
-    temperatures: Sequence[float],
-    seed: int = 0,
-    progress: Callable[[Sequence[int]], Any] = iter,
+    progress: Progress = iter,
 ) -> Gains:
     """Decode, and return what one drafter really gained, M = 1.
 
     Of a text that is cut off the last steps, whose trees the limit may have cut off too, are not
-    counted, as :class:`specheads.measure.hits.Hits` does not.
+    counted, as :class:`Hits` does not.
 
     Args:
         base: base model.
         drafter: proposes.
-        prompts: token ids [1, P] each.
+        texts: to write.
         num_heads: K, the depth of the deepest tree.
-        eos_token_ids: tokens that end a text.
-        max_new_tokens: per prompt.
-        temperatures: each prompt is decoded at each of them.
-        seed: prompt n is sampled with ``seed + n``.
         progress: wraps the batches of prompts, to show a bar.
     """
-    tokens, steps = torch.zeros(2, len(prompts), 1, dtype=torch.long)
-    for first in progress(range(0, len(prompts), ROWS)):
-        input_ids, attention_mask = pad_left(prompts[first : first + ROWS])
-        for temperature in temperatures:
-            result = decode(
-                base,
-                drafter,
-                input_ids,
-                attention_mask=attention_mask,
-                max_new_tokens=max_new_tokens,
-                sampler=Sampler(temperature=temperature, seed=seed + first),
-                eos_token_ids=tuple(eos_token_ids),
-            )
-            for prompt, row in enumerate(result.rows, start=first):
-                root = 0
-                known = max_new_tokens - (0 if row.finished else num_heads + 1)
-                for length in row.accept_lengths:
-                    if root >= known:
-                        break
-                    tokens[prompt] += length
-                    steps[prompt] += 1
-                    root += length
+    tokens, steps = torch.zeros(2, len(texts.prompts), 1, dtype=torch.long)
+    for number, row in texts.decode(partial(decode, base, drafter), progress):
+        root = 0
+        known = texts.max_new_tokens - (0 if row.finished else num_heads + 1)
+        for length in row.accept_lengths:
+            if root >= known:
+                break
+            tokens[number] += length
+            steps[number] += 1
+            root += length
     return Gains(tokens, steps)

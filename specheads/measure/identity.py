@@ -163,10 +163,10 @@ class Divergence:
         prompt: its name.
         index: which new token, counted from 0.
         plain_token: plain decoding's; None where its text had ended.
-        other_token: the other's, likewise.
+        other_token: the other decoding's; None where its text had ended.
         margin_fp32: between the two scores in float32, in units of logits, the position's noise
             included where it was sampled; None where a text had ended, which no rounding explains.
-        margin_dtype: likewise, in plain decoding's own pass.
+        margin_dtype: between the two scores in plain decoding's own pass, in the same units.
         near_tie: rounding explains it.
     """
 

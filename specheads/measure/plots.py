@@ -1,9 +1,8 @@
-"""The plots of a bench, as SVG to be set into a page; matplotlib is loaded when they are drawn.
+"""Pictures of what was measured: the plots of a bench as SVG, a tree as SVG or as text.
 
-Draw a tree with what it is expected to gain: as text for a terminal, and as SVG.
-
-In both, a line is as wide (or a bar as long) as the probability that its node is accepted. In the
-picture a node's width splits among its children; what is not passed on is where steps end there.
+matplotlib is loaded when plots are drawn. In both pictures of a tree a line is as wide (or a bar as
+long) as the probability that its node is accepted; in the SVG a node's width splits among its
+children, and what is not passed on is where steps end there.
 """
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ from __future__ import annotations
 import importlib.util
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from html import escape
 from typing import Any
 
@@ -79,6 +79,22 @@ def tree_text(tree: Tree, acceptance: Sequence[float]) -> str:
     return "\n".join(lines)
 
 
+_SVG = """<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" \
+viewBox="0 0 {width:.0f} {height:.0f}">
+<style>text {{ font: 12px system-ui, sans-serif; fill: #1f2933 }} \
+.title {{ font-size: 15px; font-weight: 600 }} .quiet {{ fill: #66727f }} \
+.rank {{ font-weight: 600 }} .label {{ paint-order: stroke; stroke: #fff; \
+stroke-width: 3px; stroke-opacity: .6; stroke-linejoin: round }} \
+.edge {{ fill: #2f7ebc; fill-opacity: .38 }} .node {{ fill: #17527f }}</style>
+<rect width="100%" height="100%" fill="#fff"/>
+<text class="title" x="{left:.0f}" y="28">{title}</text>
+<text class="quiet" x="{left:.0f}" y="47">Width: probability that the guess is \
+accepted. Bold: its rank among the head's guesses.</text>
+{shapes}
+</svg>
+"""
+
+
 def tree_svg(tree: Tree, acceptance: Sequence[float], *, title: str) -> str:
     """Draw a tree from left to right, every edge as wide as the probability of its node.
 
@@ -91,36 +107,19 @@ def tree_svg(tree: Tree, acceptance: Sequence[float], *, title: str) -> str:
         ValueError: if their numbers differ.
     """
     root = _nested(tree, acceptance)
-    _measure(root)
     _place(root, _TOP)
-    width = max(_LEFT + _COLUMN * (tree.max_depth + 1), 520.0)
-    height = _TOP + root.height + _MARGIN
-    shapes: list[str] = []
-    _draw_tree(root, shapes)
-    heads = [
+    shapes = [
         f'<text class="quiet" x="{_x(depth):.0f}" y="{_TOP - 14:.0f}">'
-        + ("root" if depth == 0 else f"head {depth - 1}")
-        + "</text>"
+        f"{f'head {depth - 1}' if depth else 'root'}</text>"
         for depth in range(tree.max_depth + 1)
     ]
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
-            f'viewBox="0 0 {width:.0f} {height:.0f}">',
-            "<style>text { font: 12px system-ui, sans-serif; fill: #1f2933 } "
-            ".title { font-size: 15px; font-weight: 600 } .quiet { fill: #66727f } "
-            ".rank { font-weight: 600 } .label { paint-order: stroke; stroke: #fff; "
-            "stroke-width: 3px; stroke-opacity: .6; stroke-linejoin: round } "
-            ".edge { fill: #2f7ebc; fill-opacity: .38 } .node { fill: #17527f }</style>",
-            '<rect width="100%" height="100%" fill="#fff"/>',
-            f'<text class="title" x="{_LEFT:.0f}" y="28">{escape(title)}</text>',
-            f'<text class="quiet" x="{_LEFT:.0f}" y="47">Width: probability that the guess is '
-            "accepted. Bold: its rank among the head's guesses.</text>",
-            *heads,
-            *shapes,
-            "</svg>",
-            "",
-        ]
+    _draw_tree(root, shapes)
+    return _SVG.format(
+        width=max(_LEFT + _COLUMN * (tree.max_depth + 1), 520.0),
+        height=_TOP + root.height + _MARGIN,
+        left=_LEFT,
+        title=escape(title),
+        shapes="\n".join(shapes),
     )
 
 
@@ -128,18 +127,13 @@ def _x(depth: int) -> float:
     return _LEFT + _COLUMN * depth
 
 
-def _measure(node: _Node) -> None:
-    for child in node.children:
-        _measure(child)
-    below = sum(child.height for child in node.children) + _GAP * max(len(node.children) - 1, 0)
-    node.height = max(_WIDE * node.chance, _ROW, below)
-
-
 def _place(node: _Node, top: float) -> None:
-    node.top = top
+    """Set the place of a node and of those below it, which stand below each other."""
+    node.top = below = top
     for child in node.children:
-        _place(child, top)
-        top += child.height + _GAP
+        _place(child, below)
+        below += child.height + _GAP
+    node.height = max(_WIDE * node.chance, _ROW, below - _GAP - top)
 
 
 def _draw_tree(node: _Node, shapes: list[str]) -> None:
@@ -204,44 +198,53 @@ def draw(result: Mapping[str, Any]) -> dict[str, str]:
 
     Returns:
         ``speed`` over temperatures, ``kinds`` of prompts, ``lengths`` that were accepted;
-        ``batches`` where several were measured, ``sizes`` of static trees likewise; ``heads`` and
+        ``batches`` and ``sizes`` of static trees where several were measured; ``heads`` and
         ``tree`` where heads were.
     """
     rows: list[dict[str, Any]] = result["rows"]
     temperature = result["headline"]["temperature"]
-    alone = [row for row in rows if row["batch"] == 1]
-    here = [row for row in alone if row["temperature"] == temperature]
-    colors = {
-        method: _COLORS[i % len(_COLORS)]
-        for i, method in enumerate(dict.fromkeys(row["method"] for row in rows if row["drafter"]))
-    }
+    here = [row for row in rows if row["temperature"] == temperature]
+    alone, both = ([r for r in each if r["batch"] == 1] for each in (rows, here))
+    methods = dict.fromkeys(row["method"] for row in rows if row["drafter"])
+    colors = {method: _COLORS[i % len(_COLORS)] for i, method in enumerate(methods)}
+    at = f"T={temperature:g}"
     found = {
-        "speed": _draw("speed", _speed(alone, colors), (9.0, 3.8)),
-        "kinds": _draw("kinds", _kinds(here, colors, temperature), (9.0, 3.8)),
+        "speed": _draw("speed", partial(_speed, rows=alone, colors=colors)),
+        "kinds": _draw("kinds", partial(_kinds, rows=both, colors=colors, at=at)),
     }
-    if any(row.get("accept_lengths") for row in here):
-        found["lengths"] = _draw("lengths", _lengths(here, colors, temperature), (7.0, 3.8))
+    small = (7.0, 3.8)
+    if any(row.get("accept_lengths") for row in both):
+        found["lengths"] = _draw(
+            "lengths", partial(_lengths, rows=both, colors=colors, at=at), small
+        )
     if len({row["batch"] for row in rows}) > 1:
-        of = [row for row in rows if row["temperature"] == temperature]
-        found["batches"] = _draw("batches", _batches(of, colors, temperature), (9.0, 3.8), 2)
+        paint = partial(_batches, rows=here, colors=colors, at=at)
+        found["batches"] = _draw("batches", paint, panels=2)
     static = [row for row in alone if is_static_tree(row["method"])]
     if len({row["tree_nodes"] for row in static}) > 1:
-        found["sizes"] = _draw("sizes", _sizes(static), (7.0, 3.8))
+        found["sizes"] = _draw("sizes", partial(_sizes, rows=static), small)
     heads = {
         name: next(each for each in measured if each["temperature"] == temperature)
         for name, measured in result.get("heads", {}).items()
     }
     if heads:
         size = (4.0 * len(heads) + 1, 3.8)
-        found["heads"] = _draw("heads", _heads(heads, temperature), size, len(heads))
-        found["tree"] = "\n".join(_trees(heads, temperature))
+        found["heads"] = _draw("heads", partial(_heads, heads=heads, at=at), size, len(heads))
+        found["tree"] = "\n".join(_trees(heads, at))
     return found
 
 
-Painter = Callable[[Sequence[Any]], None]
+Axes = Sequence[Any]
+Rows = Sequence[Mapping[str, Any]]
+Colors = Mapping[str, str]
 
 
-def _draw(name: str, paint: Painter, size: tuple[float, float], panels: int = 1) -> str:
+def _draw(
+    name: str,
+    paint: Callable[[Axes], None],
+    size: tuple[float, float] = (9.0, 3.8),
+    panels: int = 1,
+) -> str:
     """Return a figure's SVG; the same figures give the same bytes."""
     import matplotlib as mpl
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -263,62 +266,56 @@ def _draw(name: str, paint: Painter, size: tuple[float, float], panels: int = 1)
     return svg[svg.index("<svg") :]
 
 
-def _speed(rows: Sequence[Mapping[str, Any]], colors: Mapping[str, str]) -> Painter:
-    def paint(axes: Sequence[Any]) -> None:
-        (ax,) = axes
-        by_key = {(row["method"], row["temperature"]): row for row in rows}
-        temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
-        _bars(
-            ax,
-            [f"T={each:g}" for each in temperatures],
-            {
-                method: [by_key.get((method, t)) for t in temperatures]
-                for method in dict.fromkeys(row["method"] for row in rows)
-                if method != "plain"
-            },
-            colors,
-        )
-        ax.set_ylabel("speed-up over plain decoding")
-        ax.set_title("One prompt at a time, with 95% intervals", fontsize=10)
-
-    return paint
+def _label(ax: Any, title: str, y: str, x: str = "") -> None:
+    ax.set_title(title, fontsize=10)
+    ax.set_ylabel(y)
+    ax.set_xlabel(x)
 
 
-def _kinds(
-    rows: Sequence[Mapping[str, Any]], colors: Mapping[str, str], temperature: float
-) -> Painter:
-    def paint(axes: Sequence[Any]) -> None:
-        (ax,) = axes
-        kinds = sorted({kind for row in rows for kind in row["per_kind"]})
-        series = {
-            row["method"]: [row["per_kind"].get(kind) for kind in kinds]
-            for row in rows
-            if row["drafter"]
-        }
-        _bars(ax, kinds, series, colors)
-        ax.set_ylabel("speed-up over plain decoding")
-        ax.set_title(f"By kind of prompt, T={temperature:g}", fontsize=10)
+def _in_order(rows: Rows, key: str) -> list[Any]:
+    return list(dict.fromkeys(row[key] for row in rows))
 
-    return paint
+
+def _speed(axes: Axes, rows: Rows, colors: Colors) -> None:
+    by_key = {(row["method"], row["temperature"]): row for row in rows}
+    temperatures = _in_order(rows, "temperature")
+    series = {
+        method: [by_key.get((method, t)) for t in temperatures]
+        for method in _in_order(rows, "method")
+        if method != "plain"
+    }
+    _bars(axes[0], [f"T={each:g}" for each in temperatures], series, colors)
+    _label(axes[0], "One prompt at a time, with 95% intervals", "speed-up over plain decoding")
+
+
+def _kinds(axes: Axes, rows: Rows, colors: Colors, at: str) -> None:
+    kinds = sorted({kind for row in rows for kind in row["per_kind"]})
+    series = {
+        row["method"]: [row["per_kind"].get(kind) for kind in kinds]
+        for row in rows
+        if row["drafter"]
+    }
+    _bars(axes[0], kinds, series, colors)
+    _label(axes[0], f"By kind of prompt, {at}", "speed-up over plain decoding")
 
 
 def _bars(
     ax: Any,
     groups: Sequence[str],
     series: Mapping[str, Sequence[Mapping[str, Any] | None]],
-    colors: Mapping[str, str],
+    colors: Colors,
 ) -> None:
     """Draw speed-ups side by side, a group per place, with their intervals where there are any."""
     width = 0.84 / max(len(series), 1)
     for index, (name, cells) in enumerate(series.items()):
         shift = (index - (len(series) - 1) / 2) * width
+        label: str | None = name
         for place, cell in enumerate(cells):
             if cell is None:
                 continue
-            label = name if cell is next(each for each in cells if each) else None
             color = colors.get(name, _BASELINE)
-            value = cell["speedup_vs_plain"]
-            ax.bar(place + shift, value, width, color=color, label=label)
+            ax.bar(place + shift, cell["speedup_vs_plain"], width, color=color, label=label)
+            label = None  # once in the legend
             if bounds := cell.get("speedup_vs_plain_ci95"):
                 ax.vlines(place + shift, *bounds, color="#1f2933", linewidth=0.8)
     ax.axhline(1, color=_BASELINE, linewidth=1)
@@ -326,109 +323,76 @@ def _bars(
     ax.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
 
 
-def _lengths(
-    rows: Sequence[Mapping[str, Any]], colors: Mapping[str, str], temperature: float
-) -> Painter:
-    def paint(axes: Sequence[Any]) -> None:
-        (ax,) = axes
-        chosen = [row for row in rows if row["drafter"] and row.get("accept_lengths")]
-        longest = max((int(key) for row in chosen for key in row["accept_lengths"]), default=1)
-        width = 0.84 / max(len(chosen), 1)
-        for index, row in enumerate(chosen):
-            counts, shift = row["accept_lengths"], (index - (len(chosen) - 1) / 2) * width
-            total = sum(counts.values())
-            places = [n + shift for n in range(1, longest + 1)]
-            shares = [counts.get(str(n), 0) / total for n in range(1, longest + 1)]
-            ax.bar(places, shares, width, color=colors[row["method"]], label=row["method"])
-        ax.set_xticks(range(1, longest + 1))
-        ax.set_xlabel("tokens gained by a verify step")
-        ax.set_ylabel("share of verify steps")
-        ax.set_title(f"Accept lengths, T={temperature:g}", fontsize=10)
+def _lengths(axes: Axes, rows: Rows, colors: Colors, at: str) -> None:
+    (ax,) = axes
+    chosen = [row for row in rows if row["drafter"] and row.get("accept_lengths")]
+    longest = max((int(key) for row in chosen for key in row["accept_lengths"]), default=1)
+    width = 0.84 / max(len(chosen), 1)
+    for index, row in enumerate(chosen):
+        counts, shift = row["accept_lengths"], (index - (len(chosen) - 1) / 2) * width
+        total = sum(counts.values())
+        places = [n + shift for n in range(1, longest + 1)]
+        shares = [counts.get(str(n), 0) / total for n in range(1, longest + 1)]
+        ax.bar(places, shares, width, color=colors[row["method"]], label=row["method"])
+    ax.set_xticks(range(1, longest + 1))
+    _label(ax, f"Accept lengths, {at}", "share of verify steps", "tokens gained by a verify step")
+    ax.legend(frameon=False, fontsize=7)
+
+
+def _batches(axes: Axes, rows: Rows, colors: Colors, at: str) -> None:
+    left, right = axes
+    sizes = sorted({row["batch"] for row in rows})
+    for method in _in_order(rows, "method"):
+        of = sorted((r for r in rows if r["method"] == method), key=lambda row: row["batch"])
+        batches = [row["batch"] for row in of]
+        color, line = _BASELINES.get(method, (_BASELINE, "--"))
+        if method in colors:
+            color, line = colors[method], "-"
+        look = {"color": color, "marker": "o", "markersize": 3, "linestyle": line}
+        left.plot(batches, [row["tokens_per_second"] for row in of], label=method, **look)
+        if method in colors:
+            right.plot(batches, [row["speedup_vs_plain"] for row in of], **look)
+    right.axhline(1, color=_BASELINE, linewidth=1)
+    for ax in axes:
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(sizes, [str(size) for size in sizes])
+        ax.minorticks_off()
+    _label(left, f"In batches, {at}", "tokens per second", "batch")
+    _label(right, "", "speed-up over plain decoding in that batch", "batch")
+    left.legend(frameon=False, fontsize=7)
+
+
+def _sizes(axes: Axes, rows: Rows) -> None:
+    (ax,) = axes
+    for index, temperature in enumerate(_in_order(rows, "temperature")):
+        of = [row for row in rows if row["temperature"] == temperature]
+        of.sort(key=lambda row: row["tree_nodes"])
+        color, shift = _COLORS[index % len(_COLORS)], 0.08 * index  # else intervals coincide
+        places = [row["tree_nodes"] + shift for row in of]
+        look = {"marker": "o", "markersize": 3, "color": color}
+        ax.plot(places, [row["speedup_vs_plain"] for row in of], label=f"T={temperature:g}", **look)
+        bounds = zip(*(row["speedup_vs_plain_ci95"] for row in of), strict=True)
+        ax.vlines(places, *bounds, color=color, linewidth=0.8)
+    ax.axhline(1, color=_BASELINE, linewidth=1)
+    nodes = "nodes of the static tree, root included"
+    _label(ax, "Size of the tree, with 95% intervals", "speed-up over plain decoding", nodes)
+    ax.legend(frameon=False, fontsize=7)
+
+
+def _heads(axes: Axes, heads: Mapping[str, Mapping[str, Any]], at: str) -> None:
+    for ax, (name, measured) in zip(axes, heads.items(), strict=True):
+        for index, each in enumerate(measured["heads"]):
+            ks = range(1, len(each["top"]) + 1)
+            look = {"marker": "o", "markersize": 3, "color": _COLORS[index % len(_COLORS)]}
+            ax.plot(ks, each["top"], label=f"head {each['head']}", **look)
+        ax.set_ylim(0, 1)
+        _label(ax, f"{name}, {at}", "right token among them", "guesses per head")
         ax.legend(frameon=False, fontsize=7)
 
-    return paint
 
-
-def _batches(
-    rows: Sequence[Mapping[str, Any]], colors: Mapping[str, str], temperature: float
-) -> Painter:
-    def paint(axes: Sequence[Any]) -> None:
-        left, right = axes
-        sizes = sorted({row["batch"] for row in rows})
-        for method in dict.fromkeys(row["method"] for row in rows):
-            of = sorted((r for r in rows if r["method"] == method), key=lambda row: row["batch"])
-            batches = [row["batch"] for row in of]
-            color, line = (colors[method], "-") if method in colors else _baseline(method)
-            look = {"color": color, "marker": "o", "markersize": 3, "linestyle": line}
-            left.plot(batches, [row["tokens_per_second"] for row in of], label=method, **look)
-            if method in colors:
-                right.plot(batches, [row["speedup_vs_plain"] for row in of], **look)
-        right.axhline(1, color=_BASELINE, linewidth=1)
-        for ax in axes:
-            ax.set_xscale("log", base=2)
-            ax.set_xticks(sizes, [str(size) for size in sizes])
-            ax.minorticks_off()
-            ax.set_xlabel("batch")
-        left.set_ylabel("tokens per second")
-        right.set_ylabel("speed-up over plain decoding in that batch")
-        left.set_title(f"In batches, T={temperature:g}", fontsize=10)
-        left.legend(frameon=False, fontsize=7)
-
-    return paint
-
-
-def _baseline(method: str) -> tuple[str, str]:
-    return _BASELINES.get(method, (_BASELINE, "--"))
-
-
-def _sizes(rows: Sequence[Mapping[str, Any]]) -> Painter:
-    def paint(axes: Sequence[Any]) -> None:
-        (ax,) = axes
-        temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
-        for index, temperature in enumerate(temperatures):
-            of = sorted(
-                (row for row in rows if row["temperature"] == temperature),
-                key=lambda row: row["tree_nodes"],
-            )
-            nodes, values = zip(
-                *((r["tree_nodes"], r["speedup_vs_plain"]) for r in of), strict=True
-            )
-            bounds = [row["speedup_vs_plain_ci95"] for row in of]
-            color, shift = _COLORS[index % len(_COLORS)], 0.08 * index  # else intervals coincide
-            places = [count + shift for count in nodes]
-            look = {"marker": "o", "markersize": 3, "color": color}
-            ax.plot(places, values, label=f"T={temperature:g}", **look)
-            ax.vlines(places, *zip(*bounds, strict=True), color=color, linewidth=0.8)
-        ax.axhline(1, color=_BASELINE, linewidth=1)
-        ax.set_xlabel("nodes of the static tree, root included")
-        ax.set_ylabel("speed-up over plain decoding")
-        ax.set_title("Size of the tree, with 95% intervals", fontsize=10)
-        ax.legend(frameon=False, fontsize=7)
-
-    return paint
-
-
-def _heads(heads: Mapping[str, Mapping[str, Any]], temperature: float) -> Painter:
-    def paint(axes: Sequence[Any]) -> None:
-        for ax, (name, measured) in zip(axes, heads.items(), strict=True):
-            for index, each in enumerate(measured["heads"]):
-                ks = range(1, len(each["top"]) + 1)
-                look = {"marker": "o", "markersize": 3, "color": _COLORS[index % len(_COLORS)]}
-                ax.plot(ks, each["top"], label=f"head {each['head']}", **look)
-            ax.set_ylim(0, 1)
-            ax.set_xlabel("guesses per head")
-            ax.set_ylabel("right token among them")
-            ax.set_title(f"{name}, T={temperature:g}", fontsize=10)
-            ax.legend(frameon=False, fontsize=7)
-
-    return paint
-
-
-def _trees(heads: Mapping[str, Mapping[str, Any]], temperature: float) -> list[str]:
-    found = []
+def _trees(heads: Mapping[str, Mapping[str, Any]], at: str) -> Iterator[str]:
     for name, measured in heads.items():
         chances = dict(zip(map(tuple, measured["choices"]), measured["acceptance"], strict=True))
         tree = Tree.from_choices(chances)
-        title = f"{name}: {tree.num_nodes} nodes, T={temperature:g}"
-        found.append(tree_svg(tree, [chances[choice] for choice in tree.choices], title=title))
-    return found
+        title = f"{name}: {tree.num_nodes} nodes, {at}"
+        yield tree_svg(tree, [chances[choice] for choice in tree.choices], title=title)

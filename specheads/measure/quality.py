@@ -1,15 +1,13 @@
 """What a tuned base, or a lossy rule, costs: on held-out answers, and in texts of its own.
 
 Every figure has a 95% interval, bootstrapped over records or prompts.
-
-What a model says at chosen places of a text that is known: one pass, no cache.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
 from specheads.losses.cross_entropy import IGNORE
 from specheads.measure.clock import Prompt
+from specheads.measure.render import Columns, make_table
 from specheads.measure.stats import first_difference, mean_accept_length, ratio_ci95, rep8
 from specheads.models.base import context_length, input_device
 from specheads.verification.sampling import Sampler
@@ -132,32 +131,32 @@ def read_answers(
     Raises:
         ValueError: for a document without a token to predict.
     """
-    return [_read(base, original, document, tick) for document in documents]
-
-
-def _read(
-    base: PreTrainedModel, original: PreTrainedModel | None, document: Encoded, tick: Tick
-) -> Reading:
-    ids: list[int] = document.input_ids.tolist()
-    places = answer_places(document)
-    if not places:
-        raise ValueError(f"document {document.id} has 0 tokens to predict")
-    tokens = [ids[place + 1] for place in places]
-    logits = logits_at(base, ids, places)
-    loss = -float(log_likelihood(logits, tokens)[0].double().sum())
-    if original is None:
+    found = []
+    for document in documents:
+        ids: list[int] = document.input_ids.tolist()
+        places = answer_places(document)
+        if not places:
+            raise ValueError(f"document {document.id} has 0 tokens to predict")
+        tokens = [ids[place + 1] for place in places]
+        logits = logits_at(base, ids, places)
+        reading = Reading(len(tokens), _loss(logits, tokens))
+        if original is not None:
+            others = logits_at(original, ids, places)
+            kl, same = divergence(others, logits)
+            reading = replace(
+                reading,
+                original_loss=_loss(others, tokens),
+                kl=float(kl.double().sum()),
+                same_best=int(same.sum()),
+            )
+        found.append(reading)
         tick()
-        return Reading(len(tokens), loss)
-    others = logits_at(original, ids, places)
-    kl, same = divergence(others, logits)
-    tick()
-    return Reading(
-        len(tokens),
-        loss,
-        -float(log_likelihood(others, tokens)[0].double().sum()),
-        float(kl.double().sum()),
-        int(same.sum()),
-    )
+    return found
+
+
+def _loss(logits: Tensor, tokens: Sequence[int]) -> float:
+    """Return nats over all ``tokens``."""
+    return -float(log_likelihood(logits, tokens)[0].double().sum())
 
 
 def answer_places(document: Encoded) -> list[int]:
@@ -288,12 +287,10 @@ def lossy_cost(
     acceptance: Acceptance,
     prompts: Sequence[Prompt],
     *,
-    max_new_tokens: int,
     temperature: float,
     seed: int,
-    eos: tuple[int, ...],
-    compile: bool = False,
     tick: Tick = lambda: None,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Decode with a lossy rule, and plainly with the same seeds; let the base judge both.
 
@@ -305,12 +302,10 @@ def lossy_cost(
         drafter: proposes.
         acceptance: the rule.
         prompts: continued.
-        max_new_tokens: limit.
         temperature: of the sampling; perplexity is always that of the unmodified distribution.
         seed: prompt n is sampled with ``seed + n``.
-        eos: tokens that end a text.
-        compile: compile the base's passes.
         tick: called after every prompt.
+        **settings: of both loops: ``max_new_tokens``, ``eos_token_ids``, ``compile``.
 
     Returns:
         ``lossy`` and ``exact``, each with ``perplexity``, ``perplexity_ci95``, ``rep8``,
@@ -319,28 +314,21 @@ def lossy_cost(
         texts less than the exact ones, below 0 where it likes them more.
     """
     rows: dict[str, list[DecodedRow]] = {"lossy": [], "exact": []}
-    losses: dict[str, list[float]] = {"lossy": [], "exact": []}
     for n, prompt in enumerate(prompts):
-        sampler = Sampler(temperature=temperature, seed=seed + n)
-        ids, options = prompt.input_ids, {"max_new_tokens": max_new_tokens, "eos_token_ids": eos}
-        lossy = decode(
-            base,
-            drafter,
-            ids,
-            sampler=sampler,
-            acceptance=acceptance,
-            compile=compile,
-            **options,  # type: ignore[arg-type]
-        )
-        exact = plain_decode(base, ids, sampler=sampler, compile=compile, **options)  # type: ignore[arg-type]
-        for name, result in (("lossy", lossy), ("exact", exact)):
-            rows[name].append(result.rows[0])
-            losses[name].append(text_loss(base, ids[0].tolist(), result.new_tokens))
+        chosen = {**settings, "sampler": Sampler(temperature=temperature, seed=seed + n)}
+        lossy = decode(base, drafter, prompt.input_ids, acceptance=acceptance, **chosen)
+        exact = plain_decode(base, prompt.input_ids, **chosen)
+        rows["lossy"].append(lossy.rows[0])
+        rows["exact"].append(exact.rows[0])
         tick()
     found: dict[str, Any] = {"temperature": temperature}
-    tokens = {name: [float(len(row.new_tokens)) for row in of] for name, of in rows.items()}
+    columns: list[list[float]] = []
     for name, of in rows.items():
-        mean = _mean("loss", losses[name], tokens[name])
+        texts = zip(prompts, of, strict=True)
+        losses = [text_loss(base, p.input_ids[0].tolist(), row.new_tokens) for p, row in texts]
+        tokens = [float(len(row.new_tokens)) for row in of]
+        columns += [losses, tokens]
+        mean = _mean("loss", losses, tokens)
         found[name] = {
             "perplexity": math.exp(mean["loss"]),
             "perplexity_ci95": [math.exp(end) for end in mean["loss_ci95"]],
@@ -348,20 +336,14 @@ def lossy_cost(
             "accept_length": mean_accept_length([row.accept_lengths for row in of]),
             "ended": sum(row.finished for row in of) / len(of),
         }
-    texts = ([row.new_tokens for row in rows[name]] for name in ("lossy", "exact"))
-    return {
-        **found,
-        **agreement(*texts),
-        **_difference(losses["lossy"], tokens["lossy"], losses["exact"], tokens["exact"]),
-    }
+    both = ([row.new_tokens for row in of] for of in rows.values())
+    return {**found, **agreement(*both), **_difference(*columns)}
 
 
 def text_loss(base: PreTrainedModel, prompt: Sequence[int], new_tokens: Sequence[int]) -> float:
     """Return what the base model makes of a text, in nats over all its tokens."""
     ids = [*prompt, *new_tokens]
-    places = range(len(prompt) - 1, len(ids) - 1)
-    log_probs, _ = log_likelihood(logits_at(base, ids[:-1], list(places)), new_tokens)
-    return -float(log_probs.double().sum())
+    return _loss(logits_at(base, ids[:-1], range(len(prompt) - 1, len(ids) - 1)), new_tokens)
 
 
 def _mean(key: str, values: Sequence[float], weights: Sequence[float]) -> dict[str, Any]:
@@ -369,17 +351,77 @@ def _mean(key: str, values: Sequence[float], weights: Sequence[float]) -> dict[s
     return {key: sum(values) / sum(weights), f"{key}_ci95": [low, high]}
 
 
-def _difference(
-    losses: Sequence[float], tokens: Sequence[float], losses0: Sequence[float],
-    tokens0: Sequence[float], *, seed: int = 0, samples: int = 2000,
-) -> dict[str, Any]:  # fmt: skip
-    """Bootstrap a difference of two means per token over prompts drawn for both alike."""
-    columns = [
-        torch.tensor(each, dtype=torch.float64) for each in (losses, tokens, losses0, tokens0)
-    ]
-    generator = torch.Generator().manual_seed(seed)
-    draws = torch.randint(len(losses), (samples, len(losses)), generator=generator)
-    a, n, b, m = (column[draws].sum(1) for column in columns)
+def _difference(*columns: Sequence[float]) -> dict[str, Any]:
+    """Bootstrap a difference of two means per token over prompts drawn for both alike.
+
+    Args:
+        *columns: of each prompt the loss and tokens of one text, then of the other.
+    """
+    losses, tokens, losses0, tokens0 = (torch.tensor(x, dtype=torch.float64) for x in columns)
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.randint(len(losses), (2000, len(losses)), generator=generator)
+    a, n, b, m = (column[draws].sum(1) for column in (losses, tokens, losses0, tokens0))
     ends = (a / n - b / m).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
-    mean = sum(losses) / sum(tokens) - sum(losses0) / sum(tokens0)
-    return {"loss_difference": mean, "loss_difference_ci95": ends.tolist()}
+    mean = losses.sum() / tokens.sum() - losses0.sum() / tokens0.sum()
+    return {"loss_difference": float(mean), "loss_difference_ci95": ends.tolist()}
+
+
+_LOSSY: Columns = {
+    "": lambda of: str(of["name"]),
+    "perplexity": lambda of: f"{of['perplexity']:.4f}",
+    "95%": lambda of: "{:.4f}-{:.4f}".format(*of["perplexity_ci95"]),
+    "rep8": lambda of: f"{of['rep8']:.2f}",
+    "accept": lambda of: f"{of['accept_length']:.2f}",
+    "ended": lambda of: f"{of['ended']:.0%}",
+}
+
+
+def format_quality(result: Mapping[str, Any]) -> str:
+    """Return the table.
+
+    Args:
+        result: the content of quality.json.
+    """
+    lines = []
+    if (read := result["heldout"]) is not None:
+        lines.append(
+            f"held-out answers: {read['num_records']} records, {read['num_tokens']:,} tokens"
+        )
+        lines.append(f"  perplexity            {_estimate(read, 'perplexity', '.4f')}")
+    if read is not None and "kl" in read:
+        worse = read["loss_difference"] / read["original_loss"] if read["original_loss"] else 0.0
+        lines += [
+            f"  of the original       {_estimate(read, 'original_perplexity', '.4f')}",
+            f"  loss less original's  {_estimate(read, 'loss_difference', '+.4f')} nats per token,"
+            f" {worse:+.1%} of the original's",
+            f"  KL(original || this)  {_estimate(read, 'kl', '.4f')} nats per token",
+            f"  same best token       {_estimate(read, 'same_best', '.4f')} of the tokens",
+        ]
+    if (texts := result["texts"]) is not None:
+        lines.append(f"greedy texts of both: {_agreeing(texts, '')}")
+    if result["original"] is None:
+        lines.append(result["why_no_original"])
+    if (found := result["lossy"]) is not None:
+        both = [{"name": f"  {name}", **found[name]} for name in ("exact", "lossy")]
+        lines += [
+            f"{result['rule']} at T={found['temperature']:g}, {found['compared']} texts, judged by"
+            " the base:",
+            make_table(both, _LOSSY).text(),
+            f"  loss less that of exact texts {_estimate(found, 'loss_difference', '+.4f')} nats"
+            " per token; below 0 the rule writes what is likelier, not better",
+            f"  {_agreeing(found)}",
+        ]
+    return "\n".join(lines)
+
+
+def _agreeing(texts: Mapping[str, Any], what: str = " texts") -> str:
+    return (
+        f"{texts['identical']} of {texts['compared']}{what} identical;"
+        f" {_estimate(texts, 'common_prefix', '.1f')} tokens alike before the first difference, of"
+        f" {texts['length']:.1f}"
+    )
+
+
+def _estimate(found: Mapping[str, Any], key: str, form: str) -> str:
+    low, high = found[f"{key}_ci95"]
+    return f"{found[key]:{form}} (95%: {low:{form}} to {high:{form}})"

@@ -1,9 +1,4 @@
-"""Turn clocked runs into the rows of bench.json, and say what follows from the rows.
-
-Methods beside each other rather than beside plain decoding: what a merged tree adds.
-
-The raw records behind a bench's figures: every text of every method, step by step.
-"""
+"""Turn clocked runs into the rows of bench.json, and say what follows from the rows."""
 
 from __future__ import annotations
 
@@ -17,35 +12,50 @@ from typing import Any
 
 from specheads.measure.clock import Method, Prompt, Runs
 from specheads.measure.identity import Identity
-from specheads.measure.stats import crossover, mean_accept_length, ratio_ci95, rep8
+from specheads.measure.stats import (
+    Work,
+    accept_length_ci95,
+    crossover,
+    mean_accept_length,
+    rep8,
+    rounded,
+    speed,
+    speedup,
+)
+from specheads.system.files import whole_file
 from specheads.system.hardware import SHARE_LIMIT
 
 REP8_LIMIT = 0.25  # above it greedy text is mostly loops, and its speed says little
 LOOPING_HEADLINE = 0.7  # the temperature of the headline then
 DRIFT_LIMIT = 1.15  # slowest over fastest repeat of the baseline
+Clocked = Mapping[tuple[float, int], Mapping[str, Runs]]  # (temperature, batch) -> method -> runs
 
 
-def per_batch_seconds(runs: Runs) -> list[float]:
-    """Return the median over repeats of each batch's seconds."""
-    return [median(column) for column in zip(*runs.seconds, strict=True)]
+def whole(runs: Runs) -> Work:
+    """Return all tokens per batch, and the median over repeats of the batch's seconds."""
+    tokens = [float(sum(len(runs.decoded[i].tokens) for i in rows)) for rows in runs.batches]
+    return tokens, [median(column) for column in zip(*runs.seconds, strict=True)]
 
 
-def per_batch_decoding(runs: Runs) -> list[float] | None:
-    """Return the median over repeats of each batch's seconds less those of its prefill.
+def without_prefill(runs: Runs) -> Work | None:
+    """Return what is left of :func:`whole` without the prefill and the first token of each text.
 
-    The two were clocked right after each other, so the difference is formed before the median. None
-    where the prefill was not clocked.
+    Prefill and text were clocked right after each other, so the difference is formed before the
+    median. None where the prefill was not clocked, or nothing came after it.
     """
     if not runs.prefill:
         return None
+    texts = [[runs.decoded[i].tokens for i in rows] for rows in runs.batches]
+    tokens = [float(sum(len(each) - bool(each) for each in rows)) for rows in texts]
     pairs = zip(runs.seconds, runs.prefill, strict=True)
-    rest = [[a - b for a, b in zip(whole, first, strict=True)] for whole, first in pairs]
-    return [median(column) for column in zip(*rest, strict=True)]
+    rest = [[a - b for a, b in zip(both, first, strict=True)] for both, first in pairs]
+    seconds = [median(column) for column in zip(*rest, strict=True)]
+    return (tokens, seconds) if sum(seconds) > 0 and sum(tokens) else None
 
 
 def make_row(
     method: Method,
-    runs: dict[str, Runs],
+    runs: Mapping[str, Runs],
     prompts: Sequence[Prompt],
     temperature: float,
     identity: Identity | None,
@@ -66,121 +76,83 @@ def make_row(
         dtype: of the weights.
         device: of the weights.
     """
-    of = _Totals(runs[method.name])
-    plain, hf = _Totals(runs["plain"]), _Totals(runs["hf_generate"])
-    kinds = sorted({prompt.kind for prompt in prompts})
-    chosen = {k: [i for i, prompt in enumerate(prompts) if prompt.kind == k] for k in kinds}
-    batch_size = runs[method.name].batch_size
-    alone = batch_size == 1
+    of, plain = runs[method.name], runs["plain"]
+    work = whole(of)
+    ratio, bounds = speedup(work, whole(plain))
+    lengths = [each.accept_lengths for each in of.decoded]
+    steps = Counter(length for each in lengths for length in each)
     return {
         "method": method.name,
         "drafter": method.drafter,
         "tree_nodes": method.tree_nodes,
         "dtype": dtype,
         "device": device,
-        "batch": batch_size,
+        "batch": of.batch_size,
         "temperature": temperature,
         "num_prompts": len(prompts),
-        "new_tokens": int(sum(of.tokens)),
-        "seconds": [round(sum(repeat), 6) for repeat in runs[method.name].seconds],
-        "prefill_seconds": [round(sum(repeat), 6) for repeat in runs[method.name].prefill],
-        "tokens_per_second": round(of.speed(), 3),
-        "speedup_vs_plain": round(of.speed() / plain.speed(), 4),
-        "speedup_vs_plain_ci95": _speedup_ci95(of, plain),
-        "speedup_vs_hf_generate": round(of.speed() / hf.speed(), 4),
+        "new_tokens": int(sum(work[0])),
+        "seconds": [round(sum(repeat), 6) for repeat in of.seconds],
+        "prefill_seconds": [round(sum(repeat), 6) for repeat in of.prefill],
+        "tokens_per_second": round(speed(work), 3),
+        "speedup_vs_plain": round(ratio, 4),
+        "speedup_vs_plain_ci95": rounded(bounds),
+        "speedup_vs_hf_generate": round(speed(work) / speed(whole(runs["hf_generate"])), 4),
         **_decoding(of, plain),
-        "accept_length": round(of.accept_length(), 4),
-        "accept_length_ci95": [round(b, 4) for b in ratio_ci95([of.gained], [of.steps])],
-        "accept_lengths": of.histogram(),
-        "rep8": round(of.rep8(), 4),
-        "peak_memory": runs[method.name].peak_memory,
+        "accept_length": round(mean_accept_length(lengths), 4),
+        "accept_length_ci95": rounded(accept_length_ci95(lengths)),
+        "accept_lengths": {str(length): steps[length] for length in sorted(steps)},
+        "rep8": _mean_rep8(of),
+        "peak_memory": of.peak_memory,
         "extra_parameters": method.extra_parameters,
         "identical": identity.identical if identity else None,
         "compared": identity.compared if identity else 0,
         "near_ties": identity.near_ties if identity else None,
         "divergences": [asdict(each) for each in identity.divergences] if identity else [],
-        "ended": sum(each.ended for each in runs[method.name].decoded),
-        "num_replays": sum(each.num_replays for each in runs[method.name].decoded),
-        "num_replay_passes": sum(each.num_replay_passes for each in runs[method.name].decoded),
+        "ended": sum(each.ended for each in of.decoded),
+        "num_replays": sum(each.num_replays for each in of.decoded),
+        "num_replay_passes": sum(each.num_replay_passes for each in of.decoded),
         "per_kind": {
-            kind: {
-                "num_prompts": len(rows),
-                "tokens_per_second": round(of.speed(rows), 3) if alone else None,
-                "speedup_vs_plain": round(of.speed(rows) / plain.speed(rows), 4) if alone else None,
-                "speedup_vs_plain_ci95": _speedup_ci95(of, plain, rows) if alone else None,
-                "accept_length": round(of.accept_length(rows), 4),
-                "rep8": round(of.rep8(rows), 4),
-            }
-            for kind, rows in chosen.items()
+            kind: _of_kind(of, plain, [i for i, each in enumerate(prompts) if each.kind == kind])
+            for kind in sorted({prompt.kind for prompt in prompts})
         },
     }
 
 
-def _speedup_ci95(of: _Totals, plain: _Totals, batches: Sequence[int] | None = None) -> list[float]:
-    batches = range(len(of.tokens)) if batches is None else batches
-    (tokens, seconds, plain_tokens, plain_seconds) = (
-        [values[i] for i in batches]
-        for values in (of.tokens, of.seconds, plain.tokens, plain.seconds)
-    )
-    bounds = ratio_ci95([tokens, plain_seconds], [seconds, plain_tokens])
-    return [round(bound, 4) for bound in bounds]
+def _mean_rep8(runs: Runs) -> float:
+    return round(sum(rep8(each.tokens) for each in runs.decoded) / len(runs.decoded), 4)
 
 
-def _decoding(of: _Totals, plain: _Totals) -> dict[str, Any]:
-    """Return the speed without prefill; None where it was not clocked, or nothing came after it."""
-    own, other = of.decode_speed(), plain.decode_speed()
+def _decoding(of: Runs, plain: Runs) -> dict[str, Any]:
+    """Return the speed without prefill; None where it is unknown."""
+    own, other = without_prefill(of), without_prefill(plain)
     found: dict[str, Any] = {
-        "decode_tokens_per_second": None if own is None else round(own, 3),
+        "decode_tokens_per_second": round(speed(own), 3) if own else None,
         "decode_speedup_vs_plain": None,
         "decode_speedup_vs_plain_ci95": None,
     }
-    if own is None or other is None:
-        return found
-    assert of.decoding is not None and plain.decoding is not None
-    bounds = ratio_ci95([of.later, plain.decoding], [of.decoding, plain.later])
-    return found | {
-        "decode_speedup_vs_plain": round(own / other, 4),
-        "decode_speedup_vs_plain_ci95": [round(bound, 4) for bound in bounds],
+    if own and other:
+        ratio, bounds = speedup(own, other)
+        found["decode_speedup_vs_plain"] = round(ratio, 4)
+        found["decode_speedup_vs_plain_ci95"] = rounded(bounds)
+    return found
+
+
+def _of_kind(of: Runs, plain: Runs, chosen: Sequence[int]) -> dict[str, Any]:
+    """Return the figures of some prompts; of a batch nobody knows whose the seconds were."""
+    speeds: dict[str, Any] = dict.fromkeys(
+        ("tokens_per_second", "speedup_vs_plain", "speedup_vs_plain_ci95")
+    )
+    own = of.only(chosen)
+    if of.batch_size == 1:
+        ratio, bounds = speedup(whole(own), whole(plain.only(chosen)))
+        values = (round(speed(whole(own)), 3), round(ratio, 4), rounded(bounds))
+        speeds = dict(zip(speeds, values, strict=True))
+    return {
+        "num_prompts": len(chosen),
+        **speeds,
+        "accept_length": round(mean_accept_length([e.accept_lengths for e in own.decoded]), 4),
+        "rep8": _mean_rep8(own),
     }
-
-
-class _Totals:
-    """Figures of one method per prompt or batch, and their ratios over all of them or some."""
-
-    def __init__(self, runs: Runs) -> None:
-        self.texts = [each.tokens for each in runs.decoded]
-        # per batch, of which each prompt is one where they are decoded alone
-        self.tokens = [float(sum(len(self.texts[i]) for i in rows)) for rows in runs.batches]
-        self.seconds = per_batch_seconds(runs)
-        # without the first token of each text, which comes of the prefill
-        firsts = (sum(bool(self.texts[i]) for i in rows) for rows in runs.batches)
-        self.later = [n - first for n, first in zip(self.tokens, firsts, strict=True)]
-        self.decoding = per_batch_decoding(runs)
-        self.lengths = [each.accept_lengths for each in runs.decoded]
-        self.gained = [float(sum(each)) for each in self.lengths]
-        self.steps = [float(len(each)) for each in self.lengths]
-
-    def speed(self, batches: Sequence[int] | None = None) -> float:
-        batches = range(len(self.tokens)) if batches is None else batches
-        return sum(self.tokens[i] for i in batches) / sum(self.seconds[i] for i in batches)
-
-    def decode_speed(self) -> float | None:
-        if self.decoding is None or sum(self.decoding) <= 0 or not sum(self.later):
-            return None
-        return sum(self.later) / sum(self.decoding)
-
-    def histogram(self) -> dict[str, int]:
-        """Count verify steps by their accept length; JSON wants strings as keys."""
-        counts = Counter(length for each in self.lengths for length in each)
-        return {str(length): counts[length] for length in sorted(counts)}
-
-    def accept_length(self, rows: Sequence[int] | None = None) -> float:
-        rows = range(len(self.texts)) if rows is None else rows
-        return mean_accept_length([self.lengths[i] for i in rows])
-
-    def rep8(self, rows: Sequence[int] | None = None) -> float:
-        rows = range(len(self.texts)) if rows is None else rows
-        return sum(rep8(self.texts[i]) for i in rows) / len(rows)
 
 
 def baseline_drift(runs: Sequence[dict[str, Runs]]) -> float:
@@ -201,14 +173,10 @@ def disturbance(watched: Sequence[dict[str, Any]]) -> dict[str, Any]:
             more than once, and what :func:`specheads.system.hardware.between` returns.
     """
     drift = max(each["drift"] for each in watched if "drift" in each)
-    shares = [each["other_share"] for each in watched]
-    known = [
-        (share, each["seconds"])
-        for share, each in zip(shares, watched, strict=True)
-        if share is not None
-    ]
-    mean = sum(s * t for s, t in known) / sum(t for _, t in known) if known else None
-    worst = max((share for share, _ in known), default=None)
+    known = [each for each in watched if each["other_share"] is not None]
+    worst = max((each["other_share"] for each in known), default=None)
+    total = sum(each["seconds"] for each in known)
+    mean = sum(each["other_share"] * each["seconds"] for each in known) / total if known else None
     return {
         "baseline_drift": drift,
         "other_share": None if mean is None else round(mean, 4),
@@ -244,15 +212,16 @@ def headline(rows: Sequence[dict[str, Any]], method: str = "tree") -> dict[str, 
     }
 
 
-def crossovers(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def crossovers(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return per drafted method and temperature the batch at which plain decoding catches up."""
     found = []
     for method, temperature in in_order(rows, "method", "temperature"):
-        series = series_of(rows, method, temperature)
+        series = [r for r in rows if (r["method"], r["temperature"]) == (method, temperature)]
         if not series[0]["drafter"]:
             continue
-        sizes = [row["batch"] for row in series]
-        size, between = crossover(sizes, [row["speedup_vs_plain"] for row in series])
+        speedups = {row["batch"]: row["speedup_vs_plain"] for row in series}
+        sizes = sorted(speedups)
+        size, between = crossover(sizes, [speedups[each] for each in sizes])
         found.append(
             {
                 "method": method,
@@ -265,20 +234,12 @@ def crossovers(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def in_order(rows: Sequence[dict[str, Any]], *keys: str) -> list[tuple[Any, ...]]:
+def in_order(rows: Sequence[Mapping[str, Any]], *keys: str) -> list[tuple[Any, ...]]:
     """Return the distinct values of ``keys``, in the order in which rows bring them."""
     return list(dict.fromkeys(tuple(row[key] for key in keys) for row in rows))
 
 
-def series_of(
-    rows: Sequence[dict[str, Any]], method: str, temperature: float
-) -> list[dict[str, Any]]:
-    """Return a method's rows at one temperature by ascending batch size."""
-    chosen = [r for r in rows if (r["method"], r["temperature"]) == (method, temperature)]
-    return sorted(chosen, key=lambda row: row["batch"])
-
-
-def failures(result: dict[str, Any]) -> list[str]:
+def failures(result: Mapping[str, Any]) -> list[str]:
     """Return a line for every difference from plain decoding that rounding does not explain."""
     noise, lines = result["settings"]["noise"], []
     for row in result["rows"]:
@@ -327,34 +288,23 @@ def rivals(names: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def versus(runs: Mapping[str, Runs], name: str, other: str) -> dict[str, Any]:
-    """Return how many times as fast ``name`` is as ``other``, in tokens per second.
-
-    Both decoded the same prompts in turn, so the interval is a bootstrap over prompts of the ratio
-    itself, which is narrower than what two speeds over plain decoding would let one say.
+    """Return how many times as fast method ``name`` is as ``other``, in tokens per second.
 
     Args:
-        runs: of all methods at one temperature and batch size.
-        name: of a method.
-        other: likewise.
+        runs: of all methods at one temperature and batch size, by name.
+        name: of the first method.
+        other: name of the method that it is compared with.
     """
-    tokens, seconds = {}, {}
-    for each in (name, other):
-        run = runs[each]
-        tokens[each] = [
-            float(sum(len(run.decoded[i].tokens) for i in rows)) for rows in run.batches
-        ]
-        seconds[each] = per_batch_seconds(run)
-    ratio = sum(tokens[name]) * sum(seconds[other]) / (sum(seconds[name]) * sum(tokens[other]))
-    low, high = ratio_ci95([tokens[name], seconds[other]], [seconds[name], tokens[other]])
+    ratio, bounds = speedup(whole(runs[name]), whole(runs[other]))
     return {
         "method": name,
         "other": other,
         "speedup": round(ratio, 4),
-        "ci95": [round(low, 4), round(high, 4)],
+        "ci95": rounded(bounds),
     }
 
 
-def pairs(clocked: Mapping[tuple[float, int], Mapping[str, Runs]]) -> list[dict[str, Any]]:
+def pairs(clocked: Clocked) -> list[dict[str, Any]]:
     """Return :func:`versus` of all :func:`rivals` at every temperature and batch size.
 
     Of a merged drafter's members the fastest at that temperature is marked ``best_member``.
@@ -379,9 +329,7 @@ def format_pairs(found: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def step_records(
-    clocked: Mapping[tuple[float, int], Mapping[str, Runs]], prompts: Sequence[Prompt]
-) -> Iterator[dict[str, Any]]:
+def step_records(clocked: Clocked, prompts: Sequence[Prompt]) -> Iterator[dict[str, Any]]:
     """Yield one record per method, temperature, batch size and prompt.
 
     Args:
@@ -417,16 +365,7 @@ def step_records(
                     }
 
 
-def write_steps(
-    path: Path,
-    clocked: Mapping[tuple[float, int], Mapping[str, Runs]],
-    prompts: Sequence[Prompt],
-) -> int:
-    """Write the records as JSON lines, in the place of what was there; return their number."""
-    fresh = path.with_name(f".{path.name}.tmp")
-    number = 0
-    with fresh.open("w") as file:
-        for number, record in enumerate(step_records(clocked, prompts), 1):  # noqa: B007
-            file.write(json.dumps(record) + "\n")
-    fresh.replace(path)
-    return number
+def write_steps(path: Path, clocked: Clocked, prompts: Sequence[Prompt]) -> None:
+    """Write the records as JSON lines, in the place of what was there."""
+    with whole_file(path) as fresh, fresh.open("w") as file:
+        file.writelines(f"{json.dumps(record)}\n" for record in step_records(clocked, prompts))

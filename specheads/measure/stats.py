@@ -61,6 +61,34 @@ def ratio_ci95(
     return low, high
 
 
+Work = tuple[Sequence[float], Sequence[float]]  # tokens and seconds, of each batch or prompt
+
+
+def speed(work: Work) -> float:
+    """Return tokens per second over all of ``work``."""
+    return sum(work[0]) / sum(work[1])
+
+
+def speedup(work: Work, other: Work) -> tuple[float, list[float]]:
+    """Return how many times as fast ``work`` is as ``other``, with its 95% interval.
+
+    Both are of the same prompts in turn, so the interval is a bootstrap over prompts of the ratio
+    itself, which is narrower than what two speeds with an interval each would let one say.
+    """
+    bounds = ratio_ci95([work[0], other[1]], [work[1], other[0]])
+    return speed(work) / speed(other), list(bounds)
+
+
+def accept_length_ci95(accept_lengths: Sequence[Sequence[int]]) -> list[float]:
+    """Return the 95% interval, over prompts, of :func:`mean_accept_length`."""
+    return list(ratio_ci95([list(map(sum, accept_lengths))], [list(map(len, accept_lengths))]))
+
+
+def rounded(values: Sequence[float]) -> list[float]:
+    """Round to the four digits of bench.json."""
+    return [round(value, 4) for value in values]
+
+
 def crossover(
     batch_sizes: Sequence[int], speedups: Sequence[float]
 ) -> tuple[int | None, float | None]:

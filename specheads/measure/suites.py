@@ -1,20 +1,17 @@
-"""Answer files in Spec-Bench's format: written question by question, taken up again, read.
+"""Answer a suite's questions one at a time, write the answers in Spec-Bench's format, score them.
 
-A line holds ``question_id``, ``category``, ``answer_id``, ``model_id``, ``choices`` and ``tstamp``;
-a choice ``index``, and per turn ``turns`` (texts), ``decoding_steps``, ``new_tokens`` and
-``wall_time``, and over all turns ``accept_lengths``. The format has no place for more, so what else
-there is to know of an answer lies in ``details/`` beside it.
+A line of an answer file holds ``question_id``, ``category``, ``answer_id``, ``model_id``,
+``choices`` and ``tstamp``; a choice ``index``, and per turn ``turns`` (texts), ``decoding_steps``,
+``new_tokens`` and ``wall_time``, and over all turns ``accept_lengths``. The format has no place for
+more, so what else there is to know of an answer lies in ``details/`` beside it.
 
-Answer a suite's questions one at a time, turn by turn, and clock every turn.
-
-Score answer files: by Spec-Bench's own formula, and by one that counts both sides alike.
-
-Spec-Bench's speed.py (hemingkx/Spec-Bench) takes a method's tokens from ``new_tokens``, but counts
-the baseline's anew, in its texts, less one per turn; and it averages speeds over questions, so
-that a short answer weighs as much as a long one. With short answers that favours the method: at
-truly equal speed, 20-token answers and a method that counts its end token and one more, the
-formula says 1.16x for a tokenizer without a bos token. The corrected columns take ``new_tokens``
-and seconds of both files, all tokens over all seconds, and once more without the prefill.
+Scores are Spec-Bench's own and corrected ones. Its speed.py (hemingkx/Spec-Bench) takes a method's
+tokens from ``new_tokens``, but counts the baseline's anew, in its texts, less one per turn; and it
+averages speeds over questions, so that a short answer weighs as much as a long one. With short
+answers that favours the method: at truly equal speed, 20-token answers and a method that counts its
+end token and one more, the formula says 1.16x for a tokenizer without a bos token. The corrected
+columns take ``new_tokens`` and seconds of both files, all tokens over all seconds, and once more
+without the prefill.
 """
 
 from __future__ import annotations
@@ -39,7 +36,9 @@ from specheads.config import ConfigError
 from specheads.data.suites import Question, QuestionPrompts
 from specheads.decoding.generate import SpecDecoder
 from specheads.decoding.result import DecodeResult
-from specheads.measure.stats import ratio_ci95
+from specheads.measure.clock import now
+from specheads.measure.render import Columns, figure, interval, make_table
+from specheads.measure.stats import Work, accept_length_ci95, mean_accept_length, ratio_ci95, speed
 from specheads.models.base import context_length, end_tokens, input_device
 from specheads.system.files import whole_file
 
@@ -110,31 +109,30 @@ class AnswerFile:
     def __init__(self, folder: Path, model_id: str, settings: Mapping[str, Any]) -> None:
         self.path, self.model_id = folder / f"{model_id}.jsonl", model_id
         self.details_path = details_of(self.path)
-        self._check_settings(folder / "details" / f"{model_id}.settings.json", dict(settings))
+        begun = self.path.exists() and self.path.stat().st_size > 0
+        kept = folder / "details" / f"{model_id}.settings.json"
+        if begun:
+            self._check_settings(kept, settings)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(kept) as fresh:
+            fresh.write_text(json.dumps(dict(settings), indent=1) + "\n")
         _drop_torn_line(self.path)
         _drop_torn_line(self.details_path)
-        self.answers = {a["question_id"]: a for a in read_answers(self.path)} if self._any() else {}
+        self.answers = {a["question_id"]: a for a in read_answers(self.path)} if begun else {}
         self.details = read_details(self.details_path)
 
-    def _check_settings(self, path: Path, settings: dict[str, Any]) -> None:
-        if self._any():
-            if not path.exists():
+    def _check_settings(self, path: Path, settings: Mapping[str, Any]) -> None:
+        if not path.exists():
+            raise ConfigError(
+                f"{self.path} holds answers of another program: give another name or folder"
+            )
+        before = json.loads(path.read_text())
+        for key in sorted(before.keys() | settings.keys()):
+            if before.get(key) != settings.get(key):
                 raise ConfigError(
-                    f"{self.path} holds answers of another program: give another name or folder"
+                    f"{self.path} was begun with {key}={before.get(key)!r}, now it is"
+                    f" {settings.get(key)!r}: give another name or folder"
                 )
-            before = json.loads(path.read_text())
-            for key in sorted(before.keys() | settings.keys()):
-                if before.get(key) != settings.get(key):
-                    raise ConfigError(
-                        f"{self.path} was begun with {key}={before.get(key)!r}, now it is"
-                        f" {settings.get(key)!r}: give another name or folder"
-                    )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(path) as fresh:
-            fresh.write_text(json.dumps(settings, indent=1) + "\n")
-
-    def _any(self) -> bool:
-        return self.path.exists() and self.path.stat().st_size > 0
 
     def has(self, question: Question) -> bool:
         """Return whether the question is answered.
@@ -283,16 +281,43 @@ def answer(decoder: SpecDecoder, question: Question, number: int, asked: Asked) 
         decoder: answers, with a tokenizer bound; without a drafter, plainly.
         question: asked.
         number: its place in the suite.
-        asked: how.
+        asked: limit, temperature and seed of the answers.
 
     Raises:
         TooLongError: if a turn does not fit the base model's context.
         ConfigError: if the chat template refuses the conversation.
     """
+    assert decoder.tokenizer is not None
     turns: list[Turn] = []
     for i in range(len(question.turns)):
         ids = asked.prompts.ids(question, [turn.text for turn in turns])
-        turns.append(_answer_turn(decoder, ids, f"{question.id}, turn {i}", number, asked))
+        limit = min(asked.max_new_tokens, _room(decoder, ids, f"{question.id}, turn {i}"))
+        result, seconds, prefill = decode_prompt(
+            decoder,
+            torch.tensor([ids], device=input_device(decoder.base)),
+            limit,
+            temperature=asked.temperature,
+            seed=asked.seed + number,
+        )
+        new_tokens, num_passes, lengths = count_tokens(decoder, result)
+        text = decoder.tokenizer.decode(
+            result.new_tokens[:new_tokens],
+            skip_special_tokens=True,
+            clean_up_tokenization_spaces=False,
+        )
+        turns.append(
+            Turn(
+                text=str(text).strip(),
+                new_tokens=new_tokens,
+                num_passes=num_passes,
+                accept_lengths=lengths,
+                wall_time=seconds,
+                prefill_time=prefill,
+                num_emitted=len(result.new_tokens),
+                num_prompt_tokens=len(ids),
+                limit=limit,
+            )
+        )
     return turns
 
 
@@ -314,7 +339,7 @@ def answer_all(
         questions: of the suite.
         todo: place of a question -> names of the decoders that have not answered it.
         files: by the same names; every answer is written before the next question is asked.
-        asked: how.
+        asked: limit, temperature and seed of the answers.
         warmup: times that each decoder answers a question before the first is clocked.
         skip_long: leave out questions that do not fit the base model's context.
         tick: called after every question.
@@ -326,6 +351,7 @@ def answer_all(
         ConfigError: if a question does not fit, and ``skip_long`` is false.
     """
     left_out: list[int | str] = []
+    fitting: list[tuple[int, Question]] = []
 
     def too_long(question: Question, error: TooLongError) -> None:
         if not skip_long:
@@ -333,21 +359,22 @@ def answer_all(
         left_out.append(question.id)
         tick()
 
-    fitting = []
+    any_decoder = next(iter(decoders.values()))
     for number in todo:  # all of them first: the last question must not end a run of hours
+        question = questions[number]
         try:
-            check_length(next(iter(decoders.values())), questions[number], asked)
-            fitting.append(number)
+            _room(any_decoder, asked.prompts.ids(question), f"{question.id}, turn 0")
+            fitting.append((number, question))
         except TooLongError as error:
-            too_long(questions[number], error)
-    for name in files if fitting else ():
-        for _ in range(warmup):
+            too_long(question, error)
+    for number, question in fitting[:1]:
+        for decoder in [decoders[name] for name in files] * warmup:
             with contextlib.suppress(TooLongError):  # of a later turn; the clocked one says it
-                answer(decoders[name], questions[fitting[0]], fitting[0], asked)
-    for number in fitting:
-        question, missing = questions[number], list(todo[number])
+                answer(decoder, question, number, asked)
+    for number, question in fitting:
+        missing = list(todo[number])
+        order = missing if number % 2 else missing[::-1]
         try:
-            order = missing if number % 2 else missing[::-1]
             turns = {name: answer(decoders[name], question, number, asked) for name in order}
         except TooLongError as error:
             too_long(question, error)
@@ -358,11 +385,6 @@ def answer_all(
     return left_out
 
 
-def check_length(decoder: SpecDecoder, question: Question, asked: Asked) -> None:
-    """Raise TooLongError if the first turn leaves no room for an answer."""
-    _room(decoder, asked.prompts.ids(question), f"{question.id}, turn 0")
-
-
 def count_tokens(decoder: SpecDecoder, result: DecodeResult) -> tuple[int, int, list[int]]:
     """Return new tokens, forward passes and accept lengths, as an answer file counts them.
 
@@ -370,10 +392,12 @@ def count_tokens(decoder: SpecDecoder, result: DecodeResult) -> tuple[int, int, 
     text, which has none, and a method that counted it would be faster by nothing but that. Of
     plain decoding every pass gains a token; with a drafter the prefill's belongs to no step.
     """
-    ends = result.finished and result.new_tokens[-1] in _end_tokens(decoder)
+    assert decoder.tokenizer is not None
+    ends = end_tokens(decoder.base, decoder.tokenizer)
+    unsaid = result.finished and result.new_tokens[-1] in ends
     num_passes = result.num_steps + 1
     lengths = [1] * num_passes if decoder.drafter is None else list(result.accept_lengths)
-    return len(result.new_tokens) - int(ends), num_passes, lengths
+    return len(result.new_tokens) - int(unsaid), num_passes, lengths
 
 
 def decode_prompt(
@@ -393,10 +417,9 @@ def decode_prompt(
         if not first:
             first.append(time.perf_counter())
 
-    pad = decoder.tokenizer.pad_token_id
+    pad, device = decoder.tokenizer.pad_token_id, decoder.base.device
     drawn: dict[str, Any] = {"top_k": 0, "top_p": 1.0} if temperature > 0 else {}
-    _wait(decoder)
-    start = time.perf_counter()
+    start = now(device)
     result = decoder.generate(
         input_ids,
         max_new_tokens,
@@ -404,41 +427,11 @@ def decode_prompt(
         temperature=temperature,
         seed=seed,
         on_tokens=on_tokens,
-        eos_token_id=list(_end_tokens(decoder)) or None,
+        eos_token_id=list(end_tokens(decoder.base, decoder.tokenizer)) or None,
         pad_token_id=pad if isinstance(pad, int) else 0,
         **drawn,
     )
-    _wait(decoder)
-    return result, time.perf_counter() - start, first[0] - start
-
-
-def _answer_turn(
-    decoder: SpecDecoder, ids: list[int], where: str, number: int, asked: Asked
-) -> Turn:
-    assert decoder.tokenizer is not None
-    limit = min(asked.max_new_tokens, _room(decoder, ids, where))
-    result, seconds, prefill = decode_prompt(
-        decoder,
-        torch.tensor([ids], device=input_device(decoder.base)),
-        limit,
-        temperature=asked.temperature,
-        seed=asked.seed + number,
-    )
-    new_tokens, num_passes, lengths = count_tokens(decoder, result)
-    text = decoder.tokenizer.decode(
-        result.new_tokens[:new_tokens], skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
-    return Turn(
-        text=str(text).strip(),
-        new_tokens=new_tokens,
-        num_passes=num_passes,
-        accept_lengths=lengths,
-        wall_time=seconds,
-        prefill_time=prefill,
-        num_emitted=len(result.new_tokens),
-        num_prompt_tokens=len(ids),
-        limit=limit,
-    )
+    return result, now(device) - start, first[0] - start
 
 
 def _room(decoder: SpecDecoder, ids: list[int], where: str) -> int:
@@ -451,16 +444,6 @@ def _room(decoder: SpecDecoder, ids: list[int], where: str) -> int:
             f" {context}"
         )
     return context - len(ids)
-
-
-def _end_tokens(decoder: SpecDecoder) -> tuple[int, ...]:
-    assert decoder.tokenizer is not None
-    return end_tokens(decoder.base, decoder.tokenizer)
-
-
-def _wait(decoder: SpecDecoder) -> None:
-    if decoder.base.device.type == "cuda":  # kernels run on after the call that starts them
-        torch.cuda.synchronize()
 
 
 def forward(
@@ -521,16 +504,12 @@ def tasks_of(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
     Of Spec-Bench's categories, eight make up ``mt_bench``; in any other suite each is a task of its
     own, even where it is called like one of them.
     """
-    categories = list(dict.fromkeys(answer["category"] for answer in answers))
-    if set(categories) <= {*MT_BENCH, *TASKS[1:]}:
-        found = {
-            task: [a for a in answers if a["category"] in (MT_BENCH if i == 0 else (task,))]
-            for i, task in enumerate(TASKS)
-        }
-        found = {task: of for task, of in found.items() if of}
-    else:
-        found = {each: [a for a in answers if a["category"] == each] for each in categories}
-    return {**found, "overall": list(answers)}
+    categories = dict.fromkeys(answer["category"] for answer in answers)
+    names: dict[str, tuple[str, ...]] = {category: (category,) for category in categories}
+    if categories.keys() <= {*MT_BENCH, *TASKS[1:]}:
+        names = {task: (task,) for task in TASKS} | {TASKS[0]: MT_BENCH}
+    found = {task: [a for a in answers if a["category"] in of] for task, of in names.items()}
+    return {**{task: of for task, of in found.items() if of}, "overall": list(answers)}
 
 
 def published(
@@ -548,18 +527,18 @@ def published(
         ``mean_accepted_tokens``, which is 0 where no step was made. ``speedup`` is None where the
         baseline's answers are empty.
     """
-    speeds = [_new_tokens(each) / _seconds(each) for each in answers]
+    speeds = [_sum(each, "new_tokens") / _sum(each, "wall_time") for each in answers]
     speeds0 = [
-        sum(count(text) - 1 for text in each["choices"][0]["turns"]) / _seconds(each)
+        sum(count(text) - 1 for text in each["choices"][0]["turns"]) / _sum(each, "wall_time")
         for each in baseline
     ]
-    lengths = [length for each in answers for length in each["choices"][0]["accept_lengths"]]
+    lengths = [each["choices"][0]["accept_lengths"] for each in answers]
     ours, theirs = sum(speeds) / len(speeds), sum(speeds0) / len(speeds0)
     return {
         "tokens_per_second": ours,
         "tokens_per_second_baseline": theirs,
         "speedup": ours / theirs if theirs else None,
-        "mean_accepted_tokens": sum(lengths) / len(lengths) if lengths else 0.0,
+        "mean_accepted_tokens": mean_accept_length(lengths),
     }
 
 
@@ -570,9 +549,22 @@ def corrected(answers: Sequence[Answer], baseline: Sequence[Answer]) -> dict[str
         ``tokens_per_second``, ``tokens_per_second_baseline``, ``speedup`` and ``speedup_ci95``: the
         bootstrap interval over questions.
     """
-    tokens, tokens0 = _each(_new_tokens, answers), _each(_new_tokens, baseline)
-    seconds, seconds0 = _each(_seconds, answers), _each(_seconds, baseline)
-    return _speeds(tokens, seconds, tokens0, seconds0)
+    ours, theirs = (
+        ([_sum(each, "new_tokens") for each in side], [_sum(each, "wall_time") for each in side])
+        for side in (answers, baseline)
+    )
+    return _speeds(ours, theirs)
+
+
+def _speeds(ours: Work, theirs: Work) -> dict[str, Any]:
+    silent = not sum(theirs[0])  # nothing is faster than a baseline that said nothing
+    bounds = ratio_ci95([ours[0], theirs[1]], [ours[1], theirs[0]])
+    return {
+        "tokens_per_second": speed(ours),
+        "tokens_per_second_baseline": speed(theirs),
+        "speedup": None if silent else speed(ours) / speed(theirs),
+        "speedup_ci95": list(bounds),
+    }
 
 
 def decode_only(
@@ -586,17 +578,15 @@ def decode_only(
     None where the files beside the answers do not say how long that took, or nothing but prefills
     was done.
     """
-    sides = []
+    sides: list[Work] = []
     for each, beside in ((answers, details), (baseline, details0)):
         if any(answer["question_id"] not in beside for answer in each):
             return None
-        rows = [beside[answer["question_id"]] for answer in each]
-        tokens = [float(sum(n - 1 for n in row["num_emitted"])) for row in rows]
-        seconds = [
-            _seconds(a) - sum(row["prefill_time"]) for a, row in zip(each, rows, strict=True)
-        ]
-        sides += [tokens, seconds]
-    return _speeds(*sides) if sum(sides[0]) and sum(sides[2]) else None
+        rows = [(answer, beside[answer["question_id"]]) for answer in each]
+        tokens = [float(sum(n - 1 for n in row["num_emitted"])) for _, row in rows]
+        seconds = [_sum(answer, "wall_time") - sum(row["prefill_time"]) for answer, row in rows]
+        sides.append((tokens, seconds))
+    return _speeds(*sides) if all(sum(tokens) for tokens, _ in sides) else None
 
 
 def accept_length(answers: Sequence[Answer]) -> dict[str, Any]:
@@ -610,14 +600,13 @@ def accept_length(answers: Sequence[Answer]) -> dict[str, Any]:
     steps = sum(map(len, lengths))
     if not steps:
         return {"accept_length": 0.0, "accept_length_ci95": [0.0, 0.0], "accepted_at": []}
-    low, high = ratio_ci95([list(map(sum, lengths))], [list(map(len, lengths))])
     counts = [0] * (max(map(max, filter(None, lengths))) + 1)
     for length in (length for each in lengths for length in each):
         counts[length] += 1
     at_least = list(accumulate(reversed(counts)))[::-1]  # steps of this length and more
     return {
-        "accept_length": sum(map(sum, lengths)) / steps,
-        "accept_length_ci95": [low, high],
+        "accept_length": mean_accept_length(lengths),
+        "accept_length_ci95": accept_length_ci95(lengths),
         "accepted_at": [n / steps for n in at_least[2:]],
     }
 
@@ -673,67 +662,46 @@ def score(
     return rows
 
 
+def _times(speeds: Mapping[str, Any] | None) -> str:
+    return figure(speeds["speedup"] if speeds else None, ".2fx", "-")
+
+
+def _bounds(speeds: Mapping[str, Any] | None) -> str:
+    return interval(speeds["speedup_ci95"]) if speeds else "-"
+
+
+def _of_formula(row: Mapping[str, Any], key: str) -> str:
+    return figure(row["published"] and row["published"][key], ".1f", "-")
+
+
+_SCORES: Columns = {
+    "task": lambda row: str(row["task"]),
+    "n": lambda row: str(row["num_questions"]),
+    "tok/s": lambda row: _of_formula(row, "tokens_per_second"),
+    "base": lambda row: _of_formula(row, "tokens_per_second_baseline"),
+    "speed-up": lambda row: _times(row["published"]),
+    "MAT": lambda row: f"{row['accept_length']:.2f}",
+    "corrected": lambda row: _times(row["corrected"]),
+    "95%": lambda row: _bounds(row["corrected"]),
+    "decode": lambda row: _times(row["decode_only"]),
+    "decode 95%": lambda row: _bounds(row["decode_only"]),
+    "same": lambda row: f"{row['identical']}/{row['compared']}" if row["corrected"] else "-",
+}
+
+
 def format_scores(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the table: Spec-Bench's own figures on the left, corrected ones on the right."""
-    width = max(14, *(len(row["task"]) for row in rows))
-    lines = [
-        f"{'':{width}}{'':>6}  {'Spec-Bench formula':^32}  {'corrected: one rule for both':^51}",
-        f"{'task':<{width}}{'n':>6}  {'tok/s':>8}{'base':>8}{'speed-up':>10}{'MAT':>6}"
-        f"  {'speed-up':>9}{'95%':>12}{'decode':>8}{'95%':>12}{'same':>10}",
-    ]
-    for row in rows:
-        ours, fair, decode = row["published"], row["corrected"], row["decode_only"]
-        cells = f"{row['task']:<{width}}{row['num_questions']:>6}  "
-        if ours is None or fair is None:
-            lines.append(f"{cells}{'-':>8}{'-':>8}{'-':>10}{row['accept_length']:>6.2f}")
-            continue
-        cells += (
-            f"{ours['tokens_per_second']:>8.1f}{ours['tokens_per_second_baseline']:>8.1f}"
-            f"{_times(ours):>10}{ours['mean_accepted_tokens']:>6.2f}"
-            f"  {_times(fair):>9}{_interval(fair):>12}"
-        )
-        cells += f"{_times(decode):>8}{_interval(decode):>12}" if decode else f"{'-':>20}"
-        same = f"{row['identical']}/{row['compared']}"
-        lines.append(f"{cells}{same:>10}")
     overall = rows[-1]
     low, high = overall["accept_length_ci95"]
     deep = ", ".join(f"{i}: {share:.2f}" for i, share in enumerate(overall["accepted_at"], 1))
-    lines.append(
+    return (
+        "Up to MAT by Spec-Bench's formula, then corrected: one rule for both\n"
+        f"{make_table(rows, _SCORES).text()}\n"
         f"Accept length {overall['accept_length']:.2f} (95%: {low:.2f} to {high:.2f})"
         + (f"; share of steps that accepted at least so many guesses: {deep}" if deep else "")
     )
-    return "\n".join(lines)
 
 
-def _times(speeds: Mapping[str, Any]) -> str:
-    return "-" if speeds["speedup"] is None else f"{speeds['speedup']:.2f}x"
-
-
-def _interval(speeds: Mapping[str, Any]) -> str:
-    low, high = speeds["speedup_ci95"]
-    return f"{low:.2f}-{high:.2f}"
-
-
-def _speeds(
-    tokens: list[float], seconds: list[float], tokens0: list[float], seconds0: list[float]
-) -> dict[str, Any]:
-    ours, theirs = sum(tokens) / sum(seconds), sum(tokens0) / sum(seconds0)
-    low, high = ratio_ci95([tokens, seconds0], [seconds, tokens0])
-    return {
-        "tokens_per_second": ours,
-        "tokens_per_second_baseline": theirs,
-        "speedup": ours / theirs if theirs else None,
-        "speedup_ci95": [low, high],
-    }
-
-
-def _each(of: Callable[[Answer], float], answers: Sequence[Answer]) -> list[float]:
-    return [of(answer) for answer in answers]
-
-
-def _new_tokens(answer: Answer) -> float:
-    return float(sum(answer["choices"][0]["new_tokens"]))
-
-
-def _seconds(answer: Answer) -> float:
-    return float(sum(answer["choices"][0]["wall_time"]))
+def _sum(answer: Answer, key: str) -> float:
+    """Return a figure of an answer over all its turns."""
+    return float(sum(answer["choices"][0][key]))

@@ -2,28 +2,26 @@
 
 ``<output>`` holds one whole record per line, ``<output>.bad.jsonl`` the ids of records that could
 not be answered, with the reason, and ``<output>.json`` the settings with which both were made.
-
-How answers are asked for, of whichever engine, and what became of the records.
+How answers are drawn, and what became of the records, is the same for all engines and stands here.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import json
+import mmap
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from specheads.config import ConfigError, RunError
 from specheads.data.schema import Record
 from specheads.regeneration.dialogue import prompt_digest
-from specheads.system.files import whole_file
+from specheads.system.files import no_room, whole_file
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class Sampling:
         top_k: 0 keeps all tokens.
         top_p: 1 keeps all.
         seed: each record's own is made from it, see :func:`record_seed`.
-        max_new_tokens: of one answer.
+        max_new_tokens: the most tokens of one answer.
         keep_truncated: keep answers that reached the limit.
     """
 
@@ -58,7 +56,7 @@ class Quarantined:
     """A record without an answer that could be used.
 
     Attributes:
-        record: as it was read.
+        record: the record as it was read.
         reason: one word, by which they are counted.
         detail: what happened.
         transient: whether it may go well another time; such records are tried again.
@@ -83,9 +81,6 @@ class Outcome:
     answered: list[Record] = field(default_factory=list)
     quarantined: list[Quarantined] = field(default_factory=list)
     num_tokens: int = 0
-
-
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class AnswerFile:
@@ -116,7 +111,10 @@ class AnswerFile:
         except OSError as error:
             raise ConfigError(f"cannot write {self.path}: {error.strerror}") from None
         try:
-            self._lock()
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise ConfigError(f"another process is writing {self.path}") from None
             self._check_settings(settings)
             self.num_cut = cut_torn_line(self.path)
             self.done = self._read_done()
@@ -125,12 +123,6 @@ class AnswerFile:
         except BaseException:
             os.close(self._file)
             raise
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(f"another process is writing {self.path}") from None
 
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
         wanted = json.loads(json.dumps(settings))
@@ -143,12 +135,7 @@ class AnswerFile:
             with whole_file(self.settings_path) as fresh:
                 fresh.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
             return
-        try:
-            found = json.loads(self.settings_path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"{self.settings_path} is damaged: {error}") from None
-        if not isinstance(found, dict):
-            raise ConfigError(f"{self.settings_path} is damaged: it holds no object")
+        found = _object(self.settings_path.read_bytes(), str(self.settings_path))
         others = [
             f"{key}={_shown(found, key)} there, {_shown(wanted, key)} here"
             for key in dict.fromkeys([*wanted, *found])
@@ -178,7 +165,7 @@ class AnswerFile:
         kept = [line for line in lines if not line["transient"] and line["id"] not in self.done]
         if len(kept) < len(lines):
             with whole_file(self.bad_path) as fresh:
-                fresh.write_bytes(_bytes("".join(map(_line, kept))))
+                fresh.write_bytes(_lines(kept))
         return {line["id"]: line["reason"] for line in kept}
 
     def left(self, records: Sequence[Record]) -> list[Record]:
@@ -202,28 +189,21 @@ class AnswerFile:
         Raises:
             RunError: if there is no room; what was there before is untouched.
         """
-        lines = [
-            _line(
-                {
-                    "id": item.record["id"],
-                    "kind": item.record["kind"],
-                    "reason": item.reason,
-                    "detail": item.detail,
-                    "transient": item.transient,
-                }
-            )
+        bad = [
+            {key: item.record[key] for key in ("id", "kind")}
+            | {"reason": item.reason, "detail": item.detail, "transient": item.transient}
             for item in quarantined
         ]
         try:
-            _append(self._file, "".join(map(_line, answered)))
-            if lines:
+            _append(self._file, answered)
+            if bad:
                 file = os.open(self.bad_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
                 try:
-                    _append(file, "".join(lines))
+                    _append(file, bad)
                 finally:
                     os.close(file)
         except OSError as error:
-            if error.errno not in _NO_ROOM:
+            if not no_room(error):
                 raise
             raise RunError(
                 f"no room to write {self.path} (disk full?); what was written before is kept,"
@@ -244,12 +224,7 @@ class AnswerFile:
         """Return self; the file is already open and locked."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close the file, which gives the lock back."""
         os.close(self._file)
 
@@ -263,13 +238,10 @@ def cut_torn_line(path: Path) -> int:
     if not path.exists():
         return 0
     with path.open("r+b") as file:
-        size = end = file.seek(0, os.SEEK_END)
-        kept = 0
-        while end and not kept:
-            start = max(0, end - (1 << 16))
-            file.seek(start)
-            kept = start + 1 + at if (at := file.read(end - start).rfind(b"\n")) >= 0 else 0
-            end = start
+        size = kept = file.seek(0, os.SEEK_END)
+        if size:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as contents:
+                kept = contents.rfind(b"\n") + 1
         if kept < size:
             file.truncate(kept)
             os.fsync(file.fileno())
@@ -284,26 +256,27 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            try:
-                found = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{path}:{number} is damaged: {error}") from None
-            if not isinstance(found, dict):
-                raise ConfigError(f"{path}:{number} is damaged: it holds no object")
-            yield number, found
+            yield number, _object(line, f"{path}:{number}")
 
 
-def _line(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, ensure_ascii=False) + "\n"
+def _object(text: bytes, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} is damaged: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{where} is damaged: it holds no object")
+    return found
 
 
-def _bytes(text: str) -> bytes:
+def _lines(values: Iterable[Mapping[str, Any]]) -> bytes:
+    text = "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values)
     # half of a surrogate pair has no UTF-8, but JSON has an escape for it
     return text.encode("utf-8", "backslashreplace")
 
 
-def _append(file: int, text: str) -> None:
-    data = _bytes(text)
+def _append(file: int, values: Iterable[Mapping[str, Any]]) -> None:
+    data = _lines(values)
     while data:
         data = data[os.write(file, data) :]
     os.fsync(file)

@@ -52,11 +52,11 @@ class Dialogue:
     """A record without its answers, and the new answers so far.
 
     Attributes:
-        record: as it was read.
+        record: the record as it was read.
         turns: the messages before each answer that is due; of a record with ``prompt`` and
             ``completion``, one turn without messages.
         answers: the new ones, at most one per turn.
-        ids: where an engine of ours answers: all tokens so far, prompts and answers.
+        ids: all tokens so far, prompts and answers; empty where a server answers.
         spans: [start, stop) of the answers in ``ids``.
     """
 
@@ -208,7 +208,7 @@ class TurnEncoder:
     the very ids that were generated.
 
     Args:
-        tokenizer: of the base model.
+        tokenizer: the base model's tokenizer.
         end_tokens: ids that end an answer.
 
     Raises:

@@ -1,13 +1,12 @@
 """Let an OpenAI-compatible server answer records, many at one time.
 
-A patient client of an OpenAI-compatible server.
-
-Written with urllib: what is needed here is a POST that ends in time, and no HTTP package is among
-those that specheads asks for. Those have no time limit for a whole request either.
+Its client is written with urllib: what is needed here is a POST that ends in time, and no HTTP
+package is among those that specheads asks for. Those have no time limit for a whole request either.
 """
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import io
 import json
@@ -56,9 +55,7 @@ class ServerError(RuntimeError):
         self, text: str, *, transient: bool = False, hopeless: bool = False, pause: float = 0.0
     ) -> None:
         super().__init__(text)
-        self.transient = transient
-        self.hopeless = hopeless
-        self.pause = pause
+        self.transient, self.hopeless, self.pause = transient, hopeless, pause
 
 
 class StoppedError(Exception):
@@ -72,9 +69,9 @@ class Client:
     which might carry it to another host, are not followed.
 
     Args:
-        url: with its version, e.g. ``http://localhost:8000/v1``.
+        url: the server's address with its version, e.g. ``http://localhost:8000/v1``.
         timeout: seconds in which a whole answer must have come, however slowly it trickles.
-        retries: of a failed request.
+        retries: how often a failed request is sent again.
         pause: seconds before the first of them; later ones wait twice as long each.
 
     Raises:
@@ -89,10 +86,7 @@ class Client:
             raise ConfigError(f"endpoint must be like http://localhost:8000/v1, got {url!r}")
         if parts.username or parts.password:
             raise ConfigError("endpoint must not hold a password; set OPENAI_API_KEY")
-        self.url = url.rstrip("/")
-        self.timeout = timeout
-        self.retries = retries
-        self.pause = pause
+        self.url, self.timeout, self.retries, self.pause = url.rstrip("/"), timeout, retries, pause
         self.stopped = threading.Event()
         self._key = os.environ.get("OPENAI_API_KEY", "")
         self._opener = urllib.request.build_opener(_NoRedirect, _Http, _Https)
@@ -236,13 +230,6 @@ class _Until(io.RawIOBase):
         super().close()
 
 
-_ANSWERED = (
-    "truncated",
-    "empty",
-    "unfinished",
-    "text",
-)  # reasons of quarantine: the server did answer
-_FAILED = ("server", "refused")
 _AT_ONCE = 64  # records that are handed on together
 
 
@@ -288,126 +275,117 @@ def _text(content: Any) -> str:
     return content or ""
 
 
-class Asking:
-    """Answers records with a server, several at one time.
+def ask_server(
+    client: Client,
+    model: str,
+    sampling: Sampling,
+    records: Sequence[Record],
+    generation: dict[str, Any],
+    *,
+    concurrency: int,
+    encode: Callable[[Record], dict[str, Any]] | None = None,
+) -> Iterator[Outcome]:
+    """Answer records with a server; yield what became of them, some at a time, as answers come.
 
     Args:
-        client: of the server.
-        model: as the server calls it.
+        client: the client of the server.
+        model: the model, as the server calls it.
         sampling: how answers are drawn; each record is asked for with its own seed.
+        records: the records to answer.
+        generation: JSON about the server, for every answered record.
         concurrency: requests at one time.
         encode: gives the tokens of an answered record, to be stored with it; called here, by one
             thread.
+
+    Raises:
+        RunError: if the server refuses all requests, never answered once, or has stopped answering.
     """
+    todo: queue.SimpleQueue[Record] = queue.SimpleQueue()
+    done: queue.SimpleQueue[Dialogue | Quarantined | BaseException] = queue.SimpleQueue()
+    for record in records:
+        todo.put(record)
+    num_threads = min(concurrency, len(records))
 
-    def __init__(
-        self,
-        client: Client,
-        model: str,
-        sampling: Sampling,
-        *,
-        concurrency: int,
-        encode: Callable[[Record], dict[str, Any]] | None = None,
-    ) -> None:
-        self.client = client
-        self.model = model
-        self.sampling = sampling
-        self.concurrency = concurrency
-        self.encode = encode
-
-    def answer(self, records: Sequence[Record], generation: dict[str, Any]) -> Iterator[Outcome]:
-        """Answer records; yield what became of them, some at a time, as answers come.
-
-        Args:
-            records: to answer.
-            generation: JSON about the server, for every answered record.
-
-        Raises:
-            RunError: if the server refuses all requests, never answered once, or has stopped
-                answering.
-        """
-        todo: queue.SimpleQueue[Record] = queue.SimpleQueue()
-        done: queue.SimpleQueue[Dialogue | Quarantined | BaseException] = queue.SimpleQueue()
-        for record in records:
-            todo.put(record)
-        num_threads = min(self.concurrency, len(records))
-        for _ in range(num_threads):
-            threading.Thread(target=self._work, args=(todo, done), daemon=True).start()
-        health = _Health(self.client.url, num_threads)
-        held: list[Quarantined] = []  # until it is known that it was not the server
-        settled, failure = 0, None
+    def work() -> None:
         try:
-            while settled < len(records) and failure is None:
-                outcome = Outcome()
-                try:
-                    for item in _take(done):
-                        settled += 1
-                        health.look_at(item)
-                        if isinstance(item, Quarantined):
-                            held.append(item)
-                        elif isinstance(item, Dialogue):
-                            self._collect(item, generation, outcome)
-                    if settled == len(records):
-                        health.check_end()
-                except RunError as error:
-                    failure = error  # what else has come is kept
-                if health.answered or settled == len(records):
-                    outcome.quarantined += held
-                    held.clear()
-                yield outcome
-        finally:
-            self.client.stopped.set()
-        if failure is not None:
-            raise failure
-
-    def _collect(self, talk: Dialogue, generation: dict[str, Any], outcome: Outcome) -> None:
-        outcome.num_tokens += sum(answer.num_tokens or 0 for answer in talk.answers)
-        record = talk.answered(generation, None)
-        if self.encode is not None:
-            try:
-                record["tokens"] = self.encode(record)
-            except ConfigError as error:
-                outcome.quarantined.append(Quarantined(talk.record, "template", str(error)))
-                return
-        outcome.answered.append(record)
-
-    def _work(
-        self,
-        todo: queue.SimpleQueue[Record],
-        done: queue.SimpleQueue[Dialogue | Quarantined | BaseException],
-    ) -> None:
-        try:
-            while not self.client.stopped.is_set():
-                done.put(self._settle(todo.get_nowait()))
+            while not client.stopped.is_set():
+                done.put(_settle(client, model, sampling, todo.get_nowait()))
         except (queue.Empty, StoppedError):
             return
         except BaseException as error:  # raised again by whoever waits for answers
             done.put(error)
 
-    def _settle(self, record: Record) -> Dialogue | Quarantined:
-        try:
-            talk = dialogue(record)
-            while not talk.finished:
-                talk.answers.append(next_answer(self.client, self.model, self.sampling, talk))
-                check_answer(talk, self.sampling.keep_truncated)
-        except UnusableRecordError as error:
-            return Quarantined(record, error.reason, str(error))
-        except ServerError as error:
-            if error.hopeless:
-                raise RunError(f"{self.client.url} refuses all requests: {error}") from None
-            reason = "server" if error.transient else "refused"
-            return Quarantined(record, reason, str(error), error.transient)
-        return talk
+    for _ in range(num_threads):  # daemons: Ctrl-C must not wait for a slow answer
+        threading.Thread(target=work, daemon=True).start()
+    health = _Health(client.url, num_threads)
+    held: list[Quarantined] = []  # until it is known that it was not the server
+    settled, failure = 0, None
+    try:
+        while settled < len(records) and failure is None:
+            outcome = Outcome()
+            try:
+                for item in _take(done):
+                    settled += 1
+                    health.look_at(item)
+                    if isinstance(item, Quarantined):
+                        held.append(item)
+                    elif isinstance(item, Dialogue):
+                        _add_record(outcome, item, generation, encode)
+                if settled == len(records):
+                    health.check_end()
+            except RunError as error:
+                failure = error  # what else has come is kept
+            if health.answered or settled == len(records):
+                outcome.quarantined += held
+                held.clear()
+            yield outcome
+    finally:
+        client.stopped.set()
+    if failure is not None:
+        raise failure
+
+
+def _settle(
+    client: Client, model: str, sampling: Sampling, record: Record
+) -> Dialogue | Quarantined:
+    try:
+        talk = dialogue(record)
+        while not talk.finished:
+            talk.answers.append(next_answer(client, model, sampling, talk))
+            check_answer(talk, sampling.keep_truncated)
+    except UnusableRecordError as error:
+        return Quarantined(record, error.reason, str(error))
+    except ServerError as error:
+        if error.hopeless:
+            raise RunError(f"{client.url} refuses all requests: {error}") from None
+        reason = "server" if error.transient else "refused"
+        return Quarantined(record, reason, str(error), error.transient)
+    return talk
+
+
+def _add_record(
+    outcome: Outcome,
+    talk: Dialogue,
+    generation: dict[str, Any],
+    encode: Callable[[Record], dict[str, Any]] | None,
+) -> None:
+    outcome.num_tokens += sum(answer.num_tokens or 0 for answer in talk.answers)
+    record = talk.answered(generation, None)
+    try:
+        if encode is not None:
+            record["tokens"] = encode(record)
+        outcome.answered.append(record)
+    except ConfigError as error:
+        outcome.quarantined.append(Quarantined(talk.record, "template", str(error)))
 
 
 class _Health:
     """Tells a server that is down from records that it cannot answer."""
 
     def __init__(self, url: str, num_threads: int) -> None:
-        self.url = url
+        self.url, self.num_threads = url, num_threads
         self.answered = False
         self.num_failed = 0  # one after the other
-        self.num_threads = num_threads
         self.last = ""
 
     def look_at(self, item: Dialogue | Quarantined | BaseException) -> None:
@@ -418,10 +396,11 @@ class _Health:
         """
         if isinstance(item, BaseException):
             raise item
-        if isinstance(item, Dialogue) or item.reason in _ANSWERED:
+        if isinstance(item, Quarantined) and item.reason in ("server", "refused"):
+            if item.transient or not self.answered:
+                self.num_failed, self.last = self.num_failed + 1, item.detail
+        elif isinstance(item, Dialogue) or item.reason != "role":  # good or bad, an answer came
             self.answered, self.num_failed = True, 0
-        elif item.reason in _FAILED and (item.transient or not self.answered):
-            self.num_failed, self.last = self.num_failed + 1, item.detail
         if not self.answered and self.num_failed >= self.num_threads:
             self.check_end()
         if self.num_failed >= max(8, 2 * self.num_threads):
@@ -440,8 +419,6 @@ def _take(
 ) -> Iterator[Dialogue | Quarantined | BaseException]:
     """Wait for one item, then yield it and those that are there already."""
     yield done.get()
-    for _ in range(_AT_ONCE - 1):
-        try:
+    with contextlib.suppress(queue.Empty):
+        for _ in range(_AT_ONCE - 1):
             yield done.get_nowait()
-        except queue.Empty:
-            return

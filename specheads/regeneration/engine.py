@@ -3,17 +3,17 @@
 Each row draws with a seed made from the run's seed and its record's id. In float32 an answer is
 therefore the same whatever batch it falls in, in which order, and after how many restarts.
 
-Who answers when ``regenerate`` is run: which weights, with which settings, and their engine.
+Below is who answers when ``regenerate`` is run: which weights, with which settings.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ class Engine:
 
     Args:
         base: the base model.
-        turns: gives the prompts' ids.
+        turns: the encoder that gives the prompts' ids.
         sampling: how answers are drawn.
         drafter: proposes; None decodes one token at a time. Its candidates are to be deterministic.
         batch_size: dialogues that are decoded together; 1 where the model takes no more.
@@ -92,26 +92,20 @@ class Engine:
     ) -> None:
         if drafter is not None and not drafter.deterministic:
             raise ValueError("drafter must be deterministic: a sampling one draws by row")
-        self.base = base
-        self.turns = turns
-        self.sampling = sampling
-        self.drafter = drafter
+        self.base, self.turns, self.sampling, self.drafter = base, turns, sampling, drafter
         self.batch_size = batch_size if tree_support(base).kind == "tree" else 1
         self.context = context_length(base) or 1 << 40
 
     def answer(
-        self,
-        records: Sequence[Record],
-        generation: dict[str, Any],
-        tokenizer_digest: str,
+        self, records: Sequence[Record], generation: dict[str, Any], tokenizer_digest: str
     ) -> Iterator[Outcome]:
         """Answer records; yield what became of them, some at a time.
 
         Args:
-            records: in an order of which every beginning is a fair sample; neighbours are sorted by
+            records: an order of which every beginning is a fair sample; neighbours are sorted by
                 length within :data:`POOL` batches.
             generation: JSON about the engine, for every answered record.
-            tokenizer_digest: of the tokenizer, for the stored ids.
+            tokenizer_digest: the digest of the tokenizer, stored beside the ids.
         """
         answers = self._one_by_one if self.drafter is None else self._by_batches
         for outcome in answers(records):
@@ -128,21 +122,14 @@ class Engine:
             outcome = _Talked()
             talks: list[Dialogue] = []
             for record in records[start : start + size]:
-                try:
-                    talks.append(dialogue(record))
-                except UnusableRecordError as error:
-                    outcome.quarantined.append(Quarantined(record, error.reason, str(error)))
-            talks = self._each(talks, self._ask, outcome)
+                with _quarantining(record, outcome):
+                    talks.append(self._ask(dialogue(record)))
             yield sorted(talks, key=lambda talk: (len(talk.turns), len(talk.ids))), outcome
 
     def _one_by_one(self, records: Sequence[Record]) -> Iterator[_Talked]:
         """Answer plainly: whenever rows have ended, the next dialogues take their places."""
-        stream = PlainStream(
-            self.base,
-            self._sampler([]),
-            eos_token_ids=self.turns.end_tokens,
-            batch_size=self.batch_size,
-        )
+        ends, size = self.turns.end_tokens, self.batch_size
+        stream = PlainStream(self.base, self._sampler([]), eos_token_ids=ends, batch_size=size)
         waiting: deque[Dialogue] = deque()
         pools, outcome, more = self._pools(records), _Talked(), True
         start = time.monotonic()
@@ -154,20 +141,19 @@ class Engine:
                     waiting += found[0]
                     outcome.quarantined += found[1].quarantined
             # a prompt alone is read as fast as a few together: let some rows become free
-            if waiting and stream.free >= min(-(-self.batch_size // 4), len(waiting)):
+            if waiting and stream.free >= min(-(-size // 4), len(waiting)):
                 jobs = [self._job(talk) for talk in islice(waiting, stream.free)]
                 stream.add(jobs := jobs[: stream.num_fitting(jobs)])
                 for _ in jobs:
                     waiting.popleft()
-            if stream.free < self.batch_size:
+            if stream.free < size:
                 stream.step()
-            ended = stream.take_ended()
-            if ended:
+            if ended := stream.take_ended():
                 talks = [job.owner for job, _ in ended]
                 waiting.extendleft(self._settle(talks, [row for _, row in ended], outcome))
-            idle = stream.free == self.batch_size and not waiting and not more
+            idle = stream.free == size and not waiting and not more
             settled = len(outcome.talks) + len(outcome.quarantined)
-            if idle or settled >= self.batch_size or time.monotonic() - start > HELD:
+            if idle or settled >= size or time.monotonic() - start > HELD:
                 yield outcome
                 outcome, start = _Talked(), time.monotonic()
             if idle:
@@ -189,31 +175,24 @@ class Engine:
     ) -> list[Dialogue]:
         """Give dialogues their next answers; return those in which another one is due."""
         outcome.num_tokens += sum(len(row.new_tokens) for row in rows)
-        row_of = {talk.id: row for talk, row in zip(talks, rows, strict=True)}
-        talks = self._each(talks, partial(self._take, row_of), outcome)
-        outcome.talks += [talk for talk in talks if talk.finished]
-        return self._each([talk for talk in talks if not talk.finished], self._ask, outcome)
+        waiting: list[Dialogue] = []
+        for talk, row in zip(talks, rows, strict=True):
+            with _quarantining(talk.record, outcome):
+                self.turns.add(talk, row.new_tokens, ended=row.finished)
+                check_answer(talk, self.sampling.keep_truncated)
+                if talk.finished:
+                    outcome.talks.append(talk)
+                else:
+                    waiting.append(self._ask(talk))
+        return waiting
 
-    def _each(
-        self, talks: list[Dialogue], action: Callable[[Dialogue], object], outcome: Outcome
-    ) -> list[Dialogue]:
-        """Do ``action`` with each; return those that it is possible with."""
-        kept = []
-        for talk in talks:
-            try:
-                action(talk)
-            except UnusableRecordError as error:
-                outcome.quarantined.append(Quarantined(talk.record, error.reason, str(error)))
-            else:
-                kept.append(talk)
-        return kept
-
-    def _ask(self, talk: Dialogue) -> None:
+    def _ask(self, talk: Dialogue) -> Dialogue:
         self.turns.ask(talk)
         if len(talk.ids) >= self.context:
             raise UnusableRecordError(
                 "too_long", f"a prompt of {len(talk.ids)} tokens in a context of {self.context}"
             )
+        return talk
 
     def _job(self, talk: Dialogue) -> Job:
         limit = min(self.sampling.max_new_tokens, self.context - len(talk.ids))
@@ -222,11 +201,6 @@ class Engine:
     def _sampler(self, seeds: Sequence[int]) -> SeededRows:
         sampling = self.sampling
         return SeededRows(sampling.temperature, sampling.top_k, sampling.top_p, seeds=seeds)
-
-    def _take(self, row_of: dict[str, DecodedRow], talk: Dialogue) -> None:
-        row = row_of[talk.id]
-        self.turns.add(talk, row.new_tokens, ended=row.finished)
-        check_answer(talk, self.sampling.keep_truncated)
 
     def decode(self, jobs: Sequence[Job]) -> list[DecodedRow]:
         """Continue prompts with the drafter, those of one limit together."""
@@ -257,15 +231,23 @@ class Engine:
         ).rows
 
 
+@contextlib.contextmanager
+def _quarantining(record: Record, outcome: Outcome) -> Iterator[None]:
+    try:
+        yield
+    except UnusableRecordError as error:
+        outcome.quarantined.append(Quarantined(record, error.reason, str(error)))
+
+
 @dataclass(frozen=True)
 class Answering:
     """Whose answers these are.
 
     Attributes:
         model: a folder or a name; at an endpoint, the name there.
-        digest: of its weights; empty where a server has them.
+        digest: the digest of its weights; empty where a server has them.
         tuned: whether it is the tuned base of an export, and not an original.
-        quantization: of an export's base, as it is recorded there.
+        quantization: the quantisation of an export's base, as it is recorded there.
     """
 
     model: str
@@ -353,14 +335,7 @@ def settings_of(config: RegenerateConfig, who: Answering) -> dict[str, Any]:
 
 def sampling_of(config: RegenerateConfig) -> Sampling:
     """Return how answers are drawn."""
-    return Sampling(
-        config.temperature,
-        config.top_k,
-        config.top_p,
-        config.seed,
-        config.max_new_tokens,
-        config.keep_truncated,
-    )
+    return Sampling(**{field.name: getattr(config, field.name) for field in fields(Sampling)})
 
 
 def load_engine(config: RegenerateConfig, who: Answering) -> Engine:

@@ -161,7 +161,7 @@ class WandbLog:
         if self._run is not None and not self._offline:
             self._say(f"Weights & Biases: {self._run.url}")
 
-    def _start(self, mode: str, name: str, settings: Mapping[str, Any]) -> None:
+    def _start(self, mode: Any, name: str, settings: Mapping[str, Any]) -> None:
         wait = _FINISH if self._cfg.artifacts == "none" else _FINISH_ARTIFACTS
         given = {
             "console": "off",

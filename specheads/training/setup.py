@@ -21,10 +21,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.config import ConfigError, LossConfig, TrainConfig
 from specheads.data.chat import Documents, Encoded, EncodedRecords, Encoder, encode_records
-from specheads.data.dropped import Dropped
 from specheads.data.load import load_records, read_jsonl
 from specheads.data.pack import GrowingBatches, PackedBatches, check_isolation, one_pass
-from specheads.data.schema import Record
+from specheads.data.schema import Dropped, Record
 from specheads.data.stream import RecordStream, StreamedBatches
 from specheads.data.tokenizers import choose_tokenizer, complete_init
 from specheads.losses.cross_entropy import IGNORE, check_implementation, count_valid

@@ -95,7 +95,7 @@ def test_a_wrong_decoder_fails_the_bench(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A table of speed-ups of other outputs than plain decoding's must not leave with 0."""
-    make = benchmark.make_methods
+    make = benchmark.Contest.of_trees
 
     def make_wrong(*args: Any, **kwargs: Any) -> list[Method]:
         def decode(batch: Batch, temperature: float, seed: int) -> list[Decoded]:
@@ -106,7 +106,7 @@ def test_a_wrong_decoder_fails_the_bench(
         *others, tree = make(*args, **kwargs)
         return [*others, replace(tree, decode=decode)]
 
-    monkeypatch.setattr(benchmark, "make_methods", make_wrong)
+    monkeypatch.setattr(benchmark.Contest, "of_trees", make_wrong)
     out = prompt_file.with_name("bench.json")
     with pytest.raises(RunError, match="tree at T=0, batch 1: prompt body-0 .* token 5 .*limit"):
         bench(

@@ -11,7 +11,7 @@ from tokenizers import processors
 from specheads.config import ConfigError
 from specheads.decoding.loop import plain_decode
 from specheads.measure import lm_eval
-from specheads.measure.lm_eval import Harness, rolling_windows
+from specheads.measure.harness import Harness, rolling_windows
 from specheads.verification.sampling import Sampler
 from tests import fake_lm_eval
 from tests.fake_lm_eval import Instance

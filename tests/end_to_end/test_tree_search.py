@@ -21,6 +21,7 @@ from specheads.measure.clock import read_prompts
 from specheads.measure.hits import (
     Gains,
     Hits,
+    Texts,
     collect_hits,
     decoded_gains,
     dynamic_gains,
@@ -62,21 +63,13 @@ def hits(golden: Export, unseen: list[Tensor]) -> list[list[Hits]]:
     """Return the hits on every other of them."""
     eos = end_tokens(golden.base, golden.tokenizer)
     output = output_layer(golden.base)
-    return collect_hits(
-        golden.base, golden.heads, output, unseen[::2], eos_token_ids=eos, **SETTINGS
-    )
+    return collect_hits(golden.base, golden.heads, output, Texts(unseen[::2], eos, **SETTINGS))
 
 
 def measure(golden: Export, drafter: Drafter, prompts: list[Tensor]) -> Gains:
     """Decode the prompts."""
-    return decoded_gains(
-        golden.base,
-        drafter,
-        prompts,
-        num_heads=golden.heads.num_heads,
-        eos_token_ids=end_tokens(golden.base, golden.tokenizer),
-        **SETTINGS,
-    )
+    texts = Texts(prompts, end_tokens(golden.base, golden.tokenizer), **SETTINGS)
+    return decoded_gains(golden.base, drafter, texts, golden.heads.num_heads)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

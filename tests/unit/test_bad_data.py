@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerFast
 
 from specheads.config import ConfigError, DataConfig
 from specheads.data.chat import Documents, NothingLearnedError, encode_records
-from specheads.data.dropped import Dropped
 from specheads.data.load import load_records
 from specheads.data.readers import MAX_DEPTH, open_reader
+from specheads.data.schema import Dropped
 from specheads.data.stream import RecordStream, StreamedBatches
 from tests.conftest import build_byte_tokenizer
 

@@ -8,35 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
 from specheads.attention.tree import Tree
 from specheads.decoding.costs import CostCurve
 from specheads.drafters.growing import DynamicHeadsDrafter
 from specheads.measure import calibrate as module
-from specheads.measure.calibrate import Calibration, Kind, calibrate, fastest
-from specheads.measure.hits import Gains, Hits, static_gains
-from specheads.models.heads import MedusaHeads
-from specheads.models.output import OutputLayer, output_layer
-
-Medusa = tuple[LlamaForCausalLM, MedusaHeads, OutputLayer]
-
-
-@pytest.fixture
-def medusa(tiny_llama: LlamaForCausalLM) -> Medusa:
-    """Return a base with three heads that differ from one another and hit now and then."""
-    output = output_layer(tiny_llama)
-    heads = MedusaHeads(3, 1, 32, 272)
-    with torch.no_grad():
-        heads.init_from_output(output.weight)
-        for i, parameter in enumerate(heads.parameters()):
-            parameter += 0.02 * (1 + i % 3) * torch.randn_like(parameter)
-    return tiny_llama, heads.eval(), output
-
-
-def prompts() -> list[Tensor]:
-    """Return prompts of several lengths."""
-    return [torch.randint(0, 256, (1, size)) for size in (5, 17, 3)]
+from specheads.measure.calibrate import Calibration, Kind, Search, calibrate, fastest
+from specheads.measure.hits import Gains, Hits, Texts, static_gains
+from tests.conftest import Medusa
+from tests.conftest import three_prompts as prompts
 
 
 @pytest.fixture
@@ -68,8 +48,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], float]],
 def find(medusa: Medusa, **settings: Any) -> Calibration:
     """Calibrate on the prompts."""
     base, heads, output = medusa
-    values = {"eos_token_ids": (), "max_new_tokens": 40, "max_nodes": 20, "repeats": 2, **settings}
-    return calibrate(base, heads, output, prompts(), **values)
+    texts = Texts(prompts(), max_new_tokens=settings.pop("max_new_tokens", 40))
+    return calibrate(
+        base, heads, output, texts, Search(**{"max_nodes": 20, "repeats": 2, **settings})
+    )
 
 
 @pytest.mark.parametrize(("slope", "expected"), [(0.0, 20), (1.0, 2)])

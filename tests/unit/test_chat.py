@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specheads.config import ConfigError
 from specheads.data.chat import Documents, Encoded, Encoder, encode_records, pad_token_id
-from specheads.data.dropped import Dropped
+from specheads.data.schema import Dropped
 from specheads.losses.cross_entropy import IGNORE
 
 EOS = 258

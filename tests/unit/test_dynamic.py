@@ -19,7 +19,7 @@ from specheads.drafters import growing
 from specheads.drafters.contract import FINAL, Prefill
 from specheads.drafters.growing import DynamicHeadsDrafter, best_tree_on_host, best_trees
 from specheads.drafters.heads import HeadsState
-from specheads.measure.hits import pad_left
+from specheads.measure.clock import pad_left
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer, output_layer
 from specheads.verification.sampling import Sampler

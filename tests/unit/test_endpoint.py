@@ -17,7 +17,7 @@ import pytest
 from specheads.config import ConfigError, RunError
 from specheads.regeneration import endpoint as client_module
 from specheads.regeneration.answers import Outcome, Sampling, record_seed
-from specheads.regeneration.endpoint import Asking, Client, ServerError
+from specheads.regeneration.endpoint import Client, ServerError, ask_server
 
 # what a server does with its nth request (from 0): status, body, headers; None: it never answers
 Script = Callable[[int, str, dict[str, Any]], tuple[int, Any, dict[str, str]] | None]
@@ -143,9 +143,10 @@ def ask(
 ) -> Outcome:
     """Answer all records and return everything that became of them."""
     sampling = Sampling(0.5, 0, 0.9, seed=3, max_new_tokens=11)
-    asking = Asking(client_of(server, **settings), "m", sampling, concurrency=concurrency)
-    total = Outcome()
-    for outcome in asking.answer(records, {"model": "m"}):
+    client, total = client_of(server, **settings), Outcome()
+    for outcome in ask_server(
+        client, "m", sampling, records, {"model": "m"}, concurrency=concurrency
+    ):
         total.answered += outcome.answered
         total.quarantined += outcome.quarantined
         total.num_tokens += outcome.num_tokens
@@ -378,10 +379,9 @@ def test_a_malformed_redirection_is_refused(serve: Callable[[Script], Server]) -
 def test_a_server_that_never_answers_ends_the_run(serve: Callable[[Script], Server]) -> None:
     """A wrong port or a dead server would put a whole data set into quarantine, slowly."""
     server = serve(lambda n, path, body: fails(500))
-    asking = Asking(client_of(server, retries=1), "m", Sampling(), concurrency=3)
-    outcomes = []
+    client, records, outcomes = client_of(server, retries=1), chats(*map(str, range(50))), []
     with pytest.raises(RunError, match=r"never answered: HTTP 500 .*error 500"):
-        outcomes += list(asking.answer(chats(*map(str, range(50))), {}))
+        outcomes += list(ask_server(client, "m", Sampling(), records, {}, concurrency=3))
     assert len(server.seen) < 20 and not any(o.quarantined for o in outcomes)
     server.close()
     with pytest.raises(RunError, match="never answered: .*refused"):
@@ -393,10 +393,9 @@ def test_a_server_that_never_answers_ends_the_run(serve: Callable[[Script], Serv
 def test_a_server_that_dies_ends_the_run(serve: Callable[[Script], Server]) -> None:
     """What is left must stay left: to be asked when the server is back, not quarantined."""
     server = serve(lambda n, path, body: ok(body) if n < 10 else fails(502))
-    total = Outcome()
-    asking = Asking(client_of(server, retries=0), "m", Sampling(), concurrency=2)
+    total, records, client = Outcome(), chats(*map(str, range(500))), client_of(server, retries=0)
     with pytest.raises(RunError, match="stopped answering: HTTP 502"):
-        for outcome in asking.answer(chats(*map(str, range(500))), {}):
+        for outcome in ask_server(client, "m", Sampling(), records, {}, concurrency=2):
             total.answered += outcome.answered
             total.quarantined += outcome.quarantined
     assert len(total.answered) == 10 and len(server.seen) < 100
@@ -448,9 +447,8 @@ def test_the_first_model_is_asked_for(serve: Callable[[Script], Server]) -> None
 def test_stopping_does_not_wait(serve: Callable[[Script], Server]) -> None:
     """Ctrl-C during a pause of a minute, or a slow answer, must not hang."""
     server = serve(lambda n, path, body: ok(body) if n == 0 else None)
-    asking = Asking(client_of(server, timeout=600), "m", Sampling(), concurrency=2)
-    start = time.monotonic()
-    outcomes = asking.answer(chats("a", "b", "c"), {})
+    client, start = client_of(server, timeout=600), time.monotonic()
+    outcomes = ask_server(client, "m", Sampling(), chats("a", "b", "c"), {}, concurrency=2)
     assert len(next(outcomes).answered) == 1
     outcomes.close()  # type: ignore[attr-defined]
-    assert asking.client.stopped.is_set() and time.monotonic() - start < 300
+    assert client.stopped.is_set() and time.monotonic() - start < 300

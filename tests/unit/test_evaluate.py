@@ -5,45 +5,31 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from specheads.attention.tree import Tree, default_tree
 from specheads.config import EvaluateConfig
 from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import StepResult
 from specheads.drafters.heads import HeadsDrafter
-from specheads.measure.clock import Decoded, read_prompts
-from specheads.measure.evaluate import conditional_acceptance, decode_heldout, write_prompts
+from specheads.measure.clock import Decoded, Prompt, Runs, read_prompts
+from specheads.measure.evaluate import (
+    conditional_acceptance,
+    decode_heldout,
+    sample_texts,
+    write_prompts,
+)
 from specheads.measure.stats import rep8
 from specheads.models.forward import undisturbed
-from specheads.models.heads import MedusaHeads
-from specheads.models.output import OutputLayer, output_layer
 from specheads.verification.sampling import Sampler
+from tests.conftest import Medusa
+from tests.conftest import three_prompts as prompts
 
-Medusa = tuple[LlamaForCausalLM, MedusaHeads, OutputLayer]
 EVALUATE = EvaluateConfig(max_new_tokens=24, temperatures=[0.0, 0.3], num_nodes=6)
-
-
-@pytest.fixture
-def medusa(tiny_llama: LlamaForCausalLM) -> Medusa:
-    """Return a base with three heads that differ from one another and hit now and then."""
-    output = output_layer(tiny_llama)
-    heads = MedusaHeads(3, 1, 32, 272)
-    with torch.no_grad():
-        heads.init_from_output(output.weight)
-        for i, parameter in enumerate(heads.parameters()):
-            parameter += 0.02 * (1 + i % 3) * torch.randn_like(parameter)
-    return tiny_llama, heads, output
-
-
-def prompts() -> list[Tensor]:
-    """Return prompts of several lengths."""
-    return [torch.randint(0, 256, (1, size)) for size in (5, 17, 3)]
 
 
 class Watched(HeadsDrafter):
@@ -168,3 +154,40 @@ def test_written_prompts_are_read_back_as_they_were(
     assert found[3].input_ids.tolist() == [[9, 8]]
     assert len({json.loads(line)["id"] for line in path.read_text().splitlines()}) == 4
     assert [each.name for each in tmp_path.iterdir()] == ["heldout.jsonl"]
+
+
+class Letters:
+    """Token i is the i-th letter."""
+
+    def decode(self, tokens: list[int]) -> str:
+        """Return one letter per token."""
+        return "".join(chr(97 + token) for token in tokens)
+
+
+def runs(*texts: tuple[list[int], list[int]]) -> Runs:
+    """Return runs that decoded these tokens with these accept lengths."""
+    return Runs(decoded=[Decoded(tokens, lengths, ended=True) for tokens, lengths in texts])
+
+
+@pytest.mark.parametrize("num_samples", [0, 1, 3, 4, 9])
+def test_samples_are_told_apart(num_samples: int) -> None:
+    """Columns swapped, or a text beside another prompt, look just as convincing in a table."""
+    prompts = [Prompt(str(i), "k", torch.tensor([[i]])) for i in range(2)]
+    found: dict[str, Any] = {
+        "t0": {
+            "plain": runs(([4, 5], [1]), ([6, 7], [1])),
+            "tree": runs(([4, 5], [2]), ([6, 7], [1, 1])),
+        },
+        "t0.7": {
+            "plain": runs(([8], [1]), ([9], [1])),
+            "tree": runs(([10, 11, 12], [3]), ([13], [1])),
+        },
+    }
+    tokenizer = cast(PreTrainedTokenizerBase, Letters())
+    rows = sample_texts(prompts, found, "tree", tokenizer, num_samples)
+    assert [tuple(row.values()) for row in rows] == [
+        ("a", 0.0, "ef", "ef", [2], True),
+        ("a", 0.7, "i", "klm", [3], False),
+        ("b", 0.0, "gh", "gh", [1, 1], True),
+        ("b", 0.7, "j", "n", [1], False),
+    ][:num_samples]

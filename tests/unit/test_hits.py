@@ -1,11 +1,14 @@
-"""Measuring what the heads guessed, and counting what trees gain from it, against decoding."""
+"""What the heads guessed, what trees gain from it, and how static trees are grown."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -19,48 +22,42 @@ from specheads.drafters.growing import (
     dynamic_drafter,
     static_drafter,
 )
+from specheads.measure import hits as module
+from specheads.measure.clock import Decoded, Prompt
 from specheads.measure.hits import (
     MISS,
     TEMPERATURES,
     Hits,
+    Texts,
+    acceptance,
+    came_after,
     collect_hits,
     decoded_gains,
     dynamic_sizes,
     fit_temperatures,
     gained,
+    grow_nodes,
+    grow_order,
     grown_sizes,
+    measure_accuracy,
     measure_hits,
-    replay,
     static_sizes,
+    step_ranks,
+    top_shares,
 )
 from specheads.models.blocks import prefix_sizes
 from specheads.models.heads import MedusaHeads
-from specheads.models.output import OutputLayer, output_layer
+from specheads.models.output import output_layer
 from specheads.verification.sampling import Sampler
+from tests.conftest import Medusa
+from tests.conftest import three_prompts as prompts
+from tests.enumeration import replay
 
-Medusa = tuple[LlamaForCausalLM, MedusaHeads, OutputLayer]
 TREES = [
     Tree.from_choices([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 2)]),
     Tree.from_choices([(rank,) for rank in range(8)]),
     Tree.chain(3),
 ]
-
-
-@pytest.fixture
-def medusa(tiny_llama: LlamaForCausalLM) -> Medusa:
-    """Return a base with three heads that differ from one another and hit now and then."""
-    output = output_layer(tiny_llama)
-    heads = MedusaHeads(3, 1, 32, 272)
-    with torch.no_grad():
-        heads.init_from_output(output.weight)
-        for i, parameter in enumerate(heads.parameters()):
-            parameter.add_(0.02 * (1 + i % 3) * torch.randn_like(parameter))
-    return tiny_llama, heads.eval(), output
-
-
-def prompts() -> list[Tensor]:
-    """Return prompts of several lengths."""
-    return [torch.randint(0, 256, (1, size)) for size in (5, 17, 3)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.3])
@@ -179,28 +176,17 @@ def test_all_sizes_at_once_are_each_size_alone(ended: bool) -> None:
 def test_what_is_expected_is_what_comes(medusa: Medusa, num_nodes: int) -> None:
     """On the very same prompts nothing may differ: neither batches, seeds, nor the cut-off end."""
     base, heads, output = medusa
-    settings = {
-        "eos_token_ids": (17, 40, 99),
-        "max_new_tokens": 30,
-        "temperatures": (0.0, 0.5),
-        "seed": 5,
-    }
     many = [torch.randint(0, 256, (1, 3 + 2 * i)) for i in range(10)]  # more than one batch
-    hits = collect_hits(base, heads, output, many, **settings)  # type: ignore[arg-type]
+    texts = Texts(many, (17, 40, 99), 30, (0.0, 0.5), seed=5)
+    hits = collect_hits(base, heads, output, texts)
     assert len(hits) == 10 and {len(texts) for texts in hits} == {2}
     assert {text.ended for texts in hits for text in texts} == {True, False}
     tree = Tree.from_choices(
         [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 2)][: num_nodes - 1]
     )
-    gains = decoded_gains(
-        base,
-        static_drafter(base, heads, output, tree),
-        many,
-        num_heads=3,
-        **settings,  # type: ignore[arg-type]
-    )
-    for prompt, texts in enumerate(hits):
-        steps = [step for text in texts for step in replay(tree, text.ranks, ended=text.ended)]
+    gains = decoded_gains(base, static_drafter(base, heads, output, tree), texts, 3)
+    for prompt, of_prompt in enumerate(hits):
+        steps = [step for text in of_prompt for step in replay(tree, text.ranks, ended=text.ended)]
         assert gains.tokens[prompt].item() == sum(steps)
         assert gains.steps[prompt].item() == len(steps)
 
@@ -259,6 +245,154 @@ def test_nothing_to_measure_is_refused(medusa: Medusa) -> None:
     """Without positions every rate is zero, and the tree would silently be the root alone."""
     base, heads, output = medusa
     with pytest.raises(ValueError, match="at least 1 prompt"):
-        collect_hits(base, heads, output, [], eos_token_ids=())
+        collect_hits(base, heads, output, Texts([]))
     with pytest.raises(ConfigError, match="max_new_tokens 3 leaves no position"):
-        collect_hits(base, heads, output, prompts(), eos_token_ids=(), max_new_tokens=3)
+        collect_hits(base, heads, output, Texts(prompts(), max_new_tokens=3))
+
+
+def choices(ranks: Tensor, num_nodes: int) -> set[tuple[int, ...]]:
+    """Return the nodes of the grown tree."""
+    return {node for node, _ in grow_order(ranks, num_nodes)}
+
+
+def hits_of(ranks: Tensor, ended: bool = True) -> Hits:
+    """Return hits that hold nothing but ranks."""
+    nothing = torch.zeros(0)
+    return Hits(ranks, nothing, nothing, nothing, ended)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=2), min_size=1, max_size=20),
+    st.integers(2, 8),
+)
+@settings(max_examples=25)
+def test_the_order_is_the_best_of_every_size(rows: list[list[int]], num_nodes: int) -> None:
+    """Conditional rates jump from path to path; a greedy growth could miss what lies below."""
+    ranks = torch.tensor(rows)
+    ranks[ranks == 3] = MISS
+    worth = dict(grow_order(ranks, 1 + 3 + 9))  # all nodes that ever hit
+    assert all(worth[node] <= worth.get(node[:-1], 1.0) + 1e-12 for node in worth)
+    num_nodes = min(num_nodes, len(worth) + 1)
+    best = max(
+        sum(worth[node] for node in chosen)
+        for chosen in itertools.combinations(worth, num_nodes - 1)
+        if all(len(node) == 1 or node[:-1] in chosen for node in chosen)
+    )
+    grown = grow_order(ranks, num_nodes)
+    assert sum(value for _, value in grown) == pytest.approx(best)
+
+
+def test_growth_uses_the_path_above() -> None:
+    """Products of marginal rates would buy (0, 0) and (1, 5), which never happen."""
+    ranks = torch.tensor([[0, 5], [1, 0]] * 500)
+    assert choices(ranks, 5) == {(0,), (1,), (0, 5), (1, 0)}
+
+
+def test_growth_borrows_where_a_path_is_rare() -> None:
+    """One lucky position must not buy a deep node that is seldom right."""
+    ranks = torch.tensor([[0, 0]] * 60 + [[0, 1]] * 30 + [[1, 9]])
+    assert choices(ranks, 4) == {(0,), (0, 0), (0, 1)}
+
+
+def test_growth_leaves_out_what_never_hits() -> None:
+    """Nodes without hits cost time in every step and gain nothing."""
+    ranks = torch.tensor([[0, MISS], [0, MISS]])
+    assert choices(ranks, 48) == {(0,)}
+    assert grow_nodes([[hits_of(torch.zeros(0, 2, dtype=torch.long))]], 8) == []
+
+
+def test_growth_counts_where_steps_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Easy runs are passed in one step, however many positions they have; hard ones one by one."""
+    monkeypatch.setattr(module, "_TYPICAL_NODES", 3)
+    easy, hard = [0, 0], [1, MISS]
+    text = hits_of(torch.tensor([easy, easy, easy, hard, hard] * 50))
+    everywhere = [node for node, _ in grow_order(text.ranks, 3)]
+    assert everywhere == [(0,), (0, 0)]
+    assert step_ranks(everywhere, [[text]], 3).tolist()[:4] == [easy, hard, hard, easy]
+    nodes = grow_nodes([[text]], 3)
+    assert set(nodes) == {(0,), (1,)}
+    assert len(step_ranks(nodes, [[text]], 3)) < len(step_ranks(everywhere, [[text]], 3))
+
+
+def test_acceptance_adds_up_to_the_accept_length() -> None:
+    """The widths in the picture, and the length printed beside it, must tell the same story."""
+    generator = torch.Generator().manual_seed(2)
+    texts = [torch.randint(0, 3, (size, 3), generator=generator) for size in (40, 7, 90)]
+    hits = [[hits_of(ranks, ended=False)] for ranks in texts]
+    tree = Tree.from_choices([(0,), (1,), (0, 0), (1, 2), (0, 0, 1)])
+    steps = [step for ranks in texts for step in replay(tree, ranks, ended=False)]
+    shares = acceptance(tree, hits)
+    assert 1 + sum(shares) == pytest.approx(sum(steps) / len(steps))
+    assert shares[tree.choices.index((0,))] > shares[tree.choices.index((0, 0))] > 0
+
+
+NUM_HEADS = 2
+
+
+def trained(base: LlamaForCausalLM) -> MedusaHeads:
+    """Return heads that guess more than nothing."""
+    weight = base.get_output_embeddings().weight
+    heads = MedusaHeads(NUM_HEADS, 1, weight.shape[1], weight.shape[0])
+    with torch.no_grad():
+        heads.init_from_output(weight)
+        for parameter in heads.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    return heads.eval()
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_shares_are_those_of_asking_every_position(
+    tiny_llama: LlamaForCausalLM, ended: bool
+) -> None:
+    """Off by one, a head is graded by its neighbour's token, and every curve is a little low."""
+    torch.manual_seed(3)
+    heads = trained(tiny_llama)
+    prompts = [Prompt(str(n), "a", torch.randint(0, 200, (1, n))) for n in (5, 9)]
+    texts = []
+    for prompt in prompts:
+        found = plain_decode(tiny_llama, prompt.input_ids, max_new_tokens=14)
+        texts.append(Decoded(found.new_tokens, [1] * 13, ended))
+    tree = Tree.from_choices([(0,), (1,), (0, 0)])
+    (measured,) = measure_accuracy(
+        tiny_llama, heads, output_layer(tiny_llama), tree, prompts, {0.7: texts}
+    )
+    assert measured["temperature"] == 0.7
+    hits = [[0] * 10 for _ in range(NUM_HEADS)]
+    counts = [0] * NUM_HEADS
+    for prompt, text in zip(prompts, texts, strict=True):
+        whole = prompt.input_ids[0].tolist() + text.tokens
+        start = prompt.input_ids.shape[1]
+        # a text that was cut off hides what its last steps would have gained
+        last = len(whole) - (1 if ended else NUM_HEADS + 1)
+        for root in range(start, last):
+            ids = torch.tensor([whole[:root]])  # the root's own hidden state is not known yet
+            with torch.inference_mode():
+                hidden = tiny_llama.model(ids).last_hidden_state[0, -1]
+                logits = heads.logits(hidden[None], output_layer(tiny_llama), None, None)[:, 0]
+            for head in range(NUM_HEADS):
+                if root + head + 1 >= len(whole):
+                    continue
+                counts[head] += 1
+                order = logits[head].argsort(descending=True)[:10].tolist()
+                came = whole[root + head + 1]
+                for k in range(10):
+                    hits[head][k] += came in order[: k + 1]
+    assert [each["num_positions"] for each in measured["heads"]] == counts
+    for head in range(NUM_HEADS):
+        expected = [round(hit / counts[head], 4) for hit in hits[head]]
+        assert measured["heads"][head]["top"] == expected
+    assert measured["choices"] == [[0], [1], [0, 0]]
+    first, second, deep = measured["acceptance"]
+    assert 0 <= deep <= first <= 1 and 0 <= second <= 1
+
+
+def test_positions_beyond_the_end_do_not_count() -> None:
+    """A guess about nothing counts as wrong, and deep heads look worse than they are."""
+    assert came_after(3, 2, 4).tolist() == [[True, True], [True, True], [True, False]]
+    ranks = torch.tensor([[0, 1 << 30], [2, 0], [1 << 30, 1 << 30]])
+    shares = top_shares(ranks, came_after(3, 2, 4))
+    assert [each["num_positions"] for each in shares] == [3, 2]
+    assert shares[0]["top"][:3] == [0.3333, 0.3333, 0.6667]
+    assert shares[1]["top"][:3] == [0.5, 0.5, 0.5]
+    empty = top_shares(ranks[:0], came_after(0, 2, 1))
+    assert [each["top"] for each in empty] == [[], []]

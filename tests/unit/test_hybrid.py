@@ -23,7 +23,7 @@ from specheads.drafters.length import FixedLength, StepCosts
 from specheads.drafters.lookahead import LookaheadDrafter
 from specheads.drafters.lookup import NgramDrafter, SuffixDrafter
 from specheads.drafters.merge import FIRST, LATER, MEMORY, PRIOR, HybridDrafter, Rates, Trie, Worth
-from specheads.measure.hits import pad_left
+from specheads.measure.clock import pad_left
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
 from specheads.verification.sampling import Sampler

@@ -16,8 +16,14 @@ import pytest
 
 from specheads import doctor
 from specheads.config import DoctorConfig, RunError
-from specheads.measure import diagnose
-from specheads.measure.diagnose import PACKAGES, Package, Part, examine_installation, try_imports
+from specheads.measure import installation
+from specheads.measure.installation import (
+    PACKAGES,
+    Package,
+    Part,
+    examine_installation,
+    try_imports,
+)
 
 ROOT = Path(__file__).parents[2]
 OPTIONAL = [package for package in PACKAGES if not package.required]
@@ -34,7 +40,7 @@ def hide(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def hidden(*names: str, programs: tuple[str, ...] = ()) -> None:
         version, spec = importlib.metadata.version, importlib.util.find_spec
-        which = diagnose.shutil.which
+        which = installation.shutil.which
         modules = {package.module for package in PACKAGES if package.name in names}
 
         def no_version(name: str) -> str:
@@ -47,7 +53,7 @@ def hide(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             importlib.util, "find_spec", lambda name, *more: None if name in modules else spec(name)
         )
         monkeypatch.setattr(
-            diagnose.shutil, "which", lambda name: None if name in programs else which(name)
+            installation.shutil, "which", lambda name: None if name in programs else which(name)
         )
 
     return hidden
@@ -62,7 +68,7 @@ def test_every_package_the_code_asks_for_is_known() -> None:
     needed = table["dependencies"] + [x for name, of in extras.items() if name != "dev" for x in of]
     names = {re.match(r"[\w.-]+", each).group() for each in needed}  # type: ignore[union-attr]
     assert names <= {package.name for package in PACKAGES}
-    wanted = diagnose.requirements()
+    wanted = installation.requirements()
     assert wanted["deepspeed"] == next(x for x in needed if x.startswith("deepspeed"))
 
 
@@ -110,11 +116,11 @@ def test_tools_beside_python(
     """DeepSpeed's own words for a missing compiler are a page long and name a file of its own."""
     monkeypatch.delenv("CXX", raising=False)
     hide(programs=("c++", "g++", "clang++", "dnf", "apk"))
-    monkeypatch.setattr(diagnose.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(installation.sysconfig, "get_path", lambda name: str(tmp_path))
     found = parts()
     assert not found["C++ compiler"].ok and not found["Python headers"].ok
     assert f"no Python.h in {tmp_path}" in found["Python headers"].line()
-    if diagnose.shutil.which("apt-get"):
+    if installation.shutil.which("apt-get"):
         assert found["C++ compiler"].command.endswith("apt-get install -y g++")
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         assert found["Python headers"].command.endswith(f"python{version}-dev")
@@ -139,8 +145,8 @@ def test_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     part = parts()["deepspeed"]
     assert not part.ok and part.wanting
     assert "0.10.0, needs deepspeed>=" in part.line()
-    assert diagnose._new_enough("2.13.0+cpu", "torch>=2.11")
-    assert not diagnose._new_enough("6.1", "transformers>=5.17,<6")
+    assert installation._new_enough("2.13.0+cpu", "torch>=2.11")
+    assert not installation._new_enough("6.1", "transformers>=5.17,<6")
 
 
 def test_what_cannot_be_imported_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +176,7 @@ def test_the_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
     wandb = Part("wandb", "log.wandb", command="add it")
     gpu = Part("GPU", "large models", problem="none in this machine")
     for given, code in (([wandb, gpu], 0), ([torch, wandb], 1), ([gpu], 0)):
-        monkeypatch.setattr(diagnose, "examine", lambda given=given: given)
+        monkeypatch.setattr(installation, "examine_installation", lambda given=given: given)
         if code:
             with pytest.raises(RunError, match="nothing works without torch"):
                 doctor.run(DoctorConfig())
@@ -185,18 +191,18 @@ def test_the_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
 
 def test_a_gpu_that_nothing_drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A card that nobody mentions stays unused for weeks."""
-    monkeypatch.setattr(diagnose.shutil, "which", lambda name: None)
+    monkeypatch.setattr(installation.shutil, "which", lambda name: None)
     for number, (vendor, kind) in enumerate([("0x8086", "0x030000"), ("0x10de", "0x040300")]):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "vendor").write_text(vendor + "\n")
         (tmp_path / str(number) / "class").write_text(kind + "\n")
-    assert not diagnose.has_nvidia_device(tmp_path), "a sound card is no GPU"
+    assert not installation.has_nvidia_device(tmp_path), "a sound card is no GPU"
     (tmp_path / "1" / "class").write_text("0x030200\n")
-    assert diagnose.has_nvidia_device(tmp_path)
-    monkeypatch.setattr(diagnose, "has_nvidia_device", lambda: True)
+    assert installation.has_nvidia_device(tmp_path)
+    monkeypatch.setattr(installation, "has_nvidia_device", lambda: True)
     import torch
 
     if torch.version.cuda is None:
-        part = diagnose._gpu()
+        part = installation._gpu()
         assert "torch was built without CUDA" in part.problem
         assert part.command.endswith("pip install --force-reinstall torch")

@@ -17,12 +17,14 @@ from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import Candidates, Prefill, StepResult
 from specheads.drafters.growing import dynamic_drafter, static_drafter
 from specheads.drafters.heads import HeadsState
-from specheads.measure.calibrate import calibrate
-from specheads.measure.hits import dynamic_sizes, fit_temperatures, measure_hits, pad_left, replay
+from specheads.measure.calibrate import Search, calibrate
+from specheads.measure.clock import pad_left
+from specheads.measure.hits import Texts, dynamic_sizes, fit_temperatures, measure_hits
 from specheads.models.base import input_embedding
 from specheads.models.mtp import MtpHeads, block_config
 from specheads.models.output import TRUNK, capture_hidden, output_layer
 from specheads.verification.sampling import Sampler
+from tests.enumeration import replay
 from tests.zoo import VOCAB, build
 
 VARIANTS = ("parallel", "causal")
@@ -195,12 +197,8 @@ def test_a_tree_can_be_chosen(variant: str) -> None:
         base,
         heads,
         output_layer(base),
-        [torch.randint(VOCAB, (1, 5)) for _ in range(2)],
-        eos_token_ids=(),
-        max_new_tokens=16,
-        max_nodes=4,
-        repeats=1,
-        dynamic=True,
+        Texts([torch.randint(VOCAB, (1, 5)) for _ in range(2)], max_new_tokens=16),
+        Search(max_nodes=4, repeats=1, dynamic=True),
     )
     assert found.expected_accept_length > 1.2 and found.tree.num_nodes > 1
     assert found.measured_on["dynamic"]["accept_length"] > 1.2

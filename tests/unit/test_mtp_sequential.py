@@ -19,6 +19,7 @@ from specheads.drafters.contract import FINAL, Candidates, Drafter, Prefill, Ste
 from specheads.drafters.growing import DynamicDrafter, dynamic_drafter, static_drafter
 from specheads.drafters.heads import SequentialDrafter
 from specheads.measure.hits import (
+    Texts,
     collect_hits,
     count_gains,
     decoded_gains,
@@ -334,13 +335,8 @@ def test_trees_of_all_sizes_are_counted_as_they_decode(temperature: float) -> No
     """Heads asked behind another text than the accepted one choose a wrong tree."""
     base, heads = build()
     output = output_layer(base)
-    texts = prompts((5, 1, 9))
-    settings: dict[str, Any] = {
-        "eos_token_ids": (7,),
-        "max_new_tokens": 18,
-        "temperatures": [temperature],
-    }
-    hits = collect_hits(base, heads, output, texts, **settings)
+    texts = Texts(prompts((5, 1, 9)), (7,), 18, [temperature])
+    hits = collect_hits(base, heads, output, texts)
     scales = [0.8, 1.0, 1.5]
 
     def grown_of(size: int) -> DynamicDrafter:
@@ -361,7 +357,7 @@ def test_trees_of_all_sizes_are_counted_as_they_decode(temperature: float) -> No
             (dynamic, drafter),
             (static, static_drafter(base, heads, output, tree)),
         ):
-            real = decoded_gains(base, tried, texts, num_heads=3, **settings)
+            real = decoded_gains(base, tried, texts, 3)
             assert counted.tokens[:, size - 2].equal(real.tokens[:, 0])
             assert counted.steps[:, size - 2].equal(real.steps[:, 0])
     assert dynamic.lengths()[-1] > 1.1

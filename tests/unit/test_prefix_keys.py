@@ -15,7 +15,7 @@ from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import StepResult
 from specheads.drafters.growing import static_drafter
 from specheads.drafters.heads import HeadsState
-from specheads.measure.hits import pad_left
+from specheads.measure.clock import pad_left
 from specheads.models import head_cache
 from specheads.models.blocks import prefix_sizes
 from specheads.models.heads import MedusaHeads

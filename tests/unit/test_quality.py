@@ -20,6 +20,7 @@ from specheads.measure.quality import (
     agreement,
     answer_places,
     divergence,
+    format_quality,
     greedy_agreement,
     log_likelihood,
     logits_at,
@@ -28,7 +29,6 @@ from specheads.measure.quality import (
     summarise,
     text_loss,
 )
-from specheads.measure.render import format_quality
 from specheads.verification.sampling import Sampler
 
 
@@ -177,7 +177,7 @@ def test_cost_of_a_lossy_rule(make_tiny_llama: Callable[..., LlamaForCausalLM]) 
     def cost(rule: Acceptance) -> dict:
         return lossy_cost(
             base, SuffixDrafter(), rule, prompts,
-            max_new_tokens=20, temperature=1.0, seed=3, eos=(258,),
+            max_new_tokens=20, temperature=1.0, seed=3, eos_token_ids=(258,),
         )  # fmt: skip
 
     loose = cost(Acceptance("lossy_typical", epsilon=0.0, delta=0.0))  # accepts all that can be

@@ -1,5 +1,7 @@
 """Interleaving, batches, rows, the rule of the headline, and what fails a run."""
 
+from __future__ import annotations
+
 import re
 from dataclasses import replace
 from typing import Any
@@ -8,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from specheads.measure.bench import benchmark
+from specheads.measure.bench import Plan, benchmark
 from specheads.measure.clock import (
     Batch,
     Decoded,
@@ -34,10 +36,13 @@ from specheads.measure.rows import (
     crossovers,
     disturbance,
     failures,
+    format_pairs,
     headline,
     make_row,
+    pairs,
+    rivals,
+    versus,
 )
-from specheads.system.hardware import Sample
 
 
 def method(name: str, log: list[str], length: int = 1) -> Method:
@@ -232,9 +237,7 @@ def test_a_wrong_decoder_is_found_in_any_batch(tiny_llama: LlamaForCausalLM, wro
         Method("tree", decode, "scripted", tree_nodes=4),
     ]
     asked = [Prompt(f"p{n}", "a", torch.randint(0, 256, (1, n))) for n in (4, 6, 5)]
-    result = benchmark(
-        tiny_llama, methods, asked, temperatures=(0.0, 0.7), repeats=1, batch_sizes=(1, 2)
-    )
+    result, _ = benchmark(tiny_llama, methods, asked, Plan((0.0, 0.7), 1, (1, 2)))
     assert [row["batch"] for row in result["rows"]] == [1] * 3 + [2] * 3 + [1] * 3 + [2] * 3
     found = failures(result)
     # plain decoding is no measure of itself: a batch of it is held to its prompts alone
@@ -325,13 +328,12 @@ def test_without_a_batch_there_is_no_one_by_one(tiny_llama: LlamaForCausalLM) ->
     plain = plain_method(tiny_llama, (), 6)
     alone = one_by_one_method(plain)
     asked = [Prompt(f"p{n}", "a", torch.randint(0, 256, (1, n))) for n in (4, 6, 5)]
-    started: list[Sample] = []
     for size in (1, 2):
-        runs = clock([plain, alone], asked, 0.7, repeats=1, batch_size=size, started=started)
+        runs = clock([plain, alone], asked, 0.7, repeats=1, batch_size=size)
         assert ("one_by_one" in runs) == (size > 1)
         if size > 1:
             assert runs["one_by_one"].decoded == runs["plain"].decoded
-    assert len(started) == 2
+        assert runs["plain"].started is not None, "when the warm-up was over"
     (first,) = alone.prefill(make_batches(asked[:1], 2)[0], 0.0, 0)  # type: ignore[misc]
     assert len(first.tokens) == 1
 
@@ -372,3 +374,49 @@ def test_shares_are_weighed_by_their_time() -> None:
     """Short quiet parts must not make up for a long busy one."""
     found = disturbance([watched(0.3, batch=3), watched(0.0)])
     assert found["other_share"] == 0.225 and found["largest_other_share"] == 0.3
+
+
+def runs_of(seconds: list[list[float]], lengths: list[int]) -> Runs:
+    """Return runs of prompts that got so many tokens."""
+    return Runs(seconds, [Decoded([1] * n, [n - 1], False) for n in lengths])
+
+
+def test_the_ratio_is_of_tokens_per_second() -> None:
+    """Prevents a faster method that is one because its sampled texts were shorter."""
+    runs = {
+        "draft": runs_of([[1.0, 2.0], [9.0, 2.0], [1.0, 2.0]], [10, 20]),
+        "hf_assisted": runs_of([[2.0, 4.0]], [5, 10]),
+    }
+    found = versus(runs, "draft", "hf_assisted")
+    assert found["speedup"] == (30 / 3) / (15 / 6) == 4.0
+    assert found["ci95"] == [4.0, 4.0], "the prompts are alike"
+
+
+def test_merged_drafters_meet_their_members_under_the_names_they_have_alone() -> None:
+    """Prevents a hybrid that is only compared with the weaker of its members."""
+    names = [
+        "plain",
+        "prompt_lookup",
+        "tree",
+        "tree_dynamic",
+        "suffix",
+        "heads+suffix",
+        "hf_lookup",
+    ]
+    assert rivals(names) == [
+        ("prompt_lookup", "hf_lookup"),
+        ("suffix", "hf_lookup"),
+        ("heads+suffix", "tree"),
+        ("heads+suffix", "tree_dynamic"),
+        ("heads+suffix", "suffix"),
+    ]
+    speeds = {"tree": 2.0, "suffix": 1.0, "heads+suffix": 0.5}
+    clocked = {(0.0, 1): {name: runs_of([[s, s]], [8, 8]) for name, s in speeds.items()}}
+    found = pairs(clocked)
+    assert [(row["other"], row["speedup"], row["best_member"]) for row in found] == [
+        ("tree", 4.0, False),
+        ("suffix", 2.0, True),
+    ]
+    assert "heads+suffix is 2.00x (2.00-2.00) as fast as suffix, its best member" in format_pairs(
+        found
+    )

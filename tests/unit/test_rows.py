@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specheads.config import ConfigError, RunError
-from specheads.data import dropped as dropped_module
-from specheads.data.dropped import Dropped, RecordError, check_share
+from specheads.data import schema as dropped_module
 from specheads.data.readers import usable
-from specheads.data.schema import check_columns, to_record
+from specheads.data.schema import Dropped, RecordError, check_columns, check_share, to_record
 
 
 def say(*turns: str) -> list[dict[str, str]]:

@@ -15,7 +15,7 @@ from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import FINAL, Prefill
 from specheads.drafters.growing import embedding, static_drafter
 from specheads.drafters.heads import HeadsDrafter, SequentialDrafter
-from specheads.measure.hits import pad_left
+from specheads.measure.clock import pad_left
 from specheads.models import heads as heads_module
 from specheads.models.blocks import prefix_sizes
 from specheads.models.heads import MedusaHeads

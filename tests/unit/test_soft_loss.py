@@ -8,31 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from specheads.losses.cross_entropy import linear_cross_entropy
 from specheads.losses.distill import KINDS, SoftLoss, Teacher, linear_soft_loss
 from specheads.losses.fused import IGNORE, Output
+from tests.unit.test_losses import Watch, distance
 
 VOCAB = 37
 TOKEN_MAP = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(5))[:11]
 BOUNDED = tuple(kind for kind in KINDS if kind != "reverse_kl")  # where the teacher has top_k
-
-
-class Watch(TorchDispatchMode):
-    """Counts matrix products and remembers the largest result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.products, self.largest = 0, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_)
-        for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, Tensor):
-                self.largest = max(self.largest, tensor.numel())
-        return result
 
 
 def problem(
@@ -146,11 +130,6 @@ def gradients(loss: Tensor, p: dict[str, Any]) -> dict[str, Tensor]:
     """Return the gradients of ``loss`` by the name of the argument."""
     names = [name for name in ("hidden", "weight", "bias") if p.get(name) is not None]
     return dict(zip(names, torch.autograd.grad(loss, [p[name] for name in names]), strict=True))
-
-
-def distance(found: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference relative to that of ``expected``."""
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from specheads.config import ConfigError, DataConfig
 from specheads.data import pycode
 from specheads.data.chat import Documents, encode_records
-from specheads.data.dropped import Dropped
 from specheads.data.load import load_records, shares
+from specheads.data.schema import Dropped
 
 Make = Callable[[Path, Iterable[dict[str, Any]]], DataConfig]
 

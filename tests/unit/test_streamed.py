@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerFast
 
 from specheads.config import ConfigError, DataConfig, RunError
 from specheads.data.chat import Documents, encode_records
-from specheads.data.dropped import Dropped
 from specheads.data.load import load_records
 from specheads.data.readers import Raw, Row
+from specheads.data.schema import Dropped
 from specheads.data.stream import Place, RecordStream, StreamedBatches, shuffled
 from tests.unit.test_sources import as_folder, as_hub, as_jsonl, as_parquet, write_lines
 

@@ -1,4 +1,4 @@
-"""The feature cache: what training reads from it is what the base would have given, or an error."""
+"""Teacher caches: what training reads from them is what the base would have said, or an error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from specheads.config import (
     RunError,
     TrainConfig,
 )
-from specheads.data import teacher_cache as features_module
+from specheads.config.training import DraftConfig, LossConfig
+from specheads.data import teacher_cache
 from specheads.data.chat import Encoded
 from specheads.data.pack import PackedBatches, one_pass
 from specheads.data.teacher_cache import (
@@ -36,15 +37,20 @@ from specheads.data.teacher_cache import (
     header_bytes,
     metadata,
     plan_features,
+    plan_top_logits,
+    still_missing,
     write_cache,
 )
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer, packed_hidden
+from specheads.training.draft_objective import DraftObjective
 from specheads.training.objectives import HeadsObjective
 from specheads.training.teachers import FeatureCache
+from tests.zoo import VOCAB, build
 
 SEQ_LEN, ROWS, PAD = 64, 3, 256
+ROW, K = 32, 5  # of the caches of both kinds
 DTYPES = ("float32", "bfloat16", "int8")
 
 
@@ -195,27 +201,6 @@ def test_bfloat16_states_are_stored_bit_for_bit(
     assert all(torch.equal(row[: len(e)], e) for row, e in zip(stored, expected, strict=True))
 
 
-def test_a_run_resumes_in_the_middle_of_an_epoch(
-    tiny_llama: PreTrainedModel, tmp_path: Path
-) -> None:
-    """Tokens of one batch beside hidden states of another give a loss that still falls."""
-    documents = _documents()
-    features = _write(_plan(tmp_path / "f", documents, tiny_llama), documents, tiny_llama)
-    plain, cached = _batches(documents), CachedBatches(_batches(documents), features)
-    for _ in range(2):
-        next(plain)
-        next(cached)
-    assert 0 < plain.epoch < 1
-    assert cached.state_dict() == plain.state_dict()
-    again = CachedBatches(_batches(documents), features)
-    again.load_state_dict(json.loads(json.dumps(plain.state_dict())))  # of a run without a cache
-    for _ in range(4):
-        tokens, one, other = next(plain), next(cached), next(again)
-        assert tokens["ids"] == one["ids"] == other["ids"]
-        assert torch.equal(tokens["input_ids"], other["input_ids"])
-        assert torch.equal(one["hidden"], other["hidden"])
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shard_bytes", [1, 3000, 33_000, 1 << 30])
 def test_the_announced_size_is_that_on_the_disk(
@@ -253,27 +238,6 @@ def test_headers_are_counted_to_the_byte(tmp_path: Path, dtype: str) -> None:
             assert header == header_bytes(plan, num_tokens), (num_tokens, size)
 
 
-def test_processes_share_the_work_of_one(
-    tiny_llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ranks that all write the same cache cost each other time, or each other's files."""
-    documents = _documents()
-    plan = _plan(tmp_path / "f", documents, tiny_llama)
-    run, ranks = features_module.packed_hidden, []
-
-    def counted(*args: Any) -> torch.Tensor:
-        ranks.append(threading.get_ident())
-        time.sleep(0.001)  # let the other one in, if anything does
-        return run(*args)
-
-    monkeypatch.setattr(features_module, "packed_hidden", counted)
-    with ThreadPoolExecutor(2) as pool:  # a lock is of the open file, not of the process
-        both = [pool.submit(_write, plan, documents, tiny_llama) for _ in range(2)]
-        one, other = (each.result() for each in both)
-    assert len(set(ranks)) == 1
-    assert all(torch.equal(one[i]["hidden"], other[i]["hidden"]) for i in range(len(documents)))
-
-
 def test_padding_is_not_stored_and_rows_may_have_any_length(
     tiny_llama: PreTrainedModel, tmp_path: Path
 ) -> None:
@@ -292,134 +256,289 @@ def test_padding_is_not_stored_and_rows_may_have_any_length(
     torch.testing.assert_close(stored[real], online[real], atol=2e-5, rtol=0)
 
 
-class _KilledError(BaseException):
-    """Stands for a signal in the middle of a pass."""
+KINDS = ("features", "stored teacher")
 
 
+@pytest.fixture(scope="module")
+def base() -> PreTrainedModel:
+    """Return a base model that no test changes."""
+    return build("llama", seed=3)
+
+
+def some_documents(count: int = 20) -> list[Encoded]:
+    """Return documents of the base's small vocabulary."""
+    rng, documents = np.random.default_rng(0), []
+    for i in range(count):
+        ids = rng.integers(0, VOCAB, int(rng.integers(2, ROW)), dtype=np.int32)
+        labels = np.where(np.arange(len(ids)) < 2, np.int32(IGNORE), ids)
+        documents.append(Encoded(f"d{i}", "text", ids, labels))
+    return documents
+
+
+def planned(
+    kind: str,
+    folder: Path,
+    documents: list[Encoded],
+    digest: str = "ab" * 32,
+    computed: str = "float32, quantization none, autocast none",
+    **changed: Any,
+) -> Plan:
+    """Return the layout of a cache of several shards."""
+    made_of = {"base model": digest, "computation": computed}
+    if kind == "features":
+        given: dict[str, Any] = {"hidden_size": 32, "given_as": torch.float32, "shard_bytes": 9000}
+        return plan_features(folder, documents, made_of, **given | changed)
+    given = {"vocab_size": VOCAB, "top_k": K, "shard_bytes": 3000}
+    return plan_top_logits(folder, documents, made_of, **given | changed)
+
+
+def filled(
+    plan: Plan, documents: list[Encoded], base: PreTrainedModel, output: Any = None, **more: Any
+) -> TeacherCache:
+    """Write what is missing and open the cache."""
+    if plan.kind == "stored teacher" and output is None:
+        output = output_layer(base)
+    write_cache(plan, documents, base, (2, ROW), output=output, **more)
+    return TeacherCache(plan)
+
+
+def same(one: TeacherCache, other: TeacherCache) -> bool:
+    """Whether two caches of the same documents hold the same."""
+    return all(
+        torch.equal(values, other[i][name])
+        for i in range(len(one.plan.lengths))
+        for name, values in one[i].items()
+    )
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB, VOCAB - 9])
+def test_every_document_has_the_bases_own_tokens(
+    base: PreTrainedModel, tmp_path: Path, vocab_size: int
+) -> None:
+    """Shifted by a token or taken from a neighbour, a stored teacher still has the right shape."""
+    documents = some_documents()
+    plan = planned("stored teacher", tmp_path / "t", documents, vocab_size=vocab_size)
+    top = filled(plan, documents, base)
+    assert len(plan.shards) > 2
+    for i, document in enumerate(documents):
+        ids = torch.from_numpy(document.input_ids).long()
+        with torch.no_grad():
+            logits = base(input_ids=ids[None]).logits[0, :, :vocab_size]
+        expected, where = logits.log_softmax(1).topk(K, dim=1)
+        assert torch.equal(top[i]["teacher_ids"], where)
+        torch.testing.assert_close(top[i]["teacher_log_probs"], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["forward_kl", "lk_alpha"])
+def test_offline_learns_as_online(base: PreTrainedModel, tmp_path: Path, loss: str) -> None:
+    """With the base's top_k the k stored tokens are all there is: the losses must be the same."""
+    documents, curves = some_documents(), []
+    top = filled(planned("stored teacher", tmp_path / "t", documents), documents, base)
+    for teacher in (base, None):
+        packed = PackedBatches(documents, seq_len=ROW, rows=2, seed=3, pad_token_id=0)
+        batches = packed if teacher is not None else CachedBatches(packed, top)
+        draft = build("llama", seed=2, num_hidden_layers=1)
+        objective = DraftObjective(draft, teacher, DraftConfig(loss=loss), LossConfig(top_k=K))
+        optimizer = torch.optim.SGD(draft.parameters(), lr=0.1)
+        losses = []
+        for _ in range(2 * packed.rows_per_epoch // 2):
+            value, _ = objective(next(batches))
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(value.item())
+        curves.append(losses)
+    assert curves[0][-1] < 0.95 * curves[0][0], "nothing was learned: no test"
+    assert max(abs(a - b) for a, b in zip(*curves, strict=True)) < 1e-4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_lie_as_the_tokens_do(base: PreTrainedModel, tmp_path: Path, kind: str) -> None:
+    """Laid out in another order than the tokens, every position would learn another's future.
+
+    Resumed at another place than its tokens, a cache gives a loss that still falls.
+    """
+    documents = some_documents()
+    cache = filled(planned(kind, tmp_path / "t", documents), documents, base)
+    plain, cached, again = (
+        PackedBatches(documents, seq_len=ROW, rows=2, seed=3, pad_token_id=0) for _ in range(3)
+    )
+    with_cache, resumed = CachedBatches(cached, cache), CachedBatches(again, cache)
+    for _ in range(plain.rows_per_epoch):
+        assert with_cache.state_dict() == plain.state_dict()
+        # of a run without a cache
+        resumed.load_state_dict(json.loads(json.dumps(plain.state_dict())))
+        expected, batch, other = next(plain), next(with_cache), next(resumed)
+        assert all(torch.equal(batch[k], v) for k, v in expected.items() if k != "ids")
+        names = iter(batch["ids"])
+        for b, segments in enumerate(batch["segment_ids"]):
+            for segment in range(1, int(segments.max()) + 1):
+                for name, stored in cache[int(next(names)[1:])].items():
+                    assert torch.equal(batch[name][b, segments == segment], stored)
+                    assert torch.equal(batch[name], other[name])
+                    assert not batch[name][b, segments == 0].any()
+    assert plain.epoch > 1.5
+
+
+def test_processes_share_the_work_of_one(
+    base: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that all write the same cache cost each other time, or each other's files."""
+    documents = some_documents()
+    plan = planned("features", tmp_path / "f", documents)
+    run, ranks = teacher_cache.packed_hidden, []
+
+    def counted(*args: Any) -> torch.Tensor:
+        ranks.append(threading.get_ident())
+        time.sleep(0.001)  # let the other one in, if anything does
+        return run(*args)
+
+    monkeypatch.setattr(teacher_cache, "packed_hidden", counted)
+    with ThreadPoolExecutor(2) as pool:  # a lock is of the open file, not of the process
+        both = [pool.submit(filled, plan, documents, base) for _ in range(2)]
+        one, other = (each.result() for each in both)
+    assert len(set(ranks)) == 1 and same(one, other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_interrupted_writing_goes_on_where_it_was(
-    tiny_llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Hours of a large base model are lost, or half a shard is taken for a whole one."""
-    documents = _documents()
-    plan = _plan(tmp_path / "f", documents, tiny_llama)
-    run, passes = features_module.packed_hidden, 0
+    documents = some_documents()
+    plan = planned(kind, tmp_path / "f", documents)
+    run, passes = teacher_cache.packed_hidden, 0
 
     def counted(*args: Any) -> torch.Tensor:
         nonlocal passes
         passes += 1
         if passes == 4:
-            raise _KilledError
+            raise KeyboardInterrupt
         return run(*args)
 
-    monkeypatch.setattr(features_module, "packed_hidden", counted)
-    with pytest.raises(_KilledError):
-        _write(plan, documents, tiny_llama)
-    done = sorted(set(range(len(plan.shards))) - set(plan.missing()))
-    assert done and plan.missing()
-    with pytest.raises(ConfigError, match=r"features-\d+.safetensors is missing"):
+    monkeypatch.setattr(teacher_cache, "packed_hidden", counted)
+    with pytest.raises(KeyboardInterrupt):
+        filled(plan, documents, base)
+    left = plan.missing()
+    done = sorted(set(range(len(plan.shards))) - set(left))
+    assert done and left and "still to be written" in still_missing(plan)
+    with pytest.raises(ConfigError, match=f"{plan.shards[left[0]].file} is missing"):
         TeacherCache(plan)
     # what kill -9 leaves is written over
-    (plan.folder / f".{plan.shards[plan.missing()[0]].file}.tmp").write_bytes(b"half")
+    (plan.folder / f".{plan.shards[left[0]].file}.tmp").write_bytes(b"half")
     times = {n: (plan.folder / plan.shards[n].file).stat().st_mtime_ns for n in done}
     said: list[tuple[int, int]] = []
-    resumed = _plan(tmp_path / "f", documents, tiny_llama, shard_bytes=1 << 30)
+    resumed = planned(kind, tmp_path / "f", documents, shard_bytes=1 << 30)
     assert resumed.shards == plan.shards, "the layout is that of the run that began"
-    found = _write(
-        resumed, documents, tiny_llama, progress=lambda _, done, total: said.append((done, total))
+    found = filled(
+        resumed, documents, base, progress=lambda _, done, total: said.append((done, total))
     )
     assert times == {n: (plan.folder / plan.shards[n].file).stat().st_mtime_ns for n in done}
-    assert said[-1][0] == said[-1][1] == plan.num_tokens - sum(plan.shards[n].tokens for n in done)
-    whole = _write(_plan(tmp_path / "g", documents, tiny_llama), documents, tiny_llama)
-    assert all(torch.equal(found[i]["hidden"], whole[i]["hidden"]) for i in range(len(documents)))
+    assert said[-1][0] == said[-1][1] == sum(plan.shards[n].tokens for n in left)
+    assert same(found, filled(planned(kind, tmp_path / "g", documents), documents, base))
     assert not list(plan.folder.glob(".*"))
+    assert still_missing(resumed) == "complete"
     before = passes
-    _write(resumed, documents, tiny_llama)
+    filled(resumed, documents, base)
     assert passes == before, "a whole cache is not made again"
 
 
-def test_a_cache_of_something_else_is_refused(tiny_llama: PreTrainedModel, tmp_path: Path) -> None:
-    """Heads trained on another model's hidden states learn, and are useless on their own base."""
-    documents = _documents(12)
-    _write(_plan(tmp_path / "f", documents, tiny_llama), documents, tiny_llama)
-    cases: list[tuple[str, dict[str, Any]]] = [
-        (r"base model \(abababababab there, cdcdcdcdcdcd here\)", {"base": "cd" * 32}),
-        (r"computation \(float32, .* there, bfloat16 here\)", {"computed": "bfloat16"}),
-        (r"dtype \(float32 there, int8 here\)", {"dtype": "int8"}),
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_of_something_else_is_refused(
+    base: PreTrainedModel, tmp_path: Path, kind: str
+) -> None:
+    """A teacher of other weights or other texts fits in shape, and teaches something else."""
+    documents = some_documents()
+    plan = planned(kind, tmp_path / "f", documents)
+    filled(plan, documents, base)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"digest": "cd" * 32}, r"base model \(abababababab there, cdcdcdcdcdcd here\)"),
+        ({"computed": "bfloat16"}, r"computation \(float32, .* there, bfloat16 here\)"),
     ]
-    for message, changed in cases:
-        with pytest.raises(ConfigError, match=r"features.dir=.* was made with another " + message):
-            _plan(tmp_path / "f", documents, tiny_llama, **changed)
+    if kind == "features":
+        cases.append(({"dtype": "int8"}, r"dtype \(float32 there, int8 here\)"))
+    else:
+        cases.append(({"top_k": 6}, r"stored_top_k \(5 there, 6 here\)"))
+        cases.append(({"vocab_size": 60}, r"vocabulary \(64 there, 60 here\)"))
+    for changed, message in cases:
+        with pytest.raises(ConfigError, match=f"{plan.key}=.* was made with another {message}"):
+            planned(kind, tmp_path / "f", documents, **changed)
     other = [documents[1], documents[0], *documents[2:]]
     with pytest.raises(ConfigError, match=r"was made with another documents \(\w{12} there"):
-        _plan(tmp_path / "f", other, tiny_llama)
-    (tmp_path / "f" / "index.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"index.json is no features index"):
-        _plan(tmp_path / "f", documents, tiny_llama)
+        planned(kind, tmp_path / "f", other)
+    for text in ("{", "{}", json.dumps({"made_of": {}, "shards": [{"file": "x"}]})):
+        (plan.folder / "index.json").write_text(text)
+        with pytest.raises(ConfigError, match=f"index.json is no {kind} index"):
+            planned(kind, plan.folder, documents)
 
 
-def test_damaged_shards_are_named(tiny_llama: PreTrainedModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_damaged_shards_are_named(base: PreTrainedModel, tmp_path: Path, kind: str) -> None:
     """A shard cut short reads as zeros or ends the process; changed numbers are never noticed."""
-    documents = _documents()
-    plan = _plan(tmp_path / "f", documents, tiny_llama)
-    _write(plan, documents, tiny_llama)
+    documents = some_documents()
+    plan = planned(kind, tmp_path / "f", documents)
+    filled(plan, documents, base)
     path = plan.folder / plan.shards[1].file
     good = path.read_bytes()
     path.write_bytes(good[:-1])
-    for use in (TeacherCache, lambda plan: _write(plan, documents, tiny_llama)):
-        with pytest.raises(ConfigError, match=r"features-00001.safetensors is damaged: it has"):
+    for use in (TeacherCache, lambda plan: filled(plan, documents, base)):
+        with pytest.raises(ConfigError, match=f"{path.name} is damaged: it has"):
             use(plan)
     path.write_bytes(b"\0" * len(good))
-    with pytest.raises(ConfigError, match="features-00001.safetensors is damaged"):
+    with pytest.raises(ConfigError, match=f"{path.name} is damaged"):
         TeacherCache(plan)
-    other = _plan(tmp_path / "g", documents, tiny_llama, base="cd" * 32)
-    _write(other, documents, tiny_llama)
+    other = planned(kind, tmp_path / "g", documents, digest="cd" * 32)
+    filled(other, documents, base)
     shutil.copy(other.folder / path.name, path)
-    with pytest.raises(ConfigError, match="features-00001.safetensors .* it is of another cache"):
+    with pytest.raises(ConfigError, match=f"{path.name} .* it is of another cache"):
         TeacherCache(plan)
     path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     (plan.folder / plan.shards[0].file).unlink()
     with pytest.raises(ConfigError, match="its numbers are not those that were written"):
-        _write(plan, documents, tiny_llama)
+        filled(plan, documents, base)
     path.unlink()
-    _write(plan, documents, tiny_llama)
+    filled(plan, documents, base)
     again = path.read_bytes()  # safetensors writes its notes in any order
     assert len(again) == len(good) and again[-500:] == good[-500:]
 
 
-def test_a_full_disk_is_known_before_the_base_runs(
-    tiny_llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_cannot_work_is_said_first(
+    base: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Hours later the write would fail."""
-    documents = _documents(12)
-    plan = _plan(tmp_path / "f", documents, tiny_llama)
+    """Hours into the base's passes is late for a full disk; a traceback says nothing of the key."""
+    documents = some_documents()
+    for k in (0, VOCAB):
+        with pytest.raises(ConfigError, match=f"stored_top_k must be in 1..63, got {k}"):
+            planned("stored teacher", tmp_path / "t", documents, top_k=k)
+    (tmp_path / "file").touch()
+    plan = planned(kind, tmp_path / "file" / "f", documents)
+    with pytest.raises(ConfigError, match=f"{plan.key}=.*file is a file"):
+        planned(kind, tmp_path / "file", documents)
+    with pytest.raises(ConfigError, match=f"{plan.key}=.*f cannot be written: .*Not a directory"):
+        filled(plan, documents, base)
     usage = shutil.disk_usage(tmp_path)._replace(free=20_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    monkeypatch.setattr(features_module, "packed_hidden", None)
-    with pytest.raises(ConfigError, match=r"needs \d+.\d kB, that disk has 20.0 kB free") as error:
-        _write(plan, documents, tiny_llama)
+    monkeypatch.setattr(teacher_cache, "packed_hidden", None)
+    plan = planned(kind, tmp_path / "t", documents)
+    with pytest.raises(ConfigError, match=r"needs .*B, that disk has 20.0 kB free") as error:
+        filled(plan, documents, base)
     assert "\n" not in str(error.value)
 
 
-def test_a_folder_that_cannot_be_is_one_line(tiny_llama: PreTrainedModel, tmp_path: Path) -> None:
-    """A traceback out of the standard library says nothing about features.dir."""
-    documents = _documents(12)
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"features.dir=.*file is a file"):
-        _plan(tmp_path / "file", documents, tiny_llama)
-    plan = _plan(tmp_path / "file" / "f", documents, tiny_llama)
-    with pytest.raises(ConfigError, match=r"features.dir=.*f cannot be written: .*Not a directory"):
-        _write(plan, documents, tiny_llama)
-
-
-def test_states_that_are_not_finite_are_refused(
-    tiny_llama: PreTrainedModel, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_that_are_not_finite_are_refused(tmp_path: Path, kind: str) -> None:
     """One NaN in the cache ends every later run, at a step that says nothing about its cause."""
-    documents = _documents(12)
+    documents, broken = some_documents(), build("llama", seed=3)
+    output = None if kind == "features" else output_layer(broken)
+    part = broken.get_input_embeddings() if kind == "features" else broken.lm_head
     with torch.no_grad():
-        tiny_llama.get_input_embeddings().weight[documents[5].input_ids[0]] = torch.nan
-    with pytest.raises(RunError, match=r"hidden states of record d\d+ are not finite"):
-        _write(_plan(tmp_path / "f", documents, tiny_llama), documents, tiny_llama)
+        part.weight[documents[5].input_ids[0]] = torch.nan
+    what = "hidden states" if kind == "features" else "logits"
+    plan = planned(kind, tmp_path / "f", documents)
+    with pytest.raises(RunError, match=rf"{what} of record d\d+ are not finite"):
+        filled(plan, documents, broken, output=output)
+    assert len(plan.missing()) >= (1 if kind == "features" else len(plan.shards))
 
 
 def _config(model: Path, folder: Path, **changed: Any) -> TrainConfig:
