@@ -68,8 +68,8 @@ from specheads.measure.hits import Texts, collect_hits, grow_static
 from specheads.measure.stats import ratio_ci95, rep8
 from specheads.models.base import end_tokens, load_base_model, load_tokenizer
 from specheads.models.checkpoint import load_export
+from specheads.models.kinds import Heads
 from specheads.models.manifest import write_json
-from specheads.models.mtp import Heads
 from specheads.models.output import output_layer
 from specheads.system import hardware
 from specheads.system.files import tinycode_dir

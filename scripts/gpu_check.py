@@ -42,8 +42,9 @@ from specheads.drafters.growing import Grown
 from specheads.drafters.heads import HeadsDrafter, dynamic_drafter, static_drafter
 from specheads.drafters.lookup import NgramDrafter
 from specheads.measure.identity import Divergence, Rounding, compare
+from specheads.models.blocks import prefix_sizes
 from specheads.models.checkpoint import load_export
-from specheads.models.heads import MedusaHeads, prefix_sizes
+from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
 from specheads.models.support import tree_support
 from specheads.system.hardware import environment
@@ -302,7 +303,7 @@ def kv_commit(device: torch.device) -> str:
         with torch.no_grad():
             model(input_ids=tokens, past_key_values=fresh, use_cache=True)
         for ours, theirs in zip(cache.layers, fresh.layers, strict=True):
-            for kept, whole in ((ours.key_buffer, theirs.keys), (ours.value_buffer, theirs.values)):
+            for kept, whole in zip(ours.buffers, (theirs.keys, theirs.values), strict=True):
                 kept = kept[:, :, : tokens.shape[1]]
                 worst = max(worst, float((kept - whole).abs().max() / whole.abs().max()))
     if worst > 1e-4:

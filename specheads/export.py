@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from specheads.config import ConfigError, ExportConfig
 from specheads.config.main import answer, answers_json, hydra_main
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from specheads.data.schema import Record
     from specheads.models.heads import MedusaHeads
-    from specheads.models.mtp import Heads
+    from specheads.models.kinds import Heads
 
 _PROMPTS = ("prompts.jsonl", "calibration.jsonl")  # what bench and tree_search read of an export
 _PROVENANCE = "specheads.json"  # beside a draft model
@@ -191,10 +191,12 @@ def _write_native(config: ExportConfig, records: list[Record]) -> None:
 
 def _check_heads(config: ExportConfig, info: dict[str, Any], asked: str) -> None:
     """Refuse what cannot be done to the heads, from config.json alone."""
+    from specheads.models.kinds import KINDS
+
     if config.merge and not info["base"].get("adapter"):
         raise ConfigError(f"merge=true, but {config.checkpoint} has no separate adapter")
-    if config.lm_head != "keep" and info["kind"] == "mtp":
-        raise ConfigError(f"{asked} is not for MTP heads, which {config.checkpoint} has")
+    if config.lm_head != "keep" and not KINDS[kind := info["kind"]].compressible:
+        raise ConfigError(f"{asked} is not for {kind.upper()} heads, which {config.checkpoint} has")
     if config.lm_head != "pruned":
         return
     if config.num_kept > info["vocab_size"]:
@@ -215,17 +217,17 @@ def _smaller(
 ) -> tuple[Heads, dict[str, Any]]:
     """Return the heads that are asked for, and what the new export says about how they came."""
     from specheads.models.compress import low_rank_heads, pruned_heads, relative_errors
-    from specheads.models.mtp import MtpHeads
     from specheads.system.hardware import pick_device
 
-    if config.lm_head == "keep" or isinstance(heads, MtpHeads):
+    if config.lm_head == "keep":
         return heads, {}
+    own = cast("MedusaHeads", heads)  # the compressible ones
     try:
         if config.lm_head == "pruned":
-            kept, coverage = _most_frequent(config, heads, tokenizer, records)
-            return pruned_heads(heads, kept), {"num_kept": config.num_kept, **coverage}
-        smaller = low_rank_heads(heads.to(pick_device(config.device)), config.rank)
-        errors = relative_errors(heads, smaller)
+            kept, coverage = _most_frequent(config, own, tokenizer, records)
+            return pruned_heads(own, kept), {"num_kept": config.num_kept, **coverage}
+        smaller = low_rank_heads(own.to(pick_device(config.device)), config.rank)
+        errors = relative_errors(own, smaller)
     except ValueError as error:
         raise ConfigError(f"{config.checkpoint}: {error}") from None
     for i, relative in enumerate(errors):

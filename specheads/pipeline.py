@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ from specheads.models.adapters import has_adapter, merge_adapter, merges
 from specheads.models.base import context_length, end_tokens, torch_dtype
 from specheads.models.checkpoint import Export, as_loaded, read_config, save_export, set_tree
 from specheads.models.draft import read_provenance, save_draft
-from specheads.models.mtp import Heads
+from specheads.models.kinds import Heads
 from specheads.models.names import base_digest
 from specheads.models.output import OutputLayer
 from specheads.models.quantize import quantization_of
@@ -192,7 +192,7 @@ class Speculation:
 
     def plan(self, log: RunLog, stages: Iterable[Stage], notes: Sequence[str] = ()) -> None:
         """Say what a dry run's stages need, and what speculation is expected to bring."""
-        parts = {"base": self.base, "heads": self.heads}
+        parts = {"base": self.base, "heads": cast(nn.Module, self.heads)}
         say_plan(self.cfg, log, stages, parts, self.output.weight, notes)
         if dist.is_main():
             expected = expect(

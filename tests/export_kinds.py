@@ -11,10 +11,12 @@ from specheads.attention.tree import Tree
 from specheads.config import AdapterConfig, ConfigError
 from specheads.models.adapters import adapter_parameters, add_adapter
 from specheads.models.base import load_base_model, load_tokenizer
+from specheads.models.blocks import prefix_sizes
 from specheads.models.checkpoint import load_export, save_export
 from specheads.models.draft import save_draft
-from specheads.models.heads import MedusaHeads, prefix_sizes
-from specheads.models.mtp import Heads, MtpHeads, block_config
+from specheads.models.heads import MedusaHeads
+from specheads.models.kinds import Heads
+from specheads.models.mtp import MtpHeads, block_config
 from specheads.models.names import base_digest
 from tests.conftest import build_byte_tokenizer, build_tiny_llama
 from tests.damaged import no_hang

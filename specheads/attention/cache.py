@@ -25,9 +25,8 @@ def _round_up(num_slots: int) -> int:
     return -(-num_slots // BLOCK) * BLOCK
 
 
-def _stacked(first: Tensor | None, second: Tensor | None, capacity: int) -> Tensor:
+def _stacked(first: Tensor, second: Tensor, capacity: int) -> Tensor:
     """Return the rows of two buffers [B, H, slots, d] as one with ``capacity`` slots."""
-    assert first is not None and second is not None
     num_rows = first.shape[0] + second.shape[0]
     joined = first.new_zeros(num_rows, first.shape[1], capacity, first.shape[3])
     joined[: first.shape[0], :, : first.shape[2]] = first
@@ -83,27 +82,32 @@ class TreeLayer(DynamicLayer):
     """One layer: ``keys`` and ``values`` are views of the front of larger buffers.
 
     Full length even for sliding-window layers, whose window the mask takes care of.
+
+    Attributes:
+        buffers: of keys and of values [B, H, capacity, d]; empty before the first update.
     """
 
     def __init__(self, rows: RowEnds, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.rows = rows
-        self.key_buffer: Tensor | None = None
-        self.value_buffer: Tensor | None = None
+        self.buffers: tuple[Tensor, ...] = ()
 
     @property
     def capacity(self) -> int:
         """Slots there is room for."""
-        return 0 if self.key_buffer is None else self.key_buffer.shape[2]
+        return self.buffers[0].shape[2] if self.buffers else 0
 
     def use_buffers(self, keys: Tensor, values: Tensor) -> None:
         """Move what is there into other buffers [B, H, capacity, d]."""
-        if self.key_buffer is not None and self.value_buffer is not None:
-            end = self.rows.longest
-            keys[:, :, :end] = self.key_buffer[:, :, :end]
-            values[:, :, :end] = self.value_buffer[:, :, :end]
-        self.key_buffer, self.value_buffer = keys, values
-        self.keys, self.values = keys, values
+        end = self.rows.longest
+        for old, new in zip(self.buffers, (keys, values), strict=False):
+            new[:, :, :end] = old[:, :, :end]
+        self.buffers = keys, values
+        self.show(keys.shape[2])
+
+    def show(self, num_slots: int) -> None:
+        """Let ``keys`` and ``values`` be the first slots of the buffers."""
+        self.keys, self.values = (each[:, :, :num_slots] for each in self.buffers)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Note dtype and device; the buffers come with the first update."""
@@ -134,8 +138,8 @@ class TreeLayer(DynamicLayer):
                     for states in (key_states, value_states)
                 )
             )
-        assert self.key_buffer is not None and self.value_buffer is not None
-        self.keys, self.values = self.key_buffer[:, :, :end], self.value_buffer[:, :, :end]
+        self.show(end)
+        assert self.keys is not None and self.values is not None
         if self.rows.uniform:
             self.keys[:, :, start:] = key_states
             self.values[:, :, start:] = value_states
@@ -220,19 +224,14 @@ class TreeCache(Cache):
         layers = self._live_layers()
         if not layers:
             return
-        buffers = [t for layer in layers for t in (layer.key_buffer, layer.value_buffer)]
+        buffers = [t for layer in layers for t in layer.buffers]
         first = buffers[0]
-        assert first is not None
         if self._pool is not None:
             num_slots = max(num_slots, 2 * self._pool.shape[4])
         num_slots = _round_up(max(num_slots, max(layer.capacity for layer in layers)))
-
-        def key(t: Tensor | None) -> tuple[object, ...]:
-            assert t is not None
-            return (*t.shape[:2], t.shape[3], t.dtype, t.device)
-
         # layers that differ or are spread over devices keep and grow their own buffers
-        self._poolable = all(key(t) == key(first) for t in buffers)
+        kinds = {(*t.shape[:2], t.shape[3], t.dtype, t.device) for t in buffers}
+        self._poolable = len(kinds) == 1
         if not self._poolable:
             return
         pool = first.new_zeros(len(layers), 2, *first.shape[:2], num_slots, first.shape[3])
@@ -253,13 +252,11 @@ class TreeCache(Cache):
         """
         layers = self._live_layers()
         for layer in layers:
-            assert layer.key_buffer is not None and layer.value_buffer is not None
-            layer.keys = layer.key_buffer[:, :, :width]
-            layer.values = layer.value_buffer[:, :, :width]
-            if layer.keys.is_cuda:
-                # else CUDA graphs would be skipped: they copy inputs, but these are written to
-                torch._dynamo.mark_static_address(layer.keys, guard=False)
-                torch._dynamo.mark_static_address(layer.values, guard=False)
+            layer.show(width)
+            for view in (layer.keys, layer.values):
+                if view is not None and view.is_cuda:
+                    # else CUDA graphs would be skipped: they copy inputs, but these are written to
+                    torch._dynamo.mark_static_address(view, guard=False)
         self.rows.fixed_slots = self.rows.slots(num_tokens, layers[0].device)[1]
         try:
             yield
@@ -291,8 +288,7 @@ class TreeCache(Cache):
         pool = self._pool
         if pool is not None and all(layer.capacity == pool.shape[4] for layer in layers):
             return [pool]
-        buffers = [t for layer in layers for t in (layer.key_buffer, layer.value_buffer)]
-        return [t for t in buffers if t is not None]
+        return [t for layer in layers for t in layer.buffers]
 
     def _move(self, buffer: Tensor, nodes: Tensor) -> None:
         """Move ``nodes`` [B, a] of every row's tree to the slots behind its root."""
@@ -359,17 +355,13 @@ class TreeCache(Cache):
     def select(self, rows: Tensor) -> None:
         """Keep the rows ``rows`` [R] (long), in that order."""
         kept = rows.tolist()
-        for layer in self._live_layers():
-            if self._pool is None:
-                assert layer.key_buffer is not None and layer.value_buffer is not None
-                layer.key_buffer, layer.value_buffer = (
-                    t.index_select(0, rows.to(t.device))
-                    for t in (layer.key_buffer, layer.value_buffer)
-                )
         if self._pool is not None:
             self._pool = self._pool.index_select(2, rows.to(self._pool.device))
             for layer, (keys, values) in zip(self._live_layers(), self._pool, strict=True):
-                layer.key_buffer, layer.value_buffer = keys, values
+                layer.buffers = keys, values
+        else:
+            for layer in self._live_layers():
+                layer.buffers = tuple(t.index_select(0, rows.to(t.device)) for t in layer.buffers)
         self.rows.set([self.lengths[row] for row in kept])
         if self.tokens:
             self.tokens = [self.tokens[row] for row in kept]
@@ -378,8 +370,8 @@ class TreeCache(Cache):
         """Take over the rows of ``other``, of the same model; they come behind the rows here."""
         for layer, more in zip(self._live_layers(), other._live_layers(), strict=True):
             capacity = max(layer.capacity, more.capacity)
-            pairs = (layer.key_buffer, more.key_buffer), (layer.value_buffer, more.value_buffer)
-            layer.key_buffer, layer.value_buffer = (_stacked(*pair, capacity) for pair in pairs)
+            pairs = zip(layer.buffers, more.buffers, strict=True)
+            layer.buffers = tuple(_stacked(*pair, capacity) for pair in pairs)
         self._pool = None  # made again with the next pass
         self.rows.set([*self.lengths, *other.lengths])
         self.tokens += other.tokens

@@ -7,13 +7,12 @@ result is ANDed with the ancestor matrix. So windows and chunks are measured in 
 slots, with no code per model. A ready-made 4-D mask would be silently wrong on sliding-window
 models and under eager attention.
 
-Grouped-query attention under a mask without a copy of the cache for every query head.
-
-transformers' sdpa attention expands keys and values to all query heads (``repeat_kv``) whenever a
-mask is given, in every layer and step: with 16 query and 2 key heads, eight times the memory
-traffic of what it reads. Kernels can do without. On CPU torch's own grouped mode
-(``enable_gqa``) does; elsewhere the kernels with masks have no such mode, so that the query heads
-of a group are laid one behind the other along the query length and share the mask's rows.
+:func:`grouped_attention` spares a copy of the cache for every query head: transformers' sdpa
+attention expands keys and values to all query heads (``repeat_kv``) whenever a mask is given, in
+every layer and step: with 16 query and 2 key heads, eight times the memory traffic of what it
+reads. Kernels can do without. On CPU torch's own grouped mode (``enable_gqa``) does; elsewhere the
+kernels with masks have no such mode, so that the query heads of a group are laid one behind the
+other along the query length and share the mask's rows.
 """
 
 from __future__ import annotations

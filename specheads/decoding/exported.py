@@ -33,7 +33,7 @@ from specheads.drafters.merge import HybridDrafter
 from specheads.models.base import check_tokenizer, input_device, load_base_model, load_tokenizer
 from specheads.models.checkpoint import Export, load_export
 from specheads.models.draft import check_same_tokenizer, load_draft
-from specheads.models.heads import MedusaHeads
+from specheads.models.kinds import Heads
 from specheads.models.manifest import MANIFEST, PROVENANCE, read_json
 from specheads.models.output import output_layer
 
@@ -306,7 +306,7 @@ class Built(NamedTuple):
 
     drafter: Drafter
     num_nodes: int
-    models: Sequence[nn.Module] = ()
+    models: Sequence[nn.Module | Heads] = ()
 
 
 def _heads(subject: Subject, decode: DecodeConfig, draft: Draft | None) -> Built:
@@ -342,7 +342,7 @@ def _draft(subject: Subject, decode: DecodeConfig, draft: Draft | None) -> Built
 
 
 def _draft_heads(subject: Subject, decode: DecodeConfig, draft: Draft | None) -> Built:
-    if not isinstance(draft, Export) or not isinstance(draft.heads, MedusaHeads):
+    if not isinstance(draft, Export) or not draft.heads.for_draft_model:
         raise ConfigError(
             f"decode.drafter=draft_heads needs Medusa or Hydra heads of a draft model:"
             f" decode.draft={decode.draft} is no export of such heads"
@@ -380,7 +380,7 @@ BUILDERS: dict[str, Callable[[Subject, DecodeConfig, Draft | None], Built]] = {
 }
 
 
-def num_parameters(model: nn.Module) -> int:
+def num_parameters(model: nn.Module | Heads) -> int:
     """Return the number of a model's parameters, shared ones counted once."""
     return sum(parameter.numel() for parameter in model.parameters())
 

@@ -44,7 +44,7 @@ from specheads.decoding.loop import decode
 from specheads.decoding.result import DecodeResult, OnTokens
 from specheads.drafters.contract import Drafter
 from specheads.models.base import end_tokens, input_device
-from specheads.models.support import check_tree_support
+from specheads.models.support import tree_support
 from specheads.verification.sampling import Sampler
 
 # what generate() hands on for its own forward passes
@@ -163,7 +163,7 @@ class SpecDecoder:
         compile: bool = False,
     ) -> None:
         if drafter is not None:
-            check_tree_support(base)
+            tree_support(base)
         self.base = base
         self.drafter = drafter
         self.streamer = streamer

@@ -38,7 +38,7 @@ from specheads.decoding.result import DecodeResult, OnTokens, Output, Stopping, 
 from specheads.drafters.contract import FINAL, TRUNK, Candidates, Drafter, Prefill
 from specheads.models.forward import ModelPass, capture_traced, pad_rows
 from specheads.models.output import capture_hidden
-from specheads.models.support import check_tree_support
+from specheads.models.support import tree_support
 from specheads.verification.sampling import Sampler
 
 
@@ -113,7 +113,7 @@ def decode(
     """
     asked = Settings(**settings)
     prompts = read_prompts(model, input_ids, asked.attention_mask, asked.max_new_tokens)
-    support = check_tree_support(model)
+    support = tree_support(model)
     support.check_batch(len(prompts))
     output = Output(
         prompts,

@@ -23,7 +23,7 @@ from specheads.decoding.choose import make_chooser
 from specheads.decoding.loop import next_tokens
 from specheads.decoding.result import DecodedRow, Output
 from specheads.models.forward import ModelPass, pad_rows, thresholds, undisturbed
-from specheads.models.support import check_tree_support, tree_support
+from specheads.models.support import tree_support
 from specheads.verification.sampling import Sampler
 
 
@@ -94,7 +94,7 @@ class PlainStream:
         eos_token_ids: Collection[int] = (),
         batch_size: int = 8,
     ) -> None:
-        support = check_tree_support(model)
+        support = tree_support(model)
         support.check_batch(batch_size)
         self._chain_only = support.kind == "chain"
         self._thresholds = thresholds(model)

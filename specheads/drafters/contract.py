@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specheads.attention.tree import RowTrees, Tree
-from specheads.models.output import FINAL, TRUNK
+from specheads.models.output import FINAL, TRUNK, side_by_side
 from specheads.verification.sampling import Sampler
 
 __all__ = ["FINAL", "TRUNK", "Candidates", "Drafter", "Prefill", "StepResult"]
@@ -70,9 +70,9 @@ class Prefill:
     sampler: Sampler = Sampler()
     vocab_size: int = 0
 
-    def last_hidden(self, tap: str) -> Tensor:
-        """Return the hidden states [B, d] at each row's last real token."""
-        hidden = self.hidden[tap]
+    def last_hidden(self, *taps: str) -> Tensor:
+        """Return the hidden states [B, d] at each row's last real token, of taps side by side."""
+        hidden = side_by_side(self.hidden, taps)
         if set(self.num_tokens) == {hidden.shape[1]}:
             return hidden[:, -1]
         last = torch.tensor(self.num_tokens, device=hidden.device) - 1

@@ -22,7 +22,7 @@ from specheads.drafters.draft_tree import check_reads_trees
 from specheads.drafters.growing import OneTree, pack
 from specheads.drafters.heads import HeadsState, static_drafter
 from specheads.models.forward import pad_rows
-from specheads.models.heads import MedusaHeads
+from specheads.models.kinds import Heads
 from specheads.models.output import Captured, OutputLayer, capture_hidden
 from specheads.verification.acceptance import walk_on_host
 
@@ -69,14 +69,14 @@ class DraftHeadsDrafter:
     def __init__(
         self,
         draft: PreTrainedModel,
-        heads: MedusaHeads,
+        heads: Heads,
         output: OutputLayer,
         tree: Tree,
         *,
         num_passes: int = NUM_PASSES,
         max_tokens: int = 0,
     ) -> None:
-        if not isinstance(heads, MedusaHeads):  # MTP modules read tokens that are not certain yet
+        if not heads.for_draft_model:  # MTP modules read tokens that are not certain yet
             raise ValueError(
                 f"the heads of a draft model must be Medusa or Hydra heads, got {heads.kind}"
             )

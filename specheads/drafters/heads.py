@@ -12,9 +12,9 @@ the prefix, and sample-and-walk stays exact.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,36 +32,14 @@ from specheads.drafters.growing import (
     on_host,
 )
 from specheads.models.base import input_device
-from specheads.models.head_walk import MtpSteps, MtpWalk, Steps, Tables, Walk
-from specheads.models.mtp import MtpHeads
+from specheads.models.output import side_by_side
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from specheads.models.head_walk import Embed
-    from specheads.models.mtp import Heads
+    from specheads.models.base import Embed
+    from specheads.models.kinds import HeadCache, Heads, Walk
     from specheads.models.output import OutputLayer
-
-
-class Memory(Protocol):
-    """What layers of heads that attend remember of the rows' texts."""
-
-    def append(
-        self, hidden: Tensor, counts: Sequence[int], tokens: Tensor
-    ) -> tuple[Memory, Tensor]:
-        """Read on.
-
-        Args:
-            hidden: [B, T, d], the base's hidden states of the positions that follow, right-padded.
-            counts: per row how many of the T are real; where it is 0, the output means nothing.
-            tokens: [B, T], the token that came after each of them, the root at the last one.
-
-        Returns:
-            The memory with them, and what the layers make of each row's last position, [..., B, d].
-        """
-
-    def select(self, rows: Tensor) -> Memory:
-        """Return the memory of the rows ``rows`` [R] (long), in that order."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +57,7 @@ class HeadsState:
     root: Tensor
     hidden: Tensor
     predict: Any
-    memory: Memory | None = None
+    memory: HeadCache | None = None
 
 
 class HeadsDrafter:
@@ -117,7 +95,7 @@ class HeadsDrafter:
         self, heads: Heads, output: OutputLayer, shape: Tree | Grown, embed: Embed | None = None
     ) -> None:
         self.heads, self.output, self.shape = heads, output, shape
-        self.taps = (heads.tap,)
+        self.taps = heads.taps
         self.num_nodes = shape.num_nodes
         self.device = next((p.device for p in heads.parameters()), output.weight.device)
         self._embed = embed
@@ -134,7 +112,7 @@ class HeadsDrafter:
                 scales = [1 / each for each in shape.temperatures or ()]
                 self._scales = torch.tensor(scales, device=self.device)
         if heads.sequential:
-            self._steps = steps_of(heads, output, embed, self.max_depth)
+            self._steps = heads.steps(output, embed, self.max_depth)
 
     @property
     def grows(self) -> bool:
@@ -150,15 +128,15 @@ class HeadsDrafter:
         predict, root = self.steps(), prefill.root
         if isinstance(self.shape, Tree):
             self.shape = self.shape.to(root.device)
-        memory: Memory | None = self.heads.memory(len(prefill.num_tokens), self._embed)
+        memory = self.heads.memory(len(prefill.num_tokens), self._embed)
         if memory is None:
-            last_hidden = prefill.last_hidden(self.heads.tap).to(self.device)
+            last_hidden = prefill.last_hidden(*self.taps).to(self.device)
             return HeadsState(root, last_hidden, predict)
         ahead = prefill.tokens.roll(-1, dims=1).to(self.device)
         rows = torch.arange(len(ahead), device=self.device)
         last = torch.tensor(prefill.num_tokens, device=self.device) - 1
         ahead[rows, last] = root.to(self.device)
-        hidden = prefill.hidden[self.heads.tap].to(self.device)
+        hidden = side_by_side(prefill.hidden, self.taps).to(self.device)
         memory, last_hidden = memory.append(hidden, prefill.num_tokens, ahead)
         return HeadsState(root, last_hidden, predict, memory)
 
@@ -179,7 +157,7 @@ class HeadsDrafter:
 
     def observe(self, state: HeadsState, result: StepResult) -> HeadsState:
         """Move to the last accepted node."""
-        hidden, path = result.hidden[self.heads.tap], result.path
+        hidden, path = side_by_side(result.hidden, self.taps), result.path
         if state.memory is not None:
             # per row the accepted nodes, as many as tokens were gained
             counts = [len(new) for new in result.new_tokens]
@@ -209,11 +187,9 @@ class HeadsDrafter:
             memory=None if state.memory is None else state.memory.select(rows),
         )
 
-    def _walk(self, state: HeadsState) -> Walk | MtpWalk:
+    def _walk(self, state: HeadsState) -> Walk:
         """Return sequential heads at the roots."""
-        found: Walk | MtpWalk = state.predict.begin(
-            state.hidden, state.root.to(self.device), state.memory
-        )
+        found: Walk = state.predict.begin(state.hidden, state.root.to(self.device), state.memory)
         return found
 
     def _at_once(self, state: HeadsState) -> Tensor:
@@ -272,7 +248,7 @@ class HeadsDrafter:
         return tree, torch.tensor([tokens[1:] for tokens, _ in rows])
 
     @torch.no_grad()
-    def grow(self, walk: Walk | MtpWalk) -> tuple[Tensor, Tensor, Tensor]:
+    def grow(self, walk: Walk) -> tuple[Tensor, Tensor, Tensor]:
         """Grow trees from sequential heads at the roots; nothing waits for the device.
 
         Returns:
@@ -284,14 +260,14 @@ class HeadsDrafter:
                 walk.descend(*nodes)
             return self._guesses(walk)
 
-        roots = walk.level.tokens[:, 0]
+        roots = walk.tokens[:, 0]
         return grow(ask, roots, self.num_nodes, self.max_depth, self.width)
 
-    def _guesses(self, walk: Walk | MtpWalk) -> tuple[Tensor, Tensor]:
+    def _guesses(self, walk: Walk) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and token ids of the best guesses at the nodes, [B, n, R]."""
         logits = walk.logits().float()
         if self._scales is not None:
-            logits = logits * self._scales[walk.level.depth]
+            logits = logits * self._scales[walk.depth]
         log_probs, places = best_guesses(logits, self.num_ranks)
         return log_probs, self.heads.token_ids(places)
 
@@ -324,7 +300,7 @@ def embedding(base: PreTrainedModel, heads: Heads) -> Embed | None:
 
     None where the heads do not read tokens through it.
     """
-    if not heads.condition:
+    if not heads.needs_embedding:
         return None
     module, place = base.get_input_embeddings(), input_device(base)
     if module is None:
@@ -425,24 +401,3 @@ def levels_of(tree: Tree, sequential: bool, device: torch.device) -> list[Level]
         )
         above = [nodes[i] for i in inner]
     return levels
-
-
-def steps_of(
-    heads: Heads, output: OutputLayer, embed: Embed | None, depth: int
-) -> Callable[[], Steps | MtpSteps]:
-    """Return a function that returns the heads as they are when it is called.
-
-    Args:
-        heads: sequential ones.
-        output: the base's output layer.
-        embed: the base's input embedding, for heads that read tokens through it.
-        depth: how many of the heads will be asked.
-
-    Raises:
-        ValueError: for parallel heads, or if the embedding is missing.
-    """
-    if isinstance(heads, MtpHeads):
-        mtp = MtpSteps(heads, output, embed)
-        return lambda: mtp
-    tables = Tables(heads, embed, depth)
-    return lambda: Steps(heads, output, tables)

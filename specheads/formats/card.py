@@ -20,6 +20,7 @@ from specheads.config import ConfigError, RunError
 from specheads.formats.serving import Serving, commands
 from specheads.models.checkpoint import read_config
 from specheads.models.draft import read_provenance
+from specheads.models.kinds import KINDS
 from specheads.models.manifest import read_json
 from specheads.models.names import is_hub_error, keep_to_the_cache_if_unreachable
 from specheads.system.files import tinycode_dir, whole_file
@@ -57,13 +58,14 @@ def title(form: str, info: Mapping[str, Any]) -> str:
         tuned = "tuned " if info["base"].get("tuned") else ""
         what = "The base model" if form == "plain" else "Settings of text copies for the base model"
         return f"{what.replace('base', f'{tuned}base')}{f' {base}' if base else ''}"
-    what = _WORDS[info.get("kind", "base")]
+    kind = info.get("kind", "base")
+    what = _WORDS.get(kind, f"{kind} heads")
     return f"{what} for {base}" if base else f"{what}, trained from scratch"
 
 
 def without_heads(form: str, info: Mapping[str, Any]) -> bool:
     """Return whether a format leaves out the heads of the export it is made of."""
-    return form in ("plain", "vllm_custom_class") and info.get("kind") in ("medusa", "hydra", "mtp")
+    return form in ("plain", "vllm_custom_class") and info.get("kind") in KINDS
 
 
 def introduction(form: str, info: Mapping[str, Any]) -> str:

@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 
 from specheads.config import ConfigError
 from specheads.formats.medusa import MOST_HEADS, MOST_LAYERS
-from specheads.models.heads import FINAL_NORM, MedusaHeads, prefix_sizes
+from specheads.models.blocks import FINAL_NORM, prefix_sizes
+from specheads.models.heads import MedusaHeads
 from specheads.models.manifest import TensorFiles
 from specheads.models.output import OutputLayer
 

@@ -414,17 +414,17 @@ def check_parallel(form: str, checkpoint: str | Path, info: dict[str, Any]) -> N
     Raises:
         ConfigError: with what is in the way.
     """
-    if info["kind"] == "mtp":
-        raise ConfigError(
-            f"format={form} is for Medusa heads, {checkpoint} is mtp; format=mtp_standard holds"
-            " those"
-        )
-    problem = None
-    if info["kind"] == "hydra":
-        problem = "are Hydra heads, which read the tokens drafted before their own"
-    elif info.get("correction", "none") != "none":
+    readable = {
+        "medusa": None,
+        "hydra": "are Hydra heads, which read the tokens drafted before their own",
+    }
+    if (kind := info["kind"]) not in readable:
+        other = {"mtp": "; format=mtp_standard holds those"}.get(kind, "")
+        raise ConfigError(f"format={form} is for Medusa heads, {checkpoint} is {kind}{other}")
+    problem = readable[kind]
+    if problem is None and info.get("correction", "none") != "none":
         problem = "correct their logits by the token drafted before (markov_rank)"
-    elif info.get("prefix_layer"):
+    elif problem is None and info.get("prefix_layer"):
         problem = "read the text through an attention layer of their own (prefix_layer)"
     if problem:
         raise ConfigError(

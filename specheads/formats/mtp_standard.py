@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -27,7 +27,8 @@ from transformers import (
 
 from specheads.config import ConfigError
 from specheads.models.checkpoint import save_as
-from specheads.models.mtp import Heads, MtpHeads, block_config
+from specheads.models.kinds import Heads
+from specheads.models.mtp import MtpHeads, block_config
 from specheads.models.mtp_hf import CLASSES, our_config, plain_config
 from specheads.system.files import whole_folder
 
@@ -65,8 +66,8 @@ def write(
         ConfigError: if the standard cannot hold these heads, or does not know such a base.
         RunError: if the disk is full.
     """
-    heads = check(base, heads)
-    number = heads.num_heads
+    ours = check(base, heads)
+    number = ours.num_heads
     kind: type[PreTrainedModel] = type(base)
     if base.config.model_type in NATIVE:
         config = copy.deepcopy(base.config)
@@ -74,13 +75,11 @@ def write(
         vars(config).pop("quantization_config", None)
     else:
         kind = CLASSES[base.config.model_type].model
-        types = getattr(heads.config, "layer_types", None)
+        types = getattr(ours.config, "layer_types", None)
         more = {"mtp_layer_types": list(types) * number} if types else {}
         config = our_config(base.config, num_mtp_layers=number, **more)
     first = base.config.num_hidden_layers
-    extra = {
-        _standard_name(name, first): tensor for name, tensor in _embedding_first(heads).items()
-    }
+    extra = {_standard_name(name, first): tensor for name, tensor in _embedding_first(ours).items()}
     with whole_folder(Path(folder)) as fresh:
         save_as(fresh, kind, config, base, extra, tokenizer, dtype)
 
@@ -91,12 +90,12 @@ def check(base: PreTrainedModel, heads: Heads) -> MtpHeads:
     Raises:
         ConfigError: with what is in the way.
     """
-    if not isinstance(heads, MtpHeads) or not heads.sequential:
-        variant = heads.variant if isinstance(heads, MtpHeads) else heads.kind
+    if (variant := getattr(heads, "variant", heads.kind)) != "sequential":
         raise ConfigError(
             f"format=mtp_standard holds sequential MTP heads, these are {variant} ones"
         )
-    if heads.lm_head != "shared":
+    ours = cast(MtpHeads, heads)
+    if ours.lm_head != "shared":
         raise ConfigError(
             "format=mtp_standard holds heads that share the base's output matrix, these have"
             " their own"
@@ -106,14 +105,14 @@ def check(base: PreTrainedModel, heads: Heads) -> MtpHeads:
             f"format=mtp_standard: the base model is of type {kind!r}, the standard is known for"
             f" {', '.join((*CLASSES, *NATIVE))}"
         )
-    expected, found = block_config(base.config).to_dict(), heads.config.to_dict()
+    expected, found = block_config(base.config).to_dict(), ours.config.to_dict()
     for key in sorted(found.keys() - _IRRELEVANT):
         if not key.startswith("_") and found[key] != expected.get(key):
             raise ConfigError(
                 f"format=mtp_standard: the heads' layers must be like the base's last one, but"
                 f" their {key} is {found[key]!r}, the base's {expected.get(key)!r}"
             )
-    return heads
+    return ours
 
 
 def unlisted_layers(base: PreTrainedModel, num_heads: int) -> list[int]:

@@ -287,37 +287,40 @@ def _ours(place: str, moved: str, info: dict[str, Any]) -> list[Serving]:
 
 def _elsewhere(form: str, info: dict[str, Any]) -> list[Serving]:
     """Return why the engines that are left cannot use these heads, and what they can use."""
-    kind = info["kind"]
-    drafts = "a draft model (+recipe=distill) can be served there"
-    if kind == "mtp":
-        base = info.get("block", {}).get("model_type", "")
-        if info.get("variant") != "sequential" or info.get("lm_head") != "shared":
-            other = "it has no place for MTP heads that are parallel or have their own matrix"
-            answers = {"vLLM": other, "SGLang": other, "TensorRT-LLM": other, "llama.cpp": other}
-        else:
-            reads, unknown = "format=mtp_standard is what it reads", _unknown_mtp(base)
-            native = reads if base in _NATIVE_MTP else unknown
-            deepseek = reads if base == _DEEPSEEK else _ONLY_DEEPSEEK
-            answers = {
-                "vLLM": reads, "SGLang": native, "TensorRT-LLM": deepseek, "llama.cpp": native,
-            }  # fmt: skip
-    else:
-        gone = "it has no Hydra method"
-        if kind == "medusa":
-            gone = "0.33 removed Medusa heads"
-            if form != "vllm_medusa":
-                gone += "; format=vllm_medusa is for 0.28 to 0.32"
-        answers = {
-            "vLLM": f"{gone}; format=vllm_custom_class guesses without heads",
-            "SGLang": f"it has no Medusa or Hydra method; {drafts}",
-            "TensorRT-LLM": f"Medusa left with its TensorRT backend in 2026; {drafts}",
-            "llama.cpp": f"it has no Medusa or Hydra method; {drafts}",
-        }
-    checked = {"vLLM": VLLM, "SGLang": SGLANG, "TensorRT-LLM": TENSORRT, "llama.cpp": LLAMA_CPP}
-    found = [Serving(engine, checked[engine], "", note) for engine, note in answers.items()]
-    if form == "native" and kind == "medusa":
-        found.append(Serving("TGI", TGI, "", "format=fasterdecoding_v1 or _v2 is what it reads"))
-    return found
+    notes = {"medusa": _of_medusa, "hydra": _of_hydra, "mtp": _of_mtp}[info["kind"]](form, info)
+    checked = [VLLM, SGLANG, TENSORRT, LLAMA_CPP, TGI]
+    engines = ["vLLM", "SGLang", "TensorRT-LLM", "llama.cpp", "TGI"]
+    return [Serving(*each) for each in zip(engines, checked, [""] * 5, notes, strict=False)]
+
+
+_DRAFTS = "a draft model (+recipe=distill) can be served there"
+
+
+def _of_medusa(form: str, info: dict[str, Any]) -> list[str]:
+    older = "" if form == "vllm_medusa" else "; format=vllm_medusa is for 0.28 to 0.32"
+    return [
+        f"0.33 removed Medusa heads{older}; format=vllm_custom_class guesses without heads",
+        *_of_hydra(form, info)[1:],
+        *(["format=fasterdecoding_v1 or _v2 is what it reads"] if form == "native" else []),
+    ]
+
+
+def _of_hydra(form: str, info: dict[str, Any]) -> list[str]:
+    return [
+        "it has no Hydra method; format=vllm_custom_class guesses without heads",
+        f"it has no Medusa or Hydra method; {_DRAFTS}",
+        f"Medusa left with its TensorRT backend in 2026; {_DRAFTS}",
+        f"it has no Medusa or Hydra method; {_DRAFTS}",
+    ]
+
+
+def _of_mtp(form: str, info: dict[str, Any]) -> list[str]:
+    if info.get("variant") != "sequential" or info.get("lm_head") != "shared":
+        return ["it has no place for MTP heads that are parallel or have their own matrix"] * 4
+    base = info.get("block", {}).get("model_type", "")
+    reads = "format=mtp_standard is what it reads"
+    native = reads if base in _NATIVE_MTP else _unknown_mtp(base)
+    return [reads, native, reads if base == _DEEPSEEK else _ONLY_DEEPSEEK, native]
 
 
 def _unknown_mtp(model_type: str) -> str:

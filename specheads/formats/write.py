@@ -13,7 +13,7 @@ stand in shell histories and in what a run writes about itself.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from specheads.config import ConfigError
 from specheads.formats.medusa import check_parallel, check_v1, check_v2, place_of_base
@@ -38,6 +38,7 @@ from specheads.models.names import is_hub_error
 
 MEDUSA = ("vllm_medusa", "fasterdecoding_v1", "fasterdecoding_v2", "merged")
 MTP = ("hf", "mtp_standard")
+HOLDING = {"medusa": MEDUSA, "mtp": MTP}  # by the kind of heads; no format holds other kinds
 
 
 def check_form(form: str, checkpoint: str | Path, info: dict[str, Any]) -> None:
@@ -51,7 +52,7 @@ def check_form(form: str, checkpoint: str | Path, info: dict[str, Any]) -> None:
     Raises:
         ConfigError: one line with what is in the way.
     """
-    if form in MTP and info["kind"] != "mtp":
+    if form in MTP and form not in HOLDING.get(info["kind"], ()):
         raise ConfigError(f"format={form} is for MTP heads, {checkpoint} is {info['kind']}")
     if form == "draft":
         raise ConfigError(
@@ -100,9 +101,8 @@ def write(
     if form == "plain":
         save_plain_model(output, base, tokenizer, dtype=dtype)
         return ["AutoModelForCausalLM.from_pretrained loads it"]
-    assert isinstance(heads, MtpHeads)
     if form == "hf":
-        mtp_hf.write(output, base, heads, tokenizer)
+        mtp_hf.write(output, base, cast("MtpHeads", heads), tokenizer)
         return [
             "after `import specheads` AutoModelForCausalLM.from_pretrained loads it, its heads as"
             " model.mtp; without them: mtp_heads=None"
@@ -146,8 +146,7 @@ def _medusa(
     from specheads.models.heads import MedusaHeads
     from specheads.models.output import output_layer
 
-    heads = load_heads(checkpoint)  # in the precision they are stored in
-    assert isinstance(heads, MedusaHeads)
+    heads = cast(MedusaHeads, load_heads(checkpoint))  # in the precision they are stored in
     wanted = None if dtype is None else torch_dtype(dtype)
     place, tuned = place_of_base(info, output), bool(info["base"]["tuned"])
     if form == "fasterdecoding_v2" and not tuned:  # nothing of the base is in it

@@ -49,7 +49,7 @@ from specheads.measure.rows import Clocked
 from specheads.models.base import end_tokens
 from specheads.models.checkpoint import Export, load_export
 from specheads.models.draft import vocab_size
-from specheads.models.mtp import Heads
+from specheads.models.kinds import Heads
 from specheads.models.output import OutputLayer, output_layer
 from specheads.system import hardware
 from specheads.verification.sampling import Sampler

@@ -40,7 +40,7 @@ from specheads.measure.hits import (
 from specheads.measure.rows import DRIFT_LIMIT
 from specheads.models.checkpoint import read_config
 from specheads.models.forward import undisturbed
-from specheads.models.mtp import Heads
+from specheads.models.kinds import Heads
 from specheads.models.output import OutputLayer
 
 SIZES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # clocked; those between are interpolated

@@ -39,8 +39,8 @@ from specheads.drafters.heads import HeadsDrafter
 from specheads.models import forward
 from specheads.models.base import context_length
 from specheads.models.forward import ModelPass
-from specheads.models.head_cache import PrefixKeys
-from specheads.models.head_walk import Steps, Walk
+from specheads.models.head_cache import LayerCache
+from specheads.models.heads import Steps, Walk
 from specheads.models.mtp_hf import check_prompt
 from specheads.models.output import OutputLayer
 from specheads.system import hardware
@@ -717,7 +717,7 @@ class Phases:
             (Steps, "begin", HEADS),
             (Walk, "logits", HEADS),
             (Walk, "descend", HEADS),
-            (PrefixKeys, "append", HEADS),
+            (LayerCache, "append", HEADS),
         ]
         if not compile:  # a forward in place of the model's own would be compiled with it
             places.append((base, "forward", FORWARD))

@@ -41,7 +41,7 @@ from specheads.measure.stats import accept_length_ci95, mean_accept_length, rep8
 from specheads.models.base import end_tokens
 from specheads.models.checkpoint import Export
 from specheads.models.forward import undisturbed
-from specheads.models.mtp import Heads
+from specheads.models.kinds import Heads
 from specheads.models.output import OutputLayer, output_layer
 from specheads.runs.log import Outcome
 from specheads.system.files import whole_file

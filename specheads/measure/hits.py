@@ -32,10 +32,8 @@ from specheads.measure.clock import Decoded, Prompt, pad_left
 from specheads.measure.rows import Clocked
 from specheads.measure.stats import ratio_ci95
 from specheads.models.checkpoint import Export
-from specheads.models.head_cache import MtpTexts
-from specheads.models.head_walk import MtpSteps, MtpWalk, Walk
-from specheads.models.mtp import Heads
-from specheads.models.output import OutputLayer, capture_hidden, output_layer
+from specheads.models.kinds import Heads, Walk
+from specheads.models.output import OutputLayer, capture_hidden, output_layer, side_by_side
 from specheads.verification.sampling import Sampler
 
 Progress = Callable[[Sequence[int]], Any]  # wraps a sequence that is iterated over
@@ -101,9 +99,9 @@ def measure_hits(
         num_prompt: P.
         ended: whether the last token is an end of text.
     """
-    with capture_hidden(base, (heads.tap,)) as captured:
+    with capture_hidden(base, heads.taps) as captured:
         base(input_ids=sequence, use_cache=False, logits_to_keep=1)
-    whole, embed = captured.at[heads.tap], embedding(base, heads)
+    whole, embed = side_by_side(captured.at, heads.taps), embedding(base, heads)
     places = torch.arange(whole.shape[1], device=whole.device)[None]
     hidden = heads.contextual(whole, places, sequence.to(whole.device), embed).squeeze(-3)
     new = sequence[0, num_prompt:].to(hidden.device)
@@ -136,9 +134,9 @@ def measure_hits(
     if not heads.sequential:
         return found
     found = replace(found, tokens=tokens.masked_fill(~known, -1).cpu())
-    if heads.kind != "mtp":
+    if not heads.walks_text:
         return replace(found, hidden=hidden.cpu())
-    end = start + positions  # MTP heads read more than one hidden state
+    end = start + positions  # they read more than one hidden state
     return replace(found, hidden=whole[0, :end].cpu(), ahead=sequence[0, 1 : end + 1].cpu())
 
 
@@ -555,7 +553,7 @@ def grown_sizes(hits: Hits, drafter: HeadsDrafter) -> Tensor:
     return found
 
 
-def _walks(hits: Hits, drafter: HeadsDrafter) -> Iterator[tuple[Tensor, Walk | MtpWalk]]:
+def _walks(hits: Hits, drafter: HeadsDrafter) -> Iterator[tuple[Tensor, Walk]]:
     """Yield some positions [n] of a text, and the heads at the roots that stand there, n rows."""
     if not len(hits.ranks):
         return
@@ -564,15 +562,14 @@ def _walks(hits: Hits, drafter: HeadsDrafter) -> Iterator[tuple[Tensor, Walk | M
     device = next(drafter.heads.parameters()).device
     num_rows = max(1, _NUMBERS // (drafter.width * drafter.heads.num_outputs))
     positions, roots = torch.arange(len(hits.ranks)), hits.tokens[:, 0].to(device)
-    if not isinstance(steps, MtpSteps):
+    if not drafter.heads.walks_text:
         for chunk in positions.split(num_rows):
-            yield chunk, steps.begin(hits.hidden[chunk].to(device), roots[chunk])
+            yield chunk, steps.begin(hits.hidden[chunk].to(device), roots[chunk], None)
         return
     assert hits.ahead is not None
     num_read = len(hits.hidden)
-    text, every = MtpTexts.empty(steps.heads, 1, steps.embed).read(
-        hits.hidden[None].to(device), [num_read], hits.ahead[None].to(device)
-    )
+    empty: Any = drafter.heads.memory(1, steps.embed)
+    text, every = empty.read(hits.hidden[None].to(device), [num_read], hits.ahead[None].to(device))
     first = num_read - len(positions) + 1
     for chunk in positions.split(max(1, min(num_rows, _COPIED // hits.hidden.numel()))):
         # the same text many times over, each read up to another root

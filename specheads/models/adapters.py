@@ -2,8 +2,7 @@
 
 The base stays the PreTrainedModel that it was: its linear layers are wrapped, nothing else changes,
 so that hooks, caches, tree decoding and ``generate`` go on working. Adapter weights are float32.
-
-The ``adapter/`` of an export: written and read as peft does, so that others read it too.
+The ``adapter/`` of an export is written and read as peft does, so that others read it too.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ from specheads.models.manifest import (
 from specheads.models.names import resolve_name
 from specheads.models.quantize import bnb_config, check_own_quantization, prepare_quantized
 from specheads.system import hardware
+
+Embed = Callable[[Tensor], Tensor]  # an input embedding: token ids of any shape to [..., d]
 
 
 def load_base_model(
@@ -264,12 +266,8 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 def end_tokens(base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the ids that end a text, of the model's generation settings or the tokenizer's."""
-    config = getattr(base, "generation_config", None)
-    found = getattr(config, "eos_token_id", None)
-    if found is None:
-        found = base.config.eos_token_id
-    if found is None:
-        found = tokenizer.eos_token_id
-    if found is None:
+    places = (getattr(base, "generation_config", None), base.config, tokenizer)
+    ids = (getattr(place, "eos_token_id", None) for place in places)
+    if (found := next((each for each in ids if each is not None), None)) is None:
         return ()
     return tuple(found) if isinstance(found, Iterable) else (int(found),)

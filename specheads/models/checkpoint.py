@@ -1,16 +1,12 @@
 """Exports: what users load. Heads, tokenizer, tree and (medusa2) the tuned base, in one folder.
 
 A base tuned through an adapter is merged into ``base/``, or its adapter lies in ``adapter/`` and
-the original, quantised as it was, is loaded under it.
+the original, quantised as it was, is loaded under it. What config.json says of the heads, and what
+their tensors are called, is the heads' own, see :class:`specheads.models.kinds.Heads`.
 
 Everything is safetensors and JSON, written aside and renamed, and listed in ``manifest.json`` with
-its size and sha256. Loading takes all of it or refuses with one line.
-
-Write a model as a Hugging Face folder, in another dtype if asked.
-
-Heads of every kind as files: what config.json says of them, and their tensors.
-
-Tensors of MTP heads are called ``mtp.layers.{k}.*``, the others' ``heads.{i}.*`` and ``prefix.*``.
+its size and sha256. Loading takes all of it or refuses with one line. Models alone are written as
+Hugging Face folders.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ from specheads.models.base import (
     torch_dtype,
 )
 from specheads.models.export_config import check_config
-from specheads.models.heads import MedusaHeads
+from specheads.models.kinds import KINDS, Heads, build_heads, named_tensors
 from specheads.models.manifest import (
     MANIFEST,
     check_header,
@@ -51,7 +47,6 @@ from specheads.models.manifest import (
     write_json,
     write_manifest,
 )
-from specheads.models.mtp import Heads, MtpHeads, config_from_json
 from specheads.models.names import base_digest as digest_of_base
 from specheads.models.names import file_sha256, resolve_name
 from specheads.models.quantize import METHODS, as_if_plain, quantization_of
@@ -149,107 +144,12 @@ def cast_tensors(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[
 
 HEADS_FILE = "model.safetensors"
 _SMALL_HEADS = 1 << 23  # parameters: 32 MB in float32
-_MTP_PREFIX = "mtp."
-_MEDUSA_KEYS = ("num_heads", "num_layers", "lm_head", "hidden_size", "vocab_size")
-# keys that an export of each kind must have
-KIND_KEYS: dict[str, tuple[str, ...]] = {
-    "medusa": _MEDUSA_KEYS,
-    "hydra": _MEDUSA_KEYS,
-    "mtp": ("num_heads", "variant", "lm_head", "block", "hidden_size", "vocab_size"),
-}
-
-
-def heads_section(heads: Heads) -> dict[str, Any]:
-    """Return, as JSON, what :func:`build_heads` builds the same heads from."""
-    if isinstance(heads, MtpHeads):
-        return {
-            "kind": heads.kind,
-            "num_heads": heads.num_heads,
-            "variant": heads.variant,
-            "lm_head": heads.lm_head,
-            "hidden_first": heads.hidden_first,
-            "block": heads.block,
-            "hidden_size": heads.hidden_size,
-            "vocab_size": heads.vocab_size,
-        }
-    return {
-        "kind": heads.kind,
-        "num_heads": heads.num_heads,
-        "num_layers": heads.num_layers,
-        "lm_head": heads.lm_head,
-        "rank": heads.rank,
-        "num_kept": 0 if heads.token_map is None else heads.num_outputs,
-        "correction": "markov" if heads.markov_rank else "none",
-        "markov_rank": heads.markov_rank,
-        "prefix_layer": heads.prefix is not None,
-        "prefix": None if heads.prefix is None else heads.prefix.sizes,
-        "hidden_size": heads.hidden_size,
-        "vocab_size": heads.vocab_size,
-        **({"joined": True} if heads.joined else {}),
-    }
-
-
-def build_heads(config: dict[str, Any]) -> Heads:
-    """Return heads of ``config`` without memory, whose tensors are still to be read.
-
-    Raises:
-        ValueError: one line, if there are no such heads.
-    """
-    with torch.device("meta"):  # nor is time lost for drawing weights that are replaced at once
-        if config["kind"] == "mtp":
-            return _build_mtp(config)
-        # exports of 0.1 have none of them
-        optional = ("rank", "num_kept", "markov_rank", "prefix", "joined")
-        try:
-            return MedusaHeads(
-                **{key: config[key] for key in _MEDUSA_KEYS},
-                **{key: config[key] for key in optional if key in config},
-                condition=config["kind"] == "hydra",
-            )
-        except (TypeError, ArithmeticError, RuntimeError) as error:
-            raise ValueError(str(error)) from None
-
-
-def _build_mtp(config: dict[str, Any]) -> MtpHeads:
-    with one_line("block"):
-        heads = MtpHeads(
-            config["num_heads"],
-            config_from_json(config["block"]),
-            config["vocab_size"],
-            variant=config["variant"],
-            lm_head=config["lm_head"],
-            hidden_first=bool(config.get("hidden_first")),
-        )
-    if heads.hidden_size != config["hidden_size"]:
-        raise ValueError(
-            f"block.hidden_size is {heads.hidden_size}, hidden_size {config['hidden_size']}"
-        )
-    return heads
-
-
-def _compute_tables(heads: Heads, config_file: Path) -> None:
-    """Make the rotary tables of ``heads``, which no file holds; the sizes are checked by now."""
-    holder: Any = heads if isinstance(heads, MtpHeads) else heads.prefix and heads.prefix.model
-    if holder is None:
-        return
-    with one_line(f"{config_file}: no rotary table"):
-        holder.rotary_emb = type(holder.rotary_emb)(config=holder.config)
 
 
 def save_heads(folder: Path, heads: Heads, dtype: torch.dtype | None) -> None:
     """Write the tensors of ``heads`` into ``folder``, in ``dtype`` (None keeps each as it is)."""
     tensors = {k: v.detach().cpu().contiguous() for k, v in named_tensors(heads).items()}
     save_file(cast_tensors(tensors, dtype), folder / HEADS_FILE, metadata={"format": "pt"})
-
-
-def named_tensors(heads: Heads) -> dict[str, Tensor]:
-    """Return the tensors of ``heads`` by the names that an export gives them."""
-    prefix = _prefix(heads)
-    return {prefix + name: tensor for name, tensor in heads.state_dict().items()}
-
-
-def _prefix(heads: Heads) -> str:
-    return _MTP_PREFIX if isinstance(heads, MtpHeads) else ""
 
 
 def load_heads_file(path: Path, config: dict[str, Any], config_file: Path) -> Heads:
@@ -269,11 +169,11 @@ def load_heads_file(path: Path, config: dict[str, Any], config_file: Path) -> He
         raise ConfigError(f"{config_file}: {error}") from None
     file, wanted = path / HEADS_FILE, named_tensors(heads)
     check_header(file, wanted)
-    _compute_tables(heads, config_file)
+    with one_line(f"{config_file}: no rotary table"):
+        heads.make_tables()  # not before: the header has told how large they may be
     tensors = read_tensors(file, wanted)
     _check_map(file, tensors.get("token_map"), config["vocab_size"])
-    prefix = _prefix(heads)
-    state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    state = {name.removeprefix(heads.tensor_prefix): each for name, each in tensors.items()}
     heads.load_state_dict(state, assign=True)
     return heads
 
@@ -396,14 +296,14 @@ def save_export(
         save_heads(folder, heads, target)
         tokenizer.save_pretrained(folder)
         if tuned_base is not None and adapter:
-            save_adapter(folder / _ADAPTER, tuned_base, _findable(base_name), base_revision)
+            save_adapter(folder / _ADAPTER, tuned_base, findable(base_name), base_revision)
         elif tuned_base is not None:
             save_hf(folder / _BASE, tuned_base, tokenizer, target)
         config = {
             "format_version": FORMAT_VERSION,
-            **heads_section(heads),
+            **heads.to_config(),
             "base": {
-                "name": _findable(base_name),
+                "name": findable(base_name),
                 "tuned": tuned_base is not None,
                 "adapter": adapter,
                 "revision": base_revision,
@@ -581,10 +481,10 @@ def read_config(path: str | Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path} has format version {version!r:.20}, this specheads reads {FORMAT_VERSION}"
         )
-    if not isinstance(kind, str) or kind not in KIND_KEYS:
-        known = ", ".join(map(repr, KIND_KEYS))
+    if not isinstance(kind, str) or kind not in KINDS:
+        known = ", ".join(map(repr, KINDS))
         raise ConfigError(f"{path} holds kind {kind!r:.40}, this specheads reads {known}")
-    for section, keys in {"": KIND_KEYS[kind], **_SECTIONS}.items():
+    for section, keys in {"": KINDS[kind].config_keys, **_SECTIONS}.items():
         values = config.get(section) if section else config
         for key in keys:
             if not isinstance(values, dict) or key not in values:
@@ -598,8 +498,7 @@ def _load_tree(path: Path, config: dict[str, Any]) -> Tree:
         tree = Tree.from_json(config["tree"]["choices"])
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path / _CONFIG}: tree: {error}") from None
-    _check_depth(tree, config["num_heads"], ConfigError, f"{path}: ")
-    _check_rank(tree, config, f"{path}: ")
+    _check_rank(tree, config, f"{path}: ")  # its depth is held to the heads by read_config
     return tree
 
 
@@ -681,12 +580,15 @@ def _quantization(path: Path, info: dict[str, Any]) -> str:
     return str(recorded["method"])
 
 
-def _findable(name: str) -> str:
-    if not name:
-        return name  # there is no original, and the current folder is none
-    # a relative path would mean another folder for whoever loads the export
+def findable(name: str) -> str:
+    """Return a base model's name as others can use it: the full path of a folder.
+
+    A relative path would mean another folder for whoever loads the export. An empty name, where
+    there is no original, stays empty, and is not the current folder.
+    """
     folder = Path(name).expanduser()
-    return str(folder.resolve()) if name != "tinycode" and folder.is_dir() else name
+    own = not name or name == "tinycode" or not folder.is_dir()
+    return name if own else str(folder.resolve())
 
 
 def _tree_section(

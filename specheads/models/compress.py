@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from specheads.losses.cross_entropy import IGNORE
-from specheads.models.heads import LowRank, MedusaHeads
+from specheads.models.blocks import LowRank
+from specheads.models.heads import MedusaHeads
 
 
 @torch.no_grad()

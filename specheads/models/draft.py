@@ -3,8 +3,7 @@
 All of them read and write the base's token ids. What a draft model says about ids that the base
 does not have is never proposed, so the two may pad their vocabularies to different sizes.
 
-A draft model's export: a plain Hugging Face folder, and where it comes from.
-
+A draft model's export is a plain Hugging Face folder that says where it comes from:
 ``config.json``, safetensors, tokenizer, chat template and generation config, as everything that
 loads models reads them; beside them ``specheads.json`` and ``manifest.json``, which nothing but
 specheads looks at.
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -30,8 +28,8 @@ from transformers import (
 
 from specheads.config import ConfigError
 from specheads.models.base import load_base_model, load_tokenizer, torch_dtype
-from specheads.models.checkpoint import save_hf
-from specheads.models.manifest import PROVENANCE, write_json, write_manifest
+from specheads.models.checkpoint import findable, save_hf
+from specheads.models.manifest import PROVENANCE, one_line, write_json, write_manifest
 from specheads.models.manifest import read_provenance as read_ours
 from specheads.models.quantize import quantization_of
 from specheads.system.files import whole_folder
@@ -100,15 +98,10 @@ def new_draft(
     Raises:
         ConfigError: if transformers cannot build it.
     """
-    try:
+    with one_line(f"draft.start: a smaller {config.model_type} model cannot be built"):
         made = AutoModelForCausalLM.from_config(
             config, attn_implementation=None if attn == "auto" else attn, dtype=dtype
         )
-    except (ValueError, TypeError, ImportError, RuntimeError, AttributeError) as error:
-        raise ConfigError(
-            f"draft.start: a smaller {config.model_type} model cannot be built:"
-            f" {str(error).strip().splitlines()[0]}"
-        ) from None
     assert isinstance(made, PreTrainedModel)
     return made.eval()
 
@@ -307,13 +300,9 @@ def _with_layers(
         values.pop(key, None)
     for key, value in {"num_hidden_layers": len(kept), **changes}.items():
         values[names.get(key, key)] = value
-    try:
+    about = f"draft.layers: a {config.model_type} model of {len(kept)} layers"
+    with one_line(f"{about} cannot be described"):
         return type(config).from_dict(values)
-    except (ValueError, TypeError, StrictDataclassError) as error:
-        raise ConfigError(
-            f"draft.layers: a {config.model_type} model of {len(kept)} layers cannot be described:"
-            f" {str(error).strip().splitlines()[0]}"
-        ) from None
 
 
 def _layers_name(model: nn.Module, total: int) -> str:
@@ -367,7 +356,7 @@ def save_draft(
         "format_version": FORMAT_VERSION,
         "kind": "draft",
         "base": {
-            "name": _findable(base_name),
+            "name": findable(base_name),
             "revision": base_revision,
             "digest": base_digest,
             "dtype": str(base_dtype).removeprefix("torch."),
@@ -404,9 +393,3 @@ def take_end_tokens(draft: PreTrainedModel, base: PreTrainedModel) -> None:
         ids[key] = next((value for value in found if value is not None), None)
     own: Any = draft
     own.generation_config = GenerationConfig(**ids)
-
-
-def _findable(name: str) -> str:
-    # a relative path would mean another folder for whoever reads this
-    folder = Path(name).expanduser()
-    return str(folder.resolve()) if name != "tinycode" and folder.is_dir() else name

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specheads.config import ConfigError
-from specheads.models.heads import FINAL_NORM, SIZES
+from specheads.models.blocks import FINAL_NORM, SIZES
 from specheads.models.names import check_recorded
 
 MAX_NODES = 4096  # of a tree: the verify step of that many tokens takes seconds
@@ -62,7 +62,7 @@ def check_config(file: Path, config: dict[str, Any]) -> None:
             f"{file}: prefix_layer is {config.get('prefix_layer')}, but prefix says otherwise"
         )
     _check_prefix(file, config)
-    if config["kind"] == "mtp":
+    if "block" in config:
         _check_block(file, config["block"])
     _check_base(file, config["base"])
     _check_tree(file, config["tree"], config["num_heads"])

@@ -1,16 +1,14 @@
 """A model's forward passes: read tokens, or verify a tree, behind what the cache holds.
 
-A model's forward pass, compiled: the same pass at fewer microseconds per layer.
+A compiled pass computes the same at fewer microseconds per layer. What changes from step to step
+(tokens, positions, slots, mask) enters as tensors. The mask is made outside, by the functions that
+the model itself would call, since they ask Python what tree is active. On a GPU the compiled pass
+is captured in CUDA graphs (``mode="reduce-overhead"``), which want every shape to repeat: keys are
+then shown up to a multiple of the cache's block.
 
-What changes from step to step (tokens, positions, slots, mask) enters as tensors. The mask is made
-outside, by the functions that the model itself would call, since they ask Python what tree is
-active. On a GPU the compiled pass is captured in CUDA graphs (``mode="reduce-overhead"``), which
-want every shape to repeat: keys are then shown up to a multiple of the cache's block.
-
-Positions at which a model computes differently, and does so for a whole forward pass at once.
-
-Most models give each token what its own position asks for, whatever else is in the pass. Two
-mechanisms of transformers do not:
+:class:`Thresholds` are positions at which a model computes differently, and does so for a whole
+forward pass at once. Most models give each token what its own position asks for, whatever else is
+in the pass. Two mechanisms of transformers do not:
 
 - ``rope_type=longrope`` (Phi-3, PhiMoE; any model may have it): the largest position of a pass
   decides whether all its tokens get the short or the long frequencies. Keys that are in the cache
@@ -33,7 +31,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
@@ -537,7 +535,7 @@ def replay(model: PreTrainedModel, ids: Tensor, num_prompt_tokens: int) -> Tenso
 
 
 @contextlib.contextmanager
-def undisturbed(*modules: nn.Module) -> Iterator[None]:
+def undisturbed(*modules: Any) -> Iterator[None]:
     """Put modules into eval mode; give every submodule its mode back, and torch its randomness."""
     modes = [(part, part.training) for module in modules for part in module.modules()]
     places = {tensor.device for module in modules for tensor in module.parameters()}

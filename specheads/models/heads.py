@@ -3,312 +3,54 @@
 Head i (counted from 0) predicts the token i + 2 positions ahead (Medusa, arXiv:2401.10774, section
 2.1). Parallel heads guess from the hidden state alone. Sequential ones also read the tokens drafted
 before their own: all of them (``condition``, Hydra, arXiv:2402.05109), or the last one through a
-low-rank bias on the logits (``markov_rank``). Shapes: K heads, d hidden size, V vocabulary, V' the
-tokens that the heads can guess (V unless pruned).
+low-rank bias on the logits (``markov_rank``).
 
-What one head is made of. ``heads.py`` puts K of them together.
+Sequential heads go down a tree level by level (:class:`Walk`), each head once for all nodes of its
+level. Head i is asked at nodes of depth i, whose path from the root down gives the i + 1 tokens
+that it reads. What it makes of the path above is carried down and not computed again. Where the
+vocabulary is small, what a token adds is looked up in a table instead of computed.
 
-Shapes: d hidden size, V vocabulary, V' the tokens that the head can guess, r an inner size.
-
-One attention layer between base model and heads (Hydra++, arXiv:2402.05109, section 4.3).
+Shapes: K heads, d hidden size, V vocabulary, V' the tokens that the heads can guess (V unless
+pruned), B rows, n nodes of a level, D heads in use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaModel, PreTrainedConfig
+from transformers import PreTrainedModel
 
 from specheads.losses.cross_entropy import IGNORE
-from specheads.models.head_cache import PrefixKeys
+from specheads.models.base import Embed
+from specheads.models.blocks import (
+    Joined,
+    LowRank,
+    Markov,
+    MedusaHead,
+    PrefixLayer,
+    ZeroLinear,
+    normalised,
+    prefix_sizes,
+)
+from specheads.models.head_cache import LayerCache
 from specheads.models.output import FINAL
 
 if TYPE_CHECKING:
+    from specheads.config import HeadsConfig
     from specheads.models.output import OutputLayer
-
-
-class ResBlock(nn.Linear):
-    """``x + SiLU(W x + b)``, starting as the identity: W and b are zero."""
-
-    def __init__(self, hidden_size: int, dtype: torch.dtype | None = None) -> None:
-        super().__init__(hidden_size, hidden_size, dtype=dtype)
-
-    def reset_parameters(self) -> None:
-        """Set weight and bias to zero."""
-        nn.init.zeros_(self.weight)
-        nn.init.zeros_(self.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [..., d] to [..., d]."""
-        x = x.to(self.weight.dtype)  # the base may run in a narrower one
-        return x + F.silu(super().forward(x))
-
-
-class Condition(nn.Linear):
-    """Adds what the tokens drafted before say; zero at the start.
-
-    Hydra's first block reads the hidden state and the embeddings side by side, through a residual
-    and a gated matrix of their own. Here the embeddings join the hidden state, and the block reads
-    the sum: the same with its two matrices tied, at half the parameters, and what a token adds does
-    not depend on the hidden state, so that small vocabularies can be tabulated.
-    """
-
-    def __init__(self, num_tokens: int, hidden_size: int, dtype: torch.dtype | None) -> None:
-        super().__init__(num_tokens * hidden_size, hidden_size, dtype=dtype)
-
-    def reset_parameters(self) -> None:
-        """Set weight and bias to zero."""
-        nn.init.zeros_(self.weight)
-        nn.init.zeros_(self.bias)
-
-
-class Joined(nn.Module):
-    """The first block of published Hydra heads: hidden state and embeddings side by side.
-
-    ``residual(x) + SiLU(gate(x))``, two matrices [d, (n + 1) d] with biases. Heads that are trained
-    here have :class:`Condition` instead; this is for those that were trained elsewhere.
-    """
-
-    def __init__(self, num_tokens: int, hidden_size: int, dtype: torch.dtype | None) -> None:
-        super().__init__()
-        width = (num_tokens + 1) * hidden_size
-        self.gate = nn.Linear(width, hidden_size, dtype=dtype)
-        self.residual = nn.Linear(width, hidden_size, dtype=dtype)
-
-    def forward(self, hidden: Tensor, conditions: Tensor) -> Tensor:
-        """Map [..., d] and [..., n * d] to [..., d]; the first may be the same for many of them."""
-        hidden = hidden.expand(*conditions.shape[:-1], hidden.shape[-1])
-        x = torch.cat([hidden, conditions.to(hidden.dtype)], dim=-1).to(self.gate.weight.dtype)
-        found: Tensor = self.residual(x) + F.silu(self.gate(x))
-        return found
-
-
-class LowRank(nn.Module):
-    """An output matrix ``up @ down``: [V, r] times [r, d]."""
-
-    def __init__(
-        self, vocab_size: int, rank: int, hidden_size: int, dtype: torch.dtype | None
-    ) -> None:
-        super().__init__()
-        self.down = nn.Linear(hidden_size, rank, bias=False, dtype=dtype)
-        self.up = nn.Linear(rank, vocab_size, bias=False, dtype=dtype)
-
-
-class Markov(nn.Module):
-    """A bias on the logits from one token, ``up @ down[token]``; zero at the start.
-
-    The correction that block-parallel drafters of 2026 put on their logits (DSpark), on heads.
-    """
-
-    def __init__(
-        self, vocab_size: int, num_outputs: int, rank: int, dtype: torch.dtype | None
-    ) -> None:
-        super().__init__()
-        self.down = nn.Embedding(vocab_size, rank, dtype=dtype)
-        self.up = nn.Linear(rank, num_outputs, bias=False, dtype=dtype)
-        nn.init.zeros_(self.up.weight)
-
-
-class MedusaHead(nn.Module):
-    """One head: its blocks, its own output matrix if it has one, and what reads drafted tokens.
-
-    Args:
-        num_layers: residual blocks.
-        hidden_size: d.
-        vocab_size: V.
-        num_outputs: rows of its own output matrix; None shares the base's.
-        rank: inner size of a low-rank one, 0 for a whole one.
-        markov_rank: inner size of the Markov correction, 0 for none.
-        markov_outputs: V'.
-        num_conditions: tokens drafted before that it reads.
-        joined: read them as published Hydra heads do, see :class:`Joined`.
-        dtype: of the parameters.
-    """
-
-    def __init__(
-        self,
-        num_layers: int,
-        hidden_size: int,
-        vocab_size: int,
-        num_outputs: int | None,
-        *,
-        rank: int = 0,
-        markov_rank: int = 0,
-        markov_outputs: int = 0,
-        num_conditions: int = 0,
-        joined: bool = False,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(ResBlock(hidden_size, dtype) for _ in range(num_layers))
-        self.lm_head: nn.Linear | LowRank | None = None
-        if num_outputs is not None and rank:
-            self.lm_head = LowRank(num_outputs, rank, hidden_size, dtype)
-        elif num_outputs is not None:
-            self.lm_head = nn.Linear(hidden_size, num_outputs, bias=False, dtype=dtype)
-        self.markov = (
-            Markov(vocab_size, markov_outputs, markov_rank, dtype) if markov_rank else None
-        )
-        self.condition: Condition | None = None
-        self.joined: Joined | None = None
-        if num_conditions and joined:
-            self.joined = Joined(num_conditions, hidden_size, dtype)
-        elif num_conditions:
-            self.condition = Condition(num_conditions, hidden_size, dtype)
-
-    def forward(
-        self, hidden: Tensor, conditions: Tensor | None = None, before: Tensor | None = None
-    ) -> Tensor:
-        """Map the base's hidden states to what the output matrix reads.
-
-        Args:
-            hidden: [..., d].
-            conditions: [..., tokens * d], embeddings of the tokens drafted before, side by side.
-            before: [...], the token drafted before, for the Markov correction.
-
-        Returns:
-            [..., d], or [..., r] before a low-rank matrix; with a Markov correction and r more.
-        """
-        if conditions is not None:
-            hidden = self.conditioned(hidden, conditions)
-        hidden = self.own_features(hidden)
-        if self.markov is not None:
-            assert before is not None
-            bias = self.markov.down(before)
-            hidden = torch.cat([hidden.to(bias.dtype), bias], dim=-1)
-        return hidden
-
-    def conditioned(self, hidden: Tensor, conditions: Tensor) -> Tensor:
-        """Put the tokens drafted before into the hidden state; the arguments are ``forward``'s."""
-        if self.joined is not None:
-            found: Tensor = self.joined(hidden, conditions)
-            return found
-        assert self.condition is not None
-        weight = self.condition.weight
-        return hidden.to(weight.dtype) + self.condition(conditions.to(weight.dtype))
-
-    def own_features(self, x: Tensor) -> Tensor:
-        """Map [..., d], the condition added, to what its own part of the matrix reads."""
-        for block in self.blocks:
-            x = block(x)
-        if isinstance(self.lm_head, LowRank):
-            x = self.lm_head.down(x.to(self.lm_head.down.weight.dtype))
-        return x
-
-    def own_product(self, x: Tensor, base_weight: Tensor) -> Tensor:
-        """Map [..., d], the condition added, to [..., V'], without a Markov correction."""
-        weight = self.own_weight(base_weight)
-        return F.linear(self.own_features(x).to(weight.dtype), weight)
-
-    def own_weight(self, base_weight: Tensor) -> Tensor:
-        """Return the output matrix but for a Markov correction; ``base_weight`` [V, d] if shared.
-
-        Its last factor, if it is of low rank.
-        """
-        if self.lm_head is None:
-            return base_weight
-        last = self.lm_head.up if isinstance(self.lm_head, LowRank) else self.lm_head
-        weight: Tensor = last.weight
-        return weight
-
-    def output_weight(self, base_weight: Tensor) -> Tensor:
-        """Return the matrix for what ``forward`` returns; ``base_weight`` [V, d] if shared."""
-        weight = self.own_weight(base_weight)
-        if self.markov is None:
-            return weight
-        return torch.cat([weight.to(self.markov.up.weight.dtype), self.markov.up.weight], dim=1)
-
-
-SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "rms_norm_eps",
-)
-
-FINAL_NORM = "final_norm"  # among the sizes: true where a norm follows, as in published Hydra heads
-
-
-def prefix_sizes(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the sizes of a layer like those of the base model with ``config``; plain JSON."""
-    config = config.get_text_config()
-    found = {key: getattr(config, key, None) for key in SIZES}
-    found["intermediate_size"] = found["intermediate_size"] or 4 * config.hidden_size
-    return {key: value for key, value in found.items() if value is not None}
-
-
-class PrefixLayer(nn.Module):
-    """A Llama layer over the base's last hidden states, the identity at the start.
-
-    A head sees one hidden state; this layer lets it look back over all of them. Whatever the base
-    model is, the layer is Llama's, of the same sizes; rotary positions are those of the text.
-
-    Args:
-        sizes: from :func:`prefix_sizes`.
-        dtype: of the parameters; None means torch's default.
-    """
-
-    def __init__(self, sizes: dict[str, Any], dtype: torch.dtype | None = None) -> None:
-        super().__init__()
-        self.sizes = dict(sizes)
-        config = LlamaConfig(
-            **{key: value for key, value in sizes.items() if key != FINAL_NORM},
-            vocab_size=1,
-            num_hidden_layers=1,
-            pad_token_id=None,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-        config._attn_implementation = "sdpa"
-        # transformers' own model builds masks, packed documents and caches; only its one layer and
-        # the rotary table are used
-        model = LlamaModel(config)
-        model.embed_tokens = cast(Any, None)
-        if not sizes.get(FINAL_NORM):
-            model.norm = cast(Any, nn.Identity())
-        self.model = model
-        if dtype is not None:
-            self.to(dtype)
-        layer = cast(Any, model.layers[0])
-        nn.init.zeros_(layer.self_attn.o_proj.weight)
-        nn.init.zeros_(layer.mlp.down_proj.weight)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PrefixLayer:
-        """Move or cast everything but the rotary table, which would be rounded: it only moves."""
-        rotary: Any = self.model.rotary_emb
-        table = rotary.inv_freq
-        super()._apply(fn, recurse)
-        rotary.inv_freq = table.to(rotary.inv_freq.device)
-        return self
-
-    def forward(self, hidden: Tensor, position_ids: Tensor) -> Tensor:
-        """Map hidden states [B, T, d] of whole documents to [B, T, d].
-
-        Args:
-            hidden: several documents in a row if packed.
-            position_ids: [B, T], restarting at 0 with every document.
-        """
-        weight = cast(Tensor, cast(Any, self.model.layers[0]).self_attn.o_proj.weight)
-        output = self.model(
-            inputs_embeds=hidden.to(weight.dtype), position_ids=position_ids, use_cache=False
-        )
-        found: Tensor = output.last_hidden_state
-        return found
-
 
 LM_HEADS = ("own", "shared", "low_rank", "pruned")
 _MAX_STACKED = 1 << 22  # parameters that a snapshot may copy
+MAX_TABLE = 1 << 23  # numbers in the tables of one kind; beyond, products are computed
+_SIZES = ("num_heads", "num_layers", "hidden_size", "vocab_size", "lm_head")
 
 
 class MedusaHeads(nn.Module):
-    """K heads.
+    """K Medusa or Hydra heads; their contract is :class:`specheads.models.kinds.Heads`.
 
     Args:
         num_heads: K.
@@ -333,6 +75,13 @@ class MedusaHeads(nn.Module):
         ValueError: for an unknown ``lm_head`` or numbers out of range.
     """
 
+    config_keys: ClassVar[tuple[str, ...]] = _SIZES
+    compressible: ClassVar[bool] = True
+    for_draft_model: ClassVar[bool] = True
+    unseen_settings: ClassVar[tuple[str, ...]] = ()
+    tensor_prefix: ClassVar[str] = ""
+    taps = (FINAL,)
+    walks_text = False
     token_map: Tensor | None
 
     def __init__(
@@ -376,19 +125,26 @@ class MedusaHeads(nn.Module):
         self.num_outputs = num_kept if lm_head == "pruned" else vocab_size
         kept = torch.arange(self.num_outputs) if lm_head == "pruned" else None
         self.register_buffer("token_map", kept)
+
+        def own_matrix() -> nn.Linear | LowRank | None:
+            if lm_head == "low_rank":
+                return LowRank(vocab_size, rank, hidden_size, dtype)
+            if lm_head == "shared":
+                return None
+            return nn.Linear(hidden_size, self.num_outputs, bias=False, dtype=dtype)
+
+        def reader(num_tokens: int) -> ZeroLinear | Joined | None:
+            if joined:
+                return Joined(num_tokens, hidden_size, dtype)
+            size = num_tokens * hidden_size
+            return ZeroLinear(size, hidden_size, dtype=dtype) if condition else None
+
+        def correction() -> Markov | None:
+            sizes = vocab_size, self.num_outputs, markov_rank
+            return Markov(*sizes, dtype) if markov_rank else None
+
         self.heads = nn.ModuleList(
-            MedusaHead(
-                num_layers,
-                hidden_size,
-                vocab_size,
-                None if lm_head == "shared" else self.num_outputs,
-                rank=self.rank,
-                markov_rank=markov_rank,
-                markov_outputs=self.num_outputs,
-                num_conditions=i + 1 if condition else 0,
-                joined=joined,
-                dtype=dtype,
-            )
+            MedusaHead(num_layers, hidden_size, own_matrix(), correction(), reader(i + 1), dtype)
             for i in range(num_heads)
         )
         self.prefix = PrefixLayer(prefix, dtype) if prefix else None
@@ -404,14 +160,82 @@ class MedusaHeads(nn.Module):
         return self.condition or self.markov_rank > 0
 
     @property
-    def tap(self) -> str:
-        """Which hidden state of the base the heads read."""
-        return FINAL
+    def needs_embedding(self) -> bool:
+        """Whether they read drafted tokens through the base's input embedding."""
+        return self.condition
 
-    def memory(self, num_rows: int, embed: object = None) -> PrefixKeys | None:
+    @property
+    def one_matrix(self) -> bool:
+        """Whether all heads multiply by the base's output matrix, and by nothing else."""
+        return self.lm_head == "shared" and not self.markov_rank
+
+    @classmethod
+    def from_settings(
+        cls, settings: HeadsConfig, base: PreTrainedModel, output: OutputLayer
+    ) -> MedusaHeads:
+        """Build the heads that the section ``heads`` of a recipe's settings describes.
+
+        Raises:
+            ValueError: as the class does.
+        """
+        vocab_size, hidden_size = output.weight.shape
+        return cls(
+            settings.num_heads,
+            settings.num_layers,
+            hidden_size,
+            vocab_size,
+            settings.lm_head,
+            rank=settings.rank,
+            num_kept=settings.num_kept,
+            markov_rank=settings.markov_rank if settings.correction == "markov" else 0,
+            condition=settings.condition,
+            prefix=prefix_sizes(base.config) if settings.prefix_layer else None,
+        )
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> MedusaHeads:
+        """Build the heads that an export's config.json describes; exports of 0.1 have fewer keys.
+
+        Raises:
+            ValueError: if there are no such heads.
+        """
+        optional = ("rank", "num_kept", "markov_rank", "prefix", "joined")
+        sizes = {key: config[key] for key in (*_SIZES, *optional) if key in config}
+        return cls(**sizes, condition=config["kind"] == "hydra")
+
+    def to_config(self) -> dict[str, Any]:
+        """Return what :meth:`from_config` builds the same heads from, as JSON."""
+        return {
+            "kind": self.kind,
+            "num_heads": self.num_heads,
+            "num_layers": self.num_layers,
+            "lm_head": self.lm_head,
+            "rank": self.rank,
+            "num_kept": 0 if self.token_map is None else self.num_outputs,
+            "correction": "markov" if self.markov_rank else "none",
+            "markov_rank": self.markov_rank,
+            "prefix_layer": self.prefix is not None,
+            "prefix": None if self.prefix is None else self.prefix.sizes,
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            **({"joined": True} if self.joined else {}),
+        }
+
+    def make_tables(self) -> None:
+        """Compute the prefix layer's rotary table, which no file holds."""
+        if self.prefix is not None:
+            model = cast(Any, self.prefix.model)
+            model.rotary_emb = type(model.rotary_emb)(config=model.config)
+
+    def memory(self, num_rows: int, embed: Embed | None = None) -> LayerCache | None:
         """Return what the prefix layer remembers of texts while decoding, before any was read."""
         del embed
-        return None if self.prefix is None else PrefixKeys.empty(self.prefix, num_rows)
+        if self.prefix is None:
+            return None
+        model = cast(Any, self.prefix.model)
+        norm = None if isinstance(model.norm, nn.Identity) else model.norm
+        groups = [[(model.layers[0], norm)]]
+        return LayerCache.empty(self.prefix, groups, model.rotary_emb, num_rows, single=True)
 
     def head(self, i: int) -> MedusaHead:
         """Return head ``i``."""
@@ -462,7 +286,7 @@ class MedusaHeads(nn.Module):
         hidden: Tensor,
         position_ids: Tensor,
         tokens: Tensor | None = None,
-        embed: Callable[[Tensor], Tensor] | None = None,
+        embed: Embed | None = None,
     ) -> Tensor:
         """Return what the heads read: ``hidden`` [B, T, d] behind the prefix layer, if any.
 
@@ -480,7 +304,7 @@ class MedusaHeads(nn.Module):
         i: int,
         hidden: Tensor,
         tokens: Tensor | None = None,
-        embed: Callable[[Tensor], Tensor] | None = None,
+        embed: Embed | None = None,
     ) -> Tensor:
         """Return what the output matrix of head ``i`` reads, [..., d_i].
 
@@ -504,7 +328,7 @@ class MedusaHeads(nn.Module):
                 conditions = self.embedded(tokens[..., : i + 1], embed).flatten(-2)
         return head(hidden, conditions, tokens[..., i] if self.markov_rank else None)
 
-    def embedded(self, tokens: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
+    def embedded(self, tokens: Tensor, embed: Embed) -> Tensor:
         """Return how the heads read tokens [...], as [..., d]; ``embed`` is the base's."""
         found = embed(tokens)
         return found if self.joined else normalised(found)
@@ -542,17 +366,13 @@ class MedusaHeads(nn.Module):
         full[..., self.token_map] = logits
         return full
 
-    def forward(self, hidden: Tensor, output: OutputLayer, **sequential: Any) -> Tensor:
-        """Return the logits of all heads; see ``logits``."""
-        return self.logits(hidden, output, **sequential)
-
     def head_logits(
         self,
         i: int,
         hidden: Tensor,
         output: OutputLayer,
         tokens: Tensor | None = None,
-        embed: Callable[[Tensor], Tensor] | None = None,
+        embed: Embed | None = None,
     ) -> Tensor:
         """Return the logits [..., V'] of head ``i``; the arguments are those of ``features``."""
         matrix = self.output_weight(i, output.weight)
@@ -564,7 +384,7 @@ class MedusaHeads(nn.Module):
         hidden: Tensor,
         output: OutputLayer,
         tokens: Tensor | None = None,
-        embed: Callable[[Tensor], Tensor] | None = None,
+        embed: Embed | None = None,
     ) -> Tensor:
         """Return the logits [K, ..., V'] of all heads, computed as the base computes its own.
 
@@ -574,7 +394,7 @@ class MedusaHeads(nn.Module):
             tokens: [..., >= K] of sequential heads, see ``features``.
             embed: the base's input embedding, see ``features``.
         """
-        if self.lm_head != "shared" or self.markov_rank:
+        if not self.one_matrix:
             heads = range(self.num_heads)
             return torch.stack([self.head_logits(i, hidden, output, tokens, embed) for i in heads])
         # one product reads the matrix once for all heads
@@ -593,6 +413,14 @@ class MedusaHeads(nn.Module):
             raise ValueError("sequential heads cannot guess all at once")
         products = self.own_products(output)
         return lambda hidden: self.finish(products(hidden), output)
+
+    def steps(self, output: OutputLayer, embed: Embed | None, depth: int) -> Callable[[], Steps]:
+        """Return a function that returns the heads as they are when it is called.
+
+        Raises:
+            ValueError: as :class:`Steps` does.
+        """
+        return Steps(self, output, embed, depth).refresh
 
     @torch.no_grad()
     def own_products(self, output: OutputLayer) -> Callable[[Tensor], Tensor]:
@@ -650,6 +478,171 @@ class MedusaHeads(nn.Module):
         return output.finish(products if bias is None else products + bias)
 
 
-def normalised(embedding: Tensor) -> Tensor:
-    """Return embeddings [..., d] at unit root mean square: their scale differs between models."""
-    return F.rms_norm(embedding, embedding.shape[-1:], eps=1e-6)
+class Steps:
+    """Sequential heads as they are for one text, ready to go down trees.
+
+    Attributes:
+        embed: the base's input embedding, for heads with a condition.
+
+    Args:
+        heads: sequential ones.
+        output: the base's output layer.
+        embed: see above.
+        depth: D.
+
+    Raises:
+        ValueError: for parallel heads, or if the embedding is missing.
+    """
+
+    def __init__(
+        self, heads: MedusaHeads, output: OutputLayer, embed: Embed | None, depth: int
+    ) -> None:
+        if not heads.sequential:
+            raise ValueError("these heads are parallel: they need not be asked level by level")
+        if heads.condition and embed is None:
+            raise ValueError("these heads read tokens through embed, which is None")
+        self.heads, self.output, self.embed, self.depth = heads, output, embed, depth
+        # what each token adds, for all tokens of the vocabulary: per place j of a path
+        # [V, (D - j) * d] to the inputs of heads j, ...; and per head [V, V'] to its logits
+        self.conditions: list[Tensor] = []
+        self.biases: list[Tensor] = []
+        self._sources: list[Tensor] = []  # what the tables were made of
+        width = heads.hidden_size
+        size = heads.vocab_size * width * depth * (depth + 1) // 2
+        # joined heads have no table: what a token adds depends on the hidden state beside it
+        self._tabulates_conditions = heads.condition and not heads.joined and size <= MAX_TABLE
+        size = heads.vocab_size * heads.num_outputs * depth
+        self._tabulates_biases = heads.markov_rank > 0 and size <= MAX_TABLE
+        self.offset: Tensor | None = None  # [D * d], the conditions' own biases
+        self.products: Callable[[Tensor], Tensor] | None = None
+
+    @torch.no_grad()
+    def refresh(self) -> Steps:
+        """Take the weights as they are now, and return itself."""
+        parts = [self.heads.head(i) for i in range(self.depth)]
+        conditions = [part.condition for part in parts if part.condition is not None]
+        conditions *= self._tabulates_conditions
+        markov = [part.markov for part in parts if part.markov is not None] * self._tabulates_biases
+        sources = [each.weight for each in conditions]
+        sources += [weight for each in markov for weight in (each.down.weight, each.up.weight)]
+        if conditions:
+            assert self.embed is not None
+            ids = torch.arange(self.heads.vocab_size, device=sources[0].device)
+            sources.append(normalised(self.embed(ids)))
+            offset = torch.cat([each.bias for each in conditions])
+            self.offset = _wide(offset)
+        elif not self.heads.condition:
+            self.products = self.heads.own_products(self.output)
+        # training writes weights in ways that no version counter sees, so that they are compared
+        if len(sources) == len(self._sources) and all(map(torch.equal, sources, self._sources)):
+            return self
+        if conditions:
+            self.conditions = tabulated(sources[-1], [each.weight for each in conditions])
+        self.biases = [_wide(each.down.weight) @ _wide(each.up.weight).T for each in markov]
+        self._sources = [source.clone() for source in sources]
+        return self
+
+    def begin(self, hidden: Tensor, root: Tensor, memory: object = None) -> Walk:
+        """Start at the roots.
+
+        Args:
+            hidden: [B, d], behind the prefix layer if there is one.
+            root: [B], the tokens that the base chose from there.
+            memory: not used: what the prefix layer remembers is in ``hidden``.
+        """
+        del memory
+        return Walk(self, hidden, root[:, None])
+
+
+class Walk:
+    """One step's way down the tree; to be called under ``torch.no_grad()``.
+
+    Attributes:
+        depth: of the nodes at hand, and thereby the head that guesses their children.
+        tokens: [B, n], the nodes' own.
+    """
+
+    def __init__(self, steps: Steps, hidden: Tensor, root: Tensor) -> None:
+        self._steps, self._hidden = steps, hidden[:, None]
+        self._own = None if steps.products is None else steps.products(hidden)
+        self.depth, self.tokens = 0, root
+        # [B, n, ...]: with tables of a condition, the inputs of heads ``depth`` and below, side by
+        # side; without, the embeddings of the path; nothing without a condition
+        self._carried: Tensor | None = None
+        if steps.conditions:
+            assert steps.offset is not None
+            start = hidden.to(steps.offset.dtype).repeat(1, steps.depth) + steps.offset
+            self._carried = start[:, None] + F.embedding(root, steps.conditions[0])
+        elif steps.heads.condition:
+            self._carried = self._embedded(root)
+
+    def logits(self) -> Tensor:
+        """Return what the head of this level says at its nodes, [B, n, V']."""
+        steps, head = self._steps, self._steps.heads.head(self.depth)
+        if self._own is not None:
+            products = self._own[self.depth][:, None]  # the same at all nodes
+        else:
+            assert self._carried is not None
+            if steps.conditions:
+                x = self._carried[..., : steps.heads.hidden_size]
+            else:
+                x = head.conditioned(self._hidden, self._carried)
+            products = head.own_product(x, steps.output.weight)
+        if head.markov is not None:
+            if steps.biases:
+                added = F.embedding(self.tokens, steps.biases[self.depth])
+            else:
+                added = head.markov.up(head.markov.down(self.tokens))
+            products = products + added.to(products.dtype)
+        return steps.heads.finish(products, steps.output)
+
+    def descend(self, tokens: Tensor, parents: Tensor | None) -> None:
+        """Go to nodes one deeper.
+
+        Args:
+            tokens: [B, n'], the tokens of these nodes.
+            parents: the places of their parents among the n nodes at hand, [n'] where all rows
+                share them, else [B, n']; None where node for node follows.
+        """
+        steps, carried = self._steps, self._carried
+        self.depth, self.tokens = self.depth + 1, tokens
+        if carried is None:
+            return
+        if parents is not None and parents.dim() == 1:
+            carried = carried.index_select(1, parents)
+        elif parents is not None:
+            carried = carried.gather(1, parents[..., None].expand(-1, -1, carried.shape[2]))
+        if steps.conditions:
+            below = carried[..., steps.heads.hidden_size :]
+            self._carried = below + F.embedding(tokens, steps.conditions[self.depth])
+        else:
+            self._carried = torch.cat([carried, self._embedded(tokens)], dim=-1)
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        assert self._steps.embed is not None
+        return self._steps.heads.embedded(tokens, self._steps.embed)
+
+
+def tabulated(embeddings: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """Return per place j of a path what every token there adds to the heads that read it.
+
+    Args:
+        embeddings: [V, d].
+        weights: of the conditions of heads 0, 1, ..., [d, (i + 1) * d].
+
+    Returns:
+        Per place [V, (D - j) * d].
+    """
+    width, wide = embeddings.shape[1], list(map(_wide, weights))
+    embeddings = embeddings.to(wide[0].dtype)
+    return [
+        torch.cat(
+            [embeddings @ weight[:, j * width : (j + 1) * width].T for weight in wide[j:]], dim=1
+        )
+        for j in range(len(weights))
+    ]
+
+
+def _wide(weight: Tensor) -> Tensor:
+    """Return the weight in a dtype in which sums of a few products do not round."""
+    return weight if weight.dtype == torch.float64 else weight.float()

@@ -1,26 +1,16 @@
-"""JSON files and the manifest of an export: every file with its size and sha256.
+"""Files that may be damaged, or a stranger's: JSON, manifests, safetensors, folders of models.
 
-Both may come from a stranger: what is read is bounded, and no name leaves the folder.
+What is read is bounded, and nothing leaves the folder. A manifest lists every file of an export
+with its size and sha256. A header of safetensors is some kilobytes, whatever it claims, and is held
+to what is expected before a tensor is read; safetensors checks that its offsets lie in the file. A
+``.pt`` is pickle, which is read only where the user says so, and then by torch's restricted
+unpickler: tensors and containers, no code; its archive must not be larger unpacked than it is, and
+its tensors not larger than their storage.
 
-Errors of the libraries that read files which may be damaged, or a stranger's.
-
-Read tensors after their file's header was held to what is expected of them.
-
-A header is some kilobytes, whatever it claims; safetensors checks that its offsets lie in the file.
-
-Look at the files of a base or draft model before transformers does.
-
-Weights are safetensors or nothing. A config is held to them before memory is taken: a damaged or
-hostile size in it would otherwise be allocated and filled with random numbers. What specheads
-itself has written (``base/`` of an export, draft models) is looked at more closely.
-
-Tensors in files of others: what they hold is known before anything is read.
-
-safetensors say it in their header. A ``.pt`` is pickle, which is read only where the user says so,
-and then by torch's restricted unpickler: tensors and containers, no code. Its archive must not be
-larger unpacked than it is, and its tensors not larger than their storage.
-
-Tensors of a run as safetensors: written, read, and held to the model by their headers.
+Of base and draft models the weights are safetensors or nothing, and a config is held to them before
+memory is taken: a damaged or hostile size in it would otherwise be allocated and filled with random
+numbers. What specheads itself has written (``base/`` of an export, draft models) is looked at more
+closely.
 """
 
 from __future__ import annotations
@@ -39,7 +29,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
@@ -270,23 +260,40 @@ def _finite(content: Any) -> Any:
     return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
+# as safetensors calls them
 _FLOATS = ("F64", "F32", "BF16", "F16")
+_CODES = {
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
+    torch.int64: "I64", torch.int32: "I32",
+}  # fmt: skip
+Header = dict[str, tuple[tuple[int, ...], str]]  # shape and dtype by name
 
 
-def read_header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return shape and dtype (as safetensors calls it) of every tensor; none is read.
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """Open a safetensors file; for the library's calls alone.
 
     Raises:
         ConfigError: if the file is missing or damaged.
     """
     try:
         with safe_open(file, framework="pt") as opened:
-            found = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            return {k: (tuple(s.get_shape()), str(s.get_dtype())) for k, s in found.items()}
+            yield opened
     except SafetensorError as error:
         raise ConfigError(f"{file} is damaged: {error}") from None
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error}") from None
+
+
+def read_header(file: Path) -> Header:
+    """Return shape and dtype (as safetensors calls it) of every tensor; none is read.
+
+    Raises:
+        ConfigError: if the file is missing or damaged.
+    """
+    with _opened(file) as opened:
+        found = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        return {k: (tuple(s.get_shape()), str(s.get_dtype())) for k, s in found.items()}
 
 
 def check_header(file: Path, wanted: Mapping[str, Tensor]) -> None:
@@ -328,16 +335,17 @@ def read_tensors(file: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
         ConfigError: if the header is another, see :func:`check_header`, or a number is not finite.
     """
     check_header(file, wanted)
-    try:
-        tensors = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"cannot read {file}: {error}") from None
+    tensors = load_tensors(file)
     for name, tensor in tensors.items():
-        # the extremes are not finite as soon as one number is not
-        extremes = torch.aminmax(tensor) if tensor.is_floating_point() and tensor.numel() else ()
-        if not all(bound.isfinite() for bound in extremes):
-            raise ConfigError(f"{file} is damaged: {name} holds numbers that are not finite")
+        _check_finite(f"{file} is damaged", name, tensor)
     return tensors
+
+
+def _check_finite(problem: object, name: str, tensor: Tensor) -> None:
+    # the extremes are not finite as soon as one number is not
+    extremes = torch.aminmax(tensor) if tensor.is_floating_point() and tensor.numel() else ()
+    if not all(bound.isfinite() for bound in extremes):
+        raise ConfigError(f"{problem}: {name} holds numbers that are not finite")
 
 
 PROVENANCE = "specheads.json"  # beside a draft model of ours
@@ -535,13 +543,6 @@ def _settings(values: Any) -> list[tuple[str, Any]]:
     return [pair for key, value in values.items() for pair in ((key, value), *_settings(value))]
 
 
-FLOATS = ("F64", "F32", "BF16", "F16")
-_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
-    torch.int64: "I64", torch.int32: "I32",
-}  # fmt: skip
-
-
 @dataclass(frozen=True)
 class TensorFiles:
     """The tensors of one or several files.
@@ -553,7 +554,7 @@ class TensorFiles:
     """
 
     where: Path
-    header: dict[str, tuple[tuple[int, ...], str]]
+    header: Header
     notes: list[str] = field(default_factory=list)
     _files: dict[str, tuple[Path, str]] = field(default_factory=dict)  # name -> file, name there
     _loaded: dict[str, Tensor] = field(default_factory=dict)
@@ -565,7 +566,7 @@ class TensorFiles:
             ConfigError: if it holds something else.
         """
         shape, dtype = self.header[name]
-        if dtype not in FLOATS:
+        if dtype not in _FLOATS:
             raise ConfigError(
                 f"{self.where}: {name} holds {dtype}, expected floating-point numbers"
             )
@@ -577,23 +578,17 @@ class TensorFiles:
         Raises:
             ConfigError: if a file cannot be read, or a number is not finite.
         """
-        found: dict[str, Tensor] = {}
-        for name in names:
-            if name in self._loaded:
-                tensor = self._loaded[name].clone()
-            else:
-                file, there = self._files[name]
-                try:
-                    with safe_open(file, framework="pt") as opened:
-                        tensor = opened.get_tensor(there)
-                except (OSError, SafetensorError) as error:
-                    raise ConfigError(f"cannot read {file}: {error}") from None
-            # the extremes are not finite as soon as one number is not
-            ends = torch.aminmax(tensor) if tensor.is_floating_point() and tensor.numel() else ()
-            if not all(end.isfinite() for end in ends):
-                raise ConfigError(f"{self.where}: {name} holds numbers that are not finite")
-            found[name] = tensor
-        return found
+        return {name: self._read(name) for name in names}
+
+    def _read(self, name: str) -> Tensor:
+        if name in self._loaded:
+            tensor = self._loaded[name].clone()
+        else:
+            file, there = self._files[name]
+            with _opened(file) as opened:
+                tensor = opened.get_tensor(there)
+        _check_finite(self.where, name, tensor)
+        return tensor
 
 
 def open_safetensors(files: list[Path]) -> TensorFiles:
@@ -605,22 +600,18 @@ def open_safetensors(files: list[Path]) -> TensorFiles:
     Raises:
         ConfigError: if one is damaged, or two hold the same name.
     """
-    header: dict[str, tuple[tuple[int, ...], str]] = {}
+    header: Header = {}
     places: dict[str, tuple[Path, str]] = {}
     notes = []
     for file in files:
         inside = read_header(file)
         if twice := sorted(inside.keys() & header.keys()):
             raise ConfigError(f"{file}: {twice[0]} is in another file too")
-        header |= inside
-        places |= {name: (file, name) for name in inside}
-        shared = {
-            other: kept
-            for other, kept in _metadata(file).items()
-            if kept in inside and other not in inside
-        }
-        header |= {other: inside[kept] for other, kept in shared.items()}
-        places |= {other: (file, kept) for other, kept in shared.items()}
+        with _opened(file) as opened:
+            also: dict[str, str] = opened.metadata() or {}
+        shared = {k: kept for k, kept in also.items() if kept in inside and k not in inside}
+        for name, kept in {**{name: name for name in inside}, **shared}.items():
+            header[name], places[name] = inside[kept], (file, kept)
         if shared:
             notes.append(f"{file.name} stores {len(shared)} tensors under another name")
     return TensorFiles(files[0], header, notes, places)
@@ -658,26 +649,16 @@ def open_pickle(file: Path, *, allow_pickle: bool) -> TensorFiles:
                 f"{file}: {name!r:.80} is a {type(tensor).__name__}, expected tensors by name"
             )
         plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
-        if not plain or tensor.dtype not in _NAMES:
+        if not plain or tensor.dtype not in _CODES:
             raise ConfigError(f"{file}: {name} holds {tensor.dtype}, which no head is made of")
         stored = tensor.untyped_storage().nbytes()
         if tensor.numel() * tensor.element_size() > stored:  # a view that repeats what is stored
             raise ConfigError(f"{file}: {name} is larger than what is stored of it")
-        header[name] = (tuple(tensor.shape), _NAMES[tensor.dtype])
+        header[name] = (tuple(tensor.shape), _CODES[tensor.dtype])
     loaded = {name: tensor.detach() for name, tensor in found.items()}
     return TensorFiles(file, header, _loaded=loaded)
 
 
-def _metadata(file: Path) -> dict[str, str]:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return opened.metadata() or {}
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"cannot read {file}: {error}") from None
-
-
-# as safetensors calls them
-_DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16"}
 # of an optimizer's tensors those that are as large as their parameter
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer", "state1", "state2")
 
@@ -688,15 +669,13 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a file that ``save_tensors`` wrote.
+    """Read all tensors of a safetensors file.
 
     Raises:
-        ConfigError: if it is missing or no safetensors file.
+        ConfigError: if the file is missing or damaged.
     """
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from None
+    with _opened(path) as opened:
+        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
 
 
 def check_tensors(path: Path, expected: Mapping[str, Tensor]) -> None:
@@ -705,13 +684,13 @@ def check_tensors(path: Path, expected: Mapping[str, Tensor]) -> None:
     Raises:
         ConfigError: naming the tensor, what the file has and what the model has.
     """
-    about = _header(path)
+    about = read_header(path)
     if odd := sorted(about.keys() ^ expected.keys()):
         raise ConfigError(
             f"{path} is of another model: {len(odd)} parameters are in one only, e.g. {odd[0]}"
         )
     for name, tensor in expected.items():
-        here = (tuple(tensor.shape), _DTYPES.get(tensor.dtype, str(tensor.dtype)))
+        here = (tuple(tensor.shape), _CODES.get(tensor.dtype, str(tensor.dtype)))
         if about[name] != here:
             raise ConfigError(
                 f"{path} is of another model: {name} is {list(about[name][0])} {about[name][1]} "
@@ -725,7 +704,7 @@ def check_moments(path: Path, trained: Mapping[str, Tensor]) -> None:
     Raises:
         ConfigError: naming the tensor, what the file has and what the model has.
     """
-    for name, (shape, _) in _header(path).items():
+    for name, (shape, _) in read_header(path).items():
         parameter, _, key = name.rpartition("/")
         if parameter not in trained:
             raise ConfigError(f"{path} is of another model: {name} belongs to nothing here")
@@ -736,13 +715,3 @@ def check_moments(path: Path, trained: Mapping[str, Tensor]) -> None:
             )
         if key == "step" and shape not in ((), (1,)):
             raise ConfigError(f"{path}: {name} is {list(shape)}, a count of steps is one number")
-
-
-def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return name -> shape and dtype of every tensor of a file, of which no tensor is read."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            return {n: (tuple(s.get_shape()), str(s.get_dtype())) for n, s in found.items()}
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from None

@@ -6,19 +6,15 @@ other (Gloeckle et al., arXiv:2404.19737, section 2 and figure S11). The base's 
 the paper's first head, so that its n heads are the base and K = n - 1 of these. ``sequential`` ones
 read the base's final hidden state, one behind the other, and each the embedding of one more token
 (DeepSeek-V3, arXiv:2412.19437, equations 21 to 24). Shapes: K heads, d hidden size, V vocabulary.
-
-What one multi-token-prediction head is made of, for any decoder layer of transformers'.
-
-``mtp.py`` puts K of them together. Shapes: d hidden size.
-
-The kinds of heads there are. What takes heads of any kind takes this.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,13 +23,24 @@ from torch.utils.checkpoint import checkpoint
 from transformers import CONFIG_MAPPING, AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
+from specheads.config import ConfigError
 from specheads.models.adapters import merged_state
-from specheads.models.head_cache import MtpTexts
+from specheads.models.base import Embed
+from specheads.models.forward import undisturbed
+from specheads.models.head_cache import (
+    WINDOWED,
+    Groups,
+    LayerCache,
+    attention_of,
+    odd_numbers,
+    odd_part,
+)
+from specheads.models.manifest import one_line
+from specheads.models.mtp_walk import MtpWalk, TextCache, empty_texts
 from specheads.models.output import FINAL, TRUNK, OutputLayer, final_norm, last_layer
 
 if TYPE_CHECKING:
-    from specheads.models.head_cache import MtpKeys
-from specheads.models.heads import MedusaHeads
+    from specheads.config import MtpConfig
 
 
 def block_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -149,14 +156,13 @@ class Parts:
 
 VARIANTS = ("parallel", "causal", "sequential")
 MTP_LM_HEADS = ("shared", "own")
-Embed = Callable[[Tensor], Tensor]
+_KEYS = ("num_heads", "variant", "lm_head", "block", "hidden_size", "vocab_size")
 
 
 class MtpHeads(nn.Module):
-    """K heads of one layer each.
+    """K heads of one layer each; their contract is :class:`specheads.models.kinds.Heads`.
 
-    They keep the interface of :class:`specheads.models.heads.MedusaHeads`, so that objective,
-    drafters and calibration serve both. ``contextual`` runs the layers over whole texts.
+    ``contextual`` runs the layers over whole texts.
 
     Args:
         num_heads: K.
@@ -171,12 +177,14 @@ class MtpHeads(nn.Module):
         ValueError: for an unknown variant or output matrix, or numbers out of range.
     """
 
-    token_map = None
-    prefix = None
-    markov_rank = 0
-    rank = 0
-    num_layers = 0  # residual blocks, of which these heads have none
     kind = "mtp"
+    config_keys: ClassVar[tuple[str, ...]] = _KEYS
+    compressible: ClassVar[bool] = False
+    for_draft_model: ClassVar[bool] = False
+    unseen_settings: ClassVar[tuple[str, ...]] = ("variant", "hidden_first")
+    tensor_prefix: ClassVar[str] = "mtp."
+    token_map = None
+    num_layers = 0  # what ``features`` would run: ``contextual`` has run all
 
     def __init__(
         self,
@@ -212,6 +220,7 @@ class MtpHeads(nn.Module):
         self.rotary_emb = parts.rotary(config=config)
         for module in self.layers.modules():
             parts.initialise(module)
+        self._checked = False  # whether a LayerCache was seen to compute what the layers do
         # the same masks in forward and backward; without dropout nothing is drawn
         self._draws = any(value for key, value in vars(config).items() if "drop" in key)
 
@@ -230,14 +239,83 @@ class MtpHeads(nn.Module):
         return self.variant == "sequential"
 
     @property
-    def condition(self) -> bool:
-        """Whether it reads them through the base's input embedding."""
+    def needs_embedding(self) -> bool:
+        """Whether they read drafted tokens through the base's input embedding."""
         return self.sequential
 
     @property
-    def tap(self) -> str:
-        """Which hidden state of the base the heads read."""
-        return FINAL if self.sequential else TRUNK
+    def walks_text(self) -> bool:
+        """Whether the way down a tree starts from the cache of the text."""
+        return self.sequential
+
+    @property
+    def taps(self) -> tuple[str, ...]:
+        """Which hidden states of the base the heads read."""
+        return (FINAL,) if self.sequential else (TRUNK,)
+
+    @property
+    def one_matrix(self) -> bool:
+        """Whether all heads multiply by the base's output matrix, and by nothing else."""
+        return self.lm_head == "shared"
+
+    @classmethod
+    def from_settings(
+        cls, settings: MtpConfig, base: PreTrainedModel, output: OutputLayer
+    ) -> MtpHeads:
+        """Build the heads that the section ``mtp`` of a recipe's settings describes.
+
+        ``settings.num_heads`` counts the base's own head, as the paper does: one less is built.
+
+        Raises:
+            ValueError: as the class does.
+        """
+        return cls(
+            settings.num_heads - 1,
+            block_config(base.config),
+            output.weight.shape[0],
+            variant=settings.variant,
+            lm_head=settings.lm_head,
+            hidden_first=settings.hidden_first,
+        )
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> MtpHeads:
+        """Build the heads that an export's config.json describes.
+
+        Raises:
+            ValueError: if there are no such heads.
+        """
+        with one_line("block"):
+            heads = cls(
+                config["num_heads"],
+                config_from_json(config["block"]),
+                config["vocab_size"],
+                variant=config["variant"],
+                lm_head=config["lm_head"],
+                hidden_first=bool(config.get("hidden_first")),
+            )
+        if heads.hidden_size != config["hidden_size"]:
+            raise ValueError(
+                f"block.hidden_size is {heads.hidden_size}, hidden_size {config['hidden_size']}"
+            )
+        return heads
+
+    def to_config(self) -> dict[str, Any]:
+        """Return what :meth:`from_config` builds the same heads from, as JSON."""
+        return {
+            "kind": self.kind,
+            "num_heads": self.num_heads,
+            "variant": self.variant,
+            "lm_head": self.lm_head,
+            "hidden_first": self.hidden_first,
+            "block": self.block,
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+        }
+
+    def make_tables(self) -> None:
+        """Compute the rotary table, which no file holds."""
+        self.rotary_emb = type(self.rotary_emb)(config=self.config)
 
     @property
     def block(self) -> dict[str, Any]:
@@ -319,20 +397,25 @@ class MtpHeads(nn.Module):
             if tokens is None or embed is None:
                 raise ValueError("these heads read tokens through embed, and one of both is None")
             embedded = embed(tokens).to(weight.dtype)
+
+        def run(i: int, source: Tensor) -> tuple[Tensor, Tensor]:
+            # rolled in here, so that no head's shifted copy is kept for backward
+            ahead = None if embedded is None else embedded.roll(-1 - i, dims=1)
+            return self.attend(i, source, ahead, mask, position_ids, waves)
+
         found, before = [], hidden
         for i in range(self.num_heads):
             source = hidden if self.variant == "parallel" else before
-            arguments = (i, source, embedded, mask, position_ids, waves)
             if torch.is_grad_enabled() and self.training:
                 before, output = checkpoint(
-                    self._run, *arguments, use_reentrant=False, preserve_rng_state=self._draws
+                    run, i, source, use_reentrant=False, preserve_rng_state=self._draws
                 )
             else:
-                before, output = self._run(*arguments)
+                before, output = run(i, source)
             found.append(output)
         return torch.stack(found)
 
-    def _run(
+    def attend(
         self,
         i: int,
         hidden: Tensor,
@@ -340,29 +423,14 @@ class MtpHeads(nn.Module):
         mask: Tensor | None,
         position_ids: Tensor,
         waves: Any,
-    ) -> tuple[Tensor, Tensor]:
-        """Return what the next head reads, and what this one's output matrix reads."""
-        layer = self.layer(i)
-        if embedded is not None:
-            # in here, so that no head's shifted copy is kept for backward
-            ahead = embedded.roll(-1 - i, dims=1)
-            hidden = layer.join(hidden, ahead, hidden_first=self.hidden_first)
-        return self.attend(i, hidden, mask, position_ids, waves)
-
-    def attend(
-        self,
-        i: int,
-        hidden: Tensor,
-        mask: Tensor | None,
-        position_ids: Tensor,
-        waves: Any,
         cache: Any = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run the layer of head ``i``; return what :meth:`contextual` needs of it.
+        """Run the layer of head ``i``.
 
         Args:
             i: the head.
-            hidden: [B, T, d], the trunk, what the head before made, or what was joined.
+            hidden: [B, T, d], the trunk, or what the head before made.
+            embedded: [B, T, d], of sequential heads: embeddings of the tokens that they read.
             mask: as transformers makes it, or what the layer adds to its scores, [B, 1, T, L].
             position_ids: [B, T].
             waves: of these positions, see :meth:`waves`.
@@ -372,6 +440,8 @@ class MtpHeads(nn.Module):
             What the next head reads, and what this one's output matrix reads, [B, T, d] each.
         """
         layer = self.layer(i)
+        if embedded is not None:
+            hidden = layer.join(hidden, embedded, hidden_first=self.hidden_first)
         found = layer.block(
             hidden,
             attention_mask=mask,
@@ -445,10 +515,6 @@ class MtpHeads(nn.Module):
             )
         return self.finish(products, output)
 
-    def forward(self, hidden: Tensor, output: OutputLayer, **sequential: Any) -> Tensor:
-        """Return the logits of all heads; see ``logits``."""
-        return self.logits(hidden, output, **sequential)
-
     @torch.no_grad()
     def snapshot(self, output: OutputLayer) -> Callable[[Tensor], Tensor]:
         """Return a function like ``logits``, for decoding: the weights as they are now, stacked.
@@ -467,7 +533,7 @@ class MtpHeads(nn.Module):
             torch.bmm(hidden.flatten(1, -2), matrices).view(*hidden.shape[:-1], -1), output
         )
 
-    def memory(self, num_rows: int, embed: Embed | None = None) -> MtpKeys | MtpTexts:
+    def memory(self, num_rows: int, embed: Embed | None = None) -> LayerCache | TextCache:
         """Return what the layers remember of texts while decoding, before anything was read.
 
         Args:
@@ -478,14 +544,88 @@ class MtpHeads(nn.Module):
             ValueError: if it is missing, or the layers' attention is of a kind that cannot draft.
         """
         if self.sequential:
-            return MtpTexts.empty(self, num_rows, embed)
-        from specheads.models.head_cache import MtpKeys
+            if embed is None:
+                raise ValueError("these heads read tokens through embed, which is None")
+            weight = next(self.parameters())
+            root = weight.new_zeros(self.num_heads, num_rows, self.hidden_size)
+            return empty_texts(self.attend, self.waves, embed, self._window(), root)
+        layers = [(each.block, each.norm) for each in map(self.layer, range(self.num_heads))]
+        groups: Groups = [layers] if self.variant == "parallel" else [[each] for each in layers]
+        window = attention_of(self.config)[1]
+        empty = partial(LayerCache.empty, self, groups, self.rotary_emb, window=window)
+        if not self._checked:
+            problem = odd_part(self.config, *layers[0], self.rotary_emb)
+            if problem is None:
+                with undisturbed(self):  # no dropout
+                    problem = odd_numbers(self.contextual, empty(1), self.hidden_size)
+            if problem:
+                raise ConfigError(
+                    f"MTP heads of variant {self.variant} cannot decode with layers of model_type"
+                    f" {self.config.model_type}: {problem}; layers like those of llama, qwen3 and"
+                    " mistral are known"
+                )
+            self._checked = True
+        return empty(num_rows)
 
-        return MtpKeys.empty(self, num_rows)
+    def steps(self, output: OutputLayer, embed: Embed | None, depth: int) -> Callable[[], MtpSteps]:
+        """Return a function that returns the heads as they are when it is called.
+
+        Args:
+            output: the base's output layer.
+            embed: the base's input embedding.
+            depth: how many of the heads will be asked.
+
+        Raises:
+            ValueError: for heads that are not sequential, without an embedding, or if the layers'
+                attention is neither full nor that of a sliding window.
+        """
+        del depth
+        if not self.sequential:
+            raise ValueError("these heads are parallel: they need not be asked level by level")
+        if embed is None:
+            raise ValueError("these heads read tokens through embed, which is None")
+        self._window()
+        return lambda: MtpSteps(self, output, embed)
+
+    def _window(self) -> int | None:
+        """Return how many tokens a layer looks back upon, itself included; None for all."""
+        kind, window = attention_of(self.config)
+        if kind not in WINDOWED:
+            raise ValueError(
+                f"sequential MTP heads with {kind} cannot draft: their layers must have"
+                " full_attention or sliding_attention"
+            )
+        return window
 
     def finish(self, products: Tensor, output: OutputLayer) -> Tensor:
         """Return logits [..., V] as the base makes its own: with its bias, scale and softcap."""
         return output.finish(products if output.bias is None else products + output.bias)
 
 
-Heads = MedusaHeads | MtpHeads
+@dataclass(frozen=True)
+class MtpSteps:
+    """Sequential MTP heads, ready to go down trees.
+
+    Attributes:
+        heads: as they are.
+        output: the base's output layer.
+        embed: the base's input embedding.
+    """
+
+    heads: MtpHeads
+    output: OutputLayer
+    embed: Embed
+
+    def begin(self, hidden: Tensor, root: Tensor, memory: TextCache) -> MtpWalk:
+        """Start at the roots.
+
+        Args:
+            hidden: [K, B, d], what the modules make of the roots.
+            root: [B], the last certain tokens.
+            memory: of the texts up to there.
+        """
+        return MtpWalk(self._logits, hidden, root, memory)
+
+    def _logits(self, i: int, made: Tensor) -> Tensor:
+        weight = self.heads.output_weight(i, self.output.weight)
+        return self.heads.finish(F.linear(made.to(weight.dtype), weight), self.output)

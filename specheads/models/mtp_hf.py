@@ -118,73 +118,60 @@ def _candidate_generator(
     return theirs(self, generation_config, input_ids, **kwargs)
 
 
-class LlamaMtpModel(LlamaModel):
+class _Decoder:
     """The decoder alone, for ``AutoModel``; heads stay on disk."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)  # type: ignore[call-arg]
+        _leave_on_disk(self, config, heads=True)
+
+
+class _WithHeads:
+    """A model; ``mtp`` are its heads where the config has ``mtp_heads``."""
+
+    _get_candidate_generator: Any = _candidate_generator
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)  # type: ignore[call-arg]
+        if config.mtp_heads is not None:
+            self.mtp = _build(config.mtp_heads)
+        _leave_on_disk(self, config, heads=config.mtp_heads is None)
+
+
+class LlamaMtpModel(_Decoder, LlamaModel):
+    """See :class:`_Decoder`."""
 
     config_class = LlamaMtpConfig
 
-    def __init__(self, config: LlamaMtpConfig) -> None:
-        super().__init__(config)
-        _leave_on_disk(self, config, heads=True)
 
-
-class LlamaMtpForCausalLM(LlamaForCausalLM):
-    """A Llama; ``mtp`` are its heads where the config has ``mtp_heads``."""
+class LlamaMtpForCausalLM(_WithHeads, LlamaForCausalLM):
+    """See :class:`_WithHeads`."""
 
     config_class = LlamaMtpConfig
-    _get_candidate_generator: Any = _candidate_generator
-
-    def __init__(self, config: LlamaMtpConfig) -> None:
-        super().__init__(config)
-        if config.mtp_heads is not None:
-            self.mtp = _build(config.mtp_heads)
-        _leave_on_disk(self, config, heads=config.mtp_heads is None)
 
 
-class MistralMtpModel(MistralModel):
-    """The decoder alone, for ``AutoModel``; heads stay on disk."""
+class MistralMtpModel(_Decoder, MistralModel):
+    """See :class:`_Decoder`."""
 
     config_class = MistralMtpConfig
 
-    def __init__(self, config: MistralMtpConfig) -> None:
-        super().__init__(config)
-        _leave_on_disk(self, config, heads=True)
 
-
-class MistralMtpForCausalLM(MistralForCausalLM):
-    """A Mistral; ``mtp`` are its heads where the config has ``mtp_heads``."""
+class MistralMtpForCausalLM(_WithHeads, MistralForCausalLM):
+    """See :class:`_WithHeads`."""
 
     config_class = MistralMtpConfig
-    _get_candidate_generator: Any = _candidate_generator
-
-    def __init__(self, config: MistralMtpConfig) -> None:
-        super().__init__(config)
-        if config.mtp_heads is not None:
-            self.mtp = _build(config.mtp_heads)
-        _leave_on_disk(self, config, heads=config.mtp_heads is None)
 
 
-class Qwen3MtpModel(Qwen3Model):
-    """The decoder alone, for ``AutoModel``; heads stay on disk."""
+class Qwen3MtpModel(_Decoder, Qwen3Model):
+    """See :class:`_Decoder`."""
 
     config_class = Qwen3MtpConfig
 
-    def __init__(self, config: Qwen3MtpConfig) -> None:
-        super().__init__(config)
-        _leave_on_disk(self, config, heads=True)
 
-
-class Qwen3MtpForCausalLM(Qwen3ForCausalLM):
-    """A Qwen3; ``mtp`` are its heads where the config has ``mtp_heads``."""
+class Qwen3MtpForCausalLM(_WithHeads, Qwen3ForCausalLM):
+    """See :class:`_WithHeads`."""
 
     config_class = Qwen3MtpConfig
-    _get_candidate_generator: Any = _candidate_generator
-
-    def __init__(self, config: Qwen3MtpConfig) -> None:
-        super().__init__(config)
-        if config.mtp_heads is not None:
-            self.mtp = _build(config.mtp_heads)
-        _leave_on_disk(self, config, heads=config.mtp_heads is None)
 
 
 class Ours(NamedTuple):
@@ -222,17 +209,6 @@ def _leave_on_disk(model: Any, config: Any, *, heads: bool) -> None:
 def _build(section: dict[str, Any]) -> MtpHeads:
     values = dict(section)
     return MtpHeads(config=config_from_json(values.pop("block")), **values)
-
-
-def _section(heads: MtpHeads) -> dict[str, Any]:
-    return {
-        "num_heads": heads.num_heads,
-        "vocab_size": heads.vocab_size,
-        "variant": heads.variant,
-        "lm_head": heads.lm_head,
-        "hidden_first": heads.hidden_first,
-        "block": heads.block,
-    }
 
 
 def our_config(config: PreTrainedConfig, **ours: Any) -> PreTrainedConfig:
@@ -288,6 +264,7 @@ def write(
             f"format=hf: the base model is of type {kind!r}, there are classes for {known}"
         )
     extra = {f"mtp.{name}": tensor for name, tensor in heads.state_dict().items()}
-    config = our_config(base.config, mtp_heads=_section(heads))
+    section = {k: v for k, v in heads.to_config().items() if k not in ("kind", "hidden_size")}
+    config = our_config(base.config, mtp_heads=section)
     with whole_folder(Path(folder)) as fresh:
         save_as(fresh, CLASSES[kind].model, config, base, extra, tokenizer, dtype)

@@ -1,10 +1,8 @@
-"""What the names of models mean: a folder, a name on the hub, or the embedded model.
+"""What the names of models mean, and how their weights are recognised.
 
-Whether the hub answers: found out once, as every file of a model would be tried for a minute.
-
-Recognise weights: sha256 of files, computed once per file and machine.
-
-Tell a base model from another one in milliseconds, however large: a sample of its weights.
+A name is a folder, a name on the hub, or the embedded model. Whether the hub answers is found out
+once, as every file of a model would be tried for a minute. Weights are recognised by the sha256 of
+their files, computed once per file and machine, or in milliseconds by a sample of them.
 """
 
 from __future__ import annotations

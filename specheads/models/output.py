@@ -1,13 +1,14 @@
-"""How a base model turns its last hidden states into logits.
+"""The base model's hidden states and logits.
 
-See the base model's hidden states: while it decodes, and of packed documents in training.
+Hooks see the hidden states while the model decodes, and of packed documents in training.
+:class:`OutputLayer` turns them into logits as the base does, for heads that share its matrix.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,20 +135,25 @@ def packed_hidden(model: PreTrainedModel, input_ids: Tensor, position_ids: Tenso
     return hidden.reshape(*input_ids.shape, -1)
 
 
+def side_by_side(hidden: Mapping[str, Tensor], taps: Sequence[str]) -> Tensor:
+    """Return the hidden states of several taps, [..., d] each, as [..., number of taps * d]."""
+    return hidden[taps[0]] if len(taps) == 1 else torch.cat([hidden[tap] for tap in taps], dim=-1)
+
+
 def packed_taps(
-    model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, tap: str
+    model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, taps: Sequence[str]
 ) -> tuple[Tensor, Tensor]:
-    """Return :func:`packed_hidden`, and the hidden states [B, T, d] at another tap beside it.
+    """Return :func:`packed_hidden`, and the hidden states [B, T, ...] at ``taps`` side by side.
 
     Raises:
         ValueError: as :func:`capture_hidden`.
     """
-    if tap == FINAL:
+    if tuple(taps) == (FINAL,):
         hidden = packed_hidden(model, input_ids, position_ids)
         return hidden, hidden
-    with capture_hidden(model, (tap,)) as captured:
+    with capture_hidden(model, taps) as captured:
         hidden = packed_hidden(model, input_ids, position_ids)
-    return hidden, captured.at[tap].reshape(hidden.shape)
+    return hidden, side_by_side(captured.at, taps).reshape(*input_ids.shape, -1)
 
 
 @dataclass(frozen=True)

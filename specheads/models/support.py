@@ -112,11 +112,6 @@ def tree_support(model: PreTrainedModel) -> Support:
     return support
 
 
-def check_tree_support(model: PreTrainedModel) -> Support:
-    """Return :func:`tree_support`, called for its error before anything is decoded."""
-    return tree_support(model)
-
-
 _known: WeakKeyDictionary[PreTrainedModel, tuple[str, Support]] = WeakKeyDictionary()
 
 

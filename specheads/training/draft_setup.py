@@ -25,7 +25,7 @@ from specheads.models.draft import (
     vocab_size,
 )
 from specheads.models.output import output_layer
-from specheads.models.support import check_tree_support
+from specheads.models.support import tree_support
 from specheads.system import hardware
 from specheads.training.capacity import Spread
 from specheads.training.draft_objective import DraftObjective
@@ -120,7 +120,7 @@ def build_draft(
         )
     check_isolation(draft, backward=True)
     if not attn.startswith("flash"):  # with which nothing is decoded
-        check_tree_support(draft)
+        tree_support(draft)
     take_end_tokens(draft, base)
     if cfg.model.gradient_checkpointing:
         checkpoint_layers(draft)

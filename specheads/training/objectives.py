@@ -34,7 +34,7 @@ from specheads.losses.cross_entropy import (
 )
 from specheads.losses.distill import SoftLoss, Teacher, linear_soft_loss
 from specheads.models.adapters import original, require_grad
-from specheads.models.mtp import Heads
+from specheads.models.kinds import Heads
 from specheads.models.output import FINAL, OutputLayer, output_layer, packed_taps
 
 Batch = dict[str, Any]
@@ -98,9 +98,11 @@ def next_labels(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     return labels, per_label([1.0], num_valid).expand_as(labels), num_valid
 
 
-def hidden_states(base: PreTrainedModel, batch: Batch, tap: str = FINAL) -> tuple[Tensor, Tensor]:
-    """Return the base's final hidden states [B, T, d] of a batch, and those at ``tap``."""
-    return packed_taps(base, batch["input_ids"], batch["position_ids"], tap)
+def hidden_states(
+    base: PreTrainedModel, batch: Batch, taps: Sequence[str] = (FINAL,)
+) -> tuple[Tensor, Tensor]:
+    """Return the base's final hidden states [B, T, d] of a batch, and those at ``taps``."""
+    return packed_taps(base, batch["input_ids"], batch["position_ids"], taps)
 
 
 def num_valid_of(batch: Batch, num_heads: int) -> Tensor:
@@ -182,7 +184,7 @@ class HeadsObjective(nn.Module):
             raise ValueError("without a base model there must be output, and train_base be False")
         self.base, self.heads, self.loss = base, heads, loss or LossConfig()
         self.output = output or output_layer(base)  # type: ignore[arg-type]
-        if embed is None and heads.condition:
+        if embed is None and heads.needs_embedding:
             if base is None:
                 raise ValueError("without a base model, heads that read tokens need embed")
             embed = base.get_input_embeddings()
@@ -231,15 +233,16 @@ class HeadsObjective(nn.Module):
         """Run the base, and keep the positions where something is learned."""
         train_base = self.train_base and torch.is_grad_enabled()
         if "hidden" in batch:
-            if self.heads.tap != FINAL:
+            if self.heads.taps != (FINAL,):
                 raise ValueError(
-                    f"a batch has no hidden states at {self.heads.tap}, which heads read"
+                    f"a batch has no hidden states at {', '.join(self.heads.taps)}, which heads"
+                    " read"
                 )
             hidden = tapped = batch["hidden"]
         else:
             assert self.base is not None
             with torch.set_grad_enabled(train_base):
-                hidden, tapped = hidden_states(self.base, batch, self.heads.tap)
+                hidden, tapped = hidden_states(self.base, batch, self.heads.taps)
         places_of = batch["position_ids"], batch["input_ids"]
         source = self.heads.contextual(tapped, *places_of, self._embed[0])
         same = source is hidden
@@ -274,9 +277,8 @@ class HeadsObjective(nn.Module):
         output, labels = self.output.parts(), rows.labels
         # a matrix that gets no gradient, as under an adapter, needs no call for all together
         trained = self.train_base and output.weight.requires_grad
-        together = self.heads.lm_head == "shared" and trained
         plain = self.loss.heads == "hard" and not self.distill_base
-        if together and plain and not self.heads.markov_rank:
+        if self.heads.one_matrix and trained and plain:
             # all groups in one call, so that one gradient buffer of the shared matrix exists
             features = (self._features(i, rows) for i in range(self.num_heads))
             joined = torch.cat([rows.hidden, *features])

@@ -37,8 +37,9 @@ from specheads.models.base import (
     load_tokenizer,
 )
 from specheads.models.checkpoint import load_heads
-from specheads.models.heads import MedusaHeads, prefix_sizes
-from specheads.models.mtp import Heads, MtpHeads, block_config
+from specheads.models.heads import MedusaHeads
+from specheads.models.kinds import Heads
+from specheads.models.mtp import MtpHeads
 from specheads.models.output import OutputLayer, output_layer
 from specheads.models.quantize import METHODS, quantization_of
 from specheads.system import dist, hardware
@@ -333,21 +334,9 @@ def build_heads(
     Raises:
         ConfigError: if they cannot be built for this base, or those of the export are others.
     """
-    vocab_size, hidden_size = output.weight.shape
     wanted = cfg.heads
     try:
-        heads = MedusaHeads(
-            wanted.num_heads,
-            wanted.num_layers,
-            hidden_size,
-            vocab_size,
-            wanted.lm_head,
-            rank=wanted.rank,
-            num_kept=wanted.num_kept,
-            markov_rank=wanted.markov_rank if wanted.correction == "markov" else 0,
-            condition=wanted.condition,
-            prefix=prefix_sizes(base.config) if wanted.prefix_layer else None,
-        )
+        heads = MedusaHeads.from_settings(wanted, base, output)
     except ValueError as error:
         raise ConfigError(f"heads.{error}") from None
     if wanted.start:
@@ -356,7 +345,7 @@ def build_heads(
         kept = None
         if wanted.lm_head == "pruned":
             assert not isinstance(data.train, StreamedBatches)  # read_data has seen to it
-            kept = most_frequent(data.train.documents, vocab_size, wanted.num_kept)
+            kept = most_frequent(data.train.documents, heads.vocab_size, wanted.num_kept)
         heads.init_from_output(output.weight, kept)
     return heads.to(_place(output, cfg.device))
 
@@ -376,16 +365,8 @@ def build_mtp_heads(
         ConfigError: if they cannot be built for this base, or its last layer cannot be copied, or
             those of ``heads.start`` are others.
     """
-    wanted = cfg.mtp
     try:
-        heads = MtpHeads(
-            wanted.num_heads - 1,
-            block_config(base.config),
-            output.weight.shape[0],
-            variant=wanted.variant,
-            lm_head=wanted.lm_head,
-            hidden_first=wanted.hidden_first,
-        )
+        heads = MtpHeads.from_settings(cfg.mtp, base, output)
         if cfg.heads.start:
             _start_from(cfg.heads.start, heads)
         elif start == "base":
@@ -440,12 +421,11 @@ def _start_from(start: str, heads: Heads) -> None:
             f"heads.start={start} holds other heads than heads.* describes:"
             f" {odd[0]} is {sizes[0]} there, {sizes[1]} here"
         )
-    if isinstance(heads, MtpHeads):  # whose tensors do not say everything
-        for key in ("variant", "hidden_first"):
-            if (there := getattr(found, key)) != (here := getattr(heads, key)):
-                raise ConfigError(
-                    f"heads.start={start} holds heads of mtp.{key}={there}, not {here}"
-                )
+    for key in heads.unseen_settings:  # tensors do not say everything
+        if (there := getattr(found, key)) != (here := getattr(heads, key)):
+            raise ConfigError(
+                f"heads.start={start} holds heads of {heads.kind}.{key}={there}, not {here}"
+            )
     heads.load_state_dict(theirs)
 
 

@@ -14,8 +14,9 @@ from specheads.bench import run as bench
 from specheads.config import BenchConfig, DecodeConfig, GenerateConfig, TreeSearchConfig
 from specheads.generate import run as generate
 from specheads.models.base import load_base_model, load_tokenizer
+from specheads.models.blocks import prefix_sizes
 from specheads.models.checkpoint import load_export, read_config, save_export
-from specheads.models.heads import MedusaHeads, prefix_sizes
+from specheads.models.heads import MedusaHeads
 from specheads.models.names import base_digest
 from specheads.tree_search import run as tree_search
 

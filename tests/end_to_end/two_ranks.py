@@ -25,7 +25,8 @@ from specheads.models.adapters import add_adapter
 from specheads.models.checkpoint import save_export
 from specheads.models.draft import save_draft
 from specheads.models.heads import MedusaHeads
-from specheads.models.mtp import Heads, MtpHeads, block_config
+from specheads.models.kinds import Heads
+from specheads.models.mtp import MtpHeads, block_config
 from specheads.models.names import base_digest
 from specheads.runs.log import RunLog
 from specheads.system import dist

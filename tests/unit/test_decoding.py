@@ -30,7 +30,7 @@ from specheads.drafters.lookup import NgramDrafter
 from specheads.models.forward import ModelPass
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
-from specheads.models.support import check_tree_support
+from specheads.models.support import tree_support
 from specheads.verification.sampling import Sampler
 from tests.scripted import MODELS, VOCAB, ScriptedDrafter, build, pretend_rounding
 
@@ -245,7 +245,7 @@ def test_near_ties_at_the_edge_of_a_cut_are_settled(llama: PreTrainedModel, name
         # eight groups of eight: which of a group are among the best is a matter of rounding
         head.copy_(head[:8].repeat_interleave(8, dim=0) + 1e-7 * noise)
     sampler, processors = CUTS[name]
-    check_tree_support(llama)  # whose passes are no part of decoding
+    tree_support(llama)  # whose passes are no part of decoding
     passes: list[int] = []
     llama.register_forward_hook(lambda *_: passes.append(1))
     num_replays = 0

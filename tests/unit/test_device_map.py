@@ -18,7 +18,7 @@ from specheads.drafters.heads import HeadsDrafter
 from specheads.models.base import input_device, load_base_model, output_device
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
-from specheads.models.support import check_tree_support
+from specheads.models.support import tree_support
 from tests.scripted import ScriptedDrafter
 
 MAPS: dict[str, dict[str, str | int]] = {
@@ -65,7 +65,7 @@ def test_offloaded_layers_give_the_same_tokens(
     spread = load_base_model(str(tiny_model_dir), device_map=MAPS[name], offload_folder=tmp_path)
     assert any(parameter.is_meta for parameter in spread.parameters()), "nothing was offloaded"
     assert input_device(spread) == output_device(spread) == torch.device("cpu")
-    assert check_tree_support(spread).kind == "tree"
+    assert tree_support(spread).kind == "tree"
     assert decode_both(spread, ids) == whole
     assert whole[0] == whole[1] == whole[2]
 

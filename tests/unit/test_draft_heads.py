@@ -15,7 +15,8 @@ from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import FINAL, Candidates, Prefill
 from specheads.drafters.draft_heads import DraftHeadsDrafter
 from specheads.drafters.heads import static_drafter
-from specheads.models.heads import MedusaHeads, prefix_sizes
+from specheads.models.blocks import prefix_sizes
+from specheads.models.heads import MedusaHeads
 from specheads.models.output import capture_hidden, output_layer
 from specheads.verification.sampling import Sampler
 from tests.drafter_laws import check_deterministic, check_greedy_identity

@@ -108,7 +108,7 @@ def test_logits_by_the_definition(lm_head: str, num_layers: int, shape: tuple[in
             heads.get_parameter(f"heads.{i}.lm_head.weight") if lm_head == "own" else output.weight
         )
         expected.append(2.0 * torch.tanh(0.5 * (x @ matrix.T + output.bias) / 2.0))
-    logits = heads(hidden, output)
+    logits = heads.logits(hidden, output)
     torch.testing.assert_close(logits, torch.stack(expected))
     torch.testing.assert_close(heads.snapshot(output)(hidden), logits)
 

@@ -41,7 +41,8 @@ from specheads.measure.hits import (
     step_ranks,
     top_shares,
 )
-from specheads.models.heads import MedusaHeads, prefix_sizes
+from specheads.models.blocks import prefix_sizes
+from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
 from specheads.verification.sampling import Sampler
 from tests.conftest import Medusa

@@ -16,7 +16,6 @@ from transformers import LlamaForCausalLM
 
 from specheads import generate
 from specheads.config import ConfigError, GenerateConfig
-from specheads.drafters.heads import steps_of
 from specheads.models.checkpoint import Export, load_export, load_heads, read_config
 from specheads.models.compress import low_rank_heads
 from specheads.models.heads import MedusaHeads
@@ -104,7 +103,7 @@ def test_the_heads_say_what_they_said(
     # asked level by level, as while decoding
     output = output_layer(export.base)
     with torch.no_grad():
-        steps = steps_of(export.heads, output, embed, HEADS)()
+        steps = export.heads.steps(output, embed, HEADS)()
         walk = steps.begin(read[:, -1], ids[:, LENGTH])
         for i in range(HEADS):
             torch.testing.assert_close(walk.logits()[:, 0], expected[i, :, -1], **CLOSE)

@@ -37,8 +37,8 @@ def rows_of(cache: TreeCache) -> list[list[Tensor]]:
     """Return copies of the live keys, [layer][row], after checking that values go with them."""
     found = []
     for layer in cache.layers:
-        assert layer.value_buffer.equal(-layer.key_buffer)
-        found.append([layer.key_buffer[row, :, :n].clone() for row, n in enumerate(cache.lengths)])
+        assert layer.buffers[1].equal(-layer.buffers[0])
+        found.append([layer.buffers[0][row, :, :n].clone() for row, n in enumerate(cache.lengths)])
     return found
 
 
@@ -103,11 +103,11 @@ def test_a_step_does_not_copy_the_cache() -> None:
     write(cache, 5)
     cache.extend([5])
     cache.reserve(1, 40)
-    places = [layer.key_buffer.data_ptr() for layer in cache.layers]
+    places = [layer.buffers[0].data_ptr() for layer in cache.layers]
     for _ in range(4):
         write(cache, 6)
         cache.commit(torch.tensor([[0, 3]]), [2])
-    assert places == [layer.key_buffer.data_ptr() for layer in cache.layers]
+    assert places == [layer.buffers[0].data_ptr() for layer in cache.layers]
 
 
 @pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS)
@@ -191,8 +191,8 @@ def test_after_a_commit_the_cache_is_that_of_a_prefill(name: str, own_trees: boo
             fresh.read(torch.tensor([text]), [len(text)])
             for ours, theirs in zip(base.cache.layers, fresh.cache.layers, strict=True):
                 for found, true in (
-                    (ours.key_buffer, theirs.keys),
-                    (ours.value_buffer, theirs.values),
+                    (ours.buffers[0], theirs.keys),
+                    (ours.buffers[1], theirs.values),
                 ):
                     torch.testing.assert_close(
                         found[row, :, : len(text)], true[0], atol=1e-5, rtol=1e-5

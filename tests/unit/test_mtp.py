@@ -30,7 +30,7 @@ def build(base: PreTrainedModel, variant: str = "parallel", **options: Any) -> M
 
 def run(heads: MtpHeads, base: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return the base's final hidden states, and what the heads make of those they read."""
-    hidden, tapped = packed_taps(base, ids, POSITIONS, heads.tap)
+    hidden, tapped = packed_taps(base, ids, POSITIONS, heads.taps)
     return hidden, heads.contextual(tapped, POSITIONS, ids, base.get_input_embeddings())
 
 

@@ -230,7 +230,7 @@ def test_copies_of_the_last_layer_are_what_the_base_computes(
     ids = torch.arange(40, 60)[None]
     positions = torch.arange(20)[None]
     with torch.no_grad():
-        final, trunk = packed_taps(base.eval(), ids, positions, TRUNK)
+        final, trunk = packed_taps(base.eval(), ids, positions, (TRUNK,))
         found = heads.eval().contextual(trunk, positions)
     assert not torch.allclose(final, trunk, atol=1e-2)
     # int8 products round what they multiply, which plain ones do not

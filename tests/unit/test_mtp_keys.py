@@ -13,8 +13,7 @@ from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from specheads.config import ConfigError
-from specheads.models import head_cache
-from specheads.models.head_cache import MtpKeys
+from specheads.models import head_cache, mtp
 from specheads.models.mtp import MtpHeads, block_config
 from tests.zoo import MODELS, SMALL, WINDOW, redraw
 
@@ -71,7 +70,7 @@ def compare(heads: MtpHeads, steps: list[list[int]], kept: list[list[int]], near
     texts = [torch.randn(max(n, 1), heads.hidden_size, **draw) for n in total]  # type: ignore[call-overload]
     expected = [whole(heads, text) for text in texts]
     rows, read = list(range(len(total))), [0] * len(total)
-    memory = MtpKeys.empty(heads, len(rows))
+    memory = heads.memory(len(rows))
     for counts, going in zip(steps, kept, strict=True):
         width = max(1, *(counts[row] for row in rows))
         hidden = torch.randn(len(rows), width, heads.hidden_size, **draw)  # type: ignore[call-overload]
@@ -147,13 +146,13 @@ def test_a_window_is_one(variant: str) -> None:
     wide = make(*KINDS["mistral"], variant)
     wide.load_state_dict(narrow.state_dict())
     hidden = torch.randn(1, 30, 32)
-    _, seen = MtpKeys.empty(narrow, 1).append(hidden, [30])
-    _, all_seen = MtpKeys.empty(wide, 1).append(hidden, [30])
+    _, seen = narrow.memory(1).append(hidden, [30])
+    _, all_seen = wide.memory(1).append(hidden, [30])
     assert (seen - all_seen).abs().max() > 0.05
     reach = 1 if variant == "parallel" else 3  # layer behind layer sees as much further
     far = hidden.clone()
     far[:, : 30 - reach * (WINDOW - 1) - 1] = 0
-    _, same = MtpKeys.empty(narrow, 1).append(far, [30])
+    _, same = narrow.memory(1).append(far, [30])
     torch.testing.assert_close(same, seen, rtol=1e-5, atol=1e-5)
 
 
@@ -163,7 +162,7 @@ def test_bfloat16_heads_pass_their_own_check(name: str, variant: str) -> None:
     """Rounding taken for another kind of layer would refuse models that work."""
     heads = make(*KINDS[name], variant, num_heads=7).bfloat16()
     text = torch.randn(20, 32).bfloat16()
-    _, found = MtpKeys.empty(heads, 1).append(text[None], [20])
+    _, found = heads.memory(1).append(text[None], [20])
     wanted = whole(heads, text)[:, -1].float()
     assert (found[:, 0].float() - wanted).norm() < 0.05 * wanted.norm()
 
@@ -192,26 +191,20 @@ def test_other_layers_are_refused(case: str, variant: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_sequential_heads_are_refused() -> None:
-    """They would be read as if no token had been drafted."""
-    with pytest.raises(ValueError, match="sequential"):
-        MtpKeys.empty(make("llama", {}, "sequential"), 1)
-
-
 def test_the_check_is_made_once_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Paid at every text it would cost more than it saves; a moved seed changes what is sampled."""
     heads = make("llama", {"attention_dropout": 0.5}, "parallel").train()
     before, calls = torch.get_rng_state(), 0
-    real = head_cache._odd_numbers
+    real = mtp.odd_numbers
 
     def counted(*args: Any) -> str | None:
         nonlocal calls
         calls += 1
         return real(*args)
 
-    monkeypatch.setattr(head_cache, "_odd_numbers", counted)
+    monkeypatch.setattr(mtp, "odd_numbers", counted)
     for _ in range(3):
-        MtpKeys.empty(heads, 2)
+        heads.memory(2)
     assert calls == 1 and heads.training
     assert torch.get_rng_state().equal(before)
 
@@ -221,10 +214,10 @@ def test_the_check_is_made_once_and_leaves_no_trace(monkeypatch: pytest.MonkeyPa
 def test_heads_trained_in_between_are_noticed(variant: str) -> None:
     """Drafting with stale weights in evaluations during training."""
     heads, hidden = make("llama", {}, variant), torch.randn(1, 9, 32)
-    MtpKeys.empty(heads, 1)
+    heads.memory(1)
     for parameter in heads.parameters():
         parameter.data = parameter + 0.1 * torch.randn_like(parameter)  # unseen by autograd
-    _, found = MtpKeys.empty(heads, 1).append(hidden, [9])
+    _, found = heads.memory(1).append(hidden, [9])
     torch.testing.assert_close(found[:, 0], whole(heads, hidden[0])[:, -1], rtol=1e-4, atol=1e-5)
 
 
@@ -234,8 +227,8 @@ def test_heads_trained_in_between_are_noticed(variant: str) -> None:
 def test_frozen_heads_are_copied_once_and_changes_are_noticed(variant: str, change: str) -> None:
     """Prevents stale weights where others were loaded into frozen heads, or a copy per text."""
     heads, hidden = make("llama", {}, variant).requires_grad_(False), torch.randn(1, 9, 32)
-    first = MtpKeys.empty(heads, 1)
-    assert MtpKeys.empty(heads, 1).stacks is first.stacks
+    first = heads.memory(1)
+    assert heads.memory(1).stacks is first.stacks
     state = {k: v + 0.1 * torch.randn_like(v) for k, v in heads.state_dict().items()}
     if change == "in place":
         heads.load_state_dict(state)
@@ -244,6 +237,6 @@ def test_frozen_heads_are_copied_once_and_changes_are_noticed(variant: str, chan
     else:
         heads.double().float()
         heads.get_parameter("layers.0.norm.weight").mul_(2)
-    assert MtpKeys.empty(heads, 1).stacks is not first.stacks
-    _, found = MtpKeys.empty(heads, 1).append(hidden, [9])
+    assert heads.memory(1).stacks is not first.stacks
+    _, found = heads.memory(1).append(hidden, [9])
     torch.testing.assert_close(found[:, 0], whole(heads, hidden[0])[:, -1], rtol=1e-4, atol=1e-5)

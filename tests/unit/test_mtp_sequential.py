@@ -28,8 +28,6 @@ from specheads.measure.hits import (
     pad_left,
     static_sizes,
 )
-from specheads.models.head_cache import MtpTexts
-from specheads.models.head_walk import MtpSteps
 from specheads.models.mtp import MtpHeads, block_config
 from specheads.models.output import OutputLayer, capture_hidden, output_layer
 from specheads.verification.sampling import Sampler
@@ -266,13 +264,12 @@ def test_narrow_heads_draft_behind_a_wide_base() -> None:
     text = prompts((12,))[0][0].tolist()
     wide = copy.deepcopy(heads).float()
     expected = slow_logits(base, wide, output, text)([(1, 2)])
-    memory = MtpTexts.empty(heads, 1, base.get_input_embeddings())
+    embed = base.get_input_embeddings()
+    memory: Any = heads.memory(1, embed)
     with capture_hidden(base, (FINAL,)) as captured:
         base(input_ids=torch.tensor([text[:-1]]), use_cache=False)
     memory, made = memory.append(captured.at[FINAL], [11], torch.tensor([text[1:]]))
-    walk = MtpSteps(heads, output, base.get_input_embeddings()).begin(
-        made, torch.tensor(text[-1:]), memory
-    )
+    walk = heads.steps(output, embed, 3)().begin(made, torch.tensor(text[-1:]), memory)
     for token in (1, 2):
         walk.descend(torch.tensor([[token]]), None)
     torch.testing.assert_close(walk.logits()[:, 0].float(), expected, rtol=0.1, atol=0.1)

@@ -16,8 +16,8 @@ from specheads.drafters.contract import StepResult
 from specheads.drafters.heads import HeadsState, static_drafter
 from specheads.measure.clock import pad_left
 from specheads.models import head_cache
-from specheads.models.head_cache import PrefixKeys
-from specheads.models.heads import MedusaHeads, prefix_sizes
+from specheads.models.blocks import prefix_sizes
+from specheads.models.heads import MedusaHeads
 from specheads.models.output import capture_hidden, output_layer
 
 LENGTHS = (7, 18, 2)
@@ -137,12 +137,13 @@ def test_a_conversation_goes_on_behind_a_cache(tiny_llama: LlamaForCausalLM) -> 
 @torch.no_grad()
 def test_rows_and_steps_do_not_matter(tiny_llama: LlamaForCausalLM, dtype: torch.dtype) -> None:
     """A row that reads its neighbour's keys, or padding that is remembered."""
-    layer = build(tiny_llama).to(dtype).prefix
-    assert layer is not None
+    heads = build(tiny_llama).to(dtype)
+    layer, keys = heads.prefix, heads.memory(3)
+    assert layer is not None and keys is not None
     near = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
     hidden, counts = torch.randn(3, 6, 32).to(dtype), [6, 2, 4]
     more, later = torch.randn(3, 3, 32).to(dtype), [1, 3, 2]
-    keys, first = PrefixKeys.empty(layer, 3).append(hidden, counts)
+    keys, first = keys.append(hidden, counts)
     kept = torch.tensor([2, 1])
     keys, second = keys.select(kept).append(more[kept], [2, 3])
     for row in range(3):

@@ -13,8 +13,7 @@ from transformers import LlamaForCausalLM
 from specheads.attention.tree import Tree, default_tree
 from specheads.drafters.contract import FINAL, Prefill
 from specheads.drafters.heads import HeadsDrafter, embedding, static_drafter
-from specheads.models import head_walk
-from specheads.models.head_walk import Steps, Tables
+from specheads.models import heads as heads_module
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer, output_layer
 
@@ -92,7 +91,7 @@ def test_each_node_continues_its_own_path(
 ) -> None:
     """A head that reads a sibling's path, or a place too far, only shows as low acceptance."""
     if not tables:
-        monkeypatch.setattr(head_walk, "MAX_TABLE", 0)
+        monkeypatch.setattr(heads_module, "MAX_TABLE", 0)
     heads = build(tiny_llama, kind)
     output = OutputLayer(tiny_llama.lm_head, scale=0.5, softcap=4.0)
     for tree in TREES:
@@ -145,12 +144,12 @@ def test_narrow_weights_are_read_as_they_are(
 ) -> None:
     """Dtypes that do not fit would stop bfloat16 decoding; sums of rounded tables would blur it."""
     if not tables:
-        monkeypatch.setattr(head_walk, "MAX_TABLE", 0)
+        monkeypatch.setattr(heads_module, "MAX_TABLE", 0)
     base = tiny_llama.bfloat16()
     heads = build(base, kind).bfloat16()
     output, embed = output_layer(base), embedding(base, heads)
     hidden, tokens = torch.randn(2, 32).bfloat16(), torch.randint(0, 272, (2, 3))
-    walk = Steps(heads, output, Tables(heads, embed, 3)).begin(hidden, tokens[:, 0])
+    walk = heads.steps(output, embed, 3)().begin(hidden, tokens[:, 0])
     exact, wide = copy.deepcopy(base).float(), copy.deepcopy(heads).float()
     for i in range(3):
         if i:

@@ -21,9 +21,9 @@ from specheads.decoding.loop import decode, plain_decode
 from specheads.decoding.stream import Job, PlainStream, continue_prompts
 from specheads.drafters.lookup import NgramDrafter
 from specheads.measure import diagnose
-from specheads.models import support as tree_support
+from specheads.models import support as support_module
 from specheads.models.forward import Thresholds, named_positions, replay, thresholds
-from specheads.models.support import check_tree_support, compare
+from specheads.models.support import compare, tree_support
 from specheads.verification.sampling import ROUNDING, Sampler
 from tests.ragged import padded
 from tests.scripted import ScriptedDrafter, pretend_rounding
@@ -151,7 +151,7 @@ def test_a_batch_on_several_sides_is_refused_before_anything_is_read(
 ) -> None:
     """Prevents a batch whose longest row decides for the others; and minutes before it is told."""
     model = model_of(name)
-    check_tree_support(model)
+    tree_support(model)
     monkeypatch.setattr(model, "forward", None)
     for run in (plain_decode, lambda *args, **kw: decode(args[0], NgramDrafter(), **kw)):
         with pytest.raises(ConfigError, match=rf"={THRESHOLD}\).* decode them one by one"):
@@ -274,11 +274,11 @@ def test_the_self_test_looks_across_what_the_config_names(monkeypatch: pytest.Mo
     """Prevents the next longrope, by another name, from being trusted because it starts well."""
     scale_whole_passes(monkeypatch, 5000)
     model = build("llama", max_position_embeddings=100_000)
-    assert check_tree_support(model).kind == "tree", "no text of the test is so long"
+    assert tree_support(model).kind == "tree", "no text of the test is so long"
     model = build("llama", max_position_embeddings=100_000)
     model.config.original_max_position_embeddings = 5000
     with pytest.raises(ConfigError, match="across position 5000, which its config names"):
-        check_tree_support(model)
+        tree_support(model)
 
 
 def test_the_self_test_reads_no_more_for_a_large_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +300,7 @@ def test_the_self_test_reads_no_more_for_a_large_threshold(monkeypatch: pytest.M
             rope_parameters=rope | {"original_max_position_embeddings": start},
         )
         assert named_positions(model) == [start]
-        assert check_tree_support(model).kind == "tree"
+        assert tree_support(model).kind == "tree"
     assert widest < 64
 
 
@@ -321,11 +321,11 @@ def test_sides() -> None:
 def test_measured_rounding_widens_near_ties(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prevents a promise of identity that rests on a constant which the model itself refutes."""
     shallow, deep = build("llama"), build("llama", num_hidden_layers=48)
-    assert check_tree_support(shallow).rounding == ROUNDING
-    measured = compare(deep, tree_support.TREE).rounding
+    assert tree_support(shallow).rounding == ROUNDING
+    measured = compare(deep, support_module.TREE).rounding
     assert measured > 0.2 * ROUNDING, "a choice between two logits may be wrong by more"
-    support = check_tree_support(deep)
-    assert support.rounding >= tree_support.MARGIN * measured > ROUNDING
+    support = tree_support(deep)
+    assert support.rounding >= support_module.MARGIN * measured > ROUNDING
     assert (
         "very tokens are not promised"
         in {finding.name: finding.text for finding in diagnose.examine(deep, None)}["rounding"]

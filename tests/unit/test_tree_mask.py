@@ -10,7 +10,7 @@ from specheads.attention.cache import TreeCache
 from specheads.attention.mask import causal_tree_mask, tree_attention
 from specheads.attention.tree import RowTrees, Tree, default_tree
 from specheads.models.forward import ModelPass, pad_rows
-from specheads.models.support import check_tree_support
+from specheads.models.support import tree_support
 from tests.scripted import MODELS, build
 
 TREE = default_tree(3, 9)
@@ -75,5 +75,5 @@ def test_nothing_changes_while_no_tree_is_active(tiny_llama: LlamaForCausalLM) -
     """Prevents a wrapper that leaks into training or into other people's generate()."""
     ids = torch.randint(200, (1, 6))
     before = tiny_llama(ids).logits
-    check_tree_support(tiny_llama)
+    tree_support(tiny_llama)
     assert tiny_llama(ids).logits.equal(before)

@@ -17,8 +17,8 @@ from specheads.attention.tree import RowTrees, Tree, default_tree
 from specheads.config import ConfigError
 from specheads.decoding.loop import decode, first_chain, plain_decode
 from specheads.drafters.contract import Candidates
-from specheads.models import support as tree_support
-from specheads.models.support import Support, check_tree_support, compare
+from specheads.models import support as support_module
+from specheads.models.support import Support, compare, tree_support
 from tests.scripted import ScriptedDrafter
 from tests.zoo import CHAIN_MODELS, REFUSED_MODELS, TREE_MODELS, VOCAB, build
 
@@ -30,7 +30,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 def test_models_that_can_branch_pass(name: str) -> None:
     """Prevents a self-test so strict that rounding fails it, in bfloat16 as well."""
     for dtype in DTYPES:
-        support = check_tree_support(build(name).to(dtype))
+        support = tree_support(build(name).to(dtype))
         assert support.kind == "tree"
         assert support.error < support.limit / 3, "near its limit, the next model fails it"
 
@@ -39,7 +39,7 @@ def test_models_that_can_branch_pass(name: str) -> None:
 def test_models_that_cannot_branch_get_chains(name: str) -> None:
     """Prevents wrong text without a word where attention counts slots; or no text at all."""
     for dtype in DTYPES:
-        support = check_tree_support(build(name).to(dtype))
+        support = tree_support(build(name).to(dtype))
         assert support.kind == "chain"
         assert ("ALiBi" in support.reason) != (name == "gpt_neo")
         support.check_batch(1)
@@ -50,8 +50,8 @@ def test_models_that_cannot_branch_get_chains(name: str) -> None:
 @pytest.mark.parametrize("name", sorted({*CHAIN_MODELS} - {"gpt_neo"}))
 def test_the_self_test_finds_alibi_by_itself(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prevents a list of names as the only guard: the next model is on no list."""
-    monkeypatch.setattr(tree_support, "_has_alibi", lambda model: False)
-    support = check_tree_support(build(name))
+    monkeypatch.setattr(support_module, "_has_alibi", lambda model: False)
+    support = tree_support(build(name))
     assert support.kind == "chain"
     assert "fails the tree self-test" in support.reason
 
@@ -71,17 +71,17 @@ def test_models_that_cannot_forget_are_refused(name: str, reason: str) -> None:
     assert name in REFUSED_MODELS
     model = build(name)
     with pytest.raises(ConfigError, match=reason):  # one line in every command
-        check_tree_support(model)
+        tree_support(model)
     with pytest.raises(ConfigError, match=reason):  # our cache is no better alone
         plain_decode(model, torch.zeros(1, 4, dtype=torch.long), max_new_tokens=4)
 
 
 def test_dropout_is_refused_even_after_a_pass(tiny_llama: LlamaForCausalLM) -> None:
     """Prevents a remembered answer for a model that has changed since."""
-    assert check_tree_support(tiny_llama) is check_tree_support(tiny_llama)
+    assert tree_support(tiny_llama) is tree_support(tiny_llama)
     tiny_llama.train()
     with pytest.raises(ValueError, match="training mode"):
-        check_tree_support(tiny_llama)
+        tree_support(tiny_llama)
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_attention_without_masks_gets_chains(maskless: str) -> None:
     """Prevents a tree under flash attention, where all nodes would see each other."""
     model = build("llama")
     model.config._attn_implementation_internal = maskless
-    support = check_tree_support(model)
+    support = tree_support(model)
     assert support.kind == "chain"
     assert "uses maskless attention, which takes no tree's mask" in support.reason
 
@@ -117,7 +117,7 @@ def test_attention_that_cannot_run_is_refused(tiny_llama: LlamaForCausalLM) -> N
     """Prevents a traceback in the first step of a decoding that was promised to work."""
     tiny_llama.config._attn_implementation_internal = "flash_attention_2"
     with pytest.raises(ValueError, match="step by step with flash_attention_2 attention: "):
-        check_tree_support(tiny_llama)
+        tree_support(tiny_llama)
 
 
 def test_a_declared_window_must_be_masked() -> None:
@@ -129,7 +129,7 @@ def test_a_declared_window_must_be_masked() -> None:
             with pytest.raises(ConfigError, match="a window of 200 tokens, but asks for no mask"):
                 plain_decode(model, ids, max_new_tokens=4)
             model.config.sliding_window = 256  # no text is longer
-        assert check_tree_support(model).kind == "tree"
+        assert tree_support(model).kind == "tree"
 
 
 def broken_masks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,12 +158,12 @@ def test_the_self_test_sees_what_it_is_for(
     """Prevents a self-test that passes everything."""
     with monkeypatch.context() as patch:
         broken_positions(patch)
-        assert "fails the tree self-test" in check_tree_support(build("llama").to(dtype)).reason
+        assert "fails the tree self-test" in tree_support(build("llama").to(dtype)).reason
     broken_masks(monkeypatch)
-    assert "fails the tree self-test" in check_tree_support(build("llama").to(dtype)).reason
-    monkeypatch.setattr(tree_support.TreeCache, "commit", lambda cache, path, counts: None)
+    assert "fails the tree self-test" in tree_support(build("llama").to(dtype)).reason
+    monkeypatch.setattr(support_module.TreeCache, "commit", lambda cache, path, counts: None)
     with pytest.raises(ValueError, match="logits in a chain with a rejected guess differ"):
-        check_tree_support(build("llama").to(dtype))
+        tree_support(build("llama").to(dtype))
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2", "llama4"])
@@ -180,7 +180,7 @@ def test_nothing_changes_for_others(tiny_llama: LlamaForCausalLM) -> None:
     """Prevents a wrapper that leaks into training or into other people's generate()."""
     ids = torch.randint(VOCAB, (1, 6))
     before = tiny_llama(ids).logits
-    check_tree_support(tiny_llama)
+    tree_support(tiny_llama)
     assert tiny_llama(ids).logits.equal(before)
 
 
@@ -191,9 +191,9 @@ def test_the_self_test_takes_no_time() -> None:
     model.model.register_forward_pre_hook(
         lambda _, args, kwargs: tokens.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
-    check_tree_support(model)
+    tree_support(model)
     assert len(tokens) <= 5 and sum(tokens) <= 300
-    check_tree_support(model)
+    tree_support(model)
     assert len(tokens) <= 5, "what was found is not remembered"
 
 

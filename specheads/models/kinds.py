@@ -1,0 +1,317 @@
+"""The contract of heads, whatever their kind, and the kinds that there are.
+
+Training, decoding and exports ask heads what :class:`Heads` lists, and never which kind they are.
+A new kind is one module with an ``nn.Module`` that answers it, an entry in :data:`KINDS`, its
+section of the settings, a recipe, and a place in tests/unit/test_heads_contract.py, which holds
+every kind to what is written here.
+
+Shapes: K heads, d what the output matrix of the base reads, V vocabulary, V' the tokens that the
+heads can guess, B rows, T positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specheads.models.base import Embed
+from specheads.models.heads import MedusaHeads
+from specheads.models.mtp import MtpHeads
+from specheads.models.output import OutputLayer
+
+
+class HeadCache(Protocol):
+    """What layers of heads that attend remember of the rows' texts; never changed in place."""
+
+    def append(
+        self, hidden: Tensor, counts: Sequence[int], tokens: Tensor
+    ) -> tuple[HeadCache, Tensor]:
+        """Read on.
+
+        Args:
+            hidden: [B, T, d], the base's hidden states of the positions that follow, at the heads'
+                taps, right-padded.
+            counts: per row how many of the T are real; where it is 0, the output means nothing.
+            tokens: [B, T], the token that came after each of them, the root at the last one.
+
+        Returns:
+            The cache with them, and what the layers make of each row's last position, [..., B, d].
+        """
+
+    def select(self, rows: Tensor) -> HeadCache:
+        """Return the cache of the rows ``rows`` [R] (long), in that order."""
+
+
+class Walk(Protocol):
+    """One step's way down a tree, level by level; called without gradients.
+
+    Attributes:
+        depth: of the nodes at hand, from 0, the roots; their children are head ``depth``'s.
+        tokens: [B, n], the nodes' own.
+    """
+
+    depth: int
+    tokens: Tensor
+
+    def logits(self) -> Tensor:
+        """Return what head ``depth`` says at the nodes at hand, [B, n, V']."""
+
+    def descend(self, tokens: Tensor, parents: Tensor | None) -> None:
+        """Go to nodes one deeper.
+
+        Args:
+            tokens: [B, n'], the tokens of these nodes, which are to have children.
+            parents: the places of their parents among the n nodes at hand, [n'] where all rows
+                share them, else [B, n']; None where node for node follows.
+        """
+
+
+class Steps(Protocol):
+    """Sequential heads as they are for one text.
+
+    Attributes:
+        embed: the base's input embedding, where the heads read tokens through it.
+    """
+
+    @property
+    def embed(self) -> Embed | None:
+        """See the class."""
+
+    def begin(self, hidden: Tensor, root: Tensor, memory: Any) -> Walk:
+        """Start at the roots.
+
+        Args:
+            hidden: [..., B, d], what the heads' cache last returned; without a cache the base's
+                hidden state that predicted the root.
+            root: [B], the last certain tokens.
+            memory: the heads' cache, None where they have none.
+        """
+
+
+class Heads(Protocol):
+    """K heads: head i (from 0) guesses the token i + 2 positions ahead. An ``nn.Module``.
+
+    Training runs :meth:`contextual` over whole texts, then :meth:`features` and
+    :meth:`output_weight` of one head at a time, whose product is scored and never formed as a
+    whole. Decoding with parallel heads calls :meth:`snapshot`, one pass for the whole tree; with
+    sequential heads it goes down the tree with :meth:`steps`, one pass per level. Drafters are made
+    from that alone (``static_drafter`` and ``dynamic_drafter`` of specheads.drafters.growing).
+
+    How the weights start is the recipe's business. A kind whose loss is no sum over heads of such
+    products brings an objective of its own, beside its recipe. Learning rates and memory planning
+    find a head's own output matrix by ``lm_head`` in its tensors' names.
+
+    Attributes:
+        config_keys: keys of config.json without which an export of this kind is refused.
+        compressible: the output matrices can be made smaller (``export lm_head=``).
+        for_draft_model: the heads can guess for a draft model, whose tokens are not certain.
+        unseen_settings: attributes that differ between heads whose tensors have the same names and
+            shapes; training does not go on with other heads than the settings describe.
+        tensor_prefix: how the names of their tensors begin in an export; empty for ``heads.*``.
+        num_heads: K.
+        num_layers: layers that ``features`` runs, whose activations training makes again in
+            backward; 0 where ``contextual`` has run all.
+        num_outputs: V'.
+        hidden_size: d.
+        vocab_size: V.
+        lm_head: ``shared``, the base's output matrix; any other word: matrices of their own.
+    """
+
+    config_keys: ClassVar[tuple[str, ...]]
+    compressible: ClassVar[bool]
+    for_draft_model: ClassVar[bool]
+    unseen_settings: ClassVar[tuple[str, ...]]
+    tensor_prefix: ClassVar[str]
+    num_heads: int
+    num_layers: int
+    num_outputs: int
+    hidden_size: int
+    vocab_size: int
+    lm_head: str
+
+    @property
+    def token_map(self) -> Tensor | None:
+        """[V'] token ids that the heads can guess; None for all."""
+
+    @property
+    def kind(self) -> str:
+        """The name of the kind in config.json."""
+
+    @property
+    def taps(self) -> tuple[str, ...]:
+        """The hidden states of the base that they read, side by side if several."""
+
+    @property
+    def sequential(self) -> bool:
+        """Whether a head reads tokens drafted before its own."""
+
+    @property
+    def needs_embedding(self) -> bool:
+        """Whether the heads read tokens through the base's input embedding."""
+
+    @property
+    def walks_text(self) -> bool:
+        """Whether the way down a tree starts from the cache of the text.
+
+        It starts from one hidden state elsewhere. Such a cache can also ``read``, and go back to
+        ``as_it_was``, as :class:`specheads.models.mtp_walk.TextCache` does.
+        """
+
+    @property
+    def one_matrix(self) -> bool:
+        """Whether all heads multiply by the base's output matrix and by nothing else.
+
+        One call can then make all of their losses, with one gradient buffer of the matrix.
+        """
+
+    @classmethod
+    def from_settings(cls, settings: Any, base: PreTrainedModel, output: OutputLayer) -> Heads:
+        """Build the heads that their section of a recipe's settings describes, for a base model.
+
+        Raises:
+            ValueError: one line with the key, without the section's name.
+        """
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Heads:
+        """Build the heads that an export's config.json describes; called on the meta device.
+
+        Every number may come from a stranger: those that :mod:`specheads.models.export_config` does
+        not bound are to be bounded here, before anything is built from them.
+
+        Raises:
+            ValueError: one line, if there are no such heads.
+        """
+
+    def to_config(self) -> dict[str, Any]:
+        """Return what :meth:`from_config` builds the same heads from, ``kind`` included; JSON."""
+
+    def make_tables(self) -> None:
+        """Compute the buffers that no file holds (rotary tables), after a build without memory."""
+
+    def contextual(
+        self,
+        hidden: Tensor,
+        position_ids: Tensor,
+        tokens: Tensor | None = None,
+        embed: Embed | None = None,
+    ) -> Tensor:
+        """Run what looks at whole texts; return what ``features`` takes, [B, T, d] or [K, B, T, d].
+
+        Args:
+            hidden: [B, T, d], the base's, at ``taps``; of several documents in a row if packed.
+            position_ids: [B, T], restarting at 0 with every document.
+            tokens: [B, T], the texts.
+            embed: the base's input embedding.
+        """
+
+    def features(
+        self, i: int, hidden: Tensor, tokens: Tensor | None = None, embed: Embed | None = None
+    ) -> Tensor:
+        """Return what the output matrix of head ``i`` reads, [..., d_i].
+
+        Args:
+            i: the head.
+            hidden: what ``contextual`` returned, or some positions of it, [..., d] or [K, ..., d].
+            tokens: [..., K], the tokens after the position's own; for sequential heads.
+            embed: the base's input embedding.
+        """
+
+    def output_weight(self, i: int, base_weight: Tensor) -> Tensor:
+        """Return the matrix [V', d_i] of head ``i``, the base's own [V, d] where it is shared."""
+
+    def output_bias(self, bias: Tensor | None) -> Tensor | None:
+        """Return the entries [V'] of the base's output bias [V] that the heads use."""
+
+    def map_labels(self, labels: Tensor) -> Tensor:
+        """Return the places of token ids among the V'; IGNORE for those that cannot be guessed."""
+
+    def token_ids(self, places: Tensor) -> Tensor:
+        """Return the token ids of places among the V', of any shape."""
+
+    def full_logits(self, logits: Tensor) -> Tensor:
+        """Spread logits [..., V'] over the vocabulary, [..., V]; -inf for tokens not guessed."""
+
+    def logits(
+        self,
+        hidden: Tensor,
+        output: OutputLayer,
+        tokens: Tensor | None = None,
+        embed: Embed | None = None,
+    ) -> Tensor:
+        """Return the logits [K, ..., V'] of all heads; the arguments are those of ``features``."""
+
+    def finish(self, products: Tensor, output: OutputLayer) -> Tensor:
+        """Return logits [..., V'] of products with the matrices, as the base makes its own."""
+
+    def memory(self, num_rows: int, embed: Embed | None = None) -> HeadCache | None:
+        """Return the cache of their layers for texts of which nothing was read; None without any.
+
+        Raises:
+            ValueError: if the embedding is missing, or the layers are of a kind that cannot draft.
+        """
+
+    def snapshot(self, output: OutputLayer) -> Callable[[Tensor], Tensor]:
+        """Return a function like ``logits`` of the weights as they are now; for parallel heads.
+
+        Raises:
+            ValueError: if the heads are sequential.
+        """
+
+    def steps(self, output: OutputLayer, embed: Embed | None, depth: int) -> Callable[[], Steps]:
+        """Return a function that returns sequential heads as they are when it is called.
+
+        Args:
+            output: the base's output layer.
+            embed: the base's input embedding.
+            depth: how many of the heads will be asked.
+
+        Raises:
+            ValueError: for parallel heads, or if the embedding is missing.
+        """
+
+    # what callers use of nn.Module
+
+    def parameters(self) -> Any:
+        """Return the parameters."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the tensors by name."""
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Take over tensors by name."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Move or cast, and return itself."""
+
+    def eval(self) -> Any:
+        """Go into evaluation mode, and return itself."""
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Learn or not, and return itself."""
+
+
+# by the ``kind`` of config.json
+KINDS: dict[str, type[Heads]] = {"medusa": MedusaHeads, "hydra": MedusaHeads, "mtp": MtpHeads}
+
+
+def build_heads(config: dict[str, Any]) -> Heads:
+    """Return heads of an export's config.json without memory, whose tensors are still to be read.
+
+    Raises:
+        ValueError: one line, if there are no such heads.
+    """
+    with torch.device("meta"):  # nor is time lost for drawing weights that are replaced at once
+        try:
+            return KINDS[config["kind"]].from_config(config)
+        except (TypeError, ArithmeticError, RuntimeError) as error:
+            raise ValueError(str(error)) from None
+
+
+def named_tensors(heads: Heads) -> dict[str, Tensor]:
+    """Return the tensors of ``heads`` by the names that an export gives them."""
+    return {heads.tensor_prefix + name: tensor for name, tensor in heads.state_dict().items()}

@@ -1,0 +1,352 @@
+"""Sequential MTP heads while decoding: what they remember of texts, and their way down a tree.
+
+At token position p module k reads the token's embedding and G^{k-1}_{p-1}, what the module before
+made of the position before; G^{-1} is the base's final hidden state (arXiv:2412.19437, equations 21
+to 24). Unrolled, G^k_p needs the base's hidden state at p - 1 - k and the tokens from there on. So
+everything up to the root (the last certain token, whose hidden state is not known yet) follows from
+certain tokens and true hidden states, and :class:`TextCache` computes it from nothing else: what
+was drafted and refused leaves no trace. Position p lies in slot p - 1 of every module; module k has
+nothing at positions up to k, and its first k slots are masked.
+
+A node of depth m reads, in module k >= m, its token's embedding and what module k - 1 made of its
+parent; module m guesses its children. Modules below m would need hidden states that the base has
+not computed yet, and nothing asks for them. So when :class:`MtpWalk` comes to depth m, module m
+runs over all nodes found so far: each attends to the certain tokens and to its own path.
+
+The layers are transformers' own, whatever they are made of, and take :class:`Pass` for their cache.
+Shapes: B rows, T new positions, n nodes of a level, N nodes so far without the root, K modules, L
+slots, d hidden size.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specheads.models.base import Embed
+from specheads.models.head_cache import grown_capacity
+
+Run = Callable[..., tuple[Tensor, Tensor]]
+
+
+class Slots:
+    """Room for what the layers hand to their caches, and the rotary waves of every slot.
+
+    Writing happens in place, and several caches of one text share it: each knows by its lengths
+    what is its own. What lies behind belongs to nobody, and nodes of trees are put there.
+
+    Args:
+        num_modules: K.
+        rotary: makes position embeddings of positions, as the layers take them.
+        like: a tensor of the layers' device and dtype.
+
+    Attributes:
+        kept: per module what its layer calls keys and values, [B, H, C, h] each, of any H and h;
+            nothing before it has run.
+    """
+
+    def __init__(
+        self, num_modules: int, rotary: Callable[[Tensor, Tensor], Any], like: Tensor
+    ) -> None:
+        self._rotary, self._like = rotary, like
+        self.kept: list[list[Tensor]] = [[] for _ in range(num_modules)]
+        self._capacity = 0
+        self._waves: Any = None
+
+    def reserve(self, size: int) -> None:
+        """Make room for ``size`` slots."""
+        if size <= self._capacity:
+            return
+        capacity = grown_capacity(size, self._capacity)
+        added, self._capacity = capacity - self._capacity, capacity
+        self.kept = [[F.pad(each, (0, 0, 0, added)) for each in layer] for layer in self.kept]
+        positions = torch.arange(capacity, device=self._like.device)[None]
+        self._waves = self._rotary(self._like, positions)
+
+    def waves(self, places: Tensor) -> Any:
+        """Return the position embeddings [B, T, ...] of the slots ``places`` [B, T]."""
+        if isinstance(self._waves, tuple):
+            return tuple(each[0, places] for each in self._waves)
+        return self._waves[0, places]
+
+    def write(self, module: int, pair: Sequence[Tensor], where: Any) -> list[Tensor]:
+        """Put [B, H, T, h] each into the slots ``where``, and return all there is of the module."""
+        if not self.kept[module]:
+            self.kept[module] = [
+                each.new_zeros(*each.shape[:2], self._capacity, each.shape[3]) for each in pair
+            ]
+        for kept, new in zip(self.kept[module], pair, strict=True):
+            if isinstance(where, slice):
+                kept[:, :, where] = new
+            else:
+                kept[where[0], :, where[1]] = new.transpose(1, 2)
+        return self.kept[module]
+
+    def select(self, rows: Tensor) -> Slots:
+        """Return a copy of the rows ``rows`` [R] (long), in that order."""
+        found = copy.copy(self)
+        found.kept = [[each[rows.to(each.device)] for each in layer] for layer in self.kept]
+        return found
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What the layer of one module takes for its cache, in one pass.
+
+    Attributes:
+        slots: where its keys and values are kept.
+        module: which one it is.
+        where: the slots of the new ones: a slice that all rows share, or rows [B, 1] and
+            slots [B, T].
+        seen: the layer looks at the first so many slots, those of ``where`` among them.
+    """
+
+    slots: Slots
+    module: int
+    where: Any
+    seen: int
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer_idx: int = 0, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keep what is new, and return all up to ``seen``, as transformers' caches do."""
+        kept = self.slots.write(self.module, (keys, values), self.where)
+        return kept[0][:, :, : self.seen], kept[1][:, :, : self.seen]
+
+
+@dataclass(frozen=True)
+class TextCache:
+    """What modules that read tokens remember of every row, as it is after :meth:`append`.
+
+    Attributes:
+        run: runs module k: its number, what the module before made [B, T, d], the tokens'
+            embeddings [B, T, d], an additive mask [B, 1, T, L], positions [B, T], their position
+            embeddings, and a :class:`Pass`; returns G^k [B, T, d] last, see ``MtpHeads.attend``.
+        embed: the base's input embedding.
+        window: how many tokens a layer looks back upon, itself included; None for all.
+        slots: keys and values; slots behind a row's length hold nothing.
+        lengths: per row the position of the root, which is the number of slots in use.
+        ends: the same, [B] long where the heads lie.
+        root: [K, B, d], G^k at the root; where the text is too short for it, anything finite.
+    """
+
+    run: Run
+    embed: Embed
+    window: int | None
+    slots: Slots
+    lengths: tuple[int, ...]
+    ends: Tensor
+    root: Tensor
+
+    def append(
+        self, hidden: Tensor, counts: Sequence[int], tokens: Tensor
+    ) -> tuple[TextCache, Tensor]:
+        """Read on.
+
+        Args:
+            hidden: [B, T, d], the base's final hidden states of the positions that follow,
+                right-padded.
+            counts: per row how many of the T are real; where it is 0, nothing changes.
+            tokens: [B, T], the token that came after each of them, the root at the last one.
+
+        Returns:
+            The cache with them, and G^k at each row's root, [K, B, d].
+        """
+        cache, _ = self.read(hidden, counts, tokens)
+        return cache, cache.root
+
+    @torch.no_grad()
+    def read(
+        self, hidden: Tensor, counts: Sequence[int], tokens: Tensor
+    ) -> tuple[TextCache, Tensor]:
+        """Do what :meth:`append` does; return G^k at every new token, [K, B, T, d]."""
+        device = self.ends.device
+        num_rows, num_new = tokens.shape
+        start = max(self.lengths)
+        seen = start + num_new
+        self.slots.reserve(seen)
+        ahead = torch.arange(num_new, device=device)
+        places = self.ends[:, None] + ahead  # [B, T]
+        where: Any = slice(start, seen)
+        if min(self.lengths) < start:
+            where = torch.arange(num_rows, device=device)[:, None], places
+        distances = places[..., None] - torch.arange(seen, device=device)  # [B, T, L]
+        allowed = distances >= 0
+        if self.window is not None:
+            allowed &= distances < self.window
+        mask = additive(allowed, self.root.dtype)
+        waves = self.slots.waves(places)
+        embedded = self.embed(tokens).to(self.root.dtype)
+        before = hidden.to(self.root.dtype)
+        found: list[Tensor] = []
+        for i in range(len(self.root)):
+            if i:
+                # what was before the first token of this module is no part of it
+                hide(mask[:, 0, :, i - 1], places >= i)
+                before = torch.cat([self.root[i - 1, :, None], found[-1][:, :-1]], dim=1)
+            cache = Pass(self.slots, i, where, seen)
+            found.append(self.run(i, before, embedded, mask, places, waves, cache)[1])
+        every = torch.stack(found)
+        lengths = tuple(n + count for n, count in zip(self.lengths, counts, strict=True))
+        if num_rows == 1:
+            ends = self.ends + counts[0]
+            root = every[:, :, counts[0] - 1] if counts[0] else self.root
+        else:
+            new = torch.tensor(counts, device=device)
+            ends = self.ends + new
+            rows = torch.arange(num_rows, device=device)
+            root = every[:, rows, (new - 1).clamp(min=0)]
+            if min(counts) == 0:
+                root = torch.where(new[:, None] > 0, root, self.root)
+        return replace(self, lengths=lengths, ends=ends, root=root), every
+
+    def select(self, rows: Tensor) -> TextCache:
+        """Keep the rows ``rows`` [R] (long), in that order."""
+        here = rows.to(self.ends.device)
+        return replace(
+            self,
+            slots=self.slots.select(here),
+            lengths=tuple(self.lengths[row] for row in rows.tolist()),
+            ends=self.ends[here],
+            root=self.root[:, here],
+        )
+
+    def as_it_was(self, lengths: Sequence[int], every: Tensor) -> TextCache:
+        """Return this cache of one row as it was when the root stood elsewhere, one row for each.
+
+        Args:
+            lengths: positions of the root, of the rows to come.
+            every: [K, 1, T, d], G^k at the positions from 1 on, as :meth:`read` returned them.
+        """
+        ends = torch.tensor(lengths, device=self.ends.device)
+        cache = self.select(torch.zeros_like(ends))
+        return replace(cache, lengths=tuple(lengths), ends=ends, root=every[:, 0, ends - 1])
+
+
+def empty_texts(
+    run: Run,
+    rotary: Callable[[Tensor, Tensor], Any],
+    embed: Embed,
+    window: int | None,
+    root: Tensor,
+) -> TextCache:
+    """Return the cache of rows of which nothing was read yet.
+
+    Args:
+        run: see :class:`TextCache`.
+        rotary: see :class:`Slots`.
+        embed: the base's input embedding.
+        window: see :class:`TextCache`.
+        root: [K, B, d], zeros, of the modules' device and dtype.
+    """
+    num_modules, num_rows = root.shape[:2]
+    ends = torch.zeros(num_rows, dtype=torch.long, device=root.device)
+    slots = Slots(num_modules, rotary, root)
+    return TextCache(run, embed, window, slots, (0,) * num_rows, ends, root)
+
+
+def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the mask [B, 1, T, L] that layers add to their scores, of bools [B, T, L]."""
+    zeros = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+    return hide(zeros, ~allowed)[:, None]
+
+
+def hide(mask: Tensor, which: Tensor) -> Tensor:
+    """Mask more of an additive mask, in place."""
+    return mask.masked_fill_(which, torch.finfo(mask.dtype).min)
+
+
+class MtpWalk:
+    """One step's way down the tree; to be called under ``torch.no_grad()``.
+
+    Args:
+        module_logits: maps a module's number and what the module makes [B, n, d] to logits
+            [B, n, V].
+        hidden: [K, B, d], what the modules make of the roots.
+        root: [B], the last certain tokens.
+        memory: of the texts up to there.
+
+    Attributes:
+        depth: of the nodes at hand.
+        tokens: [B, n], the nodes' own.
+    """
+
+    def __init__(
+        self,
+        module_logits: Callable[[int, Tensor], Tensor],
+        hidden: Tensor,
+        root: Tensor,
+        memory: TextCache,
+    ) -> None:
+        self._module_logits, self._hidden, self._memory = module_logits, hidden, memory
+        self.depth, self.tokens = 0, root[:, None]
+        self._made = hidden[0][:, None]  # [B, 1 + N, d], of this level's module, root first
+        self._embedded = hidden.new_zeros(len(root), 0, hidden.shape[-1])
+        self._above = root.new_zeros(len(root), 0)  # [B, N], places of parents, 0 the root
+        self._depths: list[int] = []
+        # whether a node has another, root first, for ancestor or is the same
+        self._lines = torch.ones(len(root), 1, 1, dtype=torch.bool, device=root.device)
+
+    def logits(self) -> Tensor:
+        """Return what the module of this level says at its nodes, [B, n, V]."""
+        return self._module_logits(self.depth, self._made[:, -self.tokens.shape[1] :])
+
+    def descend(self, tokens: Tensor, parents: Tensor | None) -> None:
+        """Go to nodes one deeper.
+
+        Args:
+            tokens: [B, n'], the tokens of these nodes.
+            parents: the places of their parents among the n nodes at hand, [n'] where all rows
+                share them, else [B, n']; None where node for node follows.
+        """
+        depth, num_rows, num_new = self.depth + 1, *tokens.shape
+        first = self._lines.shape[1] - self.tokens.shape[1]
+        if parents is None:
+            parents = torch.arange(num_new, device=tokens.device)
+        above = (first + parents).expand(num_rows, -1)
+        lines = _rows(self._lines, above)
+        own = torch.eye(num_new, dtype=torch.bool, device=tokens.device).expand(num_rows, -1, -1)
+        lines = torch.cat([F.pad(self._lines, (0, num_new)), torch.cat([lines, own], 2)], dim=1)
+        self._lines, self._above = lines, torch.cat([self._above, above], dim=1)
+        embedded = self._memory.embed(tokens).to(self._made.dtype)
+        self._embedded = torch.cat([self._embedded, embedded], dim=1)
+        self._depths += [depth] * num_new
+        self.depth, self.tokens = depth, tokens
+        self._made = torch.cat([self._hidden[depth][:, None], self._run(depth)], dim=1)
+
+    def _run(self, module: int) -> Tensor:
+        """Return what a module makes of all nodes but the root, [B, N, d]."""
+        memory = self._memory
+        start, num_nodes = max(memory.lengths), len(self._depths)
+        depths = torch.tensor(self._depths, device=memory.ends.device)
+        places = memory.ends[:, None] - 1 + depths  # [B, N], slots that they would have if certain
+        slots = torch.arange(start, device=places.device)
+        certain = slots < memory.ends[:, None]  # [B, L]
+        certain = certain[:, None].expand(-1, num_nodes, -1)
+        lines = self._lines[:, 1:, 1:]
+        if memory.window is not None:
+            certain = certain & (places[..., None] - slots < memory.window)
+            lines = lines & (depths[:, None] - depths < memory.window)
+        mask = additive(torch.cat([certain, lines], dim=2), memory.root.dtype)
+        if min(memory.lengths) < module:  # in short texts the module begins in the tree
+            below = (places < module)[:, None].expand(-1, num_nodes, -1)
+            itself = torch.eye(num_nodes, dtype=torch.bool, device=places.device)
+            hide(mask[:, 0, :, start:], below & ~itself)
+        mask[..., : min(module, start)] = torch.finfo(mask.dtype).min
+        memory.slots.reserve(start + num_nodes)
+        seen = start + num_nodes
+        cache = Pass(memory.slots, module, slice(start, seen), seen)
+        waves = memory.slots.waves(places)
+        before = _rows(self._made, self._above)
+        return memory.run(module, before, self._embedded, mask, places, waves, cache)[1]
+
+
+def _rows(table: Tensor, places: Tensor) -> Tensor:
+    """Return rows [B, n, ...] of tables [B, m, ...], by their places [B, n]."""
+    return table.gather(1, places[..., None].expand(-1, -1, table.shape[2]))
