@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 from specheads.attention.tree import Tree
 from specheads.config import HeadsConfig, MtpConfig
 from specheads.decoding.loop import decode, plain_decode
-from specheads.drafters.growing import static_drafter
+from specheads.drafters.heads import static_drafter
 from specheads.models.blocks import prefix_sizes
 from specheads.models.heads import MedusaHeads
 from specheads.models.kinds import KINDS, Heads, build_heads, named_tensors
