@@ -119,21 +119,11 @@ def output_matrix(heads: MedusaHeads, i: int) -> Tensor:
 
 
 def _like(heads: MedusaHeads, lm_head: str, *, rank: int = 0, num_kept: int = 0) -> MedusaHeads:
-    # every weight is replaced, and drawing them costs; a prefix layer's table is in no state_dict
-    with torch.device("meta" if heads.prefix is None else "cpu"):
-        return MedusaHeads(
-            heads.num_heads,
-            heads.num_layers,
-            heads.hidden_size,
-            heads.vocab_size,
-            lm_head,
-            rank=rank,
-            num_kept=num_kept,
-            markov_rank=heads.markov_rank,
-            condition=heads.condition,
-            joined=heads.joined,
-            prefix=None if heads.prefix is None else heads.prefix.sizes,
-        )
+    config = heads.to_config() | {"lm_head": lm_head, "rank": rank, "num_kept": num_kept}
+    with torch.device("meta"):  # every weight is replaced, and drawing them costs
+        smaller = MedusaHeads.from_config(config)
+    smaller.make_tables()
+    return smaller
 
 
 def _filled(smaller: MedusaHeads, state: dict[str, Tensor], heads: MedusaHeads) -> MedusaHeads:
