@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from specheads.config import ConfigError, ExportConfig
 from specheads.config.main import answer, answers_json, hydra_main
+from specheads.system.errors import one_of
 from specheads.system.files import made_for_now
 
 if TYPE_CHECKING:
@@ -43,8 +44,8 @@ _PROVENANCE = "specheads.json"  # beside a draft model
 def run(config: ExportConfig) -> None:
     """Load, change, print, write."""
     records = _check(config)
+    from specheads.formats.push import finish
     from specheads.formats.read import is_foreign
-    from specheads.formats.write import finish
     from specheads.models.checkpoint import read_config
     from specheads.system import hardware
 
@@ -73,8 +74,11 @@ def run(config: ExportConfig) -> None:
 def _check(config: ExportConfig) -> list[Record]:
     """Check the settings before anything is loaded; return the records to count, if any."""
     from specheads.data.load import read_jsonl
+    from specheads.formats import push
+    from specheads.formats.write import FORMATS
     from specheads.system import hardware
 
+    one_of("format", config.format, *FORMATS)
     changes = config.lm_head != "keep" or config.merge or config.dtype is not None or config.push
     if config.format == "native" and not changes and not config.base:
         raise ConfigError(
@@ -101,9 +105,7 @@ def _check(config: ExportConfig) -> list[Record]:
             f"output={output} cannot be made: {error.strerror}; give a folder that can be written"
         ) from None
     if config.push:
-        from specheads.formats import write
-
-        write.check(config.push)
+        push.check(config.push)
     if config.lm_head == "low_rank":
         hardware.pick_device(config.device)
     if config.lm_head != "pruned":
@@ -214,18 +216,17 @@ def _foreign(config: ExportConfig, info: dict[str, Any]) -> list[str]:
 def _draft(config: ExportConfig) -> tuple[str, list[str], dict[str, Any]]:
     """Write a draft model again, in another dtype or as a plain folder."""
     from specheads.formats import write
+    from specheads.models.manifest import read_provenance
 
     if config.lm_head != "keep" or config.merge:
         raise ConfigError(
             f"{config.checkpoint} is a draft model: lm_head= and merge= are for heads and adapters"
         )
-    if config.format not in ("native", "draft", "plain"):
-        raise ConfigError(
-            f"format={config.format} is for heads, {config.checkpoint} is a draft model, which"
-            " format=draft writes for every engine"
-        )
+    info = read_provenance(Path(config.checkpoint))
+    write.check_form(config.format, config.checkpoint, info)
     form = "native" if config.format == "native" else "draft"
-    return form, *write.write_draft(form, config.checkpoint, Path(config.output), config.dtype)
+    notes = write.write(form, config.checkpoint, Path(config.output), info, config.dtype)
+    return form, notes, info
 
 
 def _import(config: ExportConfig) -> tuple[str, list[str], dict[str, Any]]:
