@@ -207,15 +207,15 @@ def _tuned_base(config: ExportConfig, info: dict[str, Any]) -> PreTrainedModel |
 
 def _foreign(config: ExportConfig, info: dict[str, Any]) -> list[str]:
     """Write an export of heads in another format; return what there is to say."""
-    from specheads.formats import write
+    from specheads.formats import Job, write
 
-    write.check_form(config.format, config.checkpoint, info)
-    return write.write(config.format, config.checkpoint, Path(config.output), info, config.dtype)
+    job = Job(config.format, config.checkpoint, info, Path(config.output), config.dtype)
+    return write.write(job)
 
 
 def _draft(config: ExportConfig) -> tuple[str, list[str], dict[str, Any]]:
     """Write a draft model again, in another dtype or as a plain folder."""
-    from specheads.formats import write
+    from specheads.formats import Job, write
     from specheads.models.manifest import read_provenance
 
     if config.lm_head != "keep" or config.merge:
@@ -223,10 +223,9 @@ def _draft(config: ExportConfig) -> tuple[str, list[str], dict[str, Any]]:
             f"{config.checkpoint} is a draft model: lm_head= and merge= are for heads and adapters"
         )
     info = read_provenance(Path(config.checkpoint))
-    write.check_form(config.format, config.checkpoint, info)
-    form = "native" if config.format == "native" else "draft"
-    notes = write.write(form, config.checkpoint, Path(config.output), info, config.dtype)
-    return form, notes, info
+    form = "draft" if config.format == "plain" else config.format
+    job = Job(form, config.checkpoint, info, Path(config.output), config.dtype)
+    return form, write.write(job), info
 
 
 def _import(config: ExportConfig) -> tuple[str, list[str], dict[str, Any]]:

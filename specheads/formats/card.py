@@ -285,9 +285,9 @@ def _output(info: Mapping[str, Any]) -> str:
     return text
 
 
-def _table(header: str, rule: str, rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table of cells that are formatted already."""
-    return "\n".join([header, rule, *(f"| {' | '.join(row)} |" for row in rows)])
+def _table(header: str, rows: Iterable[str], rule: str = "") -> str:
+    """Return a Markdown table; its cells are put to the right unless ``rule`` says otherwise."""
+    return "\n".join([header, rule or re.sub(r"[^|]+", " ---: ", header), *rows])
 
 
 def _training(about: Mapping[str, Any]) -> str:
@@ -312,42 +312,33 @@ def _training(about: Mapping[str, Any]) -> str:
         ("output matrices", compressed),
         ("made of", about.get("from")),
     ]
-    known = [(name, str(value)) for name, value in rows if value not in (None, "")]
+    known = [f"| {name} | {value} |" for name, value in rows if value not in (None, "")]
     if not known:
         return "Nothing is recorded about its training."
-    table = _table("| | |", "| --- | --- |", known)
+    table = _table("| | |", known, "| --- | --- |")
     accuracy = _accuracy(about.get("heldout") or {})
     return f"{table}\n\n{accuracy}" if accuracy else table
 
 
 def _accuracy(found: Mapping[str, float]) -> str:
     """Return the table of held-out accuracy per head; head i guesses i + 2 tokens ahead."""
-    heads = [i for i in range(len(found)) if f"head_{i}/top1" in found]
-    if heads:
-        table = _table(
-            "| head | tokens ahead | top 1 | top 5 | loss |",
-            "| ---: | ---: | ---: | ---: | ---: |",
-            [
-                (
-                    str(i),
-                    str(i + 2),
-                    _or_dash(found, f"head_{i}/top1", ".1%"),
-                    _or_dash(found, f"head_{i}/top5", ".1%"),
-                    _or_dash(found, f"head_{i}/loss", ".3f"),
-                )
-                for i in heads
-            ],
-        )
+
+    def shown(key: str, form: str) -> str:
+        return format(found[key], form) if found.get(key) is not None else "-"
+
+    rows = [
+        f"| {i} | {i + 2} | {shown(f'head_{i}/top1', '.1%')} | {shown(f'head_{i}/top5', '.1%')} |"
+        f" {shown(f'head_{i}/loss', '.3f')} |"
+        for i in range(len(found))
+        if f"head_{i}/top1" in found
+    ]
+    if rows:
+        table = _table("| head | tokens ahead | top 1 | top 5 | loss |", rows)
         return f"Held-out accuracy:\n\n{table}"
     if "alpha" in found:
         top1 = f"; top 1 {found['top1']:.1%}" if "top1" in found else ""
         return f"Held-out acceptance of drawn guesses (alpha): {found['alpha']:.4f}{top1}."
     return ""
-
-
-def _or_dash(found: Mapping[str, float | None], key: str, form: str) -> str:
-    value = found.get(key)
-    return "-" if value is None else format(value, form)
 
 
 def _by_training(
@@ -387,15 +378,12 @@ def _by_training(
         between = "" if low is None or high is None else f" ({low:.2f} to {high:.2f})"
         fast = "-" if speedup is None else f"{speedup:.2f}x"
         equal = "-" if same is None or of is None else f"{same:.0f} of {of:.0f}"
-        rows.append((at.removeprefix("t"), f"{length:.2f}{between}", fast, equal))
+        rows.append(f"| {at.removeprefix('t')} | {length:.2f}{between} | {fast} | {equal} |")
     if rows:
         dtype = info.get("base", {}).get("dtype")
         where = ", ".join(str(each) for each in (dtype, _machine(machine)) if each)
-        table = _table(
-            "| temperature | accept length (95%) | speed | same text as plain |",
-            "| ---: | ---: | ---: | ---: |",
-            rows,
-        )
+        header = "| temperature | accept length (95%) | speed | same text as plain |"
+        table = _table(header, rows)
         parts.append(f"At the end of training, on held-out prompts ({where}):\n\n{table}")
     return "\n\n".join(parts) or "Nothing was measured yet: `specheads bench card=true` does it."
 
@@ -422,12 +410,12 @@ def _by_bench(result: Mapping[str, Any], file: Path) -> str:
         rows.sort(key=lambda row: row["temperature"])
         about, settings = result["environment"], result["settings"]
         dtypes = ", ".join(sorted({str(row["dtype"]) for row in rows}))
-        table = _table(
+        header = (
             "| temperature | method | tokens/s | speed (95%) | x generate | accept length |"
-            " same text as plain |",
-            "| ---: | --- | ---: | ---: | ---: | ---: | ---: |",
-            map(_bench_cells, rows),
+            " same text as plain |"
         )
+        rule = "| ---: | --- | ---: | ---: | ---: | ---: | ---: |"
+        table = _table(header, map(_bench_row, rows), rule)
         text = (
             f"`specheads bench`, {settings['num_prompts']} prompts of up to"
             f" {settings['max_new_tokens']} new tokens, batch 1, {dtypes}, {_machine(about)}."
@@ -442,16 +430,13 @@ def _by_bench(result: Mapping[str, Any], file: Path) -> str:
     return text
 
 
-def _bench_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+def _bench_row(row: Mapping[str, Any]) -> str:
     low, high = row["speedup_vs_plain_ci95"]
+    same = "-" if row["identical"] is None else f"{row['identical']} of {row['compared']}"
     return (
-        f"{row['temperature']:g}",
-        row["method"],
-        f"{row['tokens_per_second']:.1f}",
-        f"{row['speedup_vs_plain']:.2f}x ({low:.2f} to {high:.2f})",
-        f"{row['speedup_vs_hf_generate']:.2f}",
-        f"{row['accept_length']:.2f}",
-        "-" if row["identical"] is None else f"{row['identical']} of {row['compared']}",
+        f"| {row['temperature']:g} | {row['method']} | {row['tokens_per_second']:.1f} |"
+        f" {row['speedup_vs_plain']:.2f}x ({low:.2f} to {high:.2f}) |"
+        f" {row['speedup_vs_hf_generate']:.2f} | {row['accept_length']:.2f} | {same} |"
     )
 
 

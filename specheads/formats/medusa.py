@@ -37,9 +37,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from specheads.config import ConfigError
+from specheads.formats import Job
 from specheads.formats.serving import Serving, base_name, vllm, without_heads
 from specheads.formats.vllm import text_copies
 from specheads.models.base import load_tokenizer, torch_dtype
@@ -99,17 +100,13 @@ _NAMES = {
 }
 
 
-def check(form: str, checkpoint: str, info: dict[str, Any]) -> None:
+def check(job: Job) -> None:
     """Refuse Medusa heads that a format has no place for, from config.json alone.
-
-    Args:
-        form: the format.
-        checkpoint: the export, for the message.
-        info: what its config.json holds.
 
     Raises:
         ConfigError: with what is in the way.
     """
+    form, checkpoint, info = job[:3]
     names, problem = _NAMES[form], ""
     if info.get("correction", "none") != "none":
         problem = "correct their logits by the token drafted before (markov_rank)"
@@ -132,26 +129,30 @@ def check(form: str, checkpoint: str, info: dict[str, Any]) -> None:
         )
 
 
-def write(
-    form: str, checkpoint: str, output: Path, info: dict[str, Any], dtype: str | None
-) -> list[str]:
-    """Write an export in one of the four layouts; arguments as ``write.write`` has them."""
-    heads = cast(MedusaHeads, load_heads(checkpoint))  # in the precision they are stored in
-    tokenizer, base, layer = load_tokenizer(checkpoint), None, None
-    wanted = None if dtype is None else torch_dtype(dtype)
-    tuned = info["base"]["tuned"]
-    place = str(output.resolve() / "base") if tuned else base_name(info, "")
-    if tuned or _NAMES[form].matrix:  # otherwise nothing of the base is written
-        base = load_export(checkpoint, device="cpu").base
-        layer = output_layer(base)
-    with whole_folder(output) as folder:
-        if base and layer and not _NAMES[form].file:
-            return _write_merged(folder, base, heads, layer, tokenizer, wanted)
-        notes = write_heads(form, folder, heads, layer, wanted, place)
-        if form != "vllm_medusa":  # the original repository looks for it beside the heads
+def write(job: Job) -> list[str]:
+    """Write an export in one of the four layouts."""
+    heads = cast(MedusaHeads, load_heads(job.checkpoint))  # in the precision they are stored in
+    tokenizer, tuned = load_tokenizer(job.checkpoint), job.info["base"]["tuned"]
+    dtype = None if job.dtype is None else torch_dtype(job.dtype)
+    place = str(job.output.resolve() / "base") if tuned else base_name(job.info, "")
+    base: Any = None
+    if tuned or _NAMES[job.form].matrix:  # otherwise nothing of the base is written
+        base = load_export(job.checkpoint, device="cpu").base
+    output = None if base is None else output_layer(base)
+    with whole_folder(job.output) as folder:
+        if not _NAMES[job.form].file:
+            tensors, notes = _tensors(job.form, heads, output)
+            config = copy.deepcopy(base.config)
+            vars(config).pop("quantization_config", None)
+            for key, value in _counts(heads).items():
+                setattr(config, key, value)
+            save_as(folder, type(base), config, base, tensors, tokenizer, dtype)
+            return notes
+        notes = write_heads(job.form, folder, heads, output, dtype, place)
+        if job.form != "vllm_medusa":  # the original repository looks for it beside the heads
             tokenizer.save_pretrained(folder)
-        if base and tuned:
-            save_hf(folder / "base", base, tokenizer, wanted)
+        if tuned:
+            save_hf(folder / "base", base, tokenizer, dtype)
             notes.append(f"these heads belong to the tuned base model, which is in {place}")
     return notes
 
@@ -198,24 +199,6 @@ def write_heads(
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(cast_tensors(plain, dtype), folder / _NAMES[form].file, metadata={"format": "pt"})
     write_json(folder / "config.json", config)
-    return notes
-
-
-def _write_merged(
-    folder: Path,
-    base: PreTrainedModel,
-    heads: MedusaHeads,
-    output: OutputLayer,
-    tokenizer: PreTrainedTokenizerBase,
-    dtype: torch.dtype | None,
-) -> list[str]:
-    """Write base, heads and tokenizer; all tensors in ``dtype``, None takes the base's."""
-    tensors, notes = _tensors("merged", heads, output)
-    config = copy.deepcopy(base.config)
-    vars(config).pop("quantization_config", None)
-    for key, value in _counts(heads).items():
-        setattr(config, key, value)
-    save_as(folder, type(base), config, base, tensors, tokenizer, dtype)
     return notes
 
 
@@ -472,15 +455,11 @@ class Layout:
         if not self.matrices:
             raise ConfigError(f"{where} holds token_map, but no output matrix")
         kept = self.files.read([name])[name].long()
-        if len(kept) != truncated or len(kept.unique()) < len(kept):
+        different, low, high = len(kept.unique()), int(kept.min()), int(kept.max())
+        if not len(kept) == different == truncated or low < 0 or high >= vocab_size:
             raise ConfigError(
-                f"{where}: {name} holds {len(kept.unique())} different tokens, config.json says"
-                f" truncated_vocab_size is {truncated!r:.40}"
-            )
-        if kept.min() < 0 or kept.max() >= vocab_size:
-            raise ConfigError(
-                f"{where}: {name} holds {int(kept.min())} to {int(kept.max())}, expected 0 to"
-                f" {vocab_size - 1}"
+                f"{where}: {name} holds {different} different tokens, {low} to {high}; expected 0"
+                f" to {vocab_size - 1}, config.json says truncated_vocab_size is {truncated!r:.40}"
             )
         return kept
 

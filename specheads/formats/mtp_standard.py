@@ -25,17 +25,8 @@ from transformers import (
 )
 
 from specheads.config import ConfigError
-from specheads.formats.serving import (
-    ALONE,
-    NATIVE_MTP,
-    Serving,
-    llama_cpp,
-    load,
-    sglang,
-    tensorrt,
-    unknown_mtp,
-    vllm,
-)
+from specheads.formats import Job, serving
+from specheads.formats.serving import NATIVE_MTP, Serving
 from specheads.models.checkpoint import load_export, save_as
 from specheads.models.mtp import Heads, MtpHeads, block_config
 from specheads.models.mtp_hf import CLASSES, our_config, plain_config
@@ -51,13 +42,11 @@ _IRRELEVANT = {
 _READ_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, StrictDataclassError)
 
 
-def write_export(
-    form: str, checkpoint: str, output: Path, info: dict[str, Any], dtype: str | None
-) -> list[str]:
-    """Write an export in the standard; arguments as ``write.write`` has them."""
-    export = load_export(checkpoint, dtype=dtype, device="cpu")
+def write_export(job: Job) -> list[str]:
+    """Write an export in the standard."""
+    export = load_export(job.checkpoint, dtype=job.dtype, device="cpu")
     base, number = export.base, export.heads.num_heads
-    write(output, base, export.heads, export.tokenizer)
+    write(job.output, base, export.heads, export.tokenizer)
     after = "" if base.config.model_type in NATIVE_MTP else " after `import specheads`"
     notes = [f"for generate(use_mtp=True) of transformers >= 5.20{after}"]
     if layers := unlisted_layers(base, number):
@@ -72,7 +61,7 @@ def write_export(
 def serve(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
     """Return how engines serve the folder ``place``."""
     kind, number = info.get("block", {}).get("model_type", ""), info["num_heads"]
-    imported, version, needs, alone = "", "0.33, its files", "", ALONE
+    imported, version, needs, alone = "", "0.33, its files", "", serving.ALONE
     if kind not in NATIVE_MTP:
         imported, version = "import specheads; ", "0.33, tried on a CPU"
         needs = (
@@ -83,13 +72,17 @@ def serve(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
     if number > 1:
         alone += f"; prompts of at least {number} tokens: it fails with fewer than there are heads"
     found = [
-        Serving("transformers", f"{imported}{load(place)}.generate(**inputs, use_mtp=True)", alone),
-        vllm(place, {"method": "mtp", "num_speculative_tokens": number}, needs, version),
-        sglang(place, "EAGLE", num_steps=number, eagle_topk=1, num_draft_tokens=number + 1),
-        tensorrt(place, decoding_type="MTP", max_draft_len=number),
-        llama_cpp(f"model.gguf --spec-type draft-mtp --spec-draft-n-max {number}", place),
+        Serving(
+            "transformers",
+            f"{imported}{serving.load(place)}.generate(**inputs, use_mtp=True)",
+            alone,
+        ),
+        serving.vllm(place, {"method": "mtp", "num_speculative_tokens": number}, needs, version),
+        serving.sglang(place, "EAGLE", num_steps=number, eagle_topk=1, num_draft_tokens=number + 1),
+        serving.tensorrt(place, decoding_type="MTP", max_draft_len=number),
+        serving.llama_cpp(f"model.gguf --spec-type draft-mtp --spec-draft-n-max {number}", place),
     ]
-    not_known = unknown_mtp(info)
+    not_known = serving.unknown_mtp(info)
     return [
         Serving(each.engine, "", not_known[each.engine]) if each.engine in not_known else each
         for each in found
@@ -232,6 +225,11 @@ def read(folder: str | Path) -> MtpHeads:
 
 
 def _number_of_layers(folder: Path, config: PreTrainedConfig) -> int:
+    """Return how many MTP layers a folder holds.
+
+    Raises:
+        ConfigError: if it is not known how they are made, or there are none.
+    """
     kind = plain_config(config).model_type
     if kind not in _KNOWN:
         raise ConfigError(

@@ -8,9 +8,9 @@ changed it.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
+from specheads.formats import Job
 from specheads.formats.serving import Serving, llama_cpp, load, sglang, tensorrt, vllm
 from specheads.models.base import torch_dtype
 from specheads.models.checkpoint import load_export, save_hf
@@ -31,19 +31,17 @@ def settings(proposer: str = CLASSES[0]) -> dict[str, Any]:
     }
 
 
-def write(
-    form: str, checkpoint: str, output: Path, info: dict[str, Any], dtype: str | None
-) -> list[str]:
-    """Write the settings, and a tuned base beside them; arguments as ``write.write`` has them.
+def write(job: Job) -> list[str]:
+    """Write the settings, and a tuned base beside them.
 
     An original that is unchanged is not written: vLLM loads that one by its own name.
     """
     notes = ["vLLM guesses from the text with it: the heads are not in it"]
-    with whole_folder(output) as folder:
-        if info["base"]["tuned"]:
-            export = load_export(checkpoint, device="cpu")
-            wanted = None if dtype is None else torch_dtype(dtype)
-            save_hf(folder, export.base, export.tokenizer, wanted)
+    with whole_folder(job.output) as folder:
+        if job.info["base"]["tuned"]:
+            export = load_export(job.checkpoint, device="cpu")
+            dtype = None if job.dtype is None else torch_dtype(job.dtype)
+            save_hf(folder, export.base, export.tokenizer, dtype)
             notes.append("the tuned base model lies beside the settings")
         write_json(folder / SETTINGS, settings())
     return notes

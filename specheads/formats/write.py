@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from specheads.config import ConfigError
-from specheads.formats import medusa, mtp_standard, serving, vllm
+from specheads.formats import Job, medusa, mtp_standard, serving, vllm
 from specheads.formats.serving import Serving
 from specheads.models import mtp_hf
 from specheads.models.base import load_base_model, load_config, load_tokenizer
@@ -32,11 +32,10 @@ class Format:
     Attributes:
         kinds: of exports that have a place in it: kinds of heads, or ``draft``.
         holds: for docs/formats.md, and for errors.
-        read_by: for docs/formats.md.
-        write: ``(form, checkpoint, output, info, dtype) -> notes``, see :func:`write`.
+        write: writes the folder, whole or not at all, and returns lines that the user has to know.
         serve: ``(place, base, info) -> commands``, see :func:`commands`.
-        check: ``(form, checkpoint, info)``, raises ConfigError for heads of one of ``kinds`` that
-            the format cannot hold.
+        check: raises ConfigError for heads of one of ``kinds`` that the format cannot hold, from
+            config.json alone.
         card: a sentence for the model card; for a format without heads the whole introduction, with
             ``{base}`` and ``{kind}``.
         title: of the model card; empty unless the heads are left out.
@@ -47,10 +46,9 @@ class Format:
 
     kinds: tuple[str, ...]
     holds: str
-    read_by: str
-    write: Callable[[str, str, Path, dict[str, Any], str | None], list[str]]
+    write: Callable[[Job], list[str]]
     serve: Callable[[str, str, dict[str, Any]], list[Serving]]
-    check: Callable[[str, str, dict[str, Any]], None] | None = None
+    check: Callable[[Job], None] | None = None
     card: str = ""
     title: str = ""
     chain: bool = False
@@ -58,45 +56,24 @@ class Format:
     inside: str = "base"
 
 
-def check_form(form: str, checkpoint: str, info: dict[str, Any]) -> None:
-    """Refuse what ``form`` cannot hold, from config.json alone.
-
-    Args:
-        form: a key of ``FORMATS``.
-        checkpoint: the export.
-        info: what its config.json holds, or the specheads.json of a draft model.
-
-    Raises:
-        ConfigError: one line with what is in the way.
-    """
-    known, kind = FORMATS[form], info["kind"]
-    if kind not in known.kinds:
-        found = _INSTEAD.get(kind, f"{kind}; plain writes its base model")
-        raise ConfigError(f"format={form} holds {known.holds}; {checkpoint} is {found}")
-    if known.check:
-        known.check(form, checkpoint, info)
-
-
-def write(
-    form: str, checkpoint: str, output: Path, info: dict[str, Any], dtype: str | None
-) -> list[str]:
-    """Write an export in ``form``, whole or not at all.
-
-    Args:
-        form: that ``check_form`` has nothing against.
-        checkpoint: the export.
-        output: a new folder.
-        info: what the export's config.json holds.
-        dtype: of the written tensors; None keeps theirs.
+def write(job: Job) -> list[str]:
+    """Write an export in a format, whole or not at all.
 
     Returns:
         What the user has to know, in lines.
 
     Raises:
-        ConfigError: if the base cannot be loaded, or the format cannot hold these heads.
+        ConfigError: before anything is loaded, if the format cannot hold such heads; if the base
+            cannot be loaded.
         RunError: if the disk is full.
     """
-    return FORMATS[form].write(form, checkpoint, output, info, dtype)
+    known, kind = FORMATS[job.form], job.info["kind"]
+    if kind not in known.kinds:
+        found = _INSTEAD.get(kind, f"{kind}; plain writes its base model")
+        raise ConfigError(f"format={job.form} holds {known.holds}; {job.checkpoint} is {found}")
+    if known.check:
+        known.check(job)
+    return known.write(job)
 
 
 def commands(
@@ -128,38 +105,32 @@ def recorded_dtype(name: str) -> str:
     return str(dtype or "float32").removeprefix("torch.")
 
 
-def write_draft(
-    form: str, checkpoint: str, output: Path, info: dict[str, Any], dtype: str | None
-) -> list[str]:
+def write_draft(job: Job) -> list[str]:
     """Write a draft model again: ``native`` with what specheads knows of its origin, or without."""
-    tokenizer = load_tokenizer(checkpoint)
-    model = load_base_model(checkpoint, dtype=dtype or recorded_dtype(checkpoint), device="cpu")
-    base = info["base"]
-    if form != "native":
-        save_plain_model(output, model, tokenizer, dtype=dtype)
+    tokenizer, info, base = load_tokenizer(job.checkpoint), job.info, job.info["base"]
+    dtype = job.dtype or recorded_dtype(job.checkpoint)
+    model = load_base_model(job.checkpoint, dtype=dtype, device="cpu")
+    if job.form != "native":
+        save_plain_model(job.output, model, tokenizer, dtype=job.dtype)
         trained_for = base["name"] or "a base model trained from scratch"
         return [f"a draft model for {trained_for}, AutoModelForCausalLM.from_pretrained loads it"]
     save_draft(
-        output, model, tokenizer, base_name=base["name"], base_digest=base["digest"],
-        base_dtype=base["dtype"], base_revision=base.get("revision"), dtype=dtype,
+        job.output, model, tokenizer, base_name=base["name"], base_digest=base["digest"],
+        base_dtype=base["dtype"], base_revision=base.get("revision"), dtype=job.dtype,
         training=info["training"], measured=info["measured"],
     )  # fmt: skip
     return ["a draft model, its origin beside it"]
 
 
-def _write_plain(
-    form: str, checkpoint: str, output: Path, info: dict[str, Any], dtype: str | None
-) -> list[str]:
-    export = load_export(checkpoint, dtype=dtype, device="cpu")
-    save_plain_model(output, export.base, export.tokenizer, dtype=dtype)
+def _write_plain(job: Job) -> list[str]:
+    export = load_export(job.checkpoint, dtype=job.dtype, device="cpu")
+    save_plain_model(job.output, export.base, export.tokenizer, dtype=job.dtype)
     return ["AutoModelForCausalLM.from_pretrained loads it"]
 
 
-def _write_hf(
-    form: str, checkpoint: str, output: Path, info: dict[str, Any], dtype: str | None
-) -> list[str]:
-    export = load_export(checkpoint, dtype=dtype, device="cpu")
-    mtp_hf.write(output, export.base, cast(MtpHeads, export.heads), export.tokenizer)
+def _write_hf(job: Job) -> list[str]:
+    export = load_export(job.checkpoint, dtype=job.dtype, device="cpu")
+    mtp_hf.write(job.output, export.base, cast(MtpHeads, export.heads), export.tokenizer)
     return [
         "after `import specheads` AutoModelForCausalLM.from_pretrained loads it, its heads as"
         " model.mtp; without them: mtp_heads=None"
@@ -185,14 +156,12 @@ FORMATS = {
     "native": Format(
         kinds=(*HEADS, "draft"),
         holds="any heads, tree, tokenizer; the tuned base or its adapter",
-        read_by="specheads",
         write=write_draft,  # heads are written by export, which can change them
         serve=serving.native,
     ),
     "plain": Format(
-        kinds=(*HEADS, "draft"),
+        kinds=HEADS,
         holds="the base alone, adapter merged",
-        read_by="everything that reads Hugging Face folders",
         write=_write_plain,
         serve=lambda place, base, info: vllm.text_copies(place),
         card="The base model{base} as {kind} heads were trained with it, without them: an ordinary"
@@ -204,7 +173,6 @@ FORMATS = {
     "draft": Format(
         kinds=("draft",),
         holds="a draft model, without what only specheads reads",
-        read_by="every engine with a draft slot",
         write=write_draft,
         serve=serving.draft_model,
         loads=True,
@@ -212,7 +180,6 @@ FORMATS = {
     "hf": Format(
         kinds=("mtp",),
         holds="base and MTP heads, one model",
-        read_by="transformers, after `import specheads`",
         write=_write_hf,
         serve=_serve_hf,
         card="Base model and heads are one model, whose class transformers knows through"
@@ -222,7 +189,6 @@ FORMATS = {
     "mtp_standard": Format(
         kinds=("mtp",),
         holds="base and sequential MTP heads that share its output matrix",
-        read_by="`generate(use_mtp=True)` of transformers >= 5.20, vLLM 0.33 with it",
         write=mtp_standard.write_export,
         serve=mtp_standard.serve,
         card="Base model and heads are laid out in the MTP standard of transformers.",
@@ -231,28 +197,24 @@ FORMATS = {
     ),
     "vllm_medusa": _MEDUSA(
         holds="Medusa heads",
-        read_by="vLLM 0.28 to 0.32: a chain of best guesses, no tree. **0.33 removed it**",
         serve=medusa.serve_vllm,
         card="Laid out for vLLM 0.28 to 0.32.",
         chain=True,
     ),
     "fasterdecoding_v1": _MEDUSA(
         holds="Medusa heads, an output matrix each",
-        read_by="the original repository, TGI, TensorRT-LLM's old converter",
         serve=medusa.serve_tgi,
         card=f"{_ORIGINAL}.",
         chain=True,
     ),
     "fasterdecoding_v2": _MEDUSA(
         holds="Medusa heads that share the base's output matrix",
-        read_by="TGI",
         serve=medusa.serve_tgi,
         card=f"{_ORIGINAL}, version 2.",
         chain=True,
     ),
     "merged": _MEDUSA(
         holds="base and Medusa heads, one folder",
-        read_by="as the medusa-1.0 checkpoints; whatever loads the base alone loads it too",
         serve=medusa.serve_merged,
         card="Base model and heads in one folder, laid out as the original code's checkpoints.",
         loads=True,
@@ -261,7 +223,6 @@ FORMATS = {
     "vllm_custom_class": Format(
         kinds=HEADS,
         holds="settings of text copies; a tuned base",
-        read_by="vLLM 0.32 and 0.33",
         write=vllm.write,
         serve=vllm.serve,
         card="Settings with which vLLM guesses from the text, for the base model{base}. The {kind}"

@@ -100,8 +100,8 @@ def test_every_format_is_in_the_cases() -> None:
 def test_the_page_of_formats_says_what_the_table_says() -> None:
     """A format that the page lacks is found by nobody; one that is described otherwise misleads."""
     page = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
-    rows = [f"| `{form}` | {each.holds} | {each.read_by} |" for form, each in FORMATS.items()]
-    assert "\n".join(rows) in page
+    rows = [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| `")]
+    assert [[f" `{form}` ", f" {each.holds} "] for form, each in FORMATS.items()] == rows
 
 
 @pytest.mark.parametrize("form,info,able,unable", CASES)
