@@ -196,6 +196,7 @@ def write_heads(
         config["version"] = "2"
         if heads.num_layers > 1:
             notes.append(f"TGI reads such heads with one block each, these have {heads.num_layers}")
+    # token ids keep their dtype: half precision would name other tokens from 2,048 on
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(cast_tensors(plain, dtype), folder / _NAMES[form].file, metadata={"format": "pt"})
     write_json(folder / "config.json", config)
@@ -230,6 +231,7 @@ def _tensors(
     if shared and names.common:
         return found | {names.common: output.weight}, notes
     for i in range(heads.num_heads):
+        # copies, since safetensors writes no two tensors that share their memory
         matrix = output.weight if shared else _matrix(heads, i)
         scale = 1.0 if names.common else output.scale
         found[names.matrix.format(i=i, last=heads.num_layers)] = times(matrix, scale)

@@ -173,7 +173,7 @@ def draft_model(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
             num_steps=_DRAFTED,
             eagle_topk=1,
             num_draft_tokens=_DRAFTED + 1,
-        ),  # fmt: skip
+        ),
         tensorrt(
             base, decoding_type="DraftTarget", max_draft_len=_DRAFTED, speculative_model=place
         ),

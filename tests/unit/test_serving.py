@@ -100,7 +100,8 @@ def test_every_format_is_in_the_cases() -> None:
 def test_the_page_of_formats_says_what_the_table_says() -> None:
     """A format that the page lacks is found by nobody; one that is described otherwise misleads."""
     page = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
-    rows = [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| `")]
+    table = page.partition("## Which format for what")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| `")][1:]
     assert [[f" `{form}` ", f" {each.holds} "] for form, each in FORMATS.items()] == rows
 
 
