@@ -269,6 +269,8 @@ def _counts(heads: MedusaHeads) -> dict[str, Any]:
 
 
 def _vllm_config(heads: MedusaHeads, output: OutputLayer) -> dict[str, Any]:
+    # No other key may hold "num" and "heads", or "num" and "layers": vLLM renames each of them to
+    # num_heads or num_hidden_layers, so that num_attention_heads would be the number of heads.
     config = {
         "model_type": "medusa",
         "architectures": ["MedusaModel"],
@@ -282,22 +284,7 @@ def _vllm_config(heads: MedusaHeads, output: OutputLayer) -> dict[str, Any]:
     }
     if output.scale != 1.0:
         config["logit_scale"] = output.scale
-    check_keys(config)
     return config
-
-
-def check_keys(config: dict[str, Any]) -> None:
-    """Refuse keys that vLLM would take for another: it renames whatever sounds like a count.
-
-    A key that holds ``num`` and ``heads`` becomes ``num_heads``, one with ``num`` and ``layers``
-    becomes ``num_hidden_layers``, so that ``num_attention_heads`` would be the number of heads.
-
-    Raises:
-        ValueError: with the first such key.
-    """
-    for key in config.keys() - {"num_heads", "num_hidden_layers"}:
-        if "num" in key and ("heads" in key or "layers" in key):
-            raise ValueError(f"vLLM would take the key {key!r} for the number of heads or layers")
 
 
 def serve_vllm(place: str, base: str, info: dict[str, Any]) -> list[Serving]:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from specheads.config import AdapterConfig, ConfigError, ExportConfig
 from specheads.formats import push
-from specheads.formats.medusa import check_keys, write_heads
+from specheads.formats.medusa import write_heads
 from specheads.models.adapters import adapter_parameters, add_adapter
 from specheads.models.base import load_base_model
 from specheads.models.checkpoint import load_export
@@ -162,16 +162,6 @@ def test_a_map_of_all_tokens_is_none(tmp_path: Path) -> None:
     torch.testing.assert_close(Medusa(vllm).logits(HIDDEN), expected, **CLOSE)
     found = original_medusa.logits(original_medusa.v1(original), HIDDEN)
     torch.testing.assert_close(found, expected, **CLOSE)
-
-
-def test_no_key_is_taken_for_the_number_of_heads() -> None:
-    """num_attention_heads in the config would be taken for num_heads: 32 heads, all random."""
-    for key in ("num_attention_heads", "num_key_value_heads", "num_mtp_layers", "medusa_num_heads"):
-        with pytest.raises(ValueError, match=key):
-            check_keys({"num_heads": 3, "num_hidden_layers": 1, key: 1})
-        assert renamed({"num_heads": 3, "num_hidden_layers": 1, key: 9}) != {
-            "num_heads": 3, "num_hidden_layers": 1,
-        }  # fmt: skip
 
 
 def test_the_readers_see_what_engines_pass_over(natives: dict[str, Path], tmp_path: Path) -> None:
