@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from specheads.config import ConfigError, ExportConfig
 from specheads.config.main import answer, answers_json, hydra_main
+from specheads.system.errors import one_of
 from specheads.system.files import made_for_now
 
 if TYPE_CHECKING:
@@ -38,9 +39,10 @@ _PROVENANCE = "specheads.json"  # beside a draft model
 def run(config: ExportConfig) -> None:
     """Load, change, print, write."""
     records = _check(config)
-    from specheads.formats import write
+    from specheads.formats import Job, push, write
     from specheads.formats.read import bring_in, is_foreign
     from specheads.models.checkpoint import read_config
+    from specheads.models.manifest import read_provenance
     from specheads.system import hardware
 
     hardware.quiet_loading()
@@ -51,32 +53,33 @@ def run(config: ExportConfig) -> None:
         notes = bring_in(checkpoint, config.base, output, dtype=config.dtype, allow_pickle=pickled)
         info = read_config(output)
     elif (Path(checkpoint) / _PROVENANCE).is_file():
-        form = _draft_format(config)
-        notes, info = write.write_draft(form, checkpoint, output, config.dtype)
+        form, info = _draft_format(config), read_provenance(Path(checkpoint))
+        notes = write.write(Job(form, checkpoint, info, output, config.dtype))
     elif is_foreign(checkpoint):
         raise ConfigError(
             f"{checkpoint} is a checkpoint of others: base=<its base model> brings it in"
         )
     elif form != "native":
         info = read_config(checkpoint)
-        write.check_form(form, checkpoint, info)
-        notes = write.write(form, checkpoint, output, info, config.dtype)
+        notes = write.write(Job(form, checkpoint, info, output, config.dtype))
     else:
         _write_native(config, records)
         info = read_config(output)
     if notes:
         print(f"wrote {output}: " + "\n".join(notes))
-    write.finish(output, form, info, push=config.push, private=config.private)
+    push.finish(output, form, info, push=config.push, private=config.private)
     answer({"output": str(output.resolve()), "format": form, "notes": notes, "push": config.push})
 
 
 def _check(config: ExportConfig) -> list[Record]:
     """Check the settings before anything is loaded; return the records to count, if any."""
     from specheads.data.load import read_jsonl
-    from specheads.formats import write
+    from specheads.formats import push
     from specheads.formats.serving import taken_for
+    from specheads.formats.write import FORMATS
     from specheads.system.hardware import pick_device
 
+    one_of("format", config.format, *FORMATS)
     changes = config.lm_head != "keep" or config.merge or config.dtype is not None or config.push
     if config.format == "native" and not changes and not config.base:
         raise ConfigError(
@@ -110,7 +113,7 @@ def _check(config: ExportConfig) -> list[Record]:
             f"output={output} cannot be made: {error.strerror}; give a folder that can be written"
         ) from None
     if config.push:
-        write.check(config.push)
+        push.check(config.push)
     if config.lm_head == "low_rank":
         pick_device(config.device)
     if config.lm_head != "pruned":
@@ -133,12 +136,7 @@ def _draft_format(config: ExportConfig) -> str:
         raise ConfigError(
             f"{config.checkpoint} is a draft model: lm_head= and merge= are for heads and adapters"
         )
-    if config.format not in ("native", "draft", "plain"):
-        raise ConfigError(
-            f"format={config.format} is for heads, {config.checkpoint} is a draft model, which"
-            " format=draft writes for every engine"
-        )
-    return "native" if config.format == "native" else "draft"
+    return "draft" if config.format == "plain" else config.format
 
 
 def _write_native(config: ExportConfig, records: list[Record]) -> None:

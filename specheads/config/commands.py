@@ -363,24 +363,13 @@ class DoctorConfig(SpreadSettings):
     json: bool = False  # one JSON object on standard output, everything else on standard error
 
 
-FORMATS = (
-    "native", "plain", "draft", "hf", "mtp_standard", "vllm_medusa", "fasterdecoding_v1",
-    "fasterdecoding_v2", "merged", "vllm_custom_class",
-)  # fmt: skip
-
-
 @dataclass
 class ExportConfig:
     """Everything ``python -m specheads.export`` accepts."""
 
     checkpoint: str = MISSING
     output: str = MISSING  # a new folder
-    # native: ours; plain: the base alone; draft: a draft model, nothing of specheads beside it; hf:
-    # base and MTP heads as one model of transformers; mtp_standard: sequential MTP heads as
-    # generate(use_mtp=True) and serving engines read them; vllm_medusa: Medusa heads for vLLM 0.28
-    # to 0.32; fasterdecoding_v1, _v2: for the original repository and TGI; merged: base and Medusa
-    # heads in one folder; vllm_custom_class: settings of text copies for vLLM 0.32 and 0.33
-    format: str = "native"
+    format: str = "native"  # one of FORMATS in specheads/formats/write.py, see docs/formats.md
     lm_head: str = "keep"  # keep; low_rank: by SVD of the trained heads; pruned: fewer tokens
     rank: int = 64  # low_rank
     num_kept: int = 32_000  # pruned: tokens that stay, the most frequent in counted
@@ -396,7 +385,6 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         self.format = self.format.replace("-", "_")
-        one_of("format", self.format, *FORMATS)
         if self.format != "native":
             expected = f"keep with format={self.format}"
             check(self.lm_head == "keep", "lm_head", self.lm_head, expected)

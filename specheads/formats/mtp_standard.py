@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,20 +25,69 @@ from transformers import (
 )
 
 from specheads.config import ConfigError
-from specheads.models.checkpoint import save_as
+from specheads.formats import Job, serving
+from specheads.formats.serving import NATIVE_MTP, Serving
+from specheads.models.checkpoint import load_export, save_as
 from specheads.models.kinds import Heads
 from specheads.models.mtp import MtpHeads, block_config
 from specheads.models.mtp_hf import CLASSES, our_config, plain_config
 from specheads.system.files import whole_folder
 
-NATIVE = ("deepseek_v3", "glm4_moe")  # whose own classes know such layers
-# of a layer's config, but not of what it computes
+_KNOWN = (*CLASSES, *NATIVE_MTP)  # types of base models
+# keys of a layer's config that change nothing of what it computes
 _IRRELEVANT = {
     "architectures", "attention_dropout", "bos_token_id", "dtype", "eos_token_id",
     "initializer_range", "num_nextn_predict_layers", "pad_token_id", "quantization_config",
     "tie_word_embeddings", "transformers_version", "use_cache",
 }  # fmt: skip
 _READ_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, StrictDataclassError)
+
+
+def write_export(job: Job) -> list[str]:
+    """Write an export in the standard."""
+    export = load_export(job.checkpoint, dtype=job.dtype, device="cpu")
+    base, number = export.base, export.heads.num_heads
+    write(job.output, base, export.heads, export.tokenizer)
+    after = "" if base.config.model_type in NATIVE_MTP else " after `import specheads`"
+    notes = [f"for generate(use_mtp=True) of transformers >= 5.20{after}"]
+    if layers := unlisted_layers(base, number):
+        pattern = rf"model\.layers\.({'|'.join(map(str, layers))})\."
+        notes.append(
+            f"{type(base).__name__} of transformers does not look for layers {layers} by itself;"
+            f" first do: model._keys_to_ignore_on_load_unexpected.add(r'{pattern}')"
+        )
+    return notes
+
+
+def serve(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
+    """Return how engines serve the folder ``place``."""
+    kind, number = info.get("block", {}).get("model_type", ""), info["num_heads"]
+    imported, version, needs, alone = "", "0.33, its files", "", serving.ALONE
+    if kind not in NATIVE_MTP:
+        imported, version = "import specheads; ", "0.33, tried on a CPU"
+        needs = (
+            f"needs vLLM 0.33 and transformers 5.20 or newer, and specheads beside them, of which a"
+            f" {kind} with MTP layers is a class. 0.33 exists for GPUs only: on a CPU its Python"
+            " files were tried, over the kernels of 0.32"
+        )
+    if number > 1:
+        alone += f"; prompts of at least {number} tokens: it fails with fewer than there are heads"
+    found = [
+        Serving(
+            "transformers",
+            f"{imported}{serving.load(place)}.generate(**inputs, use_mtp=True)",
+            alone,
+        ),
+        serving.vllm(place, {"method": "mtp", "num_speculative_tokens": number}, needs, version),
+        serving.sglang(place, "EAGLE", num_steps=number, eagle_topk=1, num_draft_tokens=number + 1),
+        serving.tensorrt(place, decoding_type="MTP", max_draft_len=number),
+        serving.llama_cpp(f"model.gguf --spec-type draft-mtp --spec-draft-n-max {number}", place),
+    ]
+    not_known = serving.unknown_mtp(info)
+    return [
+        Serving(each.engine, "", not_known[each.engine]) if each.engine in not_known else each
+        for each in found
+    ]
 
 
 def write(
@@ -69,7 +117,7 @@ def write(
     ours = check(base, heads)
     number = ours.num_heads
     kind: type[PreTrainedModel] = type(base)
-    if base.config.model_type in NATIVE:
+    if base.config.model_type in NATIVE_MTP:
         config = copy.deepcopy(base.config)
         config.num_mtp_layers = number
         vars(config).pop("quantization_config", None)
@@ -79,7 +127,11 @@ def write(
         more = {"mtp_layer_types": list(types) * number} if types else {}
         config = our_config(base.config, num_mtp_layers=number, **more)
     first = base.config.num_hidden_layers
-    extra = {_standard_name(name, first): tensor for name, tensor in _embedding_first(ours).items()}
+    extra = {}
+    for name, tensor in ours.state_dict().items():
+        if ours.hidden_first and name.endswith(".eh_proj.weight"):
+            tensor = tensor.roll(ours.hidden_size, dims=1)  # the embedding's half goes first
+        extra[_standard_name(name, first)] = tensor
     with whole_folder(Path(folder)) as fresh:
         save_as(fresh, kind, config, base, extra, tokenizer, dtype)
 
@@ -100,10 +152,10 @@ def check(base: PreTrainedModel, heads: Heads) -> MtpHeads:
             "format=mtp_standard holds heads that share the base's output matrix, these have"
             " their own"
         )
-    if (kind := base.config.model_type) not in (*CLASSES, *NATIVE):
+    if (kind := base.config.model_type) not in _KNOWN:
         raise ConfigError(
             f"format=mtp_standard: the base model is of type {kind!r}, the standard is known for"
-            f" {', '.join((*CLASSES, *NATIVE))}"
+            f" {', '.join(_KNOWN)}"
         )
     expected, found = block_config(base.config).to_dict(), ours.config.to_dict()
     for key in sorted(found.keys() - _IRRELEVANT):
@@ -122,7 +174,7 @@ def unlisted_layers(base: PreTrainedModel, num_heads: int) -> list[int]:
     ``generate(use_mtp=True)`` needs a pattern in ``model._keys_to_ignore_on_load_unexpected`` for
     each. Engines with a class of their own do not look at that.
     """
-    if base.config.model_type not in NATIVE:
+    if base.config.model_type not in NATIVE_MTP:
         return []
     first = base.config.num_hidden_layers
     patterns = list(type(base)._keys_to_ignore_on_load_unexpected or [])
@@ -163,7 +215,7 @@ def read(folder: str | Path) -> MtpHeads:
             rf"^model\.layers\.{layer}\." for layer in range(first, first + number)
         }
         loaded = MtpModel.from_pretrained(base, device_map={"": torch.device("cpu")})
-        heads = _heads_of(loaded, config, number)
+        return _heads_of(loaded, config, number)
     except ConfigError:
         raise
     except _READ_ERRORS as error:
@@ -171,15 +223,19 @@ def read(folder: str | Path) -> MtpHeads:
         if "ignore_mismatched_sizes" in reason:  # an option that nobody here can set
             reason = "they have other shapes than its config asks for; the report above names them"
         raise ConfigError(f"{folder}: its MTP layers cannot be read: {reason}") from None
-    return heads
 
 
 def _number_of_layers(folder: Path, config: PreTrainedConfig) -> int:
+    """Return how many MTP layers a folder holds.
+
+    Raises:
+        ConfigError: if it is not known how they are made, or there are none.
+    """
     kind = plain_config(config).model_type
-    if kind not in (*CLASSES, *NATIVE):
+    if kind not in _KNOWN:
         raise ConfigError(
             f"{folder} holds a model of type {config.model_type!r}, the MTP standard is known for"
-            f" {', '.join((*CLASSES, *NATIVE))}"
+            f" {', '.join(_KNOWN)}"
         )
     number = getattr(config, "num_mtp_layers", None)
     if not number:
@@ -196,29 +252,15 @@ def _heads_of(loaded: Any, config: PreTrainedConfig, number: int) -> MtpHeads:
         if len(set(types)) > 1:
             raise ConfigError(f"mtp_layer_types is {types}: layers of several kinds are not known")
         block.layer_types = types[:1]
-    heads = MtpHeads(
-        number,
-        block,
-        config.vocab_size,
-        variant="sequential",
-        hidden_first=bool(getattr(config, "mtp_hidden_states_first", False)),
-    )
-    state = {}
-    for name, tensor in loaded.state_dict().items():
-        if name.startswith("layers."):
-            name = name.replace(".mtp_block.", ".block.").replace(".post_norm.", ".norm.")
-            state[name] = tensor
+    first = bool(getattr(config, "mtp_hidden_states_first", False))
+    heads = MtpHeads(number, block, config.vocab_size, variant="sequential", hidden_first=first)
+    state = {
+        name.replace(".mtp_block.", ".block.").replace(".post_norm.", ".norm."): tensor
+        for name, tensor in loaded.state_dict().items()
+        if name.startswith("layers.")
+    }
     heads.load_state_dict(state, assign=True)
     return heads.eval()
-
-
-def _embedding_first(heads: MtpHeads) -> dict[str, Tensor]:
-    state = dict(heads.state_dict())
-    if heads.hidden_first:
-        for name, tensor in state.items():
-            if name.endswith(".eh_proj.weight"):
-                state[name] = tensor.roll(heads.hidden_size, dims=1)
-    return state
 
 
 def _standard_name(name: str, first: int) -> str:

@@ -7,20 +7,16 @@ vLLM's layout, a whole model with ``medusa_head.*`` among its tensors, and the p
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from specheads.attention.tree import Tree, default_tree
 from specheads.config import ConfigError
-from specheads.formats import hydra as hydra_published
-from specheads.formats import medusa
-from specheads.formats.medusa import check_sizes, layout_of, read_heads
+from specheads.formats import hydra, medusa
 from specheads.formats.write import recorded_dtype
 from specheads.models.base import (
     check_tokenizer,
@@ -30,7 +26,6 @@ from specheads.models.base import (
     torch_dtype,
 )
 from specheads.models.checkpoint import save_export
-from specheads.models.heads import MedusaHeads
 from specheads.models.manifest import (
     MANIFEST,
     PROVENANCE,
@@ -40,10 +35,10 @@ from specheads.models.manifest import (
     read_json,
 )
 from specheads.models.names import base_digest, model_folder, weight_files
-from specheads.models.output import output_layer
 
-_FILES = ("medusa_lm_head", "hydra_lm_head")
+_FILES = [f"{stem}_lm_head{end}" for stem in ("medusa", "hydra") for end in (".safetensors", ".pt")]
 _NUM_NODES = 16  # of the tree until one was searched
+# keys that the config of a whole model has of its heads
 _COUNTS = (
     "medusa_num_heads", "num_medusa_heads", "medusa_num_layers", "num_medusa_layers", "medusa",
 )  # fmt: skip
@@ -52,10 +47,9 @@ _COUNTS = (
 def is_foreign(checkpoint: str | Path) -> bool:
     """Return whether a folder holds heads that ``bring_in`` may know, from names alone."""
     folder = Path(checkpoint)
-    return folder.is_dir() and (
-        _heads_file(folder) is not None
-        or bool(_config_of_others(folder).keys() & {*_COUNTS, "hydra_num_heads", "medusa_fc_bias"})
-    )
+    if any((folder / name).is_file() for name in _FILES):
+        return True
+    return not _config_of(folder).keys().isdisjoint({*_COUNTS, "hydra_num_heads", "medusa_fc_bias"})
 
 
 def bring_in(
@@ -79,85 +73,85 @@ def bring_in(
         RunError: if the disk is full.
     """
     folder = Path(checkpoint)
-    config = _config_of(folder)
-    if single := _heads_file(folder):
-        hydra = single.stem == "hydra_lm_head"
-        files = _opened(single, allow_pickle)
-    elif weights := weight_files(folder):
-        files = open_safetensors(weights)
-        if any(name.startswith(medusa.PREFIX) for name in files.header):
-            return _bring_whole(folder, base, output, files, config, dtype)
-        hydra = "hydra_num_heads" in config
-    else:
-        raise ConfigError(
-            f"{folder} holds no heads of a known layout: neither {_FILES[0]}.safetensors nor .pt,"
-            f" {_FILES[1]}, nor model.safetensors"
-        )
-    layout = None if hydra else layout_of(files, config)
-    hydra_heads = hydra_published.layout_of(files, config) if hydra else None
-    hidden_size, vocab_size = _sizes(base)
-    if layout is not None:
-        check_sizes(files, layout, config, hidden_size, vocab_size)
-    if hydra_heads is not None:
-        hydra_published.check_sizes(files, hydra_heads, hidden_size, vocab_size)
-    model = load_base_model(base, dtype=recorded_dtype(base), device="cpu")
-    digest = base_digest(base)
-    form = output_layer(model)
-    if hydra_heads is not None:
-        heads = hydra_published.build(files, hydra_heads, model, form)
-        notes = hydra_heads.notes
-    else:
-        assert layout is not None
-        heads = read_heads(files, layout, config, form)
-        notes = layout.notes
-    _save(output, heads, model, base, digest, folder, dtype, tuned=None)
-    return [f"{heads.num_heads} {heads.kind} heads of {files.where.name}", *notes, *_last(output)]
-
-
-def _bring_whole(
-    folder: Path, base: str, output: Path, files: TensorFiles, config: dict[str, Any],
-    dtype: str | None,
-) -> list[str]:  # fmt: skip
-    """Bring in a whole model with heads; it becomes the export's own base."""
-    own = {name for name in files.header if name.startswith(medusa.PREFIX)}
-    inside = TensorFiles(
-        files.where, {name: files.header[name] for name in own}, files.notes, files._files
-    )
-    layout = layout_of(inside, config)
-    digest = base_digest(base)
-    name = str(folder)
-    if not (tuned := _tuned(files, own, base)):
-        name = base
-    check_sizes(inside, layout, config, *_sizes(name))
-    with _quiet():  # the heads are known here, and reported by transformers as of no use
-        model = load_base_model(
-            name, dtype=recorded_dtype(name), device="cpu", beside=medusa.PREFIX
-        )
-    heads = read_heads(inside, layout, config, output_layer(model))
+    layout, around = _open(folder, allow_pickle)
+    # a whole model of other weights than the base's becomes the export's own base
+    tuned = around is not None and _is_tuned(around, base)
+    name = str(folder) if tuned else base
+    layout.check_sizes(*_sizes(name))
+    before = logging.get_verbosity()
+    if tuned:  # the heads are known here, and reported by transformers as of no use
+        logging.set_verbosity_error()
+    try:
+        beside = None if around is None else medusa.PREFIX
+        model = load_base_model(name, dtype=recorded_dtype(name), device="cpu", beside=beside)
+    finally:
+        logging.set_verbosity(before)
+    digest, heads, tokenizer = base_digest(base), layout.read(model), load_tokenizer(name)
+    check_tokenizer(tokenizer, model)
     for key in _COUNTS:
         vars(model.config).pop(key, None)
-    _save(output, heads, model, base, digest, folder, dtype, tuned=model if tuned else None)
-    if tuned:
-        first = (
-            f"{heads.num_heads} {heads.kind} heads, and the model they were in as a tuned {base}"
-        )
-    else:
-        first = f"{heads.num_heads} {heads.kind} heads; the model they were in is {base} unchanged"
+    # a default tree takes up to the tenth guess of a head
+    chain = Tree.from_choices([[0] * depth for depth in range(1, heads.num_heads + 1)])
+    save_export(
+        output,
+        heads,
+        base_name=base,
+        base_digest=digest,
+        tokenizer=tokenizer,
+        tree=chain if heads.num_outputs < 10 else default_tree(heads.num_heads, _NUM_NODES),
+        training={"recipe": "imported", "steps": None, "data": None, "from": folder.name},
+        tuned_base=model if tuned else None,
+        base_dtype=model.dtype,
+        dtype=None if dtype is None else torch_dtype(dtype),
+    )
+    found = f" of {layout.files.where.name}"
+    if around is not None:
+        found = f"; the model they were in is {base} unchanged"
+        if tuned:
+            found = f", and the model they were in as a tuned {base}"
     return [
-        first,
+        f"{heads.num_heads} {heads.kind} heads{found}",
         *layout.notes,
-        *_last(output),
+        "its tree is one for heads that nobody has measured; find its own:"
+        f" python -m specheads.tree_search checkpoint={output}",
     ]
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
+def _open(
+    folder: Path, allow_pickle: bool
+) -> tuple[medusa.Layout | hydra.Layout, TensorFiles | None]:
+    """Return the layout of the heads in a folder, and the model around them if there is one."""
+    if not folder.is_dir():
+        raise ConfigError(
+            f"checkpoint={folder}: there is no such folder; one of the hub is first downloaded: hf"
+            f" download {folder} --local-dir <folder>"
+        )
+    if (folder / MANIFEST).is_file() or (folder / PROVENANCE).is_file():
+        raise ConfigError(f"{folder} is an export of specheads already: leave base= out")
+    config = _config_of(folder)
+    if single := next((folder / name for name in _FILES if (folder / name).is_file()), None):
+        if single.suffix == ".pt":
+            files = open_pickle(single, allow_pickle=allow_pickle)
+        else:
+            files = open_safetensors([single])
+        return (hydra if single.stem == "hydra_lm_head" else medusa).layout_of(files, config), None
+    if not (weights := weight_files(folder)):
+        raise ConfigError(
+            f"{folder} holds no heads of a known layout: neither medusa_lm_head.safetensors nor"
+            " .pt, hydra_lm_head, nor model.safetensors"
+        )
+    files = open_safetensors(weights)
+    inside = {name: each for name, each in files.header.items() if name.startswith(medusa.PREFIX)}
+    if inside:
+        rest = {name: each for name, each in files.header.items() if name not in inside}
+        layout = medusa.layout_of(replace(files, header=inside), config)
+        return layout, replace(files, header=rest)
+    return (hydra if "hydra_num_heads" in config else medusa).layout_of(files, config), None
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    return read_json(file, "", strict=False) if file.is_file() else {}
 
 
 def _sizes(name: str) -> tuple[int, int]:
@@ -169,74 +163,10 @@ def _sizes(name: str) -> tuple[int, int]:
     return hidden_size, vocab_size
 
 
-def _tuned(files: TensorFiles, heads: set[str], base: str) -> bool:
+def _is_tuned(files: TensorFiles, base: str) -> bool:
     """Return whether the model around the heads has other weights than ``base``."""
     original = open_safetensors(weight_files(model_folder(base)))
-    names = files.header.keys() - heads
-    if names != original.header.keys():
-        return True
-    for name in sorted(names):
-        if files.header[name] != original.header[name]:
-            return True
-        if not torch.equal(files.read([name])[name], original.read([name])[name]):
-            return True
-    return False
-
-
-def _save(
-    output: Path, heads: MedusaHeads, model: PreTrainedModel, base: str, digest: str, folder: Path,
-    dtype: str | None, tuned: PreTrainedModel | None,
-) -> None:  # fmt: skip
-    tokenizer = load_tokenizer(str(folder) if tuned is not None else base)
-    check_tokenizer(tokenizer, model)
-    ranks = min(heads.num_outputs, 10)
-    few = Tree.from_choices([[0] * depth for depth in range(1, heads.num_heads + 1)])
-    save_export(
-        output,
-        heads,
-        base_name=base,
-        base_digest=digest,
-        tokenizer=tokenizer,
-        tree=default_tree(heads.num_heads, _NUM_NODES) if ranks == 10 else few,
-        training={"recipe": "imported", "steps": None, "data": None, "from": folder.name},
-        tuned_base=tuned,
-        base_dtype=model.dtype,
-        dtype=None if dtype is None else torch_dtype(dtype),
+    return files.header != original.header or not all(
+        torch.equal(files.read([name])[name], original.read([name])[name])
+        for name in sorted(files.header)
     )
-
-
-def _config_of(folder: Path) -> dict[str, Any]:
-    if not folder.is_dir():
-        raise ConfigError(
-            f"checkpoint={folder}: there is no such folder; one of the hub is first downloaded: hf"
-            f" download {folder} --local-dir <folder>"
-        )
-    if (folder / MANIFEST).is_file() or (folder / PROVENANCE).is_file():
-        raise ConfigError(f"{folder} is an export of specheads already: leave base= out")
-    return _config_of_others(folder)
-
-
-def _config_of_others(folder: Path) -> dict[str, Any]:
-    file = folder / "config.json"
-    return read_json(file, "", strict=False) if file.is_file() else {}
-
-
-def _heads_file(folder: Path) -> Path | None:
-    for stem in _FILES:
-        for end in (".safetensors", ".pt"):
-            if (file := folder / f"{stem}{end}").is_file():
-                return file
-    return None
-
-
-def _opened(file: Path, allow_pickle: bool) -> TensorFiles:
-    if file.suffix == ".pt":
-        return open_pickle(file, allow_pickle=allow_pickle)
-    return open_safetensors([file])
-
-
-def _last(output: Path) -> list[str]:
-    return [
-        "its tree is one for heads that nobody has measured; find its own:"
-        f" python -m specheads.tree_search checkpoint={output}"
-    ]

@@ -1,7 +1,7 @@
-"""How a written folder is served: one command per engine, or why there is none.
+"""How engines serve a written folder: one command per engine, or why there is none.
 
-Composed from what the engines' own files and documents say, in the versions named here. Where these
-say "tried", docs/serving.md has what was run, and how. What engines can hold changes quickly.
+The commands are composed from the engines' own files and documents, in the versions of ``CHECKED``.
+Where these say "tried", docs/serving.md has what was run, and how.
 """
 
 from __future__ import annotations
@@ -10,85 +10,53 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specheads.formats import vllm
 from specheads.system import __version__
 from specheads.system.files import tinycode_dir
 
-# what was read and run of each, in November 2026
-VLLM = "0.32 and 0.33, tried on a CPU"
-VLLM_MTP = "0.33, tried on a CPU"
-VLLM_NATIVE_MTP = "0.33, its files"
-VLLM_MEDUSA = "0.28 to 0.32, their files; the last tried on a CPU"
-SGLANG = "its documents of 2026"
-TENSORRT = "its documents of 2026"
-LLAMA_CPP = "of 2026, tried in part"
-TGI = "3.3.7, its files; archived in March 2026"
-TRANSFORMERS = "5.23, tried"
-DRAFTED = 4  # tokens per step that a draft model is asked for
-COPIED = 8  # tokens per step that are copied from the text
-_DEEPSEEK = "deepseek_v3"
-_ONLY_DEEPSEEK = "it knows MTP layers of DeepSeek-V3 alone"
-_NATIVE_MTP = (_DEEPSEEK, "glm4_moe")  # bases whose MTP layers engines know by themselves
+# what was read and run of each engine, in November 2026
+CHECKED = {
+    "specheads": __version__,
+    "transformers": "5.23, tried",
+    "vLLM": "0.32 and 0.33, tried on a CPU",
+    "SGLang": "its documents of 2026",
+    "TensorRT-LLM": "its documents of 2026",
+    "llama.cpp": "of 2026, tried in part",
+    "TGI": "3.3.7, its files; archived in March 2026",
+    "FasterDecoding/Medusa": "main, its files",
+}
+ALONE = "one prompt at a time, a chain of guesses"
+_DRAFTED = 4  # tokens per step that a draft model is asked for
+_DRAFT = "a draft model (+recipe=distill) can be served there"
 # by which vLLM 0.32 and 0.33 know other drafters, whatever "method" says: config/speculative.py
 _OF_OTHERS = ("eagle-", "eagle3", "dflash", "dspark")
+DEEPSEEK = "deepseek_v3"
+NATIVE_MTP = (DEEPSEEK, "glm4_moe")  # bases whose MTP layers engines know by themselves
 
 
 class Serving(NamedTuple):
-    """One engine.
+    """How one engine serves a folder.
 
     Attributes:
-        engine: its name.
-        checked: the version whose files or documents were read.
+        engine: a key of ``CHECKED``.
         command: to type, or to paste into Python; empty where the engine cannot serve the folder.
         note: why it cannot, or what to know.
+        version: what was checked, where it is not that of ``CHECKED``.
     """
 
     engine: str
-    checked: str
     command: str
     note: str = ""
+    version: str = ""
+
+    @property
+    def checked(self) -> str:
+        """The version whose files or documents were read."""
+        return self.version or CHECKED[self.engine]
 
     @property
     def language(self) -> str:
         """``sh``, or ``python``."""
         return "python" if self.command.startswith(("AutoModel", "export =", "import ")) else "sh"
-
-
-def commands(
-    form: str, folder: str | Path, info: dict[str, Any], *, base: str = ""
-) -> list[Serving]:
-    """Return how each engine serves a folder, or why it does not.
-
-    Args:
-        form: the folder's format.
-        folder: as it is to be named in the commands.
-        info: the config.json of the native export that it was made of, or the specheads.json of a
-            draft model; empty for a plain model trained from scratch.
-        base: how the base model is to be named; empty: as ``info`` names it.
-    """
-    place, kind, moved = str(folder), info.get("kind", "base"), base
-    base = base or base_place(form, place, info)
-    if kind == "draft":
-        return _draft_model(form, place, base)
-    if form == "plain":
-        return _alone(place, "")
-    if form == "vllm_custom_class":
-        return _alone(base, "", "the settings in speculative_config.json; ")
-    if form == "vllm_medusa":
-        return [_vllm_medusa(place, base, info["num_heads"]), *_elsewhere(form, info)]
-    if form in ("fasterdecoding_v1", "fasterdecoding_v2"):
-        return [_tgi(place, info), *_elsewhere(form, info)]
-    if form == "merged":
-        return [*_alone(place, "the base alone: the heads are passed over"), *_original_code(place)]
-    if form == "mtp_standard":
-        return _mtp(place, info)
-    if form == "hf":
-        load = f'import specheads; AutoModelForCausalLM.from_pretrained("{place}")'
-        return [
-            Serving("transformers", TRANSFORMERS, load, "its heads are model.mtp"),
-            *_elsewhere(form, info),
-        ]
-    return [*_ours(place, moved, info), *_elsewhere(form, info)]
 
 
 def taken_for(path: str | Path) -> str:
@@ -100,13 +68,10 @@ def taken_for(path: str | Path) -> str:
     return next((word for word in _OF_OTHERS if word in str(path).lower()), "")
 
 
-def base_place(form: str, folder: str, info: dict[str, Any]) -> str:
-    """Return where the base model of a folder is: its own, or the original under its name."""
-    about = info.get("base", {})
-    if not about.get("tuned"):
-        name = str(about.get("name") or folder)
-        return str(tinycode_dir()) if name == "tinycode" else name
-    return folder if form in ("plain", "vllm_custom_class", "merged") else f"{folder}/base"
+def base_name(info: dict[str, Any], folder: str) -> str:
+    """Return how engines find the original base model; it is the folder itself where none was."""
+    name = str(info.get("base", {}).get("name") or folder)
+    return str(tinycode_dir()) if name == "tinycode" else name
 
 
 def lines(found: list[Serving]) -> list[str]:
@@ -120,212 +85,143 @@ def lines(found: list[Serving]) -> list[str]:
     return shown
 
 
-def _draft_model(form: str, place: str, base: str) -> list[Serving]:
-    """Return how engines guess with a draft model: all have a place for one."""
-    config = {"method": "draft_model", "model": place, "num_speculative_tokens": DRAFTED}
-    python = (
-        f'AutoModelForCausalLM.from_pretrained("{base}").generate(**inputs, assistant_model='
-        f'AutoModelForCausalLM.from_pretrained("{place}"))'
+def load(folder: str) -> str:
+    """Return the Python with which transformers loads a folder."""
+    return f'AutoModelForCausalLM.from_pretrained("{folder}")'
+
+
+def vllm(model: str, config: dict[str, Any], note: str = "", version: str = "") -> Serving:
+    """Return vLLM's command for a model and a ``--speculative-config``."""
+    command = f"vllm serve {model} --speculative-config '{json.dumps(config)}'"
+    return Serving("vLLM", command, note, version)
+
+
+def sglang(model: str, algorithm: str, **options: Any) -> Serving:
+    """Return SGLang's command; ``options`` are named as there, behind ``--speculative-``."""
+    named = {"algorithm": algorithm, **options}
+    words = [f" --speculative-{key.replace('_', '-')} {value}" for key, value in named.items()]
+    return Serving(
+        "SGLang", f"python -m sglang.launch_server --model-path {model}" + "".join(words)
     )
-    own = []
-    if form == "native":
+
+
+def tensorrt(model: str, **config: Any) -> Serving:
+    """Return TensorRT-LLM's command, and in its note the file that it needs."""
+    keys = ", ".join(f"{key}: {value}" for key, value in config.items())
+    note = f"spec.yaml: {{speculative_config: {{{keys}}}}}"
+    return Serving("TensorRT-LLM", f"trtllm-serve {model} --config spec.yaml", note)
+
+
+def llama_cpp(options: str, converted: str) -> Serving:
+    """Return llama.cpp's command; ``converted`` is what has to be made GGUF before."""
+    return Serving(
+        "llama.cpp", f"llama-server -m {options}", f"after convert_hf_to_gguf.py for {converted}"
+    )
+
+
+def native(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
+    """Return how specheads itself decodes with a native export, and what other engines need.
+
+    Args:
+        place: the folder.
+        base: where the base model is now.
+        info: the config.json of heads, or the specheads.json of a draft model.
+    """
+    if info["kind"] == "draft":
         command = f"specheads generate checkpoint={base} decode.draft={place} prompt=..."
-        own = [Serving("specheads", __version__, command)]
-    return [
-        *own,
-        Serving("transformers", TRANSFORMERS, python, "one prompt at a time, a chain of guesses"),
-        Serving(
-            "vLLM",
-            VLLM,
-            _vllm_command(base, config),
-            "vocab_size must be the same in both configs; the draft's path must not hold "
-            + ", ".join(_OF_OTHERS),
-        ),
-        Serving(
-            "SGLang",
-            SGLANG,
-            f"python -m sglang.launch_server --model-path {base} --speculative-algorithm STANDALONE"
-            f" --speculative-draft-model-path {place} --speculative-num-steps {DRAFTED}"
-            f" --speculative-eagle-topk 1 --speculative-num-draft-tokens {DRAFTED + 1}",
-        ),
-        Serving(
-            "TensorRT-LLM",
-            TENSORRT,
-            f"trtllm-serve {base} --config spec.yaml",
-            f"spec.yaml: {{speculative_config: {{decoding_type: DraftTarget, max_draft_len:"
-            f" {DRAFTED}, speculative_model: {place}}}}}",
-        ),
-        Serving(
-            "llama.cpp",
-            LLAMA_CPP,
-            f"llama-server -m base.gguf -md draft.gguf --spec-type draft-simple"
-            f" --spec-draft-n-max {DRAFTED}",
-            f"after convert_hf_to_gguf.py for {base} and for {place}",
-        ),
-    ]
-
-
-def _alone(place: str, note: str, settings: str = "") -> list[Serving]:
-    """Return how engines serve a plain model, guessing from the text where they can."""
-    config = vllm.settings(num_tokens=COPIED)
-    needs = "needs specheads in vLLM's environment, and its first model runner: docs/serving.md"
-    return [
-        Serving(
-            "transformers",
-            TRANSFORMERS,
-            f'AutoModelForCausalLM.from_pretrained("{place}").generate(**inputs,'
-            f" prompt_lookup_num_tokens={COPIED})",
-            note,
-        ),
-        Serving("vLLM", VLLM, _vllm_command(place, config), settings + needs),
-        Serving(
-            "SGLang",
-            SGLANG,
-            f"python -m sglang.launch_server --model-path {place} --speculative-algorithm NGRAM"
-            f" --speculative-num-draft-tokens {COPIED}",
-        ),
-        Serving(
-            "TensorRT-LLM",
-            TENSORRT,
-            f"trtllm-serve {place} --config spec.yaml",
-            "spec.yaml: {speculative_config: {decoding_type: NGram, max_draft_len:"
-            f" {COPIED}, max_matching_ngram_size: 4}}}}",
-        ),
-        Serving(
-            "llama.cpp",
-            LLAMA_CPP,
-            "llama-server -m base.gguf --spec-type ngram-simple --spec-ngram-simple-size-m"
-            f" {COPIED}",
-            f"after convert_hf_to_gguf.py for {place}",
-        ),
-    ]
-
-
-def _vllm_medusa(place: str, base: str, num_heads: int) -> Serving:
-    config = {"method": "medusa", "model": place, "num_speculative_tokens": num_heads}
-    note = (
-        "a chain of the heads' best guesses, no tree; num_speculative_tokens may be smaller; 0.33"
-        " removed the method"
-    )
-    return Serving("vLLM", VLLM_MEDUSA, _vllm_command(base, config), note)
-
-
-def _tgi(place: str, info: dict[str, Any]) -> Serving:
-    command = f"text-generation-launcher --model-id {place} --speculate {info['num_heads']}"
-    note = "a chain of the heads' best guesses, no tree; TGI is no longer maintained"
-    return Serving("TGI", TGI, command, note)
-
-
-def _original_code(place: str) -> list[Serving]:
-    command = f"python -m medusa.inference.cli --model {place}"
-    note = "the code of the paper: transformers of 2023, its own trees"
-    return [Serving("FasterDecoding/Medusa", "main, its files", command, note)]
-
-
-def _mtp(place: str, info: dict[str, Any]) -> list[Serving]:
-    """Return how engines serve a folder in the MTP standard of transformers."""
-    kind, number = info.get("block", {}).get("model_type", ""), info["num_heads"]
-    native = kind in _NATIVE_MTP
-    load = "" if native else "import specheads; "
-    python = (
-        f'{load}AutoModelForCausalLM.from_pretrained("{place}").generate(**inputs, use_mtp=True)'
-    )
-    config = {"method": "mtp", "num_speculative_tokens": number}
-    needs = (
-        f"needs vLLM 0.33 and transformers 5.20 or newer, and specheads beside them, of which a"
-        f" {kind} with MTP layers is a class. 0.33 exists for GPUs only: on a CPU its Python files"
-        " were tried, over the kernels of 0.32"
-    )
-    sglang = (
-        f"python -m sglang.launch_server --model-path {place} --speculative-algorithm EAGLE"
-        f" --speculative-num-steps {number} --speculative-eagle-topk 1"
-        f" --speculative-num-draft-tokens {number + 1}"
-    )
-    llama = f"llama-server -m model.gguf --spec-type draft-mtp --spec-draft-n-max {number}"
-    spec = f"spec.yaml: {{speculative_config: {{decoding_type: MTP, max_draft_len: {number}}}}}"
-    tensorrt = (f"trtllm-serve {place} --config spec.yaml", spec)
-    no = ("", _unknown_mtp(kind))
-    converted = (llama, f"after convert_hf_to_gguf.py for {place}")
-    alone = "one prompt at a time, a chain of guesses"
-    if number > 1:
-        alone += f"; prompts of at least {number} tokens: it fails with fewer than there are heads"
-    return [
-        Serving("transformers", TRANSFORMERS, python, alone),
-        Serving(
-            "vLLM",
-            VLLM_NATIVE_MTP if native else VLLM_MTP,
-            _vllm_command(place, config),
-            "" if native else needs,
-        ),
-        Serving("SGLang", SGLANG, *((sglang,) if native else no)),
-        Serving(
-            "TensorRT-LLM", TENSORRT, *(tensorrt if kind == _DEEPSEEK else ("", _ONLY_DEEPSEEK))
-        ),
-        Serving("llama.cpp", LLAMA_CPP, *(converted if native else no)),
-    ]
-
-
-def _ours(place: str, moved: str, info: dict[str, Any]) -> list[Serving]:
-    """Return how specheads itself decodes with a native export."""
-    given = f" base={moved}" if moved and not info["base"]["tuned"] else ""
-    return [
+        return [Serving("specheads", command), *draft_model(place, base, info)]
+    moved = not info["base"]["tuned"] and base != base_name(info, place)
+    given = f" base={base}" if moved else ""
+    found = [
         Serving(
             "specheads",
-            __version__,
             f"specheads generate checkpoint={place}{given} prompt=...",
             "trees, batches; specheads bench measures it, specheads chat talks to it",
         ),
         Serving(
             "transformers",
-            TRANSFORMERS,
             f'export = load_export("{place}"); export.base.generate(**inputs, custom_generate='
             "SpecDecoder(export.base, exported_drafter(export)))",
             "with specheads imported: docs/decoding.md",
         ),
+        *without_heads(info),
     ]
+    if info["kind"] == "medusa":
+        found.append(Serving("TGI", "", "format=fasterdecoding_v1 or _v2 is what it reads"))
+    return found
 
 
-def _elsewhere(form: str, info: dict[str, Any]) -> list[Serving]:
-    """Return why the engines that are left cannot use these heads, and what they can use."""
-    notes = {"medusa": _of_medusa, "hydra": _of_hydra, "mtp": _of_mtp}[info["kind"]](form, info)
-    checked = [VLLM, SGLANG, TENSORRT, LLAMA_CPP, TGI]
-    engines = ["vLLM", "SGLang", "TensorRT-LLM", "llama.cpp", "TGI"]
-    return [Serving(*each) for each in zip(engines, checked, [""] * 5, notes, strict=False)]
-
-
-_DRAFTS = "a draft model (+recipe=distill) can be served there"
-
-
-def _of_medusa(form: str, info: dict[str, Any]) -> list[str]:
-    older = "" if form == "vllm_medusa" else "; format=vllm_medusa is for 0.28 to 0.32"
+def draft_model(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
+    """Return how engines guess with a draft model: all have a place for one."""
+    config = {"method": "draft_model", "model": place, "num_speculative_tokens": _DRAFTED}
     return [
-        f"0.33 removed Medusa heads{older}; format=vllm_custom_class guesses without heads",
-        *_of_hydra(form, info)[1:],
-        *(["format=fasterdecoding_v1 or _v2 is what it reads"] if form == "native" else []),
+        Serving(
+            "transformers",
+            f"{load(base)}.generate(**inputs, assistant_model={load(place)})",
+            ALONE,
+        ),
+        vllm(
+            base,
+            config,
+            "vocab_size must be the same in both configs; the draft's path must not hold "
+            + ", ".join(_OF_OTHERS),
+        ),
+        sglang(
+            base,
+            "STANDALONE",
+            draft_model_path=place,
+            num_steps=_DRAFTED,
+            eagle_topk=1,
+            num_draft_tokens=_DRAFTED + 1,
+        ),
+        tensorrt(
+            base, decoding_type="DraftTarget", max_draft_len=_DRAFTED, speculative_model=place
+        ),
+        llama_cpp(
+            f"base.gguf -md draft.gguf --spec-type draft-simple --spec-draft-n-max {_DRAFTED}",
+            f"{base} and for {place}",
+        ),
     ]
 
 
-def _of_hydra(form: str, info: dict[str, Any]) -> list[str]:
+def without_heads(info: dict[str, Any], removed: str = "") -> list[Serving]:
+    """Return why engines cannot use the heads of a format that is none of theirs.
+
+    Args:
+        info: the config.json of the native export.
+        removed: what to say of vLLM's Medusa heads instead.
+    """
+    kind = info["kind"]
+    if kind == "mtp":
+        return _without_mtp(info)
+    gone = removed or {
+        "medusa": "0.33 removed Medusa heads; format=vllm_medusa is for 0.28 to 0.32",
+        "hydra": "it has no Hydra method",
+    }.get(kind, f"it has no method for {kind} heads")
+    no_method = f"it has no Medusa or Hydra method; {_DRAFT}"
     return [
-        "it has no Hydra method; format=vllm_custom_class guesses without heads",
-        f"it has no Medusa or Hydra method; {_DRAFTS}",
-        f"Medusa left with its TensorRT backend in 2026; {_DRAFTS}",
-        f"it has no Medusa or Hydra method; {_DRAFTS}",
+        Serving("vLLM", "", f"{gone}; format=vllm_custom_class guesses without heads"),
+        Serving("SGLang", "", no_method),
+        Serving("TensorRT-LLM", "", f"Medusa left with its TensorRT backend in 2026; {_DRAFT}"),
+        Serving("llama.cpp", "", no_method),
     ]
 
 
-def _of_mtp(form: str, info: dict[str, Any]) -> list[str]:
+def _without_mtp(info: dict[str, Any]) -> list[Serving]:
+    engines = ("vLLM", "SGLang", "TensorRT-LLM", "llama.cpp")
     if info.get("variant") != "sequential" or info.get("lm_head") != "shared":
-        return ["it has no place for MTP heads that are parallel or have their own matrix"] * 4
-    base = info.get("block", {}).get("model_type", "")
-    reads = "format=mtp_standard is what it reads"
-    native = reads if base in _NATIVE_MTP else _unknown_mtp(base)
-    return [reads, native, reads if base == _DEEPSEEK else _ONLY_DEEPSEEK, native]
+        other = "it has no place for MTP heads that are parallel or have their own matrix"
+        return [Serving(engine, "", other) for engine in engines]
+    reads, unknown = "format=mtp_standard is what it reads", unknown_mtp(info)
+    return [Serving(engine, "", unknown.get(engine, reads)) for engine in engines]
 
 
-def _unknown_mtp(model_type: str) -> str:
-    return f"it knows MTP layers of certain models, of {model_type} it does not"
-
-
-def _vllm_command(model: str, config: dict[str, Any]) -> str:
-    return f"vllm serve {model} --speculative-config '{json.dumps(config)}'"
+def unknown_mtp(info: dict[str, Any]) -> dict[str, str]:
+    """Return the engines that do not know MTP layers of such a base model, and why."""
+    kind, found = info.get("block", {}).get("model_type", ""), {}
+    if kind not in NATIVE_MTP:
+        unknown = f"it knows MTP layers of certain models, of {kind} it does not"
+        found = {"SGLang": unknown, "llama.cpp": unknown}
+    if kind != DEEPSEEK:
+        found["TensorRT-LLM"] = "it knows MTP layers of DeepSeek-V3 alone"
+    return found

@@ -8,67 +8,67 @@ changed it.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-from specheads.models.checkpoint import save_hf
+from specheads.formats import Job
+from specheads.formats.serving import Serving, llama_cpp, load, sglang, tensorrt, vllm
+from specheads.models.base import torch_dtype
+from specheads.models.checkpoint import load_export, save_hf
 from specheads.models.manifest import write_json
 from specheads.system.files import whole_folder
 
 SETTINGS = "speculative_config.json"
-MODULE = "specheads.vllm_proposer"
 CLASSES = ("SuffixProposer", "NgramProposer", "LookaheadPoolProposer")
-NUM_TOKENS = 8  # guessed per step at most; where nothing was written before, nothing is guessed
+COPIED = 8  # tokens guessed per step at most; where nothing was written before, nothing is guessed
 
 
-def settings(proposer: str = CLASSES[0], num_tokens: int = NUM_TOKENS) -> dict[str, Any]:
-    """Return the value of vLLM's ``--speculative-config``.
-
-    Raises:
-        ValueError: for an unknown proposer, or no tokens.
-    """
-    if proposer not in CLASSES:
-        raise ValueError(f"proposer must be one of {', '.join(CLASSES)}, got {proposer!r}")
-    if num_tokens < 1:
-        raise ValueError(f"num_tokens must be at least 1, got {num_tokens}")
+def settings(proposer: str = CLASSES[0]) -> dict[str, Any]:
+    """Return the value of vLLM's ``--speculative-config`` for one of ``CLASSES``."""
     return {
         "method": "custom_class",
-        "model": f"{MODULE}.{proposer}",
-        "num_speculative_tokens": num_tokens,
+        "model": f"specheads.vllm_proposer.{proposer}",
+        "num_speculative_tokens": COPIED,
     }
 
 
-def write(
-    folder: str | Path,
-    base: PreTrainedModel | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    *,
-    proposer: str = CLASSES[0],
-    num_tokens: int = NUM_TOKENS,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Write the folder, whole or not at all.
+def write(job: Job) -> list[str]:
+    """Write the settings, and a tuned base beside them.
+
+    An original that is unchanged is not written: vLLM loads that one by its own name.
+    """
+    notes = ["vLLM guesses from the text with it: the heads are not in it"]
+    with whole_folder(job.output) as folder:
+        if job.info["base"]["tuned"]:
+            export = load_export(job.checkpoint, device="cpu")
+            dtype = None if job.dtype is None else torch_dtype(job.dtype)
+            save_hf(folder, export.base, export.tokenizer, dtype)
+            notes.append("the tuned base model lies beside the settings")
+        write_json(folder / SETTINGS, settings())
+    return notes
+
+
+def text_copies(place: str, note: str = "", needed: str = "") -> list[Serving]:
+    """Return how engines serve a plain model, guessing from the text where they can.
 
     Args:
-        folder: a new one, or one to replace.
-        base: the tuned base; an adapter is merged in what is written. None where the original is
-            unchanged: vLLM loads that one by its own name.
-        tokenizer: written beside the base.
-        proposer: one of ``CLASSES``.
-        num_tokens: guessed per step at most.
-        dtype: of all tensors; None takes the base's.
-
-    Raises:
-        ValueError: for unknown settings, or a base without its tokenizer.
-        RunError: if the disk is full.
+        place: the model's folder or name.
+        note: for transformers.
+        needed: the beginning of vLLM's note.
     """
-    found = settings(proposer, num_tokens)
-    if (base is None) != (tokenizer is None):
-        raise ValueError("base and tokenizer are given together, or neither")
-    with whole_folder(Path(folder)) as fresh:
-        if base is not None and tokenizer is not None:
-            save_hf(fresh, base, tokenizer, dtype)
-        write_json(fresh / SETTINGS, found)
+    needs = "needs specheads in vLLM's environment, and its first model runner: docs/serving.md"
+    return [
+        Serving(
+            "transformers",
+            f"{load(place)}.generate(**inputs, prompt_lookup_num_tokens={COPIED})",
+            note,
+        ),
+        vllm(place, settings(), needed + needs),
+        sglang(place, "NGRAM", num_draft_tokens=COPIED),
+        tensorrt(place, decoding_type="NGram", max_draft_len=COPIED, max_matching_ngram_size=4),
+        llama_cpp(f"base.gguf --spec-type ngram-simple --spec-ngram-simple-size-m {COPIED}", place),
+    ]
+
+
+def serve(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
+    """Return how engines serve the base model that the settings are for."""
+    return text_copies(base, needed="the settings in speculative_config.json; ")

@@ -15,8 +15,8 @@ from transformers import LlamaForCausalLM
 from specheads import export, generate
 from specheads.attention.tree import default_tree
 from specheads.config import AdapterConfig, ConfigError, ExportConfig, GenerateConfig
-from specheads.config.commands import FORMATS
 from specheads.data.chat import Encoder
+from specheads.formats.write import FORMATS
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.adapters import add_adapter, has_adapter
 from specheads.models.base import load_base_model, load_tokenizer

@@ -22,7 +22,7 @@ from specheads import export
 from specheads.attention.tree import default_tree
 from specheads.config import ConfigError, ExportConfig
 from specheads.formats import mtp_standard
-from specheads.formats.serving import commands
+from specheads.formats.write import commands
 from specheads.measure.clock import Batch, hf_generate_method
 from specheads.models.base import load_base_model, load_tokenizer
 from specheads.models.checkpoint import save_export
@@ -388,8 +388,12 @@ def test_the_command_refuses_in_one_line(
     assert "model.mtp" in capsys.readouterr().out
     source, low_rank = f"{parallel}-export", {"lm_head": "low_rank"}
     for checkpoint, settings, message in (
-        (tiny_export, {"format": "hf"}, "format=hf is for MTP heads, .* is medusa"),
-        (tiny_export, {"format": "mtp_standard"}, "format=mtp_standard is for MTP heads"),
+        (tiny_export, {"format": "hf"}, "format=hf holds base and MTP heads, .* is medusa; plain"),
+        (
+            tiny_export,
+            {"format": "mtp_standard"},
+            "format=mtp_standard holds .* MTP heads",
+        ),
         (source, {"format": "mtp_standard"}, "holds sequential MTP heads, these are parallel"),
         (source, {"format": "mlx"}, "format must be one of native, plain, draft, hf,"),
         (source, {"format": "hf", **low_rank}, "lm_head must be keep with format=hf"),

@@ -15,8 +15,7 @@ import yaml
 
 from specheads.attention.tree import Tree
 from specheads.config import ConfigError
-from specheads.formats import card, write
-from specheads.formats import write as hub
+from specheads.formats import card, push
 from specheads.formats.card import UNKNOWN, Licence, licence_of
 from specheads.models.checkpoint import load_export, read_config, set_tree
 
@@ -352,22 +351,22 @@ def test_finishing_writes_says_and_uploads(
     """An upload without the card that was just written would be an earlier one, or bare."""
     folder = tmp_path / "heads"
     folder.mkdir()
-    write.finish(folder, "native", info())
+    push.finish(folder, "native", info())
     assert "uploaded" not in capsys.readouterr().out
     (folder / card.CARD).unlink()
     sent = []
 
-    def upload(path: Path, push: str, *, private: bool) -> str:
-        sent.append((push, private, (path / card.CARD).read_text()))
+    def upload(path: Path, name: str, *, private: bool) -> str:
+        sent.append((name, private, (path / card.CARD).read_text()))
         return "https://hub/me/heads"
 
-    monkeypatch.setattr(hub, "upload", upload)
-    write.finish(folder, "native", info(), push="me/heads", private=True)
+    monkeypatch.setattr(push, "upload", upload)
+    push.finish(folder, "native", info(), push="me/heads", private=True)
     out = capsys.readouterr().out
     assert f"specheads generate checkpoint={folder} prompt=" in out
     assert (
         "vLLM (0.32 and 0.33, tried on a CPU): no" in out
         and "uploaded to https://hub/me/heads" in out
     )
-    assert [(push, private) for push, private, _ in sent] == [("me/heads", True)]
+    assert [(name, private) for name, private, _ in sent] == [("me/heads", True)]
     assert "hf download me/heads" in sent[0][2]
