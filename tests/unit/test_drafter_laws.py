@@ -21,7 +21,8 @@ from specheads.drafters.length import ConfidentLength, CutDrafter, FixedLength, 
 from specheads.drafters.lookahead import LookaheadDrafter
 from specheads.drafters.lookup import NgramDrafter, SuffixDrafter
 from specheads.drafters.merge import HybridDrafter
-from specheads.models.heads import MedusaHeads, prefix_sizes
+from specheads.models.blocks import prefix_sizes
+from specheads.models.heads import MedusaHeads
 from specheads.models.mtp import MtpHeads, block_config
 from specheads.models.output import output_layer
 from tests.drafter_laws import check_deterministic, check_sampled
