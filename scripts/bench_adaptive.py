@@ -41,7 +41,7 @@ from specheads.models.base import context_length
 from specheads.models.draft import load_draft
 
 MIX = "mix"
-ADAPTIVE = "draft_tokens=0"
+ADAPTIVE = "adaptive, unmeasured"  # what decode.draft_tokens=0 does
 THRESHOLDS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
 
 
@@ -129,10 +129,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rules |= {"entropy": by_threshold[best]}
     rules |= {ADAPTIVE: choose_drafter(subject, adaptive, draft=draft).drafter}
     found = clocked(rules, prompts, given.repeats)
-    columns = {"draft length": "{name}"}
-    columns |= {kind: f"{{speedup[{kind}]:.2f}}x" for kind in (*given.kinds, MIX)}
-    columns |= {"95%": "{ci95[0]:.2f}-{ci95[1]:.2f}", "plain's texts": "{identical}"}
-    print(harness.table(columns, [{"name": name, **each} for name, each in found.items()]))
+    print(harness.describe(found))
     harness.write(given.out, harness.report(given, threshold=float(best), clocked=found))
 
 

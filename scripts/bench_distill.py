@@ -178,31 +178,6 @@ def tune(arm: Arm, rates: Sequence[str], steps: int, given: Settings) -> dict[st
     return {"rate": best["rate"], "tried": tried}
 
 
-def by_loss(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the table: alpha at T=1, T=0."""
-    data = list(dict.fromkeys(row["data"] for row in rows))
-    columns = {"loss": "{loss}"} | {
-        each: f"{{{each}[t1][alpha]:.3f}}, {{{each}[t0][alpha]:.3f}}" for each in data
-    }
-    of = {loss: {"loss": loss} for loss in dict.fromkeys(row["loss"] for row in rows)}
-    for row in rows:
-        of[row["loss"]][row["data"]] = row
-    return harness.table(columns, list(of.values()))
-
-
-def claim(rows: Sequence[dict[str, Any]]) -> str:
-    """Return a line per arm: the mean alpha of its seeds, their range, the last one's lead."""
-    alpha: dict[Arm, list[float]] = {}
-    for row in rows:
-        alpha.setdefault((row["loss"], row["data"]), []).append(row["t1"]["alpha"])
-    best = statistics.mean(list(alpha.values())[-1])
-    return "\n".join(
-        f"{loss} on {data}: {statistics.mean(of):.4f} ({min(of):.4f} to {max(of):.4f}) at T=1;"
-        f" the best is {best / statistics.mean(of) - 1:+.1%}"
-        for (loss, data), of in alpha.items()
-    )
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Tune, train, measure, write."""
     given = harness.parse(Settings, argv)
@@ -227,8 +202,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for arm in (*(("labels", data) for data in DATA[:2]), (best["loss"], best["data"])):
         tuned["-".join(arm)] = found = tune(arm, given.rates, given.steps, given)
         claimed += [row(arm, found["rate"], seed, "claim") for seed in given.seeds]
-    print(by_loss(first))
-    print(claim(claimed))
+    harness.show(first + claimed)
     document = harness.report(given, tuned=tuned, rows=first + claimed)
     document["settings"] |= {"common": list(COMMON), "tokens_per_step": given.rows * 512}
     del document["settings"]["train_only"]

@@ -34,7 +34,7 @@ from transformers import PreTrainedModel
 from specheads import hardware
 from specheads.config import DataConfig, OptimConfig, TrainConfig
 from specheads.data.chat import Encoded
-from specheads.data.feature_plan import plan_features, readable
+from specheads.data.feature_plan import plan_features
 from specheads.data.features import Features, write_features
 from specheads.data.pack import PackedBatches
 from specheads.models.base import load_base_model
@@ -276,30 +276,6 @@ def summary(sides: dict[str, Side], index: int, block: int) -> dict[str, Any]:
     }
 
 
-def print_row(row: dict[str, Any]) -> None:
-    """Print one base model's figures."""
-    print(
-        f"{row['base']}: {row['parameters'] / 1e6:.2f} M parameters, d={row['hidden_size']},"
-        f" V={row['vocab_size']:,}; {row['num_heads']} heads, matrices {row['lm_head']};"
-        f" {row['tokens_per_step']:,.0f} tokens a step\n"
-        f"  cache: announced {row['bytes_announced']:,} bytes, on disk {row['bytes_on_disk']:,}"
-        f" ({readable(row['bytes_on_disk'])}), written in {row['write_seconds']:.1f} s;"
-        f" largest difference of a loss {row['largest_loss_difference']:.1e}"
-    )
-    for kind, words in zip(KINDS, ("clock", "processor"), strict=True):
-        found = row[kind]
-        online, cached = (row["tokens_per_step"] / found[side]["median"] for side in SIDES)
-        print(f"  by {words}: {online:,.0f} tokens/s online, {cached:,.0f} from the cache")
-        for name in ("online", "t_base", "t_heads", "cached", "reading"):
-            in_ms = {key: 1e3 * value for key, value in found[name].items()}
-            print(f"    {name:<9}{harness.shown(in_ms, 2)} ms/step")
-        print(
-            f"    t_base / t_heads {found['t_base_over_t_heads']:.2f}; cached / online"
-            f" {harness.shown(found['ratio'], 2)}, aim {found['aim']:.2f}"
-            f"{'' if found['kept'] else '; MISSED'}"
-        )
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, write."""
     given = harness.parse(Settings, argv)
@@ -309,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         for name in given.bases:
             rows.append(measure(name, given.folder or Path(temporary), given))
-            print_row(rows[-1])
+            harness.show(rows[-1:])
     harness.write(given.out, harness.report(given, rows=rows))
 
 

@@ -77,26 +77,6 @@ ENGINES: dict[str, dict[str, Any]] = {  # package that it needs -> what is set f
 }
 FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # bfloat16, dense, vendor's
 DATASHEET = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12}  # bytes per second, vendor's
-COLUMNS = {
-    "part": "{part}",
-    "mode": "{mode}",
-    "nodes": "{nodes}",
-    "engine": "{engine}",
-    "matrices": "{lm_head}",
-    "ms": "{ms:.3f}",
-    "p10-p90": "{ms_p10:.3f}-{ms_p90:.3f}",
-    "floor": "{floor_ms:.3f}",
-    "x floor": "{vs_floor:.3f}",
-    "x plain": "{vs_plain:.3f}",
-    "with shared heads": "{with_heads_vs_plain[shared]:.3f}",
-    "with own heads": "{with_heads_vs_plain[own]:.3f}",
-    "without graphs": "{graphs_skipped}",
-    "tokens/s": "{tokens_per_second:,.0f}",
-    "MFU": "{mfu:.1%}",
-    "peak MiB": "{peak_memory:,.0fMiB}",
-    "predicted MiB": "{predicted_memory:,.0fMiB}",
-    "": "{status}: {detail}",
-}
 
 
 @dataclass
@@ -463,7 +443,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = {**about, "status": "failed", "detail": f"{type(error).__name__}: {first}"}
         report["rows"] += found if isinstance(found, list) else [found]
         compare(report)
-        harness.write(given.out, report)
+        harness.write(given.out, report, quiet=True)
 
     if {"heads", "base"} & set(given.parts):
         model = build(given.shape, given.weights, device)
@@ -487,7 +467,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             about = {"part": TRAINING, "engine": engine, "lm_head": lm_head}
             attempt(about, time_training, engine, lm_head)
             gc.collect()
-    print(harness.table(COLUMNS, report["rows"]))
+    harness.show(report["rows"])
     print(
         {key: report[key] for key in ("bandwidth", "weight_bytes", "cache_bytes") if key in report}
     )

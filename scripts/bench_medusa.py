@@ -67,26 +67,6 @@ DISTILLED = (
     ("0.2", "3e-4", "0.2"),
 )
 
-COLUMNS = {
-    "arm": "{arm}",
-    "seed": "{seed}",
-    "rates": "{rates!s}",
-    "accept length T=0": "{accept[t0][accept_length]:.2f}",
-    "T=1": "{accept[t1][accept_length]:.2f}",
-    "top-1": " ".join(f"{{heldout[head_{i}/top1]:.2f}}" for i in range(NUM_HEADS)),
-    "top-5": " ".join(f"{{heldout[head_{i}/top5]:.2f}}" for i in range(NUM_HEADS)),
-    "held-out loss": "{heldout[loss]:.4f}, original {heldout[original_loss]:.4f}",
-    "KL": "{heldout[kl]:.3f}",
-}
-SPEEDS = {
-    "arm": "{arm}",
-    "T": "{temperature:g}",
-    "method": "{method}",
-    "speed-up": "{speedup_vs_plain:.2f}x",
-    "accept length": "{accept_length:.2f}",
-    "parameters": "{extra_parameters:,}",
-}
-
 
 @dataclass
 class Settings:
@@ -274,8 +254,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{row['arm']} seed {row['seed']}: {time.perf_counter() - start:.0f} s")
     clocked = runs / "clock.json"
     clocks = json.loads(clocked.read_text()) if clocked.is_file() else {}
-    print(harness.table(COLUMNS, rows))
-    print(harness.table(SPEEDS, [{**row, **each} for row in rows for each in row.get("rows", ())]))
+    harness.show(rows)
     document = harness.report(given, rows=rows)
     document["settings"] |= {
         "steps": STEPS,

@@ -31,20 +31,6 @@ from specheads.models.output import OutputLayer
 from specheads.training.objectives import HeadsObjective
 
 NUM_MICRO_BATCHES = 2
-COLUMNS = {
-    "recipe": "{recipe}",
-    "lm_head": "{lm_head}",
-    "loss": "{implementation}",
-    "heads": "{num_heads}",
-    "allocator MiB": "{allocator_peak:.1fMiB}",
-    "ratio": "{allocator_ratio:.3f}",
-    "resident MiB": "{resident_peak:.1fMiB}",
-    "its ratio": "{resident_ratio:.3f}",
-    "s/step": "{seconds:.3f}",
-    "vs naive": "{seconds_vs_naive:.3f}",
-    "processor s": "{processor_seconds:.3f}",
-    "its vs naive": "{processor_seconds_vs_naive:.3f}",
-}
 
 
 @dataclass
@@ -186,7 +172,8 @@ def main(argv: list[str] | None = None) -> None:
         for row, times in zip(rows, taken.values(), strict=True):
             row |= times
     compare(rows)
-    print("\n" + harness.table(COLUMNS, rows))
+    print()
+    harness.show(rows)
     print(
         "ratio: to the fewest heads; for own, less the heads' parameters, gradients, optimizer\n"
         "state and one V * d buffer per head (the naive loss holds no such buffer)."

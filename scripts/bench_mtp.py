@@ -77,29 +77,6 @@ COMMON = (
 SHORT_END = ("evaluate.num_prompts=2", "evaluate.max_new_tokens=32", "tree.choices=[[0]]")
 
 DRAFTING = (OF_HEADS, "propose", "observe")  # phases of a step that are the heads'
-COLUMNS = {
-    "model": "{arm}",
-    "seed": "{seed}",
-    "parameters": "{parameters:,}",
-    "nats per token": "{loss[nats_per_token]:.3f}",
-    "bits per byte": "{loss[bits_per_byte]:.3f}",
-    "tree": "{num_nodes}",
-    "T=0: tokens per forward": "{accept[t0][tree][accept_length]:.2f}",
-    "lookup": "{accept[t0][prompt_lookup][accept_length]:.2f}",
-    "rep8": "{accept[t0][rep8]:.2f}",
-    "T=1: tokens per forward": "{accept[t1][tree][accept_length]:.2f}",
-    "its lookup": "{accept[t1][prompt_lookup][accept_length]:.2f}",
-    "plain, ms": "{step_ms[plain]:.2f}",
-    "verify / heads, ms": "{step_ms[verify]:.2f} / {step_ms[heads]:.2f}",
-}
-SPEEDS = {
-    "model": "{arm}",
-    "T": "{temperature:g}",
-    "method": "{method}",
-    "speed-up": "{speedup_vs_plain:.2f}x",
-    "95%": "{speedup_vs_plain_ci95[0]:.2f}-{speedup_vs_plain_ci95[1]:.2f}",
-    "accept length": "{accept_length:.2f}",
-}
 
 
 @dataclass
@@ -451,8 +428,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         # the fastest size is clocked with the first seed; the others' trees are as large
         num_nodes[row["arm"]] = max(2, row.get("num_nodes", 0))
         print(f"{row['arm']} seed {row['seed']}: {time.perf_counter() - start:.0f} s")
-    print(harness.table(COLUMNS, rows))
-    print(harness.table(SPEEDS, [{**row, **each} for row in rows for each in row.get("rows", ())]))
+    harness.show(rows)
     document = harness.report(given, training=training, rows=rows)
     tokens = given.steps * given.rows * given.seq_len
     document["settings"] |= {"common": list(COMMON), "tokens": tokens}

@@ -42,21 +42,6 @@ from specheads.training.output_loss import LMObjective
 SIDES = ("ours", "naive")
 ALLOCATORS = ("kept", "system")
 COLORS = {"ours": "#2f6f9f", "naive": "#e0b15e"}
-PEAKS = {
-    "side": "{side}",
-    "heads": "{num_heads}",
-    "peak MiB": "{allocator_peak:.1fMiB}",
-    "owned MiB": "{owned_bytes:.1fMiB}",
-    "growth beyond": "{growth:.1%}",
-}
-TIMES = {
-    "heads": "{num_heads}",
-    "allocator": "{allocator}",
-    "ours, processor s": "{ours[processor_seconds]:.2f}",
-    "naive": "{naive[processor_seconds]:.2f}",
-    "ours / naive": "{processor_seconds_vs_naive:.3f}",
-    "by the clock": "{seconds_vs_naive:.3f}",
-}
 
 
 @dataclass
@@ -214,7 +199,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     if settings.figure and rows:
         draw(rows, settings.figure)
-    print("\n" + harness.table(PEAKS, rows), harness.table(TIMES, times), sep="\n\n")
+    print()
+    harness.show([*rows, *times])
     harness.write(settings.out, harness.report(settings, rows=rows, times=times))
 
 

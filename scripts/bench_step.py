@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import harness
 import torch
-from harness import shown, spread
+from harness import spread
 from torch import Tensor
 
 from specheads import hardware
@@ -242,51 +242,6 @@ def measure_growth(
     return row
 
 
-def print_budget(row: dict[str, Any]) -> None:
-    """Print where the time of a step goes."""
-    print(
-        f"\nA step at T={row['temperature']:g}: tree of {row['tree_nodes']} nodes, "
-        f"{row['accept_length']:.2f} tokens; median ms (quartiles)"
-    )
-    lines = {name: row[f"{name}_ms"] for name in ("plain_step", "step", "clocked_step")}
-    for name, values in (lines | row["phases_ms"] | {"overhead": row["overhead_ms"]}).items():
-        print(f"  {name.replace('_', ' '):<20}{shown(values)}")
-    print(
-        f"  overhead is {row['overhead_share']['median']:.1%} of the step (aim: {SHARE_LIMIT:.0%}"
-        f" or {MS_LIMIT} ms{'' if row['kept'] else '; MISSED'});"
-        f" {row['overhead_by_difference_ms']:.3f} by difference from the step without clocks"
-    )
-
-
-def print_verify(row: dict[str, Any]) -> None:
-    """Print a verify step beside a raw pass."""
-    low, high = row["ratio_ci95"]
-    print(
-        f"{row['num_nodes']} nodes: {shown(row['verify_ms'])} ms, raw {shown(row['raw_ms'])};"
-        f" ratio {shown(row['ratio'])}, 95% {low:.3f}-{high:.3f}"
-        f"{'' if row['kept'] else f'  MISSED the aim of {VERIFY_LIMIT}'}"
-    )
-
-
-def print_growth(row: dict[str, Any]) -> None:
-    """Print the halves of a long text."""
-    print(f"\n{row['new_tokens']} tokens at T={row['temperature']:g}, first and second half")
-    for name in ("plain", "tree"):
-        found = row[name]
-        first, second = (each["median"] for each in found["ms_per_token"])
-        tokens = " and ".join(f"{each['median']:.2f}" for each in found["tokens_per_step"])
-        print(
-            f"  {name:<6}{first:.3f} and {second:.3f} ms/token, growth"
-            f" {shown(found['growth_per_token'])}; per step {shown(found['growth_per_step'])};"
-            f" tokens per step {tokens}"
-        )
-    print(
-        f"  beyond plain decoding's: {shown(row['beyond_plain_per_token'])} per token (aim:"
-        f" {GROWTH_LIMIT}{'' if row['kept'] else '; MISSED'}),"
-        f" {shown(row['beyond_plain_per_step'])} per step"
-    )
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, write."""
     given = harness.parse(Settings, argv)
@@ -295,23 +250,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     export, prompts, digest = harness.open_export(
         given.checkpoint, given.num_prompts, given.max_new_tokens, given.dtype, given.base, device
     )
-    found: dict[str, list[dict[str, Any]]] = {}
-
-    def add(part: str, row: dict[str, Any], show: Callable[[dict[str, Any]], None]) -> None:
-        found.setdefault(part, []).append(row)
-        show(row)
-
-    for temperature in given.temperatures if "budget" in given.parts else ():
-        add("budget", measure_budget(export, prompts, temperature, given), print_budget)
-    for num_nodes in given.nodes if "verify" in given.parts else ():
-        add("verify", measure_verify(export, num_nodes, given), print_verify)
     context = context_length(export.base) or 1 << 30
     room = min(*(p.input_ids.shape[1] for p in prompts), context - given.growth_tokens)
     if "growth" in given.parts and room < 1:
         raise SystemExit(f"--growth-tokens {given.growth_tokens}: the context is {context}")
-    for temperature in given.temperatures if "growth" in given.parts else ():
-        start = prompts[0].input_ids[:, :room]
-        add("growth", measure_growth(export, start, temperature, given), print_growth)
+    start = prompts[0].input_ids[:, :room]
+    rows: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "budget": lambda: [measure_budget(export, prompts, t, given) for t in given.temperatures],
+        "verify": lambda: [measure_verify(export, nodes, given) for nodes in given.nodes],
+        "growth": lambda: [measure_growth(export, start, t, given) for t in given.temperatures],
+    }
+    found = {part: rows[part]() for part in given.parts}
+    print(harness.describe(found))
     document = harness.report(given, **found)
     dtype = str(export.base.dtype).removeprefix("torch.")
     document["settings"] |= {"dtype": dtype, "prompts_sha256": digest}

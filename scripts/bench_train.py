@@ -39,23 +39,6 @@ from specheads.training.objectives import HeadsObjective
 
 SPEED_TARGET, MEMORY_TARGET = 1.1, 0.5
 SIDES = ("ours", "reference")
-COLUMNS = {
-    "allocator": "{allocator}",
-    "learned": "{learned:.0%}",
-    "loss": "{difference[value]:.5f}",
-    "differs by": "{difference[loss]:.1e}",
-    "gradients": "{difference[gradient]:.1e}",
-    "ours, tokens/s": "{ours_tokens_per_second:,.0f}",
-    "reference": "{reference_tokens_per_second:,.0f}",
-    "speed": "{speed_ratio[median]:.2f}x ({speed_ratio[min]:.2f}-{speed_ratio[max]:.2f})",
-    f"aim {SPEED_TARGET}": "{speed_kept}",
-    "by processor time": "{processor_speed_ratio[median]:.2f}x",
-    "allocator MiB": "{allocator_peak[ours]:,.0fMiB} of {allocator_peak[reference]:,.0fMiB}",
-    "ratio": "{allocator_ratio:.2f}x",
-    "resident MiB": "{resident_peak[ours]:,.0fMiB} of {resident_peak[reference]:,.0fMiB}",
-    "its ratio": "{resident_ratio:.2f}x",
-    f"aim {MEMORY_TARGET}": "{memory_kept}",
-}
 
 
 @dataclass
@@ -271,7 +254,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if not given.no_memory and allocator == given.allocators[0]:
                 row |= take_peaks(case)
             rows.append(row)
-    print(harness.table(COLUMNS, rows))
+    harness.show(rows)
     harness.write(given.out, harness.report(given, rows=rows))
 
 

@@ -35,15 +35,6 @@ from specheads.decoding.stats import rep8
 from specheads.models.checkpoint import load_export
 
 THRESHOLDS = (0.05, 0.09, 0.15)
-COLUMNS = {
-    "method": "{method}",
-    "speed-up": "{speedup_vs_plain:.2f}x",
-    "accept length": "{accept_length:.2f}",
-    "nats": "{nats:.3f}",
-    "entropy": "{entropy:.3f}",
-    "not best": "{not_best:.1%}",
-    "rep8": "{rep8:.2f}",
-}
 
 
 @dataclass
@@ -114,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         row = {"method": name, "speedup_vs_plain": ratios, "accept_length": length}
         row |= {"accept_length_ci95": bounds, **found}
         rows.append(row | {"rep8": statistics.fmean(rep8(t.tokens) for t in of.decoded)})
-    print(harness.table(COLUMNS, rows))
+    harness.show(rows)
     document = harness.report(given, rows=rows)
     document["settings"] |= {
         "checkpoint": given.checkpoint.name,

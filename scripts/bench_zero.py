@@ -46,20 +46,6 @@ SMALL = 65_536  # bytes; tensors below are not told apart
 NUMBERS = 4_000_000  # of the tensor with which Adam and the link are timed
 KINDS = ("frozen", "lora", "full")
 BASES = {"7B": LLAMA_7B, "13B": LLAMA_13B, "70B": LLAMA_70B}
-COLUMNS = {
-    "ZeRO (-1: plain torch)": "{stage}",
-    "weights": "{memory[0][alive][weights]:,}",
-    "moments": "{memory[0][alive][moments]:,}",
-    "copied weights": "{memory[0][alive][copied weights]:,}",
-    "gradients": "{memory[0][alive][gradients]:,}",
-    "other": "{memory[0][alive][other]:,}",
-    "peak": "{peak:,}",
-    "predicted": "{predicted[peak]:,.0f}",
-    "ratio": "{peak_ratio:.2f}",
-    "s/step": "{seconds:.3f}",
-    "predicted s": "{predicted[seconds]:.3f}",
-    "its ratio": "{seconds_ratio:.2f}",
-}
 
 
 @dataclass
@@ -410,7 +396,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows[-1]["times"] = on_ranks(given, stage, "time")
         print(f"stage {stage} measured", file=sys.stderr, flush=True)
     summarise(given, rows)
-    print(harness.table(COLUMNS, rows))
+    harness.show(rows)
     harness.write(given.out, harness.report(given, rows=rows))
 
 

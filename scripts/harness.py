@@ -17,13 +17,12 @@ import os
 import re
 import shlex
 import statistics
-import string
 import subprocess
 import sys
 import time
 import tomllib
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -104,48 +103,50 @@ def report(settings: Any, **content: Any) -> dict[str, Any]:
     return {"environment": environment(), "settings": recorded(settings), **content}
 
 
-def write(path: Path | None, document: Any) -> None:
-    """Write a JSON file, whole or not at all; None writes nothing."""
+def write(path: Path | None, document: Any, *, quiet: bool = False) -> None:
+    """Write a JSON file, whole or not at all, and say so; None writes nothing."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as fresh:
             fresh.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        print(f"wrote {path}")
+        if not quiet:
+            print(f"wrote {path}")
 
 
 def kept(path: Path, make: Callable[[], Any]) -> Any:
     """Return what a JSON file holds, or make it and keep it there: measuring can be stopped."""
     if not path.is_file():
-        write(path, {"value": make()})
+        write(path, {"value": make()}, quiet=True)
     return json.loads(path.read_text())["value"]
 
 
-class _Cells(string.Formatter):
-    """Formats a list as its median, and bytes by ``MiB`` behind the usual format."""
+def describe(found: Mapping[str, Any], indent: str = "") -> str:
+    """Lay figures out as text: those of one level on a line, deeper ones on indented lines below.
 
-    def format_field(self, value: Any, spec: str) -> str:
-        if isinstance(value, list):
-            value = statistics.median(value)
-        if spec.endswith("MiB"):
-            value, spec = value / 2**20, spec.removesuffix("MiB")
-        return format(value, spec)
-
-
-def table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """Lay rows out as a table.
-
-    Args:
-        columns: per title how a cell is formatted, as ``"{step_ms[median]:.2f}"``.
-        rows: their values; a cell whose key a row lacks stays empty.
+    Floats have four digits; of a list of numbers its median is shown, of a spread the quartiles or
+    extremes too; what is empty is left out.
     """
+    flat, deeper = [], []
+    for name, value in found.items():
+        if isinstance(value, Mapping) and "median" in value:
+            middle, low, high = (f"{each:.4g}" for each in value.values())
+            value = f"{middle} ({low}-{high})" if "q25" in value or "min" in value else middle
+        elif isinstance(value, list) and value and isinstance(value[0], float):
+            value = statistics.median(value)
+        if isinstance(value, list) and value and isinstance(value[0], Mapping):
+            deeper += [(name, each) for each in value]
+        elif isinstance(value, Mapping):
+            deeper.append((name, value))
+        elif value not in (None, "", []):
+            flat.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
+    lines = [indent + ", ".join(flat)] if flat else []
+    lines += [f"{indent}{name}:\n{describe(each, indent + '    ')}" for name, each in deeper]
+    return "\n".join(lines)
 
-    def cell(row: Mapping[str, Any], shown: str) -> str:
-        try:
-            return _Cells().vformat(shown, (), row)
-        except (KeyError, TypeError):
-            return ""
 
-    return markdown([list(columns), *([cell(r, c) for c in columns.values()] for r in rows)])
+def show(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print some rows, see :func:`describe`."""
+    print("\n\n".join(map(describe, rows)), flush=True)
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:
@@ -171,11 +172,6 @@ def spread(values: Sequence[float]) -> dict[str, float]:
         statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
     )
     return {"median": middle, "q25": low, "q75": high}
-
-
-def shown(found: Mapping[str, float], digits: int = 3) -> str:
-    """Return a median with its quartiles as text."""
-    return f"{found['median']:.{digits}f} ({found['q25']:.{digits}f}-{found['q75']:.{digits}f})"
 
 
 def take_turns(
@@ -539,7 +535,7 @@ def run_parts(
             "seconds": round(time.monotonic() - start, 1),
             "finished": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         }
-        write(record_file, record)
+        write(record_file, record, quiet=True)
         print(f"{where}: {record[part.name]['seconds'] / 60:.1f} min, {state}", flush=True)
     spent = sum(record[part.name]["seconds"] for part in parts if part.name in record)
     print(f"{spent / 60:.1f} min in {len(parts)} parts", flush=True)
