@@ -46,11 +46,8 @@ from specheads.models.draft import load_draft
 DATA = ("documents", "corpus", "regenerated", "on_policy")
 CALIBRATION = tinycode_dir() / "calibration.jsonl"
 COMMON = (
-    "evaluate.every=0",
-    "evaluate.num_prompts=2",
-    "evaluate.max_new_tokens=32",
-    "log.wandb=disabled",
-    "checkpoint.every=1000",
+    *("evaluate.every=0", "evaluate.num_prompts=2", "evaluate.max_new_tokens=32"),
+    *("log.wandb=disabled", "checkpoint.every=1000"),
 )
 
 

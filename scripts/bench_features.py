@@ -60,7 +60,6 @@ class Settings:
         steps: of a block
         repeats: blocks per side
         warmup: steps before the first block
-        dtype: of the base
         folder: of the caches; default: temporary
         threads: 0: all
         out: write the JSON there
@@ -70,7 +69,6 @@ class Settings:
     deep_layers: int = 16
     deep_hidden: int = 256
     deep_vocab: int = 1024
-    deep_lm_head: Literal["own", "shared", "low_rank"] = "low_rank"
     rank: int = 64
     heads: int = 4
     rows: int = 8
@@ -79,8 +77,6 @@ class Settings:
     steps: int = 4
     repeats: int = 9
     warmup: int = 2
-    dtype: str = "float32"
-    autocast: Literal["none", "bfloat16"] = "none"
     features_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
     folder: Path | None = None
     threads: int = 0
@@ -140,7 +136,6 @@ class Side:
             run_dir="unused",
             data=DataConfig(seq_len=given.seq_len, rows=given.rows),
             optim=OptimConfig(lr=1e-3),
-            autocast=given.autocast,
         )
         self.engine = TorchEngine(self.objective, param_groups(cfg.optim, heads=(heads, 1e-3)), cfg)
         self.inner = Clock()
@@ -175,14 +170,14 @@ def make_base(name: str, given: Settings) -> PreTrainedModel:
     """Return the embedded model, or a random one of the given sizes."""
     device = hardware.pick_device()
     if name == "tinycode":
-        return load_base_model("tinycode", dtype=given.dtype, device=device)
+        return load_base_model("tinycode", dtype="float32", device=device)
     model = harness.llama(given.deep_vocab, given.deep_hidden, given.deep_layers).eval()
-    return model.to(device, getattr(torch, given.dtype))
+    return model.to(device)
 
 
 def measure(name: str, folder: Path, given: Settings) -> dict[str, Any]:
     """Return everything about one base model."""
-    lm_head = "own" if name == "tinycode" else given.deep_lm_head
+    lm_head = "own" if name == "tinycode" else "low_rank"
     base = make_base(name, given)
     vocab, hidden = output_layer(base).weight.shape
     documents = random_documents(given, vocab)
@@ -195,14 +190,14 @@ def measure(name: str, folder: Path, given: Settings) -> dict[str, Any]:
         folder / name,
         documents,
         base=name,
-        computed=f"{given.dtype}, autocast {given.autocast}",
+        computed="float32, autocast none",
         hidden_size=hidden,
         given_as=base.dtype,
         dtype=given.features_dtype,
     )
     print(f"\n{name}: {plan.describe()}", flush=True)
     begin = time.perf_counter()
-    write_features(plan, documents, base, autocast=given.autocast == "bfloat16", **of_rows)
+    write_features(plan, documents, base, **of_rows)
     write_seconds = time.perf_counter() - begin
     features = Features(plan)
     sides = {

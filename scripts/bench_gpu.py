@@ -37,12 +37,13 @@ from typing import Any, Literal
 
 import harness
 import torch
+from harness import NotRun
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from specheads import dist
+from specheads import dist, hardware
 from specheads.config import ConfigError, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from specheads.hardware import environment, peak_memory
 from specheads.kv_cache import TreeCache
@@ -50,7 +51,7 @@ from specheads.models.compiled import run_compiled
 from specheads.models.forward import ModelPass
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer
-from specheads.training.capacity import Load, Spread, need
+from specheads.training.capacity import Spread, need
 from specheads.training.engine import open_engine
 from specheads.training.objectives import HeadsObjective
 from specheads.training.schedule import param_groups
@@ -76,7 +77,6 @@ ENGINES: dict[str, dict[str, Any]] = {  # package that it needs -> what is set f
     "deepspeed": {"deepspeed": {"zero_optimization": {"stage": 2}}},
 }
 FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # bfloat16, dense, vendor's
-DATASHEET = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12}  # bytes per second, vendor's
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Settings:
     """
 
     shape: Literal["tiny", "gqa", "1b", "8b"] = "1b"
-    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    device: str = "auto"
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     parts: tuple[Literal["heads", "base", "medusa1_8b"], ...] = ("heads", "base")
     train_rows: int = 4
@@ -107,33 +107,23 @@ class Settings:
     out: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.device.startswith("cuda") and not torch.cuda.is_available():
-            raise ValueError(
-                f"--device {self.device}: torch {torch.__version__} sees no CUDA device"
-            )
-        decoding = {"heads", "base"} & set(self.parts)
-        if self.device == "cpu" and self.shape in ("1b", "8b") and decoding:
-            raise ValueError(
-                f"--shape {self.shape} is for a GPU; --shape tiny tries the program on a CPU"
-            )
-
-    @property
-    def weights(self) -> torch.dtype:
-        """The dtype of the weights."""
-        found: torch.dtype = getattr(torch, self.dtype)
-        return found
+        self.device = str(hardware.pick_device(self.device))
+        if (
+            self.device == "cpu"
+            and self.shape in ("1b", "8b")
+            and {"heads", "base"} & {*self.parts}
+        ):
+            raise ValueError(f"--shape {self.shape} is for a GPU; tiny and gqa try it on a CPU")
 
 
-class NotRun(Exception):  # noqa: N818 - no error
-    """A mode that this machine cannot do; the message says why."""
-
-
-def build(shape: str, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
+def build(shape: str, dtype: str, device: torch.device | str) -> PreTrainedModel:
     """Build the model on the device, its weights drawn once."""
     sizes: dict[str, Any] = dict(zip(NAMES, SHAPES[shape], strict=True))
     config = LlamaConfig(**sizes, max_position_embeddings=1 << 17)
     with torch.device(device), no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+        )
     assert isinstance(model, PreTrainedModel)
     model.tie_weights()
     torch.manual_seed(0)
@@ -163,13 +153,6 @@ def weight_bytes(model: PreTrainedModel) -> int:
     return total if shared else total - looked_up.numel() * looked_up.element_size()
 
 
-def cache_bytes(model: PreTrainedModel, context: int) -> int:
-    """Return the bytes of keys and values behind ``context`` tokens."""
-    config = model.config
-    width = config.num_key_value_heads * config.head_dim
-    return 2 * config.num_hidden_layers * width * context * model.dtype.itemsize
-
-
 def clock(
     run: Callable[[], Any], device: torch.device, repeats: int, warmup: int
 ) -> dict[str, float]:
@@ -195,32 +178,11 @@ def clock(
     return {"ms": statistics.median(times), "ms_p10": low, "ms_p90": high}
 
 
-def measure_bandwidth(device: torch.device, repeats: int) -> dict[str, Any]:
+def measure_bandwidth(device: torch.device, repeats: int) -> float:
     """Copy a large buffer; return bytes per second, read and written ones counted."""
     size = 2**30 if device.type == "cuda" else 2**26
     source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
-    taken = clock(lambda: target.copy_(source), device, repeats, 3)["ms"]
-    found: dict[str, Any] = {"copied": 2e3 * size / taken}
-    if device.type == "cuda":
-        known = torch.cuda.get_device_properties(device)
-        for name, rate in DATASHEET.items():
-            if name in known.name:
-                found["datasheet"] = rate
-    return found
-
-
-def capture(run: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
-    """Capture what ``run`` launches."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):  # workspaces and kernels are chosen before
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
+    return 2e3 * size / clock(lambda: target.copy_(source), device, repeats, 3)["ms"]
 
 
 class Step:
@@ -282,8 +244,8 @@ class Step:
 
 
 @torch.inference_mode()
-def time_heads(model: PreTrainedModel, lm_head: str, given: Settings) -> list[dict[str, Any]]:
-    """Time one pass of the heads over one hidden state: eager, and as a CUDA graph."""
+def time_heads(model: PreTrainedModel, lm_head: str, given: Settings) -> dict[str, Any]:
+    """Time one pass of the heads over one hidden state, as the decoding loop does it."""
     device, dtype = model.device, model.dtype
     output = OutputLayer(model.get_output_embeddings())
     heads = make_heads(output, lm_head, dtype)
@@ -292,14 +254,8 @@ def time_heads(model: PreTrainedModel, lm_head: str, given: Settings) -> list[di
     read = sum(p.numel() * p.element_size() for p in heads.parameters())
     if lm_head == "shared":
         read += output.weight.numel() * dtype.itemsize
-    runs: dict[str, Callable[[], Any]] = {"eager": lambda: predict(hidden)}
-    if device.type == "cuda":
-        runs["graphs"] = capture(lambda: predict(hidden)).replay
     about = {"part": "heads", "lm_head": lm_head, "num_heads": NUM_HEADS, "bytes_read": read}
-    return [
-        {**about, "mode": mode, **clock(run, device, given.repeats, given.warmup)}
-        for mode, run in runs.items()
-    ]
+    return {**about, **clock(lambda: predict(hidden), device, given.repeats, given.warmup)}
 
 
 @torch.inference_mode()
@@ -309,11 +265,7 @@ def time_step(model: PreTrainedModel, mode: str, nodes: int, given: Settings) ->
     tree = default_tree(NUM_HEADS, nodes) if nodes > 1 else Tree.chain(0)
     step = Step(model, tree, given.context)
     start = time.perf_counter()
-    run: Callable[[], Tensor] = {
-        "eager": step.eager,
-        "loop": step.loop,
-        "expanded": step.expanded,
-    }[mode]
+    run: Callable[[], Tensor] = getattr(step, mode)
     skipped = counters["inductor"]["cudagraph_skips"]
     difference = step.check(run)
     if difference > (1e-3 if model.dtype == torch.float32 else 0.1):
@@ -331,20 +283,6 @@ def time_step(model: PreTrainedModel, mode: str, nodes: int, given: Settings) ->
     return {**row, "peak_memory": peak_memory(model.device)}
 
 
-def training_load(shape: Shape, lm_head: str, given: Settings) -> Load:
-    """Return what a rank needs for heads on a frozen base, as plain torch has it."""
-    return load_of(
-        shape,
-        "frozen",
-        tokens=given.train_rows * given.train_seq_len,
-        size=given.weights.itemsize,
-        head_size=4,
-        num_heads=NUM_HEADS,
-        own_heads=lm_head == "own",
-        seq_len=given.train_seq_len,
-    )
-
-
 def time_training(engine: str, lm_head: str, given: Settings) -> dict[str, Any]:
     """Train heads on a frozen random base for some steps.
 
@@ -356,7 +294,7 @@ def time_training(engine: str, lm_head: str, given: Settings) -> dict[str, Any]:
         raise NotRun("needs a CUDA device; --shape tiny tries it on a CPU")
     if importlib.util.find_spec(engine) is None:
         raise NotRun(f"{engine} is not installed here")
-    model = build(shape_name, given.weights, device)
+    model = build(shape_name, given.dtype, device)
     output = OutputLayer(model.get_output_embeddings())
     heads = make_heads(output, lm_head, torch.float32)
     objective = HeadsObjective(model, heads, train_base=False, output=output)
@@ -387,7 +325,17 @@ def time_training(engine: str, lm_head: str, given: Settings) -> dict[str, Any]:
     runner.close()
     shape = Shape.from_config(model.config)
     assert shape is not None
-    load = training_load(shape, lm_head, given)
+    tokens = given.train_rows * given.train_seq_len
+    load = load_of(  # as plain torch has it
+        shape,
+        "frozen",
+        tokens=tokens,
+        size=model.dtype.itemsize,
+        head_size=4,
+        num_heads=NUM_HEADS,
+        own_heads=lm_head == "own",
+        seq_len=given.train_seq_len,
+    )
     flops = 1e3 * load.flops / times["ms"]
     promised = [rate for name, rate in FLOPS.items() if name in environment()["device"]]
     spread = Spread.from_config(cfg.deepspeed)
@@ -397,7 +345,7 @@ def time_training(engine: str, lm_head: str, given: Settings) -> dict[str, Any]:
         "engine": engine,
         "lm_head": lm_head,
         **times,
-        "tokens_per_second": 1e3 * given.train_rows * given.train_seq_len / times["ms"],
+        "tokens_per_second": 1e3 * tokens / times["ms"],
         "flops_per_second": flops,
         "mfu": flops / promised[0] if promised else None,
         "peak_memory": peak,
@@ -410,20 +358,17 @@ def compare(report: dict[str, Any]) -> None:
     """Add to every row its ratio to the floor and to the plain step of the same mode."""
     done = [row for row in report["rows"] if "ms" in row and row["part"] in ("heads", "base")]
     plain = {row["mode"]: row["ms"] for row in done if row.get("nodes") == 1}
-    heads = {(row["lm_head"], row["mode"]): row["ms"] for row in done if row["part"] == "heads"}
+    heads = {row["lm_head"]: row["ms"] for row in done if row["part"] == "heads"}
     for row in done:
         read = row.get("bytes_read", report["weight_bytes"])
-        row["floor_ms"] = 1e3 * read / report["bandwidth"]["copied"]
+        row["floor_ms"] = 1e3 * read / report["bandwidth"]
         row["vs_floor"] = row["ms"] / row["floor_ms"]
         if row["part"] == "heads" or row["mode"] not in plain:
             continue
         row["vs_plain"] = row["ms"] / plain[row["mode"]]
-        with_graphs = "graphs" if row["mode"] == "loop" else "eager"
-        row["with_heads_vs_plain"] = {
-            lm_head: (row["ms"] + ms) / plain[row["mode"]]
-            for (lm_head, mode), ms in heads.items()
-            if mode == with_graphs and row["nodes"] > 1
-        }
+        if row["nodes"] > 1:
+            steps = {lm_head: row["ms"] + ms for lm_head, ms in heads.items()}
+            row["with_heads_vs_plain"] = {k: ms / plain[row["mode"]] for k, ms in steps.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -433,33 +378,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = harness.report(given, rows=[])
 
     def attempt(about: dict[str, Any], measure: Callable[..., Any], *arguments: Any) -> None:
-        """Add a row or several; what fails says so and costs nothing else."""
-        try:
-            found = measure(*arguments, given)
-        except NotRun as reason:
-            found = {**about, "status": "not run", "detail": str(reason)}
-        except Exception as error:  # a machine that is lent for minutes is not asked twice
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            found = {**about, "status": "failed", "detail": f"{type(error).__name__}: {first}"}
-        report["rows"] += found if isinstance(found, list) else [found]
+        status, found = harness.attempt(lambda: measure(*arguments, given))
+        report["rows"].append(
+            found if status == "ok" else {**about, "status": status, "detail": found}
+        )
         compare(report)
         harness.write(given.out, report, quiet=True)
 
     if {"heads", "base"} & set(given.parts):
-        model = build(given.shape, given.weights, device)
+        model = build(given.shape, given.dtype, device)
         report |= {
             "bandwidth": measure_bandwidth(device, max(3, given.repeats // 2)),
             "weight_bytes": weight_bytes(model),
-            "cache_bytes": cache_bytes(model, given.context),
         }
         for lm_head in ("shared", "own") if "heads" in given.parts else ():
-            about = {"part": "heads", "lm_head": lm_head, "mode": "eager"}
+            about = {"part": "heads", "lm_head": lm_head}
             attempt(about, time_heads, model, lm_head)
         for mode in given.modes if "base" in given.parts else ():
             for nodes in given.nodes:
-                attempt(
-                    {"part": "base", "mode": mode, "nodes": nodes}, time_step, model, mode, nodes
-                )
+                about = {"part": "base", "mode": mode, "nodes": nodes}
+                attempt(about, time_step, model, mode, nodes)
         del model
         gc.collect()
     for engine in ENGINES if TRAINING in given.parts else ():
@@ -468,9 +406,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             attempt(about, time_training, engine, lm_head)
             gc.collect()
     harness.show(report["rows"])
-    print(
-        {key: report[key] for key in ("bandwidth", "weight_bytes", "cache_bytes") if key in report}
-    )
     dist.shutdown()
     return int(any(row.get("status") == "failed" for row in report["rows"]))
 

@@ -27,10 +27,9 @@ import harness
 from harness import CORPUS, ROOT
 
 from specheads import hardware
-from specheads.decoding.benchmark import make_methods, measure_rows
-from specheads.decoding.measure import clock, drafted_method, end_tokens
+from specheads.decoding.benchmark import measure_rows
+from specheads.decoding.measure import drafted_method, end_tokens
 from specheads.models.checkpoint import read_config
-from specheads.models.output import output_layer
 
 CALIBRATION = ROOT / "data" / "tinycode" / "calibration.jsonl"
 NUM_HEADS, NUM_NODES = 5, 16
@@ -39,32 +38,21 @@ SEEDS = (0, 1, 2)
 TEMPERATURES = (0.0, 1.0)
 MAX_NEW_TOKENS = 128
 COMMON = (
-    f"heads.num_heads={NUM_HEADS}",
-    f"tree.num_nodes={NUM_NODES}",
-    "data.rows=8",
-    "autocast=bfloat16",
-    "optim=muon",
-    "optim.schedule=wsd",
-    "optim.decay_fraction=0.5",
-    "evaluate.num_prompts=12",
-    "evaluate.max_new_tokens=64",
-    "log.every=25",
+    *(f"heads.num_heads={NUM_HEADS}", f"tree.num_nodes={NUM_NODES}", "data.rows=8"),
+    *("autocast=bfloat16", "optim=muon", "optim.schedule=wsd", "optim.decay_fraction=0.5"),
+    *("evaluate.num_prompts=12", "evaluate.max_new_tokens=64", "log.every=25"),
     "log.wandb=disabled",
 )
 KL_LIMIT, LOSS_LIMIT = 0.01, 1.01  # of a tuned base: nats per token; times the original's loss
 HEAD_RATES = tuple((f"optim.lr={rate}",) for rate in ("3e-3", "6e-3", "1.2e-2", "2.4e-2"))
 # weight of the heads' loss, the base's learning rate, share of the steps for the heads alone
 JOINT = (
-    ("1.0", "7e-4", "0.2"),
-    ("0.3", "7e-4", "0.2"),
-    ("0.55", "7e-4", "0.1"),
-    ("0.4", "1.4e-3", "0.1"),
+    *(("1.0", "7e-4", "0.2"), ("0.3", "7e-4", "0.2")),
+    *(("0.55", "7e-4", "0.1"), ("0.4", "1.4e-3", "0.1")),
 )
 DISTILLED = (
-    ("0.75", "5e-4", "0.2"),
-    ("0.4", "4e-4", "0.2"),
-    ("0.3", "5e-4", "0.2"),
-    ("0.2", "3e-4", "0.2"),
+    *(("0.75", "5e-4", "0.2"), ("0.4", "4e-4", "0.2")),
+    *(("0.3", "5e-4", "0.2"), ("0.2", "3e-4", "0.2")),
 )
 
 
@@ -189,31 +177,18 @@ def accept_length(folder: Path, num_prompts: int) -> dict[str, Any]:
     eos, nodes = end_tokens(export.base, export.tokenizer), export.tree.num_nodes
     drafter = harness.tree_drafter(export)
     method = drafted_method("tree", export.base, drafter, eos, MAX_NEW_TOKENS, tree_nodes=nodes)
-    found = {}
-    for temperature in TEMPERATURES:
-        decoded = clock([method], prompts, temperature, repeats=1)["tree"].decoded
-        length, bounds = harness.accepted(decoded)
-        found[f"t{temperature:g}"] = {"accept_length": length, "ci95": bounds}
-    return found
+    found = harness.accept_lengths([method], prompts, TEMPERATURES)
+    return {temperature: each["tree"] for temperature, each in found.items()}
 
 
 def measure(folder: Path, num_prompts: int, repeats: int) -> list[dict[str, Any]]:
     """Clock plain decoding, transformers' generate, prompt lookup and the tree of an export."""
     export, prompts, _ = harness.open_export(folder, num_prompts, MAX_NEW_TOKENS)
-    base, tokenizer = export.base, export.tokenizer
-    methods = make_methods(
-        base,
-        export.heads,
-        output_layer(base),
-        [export.tree],
-        eos=end_tokens(base, tokenizer),
-        pad=tokenizer.pad_token_id,
-        max_new_tokens=MAX_NEW_TOKENS,
-    )
+    methods = harness.methods_of(export, export.heads, [export.tree], MAX_NEW_TOKENS)
     return [
         row
         for temperature in TEMPERATURES
-        for row in measure_rows(base, methods, prompts, temperature, repeats=repeats)
+        for row in measure_rows(export.base, methods, prompts, temperature, repeats=repeats)
     ]
 
 

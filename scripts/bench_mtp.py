@@ -19,8 +19,8 @@ long training takes and how much memory is clocked apart (``--clock``).
     python scripts/bench_mtp.py --clock
     python scripts/bench_mtp.py
 
-A look at what it does: --steps 4 --tuning-steps 2 --layers 3 --hidden 32 --heads 2
---seeds 0 --num-prompts 2 --max-new-tokens 16 --repeats 1.
+A look at what it does: --steps 4 --tuning-steps 2 --layers 3 --hidden 32
+--arms byte-n1 byte-n2-parallel --seeds 0 --num-prompts 2 --max-new-tokens 16 --repeats 1.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import harness
 import torch
@@ -46,32 +46,30 @@ from specheads.assets import tinycode_dir
 from specheads.config import DataConfig
 from specheads.data.chat import Encoder
 from specheads.data.records import Record, load_records
-from specheads.decoding.benchmark import make_methods, measure_rows
+from specheads.decoding.benchmark import measure_rows
 from specheads.decoding.calibrate import calibrate
 from specheads.decoding.cost import clock_steps, runner
 from specheads.decoding.grow import grow_static
 from specheads.decoding.hits import collect_hits
-from specheads.decoding.measure import Method, Prompt, clock, end_tokens, read_prompts
+from specheads.decoding.measure import Prompt, end_tokens, read_prompts
 from specheads.decoding.phases import HEADS as OF_HEADS
 from specheads.decoding.phases import Phases
-from specheads.decoding.stats import rep8
 from specheads.decoding.subject import Subject, load_subject
 from specheads.drafters.made import static_drafter
 from specheads.models.base import load_tokenizer
+from specheads.models.mtp import VARIANTS
 from specheads.models.output import output_layer
 from specheads.tree import Tree
 
-HEADS = {"byte": (2, 4, 8), "bpe": (2, 4)}  # n of the models to compare with n=1
+# tokenizer, n: tokens that are predicted at each position, and what the heads are
+ARMS = (
+    *("byte-n1", "byte-n2-parallel", "byte-n4-parallel", "byte-n8-parallel"),
+    *("bpe-n1", "bpe-n2-parallel", "bpe-n4-parallel"),
+)
 TEMPERATURES = (0.0, 1.0)
 COMMON = (
-    "autocast=bfloat16",
-    "optim=muon",
-    "optim.schedule=wsd",
-    "optim.decay_fraction=0.4",
-    "optim.weight_decay=0.01",
-    "evaluate.every=0",
-    "checkpoint.every=250",
-    "log.wandb=disabled",
+    *("autocast=bfloat16", "optim=muon", "optim.schedule=wsd", "optim.decay_fraction=0.4"),
+    *("optim.weight_decay=0.01", "evaluate.every=0", "checkpoint.every=250", "log.wandb=disabled"),
 )
 # the recipe chooses a tree of its own at the end; the trees of this table are grown below
 SHORT_END = ("evaluate.num_prompts=2", "evaluate.max_new_tokens=32", "tree.choices=[[0]]")
@@ -84,8 +82,7 @@ class Settings:
     """What is compared, and where the runs are.
 
     Attributes:
-        heads: n; byte: 2 4 8, bpe: 2 4
-        arms: only these, as byte-n1 or byte-n4-parallel
+        arms: as byte-n1, byte-n4-parallel, bpe-n2-causal or bpe-n2-sequential
         train_only: measure later, when it is quiet
         clock: only clock the training of each arm
         layers: of every model, heads included
@@ -100,10 +97,7 @@ class Settings:
 
     runs: Path = ROOT / "runs" / "mtp_table"
     out: Path = ROOT / "benchmarks" / "mtp_table.json"
-    tokenizers: tuple[Literal["byte", "bpe"], ...] = ("byte", "bpe")
-    heads: tuple[int, ...] = ()
-    variants: tuple[Literal["parallel", "causal", "sequential"], ...] = ("parallel",)
-    arms: tuple[str, ...] = ()
+    arms: tuple[str, ...] = ARMS
     train_only: bool = False
     clock: bool = False
     layers: int = 14
@@ -126,49 +120,23 @@ class Settings:
 
     def __post_init__(self) -> None:
         self.runs = self.runs.resolve()
-        most = max(self.heads or [each for name in self.tokenizers for each in HEADS[name]])
-        if not 1 < min(self.heads or [2]) <= most < self.layers:
-            raise ValueError(
-                f"--heads must be from 2 to below --layers {self.layers}, got {self.heads or most}"
-            )
+        for tokenizer, num_heads, variant in map(parts_of, self.arms):
+            known = tokenizer in ("byte", "bpe") and variant in ("", *VARIANTS)
+            if not known or not 0 < num_heads < self.layers or (num_heads > 1) != bool(variant):
+                raise ValueError(f"--arms are as {', '.join(ARMS)}, below --layers {self.layers}")
         if not self.repeats and not self.nodes:
             raise ValueError("--repeats 0 needs --nodes: the fastest size is found by clocks")
-        if not arms(self):
-            raise ValueError(f"--arms names none of these models: {self.arms}")
 
 
-@dataclass(frozen=True)
-class Arm:
-    """One model of the table.
-
-    Attributes:
-        tokenizer: ``byte`` or ``bpe``.
-        num_heads: n: tokens that it is trained to predict at each position.
-        variant: of its heads; none where n is 1.
-    """
-
-    tokenizer: str
-    num_heads: int
-    variant: str = ""
-
-    @property
-    def name(self) -> str:
-        """Of the row and of its runs."""
-        return "-".join(filter(None, (self.tokenizer, f"n{self.num_heads}", self.variant)))
+def parts_of(arm: str) -> tuple[str, int, str]:
+    """Return an arm's tokenizer, number of heads n, and their variant, if there are several."""
+    tokenizer, number, variant = [*arm.split("-"), ""][:3]
+    return tokenizer, int(number.removeprefix("n")), variant
 
 
-def arms(given: Settings) -> list[Arm]:
-    """Return the models to train: per tokenizer n=1 first."""
-    found = []
-    for tokenizer in given.tokenizers:
-        found.append(Arm(tokenizer, 1))
-        for num_heads in given.heads or HEADS[tokenizer]:
-            found += [Arm(tokenizer, num_heads, variant) for variant in given.variants]
-    return [arm for arm in found if not given.arms or arm.name in given.arms]
-
-
-def overrides(arm: Arm, given: Settings) -> list[str]:
+def overrides(arm: str, given: Settings) -> list[str]:
     """Return what trains ``arm``, but for rate, length and seed."""
+    tokenizer, num_heads, variant = parts_of(arm)
     init = {
         "model_type": "llama",
         "vocab_size": 0,  # as many as the tokenizer has
@@ -182,10 +150,10 @@ def overrides(arm: Arm, given: Settings) -> list[str]:
     }
     rows = [f"data.rows={given.rows}", f"data.seq_len={given.seq_len}", "data.growth=[]"]
     recipe = ["+recipe=pretrain"]
-    if arm.num_heads > 1:
-        recipe = ["+recipe=mtp", f"mtp.num_heads={arm.num_heads}", f"mtp.variant={arm.variant}"]
+    if num_heads > 1:
+        recipe = ["+recipe=mtp", f"mtp.num_heads={num_heads}", f"mtp.variant={variant}"]
         recipe += ["mtp.parity=true", "mtp.lm_head=shared", *SHORT_END]
-    tokens = [f"tokenizer={arm.tokenizer}", f"tokenizer_size={given.bpe_size}"]
+    tokens = [f"tokenizer={tokenizer}", f"tokenizer_size={given.bpe_size}"]
     model = [f"++model.init.{key}={value}" for key, value in init.items()]
     return [*recipe, *tokens, *model, *given.data, *rows, *COMMON]
 
@@ -196,10 +164,10 @@ def rate_overrides(rate: str) -> list[str]:
 
 
 def trained(
-    arm: Arm, given: Settings, rate: str, steps: int, seed: int
+    arm: str, given: Settings, rate: str, steps: int, seed: int
 ) -> tuple[Path, dict[str, float]]:
     """Train one model; return its export and its held-out loss."""
-    run = given.runs / f"{arm.name}-{rate}-{steps}-{seed}"
+    run = given.runs / f"{arm}-{rate}-{steps}-{seed}"
     length = harness.training_length(steps, seed)
     export = harness.train(run, [*overrides(arm, given), *rate_overrides(rate), *length])
     path = run / f"heldout-loss-{given.num_texts}.json"
@@ -207,7 +175,7 @@ def trained(
     return export, loss
 
 
-def tune(arm: Arm, given: Settings) -> tuple[str, list[dict[str, Any]]]:
+def tune(arm: str, given: Settings) -> tuple[str, list[dict[str, Any]]]:
     """Return the rate with the least held-out loss of the next token, and what each one gave.
 
     Both sides are tuned by the same figure, the one in which they are compared.
@@ -216,7 +184,7 @@ def tune(arm: Arm, given: Settings) -> tuple[str, list[dict[str, Any]]]:
     for rate in given.rates if len(given.rates) > 1 else ():
         _, loss = trained(arm, given, rate, given.tuning_steps, 0)
         tried.append({"rate": rate, **loss})
-        print(f"{arm.name} at {rate}: {loss['nats_per_token']:.4f} nats per token", flush=True)
+        print(f"{arm} at {rate}: {loss['nats_per_token']:.4f} nats per token", flush=True)
     best = min(tried, key=lambda each: each["nats_per_token"], default={"rate": given.rates[0]})
     return best["rate"], tried
 
@@ -302,34 +270,6 @@ def grow(model: Subject, num_nodes: int, given: Settings) -> tuple[Tree, dict[st
     return found.tree, found.measured_on
 
 
-def methods_of(model: Subject, tree: Tree | None, given: Settings) -> list[Method]:
-    """Return plain decoding, transformers' generate, prompt lookup, and the tree, if any."""
-    return make_methods(
-        model.base,
-        model.export.heads if model.export else None,
-        output_layer(model.base),
-        [tree] if tree else [],
-        eos=end_tokens(model.base, model.tokenizer),
-        pad=model.tokenizer.pad_token_id,
-        max_new_tokens=given.max_new_tokens,
-    )
-
-
-def accept_length(model: Subject, methods: Sequence[Method], given: Settings) -> dict[str, Any]:
-    """Decode once: per temperature tokens per forward of tree and prompt lookup, and ``rep8``."""
-    prompts, found = prompts_of(model, "prompts.jsonl", given), {}
-    methods = [method for method in methods if method.name != "hf_generate"]
-    for temperature in TEMPERATURES:
-        runs = clock(methods, prompts, temperature, repeats=1)
-        repeated = statistics.mean(rep8(each.tokens) for each in runs["plain"].decoded)
-        figures: dict[str, Any] = {"rep8": round(repeated, 4)}
-        for method in methods[1:]:
-            length, bounds = harness.accepted(runs[method.name].decoded)
-            figures[method.name] = {"accept_length": length, "ci95": bounds}
-        found[f"t{temperature:g}"] = figures
-    return found
-
-
 @torch.inference_mode()
 def step_milliseconds(model: Subject, tree: Tree | None, given: Settings) -> dict[str, float]:
     """Return ``plain``, and with a tree ``heads`` (drafting) and ``verify`` (the step's rest).
@@ -360,9 +300,9 @@ def step_milliseconds(model: Subject, tree: Tree | None, given: Settings) -> dic
     return {name: round(value, 4) for name, value in found.items()}
 
 
-def clock_training(arm: Arm, given: Settings) -> dict[str, float]:
+def clock_training(arm: str, given: Settings) -> dict[str, float]:
     """Return seconds per step of the later half of a short run, and the process's peak memory."""
-    run = given.runs / f"{arm.name}-clock"
+    run = given.runs / f"{arm}-clock"
     steps = [f"steps={given.clock_steps}", "log.every=2", "optim.warmup_steps=2", "seed=0"]
     harness.train(run, [*overrides(arm, given), *rate_overrides(given.rates[0]), *steps])
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -384,11 +324,13 @@ def measure(row: dict[str, Any], export: Path, num_nodes: int, given: Settings) 
     if model.export is not None:
         tree, row["calibration"] = grow(model, num_nodes, given)
         row |= {"tree": tree.to_json(), "num_nodes": tree.num_nodes}
-    methods = methods_of(model, tree, given)
-    row["accept"] = accept_length(model, methods, given)
+    trees, heads = ([tree], model.export.heads) if model.export else ([], None)
+    methods = harness.methods_of(model, heads, trees, given.max_new_tokens)
+    prompts = prompts_of(model, "prompts.jsonl", given)
+    ours = [method for method in methods if method.name != "hf_generate"]
+    row["accept"] = harness.accept_lengths(ours, prompts, TEMPERATURES)
     if row["seed"] == given.seeds[0] and given.repeats:
         row["step_ms"] = step_milliseconds(model, tree, given)
-        prompts = prompts_of(model, "prompts.jsonl", given)
         row["rows"] = [
             found
             for heat in TEMPERATURES
@@ -403,20 +345,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     path = given.runs / "clock.json"
     training = json.loads(path.read_text())["training"] if path.is_file() else {}
     if given.clock:
-        training |= {arm.name: clock_training(arm, given) for arm in arms(given)}
+        training |= {arm: clock_training(arm, given) for arm in given.arms}
         harness.write(path, {"environment": hardware.environment(), "training": training})
         print(json.dumps(training, indent=1))
         return
     rows: list[dict[str, Any]] = []
     exports: list[Path] = []
-    for arm in arms(given):
+    for arm in given.arms:
         rate, tried = tune(arm, given)
         for seed in given.seeds:
             export, loss = trained(arm, given, rate, given.steps, seed)
             found = {"seed": seed, "rate": rate, "tried": tried, "loss": loss}
-            rows.append({"arm": arm.name, **vars(arm), **found})
+            names = dict(zip(("tokenizer", "num_heads", "variant"), parts_of(arm), strict=True))
+            rows.append({"arm": arm, **names, **found})
             exports.append(export)
-            print(f"{arm.name} seed {seed}: {loss['bits_per_byte']:.4f} bits per byte", flush=True)
+            print(f"{arm} seed {seed}: {loss['bits_per_byte']:.4f} bits per byte", flush=True)
     check_same_texts(rows)
     if given.train_only:
         return

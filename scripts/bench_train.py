@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,7 +50,6 @@ class Settings:
         learned: share of tokens with a label
         allocators: freed memory goes back to the system, or is kept from then on
         chunk_size: rows of logits at one time
-        no_hits: count none, on either side
         repeats: timed steps; 0: none
         no_memory: time only
         threads: 0: all
@@ -67,7 +66,6 @@ class Settings:
     learned: tuple[float, ...] = (1.0, 0.5)
     allocators: tuple[Literal["system", "kept"], ...] = ("system", "kept")
     chunk_size: int = 0
-    no_hits: bool = False
     repeats: int = 9
     no_memory: bool = False
     threads: int = 0
@@ -78,29 +76,12 @@ class Settings:
             raise ValueError("--allocators must be system, kept, or both in this order")
 
 
-@dataclass(frozen=True)
-class Case:
-    """What one row is about."""
-
-    vocab: int
-    hidden: int
-    base_layers: int
-    num_heads: int
-    num_layers: int
-    rows: int
-    seq_len: int
-    learned: float
-    chunk_size: int
-    count_hits: bool
-    threads: int
-
-
 class Reference(nn.Module):
     """The loss of train_legacy.py over our heads' very parameters."""
 
-    def __init__(self, base: LlamaForCausalLM, heads: MedusaHeads, count_hits: bool) -> None:
+    def __init__(self, base: LlamaForCausalLM, heads: MedusaHeads) -> None:
         super().__init__()
-        self.base, self.heads, self.count_hits = base, heads, count_hits
+        self.base, self.heads = base, heads
         self.loss = nn.CrossEntropyLoss(ignore_index=IGNORE)
 
     def logits(self, input_ids: Tensor) -> Tensor:
@@ -126,39 +107,31 @@ class Reference(nn.Module):
             loss = self.loss(shifted, target)
             total = total + loss
             log[f"head_{i}/loss"] = loss.item()
-            if self.count_hits:
-                valid = target.ne(IGNORE)
-                _, top = shifted.topk(1, dim=-1)
-                hits = top[valid].eq(target[valid].unsqueeze(-1)).any(-1)
-                log[f"head_{i}/top1"] = hits.float().mean().item()
+            valid = target.ne(IGNORE)
+            _, top = shifted.topk(1, dim=-1)
+            hits = top[valid].eq(target[valid].unsqueeze(-1)).any(-1)
+            log[f"head_{i}/top1"] = hits.float().mean().item()
         return total, log
 
 
 class Setup:
     """One side of a case, ready to step."""
 
-    def __init__(self, case: Case, side: str) -> None:
-        pin_threads(case.threads)
-        base = harness.llama(case.vocab, case.hidden, case.base_layers).eval()
-        base.requires_grad_(False)
+    def __init__(self, case: dict[str, Any], side: str) -> None:
+        pin_threads(case["threads"])
+        vocab, hidden, chunk_size = case["vocab"], case["hidden"], case["chunk_size"]
+        base = harness.llama(vocab, hidden, case["base_layers"]).eval().requires_grad_(False)
         output = output_layer(base)
-        self.heads = MedusaHeads(case.num_heads, case.num_layers, case.hidden, case.vocab, "own")
+        self.heads = MedusaHeads(case["num_heads"], case["num_layers"], hidden, vocab, "own")
         self.heads.init_from_output(output.weight)
-        self.objective: nn.Module = Reference(base, self.heads, case.count_hits)
+        self.objective: nn.Module = Reference(base, self.heads)
         if side == "ours":
-            self.objective = HeadsObjective(
-                base,
-                self.heads,
-                train_base=False,
-                decay=1.0,
-                chunk_size=case.chunk_size,
-                count_hits=case.count_hits,
-                output=output,
-            )
+            options = {"train_base": False, "decay": 1.0, "chunk_size": chunk_size}
+            self.objective = HeadsObjective(base, self.heads, output=output, **options)
         self.optimizer = torch.optim.AdamW(self.heads.parameters(), lr=1e-4, fused=True)
-        self.batch = harness.batch_of(torch.randint(0, case.vocab, (case.rows, case.seq_len)))
+        self.batch = harness.batch_of(torch.randint(0, vocab, (case["rows"], case["seq_len"])))
         labels = self.batch["labels"].clone()  # what is not learned stands first, as a prompt does
-        labels[:, : round((1 - case.learned) * case.seq_len)] = IGNORE
+        labels[:, : round((1 - case["learned"]) * case["seq_len"])] = IGNORE
         self.batch["labels"] = labels
 
     def step(self) -> None:
@@ -170,7 +143,7 @@ class Setup:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def compare_losses(case: Case) -> dict[str, float]:
+def compare_losses(case: dict[str, Any]) -> dict[str, float]:
     """Return by how much losses and gradients differ, relative to the reference's.
 
     Raises:
@@ -196,7 +169,7 @@ def compare_losses(case: Case) -> dict[str, float]:
 
 def warmed_up(case: dict[str, Any], side: str) -> Callable[[], None]:
     """Return a step of one side whose optimizer's state has come into being."""
-    setup = Setup(Case(**case), side)
+    setup = Setup(case, side)
     setup.step()
     return setup.step
 
@@ -211,7 +184,7 @@ def resident_peak(case: dict[str, Any], side: str) -> int:
     return harness.resident_peak(lambda: warmed_up(case, side))
 
 
-def take_times(case: Case, repeats: int) -> dict[str, Any]:
+def take_times(case: dict[str, Any], repeats: int) -> dict[str, Any]:
     """Time steps of both sides, which take turns."""
     taken = harness.take_turns({side: Setup(case, side).step for side in SIDES}, repeats)
     row: dict[str, Any] = {}
@@ -222,11 +195,11 @@ def take_times(case: Case, repeats: int) -> dict[str, Any]:
         row[name] = {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
     for side in SIDES:
         taken_by_a_step = statistics.median(row["seconds"][side])
-        row[f"{side}_tokens_per_second"] = case.rows * case.seq_len / taken_by_a_step
+        row[f"{side}_tokens_per_second"] = case["rows"] * case["seq_len"] / taken_by_a_step
     return row | {"speed_kept": row["speed_ratio"]["median"] >= SPEED_TARGET}
 
 
-def take_peaks(case: Case) -> dict[str, Any]:
+def take_peaks(case: dict[str, Any]) -> dict[str, Any]:
     """Measure the memory of both sides in processes of their own."""
     row: dict[str, Any] = {}
     for kind, measure in (("allocator", allocator_peak), ("resident", resident_peak)):
@@ -239,16 +212,17 @@ def take_peaks(case: Case) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, write."""
     given = harness.parse(Settings, argv)
-    threads = pin_threads(given.threads)
+    same = ("vocab", "hidden", "base_layers", "rows", "seq_len", "chunk_size")
+    sizes = {name: getattr(given, name) for name in same}
+    sizes |= {"num_heads": given.heads, "num_layers": given.layers}
+    sizes["threads"] = pin_threads(given.threads)
     rows: list[dict[str, Any]] = []
-    sizes = (given.vocab, given.hidden, given.base_layers, given.heads, given.layers)
     for allocator in given.allocators:
         if allocator == "kept":
             keep_freed_memory()
         for learned in given.learned:
-            more = (learned, given.chunk_size, not given.no_hits, threads)
-            case = Case(*sizes, given.rows, given.seq_len, *more)
-            row = {**asdict(case), "allocator": allocator, "difference": compare_losses(case)}
+            case = {**sizes, "learned": learned}
+            row = {**case, "allocator": allocator, "difference": compare_losses(case)}
             if given.repeats:
                 row |= take_times(case, given.repeats)
             if not given.no_memory and allocator == given.allocators[0]:

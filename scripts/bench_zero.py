@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import harness
 import torch
@@ -43,6 +43,7 @@ from specheads.training.shapes import LLAMA_7B, LLAMA_13B, LLAMA_70B, Shape, loa
 from specheads.training.step_time import A100_OF_8, ADAM_TRAFFIC, Machine, seconds
 
 SMALL = 65_536  # bytes; tensors below are not told apart
+PATIENCE = 900  # seconds for one measurement
 NUMBERS = 4_000_000  # of the tensor with which Adam and the link are timed
 KINDS = ("frozen", "lora", "full")
 BASES = {"7B": LLAMA_7B, "13B": LLAMA_13B, "70B": LLAMA_70B}
@@ -60,7 +61,6 @@ class Settings:
         bucket: numbers; 5e8 in DeepSpeed
         repeats: timed steps; 0: memory only
         threads: per rank
-        patience: seconds for one measurement
         out: write the JSON there
     """
 
@@ -73,11 +73,9 @@ class Settings:
     vocab: int = 8192
     rows: int = 1
     seq_len: int = 256
-    dtype: Literal["float32", "bfloat16"] = "float32"
     bucket: int = 4_000_000
     repeats: int = 5
     threads: int = 1
-    patience: int = 900
     out: Path | None = None
 
     @property
@@ -97,7 +95,7 @@ def run_config(given: Settings, stage: int, run_dir: str) -> TrainConfig:
     }
     return TrainConfig(
         run_dir=run_dir,
-        model=ModelConfig(dtype=given.dtype),
+        model=ModelConfig(dtype="float32"),
         data=DataConfig(rows=given.rows, seq_len=given.seq_len),
         deepspeed={} if stage < 0 else {"zero_optimization": zero},
     )
@@ -151,8 +149,7 @@ class Work:
         from specheads.training.output_loss import LMObjective
 
         more = {"intermediate_size": given.intermediate, "use_cache": False}
-        model = harness.llama(given.vocab, given.hidden, given.layers, **more)
-        self.model = model.to(getattr(torch, given.dtype))
+        self.model = harness.llama(given.vocab, given.hidden, given.layers, **more)
         self.cfg = run_config(given, stage, run_dir)
         self.objective = LMObjective(self.model)
         rows, length = given.rows, given.seq_len
@@ -175,6 +172,11 @@ class Work:
         loss, _ = self.engine.forward(self.batch)
         self.engine.backward(loss, last=True)
 
+    def step(self) -> None:
+        """Run a whole optimizer step."""
+        self.backward()
+        self.engine.step(1.0)
+
     def plain(self) -> None:
         """Forward and backward without any engine."""
         loss, _ = self.objective(self.batch)
@@ -183,15 +185,15 @@ class Work:
             parameter.grad = None
 
 
-def clock(run: Callable[[], Any], repeats: int) -> float:
-    """Return the median seconds of ``run``, which all ranks begin together."""
+def clock(run: Callable[[], Any], repeats: int) -> list[float]:
+    """Return the seconds of calls, which all ranks begin together."""
     found = []
     for _ in range(repeats + 1):
         dist.barrier()
         start = time.perf_counter()
         run()
         found.append(time.perf_counter() - start)
-    return statistics.median(found[1:])
+    return found[1:]
 
 
 def measure_memory(given: Settings, stage: int, run_dir: str) -> dict[str, Any]:
@@ -221,26 +223,18 @@ def measure_time(given: Settings, stage: int, run_dir: str) -> dict[str, Any]:
     flat = torch.zeros(NUMBERS, requires_grad=True)
     flat.grad = torch.ones_like(flat)
     adam = torch.optim.AdamW([flat], lr=1e-3)
-    stepping = clock(adam.step, given.repeats)
+    stepping = statistics.median(clock(adam.step, given.repeats))
     link, world = 0.0, dist.world_size()
     if world > 1:
         bucket = torch.zeros(NUMBERS)
         sent = 2 * (world - 1) / world * 4 * NUMBERS
-        link = sent / clock(lambda: torch.distributed.all_reduce(bucket), given.repeats)
+        reducing = clock(lambda: torch.distributed.all_reduce(bucket), given.repeats)
+        link = sent / statistics.median(reducing)
     del flat, adam
     work.open()
-    found: list[list[float]] = []
-    for _ in range(given.repeats + 1):
-        dist.barrier()
-        begin = time.perf_counter()
-        work.backward()
-        middle = time.perf_counter()
-        work.engine.step(1.0)
-        found.append([middle - begin, time.perf_counter() - middle])
     return {
-        "seconds": [sum(pair) for pair in found[1:]],
-        "seconds_backward": [pair[0] for pair in found[1:]],
-        "plain_seconds": plain,
+        "seconds": clock(work.step, given.repeats),
+        "plain_seconds": statistics.median(plain),
         "adam_bytes_per_second": ADAM_TRAFFIC * NUMBERS / stepping,
         "link_bytes_per_second": link,
     }
@@ -279,7 +273,7 @@ def on_ranks(given: Settings, stage: int, what: str) -> list[dict[str, Any]]:
             env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         try:
-            said = process.communicate(timeout=given.patience)[0]
+            said = process.communicate(timeout=PATIENCE)[0]
         except subprocess.TimeoutExpired:
             process.terminate()  # the launcher ends its ranks
             said = process.communicate()[0]
@@ -294,7 +288,7 @@ def load(given: Settings) -> Load:
         given.shape,
         "full",
         tokens=given.rows * given.seq_len,
-        size=getattr(torch, given.dtype).itemsize,
+        size=torch.float32.itemsize,
         num_heads=0,
         own_heads=False,
         checkpointed=False,
@@ -310,7 +304,6 @@ def predict(given: Settings, stage: int, machine: Machine | None) -> dict[str, A
     found = need(load(given), spread, world, temporaries=2)
     told: dict[str, Any] = {
         "peak": found.training,
-        "loading": found.loading,
         "states": found.states,
         **{key: value for key, value in vars(found).items() if value},
     }

@@ -27,7 +27,6 @@ import shutil
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -37,10 +36,9 @@ from signal import SIGINT, SIGKILL, SIGSTOP, SIGTERM, SIGUSR1
 from typing import Any
 
 import harness
-from chaos_runs import POISON, SAVED_EVERY, STEPS, Lab, NotRun, Run, Workshop, Wrong
+from chaos_runs import POISON, SAVED_EVERY, STEPS, Lab, Run, Workshop, Wrong
 from safetensors.torch import load_file
 
-from specheads.config import ConfigError
 from specheads.hardware import environment
 
 SLOW = {"step": 0.03}  # so that a run is not over before it is hurt
@@ -360,29 +358,17 @@ def chosen(only: Sequence[str]) -> list[str]:
 
 
 def try_fault(shop: Workshop, name: str) -> dict[str, Any]:
-    """Return the row of a fault: verdict ``ok``, ``FAILED``, or ``not run``."""
-    begin = time.monotonic()
-    row: dict[str, Any] = {"fault": name, "saw": "", "code": None, "lost": "", "verdict": "ok"}
-    lab = Lab(shop, name, ranks=2 if name.startswith("two ranks") else 1)
-    try:
-        if lab.ranks > 1:
-            from specheads.training.deepspeed_engine import need_compiler
-
-            need_compiler()
-        run, row["lost"], *saw = FAULTS[name](lab)
-        row |= {"saw": (*saw, run.line)[0], "code": run.poll()}
-    except (NotRun, ConfigError) as reason:
-        row |= {"lost": str(reason), "verdict": "not run"}
-    except Wrong as wrong:
-        row |= {"lost": str(wrong), "verdict": "FAILED"}
-    except Exception as error:  # of this program, which has other faults to try
-        traceback.print_exc()
-        row |= {"lost": f"not known: {type(error).__name__}: {error}", "verdict": "FAILED"}
-    finally:
-        lab.close()
-    row |= {key: row[key].replace(str(shop.folder), "...") for key in ("saw", "lost")}
+    """Return the row of a fault: verdict ``ok``, ``failed``, or ``not run``."""
+    begin, lab = time.monotonic(), Lab(shop, name, ranks=2 if name.startswith("two ranks") else 1)
+    row: dict[str, Any] = {"fault": name, "saw": "", "code": None}
+    status, found = harness.attempt(partial(FAULTS[name], lab))
+    lab.close()
+    if status == "ok":
+        run, found, *saw = found
+        row |= {"saw": (*saw, run.line)[0].replace(str(shop.folder), "..."), "code": run.poll()}
+    row |= {"lost": found.replace(str(shop.folder), "..."), "verdict": status}
     row["seconds"] = round(time.monotonic() - begin, 1)
-    print(f"{row['verdict']:>7}  {name} ({row['seconds']:.0f} s)", file=sys.stderr, flush=True)
+    print(f"{status:>7}  {name} ({row['seconds']:.0f} s)", file=sys.stderr, flush=True)
     return row
 
 
@@ -394,50 +380,39 @@ def hurt_once_each(shop: Workshop, given: Settings) -> bool:
         rows = list(pool.map(partial(try_fault, shop), alone))
     rows += [try_fault(shop, name) for name in names if name not in alone]
     harness.show(rows)
-    counts = {v: sum(row["verdict"] == v for row in rows) for v in ("ok", "FAILED", "not run")}
+    counts = {v: sum(row["verdict"] == v for row in rows) for v in ("ok", "failed", "not run")}
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
     harness.write(given.json, {"environment": environment(), "steps": STEPS, "rows": rows})
-    return counts["FAILED"] > 0
+    return counts["failed"] > 0
 
 
-def kill_once(lab: Lab, moment: str, draw: random.Random, loading: float) -> dict[str, Any] | None:
+def kill_once(lab: Lab, in_save: bool, draw: random.Random, latest: float) -> dict[str, Any] | None:
     """Start a run, kill all its processes at a moment, and return what that left.
 
     Args:
         lab: of the run.
-        moment: save, step or start.
+        in_save: kill it while it writes a checkpoint; else at any moment.
         draw: for the exact moment.
-        loading: latest moment of a kill that is meant for the start, in seconds.
+        latest: seconds after its start within which it is killed at any moment.
 
     Returns:
-        None where the run was over before; else the moment, the last step of metrics.jsonl, the
-        step of the newest checkpoint, and whether a half-written one was left.
+        None where the run was over before; else what the kill was meant for, the last step of
+        metrics.jsonl, the newest checkpoint's, and whether a half-written one was left.
     """
-    goal, half, metrics = (
-        lab.saved() + draw.randint(1, 3),
-        lab.half_saved(),
-        lab.seen / "metrics.jsonl",
-    )
-    earlier = metrics.stat().st_ino if metrics.exists() else 0
-    end = time.monotonic() + loading * draw.random()
-    has_come: dict[str, Callable[[], bool]] = {
-        "start": lambda: time.monotonic() > end,
-        "save": lambda: bool(lab.half_saved() - half),
-        # a resumed run puts the rows that it keeps into a new file
-        "step": lambda: (
-            metrics.exists() and metrics.stat().st_ino != earlier and lab.reached() >= goal
-        ),
-    }
+    half, end = lab.half_saved(), time.monotonic() + latest * draw.random()
     run = lab.start()
-    while run.poll() is None and not has_come[moment]():
+    while run.poll() is None and not (
+        lab.half_saved() - half if in_save else time.monotonic() > end
+    ):
         time.sleep(0.001)
-    time.sleep(draw.uniform(0, {"save": 0.05, "step": 0.3, "start": 0.0}[moment]))
+    time.sleep(draw.uniform(0, 0.05 * in_save))
     if run.poll() is not None:
         run.ends(0)
         return None
     run.kill()
     left = {"step": lab.reached(), "checkpoint": lab.saved()}
-    return {"moment": moment, **left, "inside_save": bool(lab.half_saved() - half)}
+    inside = bool(lab.half_saved() - half)
+    return {"moment": "save" if in_save else "any", **left, "inside_save": inside}
 
 
 def kill_again_and_again(shop: Workshop, given: Settings) -> bool:
@@ -449,12 +424,14 @@ def kill_again_and_again(shop: Workshop, given: Settings) -> bool:
     try:
         begin = time.monotonic()
         run = whole.start().until(whole.reached, "the first step")
-        loading = 1.1 * (time.monotonic() - begin)  # while it loads, and sometimes a little later
+        latest = 2 * (time.monotonic() - begin)  # about as often while it loads as later
         run.ends(0, seconds=600)
         draw = random.Random(given.seed)
         for number in range(3 * given.kills):
-            moment = ("save", "step", "start")[number % 3]
-            if len(kills) < given.kills and (left := kill_once(hurt, moment, draw, loading)):
+            if len(kills) == given.kills:
+                break
+            left = kill_once(hurt, number % 3 == 0, draw, latest)
+            if left:
                 kills.append(left)
                 print(f"kill {len(kills)}: {left}", flush=True)
         hurt.start().ends(0, seconds=600)

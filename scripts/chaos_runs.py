@@ -19,7 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 import harness
-from harness import ROOT
+from harness import ROOT, NotRun
 from safetensors.torch import load_file
 
 from specheads.data.tokenizers import byte_tokenizer
@@ -48,12 +48,8 @@ FORKS.set_forkserver_preload(
 LOCK = Lock()  # two threads that ask for the end of one fork would each get half of the answer
 
 
-class Wrong(Exception):  # noqa: N818  (what the row says, no mistake of the program)
+class Wrong(AssertionError):  # noqa: N818  (what the row says)
     """What a fault did that it must not do."""
-
-
-class NotRun(Exception):  # noqa: N818
-    """Why a fault cannot be tried on this machine."""
 
 
 def play(argv: list[str], environ: dict[str, str], log: Path, namespace: int, hurt: Any) -> None:

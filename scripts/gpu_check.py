@@ -13,7 +13,6 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,19 +25,19 @@ from typing import Any
 import harness
 import make_golden
 import torch
-from harness import CPU
+from harness import CPU, NotRun
 from make_golden import GOLDEN, decode_case
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
+from specheads import hardware
 from specheads.decoding.generate import SpecDecoder
 from specheads.decoding.identity import Divergence, Rounding, compare
 from specheads.decoding.loop import decode
 from specheads.decoding.plain import plain_decode
 from specheads.decoding.result import DecodeResult
 from specheads.drafters.made import dynamic_drafter, static_drafter
-from specheads.hardware import environment
 from specheads.kv_cache import TreeCache
 from specheads.models.checkpoint import Export, load_export
 from specheads.models.heads import MedusaHeads
@@ -70,21 +69,14 @@ class Settings:
         out: write JSON there
     """
 
-    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    device: str = "auto"
     only: tuple[str, ...] = ()
     out: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.device.startswith("cuda") and not torch.cuda.is_available():
-            raise ValueError(
-                f"--device {self.device}: torch {torch.__version__} sees no CUDA device"
-            )
+        self.device = str(hardware.pick_device(self.device))
         if unknown := set(self.only) - set(CHECKS):
             raise ValueError(f"no such check: {', '.join(unknown)}; there are {', '.join(CHECKS)}")
-
-
-class NotRun(Exception):  # noqa: N818 - no error
-    """A check that this machine cannot do; the message says why."""
 
 
 def inputs(prompts: Sequence[Tensor], device: torch.device) -> dict[str, Tensor]:
@@ -119,6 +111,10 @@ def require_identity(model: PreTrainedModel, tree: Tree = TREE, **options: Any) 
             for row, (left, right) in enumerate(zip(plain.rows, found.rows, strict=True)):
                 if left.new_tokens != right.new_tokens:
                     raise AssertionError(f"{mode}, row {row} of {len(prompts)}: other tokens")
+                own = Sampler(temperature=sampler.temperature, seed=sampler.seed + row)
+                alone, _ = run_both(model, prompts[row : row + 1], own, tree)
+                if alone.new_tokens != left.new_tokens:
+                    raise AssertionError(f"{mode}: row {row} differs from the row alone")
             replays += plain.num_replays + found.num_replays
             lengths.append(found.accept_length)
     if min(lengths) < 1.3:
@@ -129,19 +125,6 @@ def require_identity(model: PreTrainedModel, tree: Tree = TREE, **options: Any) 
 def identity(name: str, device: torch.device) -> str:
     """Float32: the tree's tokens are the plain ones, on one architecture."""
     return require_identity(build(name).to(device))
-
-
-def batch_rows(device: torch.device) -> str:
-    """Float32: every row of a batch is the row decoded alone."""
-    model = build("llama").to(device)
-    for sampler in MODES.values():
-        batch, _ = run_both(model, PROMPTS, sampler)
-        for row, prompt in enumerate(PROMPTS):
-            own = Sampler(temperature=sampler.temperature, seed=sampler.seed + row)
-            alone, _ = run_both(model, [prompt], own)
-            if batch.rows[row].new_tokens != alone.new_tokens:
-                raise AssertionError(f"row {row} differs from the row alone")
-    return f"{len(PROMPTS)} rows of {', '.join(str(p.shape[1]) for p in PROMPTS)} tokens"
 
 
 def attention(name: str, device: torch.device) -> str:
@@ -421,7 +404,6 @@ def memory(device: torch.device) -> str:
 Check = Callable[[torch.device], str]
 CHECKS: dict[str, Check] = {
     **{f"identity/{name}": partial(identity, name) for name in TREE_MODELS},
-    "batch rows": batch_rows,
     "golden": golden,
     "dynamic trees": dynamic_trees,
     "head kinds": head_kinds,
@@ -446,16 +428,9 @@ def run_check(name: str, device: torch.device) -> dict[str, Any]:
     torch.set_float32_matmul_precision("highest")
     torch.manual_seed(0)
     start = time.perf_counter()
-    row: dict[str, Any] = {"check": name}
-    try:
-        row |= {"status": "ok", "detail": CHECKS[name](device)}
-    except NotRun as reason:
-        row |= {"status": "not run", "detail": str(reason)}
-    except Exception as error:  # whatever goes wrong, the other checks are worth their time
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        detail = first if isinstance(error, AssertionError) else f"{type(error).__name__}: {first}"
-        row |= {"status": "failed", "detail": detail, "traceback": traceback.format_exc()}
-    return {**row, "seconds": round(time.perf_counter() - start, 2)}
+    status, detail = harness.attempt(partial(CHECKS[name], device))
+    seconds = round(time.perf_counter() - start, 2)
+    return {"check": name, "status": status, "detail": detail, "seconds": seconds}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -466,7 +441,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         row = run_check(name, torch.device(given.device))
         print(f"{row['status']:8} {name} ({row['seconds']} s): {row['detail']}", flush=True)
         rows.append(row)  # written after every check: the machine may be taken away
-        found = {"environment": environment(), "device": given.device, "checks": rows}
+        found = {"environment": hardware.environment(), "device": given.device, "checks": rows}
         harness.write(given.out, found, quiet=True)
     counts = Counter(row["status"] for row in rows)
     print(f"{counts['ok']} ok, {counts['failed']} failed, {counts['not run']} not run")

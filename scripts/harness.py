@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 import tomllib
+import traceback
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -40,9 +41,12 @@ from specheads.hardware import environment, peak_memory, pick_dtype, quiet_loadi
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
-    from specheads.decoding.measure import Decoded, Prompt
+    from specheads.decoding.measure import Decoded, Method, Prompt
+    from specheads.decoding.subject import Subject
     from specheads.drafters.made import StaticDrafter
     from specheads.models.checkpoint import Export
+    from specheads.models.kinds import Heads
+    from specheads.tree import Tree
 
 S = TypeVar("S")
 CPU = torch.device("cpu")
@@ -161,6 +165,27 @@ def markdown(lines: Sequence[Sequence[str]]) -> str:
         for line in lines
     ]
     return "\n".join([rows[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *rows[1:]])
+
+
+class NotRun(Exception):  # noqa: N818 - no error
+    """What this machine cannot do; the message says why."""
+
+
+def attempt(run: Callable[[], Any]) -> tuple[str, Any]:
+    """Return ``ok`` and what ``run`` returns, or ``not run`` or ``failed`` and why.
+
+    A machine that is lent for minutes is not asked twice: what fails costs its own row only.
+    """
+    try:
+        return "ok", run()
+    except NotRun as reason:
+        return "not run", str(reason)
+    except AssertionError as error:  # what a check says itself
+        return "failed", str(error)
+    except Exception as error:
+        traceback.print_exc()
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return "failed", f"{type(error).__name__}: {first}"
 
 
 # clocks and memory
@@ -315,6 +340,27 @@ def tree_drafter(export: Export) -> StaticDrafter:
     return static_drafter(export.base, export.heads, output_layer(export.base), export.tree)
 
 
+def methods_of(
+    model: Export | Subject, heads: Heads | None, trees: Sequence[Tree], limit: int, **more: Any
+) -> list[Method]:
+    """Return plain decoding, transformers' generate, prompt lookup, and some trees of heads.
+
+    Args:
+        model: the base model with its tokenizer.
+        heads: on it, if any.
+        trees: static ones.
+        limit: of the new tokens.
+        more: see :func:`specheads.decoding.benchmark.make_methods`.
+    """
+    from specheads.decoding.benchmark import make_methods
+    from specheads.decoding.measure import end_tokens
+    from specheads.models.output import output_layer
+
+    more |= {"eos": end_tokens(model.base, model.tokenizer), "pad": model.tokenizer.pad_token_id}
+    output = output_layer(model.base)
+    return make_methods(model.base, heads, output, trees, max_new_tokens=limit, **more)
+
+
 def accepted(decoded: Sequence[Decoded]) -> tuple[float, list[float]]:
     """Return the accept length of some texts and its 95% interval."""
     from specheads.decoding.stats import ratio_ci95
@@ -323,6 +369,27 @@ def accepted(decoded: Sequence[Decoded]) -> tuple[float, list[float]]:
     steps = [float(len(text.accept_lengths)) for text in decoded]
     bounds = [round(bound, 4) for bound in ratio_ci95([gained], [steps])]
     return round(sum(gained) / max(sum(steps), 1), 4), bounds
+
+
+def accept_lengths(
+    methods: Sequence[Method], prompts: Sequence[Prompt], temperatures: Sequence[float]
+) -> dict[str, Any]:
+    """Decode once; return for ``t<temperature>`` the methods' accept lengths, plain's ``rep8``."""
+    from specheads.decoding.measure import clock
+    from specheads.decoding.stats import rep8
+
+    found = {}
+    for temperature in temperatures:
+        runs = clock(methods, prompts, temperature, repeats=1)
+        figures: dict[str, Any] = {}
+        for name, run in runs.items():
+            length, bounds = accepted(run.decoded)
+            figures[name] = {"accept_length": length, "ci95": bounds}
+        if figures.pop("plain", None):
+            repeated = statistics.mean(rep8(text.tokens) for text in runs["plain"].decoded)
+            figures["rep8"] = round(repeated, 4)
+        found[f"t{temperature:g}"] = figures
+    return found
 
 
 # runs that an experiment compares
