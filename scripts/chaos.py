@@ -386,33 +386,41 @@ def hurt_once_each(shop: Workshop, given: Settings) -> bool:
     return counts["failed"] > 0
 
 
-def kill_once(lab: Lab, in_save: bool, draw: random.Random, latest: float) -> dict[str, Any] | None:
+def kill_once(lab: Lab, moment: str, draw: random.Random, loading: float) -> dict[str, Any] | None:
     """Start a run, kill all its processes at a moment, and return what that left.
 
     Args:
         lab: of the run.
-        in_save: kill it while it writes a checkpoint; else at any moment.
+        moment: save, step or start.
         draw: for the exact moment.
-        latest: seconds after its start within which it is killed at any moment.
+        loading: seconds within which a kill comes that is meant for the start.
 
     Returns:
-        None where the run was over before; else what the kill was meant for, the last step of
-        metrics.jsonl, the newest checkpoint's, and whether a half-written one was left.
+        None where the run was over before; else the moment, the last step of metrics.jsonl, the
+        newest checkpoint's, and whether a half-written one was left.
     """
-    half, end = lab.half_saved(), time.monotonic() + latest * draw.random()
+    half, rows, goal = (
+        lab.half_saved(),
+        lab.seen / "metrics.jsonl",
+        lab.saved() + draw.randint(1, 3),
+    )
+    # a resumed run puts the rows that it keeps into a new file
+    earlier, end = rows.exists() and rows.stat().st_ino, time.monotonic() + loading * draw.random()
+    has_come: dict[str, Callable[[], Any]] = {
+        "save": lambda: lab.half_saved() - half,
+        "step": lambda: rows.exists() and rows.stat().st_ino != earlier and lab.reached() >= goal,
+        "start": lambda: time.monotonic() > end,
+    }
     run = lab.start()
-    while run.poll() is None and not (
-        lab.half_saved() - half if in_save else time.monotonic() > end
-    ):
+    while run.poll() is None and not has_come[moment]():
         time.sleep(0.001)
-    time.sleep(draw.uniform(0, 0.05 * in_save))
+    time.sleep(draw.uniform(0, {"save": 0.02, "step": 0.3, "start": 0.0}[moment]))
     if run.poll() is not None:
         run.ends(0)
         return None
     run.kill()
     left = {"step": lab.reached(), "checkpoint": lab.saved()}
-    inside = bool(lab.half_saved() - half)
-    return {"moment": "save" if in_save else "any", **left, "inside_save": inside}
+    return {"moment": moment, **left, "inside_save": bool(lab.half_saved() - half)}
 
 
 def kill_again_and_again(shop: Workshop, given: Settings) -> bool:
@@ -422,15 +430,16 @@ def kill_again_and_again(shop: Workshop, given: Settings) -> bool:
     kills: list[dict[str, Any]] = []
     differences: list[str] = []
     try:
+        hurt.start("dry_run=true").ends(0)  # what runs are forked from is there
         begin = time.monotonic()
         run = whole.start().until(whole.reached, "the first step")
-        latest = 2 * (time.monotonic() - begin)  # about as often while it loads as later
+        loading = 1.1 * (time.monotonic() - begin)  # while it loads, and sometimes a little later
         run.ends(0, seconds=600)
         draw = random.Random(given.seed)
         for number in range(3 * given.kills):
             if len(kills) == given.kills:
                 break
-            left = kill_once(hurt, number % 3 == 0, draw, latest)
+            left = kill_once(hurt, ("save", "step", "start")[number % 3], draw, loading)
             if left:
                 kills.append(left)
                 print(f"kill {len(kills)}: {left}", flush=True)

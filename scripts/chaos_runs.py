@@ -396,8 +396,10 @@ class Lab:
             if not away <= close:
                 raise Wrong(f"{name} of the resumed run is off by {away:.1e}")
         rows, expected_rows = self.rows(), whole.rows()
-        if len(rows) != len(expected_rows):
-            raise Wrong(f"metrics.jsonl has {len(rows)} rows, not {len(expected_rows)}")
+        steps, expected_steps = ([row["step"] for row in each] for each in (rows, expected_rows))
+        if steps != expected_steps:
+            counts = [f"{len(each)} rows of {len(set(each))}" for each in (steps, expected_steps)]
+            raise Wrong(f"metrics.jsonl has {counts[0]} steps, not {counts[1]}")
         for row, expected in zip(rows, expected_rows, strict=True):
             for key in row.keys() | expected.keys():
                 here, there = row.get(key, float("nan")), expected.get(key, float("nan"))
