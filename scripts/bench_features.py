@@ -16,22 +16,20 @@ the processor time (with --threads 1) rather than the clock.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from unittest.mock import patch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone need not be installed
-
+import harness
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from specheads.config import DataConfig, OptimConfig, TrainConfig
 from specheads.data.chat import Encoded
@@ -40,7 +38,6 @@ from specheads.data.teacher_cache import (
     CachedBatches,
     TeacherCache,
     plan_features,
-    readable,
     write_cache,
 )
 from specheads.models.base import load_base_model
@@ -54,27 +51,58 @@ from specheads.training.schedule import param_groups
 
 SHARE = 0.9  # of the speed that is possible: the aim
 SIDES = ("online", "cached")
+KINDS = ("seconds", "processor_seconds")
+
+
+@dataclass
+class Settings:
+    """Sizes, and what is measured.
+
+    Attributes:
+        rank: of the deep model's low-rank matrices
+        steps: of a block
+        repeats: blocks per side
+        warmup: steps before the first block
+        folder: of the caches; default: temporary
+        threads: 0: all
+        out: write the JSON there
+    """
+
+    bases: tuple[Literal["tinycode", "deep"], ...] = ("tinycode", "deep")
+    deep_layers: int = 16
+    deep_hidden: int = 256
+    deep_vocab: int = 1024
+    rank: int = 64
+    heads: int = 4
+    rows: int = 8
+    seq_len: int = 512
+    documents: int = 400
+    steps: int = 4
+    repeats: int = 9
+    warmup: int = 2
+    features_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
+    folder: Path | None = None
+    threads: int = 0
+    seed: int = 0
+    out: Path | None = None
 
 
 class Clock:
-    """Wall-clock and processor seconds of calls, added up since it was last read."""
+    """Wall-clock and processor seconds of calls, added up since they were last read."""
 
     def __init__(self) -> None:
         self.total = [0.0, 0.0]
 
-    @staticmethod
-    def now() -> list[float]:
-        """Return both times, when everything that was started is done."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return [time.perf_counter(), time.process_time()]
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function``, clocked."""
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Add the time spent inside."""
-        begin = self.now()
-        yield
-        self.total = [t + b - a for t, a, b in zip(self.total, begin, self.now(), strict=True)]
+        def run(*args: Any, **kwargs: Any) -> Any:
+            begin = now()
+            result = function(*args, **kwargs)
+            self.total = [t + b - a for t, a, b in zip(self.total, begin, now(), strict=True)]
+            return result
+
+        return run
 
     def read(self) -> list[float]:
         """Return both totals and start over."""
@@ -82,284 +110,180 @@ class Clock:
         return total
 
 
-class TimedFeatures(TeacherCache):
-    """Features whose reading is clocked."""
-
-    def rows(self, places: Sequence[Sequence[int]], seq_len: int) -> dict[str, Any]:
-        """Read, with the clock running."""
-        with self.clock.running():
-            return super().rows(places, seq_len)
-
-    clock = Clock()
+def now() -> list[float]:
+    """Return both times, when everything that was started is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return [time.perf_counter(), time.process_time()]
 
 
 class Side:
-    """Heads in training, online or from the cache."""
+    """Heads in training, online or from the cache.
 
-    def __init__(self, base: PreTrainedModel, batches: Any, args: argparse.Namespace) -> None:
-        torch.manual_seed(args.seed)
-        self.batches, self.base = batches, base
-        self.device = base.device
+    Attributes:
+        inner: runs in the part of a step that is clocked by itself.
+        steps: of every step both times, as a whole (``step``) and of that part (``inner``).
+    """
+
+    def __init__(self, base: PreTrainedModel, batches: Any, lm_head: str, given: Settings) -> None:
+        torch.manual_seed(given.seed)
+        self.batches, self.device = batches, base.device
         output = output_layer(base)
         vocab, hidden = output.weight.shape
-        low_rank = {"rank": args.rank} if args.lm_head == "low_rank" else {}
-        heads = MedusaHeads(args.heads, 1, hidden, vocab, args.lm_head, **low_rank).to(self.device)
+        low_rank = {"rank": given.rank} if lm_head == "low_rank" else {}
+        heads = MedusaHeads(given.heads, 1, hidden, vocab, lm_head, **low_rank).to(self.device)
         heads.init_from_output(output.weight)
-        cached = isinstance(batches, CachedBatches)
-        self.objective = HeadsObjective(
-            None if cached else base, heads, train_base=False, output=output
-        )
+        run_base = None if isinstance(batches, CachedBatches) else base
+        self.objective = HeadsObjective(run_base, heads, train_base=False, output=output)
         cfg = TrainConfig(
             run_dir="unused",
-            data=DataConfig(seq_len=args.seq_len, rows=args.rows),
+            data=DataConfig(seq_len=given.seq_len, rows=given.rows),
             optim=OptimConfig(lr=1e-3),
-            autocast=args.autocast,
         )
         self.engine = TorchEngine(self.objective, param_groups(cfg.optim, heads=(heads, 1e-3)), cfg)
+        self.inner = Clock()
         self.losses: list[float] = []
         self.tokens = 0.0
         self.steps: list[dict[str, list[float]]] = []
 
-    def step(self, inner: Clock) -> None:
-        """Train one step; ``inner`` runs in the part that is clocked by itself."""
-        clock = Clock()
-        inner.read()
-        with clock.running():
-            micro, tokens = gather(self.batches, 1, self.objective.num_heads, self.device)
-            metrics, *_ = run_micro_batches(self.engine, micro, lambda: False)
-            self.engine.step(1.0)
+    def step(self) -> None:
+        """Train one step."""
+        whole = Clock()
+        self.inner.read()
+        whole.around(self._step)()
+        self.steps.append({"step": whole.read(), "inner": self.inner.read()})
+
+    def _step(self) -> None:
+        micro, tokens = gather(self.batches, 1, self.objective.num_heads, self.device)
+        metrics, *_ = run_micro_batches(self.engine, micro, lambda: False)
+        self.engine.step(1.0)
         self.losses.append(metrics["loss"])
         self.tokens += tokens
-        self.steps.append({"step": clock.read(), "inner": inner.read()})
 
 
-@contextmanager
-def clocked(base: PreTrainedModel) -> Iterator[Clock]:
-    """Clock the base's forward passes."""
-    clock, begun = Clock(), []
-
-    def begin(*_: Any) -> None:
-        begun[:] = clock.now()
-
-    def end(*_: Any) -> None:
-        both = zip(clock.total, begun, clock.now(), strict=True)
-        clock.total = [t + b - a for t, a, b in both]
-
-    handles = [
-        base.base_model.register_forward_pre_hook(begin),
-        base.base_model.register_forward_hook(end),
-    ]
-    yield clock
-    for handle in handles:
-        handle.remove()
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return median and quartiles."""
-    low, middle, high = (
-        statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
-    )
-    return {"median": middle, "q25": low, "q75": high}
-
-
-def random_documents(args: argparse.Namespace, vocab: int) -> list[Encoded]:
+def random_documents(given: Settings, vocab: int) -> list[Encoded]:
     """Return documents of random tokens, all learned, of a few tokens up to a row."""
-    rng = np.random.default_rng(args.seed)
-    lengths = np.clip(rng.lognormal(4.5, 0.8, args.documents), 8, args.seq_len).astype(int)
+    rng = np.random.default_rng(given.seed)
+    lengths = np.clip(rng.lognormal(4.5, 0.8, given.documents), 8, given.seq_len).astype(int)
     drawn = [rng.integers(0, vocab, length, dtype=np.int32) for length in lengths]
     return [Encoded(f"d{i}", "text", ids, ids) for i, ids in enumerate(drawn)]
 
 
-def make_base(name: str, args: argparse.Namespace) -> PreTrainedModel:
-    """Return the embedded model, or a random one of the sizes of the command line."""
+def make_base(name: str, given: Settings) -> PreTrainedModel:
+    """Return the embedded model, or a random one of the given sizes."""
+    device = hardware.pick_device()
     if name == "tinycode":
-        return load_base_model("tinycode", dtype=args.dtype, device=hardware.pick_device())
-    torch.manual_seed(args.seed)
-    config = LlamaConfig(
-        vocab_size=args.deep_vocab,
-        hidden_size=args.deep_hidden,
-        intermediate_size=8 * args.deep_hidden // 3,
-        num_hidden_layers=args.deep_layers,
-        num_attention_heads=max(1, args.deep_hidden // 64),
-        num_key_value_heads=max(1, args.deep_hidden // 64),
-        max_position_embeddings=args.seq_len,
-        tie_word_embeddings=False,
-    )
-    model = LlamaForCausalLM(config).eval().to(getattr(torch, args.dtype))
-    return model.to(hardware.pick_device())
+        return load_base_model("tinycode", dtype="float32", device=device)
+    model = harness.llama(given.deep_vocab, given.deep_hidden, given.deep_layers).eval()
+    return model.to(device)
 
 
-def measure(name: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+def measure(name: str, folder: Path, given: Settings) -> dict[str, Any]:
     """Return everything about one base model."""
-    args = argparse.Namespace(**vars(args))
-    args.lm_head = "own" if name == "tinycode" else args.deep_lm_head
-    base = make_base(name, args)
-    output = output_layer(base)
-    documents = random_documents(args, output.weight.shape[0])
+    lm_head = "own" if name == "tinycode" else "low_rank"
+    base = make_base(name, given)
+    vocab, hidden = output_layer(base).weight.shape
+    documents = random_documents(given, vocab)
+    of_rows = {"seq_len": given.seq_len, "rows": given.rows}
 
     def batches() -> PackedBatches:
-        return PackedBatches(
-            documents, seq_len=args.seq_len, rows=args.rows, seed=args.seed, pad_token_id=0
-        )
+        return PackedBatches(documents, seed=given.seed, pad_token_id=0, **of_rows)
 
     plan = plan_features(
         folder / name,
         documents,
-        {"base model": name, "computation": f"{args.dtype}, autocast {args.autocast}"},
-        hidden_size=output.weight.shape[1],
+        {"base model": name, "computation": "float32, autocast none"},
+        hidden_size=hidden,
         given_as=base.dtype,
-        dtype=args.features_dtype,
+        dtype=given.features_dtype,
     )
     print(f"\n{name}: {plan.describe()}", flush=True)
     begin = time.perf_counter()
-    write_cache(
-        plan,
-        documents,
-        base,
-        (args.rows, args.seq_len),
-        autocast=args.autocast == "bfloat16",
-    )
+    write_cache(plan, documents, base, (given.rows, given.seq_len))
     write_seconds = time.perf_counter() - begin
-    features = TimedFeatures(plan)
+    features = TeacherCache(plan)
     sides = {
-        "online": Side(base, batches(), args),
-        "cached": Side(base, CachedBatches(batches(), features), args),
+        "online": Side(base, batches(), lm_head, given),
+        "cached": Side(base, CachedBatches(batches(), features), lm_head, given),
     }
-    with clocked(base) as clock:
-        inner = {"online": clock, "cached": features.clock}
-        for repeat in range(-1, args.repeats):
+    with ExitStack() as stack:
+        for side, owner, call in (
+            ("online", base.base_model, "forward"),
+            ("cached", features, "rows"),
+        ):
+            clocked = sides[side].inner.around(getattr(owner, call))
+            stack.enter_context(patch.object(owner, call, clocked))
+        for repeat in range(-1, given.repeats):
             for each in SIDES if repeat % 2 else SIDES[::-1]:
-                for _ in range(args.steps if repeat >= 0 else args.warmup):
-                    sides[each].step(inner[each])
+                for _ in range(given.steps if repeat >= 0 else given.warmup):
+                    sides[each].step()
             if repeat < 0:
-                for side in sides.values():
-                    side.steps, side.tokens = [], 0.0
-    differences = [
-        abs(a - b) for a, b in zip(sides["online"].losses, sides["cached"].losses, strict=True)
-    ]
-    row: dict[str, Any] = {
+                for each in SIDES:
+                    sides[each].steps, sides[each].tokens = [], 0.0
+    pairs = zip(*(sides[each].losses for each in SIDES), strict=True)
+    return {
         "base": name,
         "parameters": sum(p.numel() for p in base.parameters()),
-        "hidden_size": plan.settings["hidden_size"],
-        "vocab_size": output.weight.shape[0],
-        "lm_head": args.lm_head,
-        "num_heads": args.heads,
+        "hidden_size": hidden,
+        "vocab_size": vocab,
+        "lm_head": lm_head,
+        "num_heads": given.heads,
         "tokens_per_step": sides["online"].tokens / len(sides["online"].steps),
         "bytes_announced": plan.num_bytes,
         "bytes_on_disk": sum(p.stat().st_size for p in plan.folder.iterdir()),
         "write_seconds": write_seconds,
-        "largest_loss_difference": max(differences),
+        "largest_loss_difference": max(abs(a - b) for a, b in pairs),
+        **{kind: summary(sides, index, given.steps) for index, kind in enumerate(KINDS)},
     }
-    for index, kind in enumerate(("seconds", "processor_seconds")):
-        row[kind] = summary(sides, index, args.steps)
-    return row
 
 
 def summary(sides: dict[str, Side], index: int, block: int) -> dict[str, Any]:
-    """Return times, ratio and aim by one of the two clocks."""
-    online, cached = (
-        [{name: both[index] for name, both in step.items()} for step in sides[each].steps]
-        for each in SIDES
+    """Return times, ratio and aim by one of the two clocks.
+
+    Args:
+        sides: what was trained.
+        index: 0 for the clock, 1 for the processor's time.
+        block: steps of a block; a ratio is of two neighbouring blocks.
+    """
+    times = {
+        (side, part): [step[part][index] for step in sides[side].steps]
+        for side in SIDES
+        for part in ("step", "inner")
+    }
+    online, cached, t_base = (
+        times["online", "step"],
+        times["cached", "step"],
+        times["online", "inner"],
     )
-    t_base = [step["inner"] for step in online]
-    t_heads = [step["step"] - step["inner"] for step in online]
-    blocks = range(0, len(online), block)
-    ratios = [
-        sum(step["step"] for step in online[at : at + block])
-        / sum(step["step"] for step in cached[at : at + block])
-        for at in blocks
-    ]
+    t_heads = [step - base for step, base in zip(online, t_base, strict=True)]
+    blocks = [slice(at, at + block) for at in range(0, len(online), block)]
     share = statistics.median(t_base) / statistics.median(t_heads)
-    ratio = spread(ratios)
-    needed = SHARE * (1 + share)
+    ratio = harness.spread([sum(online[each]) / sum(cached[each]) for each in blocks])
+    aim = SHARE * (1 + share)
     return {
-        "online": spread([step["step"] for step in online]),
-        "cached": spread([step["step"] for step in cached]),
-        "reading": spread([step["inner"] for step in cached]),
-        "t_base": spread(t_base),
-        "t_heads": spread(t_heads),
+        "online": harness.spread(online),
+        "cached": harness.spread(cached),
+        "reading": harness.spread(times["cached", "inner"]),
+        "t_base": harness.spread(t_base),
+        "t_heads": harness.spread(t_heads),
         "t_base_over_t_heads": share,
         "ratio": ratio,
-        "aim": needed,
-        "kept": ratio["median"] >= needed,
+        "aim": aim,
+        "kept": ratio["median"] >= aim,
     }
 
 
-def print_row(row: dict[str, Any]) -> None:
-    """Print one base model's figures."""
-    print(
-        f"{row['base']}: {row['parameters'] / 1e6:.2f} M parameters, d={row['hidden_size']},"
-        f" V={row['vocab_size']:,}; {row['num_heads']} heads, matrices {row['lm_head']};"
-        f" {row['tokens_per_step']:,.0f} tokens a step\n"
-        f"  cache: announced {row['bytes_announced']:,} bytes, on disk {row['bytes_on_disk']:,}"
-        f" ({readable(row['bytes_on_disk'])}), written in {row['write_seconds']:.1f} s;"
-        f" largest difference of a loss {row['largest_loss_difference']:.1e}"
-    )
-    for kind, words in (("seconds", "clock"), ("processor_seconds", "processor")):
-        found = row[kind]
-        online, cached = (row["tokens_per_step"] / found[side]["median"] for side in SIDES)
-        print(f"  by {words}: {online:,.0f} tokens/s online, {cached:,.0f} from the cache")
-        for name in ("online", "t_base", "t_heads", "cached", "reading"):
-            low, middle, high = (1e3 * found[name][key] for key in ("q25", "median", "q75"))
-            print(f"    {name:<9}{middle:9.2f} ms/step ({low:.2f}-{high:.2f})")
-        ratio = found["ratio"]
-        print(
-            f"    t_base / t_heads {found['t_base_over_t_heads']:.2f}; cached / online"
-            f" {ratio['median']:.2f}x ({ratio['q25']:.2f}-{ratio['q75']:.2f}), aim"
-            f" {found['aim']:.2f}{'' if found['kept'] else '; MISSED'}"
-        )
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--bases", nargs="+", default=["tinycode", "deep"])
-    parser.add_argument("--deep-layers", type=int, default=16)
-    parser.add_argument("--deep-hidden", type=int, default=256)
-    parser.add_argument("--deep-vocab", type=int, default=1024)
-    parser.add_argument("--deep-lm-head", default="low_rank", choices=["own", "shared", "low_rank"])
-    parser.add_argument("--rank", type=int, default=64, help="deep: of low-rank matrices")
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--seq-len", type=int, default=512)
-    parser.add_argument("--documents", type=int, default=400)
-    parser.add_argument("--steps", type=int, default=4, help="of a block")
-    parser.add_argument("--repeats", type=int, default=9, help="blocks per side")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before the first block")
-    parser.add_argument("--dtype", default="float32", help="of the base: float32, bfloat16")
-    parser.add_argument("--autocast", default="none", choices=["none", "bfloat16"])
-    parser.add_argument("--features-dtype", default="auto", help="auto, float32, bfloat16, int8")
-    parser.add_argument("--folder", type=Path, help="of the caches; default: temporary")
-    parser.add_argument("--threads", type=int, default=0, help="0: all")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="write the JSON there")
-    args = parser.parse_args(argv)
-    if unknown := set(args.bases) - {"tinycode", "deep"}:
-        parser.error(f"--bases must be among tinycode, deep; got {sorted(unknown)}")
-    if args.out and not args.out.parent.is_dir():
-        parser.error(f"--out is {args.out}, but there is no folder {args.out.parent}")
-    return args
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print."""
-    args = parse(argv)
-    hardware.pin_threads(args.threads)
+    """Measure, print, write."""
+    given = harness.parse(Settings, argv)
+    hardware.pin_threads(given.threads)
     hardware.quiet_loading()
-    report: dict[str, Any] = {"environment": hardware.environment(), "rows": []}
-    print(json.dumps(report["environment"]))
-    report["settings"] = {k: str(v) if k == "folder" else v for k, v in vars(args).items()}
-    del report["settings"]["out"]
+    rows = []
     with tempfile.TemporaryDirectory() as temporary:
-        for name in args.bases:
-            row = measure(name, args.folder or Path(temporary), args)
-            report["rows"].append(row)
-            print_row(row)
-    if args.out:
-        args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        print(f"wrote {args.out}")
+        for name in given.bases:
+            rows.append(measure(name, given.folder or Path(temporary), given))
+            harness.show(rows[-1:])
+    harness.write(given.out, harness.report(given, rows=rows))
 
 
 if __name__ == "__main__":

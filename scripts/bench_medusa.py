@@ -15,38 +15,23 @@ feature cache, which gives the same losses; how fast training is without it is c
 
 from __future__ import annotations
 
-import argparse
 import json
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+import harness
+from harness import CORPUS, ROOT
 
-from specheads.drafters.heads import static_drafter
-from specheads.measure.bench import make_methods, make_rows, rounding_of
-from specheads.measure.clock import (
-    Prompt,
-    clock,
-    drafted_method,
-    max_prompt_length,
-    prompt_file,
-    read_prompts,
-)
-from specheads.measure.stats import ratio_ci95
+from specheads.measure.bench import measure_rows
+from specheads.measure.clock import drafted_method
 from specheads.models.base import end_tokens
-from specheads.models.checkpoint import Export, load_export, read_config
-from specheads.models.manifest import write_json
-from specheads.models.output import output_layer
+from specheads.models.checkpoint import read_config
 from specheads.system import hardware
-from specheads.system.hardware import environment
 
-ROOT = Path(__file__).resolve().parents[1]
 CALIBRATION = ROOT / "data" / "tinycode" / "calibration.jsonl"
 NUM_HEADS, NUM_NODES = 5, 16
 STEPS, TUNING_STEPS = 500, 100
@@ -54,24 +39,46 @@ SEEDS = (0, 1, 2)
 TEMPERATURES = (0.0, 1.0)
 MAX_NEW_TOKENS = 128
 COMMON = (
-    f"heads.num_heads={NUM_HEADS}",
-    f"tree.num_nodes={NUM_NODES}",
-    "data.rows=8",
-    "autocast=bfloat16",
-    "optim=muon",
-    "optim.schedule=wsd",
-    "optim.decay_fraction=0.5",
-    "evaluate.num_prompts=12",
-    "evaluate.max_new_tokens=64",
-    "log.every=25",
+    *(f"heads.num_heads={NUM_HEADS}", f"tree.num_nodes={NUM_NODES}", "data.rows=8"),
+    *("autocast=bfloat16", "optim=muon", "optim.schedule=wsd", "optim.decay_fraction=0.5"),
+    *("evaluate.num_prompts=12", "evaluate.max_new_tokens=64", "log.every=25"),
     "log.wandb=disabled",
 )
-CORPUS = (
-    "data=pycode",
-    "data.packages=[numpy,accelerate,huggingface_hub,hydra,omegaconf]",
-    "data.max_records=6000",
-)
 KL_LIMIT, LOSS_LIMIT = 0.01, 1.01  # of a tuned base: nats per token; times the original's loss
+HEAD_RATES = tuple((f"optim.lr={rate}",) for rate in ("3e-3", "6e-3", "1.2e-2", "2.4e-2"))
+# weight of the heads' loss, the base's learning rate, share of the steps for the heads alone
+JOINT = (
+    *(("1.0", "7e-4", "0.2"), ("0.3", "7e-4", "0.2")),
+    *(("0.55", "7e-4", "0.1"), ("0.4", "1.4e-3", "0.1")),
+)
+DISTILLED = (
+    *(("0.75", "5e-4", "0.2"), ("0.4", "4e-4", "0.2")),
+    *(("0.3", "5e-4", "0.2"), ("0.2", "3e-4", "0.2")),
+)
+
+
+@dataclass
+class Settings:
+    """What is measured, and where the runs are.
+
+    Attributes:
+        regenerated: the base's own answers to the training prompts
+        arms: only these
+        clocked_prompts: of them, for speed-ups
+        repeats: of the clocks; 0: accept length only
+        train_only: measure later, when it is quiet
+        clock: only clock the training of each arm
+    """
+
+    runs: Path = ROOT / "runs" / "table"
+    out: Path = ROOT / "benchmarks" / "tinycode_heads.json"
+    regenerated: Path = ROOT / "runs" / "own_answers.jsonl"
+    arms: tuple[str, ...] = ()
+    num_prompts: int = 48
+    clocked_prompts: int = 24
+    repeats: int = 2
+    train_only: bool = False
+    clock: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,7 @@ class Arm:
         overrides: what makes it.
         rates: per setting to tune the values to try, all settings together: overrides.
         limit: what a tuned base must keep: ``loss``, ``kl`` or nothing.
-        needs: a file without which it cannot be trained.
+        regenerated: it is trained on the base's own answers.
         cached: it trains from a feature cache of this name.
         tuning_steps: of the runs that choose the rates. Whether a tuned base keeps its limit shows
             in a whole run only.
@@ -92,97 +99,36 @@ class Arm:
 
     name: str
     overrides: tuple[str, ...]
-    rates: tuple[tuple[str, ...], ...]
+    rates: tuple[tuple[str, ...], ...] = HEAD_RATES
     limit: str = ""
-    needs: str = ""
-    cached: str = ""
+    regenerated: bool = False
+    cached: str = "corpus"
     tuning_steps: int = TUNING_STEPS
     seeds: tuple[int, ...] = SEEDS
 
 
+def joint_rates(values: Sequence[tuple[str, str, str]]) -> tuple[tuple[str, ...], ...]:
+    """Return the settings of tuned bases."""
+    return tuple(
+        (f"loss.lambda_0={w}", "optim.lr=6e-3", f"optim.base_lr={rate}", f"warmup_heads={share}")
+        for w, rate, share in values
+    )
+
+
 def arms(regenerated: Path) -> list[Arm]:
     """Return the arms; ``regenerated`` are the base's own answers to the training prompts."""
-    heads = tuple((f"optim.lr={rate}",) for rate in ("3e-3", "6e-3", "1.2e-2", "2.4e-2"))
-    joint = tuple(
-        (
-            f"loss.lambda_0={weight}",
-            "optim.lr=6e-3",
-            f"optim.base_lr={base_rate}",
-            f"warmup_heads={warmup}",
-        )
-        for weight, base_rate, warmup in (
-            ("1.0", "7e-4", "0.2"),
-            ("0.3", "7e-4", "0.2"),
-            ("0.55", "7e-4", "0.1"),
-            ("0.4", "1.4e-3", "0.1"),
-        )
-    )
-    distilled = tuple(
-        (
-            f"loss.lambda_0={weight}",
-            "optim.lr=6e-3",
-            f"optim.base_lr={base_rate}",
-            "warmup_heads=0.2",
-        )
-        for weight, base_rate in (
-            ("0.75", "5e-4"),
-            ("0.4", "4e-4"),
-            ("0.3", "5e-4"),
-            ("0.2", "3e-4"),
-        )
-    )
     own = ("data=jsonl", f"data.path={regenerated}", f"data.eval_path={CALIBRATION}")
-    medusa1, medusa2 = (
-        ("+recipe=medusa1", *CORPUS),
-        ("+recipe=medusa2", "data.documents=0", *CORPUS),
-    )
+    heads = ("+recipe=medusa1", *CORPUS)
+    tuned = {"cached": "", "tuning_steps": STEPS}
+    distilled = {**tuned, "regenerated": True, "seeds": SEEDS[:1]}
+    recipe = "+recipe=medusa2_distilled"
     return [
-        Arm("medusa1", medusa1, heads, cached="corpus"),
-        Arm("hydra", (*medusa1, "heads=hydra"), heads, cached="corpus"),
-        Arm("hydra_plus", (*medusa1, "heads=hydra_plus"), heads, cached="corpus"),
-        Arm("markov", (*medusa1, "heads=markov"), heads, cached="corpus"),
-        Arm("regenerated", ("+recipe=medusa1", *own), heads, "", str(regenerated), "own"),
-        Arm("medusa2", medusa2, joint, "loss", tuning_steps=STEPS),
-        Arm(
-            "self_distilled",
-            ("+recipe=medusa2_distilled", *own),
-            distilled,
-            "kl",
-            str(regenerated),
-            tuning_steps=STEPS,
-            seeds=SEEDS[:1],
-        ),
+        Arm("medusa1", heads),
+        *(Arm(kind, (*heads, f"heads={kind}")) for kind in ("hydra", "hydra_plus", "markov")),
+        Arm("regenerated", ("+recipe=medusa1", *own), regenerated=True, cached="own"),
+        Arm("medusa2", ("+recipe=medusa2", *CORPUS), joint_rates(JOINT), "loss", **tuned),
+        Arm("self_distilled", (recipe, *own), joint_rates(DISTILLED), "kl", **distilled),
     ]
-
-
-def train(run: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """Train unless the export is there; return its config.
-
-    Raises:
-        SystemExit: with the exit code of the training, if it failed.
-    """
-    if not (run / "export" / "manifest.json").is_file():
-        command = [sys.executable, "-m", "specheads.train", *overrides, *COMMON]
-        command += [f"name={run.name}", f"run_dir={run}"]
-        command += ["resume=auto"] if (run / "config.yaml").is_file() else []
-        print("$", *command[1:], flush=True)
-        with (run.parent / f"{run.name}.log").open("a") as log:
-            done = subprocess.run(command, cwd=ROOT, check=False, stdout=log)
-        if done.returncode:
-            raise SystemExit(done.returncode)
-    return read_config(run / "export")
-
-
-def regenerate(path: Path) -> None:
-    """Let the base answer the corpus's prompts itself; goes on with a file that was begun.
-
-    Raises:
-        SystemExit: with its exit code, if it failed.
-    """
-    command = [sys.executable, "-m", "specheads.regenerate", "model=tinycode", *CORPUS]
-    command += [f"output={path}", "temperature=0.7", "max_new_tokens=320", "batch_size=64"]
-    if done := subprocess.run(command, cwd=ROOT, check=False).returncode:
-        raise SystemExit(done)
 
 
 def score(config: dict[str, Any], limit: str) -> tuple[bool, float]:
@@ -196,218 +142,106 @@ def score(config: dict[str, Any], limit: str) -> tuple[bool, float]:
     return kept, sum(0.8 ** (i + 1) * heldout[f"head_{i}/loss"] for i in range(NUM_HEADS))
 
 
+def trained(runs: Path, arm: Arm, rates: Sequence[str], steps: int, seed: int) -> Path:
+    """Train one run of an arm, whose folder's name tells its settings; return the export."""
+    length = (f"steps={steps}", f"seed={seed}")
+    values = [each.partition("=")[2] for each in (*rates, *length)]
+    cache = (f"features.dir={runs / 'features' / arm.cached}",) if arm.cached else ()
+    run = runs / "-".join([arm.name, *values])
+    return harness.train(run, (*arm.overrides, *cache, *rates, *length, *COMMON))
+
+
 def tune(runs: Path, arm: Arm) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
     """Return the best of the arm's rates, and the score of each."""
     tried: list[dict[str, Any]] = []
     for rates in arm.rates:
-        length = (f"steps={arm.tuning_steps}", "seed=0")
-        config = train(folder(runs, arm, rates, length), (*overrides(runs, arm), *rates, *length))
-        kept, loss = score(config, arm.limit)
+        export = trained(runs, arm, rates, arm.tuning_steps, 0)
+        kept, loss = score(read_config(export), arm.limit)
         tried.append({"rates": list(rates), "kept": kept, "score": loss})
         print(f"{arm.name} {' '.join(rates)}: {loss:.4f}{'' if kept else ' (over)'}", flush=True)
     best = min(range(len(tried)), key=lambda n: (not tried[n]["kept"], tried[n]["score"]))
     return arm.rates[best], tried
 
 
-def folder(runs: Path, arm: Arm, *settings: tuple[str, ...]) -> Path:
-    """Return the run directory of an arm with these settings, which its name tells."""
-    values = [each.partition("=")[2] for part in settings for each in part]
-    return runs / "-".join([arm.name, *values])
-
-
-def overrides(runs: Path, arm: Arm) -> tuple[str, ...]:
-    """Return the arm's overrides, the cache's folder with them."""
-    cached = (f"features.dir={runs / 'features' / arm.cached}",) if arm.cached else ()
-    return (*arm.overrides, *cached)
-
-
 def clock_training(runs: Path, arm: Arm) -> list[float]:
     """Return tokens per second of each stage of training without a cache, from a short run."""
     run = runs / f"{arm.name}-clock"
     steps = ("steps=24", "warmup_heads=0.4", "evaluate.num_prompts=2")
-    train(run, (*arm.overrides, *arm.rates[0], *steps))
+    harness.train(run, (*arm.overrides, *COMMON, *arm.rates[0], *steps))
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [line["train/tokens_per_second"] for line in lines if "train/tokens_per_second" in line]
 
 
-def whole_run(stages: Sequence[float], rates: Sequence[str]) -> float:
-    """Return tokens per second of a run whose first stage is as long as ``rates`` say."""
-    warmup = [float(each.partition("=")[2]) for each in rates if each.startswith("warmup_heads=")]
-    shares = [warmup[0], 1 - warmup[0]] if warmup else [1.0]
-    return 1 / sum(share / speed for share, speed in zip(shares, stages, strict=True))
-
-
-def accept_length(export_dir: Path, num_prompts: int) -> dict[str, Any]:
+def accept_length(folder: Path, num_prompts: int) -> dict[str, Any]:
     """Decode with the export's tree alone: ``t0`` and ``t1``, each with its interval."""
-    export, prompts, eos = load(export_dir, num_prompts)
-    drafter = static_drafter(export.base, export.heads, output_layer(export.base), export.tree)
-    method = drafted_method(
-        "tree", export.base, drafter, eos, MAX_NEW_TOKENS, tree_nodes=export.tree.num_nodes
-    )
-    found = {}
-    for temperature in TEMPERATURES:
-        decoded = clock([method], prompts, temperature, repeats=1)["tree"].decoded
-        gained = [float(sum(text.accept_lengths)) for text in decoded]
-        steps = [float(len(text.accept_lengths)) for text in decoded]
-        found[f"t{temperature:g}"] = {
-            "accept_length": round(sum(gained) / sum(steps), 4),
-            "ci95": [round(bound, 4) for bound in ratio_ci95([gained], [steps])],
-        }
-    return found
+    export, prompts, _ = harness.open_export(folder, num_prompts, MAX_NEW_TOKENS)
+    eos, nodes = end_tokens(export.base, export.tokenizer), export.tree.num_nodes
+    drafter = harness.tree_drafter(export)
+    method = drafted_method("tree", export.base, drafter, eos, MAX_NEW_TOKENS, tree_nodes=nodes)
+    found = harness.accept_lengths([method], prompts, TEMPERATURES)
+    return {temperature: each["tree"] for temperature, each in found.items()}
 
 
-def kept(path: Path, make: Callable[[], Any]) -> Any:
-    """Return what ``path`` holds, or make it and keep it there: measuring, too, can be stopped."""
-    if not path.is_file():
-        write_json(path, {"value": make()})
-    return json.loads(path.read_text())["value"]
-
-
-def load(export_dir: Path, num_prompts: int) -> tuple[Export, list[Prompt], tuple[int, ...]]:
-    """Return an export in the dtype of use, the prompts to measure on, and its end tokens."""
-    device = torch.device("cpu")
-    export = load_export(export_dir, dtype=hardware.pick_dtype("auto", device), device=device)
-    prompts, _ = read_prompts(
-        prompt_file("", str(export_dir), "prompts.jsonl"),
-        export.tokenizer,
-        num_prompts,
-        max_length=max_prompt_length(export.base, MAX_NEW_TOKENS),
-        device=device,
-    )
-    return export, prompts, end_tokens(export.base, export.tokenizer)
-
-
-def measure(export_dir: Path, num_prompts: int, repeats: int) -> list[dict[str, Any]]:
+def measure(folder: Path, num_prompts: int, repeats: int) -> list[dict[str, Any]]:
     """Clock plain decoding, transformers' generate, prompt lookup and the tree of an export."""
-    export, prompts, eos = load(export_dir, num_prompts)
-    methods = make_methods(
-        export.base,
-        export.heads,
-        output_layer(export.base),
-        [export.tree],
-        eos=eos,
-        pad=export.tokenizer.pad_token_id,
-        max_new_tokens=MAX_NEW_TOKENS,
-    )
-    clocked = {
-        (temperature, 1): clock(methods, prompts, temperature, repeats=repeats)
+    export, prompts, _ = harness.open_export(folder, num_prompts, MAX_NEW_TOKENS)
+    methods = harness.methods_of(export, export.heads, [export.tree], MAX_NEW_TOKENS)
+    return [
+        row
         for temperature in TEMPERATURES
-    }
-    rounding = rounding_of(export.base, methods, prompts, clocked)
-    return make_rows(export.base, methods, prompts, clocked, rounding)
-
-
-def show(table: Sequence[dict[str, Any]], speeds: dict[str, list[float]]) -> None:
-    """Print the table for BENCHMARKS.md: means over seeds, lowest and highest beside them."""
-
-    def spread(values: Sequence[float]) -> str:
-        mean = sum(values) / len(values)
-        return f"{mean:.2f} ({min(values):.2f}-{max(values):.2f})"
-
-    for name in dict.fromkeys(entry["arm"] for entry in table):
-        seeds = [entry for entry in table if entry["arm"] == name]
-        heldout = [entry["heldout"] for entry in seeds]
-        cells = [name, " ".join(each.partition("=")[2] for each in seeds[0]["rates"])]
-        for at in ("t0", "t1"):
-            cells.append(spread([entry["accept"][at]["accept_length"] for entry in seeds]))
-        for kind in ("top1", "top5"):
-            means = (
-                sum(each[f"head_{i}/{kind}"] for each in heldout) / len(heldout)
-                for i in range(NUM_HEADS)
-            )
-            cells.append(" ".join(f"{mean:.2f}".lstrip("0") for mean in means))
-        if "original_loss" in heldout[0]:
-            moved = [100 * (each["loss"] / each["original_loss"] - 1) for each in heldout]
-            cells.append(f"{spread(moved)}%, KL {max(each['kl'] for each in heldout):.3f}")
-        else:
-            cells.append("same")
-        rows = {
-            row["temperature"]: row for row in seeds[0].get("rows", []) if row["method"] == "tree"
-        }
-        cells += [f"{row['speedup_vs_plain']:.2f}x" for row in rows.values()] or ["", ""]
-        cells.append(f"{rows[0.0]['extra_parameters'] / 1e6:.2f} M" if rows else "")
-        stages = speeds.get(name)
-        cells.append(f"{whole_run(stages, seeds[0]['rates']):,.0f}" if stages else "")
-        print(f"| {' | '.join(cells)} |")
-
-
-def main() -> None:
-    """Tune, train, measure, write."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "table")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "tinycode_heads.json")
-    parser.add_argument("--regenerated", type=Path, default=ROOT / "runs" / "own_answers.jsonl")
-    parser.add_argument("--arms", nargs="*", help="only these")
-    parser.add_argument("--num-prompts", type=int, default=48)
-    parser.add_argument("--clocked-prompts", type=int, default=24, help="of them, for speed-ups")
-    parser.add_argument(
-        "--repeats", type=int, default=2, help="of the clocks; 0: accept length only"
-    )
-    parser.add_argument("--train-only", action="store_true", help="measure later, when it is quiet")
-    parser.add_argument("--clock", action="store_true", help="only clock the training of each arm")
-    options = parser.parse_args()
-    options.runs.mkdir(parents=True, exist_ok=True)
-    chosen = [
-        arm
-        for arm in arms(options.regenerated.resolve())
-        if not options.arms or arm.name in options.arms
+        for row in measure_rows(export.base, methods, prompts, temperature, repeats=repeats)
     ]
-    if any(arm.needs for arm in chosen):
-        regenerate(options.regenerated.resolve())
-    if options.clock:
-        speeds = {arm.name: clock_training(options.runs, arm) for arm in chosen}
-        write_json(options.runs / "clock.json", {"environment": environment(), "speeds": speeds})
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Tune, train, measure, write."""
+    given = harness.parse(Settings, argv)
+    runs, answers = given.runs, given.regenerated.resolve()
+    runs.mkdir(parents=True, exist_ok=True)
+    chosen = [arm for arm in arms(answers) if not given.arms or arm.name in given.arms]
+    if any(arm.regenerated for arm in chosen):
+        harness.regenerate(answers, temperature=0.7)
+    if given.clock:
+        speeds = {arm.name: clock_training(runs, arm) for arm in chosen}
+        found = {"environment": hardware.environment(), "speeds": speeds}
+        harness.write(runs / "clock.json", found)
         print(json.dumps(speeds, indent=1))
         return
-    table: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
+    exports: list[Path] = []
     for arm in chosen:
-        rates, tried = tune(options.runs, arm)
+        rates, tried = tune(runs, arm)
         for seed in arm.seeds:
-            length = (f"steps={STEPS}", f"seed={seed}")
-            run = folder(options.runs, arm, rates, length)
-            config = train(run, (*overrides(options.runs, arm), *rates, *length))
-            table.append(
-                {
-                    "arm": arm.name,
-                    "seed": seed,
-                    "rates": list(rates),
-                    "tried": tried,
-                    "heldout": config["training"]["heldout"],
-                    "tree": config["tree"]["choices"],
-                    "run": run,
-                }
-            )
-    if options.train_only:
+            exports.append(trained(runs, arm, rates, STEPS, seed))
+            config = read_config(exports[-1])
+            row = {"arm": arm.name, "seed": seed, "rates": list(rates), "tried": tried}
+            found = {"heldout": config["training"]["heldout"], "tree": config["tree"]["choices"]}
+            rows.append(row | found)
+    if given.train_only:
         return
     hardware.pin_threads(0)
-    for entry in table:
-        start, run, count = time.perf_counter(), entry.pop("run"), options.num_prompts
-        entry["accept"] = kept(
-            run / f"accept-{count}.json", partial(accept_length, run / "export", count)
-        )
-        if entry["seed"] == SEEDS[0] and options.repeats:
-            entry["rows"] = kept(
-                run / f"rows-{options.clocked_prompts}-{options.repeats}.json",
-                partial(measure, run / "export", options.clocked_prompts, options.repeats),
-            )
-        print(f"{entry['arm']} seed {entry['seed']}: {time.perf_counter() - start:.0f} s")
-    clocked = options.runs / "clock.json"
+    for row, export in zip(rows, exports, strict=True):
+        start, count, few = time.perf_counter(), given.num_prompts, given.clocked_prompts
+        path = export.parent / f"accept-{count}.json"
+        row["accept"] = harness.kept(path, partial(accept_length, export, count))
+        if row["seed"] == SEEDS[0] and given.repeats:
+            path = export.parent / f"rows-{few}-{given.repeats}.json"
+            row["rows"] = harness.kept(path, partial(measure, export, few, given.repeats))
+        print(f"{row['arm']} seed {row['seed']}: {time.perf_counter() - start:.0f} s")
+    clocked = runs / "clock.json"
     clocks = json.loads(clocked.read_text()) if clocked.is_file() else {}
-    settings = {
+    harness.show(rows)
+    document = harness.report(given, rows=rows)
+    document["settings"] |= {
         "steps": STEPS,
         "tokens": STEPS * 8 * 512,
         "tuning_steps": TUNING_STEPS,
         "common": list(COMMON),
         "corpus": list(CORPUS),
         "num_nodes": NUM_NODES,
-        "num_prompts": options.num_prompts,
-        "clocked_prompts": options.clocked_prompts,
-        "repeats": options.repeats,
         "training_tokens_per_second": clocks,
     }
-    write_json(options.out, {"environment": environment(), "settings": settings, "rows": table})
-    show(table, clocks.get("speeds", {}))
-    print(f"wrote {options.out}")
+    harness.write(given.out, document)
 
 
 if __name__ == "__main__":

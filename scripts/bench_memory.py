@@ -12,274 +12,173 @@ processor time (with --threads 1) rather than the clock.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
-import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone need not be installed
-
+import harness
 import torch
-from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
+from torch import nn
 
 from specheads.config.training import LossConfig
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer
-from specheads.system.hardware import environment, peak_memory, pin_threads
+from specheads.system.hardware import pin_threads
 from specheads.training.objectives import HeadsObjective
 
-MIB = 2**20
 NUM_MICRO_BATCHES = 2
 
 
-@dataclass(frozen=True)
-class Case:
-    """One configuration; see the command line for the sizes."""
+@dataclass
+class Settings:
+    """Sizes, and the cases.
 
-    recipe: str  # medusa1 (base frozen) or medusa2
-    lm_head: str
-    implementation: str
-    num_heads: int
-    vocab: int
-    hidden: int
-    tokens: int
-    chunk_size: int
-    threads: int
+    Attributes:
+        tokens: per micro-batch
+        chunk_size: rows of logits at one time
+        repeats: timed steps; 0: none
+        no_memory: time only
+        threads: 0: all
+        out: write the JSON there
+    """
 
-    def owned_bytes(self) -> int:
-        """Bytes that come with each head anyway: parameters, .grad, Adam's two, V * d buffer."""
-        matrix = self.vocab * self.hidden if self.lm_head == "own" else 0
-        blocks = self.hidden * (self.hidden + 1)
-        buffer = matrix if self.implementation != "naive" else 0
-        return 4 * self.num_heads * (4 * (matrix + blocks) + buffer)
+    vocab: int = 32000
+    hidden: int = 256
+    tokens: int = 1024
+    chunk_size: int = 0
+    heads: tuple[int, ...] = (1, 4)
+    recipes: tuple[str, ...] = ("medusa1", "medusa2")
+    lm_heads: tuple[str, ...] = ("shared", "own")
+    implementations: tuple[str, ...] = ("fused", "naive")
+    repeats: int = 5
+    no_memory: bool = False
+    threads: int = 0
+    out: Path | None = None
 
 
 class GivenStates(nn.Module):
     """A base model whose last hidden states are a constant times a gain that can be trained."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, vocab: int, hidden: int, tokens: int) -> None:
         super().__init__()
         self.config = SimpleNamespace(_attn_implementation="sdpa")
-        self.register_buffer("states", torch.randn(1, case.tokens, case.hidden))
-        self.gain = nn.Parameter(torch.ones(case.hidden))
-        self.lm_head = nn.Linear(case.hidden, case.vocab, bias=False)
+        self.register_buffer("states", torch.randn(1, tokens, hidden))
+        self.gain = nn.Parameter(torch.ones(hidden))
+        self.lm_head = nn.Linear(hidden, vocab, bias=False)
 
     def base_model(self, **_: Any) -> SimpleNamespace:
         """Return hidden states as a transformers model does."""
         return SimpleNamespace(last_hidden_state=self.states * self.gain)
 
 
-class Setup:
-    """Objective, optimizer and batch of a case, ready to step."""
-
-    def __init__(self, case: Case) -> None:
-        torch.manual_seed(0)
-        pin_threads(case.threads)
-        base = GivenStates(case)
-        output = OutputLayer(base.lm_head)
-        heads = MedusaHeads(case.num_heads, 1, case.hidden, case.vocab, case.lm_head)
-        heads.init_from_output(output.weight)
-        self.objective = HeadsObjective(
-            base,
-            heads,
-            LossConfig(chunk_size=case.chunk_size, implementation=case.implementation),
-            train_base=case.recipe == "medusa2",
-            output=output,
-        )
-        trained = [p for p in self.objective.parameters() if p.requires_grad]
-        for parameter in trained:
-            parameter.grad = torch.zeros_like(parameter)
-        self.optimizer = torch.optim.AdamW(trained, lr=1e-4)
-        ids = torch.randint(0, case.vocab, (1, case.tokens))
-        ones = torch.ones_like(ids)
-        self.optimizer.step()  # Adam's state comes into being
-        num_valid = [NUM_MICRO_BATCHES * (case.tokens - 1 - i) for i in range(case.num_heads + 1)]
-        self.batch: dict[str, Tensor] = {
-            "input_ids": ids,
-            "labels": ids,
-            "position_ids": torch.arange(case.tokens)[None],
-            "segment_ids": ones,
-            "num_valid": torch.tensor(num_valid, dtype=torch.float32),
-        }
-
-    def step(self) -> None:
-        """Run one optimizer step."""
-        for _ in range(NUM_MICRO_BATCHES):
-            loss, _metrics = self.objective(self.batch)
-            loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=False)
-
-
-def allocator_peak(case: Case) -> int:
-    """Return the most bytes that tensors occupy at one time during a step, all of them counted."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        setup = Setup(case)
-        begin = time.time_ns()
-        setup.step()
-    events = profiler.profiler.kineto_results.events()
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    peak = current = 0
-    for when, change in changes:
-        current += change
-        peak = max(peak, current) if when >= begin else 0
-    return peak
-
-
-def resident_peak(case: Case) -> int:
-    """Return the peak of resident memory during a step above that of Python with torch loaded."""
-    pin_threads(case.threads)
-    torch.mm(torch.ones(256, 256), torch.ones(256, 256))
-    loaded = peak_memory(torch.device("cpu"), reset=True) and peak_memory(torch.device("cpu"))
-    setup = Setup(case)
-    peak_memory(torch.device("cpu"), reset=True)
-    setup.step()
-    return peak_memory(torch.device("cpu")) - loaded
-
-
-def in_subprocess(measure: str, case: Case) -> int:
-    """Run ``measure`` for ``case`` in a fresh process."""
-    # Freed blocks go back to the system at once, so that resident memory is memory in use.
-    returning = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    done = subprocess.run(
-        [sys.executable, __file__, "--measure", measure, "--case", json.dumps(asdict(case))],
-        env={**os.environ, **returning},
-        check=True,
-        capture_output=True,
-        text=True,
+def build(case: dict[str, Any]) -> Callable[[], None]:
+    """Return an optimizer step of a case, all of its state in being."""
+    torch.manual_seed(0)
+    pin_threads(case["threads"])
+    tokens, num_heads = case["tokens"], case["num_heads"]
+    base = GivenStates(case["vocab"], case["hidden"], tokens)
+    output = OutputLayer(base.lm_head)
+    heads = MedusaHeads(num_heads, 1, case["hidden"], case["vocab"], case["lm_head"])
+    heads.init_from_output(output.weight)
+    objective = HeadsObjective(
+        base,
+        heads,
+        LossConfig(chunk_size=case["chunk_size"], implementation=case["implementation"]),
+        train_base=case["recipe"] == "medusa2",
+        output=output,
     )
-    return int(done.stdout.splitlines()[-1])
+    trained = [p for p in objective.parameters() if p.requires_grad]
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.AdamW(trained, lr=1e-4)
+    optimizer.step()  # Adam's state comes into being
+    batch = harness.batch_of(torch.randint(0, case["vocab"], (1, tokens)))
+    num_valid = [float(NUM_MICRO_BATCHES * (tokens - 1 - i)) for i in range(num_heads + 1)]
+    batch["num_valid"] = torch.tensor(num_valid)
+
+    def step() -> None:
+        for _ in range(NUM_MICRO_BATCHES):
+            loss, _metrics = objective(batch)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    return step
 
 
-def take_times(cases: list[Case], rows: list[dict[str, Any]], repeats: int) -> None:
-    """Time ``repeats`` steps of every case, the cases taking turns."""
-    setups = [Setup(case) for case in cases]
-    for setup, row in zip(setups, rows, strict=True):
-        setup.step()
-        row |= {"seconds": [], "processor_seconds": []}
-    for _ in range(repeats):
-        for setup, row in zip(setups, rows, strict=True):
-            start = time.perf_counter(), time.process_time()
-            setup.step()
-            row["seconds"].append(time.perf_counter() - start[0])
-            row["processor_seconds"].append(time.process_time() - start[1])
+def allocator_peak(case: dict[str, Any]) -> int:
+    """Return the allocator's peak in a step of a case."""
+    return harness.allocator_peak(lambda: build(case))[0]
+
+
+def resident_peak(case: dict[str, Any]) -> int:
+    """Return the process's peak in a step of a case."""
+    return harness.resident_peak(lambda: build(case))
+
+
+def owned_bytes(case: dict[str, Any]) -> int:
+    """Return what comes with the heads anyway: parameters, .grad, Adam's two, V * d buffers."""
+    matrix = case["vocab"] * case["hidden"] if case["lm_head"] == "own" else 0
+    blocks = case["hidden"] * (case["hidden"] + 1)
+    buffer = matrix if case["implementation"] != "naive" else 0
+    return 4 * case["num_heads"] * (4 * (matrix + blocks) + buffer)
 
 
 def compare(rows: list[dict[str, Any]]) -> None:
     """Add to each row its ratios to the fewest heads and to the naive loss."""
-    same = ("recipe", "lm_head", "implementation", "num_heads")
-    by_key = {tuple(row[key] for key in same): row for row in rows}
+    names = ("recipe", "lm_head", "implementation", "num_heads")
+    by_key = {tuple(row[name] for name in names): row for row in rows}
     fewest = min(row["num_heads"] for row in rows)
-    for row in rows:
-        key = tuple(row[name] for name in same)
-        one, naive = by_key[(*key[:3], fewest)], by_key.get((*key[:2], "naive", key[3]))
+    for (recipe, lm_head, implementation, count), row in by_key.items():
+        one = by_key[recipe, lm_head, implementation, fewest]
         for kind in ("allocator", "resident"):
-            if (peak := row.get(f"{kind}_peak")) is not None:
+            if f"{kind}_peak" in row:
                 # own heads bring matrices of their own; shared ones are held to everything
-                less = {id(r): r["owned_bytes"] * (r["lm_head"] == "own") for r in (row, one)}
-                rest = one[f"{kind}_peak"] - less[id(one)]
-                row[f"{kind}_ratio"] = (peak - less[id(row)]) / rest
+                peaks = [
+                    r[f"{kind}_peak"] - r["owned_bytes"] * (lm_head == "own") for r in (row, one)
+                ]
+                row[f"{kind}_ratio"] = peaks[0] / peaks[1]
+        naive = by_key.get((recipe, lm_head, "naive", count), {})
         for kind in ("seconds", "processor_seconds"):
-            if kind in row and naive:
-                ours, theirs = statistics.median(row[kind]), statistics.median(naive[kind])
+            if kind in row and kind in naive:
+                ours, theirs = (statistics.median(each[kind]) for each in (row, naive))
                 row[f"{kind}_vs_naive"] = ours / theirs
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Lay the rows out as text."""
-    titles = (
-        "recipe", "lm_head", "loss", "heads", "allocator MiB", "ratio", "resident MiB", "ratio",
-        "s/step", "vs naive", "processor s", "vs naive",
-    )  # fmt: skip
-    lines = [titles]
-    for row in rows:
-        clock, used = (
-            statistics.median(row[kind]) if kind in row else None
-            for kind in ("seconds", "processor_seconds")
-        )
-        cells: tuple[tuple[Any, str], ...] = (
-            (row.get("allocator_peak", 0) / MIB or None, ".1f"),
-            (row.get("allocator_ratio"), ".3f"),
-            (row.get("resident_peak", 0) / MIB or None, ".1f"),
-            (row.get("resident_ratio"), ".3f"),
-            (clock, ".3f"),
-            (row.get("seconds_vs_naive"), ".3f"),
-            (used, ".3f"),
-            (row.get("processor_seconds_vs_naive"), ".3f"),
-        )
-        shown = ["" if value is None else format(value, spec) for value, spec in cells]
-        names = (row["recipe"], row["lm_head"], row["implementation"], str(row["num_heads"]))
-        lines.append((*names, *shown))
-    widths = [max(len(line[i]) for line in lines) for i in range(len(titles))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in lines
-    )
-
-
-def main() -> None:
-    """Parse the command line, measure, print table and JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--vocab", type=int, default=32000)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=1024, help="per micro-batch")
-    parser.add_argument("--chunk-size", type=int, default=0, help="rows of logits at one time")
-    parser.add_argument("--heads", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--recipes", nargs="+", default=["medusa1", "medusa2"])
-    parser.add_argument("--lm-heads", nargs="+", default=["shared", "own"])
-    parser.add_argument("--implementations", nargs="+", default=["fused", "naive"])
-    parser.add_argument("--repeats", type=int, default=5, help="timed steps; 0: none")
-    parser.add_argument("--no-memory", action="store_true", help="time only")
-    parser.add_argument("--threads", type=int, default=0, help="0: all")
-    parser.add_argument("--out", type=Path, help="write the JSON there too")
-    parser.add_argument("--measure", choices=["allocator", "resident"], help=argparse.SUPPRESS)
-    parser.add_argument("--case", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.measure:
-        case = Case(**json.loads(args.case))
-        print(allocator_peak(case) if args.measure == "allocator" else resident_peak(case))
-        return
-
-    threads = pin_threads(args.threads)
-    sizes = (args.vocab, args.hidden, args.tokens, args.chunk_size, threads)
-    cases = [
-        Case(recipe, lm_head, implementation, num_heads, *sizes)
-        for recipe in args.recipes
-        for lm_head in args.lm_heads
-        for implementation in args.implementations
-        for num_heads in sorted(args.heads)
-    ]
-    rows: list[dict[str, Any]] = [{**asdict(c), "owned_bytes": c.owned_bytes()} for c in cases]
-    if not args.no_memory:
-        for number, (case, row) in enumerate(zip(cases, rows, strict=True), 1):
-            print(f"\rmemory {number}/{len(cases)}", end="", file=sys.stderr, flush=True)
-            row["allocator_peak"] = in_subprocess("allocator", case)
-            row["resident_peak"] = in_subprocess("resident", case)
-        print(file=sys.stderr)
-    if args.repeats:
-        take_times(cases, rows, args.repeats)
+def main(argv: list[str] | None = None) -> None:
+    """Measure, print, write."""
+    settings = harness.parse(Settings, argv)
+    threads = pin_threads(settings.threads)
+    sizes = {name: getattr(settings, name) for name in ("vocab", "hidden", "tokens", "chunk_size")}
+    chosen = (settings.recipes, settings.lm_heads, settings.implementations, sorted(settings.heads))
+    names = ("recipe", "lm_head", "implementation", "num_heads")
+    rows = [dict(zip(names, each, strict=True)) | sizes for each in product(*chosen)]
+    for number, row in enumerate(rows, 1):
+        row |= {"threads": threads, "owned_bytes": owned_bytes(row)}
+        if not settings.no_memory:
+            print(f"\rmemory {number}/{len(rows)}", end="", file=sys.stderr, flush=True)
+            peaks = [
+                harness.in_fresh_process(measure, row, **harness.RETURNING)
+                for measure in (allocator_peak, resident_peak)
+            ]
+            row |= dict(zip(("allocator_peak", "resident_peak"), peaks, strict=True))
+    if settings.repeats:
+        taken = harness.take_turns(dict(enumerate(map(build, rows))), settings.repeats)
+        for row, times in zip(rows, taken.values(), strict=True):
+            row |= times
     compare(rows)
-    settings = {k: v for k, v in vars(args).items() if k not in ("measure", "case", "out")}
-    report = {"environment": environment(), "settings": settings, "rows": rows}
-    text = json.dumps(report, indent=1)
-    if args.out:
-        args.out.write_text(text + "\n", encoding="utf-8")
-    print(table(rows))
+    print()
+    harness.show(rows)
     print(
         "ratio: to the fewest heads; for own, less the heads' parameters, gradients, optimizer\n"
         "state and one V * d buffer per head (the naive loss holds no such buffer)."
     )
-    print(text)
+    harness.write(settings.out, harness.report(settings, rows=rows))
 
 
 if __name__ == "__main__":

@@ -19,52 +19,62 @@ machine that is not idle, trust the processor time (with --threads 1) rather tha
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone need not be installed
-
+import harness
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from specheads.config.training import LossConfig
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
-from specheads.system.hardware import environment, peak_memory, pin_threads
+from specheads.system.hardware import pin_threads
 from specheads.train import keep_freed_memory
 from specheads.training.objectives import HeadsObjective
 
-MIB = 2**20
 SPEED_TARGET, MEMORY_TARGET = 1.1, 0.5
 SIDES = ("ours", "reference")
 
 
-@dataclass(frozen=True)
-class Case:
-    """One configuration; see the command line for the sizes."""
+@dataclass
+class Settings:
+    """Sizes, and what is measured.
 
-    vocab: int
-    hidden: int
-    base_layers: int
-    num_heads: int
-    num_layers: int
-    rows: int
-    seq_len: int
-    learned: float
-    chunk_size: int
-    threads: int
+    Attributes:
+        layers: residual blocks per head
+        learned: share of tokens with a label
+        allocators: freed memory goes back to the system, or is kept from then on
+        chunk_size: rows of logits at one time
+        repeats: timed steps; 0: none
+        no_memory: time only
+        threads: 0: all
+        out: write the JSON there
+    """
+
+    vocab: int = 32000
+    hidden: int = 256
+    base_layers: int = 4
+    heads: int = 4
+    layers: int = 1
+    rows: int = 2
+    seq_len: int = 512
+    learned: tuple[float, ...] = (1.0, 0.5)
+    allocators: tuple[Literal["system", "kept"], ...] = ("system", "kept")
+    chunk_size: int = 0
+    repeats: int = 9
+    no_memory: bool = False
+    threads: int = 0
+    out: Path | None = None
+
+    def __post_init__(self) -> None:
+        if list(self.allocators) not in (["system"], ["kept"], ["system", "kept"]):
+            raise ValueError("--allocators must be system, kept, or both in this order")
 
 
 class Reference(nn.Module):
@@ -108,269 +118,120 @@ class Reference(nn.Module):
 class Setup:
     """One side of a case, ready to step."""
 
-    def __init__(self, case: Case, side: str) -> None:
-        pin_threads(case.threads)
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=case.vocab,
-            hidden_size=case.hidden,
-            intermediate_size=8 * case.hidden // 3,
-            num_hidden_layers=case.base_layers,
-            num_attention_heads=max(1, case.hidden // 64),
-            num_key_value_heads=max(1, case.hidden // 64),
-            max_position_embeddings=case.seq_len,
-            tie_word_embeddings=False,
-        )
-        base = LlamaForCausalLM(config).eval().requires_grad_(False)
+    def __init__(self, case: dict[str, Any], side: str) -> None:
+        pin_threads(case["threads"])
+        vocab, hidden, chunk_size = case["vocab"], case["hidden"], case["chunk_size"]
+        base = harness.llama(vocab, hidden, case["base_layers"]).eval().requires_grad_(False)
         output = output_layer(base)
-        self.heads = MedusaHeads(case.num_heads, case.num_layers, case.hidden, case.vocab, "own")
+        self.heads = MedusaHeads(case["num_heads"], case["num_layers"], hidden, vocab, "own")
         self.heads.init_from_output(output.weight)
-        self.objective: nn.Module
+        self.objective: nn.Module = Reference(base, self.heads)
         if side == "ours":
-            self.objective = HeadsObjective(
-                base,
-                self.heads,
-                LossConfig(decay=1.0, chunk_size=case.chunk_size),
-                train_base=False,
-                output=output,
-            )
-        else:
-            self.objective = Reference(base, self.heads)
+            loss = LossConfig(decay=1.0, chunk_size=chunk_size)
+            options = {"train_base": False, "output": output}
+            self.objective = HeadsObjective(base, self.heads, loss, **options)
         self.optimizer = torch.optim.AdamW(self.heads.parameters(), lr=1e-4, fused=True)
-        ids = torch.randint(0, case.vocab, (case.rows, case.seq_len))
-        labels = ids.clone()  # what is not learned stands first, as a prompt does
-        labels[:, : round((1 - case.learned) * case.seq_len)] = IGNORE
-        self.batch = {
-            "input_ids": ids,
-            "labels": labels,
-            "position_ids": torch.arange(case.seq_len).expand_as(ids),
-            "segment_ids": torch.ones_like(ids),
-        }
+        self.batch = harness.batch_of(torch.randint(0, vocab, (case["rows"], case["seq_len"])))
+        labels = self.batch["labels"].clone()  # what is not learned stands first, as a prompt does
+        labels[:, : round((1 - case["learned"]) * case["seq_len"])] = IGNORE
+        self.batch["labels"] = labels
 
-    def step(self) -> float:
-        """Run one optimizer step; return the loss."""
+    def step(self) -> None:
+        """Run one optimizer step."""
         loss, _ = self.objective(self.batch)
         loss.backward()
         nn.utils.clip_grad_norm_(self.heads.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return float(loss.detach())
 
 
-def compare_losses(case: Case) -> dict[str, float]:
+def compare_losses(case: dict[str, Any]) -> dict[str, float]:
     """Return by how much losses and gradients differ, relative to the reference's.
 
     Raises:
         SystemExit: if they are not the same loss.
     """
-    found: dict[str, tuple[float, list[Tensor]]] = {}
+    found: list[tuple[float, list[Tensor]]] = []
     for side in SIDES:
         setup = Setup(case, side)
         loss, _ = setup.objective(setup.batch)
         loss.backward()
         grads = [p.grad for p in setup.heads.parameters() if p.grad is not None]
-        found[side] = (float(loss.detach()), grads)
-    (loss, grads), (expected, expected_grads) = found["ours"], found["reference"]
+        found.append((float(loss.detach()), grads))
+    (ours, grads), (expected, expected_grads) = found
     pairs = list(zip(grads, expected_grads, strict=True))
     errors = {
-        "loss": abs(loss - expected) / expected,
+        "loss": abs(ours - expected) / expected,
         "gradient": max(float((a - b).norm() / b.norm().clamp_min(1e-12)) for a, b in pairs),
     }
     if not (errors["loss"] < 1e-5 and errors["gradient"] < 1e-3):
-        raise SystemExit(f"not the same loss: ours {loss}, the reference's {expected}, {errors}")
-    return {"value": loss, **errors}
+        raise SystemExit(f"not the same loss: ours {ours}, the reference's {expected}, {errors}")
+    return {"value": ours, **errors}
 
 
-def allocator_peak(case: Case, side: str) -> int:
-    """Return the most bytes that tensors occupy at one time during a step, all of them counted."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        setup = Setup(case, side)
-        setup.step()  # Adam's state comes into being
-        begin = time.time_ns()
-        setup.step()
-    events = profiler.profiler.kineto_results.events()
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    peak = current = 0
-    for when, change in changes:
-        current += change
-        peak = max(peak, current) if when >= begin else 0
-    return peak
-
-
-def resident_peak(case: Case, side: str) -> int:
-    """Return the peak of resident memory during a step above that of Python with torch loaded."""
-    pin_threads(case.threads)
-    torch.mm(torch.ones(256, 256), torch.ones(256, 256))
-    cpu = torch.device("cpu")
-    loaded = peak_memory(cpu, reset=True) and peak_memory(cpu)
+def warmed_up(case: dict[str, Any], side: str) -> Callable[[], None]:
+    """Return a step of one side whose optimizer's state has come into being."""
     setup = Setup(case, side)
     setup.step()
-    peak_memory(cpu, reset=True)
-    setup.step()
-    return peak_memory(cpu) - loaded
+    return setup.step
 
 
-def in_subprocess(measure: str, case: Case, side: str) -> int:
-    """Run ``measure`` in a fresh process."""
-    # Freed blocks go back to the system at once, so that resident memory is memory in use.
-    returning = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    arguments = ["--measure", measure, "--side", side, "--case", json.dumps(asdict(case))]
-    done = subprocess.run(
-        [sys.executable, __file__, *arguments],
-        env={**os.environ, **returning},
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    return int(done.stdout.splitlines()[-1])
+def allocator_peak(case: dict[str, Any], side: str) -> int:
+    """Return the allocator's peak in a step of a side."""
+    return harness.allocator_peak(lambda: warmed_up(case, side))[0]
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return median, least and most."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+def resident_peak(case: dict[str, Any], side: str) -> int:
+    """Return the process's peak in a step of a side."""
+    return harness.resident_peak(lambda: warmed_up(case, side))
 
 
-def take_times(case: Case, repeats: int) -> dict[str, Any]:
-    """Time ``repeats`` steps of both sides, taking turns."""
-    setups = {side: Setup(case, side) for side in SIDES}
-    seconds: dict[str, list[float]] = {side: [] for side in SIDES}
-    processor: dict[str, list[float]] = {side: [] for side in SIDES}
-    for repeat in range(-1, repeats):
-        for side in SIDES if repeat % 2 else SIDES[::-1]:
-            start = time.perf_counter(), time.process_time()
-            setups[side].step()
-            if repeat >= 0:  # the first one warms up
-                seconds[side].append(time.perf_counter() - start[0])
-                processor[side].append(time.process_time() - start[1])
-    tokens = case.rows * case.seq_len
-    row: dict[str, Any] = {"seconds": seconds, "processor_seconds": processor}
+def take_times(case: dict[str, Any], repeats: int) -> dict[str, Any]:
+    """Time steps of both sides, which take turns."""
+    taken = harness.take_turns({side: Setup(case, side).step for side in SIDES}, repeats)
+    row: dict[str, Any] = {}
+    for kind, name in (("seconds", "speed_ratio"), ("processor_seconds", "processor_speed_ratio")):
+        ours, theirs = (taken[side][kind] for side in SIDES)
+        ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
+        row[kind] = dict(zip(SIDES, (ours, theirs), strict=True))
+        row[name] = {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
     for side in SIDES:
-        row[f"{side}_tokens_per_second"] = tokens / statistics.median(seconds[side])
-    for name, taken in (("speed", seconds), ("processor_speed", processor)):
-        pairs = zip(taken["ours"], taken["reference"], strict=True)
-        row[f"{name}_ratio"] = spread([theirs / ours for ours, theirs in pairs])
-    return row
+        taken_by_a_step = statistics.median(row["seconds"][side])
+        row[f"{side}_tokens_per_second"] = case["rows"] * case["seq_len"] / taken_by_a_step
+    return row | {"speed_kept": row["speed_ratio"]["median"] >= SPEED_TARGET}
 
 
-def measure(case: Case, allocator: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Return everything about one case."""
-    row: dict[str, Any] = {
-        **asdict(case),
-        "allocator": allocator,
-        "difference": compare_losses(case),
-    }
-    if args.repeats:
-        row |= take_times(case, args.repeats)
-        row["speed_kept"] = row["speed_ratio"]["median"] >= SPEED_TARGET
-    if not args.no_memory and allocator == args.allocators[0]:  # in processes of their own
-        for kind in ("allocator", "resident"):
-            peaks = {side: in_subprocess(kind, case, side) for side in SIDES}
-            row[f"{kind}_peak"] = peaks
-            row[f"{kind}_ratio"] = peaks["ours"] / peaks["reference"]
-        row["memory_kept"] = max(row["allocator_ratio"], row["resident_ratio"]) <= MEMORY_TARGET
-    return row
-
-
-def print_row(row: dict[str, Any]) -> None:
-    """Print one case."""
-    print(
-        f"\nV={row['vocab']:,} d={row['hidden']} K={row['num_heads']},"
-        f" {row['rows']} x {row['seq_len']} tokens, {row['learned']:.0%} learned, allocator"
-        f" {row['allocator']}; loss"
-        f" {row['difference']['value']:.5f}, differs by {row['difference']['loss']:.1e}"
-        f" (gradients {row['difference']['gradient']:.1e})"
-    )
-    if "seconds" in row:
-        for side in SIDES:
-            taken, used = spread(row["seconds"][side]), spread(row["processor_seconds"][side])
-            print(
-                f"  {side:<10}{row[f'{side}_tokens_per_second']:>9,.0f} tokens/s,"
-                f" {taken['median']:.3f} s/step ({taken['min']:.3f}-{taken['max']:.3f}),"
-                f" processor {used['median']:.3f} s"
-            )
-        ratio, used = row["speed_ratio"], row["processor_speed_ratio"]
-        print(
-            f"  speed     {ratio['median']:.2f}x ({ratio['min']:.2f}-{ratio['max']:.2f}),"
-            f" by processor time {used['median']:.2f}x (aim: {SPEED_TARGET}"
-            f"{'' if row['speed_kept'] else '; MISSED'})"
-        )
-    if "memory_kept" in row:
-        for kind in ("allocator", "resident"):
-            ours, theirs = (row[f"{kind}_peak"][side] / MIB for side in SIDES)
-            print(f"  {kind:<10}{ours:,.0f} of {theirs:,.0f} MiB: {row[f'{kind}_ratio']:.2f}x")
-        print(f"  (aim: {MEMORY_TARGET}{'' if row['memory_kept'] else '; MISSED'})")
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--vocab", type=int, default=32000)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--base-layers", type=int, default=4)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--layers", type=int, default=1, help="residual blocks per head")
-    parser.add_argument("--rows", type=int, default=2)
-    parser.add_argument("--seq-len", type=int, default=512)
-    parser.add_argument(
-        "--learned", type=float, nargs="+", default=[1.0, 0.5], help="share of tokens with a label"
-    )
-    parser.add_argument(
-        "--allocators",
-        nargs="+",
-        default=["system", "kept"],
-        help="freed memory goes back to the system, or is kept; kept comes last",
-    )
-    parser.add_argument("--chunk-size", type=int, default=0, help="rows of logits at one time")
-    parser.add_argument("--repeats", type=int, default=9, help="timed steps; 0: none")
-    parser.add_argument("--no-memory", action="store_true", help="time only")
-    parser.add_argument("--threads", type=int, default=0, help="0: all")
-    parser.add_argument("--out", type=Path, help="write the JSON there too")
-    parser.add_argument("--measure", choices=["allocator", "resident"], help=argparse.SUPPRESS)
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
-    parser.add_argument("--case", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if args.allocators not in (["system"], ["kept"], ["system", "kept"]):
-        parser.error("--allocators must be system, kept, or both in this order")
-    if args.out and not args.out.parent.is_dir():
-        parser.error(f"--out is {args.out}, but there is no folder {args.out.parent}")
-    return args
+def take_peaks(case: dict[str, Any]) -> dict[str, Any]:
+    """Measure the memory of both sides in processes of their own."""
+    row: dict[str, Any] = {}
+    for kind, measure in (("allocator", allocator_peak), ("resident", resident_peak)):
+        peaks = {s: harness.in_fresh_process(measure, case, s, **harness.RETURNING) for s in SIDES}
+        row |= {f"{kind}_peak": peaks, f"{kind}_ratio": peaks["ours"] / peaks["reference"]}
+    largest = max(row["allocator_ratio"], row["resident_ratio"])
+    return row | {"memory_kept": largest <= MEMORY_TARGET}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print table and JSON."""
-    args = parse(argv)
-    if args.measure:
-        case = Case(**json.loads(args.case))
-        print((allocator_peak if args.measure == "allocator" else resident_peak)(case, args.side))
-        return
-    threads = pin_threads(args.threads)
-    report: dict[str, Any] = {"environment": environment(), "rows": []}
-    print(json.dumps(report["environment"]))
-    hidden = ("measure", "side", "case", "out")
-    report["settings"] = {k: v for k, v in vars(args).items() if k not in hidden}
-    for allocator in args.allocators:
+    """Measure, print, write."""
+    given = harness.parse(Settings, argv)
+    same = ("vocab", "hidden", "base_layers", "rows", "seq_len", "chunk_size")
+    sizes = {name: getattr(given, name) for name in same}
+    sizes |= {"num_heads": given.heads, "num_layers": given.layers}
+    sizes["threads"] = pin_threads(given.threads)
+    rows: list[dict[str, Any]] = []
+    for allocator in given.allocators:
         if allocator == "kept":
             keep_freed_memory()
-        for learned in args.learned:
-            case = Case(
-                args.vocab,
-                args.hidden,
-                args.base_layers,
-                args.heads,
-                args.layers,
-                args.rows,
-                args.seq_len,
-                learned,
-                args.chunk_size,
-                threads,
-            )
-            report["rows"].append(measure(case, allocator, args))
-            print_row(report["rows"][-1])
-    if args.out:
-        args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        print(f"wrote {args.out}")
+        for learned in given.learned:
+            case = {**sizes, "learned": learned}
+            row = {**case, "allocator": allocator, "difference": compare_losses(case)}
+            if given.repeats:
+                row |= take_times(case, given.repeats)
+            if not given.no_memory and allocator == given.allocators[0]:
+                row |= take_peaks(case)
+            rows.append(row)
+    harness.show(rows)
+    harness.write(given.out, harness.report(given, rows=rows))
 
 
 if __name__ == "__main__":

@@ -10,38 +10,37 @@ exact method gives texts whose mean log-likelihood is minus the base's entropy, 
 
 from __future__ import annotations
 
-import argparse
 import math
+import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 from transformers import PreTrainedModel
 
 from specheads.decoding.accept import Acceptance
-from specheads.drafters.heads import static_drafter
-from specheads.measure.clock import (
-    Decoded,
-    Prompt,
-    clock,
-    drafted_method,
-    max_prompt_length,
-    plain_method,
-    prompt_file,
-    read_prompts,
-)
-from specheads.measure.rows import rep8
-from specheads.measure.stats import ratio_ci95
+from specheads.measure.clock import Decoded, Prompt, clock, drafted_method, plain_method
+from specheads.measure.stats import rep8
 from specheads.models.base import end_tokens
 from specheads.models.checkpoint import load_export
-from specheads.models.manifest import write_json
-from specheads.models.output import output_layer
 from specheads.system import hardware
-from specheads.system.hardware import environment
 
 THRESHOLDS = (0.05, 0.09, 0.15)
-MAX_NEW_TOKENS = 128
+
+
+@dataclass
+class Settings:
+    """What is decoded."""
+
+    checkpoint: Path = Path("runs/hydra/export")
+    out: Path = Path("benchmarks/tinycode_typical.json")
+    num_prompts: int = 48
+    max_new_tokens: int = 128
+    repeats: int = 3
+    temperature: float = 1.0
 
 
 @torch.inference_mode()
@@ -69,91 +68,46 @@ def distance(
     return {"nats": nats / count, "entropy": entropy / count, "not_best": others / count}
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Decode, score, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--checkpoint", type=Path, default=Path("runs/hydra/export"))
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/tinycode_typical.json"))
-    parser.add_argument("--num-prompts", type=int, default=48)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--temperature", type=float, default=1.0)
-    options = parser.parse_args()
-    device, temperature = torch.device("cpu"), options.temperature
+    given = harness.parse(Settings, argv)
     hardware.pin_threads(0)
-    dtype = hardware.pick_dtype("auto", device)
-    export = load_export(options.checkpoint, dtype=dtype, device=device)
-    prompts, digest = read_prompts(
-        prompt_file("", str(options.checkpoint), "prompts.jsonl"),
-        export.tokenizer,
-        options.num_prompts,
-        max_length=max_prompt_length(export.base, MAX_NEW_TOKENS),
-        device=device,
-    )
-    eos = end_tokens(export.base, export.tokenizer)
-    drafter = static_drafter(export.base, export.heads, output_layer(export.base), export.tree)
-    rules = {"exact": Acceptance()} | {
-        f"typical_{epsilon:g}": Acceptance(
-            "lossy_typical", epsilon=epsilon, delta=math.sqrt(epsilon)
-        )
-        for epsilon in THRESHOLDS
-    }
-    methods = [plain_method(export.base, eos, MAX_NEW_TOKENS)]
-    methods += [
-        drafted_method(
-            name, export.base, drafter, eos, MAX_NEW_TOKENS,
-            tree_nodes=export.tree.num_nodes, acceptance=rule,
-        )
-        for name, rule in rules.items()
-    ]  # fmt: skip
-    runs = clock(methods, prompts, temperature, repeats=options.repeats)
-    greedy = clock(methods[:1], prompts, 0.0, repeats=1)["plain"]
-    judge = load_export(options.checkpoint, dtype=torch.float32, device=device).base
+    limit = given.max_new_tokens
+    export, prompts, digest = harness.open_export(given.checkpoint, given.num_prompts, limit)
+    base, eos = export.base, end_tokens(export.base, export.tokenizer)
+    drafter, nodes = harness.tree_drafter(export), export.tree.num_nodes
+    rules = {"exact": Acceptance()}
+    for epsilon in THRESHOLDS:
+        typical = Acceptance("lossy_typical", epsilon=epsilon, delta=math.sqrt(epsilon))
+        rules[f"typical_{epsilon:g}"] = typical
+    methods = [plain_method(base, eos, limit)]
+    for name, rule in rules.items():
+        more = {"tree_nodes": nodes, "acceptance": rule}
+        methods.append(drafted_method(name, base, drafter, eos, limit, **more))
+    runs = clock(methods, prompts, given.temperature, repeats=given.repeats)
     plain = runs["plain"]
+    # not clocked beside them: a speed-up of greedy decoding would be of other texts
+    greedy = clock(methods[:1], prompts, 0.0, repeats=1)["plain"]
+    judge = load_export(given.checkpoint, dtype=torch.float32, device="cpu").base
     rows: list[dict[str, Any]] = []
     for name, of in [*runs.items(), ("greedy", greedy)]:
-        tokens = [float(len(text.tokens)) for text in of.decoded]
-        gained = [float(sum(text.accept_lengths)) for text in of.decoded]
-        steps = [float(len(text.accept_lengths)) for text in of.decoded]
-        speedups: list[float] = []
-        if name in runs:  # greedy decoding was not clocked beside them
-            of_plain = sum(len(text.tokens) for text in plain.decoded)
-            speedups = [
-                sum(tokens) / sum(ours) / (of_plain / sum(theirs))
-                for ours, theirs in zip(of.seconds, plain.seconds, strict=True)
-            ]
-        rows.append(
-            {
-                "method": name,
-                "speedup_vs_plain": [round(speedup, 4) for speedup in speedups],
-                "accept_length": round(sum(gained) / sum(steps), 4),
-                "accept_length_ci95": [round(b, 4) for b in ratio_ci95([gained], [steps])],
-                "rep8": round(sum(rep8(t.tokens) for t in of.decoded) / len(of.decoded), 4),
-                **{
-                    key: round(value, 4)
-                    for key, value in distance(judge, prompts, of.decoded, temperature).items()
-                },
-            }
-        )
-    print(f"{'method':<14}{'speed-up':>9}{'accept':>8}{'nats':>8}{'entropy':>9}{'not best':>10}")
-    for row in rows:
-        ratios = sorted(row["speedup_vs_plain"])
-        speed = f"{ratios[len(ratios) // 2]:.2f}x" if ratios else ""
-        print(
-            f"{row['method']:<14}{speed:>9}{row['accept_length']:>8.2f}{row['nats']:>8.3f}"
-            f"{row['entropy']:>9.3f}{row['not_best']:>10.1%}  rep8 {row['rep8']:.2f}"
-        )
-    settings = {
-        "checkpoint": options.checkpoint.name,
-        "temperature": temperature,
-        "num_prompts": len(prompts),
+        tokens, of_plain = (sum(len(t.tokens) for t in r.decoded) for r in (of, plain))
+        pairs = zip(of.seconds, plain.seconds, strict=True) if name in runs else ()
+        ratios = [tokens / sum(ours) / (of_plain / sum(theirs)) for ours, theirs in pairs]
+        length, bounds = harness.accepted(of.decoded)
+        found = distance(judge, prompts, of.decoded, given.temperature)
+        row = {"method": name, "speedup_vs_plain": ratios, "accept_length": length}
+        row |= {"accept_length_ci95": bounds, **found}
+        rows.append(row | {"rep8": statistics.fmean(rep8(t.tokens) for t in of.decoded)})
+    harness.show(rows)
+    document = harness.report(given, rows=rows)
+    document["settings"] |= {
+        "checkpoint": given.checkpoint.name,
         "prompts_sha256": digest,
-        "max_new_tokens": MAX_NEW_TOKENS,
-        "tree_nodes": export.tree.num_nodes,
-        "dtype": str(dtype).removeprefix("torch."),
-        "repeats": options.repeats,
+        "tree_nodes": nodes,
+        "dtype": str(base.dtype).removeprefix("torch."),
     }
-    write_json(options.out, {"environment": environment(), "settings": settings, "rows": rows})
-    print(f"wrote {options.out}")
+    harness.write(given.out, document)
 
 
 if __name__ == "__main__":

@@ -1,219 +1,99 @@
-"""Processes that chaos.py hurts: started, watched, signalled, and waited for.
-
-A run of one process is forked from one that has imported everything already (``Stable``), which
-saves the seconds that importing takes; apart from that it is ``python -m specheads.train``.
-"""
+"""Trainings that chaos.py hurts: started, watched, signalled, and compared when they are over."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import json
+import multiprocessing
 import os
 import re
-import select
-import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
+from unittest.mock import patch
 
-ROOT = Path(__file__).resolve().parents[1]
+import harness
+from harness import ROOT, NotRun
+from safetensors.torch import load_file
+
+from specheads.data.tokenizers import byte_tokenizer
+
+STEPS, SAVED_EVERY = 40, 8
 PATIENCE = 150.0  # seconds after which a run counts as hung
+POISON = "pair/mul"  # the record whose loss can be made not finite
+# what a clock decides, or settings that may change between runs
+MEASURED = re.compile(r"tokens_per_second|peak_memory|speedup|seconds|_ms|time|^final/")
+COMMON = """log.every=1 log.wandb=disabled data=jsonl data.seq_len=64 data.rows=2 heads.num_heads=2
+    tree.choices=[[0],[1],[0,0]] evaluate.num_prompts=2 evaluate.max_new_tokens=8
+    evaluate.loss_rows=2"""
+MEDUSA1 = f"""+recipe=medusa1 name=chaos steps={STEPS} checkpoint.every={SAVED_EVERY}
+    loss.lambda_0=1.0 optim.warmup_steps=1"""
+# of the process from which runs are forked, and of every run
+QUIET = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+QUIET |= {"HF_HUB_OFFLINE": "1", "WANDB_SILENT": "true"}
+QUIET["PYTHONWARNINGS"] = "ignore::UserWarning"  # of semaphores that a killed run leaves
+# A run of one process is forked from one that has imported everything, which saves the seconds
+# that importing takes; apart from that, and from how it is hurt, it is python -m specheads.train.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    ["transformers.models.llama.modeling_llama", "specheads.train", "specheads.decoding.loop"]
+    + ["specheads.training.loop", "specheads.training.objectives", "hydra._internal.hydra"]
+)
+LOCK = Lock()  # two threads that ask for the end of one fork would each get half of the answer
 
 
-class Wrong(Exception):  # noqa: N818  (what the row says, no mistake of the program)
+class Wrong(AssertionError):  # noqa: N818  (what the row says)
     """What a fault did that it must not do."""
 
 
-class NotRun(Exception):  # noqa: N818
-    """Why a fault cannot be tried on this machine."""
+def play(argv: list[str], environ: dict[str, str], log: Path, namespace: int, hurt: Any) -> None:
+    """Become ``python -m specheads.train`` in a fork.
 
+    Args:
+        argv: its arguments.
+        environ: its environment.
+        log: where it prints, with the suffixes ``.out`` and ``.err``.
+        namespace: a process in whose user and mount namespaces it runs; 0 for its own.
+        hurt: seconds that every ``step`` and ``fsync`` takes longer, and what the ``loss`` of
+            ``POISON``, or its ``gradient``, is multiplied with.
+    """
+    for number, kind in ((1, ".out"), (2, ".err")):
+        os.dup2(os.open(log.with_suffix(kind), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    for kind in ("user", "mnt") if namespace else ():
+        handle = os.open(f"/proc/{namespace}/ns/{kind}", os.O_RDONLY)
+        if ctypes.CDLL(None, use_errno=True).setns(handle, 0):
+            raise OSError(ctypes.get_errno(), "setns")
+    os.environ.clear()
+    os.environ.update(environ)
+    os.chdir(ROOT)
+    sys.argv = ["train", *argv]
+    from specheads import train
+    from specheads.training.objectives import HeadsObjective
 
-@dataclass
-class Ended:
-    """A process that is over."""
+    plain, flush = HeadsObjective.forward, os.fsync
 
-    code: int
-    out: str
-    err: str
-    seconds: float
+    def forward(self: Any, batch: Any) -> Any:
+        time.sleep(hurt.get("step", 0))
+        loss, metrics = plain(self, batch)
+        if self.training and POISON in batch["ids"]:
+            loss = loss * hurt.get("loss", 1)
+            if "gradient" in hurt:  # of a loss that is finite
+                loss.register_hook(lambda grad: grad * hurt["gradient"])
+        return loss, metrics
 
-    @property
-    def lines(self) -> list[str]:
-        """The lines that specheads stopped with; of two ranks there may be several."""
-        return [line for line in self.err.splitlines() if line.startswith("specheads: ")]
+    def slow_flush(handle: int) -> None:
+        time.sleep(hurt.get("fsync", 0))
+        flush(handle)
 
-    @property
-    def line(self) -> str:
-        """The last of them, or of what was printed."""
-        said = self.lines or [line for line in self.out.splitlines() if "specheads: " in line]
-        return said[-1] if said else ""
-
-    def must(self, code: int, *says: str, one_of: Sequence[int] = ()) -> Ended:
-        """Raise Wrong unless it ended with ``code``, said ``says``, and showed no traceback."""
-        tail = " | ".join((self.err or self.out).strip().splitlines()[-3:])[-500:]
-        for block in (self.out + self.err).split("Traceback (most recent")[1:]:
-            if "torch/distributed/run.py" not in block:  # torchrun's own, when a rank fails
-                raise Wrong(f"a traceback, exit code {self.code}: {tail}")
-        if self.code not in (code, *one_of):
-            raise Wrong(f"exit code {self.code}, not {code}: {tail}")
-        for text in says:
-            if not re.search(text, self.out + self.err):
-                raise Wrong(f"nothing said of {text!r}: {tail}")
-        return self
-
-
-class Process(Protocol):
-    """What is asked of a process; ``subprocess.Popen`` and :class:`Forked` have it."""
-
-    pid: int
-
-    def poll(self) -> int | None:
-        """Return the exit code, None while it runs."""
-        ...
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Return the exit code; raises subprocess.TimeoutExpired."""
-        ...
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal, if it still runs."""
-        ...
-
-
-class Forked:
-    """A process that :class:`Stable` forked; its exit code comes through a file."""
-
-    def __init__(self, pid: int, code: Path) -> None:
-        self.pid, self.code = pid, code
-
-    def poll(self) -> int | None:
-        """Return the exit code, negative after a signal, None while it runs."""
-        return int(self.code.read_text()) if self.code.exists() else None
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Return the exit code.
-
-        Raises:
-            subprocess.TimeoutExpired: after ``timeout`` seconds.
-        """
-        end = time.monotonic() + (1e9 if timeout is None else timeout)
-        while (code := self.poll()) is None:
-            if time.monotonic() > end:
-                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
-            time.sleep(0.005)
-        return code
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal, if it still runs."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-
-class Stable:
-    """The process from which runs are forked."""
-
-    def __init__(self) -> None:
-        variables = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-        variables |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve())],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables,
-        )  # fmt: skip
-        self.lock = Lock()
-
-    def start(
-        self, arguments: Sequence[str], log: Path, env: Mapping[str, str], namespace: int
-    ) -> Forked:
-        """Fork ``python -m specheads.train ARGUMENTS``, in the namespaces of a process if not 0."""
-        files = {kind: str(log.with_suffix(f".{kind}")) for kind in ("out", "err", "code")}
-        for kind in ("out", "err"):
-            Path(files[kind]).touch()
-        asked = {"argv": list(arguments), "env": dict(env), "namespace": namespace, **files}
-        assert self.process.stdin is not None and self.process.stdout is not None
-        with self.lock:
-            self.process.stdin.write(json.dumps(asked) + "\n")
-            self.process.stdin.flush()
-            pid = int(self.process.stdout.readline())
-        return Forked(pid, Path(files["code"]))
-
-    def close(self) -> None:
-        """End it."""
-        self.process.kill()
-        self.process.wait()
-
-
-def serve() -> None:
-    """Import what training needs, then fork a run for every line of stdin."""
-    import torch
-
-    from specheads.train import load_recipe
-
-    torch.set_num_threads(1)
-    import transformers.models.llama.modeling_llama  # noqa: F401
-
-    load_recipe("medusa1")
-    codes: dict[int, str] = {}
-    while True:
-        ready = select.select([0], [], [], 0.005)[0]
-        for pid in list(codes):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                code = Path(codes.pop(pid))
-                aside = code.with_suffix(".aside")
-                aside.write_text(str(os.waitstatus_to_exitcode(status)))
-                aside.replace(code)
-        if ready:
-            line = b""
-            while not line.endswith(b"\n"):  # unbuffered, so that select sees what is left
-                if not (read := os.read(0, 1)):
-                    return
-                line += read
-            asked = json.loads(line)
-            pid = os.fork()
-            if not pid:
-                play(asked)
-            codes[pid] = asked["code"]
-            print(pid, flush=True)
-
-
-def play(asked: dict[str, Any]) -> None:
-    """Become the run that is asked for."""
-    code = 1
-    try:
-        for number, kind in ((1, "out"), (2, "err")):
-            handle = os.open(asked[kind], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-            os.dup2(handle, number)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        if asked["namespace"]:
-            for kind in ("user", "mnt"):
-                handle = os.open(f"/proc/{asked['namespace']}/ns/{kind}", os.O_RDONLY)
-                if ctypes.CDLL(None, use_errno=True).setns(handle, 0):
-                    raise OSError(ctypes.get_errno(), "setns")
-        os.environ.clear()
-        os.environ.update(asked["env"])
-        os.chdir(ROOT)
-        sys.argv = ["train", *asked["argv"]]
-        from specheads import train
-
-        train.main()
-        code = 0
-    except SystemExit as stopped:
-        code = stopped.code if isinstance(stopped.code, int) else int(stopped.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    if hurt:
+        HeadsObjective.forward, os.fsync = forward, slow_flush
+    train.main()
 
 
 def descendants(pid: int) -> list[int]:
@@ -232,72 +112,105 @@ def descendants(pid: int) -> list[int]:
 class Run:
     """A running command; what it prints goes into files, so that nothing blocks."""
 
-    def __init__(self, process: Process, log: Path) -> None:
-        self.files = log.with_suffix(".out"), log.with_suffix(".err")
-        self.since = time.monotonic()
-        self.process = process
+    def __init__(self, process: Any, log: Path) -> None:
+        self.process, self.log = process, log
+
+    def printed(self, *kinds: str) -> str:
+        """Return what it printed so far, ``out`` or ``err``."""
+        paths = [self.log.with_suffix(f".{kind}") for kind in kinds or ("out", "err")]
+        return "".join(path.read_text(errors="replace") for path in paths if path.exists())
 
     @property
-    def out(self) -> str:
-        """What it printed so far."""
-        return self.files[0].read_text(errors="replace")
+    def line(self) -> str:
+        """The line that specheads stopped with; of two ranks there may be several."""
+        said = [line for line in self.printed("err").splitlines() if line.startswith("specheads: ")]
+        said = said or [line for line in self.printed("out").splitlines() if "specheads: " in line]
+        return said[-1] if said else "(nothing)"
+
+    def said(self, text: str) -> str:
+        """Return the first line with ``text``.
+
+        Raises:
+            Wrong: if there is none.
+        """
+        for line in self.printed().splitlines():
+            if text in line:
+                return line
+        raise Wrong(f"nothing said of {text!r}")
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative after a signal, None while it runs."""
+        if isinstance(self.process, subprocess.Popen):
+            return self.process.poll()
+        with LOCK:
+            code: int | None = self.process.exitcode
+        return code
 
     def until(self, what: Callable[[], Any], name: str) -> Run:
         """Wait until ``what()`` is true; it is asked a thousand times a second."""
         end = time.monotonic() + PATIENCE
         while not what():
-            if self.process.poll() is not None:
-                ended = self.wait()
-                raise Wrong(f"ended with {ended.code} before {name}: {ended.err[-300:]}")
+            if (code := self.poll()) is not None:
+                raise Wrong(f"ended with {code} before {name}: {self.printed('err')[-300:]}")
             if time.monotonic() > end:
-                self.kill()
                 raise Wrong(f"{name} did not come within {PATIENCE:.0f} s")
             time.sleep(0.001)
         return self
 
     def at(self, step: int) -> Run:
         """Wait until the console says ``step`` or a later one."""
-        printed = re.compile(r"^step +(\d+)/", re.MULTILINE)
-        return self.until(
-            lambda: any(int(found) >= step for found in printed.findall(self.out)), f"step {step}"
-        )
+        steps = re.compile(r"^step +(\d+)/", re.MULTILINE)
+        come = lambda: any(int(n) >= step for n in steps.findall(self.printed("out")))  # noqa: E731
+        return self.until(come, f"step {step}")
 
-    def send(self, number: signal.Signals) -> Run:
-        """Send a signal to the process that was started (a launcher, with two ranks)."""
-        self.process.send_signal(number)
+    def send(self, number: int, rank: int | None = None) -> Run:
+        """Send a signal to the process that was started, or to a rank below the launcher."""
+        pids = [self.process.pid] if self.poll() is None else []
+        if rank is not None:
+            variable = b"RANK=%d" % rank
+            below = descendants(self.process.pid)[1:]
+            environs = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in below}
+            pids = [pid for pid, each in environs.items() if variable in each.split(b"\0")][:1]
+        for pid in pids:
+            os.kill(pid, number)
         return self
 
-    def rank(self, number: int) -> int:
-        """Return the process of a rank below torchrun."""
-        for pid in descendants(self.process.pid)[1:]:
-            with contextlib.suppress(OSError):
-                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                if b"RANK=%d" % number in variables:
-                    return pid
-        raise Wrong(f"there is no rank {number} below the launcher")
+    def ends(self, *codes: int, says: Sequence[str] = (), seconds: float = PATIENCE) -> Run:
+        """Wait for the end, and look at it.
 
-    def wait(self, seconds: float = PATIENCE) -> Ended:
-        """Wait for the end.
+        Args:
+            codes: it must end with one of these.
+            says: patterns that must stand in what it printed.
+            seconds: within which it must end.
 
         Raises:
-            Wrong: if it does not come; everything that was started is then killed.
+            Wrong: if something of this is not so, or a traceback was shown.
         """
-        try:
-            code = self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            raise Wrong(f"still running {seconds:.0f} s later") from None
-        texts = [path.read_text(errors="replace") for path in self.files]
-        return Ended(code, *texts, time.monotonic() - self.since)
+        end = time.monotonic() + seconds
+        while (code := self.poll()) is None:
+            if time.monotonic() > end:
+                raise Wrong(f"still running {seconds:.0f} s later")
+            time.sleep(0.005)
+        text = self.printed()
+        tail = " | ".join((self.printed("err") or text).strip().splitlines()[-3:])[-500:]
+        for block in text.split("Traceback (most recent")[1:]:
+            if "torch/distributed/run.py" not in block:  # torchrun's own, when a rank fails
+                raise Wrong(f"a traceback, exit code {code}: {tail}")
+        if code not in codes:
+            raise Wrong(f"exit code {code}, not {codes[0]}: {tail}")
+        for each in says:
+            if not re.search(each, text):
+                raise Wrong(f"nothing said of {each!r}: {tail}")
+        return self
 
     def kill(self) -> None:
         """Kill it and everything below it."""
-        if self.process.poll() is not None:
-            return
-        for pid in descendants(self.process.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait()
+        if self.poll() is None:
+            for pid in descendants(self.process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            while self.poll() is None:
+                time.sleep(0.001)
 
 
 class SmallDisk:
@@ -309,57 +222,186 @@ class SmallDisk:
 
     def __init__(self, at: Path, size: str) -> None:
         at.mkdir(parents=True, exist_ok=True)
-        self.at = at
         shell = f"mount -t tmpfs -o size={size} none '{at}' && echo ready && exec cat"
-        try:
-            self.holder = subprocess.Popen(
-                ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", shell],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )  # fmt: skip  (it ends with this process, which holds the other end of its stdin)
-        except OSError as error:
-            raise NotRun(f"no small disk here: {error}") from None
-        assert self.holder.stdout is not None
-        if self.holder.stdout.readline().strip() != "ready":
-            raise NotRun("no small disk here: unshare or mount is not allowed")
-        self.enter = ["nsenter", f"--target={self.holder.pid}", "--user", "--mount"]
-        self.enter += ["--preserve-credentials"]
-
-    @property
-    def inside(self) -> Path:
-        """The folder, as it is seen from outside."""
-        return Path(f"/proc/{self.holder.pid}/root{self.at}")
+        command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", shell]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        try:  # it ends with this process, which holds the other end of its stdin
+            self.holder = subprocess.Popen(command, text=True, **pipes)
+            ready = self.holder.stdout.readline().strip() == "ready"
+        except OSError:
+            ready = False
+        if not ready:
+            raise NotRun("no small disk here: unshare or mount is not there, or not allowed")
+        self.at, self.inside = at, Path(f"/proc/{self.holder.pid}/root{at}")  # seen from outside
 
     def remount(self, options: str) -> None:
         """Change its size (``size=8m``), or make it read-only (``ro``) or writable (``rw``)."""
-        command = [*self.enter, "mount", "-o", f"remount,{options}", str(self.at)]
-        subprocess.run(command, check=True)
+        enter = ["nsenter", f"--target={self.holder.pid}", "--user", "--mount"]
+        command = [*enter, "--preserve-credentials", "mount", "-o", f"remount,{options}"]
+        subprocess.run([*command, str(self.at)], check=True)
 
     def fill(self) -> None:
         """Use up what is free."""
-        filler = self.inside / "filler"
-        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as out:
+        with contextlib.suppress(OSError), (self.inside / "filler").open("wb", buffering=0) as out:
             while True:
                 out.write(bytes(4096))
 
+    def empty(self) -> None:
+        """Make room again."""
+        self.remount("rw,size=64m")
+        (self.inside / "filler").unlink()
+
+
+class Workshop:
+    """What all faults use: a base model, records, and the runs that nobody hurt.
+
+    Args:
+        folder: where everything is written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.base, self.records = folder, folder / "base", folder / "records.jsonl"
+        self.whole: dict[int, Lab] = {}  # by number of ranks
+        self.lock = Lock()
+        more = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+        harness.llama(272, 32, 2, intermediate_size=64, **more).save_pretrained(self.base)
+        byte_tokenizer(512).save_pretrained(self.base)
+        names = ["add", "sub", "mul", "neg", "inc", "dec", "sqr", "idt"]
+        names += [f"{name}{number}" for number in range(5) for name in names]
+        rows = [
+            {"id": f"pair/{n}", "prompt": f"def {n}(a, b):\n", "completion": f"    return {n} + a"}
+            for n in names
+        ]
+        self.records.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def unhurt(self, ranks: int) -> Lab:
+        """Return a run that nothing happened to; trained once."""
+        with self.lock:
+            if ranks not in self.whole:
+                self.whole[ranks] = Lab(self, f"unhurt-{ranks}", ranks)
+                self.whole[ranks].start().ends(0)
+        return self.whole[ranks]
+
+
+class Lab:
+    """A run directory, and how to start, resume and look at its run."""
+
+    def __init__(self, shop: Workshop, name: str, ranks: int = 1, settings: str = MEDUSA1) -> None:
+        self.shop, self.ranks, self.settings = shop, ranks, settings
+        self.folder = shop.folder / re.sub(r"\W+", "-", name)
+        self.folder.mkdir()
+        self.run_dir = self.seen = self.folder / "run"  # seen: as this process sees it
+        self.runs: list[Run] = []
+        self.disk: SmallDisk | None = None
+
+    def on_small_disk(self, size: str) -> SmallDisk:
+        """Move the run directory, which does not exist yet, to a small disk."""
+        self.disk = SmallDisk(self.folder / "disk", size)
+        self.run_dir, self.seen = self.disk.at / "run", self.disk.inside / "run"
+        return self.disk
+
+    def start(self, *settings: str, env: dict[str, str] | None = None, **hurt: float) -> Run:
+        """Start a training.
+
+        Args:
+            settings: beside the usual ones.
+            env: added to the environment; an empty value removes.
+            hurt: see :func:`play`.
+        """
+        argv = [*self.settings.split(), *COMMON.split(), *(["deepspeed=zero2"] * (self.ranks > 1))]
+        argv += [f"model={self.shop.base}", f"data.path={self.shop.records}"]
+        argv += [f"hydra.run.dir={self.run_dir}", *settings]
+        environ = {**os.environ, **QUIET, "SPECHEADS_CACHE": str(self.shop.folder / "cache")}
+        environ = {key: value for key, value in {**environ, **(env or {})}.items() if value}
+        log = self.folder / f"log-{len(self.runs)}"
+        process: Any
+        if self.ranks == 1 and not env:
+            namespace = self.disk.holder.pid if self.disk else 0
+            process = FORKS.Process(target=play, args=(argv, environ, log, namespace, hurt))
+            with LOCK, patch.dict(os.environ, QUIET):
+                process.start()
+        else:  # libraries that read their variables when they are imported want a process
+            launcher = [
+                "-m",
+                "specheads.torchrun",
+                "--standalone",
+                f"--nproc-per-node={self.ranks}",
+            ]
+            command = [sys.executable, *launcher * (self.ranks > 1), "-m", "specheads.train", *argv]
+            out, err = (log.with_suffix(f".{kind}").open("w") for kind in ("out", "err"))
+            with out, err:
+                process = subprocess.Popen(command, stdout=out, stderr=err, env=environ, cwd=ROOT)
+        self.runs.append(Run(process, log))
+        return self.runs[-1]
+
     def close(self) -> None:
-        """Let the disk go."""
-        self.holder.kill()
-        self.holder.communicate()
+        """Kill what still runs."""
+        for run in self.runs:
+            run.kill()
+        if self.disk:
+            self.disk.holder.kill()
+            self.disk.holder.communicate()
 
+    def saved(self) -> int:
+        """Return the step of the newest whole checkpoint, 0 for none."""
+        names = [path.name for path in (self.seen / "checkpoints").glob("step-*")]
+        return max((int(name.removeprefix("step-")) for name in names), default=0)
 
-def need_deepspeed() -> None:
-    """Raise NotRun where DeepSpeed cannot compile."""
-    folder = str(Path(sys.executable).parent)
-    path = os.pathsep.join([folder, os.environ.get("PATH", "")])
-    missing = [name for name in ("ninja", "g++") if not shutil.which(name, path=path)]
-    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
-        missing.append("Python.h")
-    if missing:
-        raise NotRun(f"DeepSpeed cannot compile without {', '.join(missing)}")
+    def half_saved(self) -> set[tuple[Path, int]]:
+        """Return the half-written checkpoints, and when they were touched."""
+        found = set()
+        for path in (self.seen / "checkpoints").glob(".step-*.tmp"):
+            with contextlib.suppress(FileNotFoundError):
+                found.add((path, path.stat().st_mtime_ns))
+        return found
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows of metrics.jsonl, without what a clock or the memory decides."""
+        path, found = self.seen / "metrics.jsonl", []
+        for line in path.read_text().splitlines() if path.exists() else []:
+            with contextlib.suppress(json.JSONDecodeError):  # a killed run's last row
+                found.append({k: v for k, v in json.loads(line).items() if not MEASURED.search(k)})
+        return found
 
-if __name__ == "__main__":
-    serve()
+    def reached(self) -> int:
+        """Return the last step of metrics.jsonl."""
+        return max((row.get("step", 0) for row in self.rows()), default=0)
+
+    def contents(self) -> dict[str, bytes]:
+        """Return every file of the run directory, to see that nothing was changed."""
+        files = (p for p in self.run_dir.rglob("*") if p.is_file() and p.name != "LOCK")
+        return {str(path.relative_to(self.run_dir)): path.read_bytes() for path in files}
+
+    def tensors(self) -> dict[str, Any]:
+        """Return the tensors of the export, of its base too, if it has one."""
+        files = self.seen.glob("export/**/*.safetensors")
+        return {f"{p.parent.name}/{k}": v.double() for p in files for k, v in load_file(p).items()}
+
+    def goes_on(self, *settings: str) -> str:
+        """Resume, compare with the run that nothing happened to, and say what was lost."""
+        before, kept = self.reached(), self.saved()
+        self.start(*(settings or ["resume=auto"])).ends(0)
+        self.compare(self.shop.unhurt(self.ranks))
+        again = max(before - kept, 0)
+        return f"nothing: resumed after step {kept}" + f", {again} steps again" * bool(again)
+
+    def compare(self, whole: Lab) -> None:
+        """Raise Wrong unless weights and metrics are those of a run that nothing happened to."""
+        close = 0.0 if self.ranks == 1 else 1e-6
+        ours, theirs = self.tensors(), whole.tensors()
+        if ours.keys() != theirs.keys():
+            raise Wrong(f"tensors of one export only: {sorted(ours.keys() ^ theirs.keys())[:3]}")
+        for name, expected in theirs.items():
+            away = float((ours[name] - expected).abs().max())
+            if not away <= close:
+                raise Wrong(f"{name} of the resumed run is off by {away:.1e}")
+        rows, expected_rows = self.rows(), whole.rows()
+        steps, expected_steps = ([row["step"] for row in each] for each in (rows, expected_rows))
+        if steps != expected_steps:
+            counts = [f"{len(each)} rows of {len(set(each))}" for each in (steps, expected_steps)]
+            raise Wrong(f"metrics.jsonl has {counts[0]} steps, not {counts[1]}")
+        for row, expected in zip(rows, expected_rows, strict=True):
+            for key in row.keys() | expected.keys():
+                here, there = row.get(key, float("nan")), expected.get(key, float("nan"))
+                if not abs(here - there) <= close * max(1, abs(there)):
+                    raise Wrong(f"{key} of step {row['step']} is {here}, not {there}")

@@ -10,24 +10,23 @@ and random, or the golden checkpoint of the tests.
 
 from __future__ import annotations
 
-import argparse
-import inspect
-import json
 import sys
 import tempfile
 import time
-import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone need not be installed
-
+import harness
+import make_golden
 import torch
+from harness import CPU, NotRun
+from make_golden import GOLDEN, decode_case
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
@@ -37,125 +36,84 @@ from specheads.attention.tree import Tree, default_tree
 from specheads.decoding.generate import SpecDecoder
 from specheads.decoding.loop import decode, plain_decode
 from specheads.decoding.result import DecodeResult
-from specheads.drafters.contract import Candidates, Prefill, StepResult
-from specheads.drafters.growing import Grown
-from specheads.drafters.heads import HeadsDrafter, dynamic_drafter, static_drafter
-from specheads.drafters.lookup import NgramDrafter
+from specheads.drafters.heads import dynamic_drafter, static_drafter
 from specheads.measure.identity import Divergence, Rounding, compare
 from specheads.models.blocks import prefix_sizes
-from specheads.models.checkpoint import load_export
+from specheads.models.checkpoint import Export, load_export
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
 from specheads.models.support import tree_support
-from specheads.system.hardware import environment
+from specheads.system import hardware
 from specheads.verification.sampling import Sampler
+from tests.ragged import padded
+from tests.scripted import ScriptedDrafter
 from tests.zoo import TREE_MODELS, build
 
-ROOT = Path(__file__).resolve().parent.parent
 TREE = Tree.from_choices([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1)])
 PROMPTS = [
-    [3, 9, 27, 17, 51, 25, 11, 33, 35],
-    [5, 8],
-    [7, 14, 28, 56, 48, 32, 7, 14, 28, 56, 48, 32],
+    torch.tensor([[3, 9, 27, 17, 51, 25, 11, 33, 35]]),
+    torch.tensor([[5, 8]]),
+    torch.tensor([[7, 14, 28, 56, 48, 32, 7, 14, 28, 56, 48, 32]]),
 ]
 NEW_TOKENS = 40
 MODES = {"greedy": Sampler(), "sampled": Sampler(temperature=0.8, seed=3)}
-GOLDEN = ROOT / "tests" / "golden"
 
 
-class NotRun(Exception):  # noqa: N818 - no error
-    """A check that this machine cannot do; the message says why."""
+@dataclass
+class Settings:
+    """What is checked.
 
-
-class Oracle:
-    """A drafter that knows what will come and gets about every other guess wrong.
-
-    Args:
-        truth: per row prompt and continuation.
-        tree: at a position either its nodes of rank 0 are right, or those of rank 1, or none.
+    Attributes:
+        only: these checks
+        out: write JSON there
     """
 
-    taps: tuple[str, ...] = ()
-    deterministic = True
+    device: str = "auto"
+    only: tuple[str, ...] = ()
+    out: Path | None = None
 
-    def __init__(self, truth: list[list[int]], tree: Tree = TREE) -> None:
-        self.truth, self.tree = truth, tree
-
-    def start(self, prefill: Prefill) -> tuple[list[int], list[int], Tensor]:
-        """Remember the rows, where their roots stand, and the roots."""
-        lengths = [len(ids) for ids in prefill.ids]
-        return list(range(len(lengths))), lengths, prefill.root
-
-    def propose(self, state: tuple[list[int], list[int], Tensor]) -> Candidates:
-        """Guess."""
-        rows, positions, root = state
-        tokens = [
-            [0, *map(partial(self._guess, row, position), self.tree.choices)]
-            for row, position in zip(rows, positions, strict=True)
-        ]
-        guesses = torch.tensor(tokens, device=root.device)
-        guesses[:, 0] = root
-        return Candidates(guesses, self.tree.to(root.device))
-
-    def _guess(self, row: int, position: int, choice: tuple[int, ...]) -> int:
-        i = position + len(choice)
-        right = self.truth[row][i] if i < len(self.truth[row]) else 0
-        missed = 9 if i % 5 == 0 else i % 3 == 0  # by all ranks; by rank 0, for rank 1 to hit
-        # equal siblings would have to be merged: every rank guesses another token
-        return (right + choice[-1] - missed) % 64
-
-    def observe(self, state: Any, result: StepResult) -> tuple[list[int], list[int], Tensor]:
-        """Move on."""
-        gained = map(len, result.new_tokens)
-        positions = [n + new for n, new in zip(state[1], gained, strict=True)]
-        return state[0], positions, result.next_root
-
-    def select(self, state: Any, rows: Tensor) -> tuple[list[int], list[int], Tensor]:
-        """Keep some rows."""
-        kept = rows.tolist()
-        return [state[0][i] for i in kept], [state[1][i] for i in kept], state[2][rows]
+    def __post_init__(self) -> None:
+        self.device = str(hardware.pick_device(self.device))
+        if unknown := set(self.only) - set(CHECKS):
+            raise ValueError(f"no such check: {', '.join(unknown)}; there are {', '.join(CHECKS)}")
 
 
-def padded(prompts: list[list[int]], device: torch.device) -> dict[str, Tensor]:
+def inputs(prompts: Sequence[Tensor], device: torch.device) -> dict[str, Tensor]:
     """Return prompts as left-padded ``input_ids`` and ``attention_mask``."""
-    width = max(map(len, prompts))
-    ids = [[0] * (width - len(prompt)) + prompt for prompt in prompts]
-    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return {
-        "input_ids": torch.tensor(ids, device=device),
-        "attention_mask": torch.tensor(mask, device=device),
-    }
+    return {key: value.to(device) for key, value in padded(list(prompts)).items()}
 
 
 def run_both(
     model: PreTrainedModel,
-    prompts: list[list[int]],
+    prompts: Sequence[Tensor],
     sampler: Sampler,
     tree: Tree = TREE,
     **options: Any,
 ) -> tuple[DecodeResult, DecodeResult]:
-    """Decode plainly, row by row the truth of an Oracle; then by tree."""
-    inputs = padded(prompts, model.device)
-    plain = plain_decode(model, **inputs, max_new_tokens=NEW_TOKENS, sampler=sampler)
-    truth = [
-        prompt + row.new_tokens + [0] * 8 for prompt, row in zip(prompts, plain.rows, strict=True)
-    ]
-    drafter = Oracle(truth, tree)
-    found = decode(model, drafter, **inputs, max_new_tokens=NEW_TOKENS, sampler=sampler, **options)
-    return plain, found
+    """Decode plainly, row by row the truth of a ScriptedDrafter; then by tree."""
+    given: dict[str, Any] = {**inputs(prompts, model.device), "max_new_tokens": NEW_TOKENS}
+    plain = plain_decode(model, **given, sampler=sampler)
+    rows = zip(prompts, plain.rows, strict=True)
+    truth = [prompt[0].tolist() + row.new_tokens + [0] * 8 for prompt, row in rows]
+    drafter = ScriptedDrafter(tree, truth, 0.7)
+    return plain, decode(model, drafter, **given, sampler=sampler, **options)
 
 
 def require_identity(model: PreTrainedModel, tree: Tree = TREE, **options: Any) -> str:
     """Compare tree and plain decoding: greedy and sampled, one row and three of other lengths."""
     replays, lengths = 0, []
     for mode, sampler in MODES.items():
-        for prompts in ([PROMPTS[0]], PROMPTS):
+        for prompts in (PROMPTS[:1], PROMPTS):
             if len(prompts) > 1 and tree_support(model).kind == "chain":
                 continue
             plain, found = run_both(model, prompts, sampler, tree, **options)
             for row, (left, right) in enumerate(zip(plain.rows, found.rows, strict=True)):
                 if left.new_tokens != right.new_tokens:
                     raise AssertionError(f"{mode}, row {row} of {len(prompts)}: other tokens")
+                own = Sampler(temperature=sampler.temperature, seed=sampler.seed + row)
+                alone, _ = run_both(model, prompts[row : row + 1], own, tree)
+                if alone.new_tokens != left.new_tokens:
+                    raise AssertionError(f"{mode}: row {row} differs from the row alone")
             replays += plain.num_replays + found.num_replays
             lengths.append(found.accept_length)
     if min(lengths) < 1.3:
@@ -166,19 +124,6 @@ def require_identity(model: PreTrainedModel, tree: Tree = TREE, **options: Any) 
 def identity(name: str, device: torch.device) -> str:
     """Float32: the tree's tokens are the plain ones, on one architecture."""
     return require_identity(build(name).to(device))
-
-
-def batch_rows(device: torch.device) -> str:
-    """Float32: every row of a batch is the row decoded alone."""
-    model = build("llama").to(device)
-    for sampler in MODES.values():
-        batch, _ = run_both(model, PROMPTS, sampler)
-        for row, prompt in enumerate(PROMPTS):
-            own = Sampler(temperature=sampler.temperature, seed=sampler.seed + row)
-            alone, _ = run_both(model, [prompt], own)
-            if batch.rows[row].new_tokens != alone.new_tokens:
-                raise AssertionError(f"row {row} differs from the row alone")
-    return f"{len(PROMPTS)} rows of {', '.join(str(len(p)) for p in PROMPTS)} tokens"
 
 
 def attention(name: str, device: torch.device) -> str:
@@ -208,9 +153,11 @@ def flash_attention(device: torch.device) -> str:
     return near_ties(model, Tree.chain(3), prompts=PROMPTS[:1])
 
 
-def near_ties(model: PreTrainedModel, tree: Tree = TREE, prompts: list[list[int]] = PROMPTS) -> str:
+def near_ties(
+    model: PreTrainedModel, tree: Tree = TREE, prompts: Sequence[Tensor] = PROMPTS
+) -> str:
     """Where tree and plain decoding differ, the two tokens were closer than rounding."""
-    inputs = [torch.tensor([prompt], device=model.device) for prompt in prompts]
+    given = [prompt.to(model.device) for prompt in prompts]
     found: list[Divergence] = []
     compared = 0
     lengths = []
@@ -220,11 +167,11 @@ def near_ties(model: PreTrainedModel, tree: Tree = TREE, prompts: list[list[int]
         texts = [plain.new_tokens for plain, _ in pairs]
         counted = compare(
             [f"prompt {i}" for i in range(len(prompts))],
-            inputs,
+            given,
             texts,
             [decoded.new_tokens for _, decoded in pairs],
             [sampler] * len(pairs),
-            rounding=Rounding(model, list(zip(inputs, texts, strict=True)), [tree.num_nodes]),
+            rounding=Rounding(model, list(zip(given, texts, strict=True)), [tree.num_nodes]),
         )
         compared += counted.compared
         found += counted.divergences
@@ -245,45 +192,53 @@ def low_precision(dtype: torch.dtype, device: torch.device) -> str:
     return "; ".join(said)
 
 
+def loaded_anew(sizes: dict[str, Any], **options: Any) -> PreTrainedModel:
+    """Return a model of some sizes as ``from_pretrained`` loads it with ``options``."""
+    with tempfile.TemporaryDirectory() as folder:
+        build("llama", **sizes).save_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
 def four_bit(device: torch.device) -> str:
     """A base in 4 bit verifies trees."""
     if find_spec("bitsandbytes") is None:
         raise NotRun("bitsandbytes is missing")
     from transformers import BitsAndBytesConfig
 
-    with tempfile.TemporaryDirectory() as folder:
-        # the kernels want round sizes
-        sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
-        build("llama", std=0.15, **sizes).save_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(
-            folder,
+    nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
+    # the kernels want round sizes
+    sizes = {"std": 0.15, "hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
+    return near_ties(
+        loaded_anew(
+            sizes,
             dtype=torch.float32,
             device_map={"": device},
-            quantization_config=BitsAndBytesConfig(
-                load_in_4bit=True,
-                bnb_4bit_quant_type="nf4",
-                bnb_4bit_compute_dtype=torch.float32,
-            ),
-        ).eval()
-    assert isinstance(model, PreTrainedModel)
-    return near_ties(model)
+            quantization_config=BitsAndBytesConfig(load_in_4bit=True, **nf4),
+        )
+    )
+
+
+def several_devices(device: torch.device) -> str:
+    """A base whose layers lie on two devices."""
+    if device.type != "cuda" or torch.cuda.device_count() < 2:
+        raise NotRun("needs two CUDA devices")
+    places = {"model.embed_tokens": 0, "model.layers.0": 0, "model.rotary_emb": 0}
+    places |= {"model.layers.1": 1, "model.norm": 1, "lm_head": 1}
+    return require_identity(loaded_anew({}, device_map=places))
 
 
 def compiled(device: torch.device) -> str:
     """The compiled verify step, on a GPU captured in CUDA graphs, gives the same tokens."""
-    if "compile" not in inspect.signature(decode).parameters:
-        raise NotRun("this version of the loop has no compile mode")
     if device.type == "cpu":
         raise NotRun("needs a GPU; tests/unit tries it on a CPU")
     from torch._dynamo.utils import counters
 
     model = build("llama").to(device)
     said = require_identity(model, compile=True)
-    inputs = padded(PROMPTS, device)
-    plain, as_fast = (
-        plain_decode(model, **inputs, max_new_tokens=NEW_TOKENS, compile=compile)
-        for compile in (False, True)
-    )
+    given: dict[str, Any] = {**inputs(PROMPTS, device), "max_new_tokens": NEW_TOKENS}
+    plain, as_fast = (plain_decode(model, **given, compile=each) for each in (False, True))
     if not torch.equal(plain.sequences, as_fast.sequences):
         raise AssertionError("plain decoding gives other tokens when compiled")
     if skipped := counters["inductor"]["cudagraph_skips"]:
@@ -297,7 +252,7 @@ def kv_commit(device: torch.device) -> str:
     for name in ("llama", "mistral-window", "gpt2"):
         model = build(name).to(device)
         cache = TreeCache()
-        run_both(model, [PROMPTS[0]], MODES["greedy"], cache=cache)
+        run_both(model, PROMPTS[:1], MODES["greedy"], cache=cache)
         tokens = torch.tensor(cache.tokens, device=device)
         fresh = DynamicCache()  # without the config: full length in sliding layers too
         with torch.no_grad():
@@ -311,49 +266,33 @@ def kv_commit(device: torch.device) -> str:
     return f"largest relative difference {worst:.1g}"
 
 
-def golden(device: torch.device) -> str:
-    """The golden checkpoint's tokens and accept lengths, which were pinned on a CPU."""
-    export = load_export(GOLDEN / "export", dtype="float32", device=device)
-    said = []
-    for case in json.loads((GOLDEN / "expected.json").read_text(encoding="utf-8"))["cases"]:
-        drafter = (
-            NgramDrafter()
-            if case["drafter"] == "lookup"
-            else HeadsDrafter(export.heads, output_layer(export.base), export.tree)
-        )
-        result = decode(
-            export.base,
-            drafter,
-            **padded(case["prompts"], device),
-            max_new_tokens=case["max_new_tokens"],
-            sampler=Sampler(temperature=case["temperature"], seed=case["seed"]),
-            eos_token_ids=[export.tokenizer.eos_token_id],
-        )
-        for key in ("new_tokens", "accept_lengths"):
-            if [getattr(row, key) for row in result.rows] != case[key]:
+def golden_export(device: torch.device, dtype: str = "float32") -> Export:
+    """Return the golden checkpoint, whose tokens and accept lengths were pinned on a CPU."""
+    return load_export(GOLDEN / "export", dtype=dtype, device=device)
+
+
+def pinned(export: Export, drafter: Any, *keys: str) -> list[DecodeResult]:
+    """Decode the golden cases; raise AssertionError where ``keys`` are not the pinned ones."""
+    results = []
+    for case in make_golden.cases():
+        results.append(decode_case(export, case, drafter))
+        for key in keys:
+            if [getattr(row, key) for row in results[-1].rows] != case[key]:
                 raise AssertionError(f"{case['name']}: other {key}")
-        said.append(f"{case['name']} {result.accept_length:.2f}")
-    return ", ".join(said)
+    return results
+
+
+def golden(device: torch.device) -> str:
+    """Tokens and accept lengths are the pinned ones."""
+    found = pinned(golden_export(device), None, "new_tokens", "accept_lengths")
+    return ", ".join(f"{each.accept_length:.2f}" for each in found)
 
 
 def dynamic_trees(device: torch.device) -> str:
     """Trees that the heads grow anew for every row and step give the pinned tokens too."""
-    export = load_export(GOLDEN / "export", dtype="float32", device=device)
-    drafter = HeadsDrafter(export.heads, output_layer(export.base), Grown(16))
-    said = []
-    for case in json.loads((GOLDEN / "expected.json").read_text(encoding="utf-8"))["cases"]:
-        result = decode(
-            export.base,
-            drafter,
-            **padded(case["prompts"], device),
-            max_new_tokens=case["max_new_tokens"],
-            sampler=Sampler(temperature=case["temperature"], seed=case["seed"]),
-            eos_token_ids=[export.tokenizer.eos_token_id],
-        )
-        if [row.new_tokens for row in result.rows] != case["new_tokens"]:
-            raise AssertionError(f"{case['name']}: other tokens")
-        said.append(f"{case['name']} {result.accept_length:.2f}")
-    return ", ".join(said)
+    export = golden_export(device)
+    drafter = dynamic_drafter(export.base, export.heads, output_layer(export.base), 16)
+    return ", ".join(f"{each.accept_length:.2f}" for each in pinned(export, drafter, "new_tokens"))
 
 
 def head_kinds(device: torch.device) -> str:
@@ -362,67 +301,54 @@ def head_kinds(device: torch.device) -> str:
     They must take as many steps as on a CPU, too, but for guesses that rounding swaps: nothing else
     would notice wrong ones.
     """
-    export = load_export(GOLDEN / "export", dtype="float32", device=device)
-    base, output = export.base, output_layer(export.base)
-    elsewhere = load_export(GOLDEN / "export", dtype="float32", device="cpu").base
+    exports = {"cpu": golden_export(CPU), "here": golden_export(device)}
+    base, sizes = exports["cpu"].base, exports["cpu"].heads
     kinds: dict[str, dict[str, Any]] = {
         "pruned": {"lm_head": "pruned", "num_kept": 200},
         "low rank, markov": {"lm_head": "low_rank", "rank": 32, "markov_rank": 8},
         "hydra, prefix": {"condition": True, "prefix": prefix_sizes(base.config)},
     }
-    cases = json.loads((GOLDEN / "expected.json").read_text(encoding="utf-8"))["cases"]
     said = []
     for name, options in kinds.items():
         torch.manual_seed(0)
-        heads = MedusaHeads(3, 1, export.heads.hidden_size, export.heads.vocab_size, **options)
-        heads.init_from_output(output.weight.cpu())
+        heads = MedusaHeads(3, 1, sizes.hidden_size, sizes.vocab_size, **options)
+        heads.init_from_output(output_layer(base).weight)
         with torch.no_grad():
             for parameter in heads.parameters():
                 parameter.add_(0.02 * torch.randn_like(parameter))
         num_steps: Counter[str] = Counter()
-        for model, place in ((elsewhere, torch.device("cpu")), (base, device)):
-            heads = heads.to(place).eval()
-            layer = output_layer(model)
+        for place, export in exports.items():
+            layer = output_layer(export.base)
+            heads = heads.to(export.base.device).eval()
             for drafter in (
-                static_drafter(model, heads, layer, default_tree(3, 12)),
-                dynamic_drafter(model, heads, layer, 12),
+                static_drafter(export.base, heads, layer, default_tree(3, 12)),
+                dynamic_drafter(export.base, heads, layer, 12),
             ):
-                for case in cases:
-                    result = decode(
-                        model,
-                        drafter,
-                        **padded(case["prompts"], place),
-                        max_new_tokens=case["max_new_tokens"],
-                        sampler=Sampler(temperature=case["temperature"], seed=case["seed"]),
-                        eos_token_ids=[export.tokenizer.eos_token_id],
-                    )
-                    if [row.new_tokens for row in result.rows] != case["new_tokens"]:
-                        raise AssertionError(f"{name}, {case['name']}: other tokens")
-                    num_steps[str(place)] += sum(len(row.accept_lengths) for row in result.rows)
-        here, on_cpu = num_steps[str(device)], num_steps["cpu"]
-        if abs(here - on_cpu) > 0.01 * on_cpu:
-            raise AssertionError(f"{name}: {here} steps, on a CPU {on_cpu}")
-        said.append(f"{name} {here} steps")
+                for result in pinned(export, drafter, "new_tokens"):
+                    num_steps[place] += sum(len(row.accept_lengths) for row in result.rows)
+        if abs(num_steps["here"] - num_steps["cpu"]) > 0.01 * num_steps["cpu"]:
+            raise AssertionError(f"{name}: {num_steps['here']} steps, on a CPU {num_steps['cpu']}")
+        said.append(f"{name} {num_steps['here']} steps")
     return ", ".join(said)
 
 
 def doors(device: torch.device) -> str:
     """Our ``generate`` and that of transformers give the same tokens; a cache outlives a turn."""
-    export = load_export(GOLDEN / "export", dtype="float32", device=device)
-    drafter = HeadsDrafter(export.heads, output_layer(export.base), export.tree)
-    decoder = SpecDecoder(export.base, drafter, seed=5)
-    inputs = padded(PROMPTS, device)
+    export = golden_export(device)
+    decoder = SpecDecoder(export.base, harness.tree_drafter(export), seed=5)
+    given = inputs(PROMPTS, device)
     settings: dict[str, Any] = {"max_new_tokens": 24, "repetition_penalty": 1.1}
     for temperature in (0.0, 0.7):
-        ours = decoder.generate(**inputs, temperature=temperature, **settings)
-        sampling = {"do_sample": False}
-        if temperature:
-            sampling = {"do_sample": True, "temperature": temperature}
-        theirs = export.base.generate(**inputs, custom_generate=decoder, **sampling, **settings)
+        ours = decoder.generate(**given, temperature=temperature, **settings)
+        sampling = {"do_sample": temperature > 0} | (
+            {"temperature": temperature} if temperature else {}
+        )
+        theirs = export.base.generate(**given, custom_generate=decoder, **sampling, **settings)
         if not torch.equal(ours.sequences, theirs):
             raise AssertionError(f"temperature {temperature}: the doors give other tokens")
-    first = decoder.generate(inputs["input_ids"][-1:], 12, return_dict_in_generate=True)
-    turn = torch.cat([first.sequences, inputs["input_ids"][-1:]], dim=1)
+    last = given["input_ids"][-1:]
+    first = decoder.generate(last, 12, return_dict_in_generate=True)
+    turn = torch.cat([first.sequences, last], dim=1)
     again = decoder.generate(turn, 12, past_key_values=first.cache)
     if not torch.equal(again.sequences, decoder.generate(turn, 12).sequences):
         raise AssertionError("a second turn behind the cache differs from a fresh one")
@@ -433,18 +359,17 @@ def synchronisations(device: torch.device) -> str:
     """A step waits for the device once."""
     if device.type != "cuda":
         raise NotRun("needs a CUDA device")
-    export = load_export(GOLDEN / "export", dtype="bfloat16", device=device)
-    drafter = HeadsDrafter(export.heads, output_layer(export.base), export.tree)
-    inputs = padded([PROMPTS[0]], device)
+    export = golden_export(device, "bfloat16")
+    run = partial(decode, export.base, harness.tree_drafter(export), **inputs(PROMPTS[:1], device))
     places: Counter[str] = Counter()
     counts, steps = [], []
     for max_new_tokens in (50, 250):  # the difference leaves out the prefill
-        decode(export.base, drafter, **inputs, max_new_tokens=max_new_tokens)  # warm
+        run(max_new_tokens=max_new_tokens)  # warm
         torch.cuda.set_sync_debug_mode("warn")
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                result = decode(export.base, drafter, **inputs, max_new_tokens=max_new_tokens)
+                result = run(max_new_tokens=max_new_tokens)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         waits = [w for w in caught if "synchroniz" in str(w.message)]
@@ -475,23 +400,9 @@ def memory(device: torch.device) -> str:
     return f"peak {peaks[0] / 2**20:.1f} MiB, {left[0] / 2**20:.1f} MiB stay"
 
 
-def several_devices(device: torch.device) -> str:
-    """A base whose layers lie on two devices."""
-    if device.type != "cuda" or torch.cuda.device_count() < 2:
-        raise NotRun("needs two CUDA devices")
-    layers = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1}
-    with tempfile.TemporaryDirectory() as folder:
-        build("llama").save_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, device_map={**layers, "model.norm": 1, "model.rotary_emb": 0, "lm_head": 1}
-        ).eval()
-    return require_identity(model)
-
-
 Check = Callable[[torch.device], str]
 CHECKS: dict[str, Check] = {
     **{f"identity/{name}": partial(identity, name) for name in TREE_MODELS},
-    "batch rows": batch_rows,
     "golden": golden,
     "dynamic trees": dynamic_trees,
     "head kinds": head_kinds,
@@ -516,43 +427,24 @@ def run_check(name: str, device: torch.device) -> dict[str, Any]:
     torch.set_float32_matmul_precision("highest")
     torch.manual_seed(0)
     start = time.perf_counter()
-    row: dict[str, Any] = {"check": name}
-    try:
-        row |= {"status": "ok", "detail": CHECKS[name](device)}
-    except NotRun as reason:
-        row |= {"status": "not run", "detail": str(reason)}
-    except Exception as error:  # whatever goes wrong, the other checks are worth their time
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        detail = first if isinstance(error, AssertionError) else f"{type(error).__name__}: {first}"
-        row |= {"status": "failed", "detail": detail, "traceback": traceback.format_exc()}
-    return {**row, "seconds": round(time.perf_counter() - start, 2)}
+    status, detail = harness.attempt(partial(CHECKS[name], device))
+    seconds = round(time.perf_counter() - start, 2)
+    return {"check": name, "status": status, "detail": detail, "seconds": seconds}
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Parse the command line, check, print; return the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS), metavar="CHECK")
-    parser.add_argument("--out", type=Path, help="write JSON there")
-    args = parser.parse_args(arguments)
-    device = torch.device(args.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        parser.error(f"--device {device}: torch {torch.__version__} sees no CUDA device")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check, print, write; return the exit code."""
+    given = harness.parse(Settings, argv)
     rows = []
-    for name in args.only:
-        row = run_check(name, device)
+    for name in given.only or CHECKS:
+        row = run_check(name, torch.device(given.device))
         print(f"{row['status']:8} {name} ({row['seconds']} s): {row['detail']}", flush=True)
-        rows.append(row)
-        if args.out:  # after every check: the machine may be taken away
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            report = {"environment": environment(), "device": str(device), "checks": rows}
-            args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    failed = sum(row["status"] == "failed" for row in rows)
-    ran = sum(row["status"] == "ok" for row in rows)
-    print(f"{ran} ok, {failed} failed, {len(rows) - ran - failed} not run")
-    return 1 if failed else 0
+        rows.append(row)  # written after every check: the machine may be taken away
+        found = {"environment": hardware.environment(), "device": given.device, "checks": rows}
+        harness.write(given.out, found, quiet=True)
+    counts = Counter(row["status"] for row in rows)
+    print(f"{counts['ok']} ok, {counts['failed']} failed, {counts['not run']} not run")
+    return int(counts["failed"] > 0)
 
 
 if __name__ == "__main__":

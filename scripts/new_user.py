@@ -12,7 +12,6 @@ and from there onto the page. Exits with 1 where a command fails or is too long 
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 import os
@@ -26,13 +25,15 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # a clone need not be installed
+import harness
+from harness import ROOT
 
-from specheads.system.files import tinycode_dir  # noqa: E402
+from specheads.system.files import tinycode_dir
+from specheads.system.hardware import environment
 
 LONGEST_COMMAND = 100  # characters
 COMMANDS = (
@@ -63,6 +64,25 @@ QUICK = {
     "export": (),
 }  # fmt: skip
 SHOWN_HEAD, SHOWN_TAIL = 24, 14  # lines of a longer output that the page shows
+
+
+@dataclass
+class Settings:
+    """What is done.
+
+    Attributes:
+        out: the page
+        json: what the commands printed
+        render: make the page of this JSON; run nothing
+        folder: an empty folder to work in; it is kept
+        quick: seconds instead of minutes
+    """
+
+    out: Path | None = None
+    json: Path | None = None
+    render: Path | None = None
+    folder: Path | None = None
+    quick: bool = False
 
 
 def functions(source: Path) -> Iterator[dict[str, str]]:
@@ -133,13 +153,6 @@ def tidy(output: str, folder: Path) -> list[str]:
     return [line for line in lines if line and not re.search(r"\d+%\|", line)]
 
 
-def environment() -> dict[str, Any]:
-    """Return the machine and the versions."""
-    from specheads.system import hardware
-
-    return hardware.environment()
-
-
 def render(record: dict[str, Any]) -> str:
     """Return the page that ``record`` makes."""
     machine = record["environment"]
@@ -200,28 +213,21 @@ def perform(folder: Path, *, quick: bool) -> dict[str, Any]:
 
 def main() -> None:
     """Perform or only render, and write."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, help="the page")
-    parser.add_argument("--json", type=Path, help="what the commands printed")
-    parser.add_argument("--render", type=Path, help="make the page of this JSON; run nothing")
-    parser.add_argument("--folder", type=Path, help="an empty folder to work in; it is kept")
-    parser.add_argument("--quick", action="store_true", help="seconds instead of minutes")
-    arguments = parser.parse_args()
+    given = harness.parse(Settings)
     if long := [command for command in COMMANDS if len(command) >= LONGEST_COMMAND]:
         raise SystemExit(f"too long to be typed: {long[0]}")
-    if arguments.render:
-        record = json.loads(arguments.render.read_text())
+    if given.render:
+        record = json.loads(given.render.read_text())
     else:
         with tempfile.TemporaryDirectory() as temporary:
-            folder = arguments.folder or Path(temporary)
+            folder = given.folder or Path(temporary)
             folder.mkdir(parents=True, exist_ok=True)
-            record = perform(folder.resolve(), quick=arguments.quick)
-        if arguments.json:
-            arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+            record = perform(folder.resolve(), quick=given.quick)
+        harness.write(given.json, record)
         if record["commands"][-1]["exit"]:
             raise SystemExit(1)
-    if arguments.out:
-        arguments.out.write_text(render(record))
+    if given.out:
+        given.out.write_text(render(record))
 
 
 if __name__ == "__main__":

@@ -10,11 +10,11 @@ train them again stands in data/checkpoints/README.md, and in scripts/bench_full
 
 from __future__ import annotations
 
-import argparse
-import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone need not be installed
+import harness
 
 from specheads.attention.tree import Tree
 from specheads.formats import card
@@ -22,7 +22,6 @@ from specheads.models.base import load_base_model, load_tokenizer
 from specheads.models.checkpoint import load_export, load_heads, read_config, save_export
 from specheads.models.draft import read_provenance, save_draft
 
-SHIPPED = Path("data/checkpoints")
 RUNS = {"hydra": "hydra", "medusa1": "medusa1", "draft": "distill", "mtp_byte": "mtp"}
 DTYPE = "bfloat16"
 UNSET = "Not set: the model was trained from scratch."  # of a card without a base model
@@ -31,6 +30,20 @@ LICENCE = (
     " licences (data/tinycode/README.md in the repository of specheads), and may reproduce short"
     " pieces of them."
 )
+
+
+@dataclass
+class Settings:
+    """What is shipped.
+
+    Attributes:
+        cards: write the model cards alone
+    """
+
+    runs: Path = Path("runs")
+    out: Path = Path("data/checkpoints")
+    only: tuple[Literal["hydra", "medusa1", "draft", "mtp_byte"], ...] = tuple(RUNS)
+    cards: bool = False
 
 
 def ship_export(source: Path, target: Path) -> None:
@@ -96,20 +109,15 @@ def num_bytes(folder: Path) -> int:
 
 def main() -> None:
     """Write them and print their sizes."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--runs", type=Path, default=Path("runs"))
-    parser.add_argument("--out", type=Path, default=SHIPPED)
-    parser.add_argument("--only", nargs="+", choices=list(RUNS), default=list(RUNS))
-    parser.add_argument("--cards", action="store_true", help="write the model cards alone")
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    for name in args.only:
-        source, target = args.runs / RUNS[name] / "export", args.out / name
-        if not args.cards:
+    given = harness.parse(Settings)
+    given.out.mkdir(parents=True, exist_ok=True)
+    for name in given.only:
+        source, target = given.runs / RUNS[name] / "export", given.out / name
+        if not given.cards:
             (ship_draft if name == "draft" else ship_export)(source, target)
         write_card(target)
         print(f"{target}: {num_bytes(target) / 1e6:.1f} MB")
-    print(f"{args.out}: {num_bytes(args.out) / 1e6:.1f} MB")
+    print(f"{given.out}: {num_bytes(given.out) / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

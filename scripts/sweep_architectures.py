@@ -18,16 +18,13 @@ settings are listed and prove nothing.
 
 from __future__ import annotations
 
-import argparse
-import json
 import signal
-import sys
-from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone need not be installed
-
+import harness
 import torch
 import transformers
 from torch import Tensor
@@ -53,68 +50,32 @@ NUM_NEW = 12
 SHORT = 9
 
 # the names under which configs keep their sizes, for whatever has them
-SIZES: dict[str, Any] = {
-    **SMALL,
-    "sliding_window": WINDOW,
-    "use_sliding_window": True,
-    "max_window_layers": 1,
-    "attention_chunk_size": WINDOW,
-    "keep_window_size": THRESHOLD,
-    "attn_temperature_tuning": True,
-    "floor_scale": THRESHOLD,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "intermediate_size_mlp": 64,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 12,
-    "index_n_heads": 2,
-    "index_head_dim": 16,
-    "index_topk": 64,
-    "n_embd": 32,
-    "n_head": 4,
-    "n_layer": 2,
-    "n_positions": 256,
-    "d_model": 32,
-    "num_layers": 2,
-    "n_layers": 2,
-    "num_heads": 4,
-    "n_heads": 4,
-    "d_ff": 64,
-    "ffn_dim": 64,
-    "decoder_layers": 2,
-    "decoder_attention_heads": 4,
-    "decoder_ffn_dim": 64,
-    "word_embed_proj_dim": 32,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 64,
-    "laurel_rank": 4,
-    "num_kv_shared_layers": 0,
-    "query_pre_attn_scalar": 8,
-    "mamba_d_state": 8,
-    "linear_num_value_heads": 2,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
-
+VALUES = """
+    0 num_kv_shared_layers
+    1 max_window_layers n_shared_experts n_group topk_group first_k_dense_replace
+    2 num_experts_per_tok index_n_heads n_layer num_layers n_layers decoder_layers
+    2 linear_num_value_heads linear_num_key_heads
+    4 num_experts num_local_experts n_routed_experts n_head num_heads n_heads laurel_rank
+    4 decoder_attention_heads
+    8 qk_rope_head_dim qk_nope_head_dim hidden_size_per_layer_input query_pre_attn_scalar
+    8 mamba_d_state linear_key_head_dim linear_value_head_dim
+    12 v_head_dim
+    16 kv_lora_rank q_lora_rank index_head_dim
+    32 moe_intermediate_size shared_expert_intermediate_size n_embd d_model word_embed_proj_dim
+    64 intermediate_size_mlp index_topk d_ff ffn_dim decoder_ffn_dim vocab_size_per_layer_input
+    256 n_positions
+"""
+LINES = map(str.split, VALUES.strip().splitlines())
+SIZES: dict[str, Any] = {name: int(value) for value, *names in LINES for name in names}
+SIZES |= {"sliding_window": WINDOW, "attention_chunk_size": WINDOW}
+SIZES |= {"keep_window_size": THRESHOLD, "floor_scale": THRESHOLD}
+SIZES |= {**SMALL, "use_sliding_window": True, "attn_temperature_tuning": True}
 
 # what the names above do not say
+NO_IDS = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+NEED_IDS = ("cwm", "emu3", "gemma4", "gemma4_unified", "mllama", "modernbert-decoder")
 CHANGES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(
-        ("cwm", "emu3", "gemma4", "gemma4_unified", "mllama", "modernbert-decoder"),
-        {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0},
-    ),
+    **dict.fromkeys(NEED_IDS, NO_IDS),
     "gpt_neo": MODELS["gpt_neo"].changes,
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [16, 16]},
     "zaya": {"num_experts_per_tok": 1},
@@ -130,6 +91,20 @@ VARIANTS = {name: kind for name, kind in THRESHOLD_MODELS.items() if "longrope" 
 VARIANTS["phi4_multimodal-longrope"] = VARIANTS["phi3-longrope"]._replace(
     model_type="phi4_multimodal"
 )
+
+
+@dataclass
+class Settings:
+    """What is tried.
+
+    Attributes:
+        json: where what was found is written
+        page: where its table is written
+    """
+
+    types: tuple[str, ...] = (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS)
+    json: Path | None = None
+    page: Path | None = None
 
 
 class TooBigError(ValueError):
@@ -306,21 +281,14 @@ def page(document: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Judge all types; print and write what was found."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    every = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS]
-    parser.add_argument("--types", nargs="+", default=every)
-    parser.add_argument("--json", type=Path, help="where what was found is written")
-    parser.add_argument("--page", type=Path, help="where its table is written")
-    options = parser.parse_args()
+    given = harness.parse(Settings, argv)
     torch.set_num_threads(1)
     logging.set_verbosity(logging.CRITICAL)
     signal.signal(signal.SIGALRM, expired)
-    found: dict[str, dict[str, str]] = defaultdict(dict)
-    for name in options.types:
+    found: dict[str, dict[str, str]] = {}
+    for name in given.types:
         signal.alarm(SECONDS)
         try:
             verdict, reason = judge(name)
@@ -328,16 +296,16 @@ def main() -> int:
             verdict, reason = "WRONG", f"{type(error).__name__}: {error}"
         finally:
             signal.alarm(0)
-        found[verdict][name] = " ".join(reason.split())[:300]
+        found.setdefault(verdict, {})[name] = " ".join(reason.split())[:300]
     for verdict, types in sorted(found.items()):
         print(f"\n{verdict}: {len(types)}")
         for name, reason in types.items():
             print(f"  {name:<28}{reason[:160]}".rstrip())
-    document = {"transformers": transformers.__version__, "verdicts": dict(found)}
-    if options.json:
-        options.json.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
-    if options.page:
-        options.page.write_text(page(document))
+    kinds = {verdict: dict(sorted(types.items())) for verdict, types in sorted(found.items())}
+    document = {"transformers": transformers.__version__, "verdicts": kinds}
+    harness.write(given.json, document)
+    if given.page:
+        given.page.write_text(page(document))
     return int("WRONG" in found)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -13,6 +13,9 @@ from specheads.attention.tree import RowTrees, Tree
 from specheads.drafters.contract import FINAL, Candidates, Prefill, StepResult
 from specheads.models import support as tree_support
 from tests.zoo import SMALL, VOCAB, build
+
+if TYPE_CHECKING:
+    import pytest  # which a lent machine lacks, see scripts/gpu_check.py
 
 __all__ = ["MODELS", "SMALL", "VOCAB", "ScriptedDrafter", "build"]
 
@@ -57,10 +60,12 @@ class ScriptedDrafter:
     def propose(self, state: ScriptedState) -> Candidates:
         """Guess."""
         rows = [self._guess(*each) for each in zip(state.rows, state.positions, strict=True)]
-        tokens = torch.cat([state.root[:, None], torch.tensor(rows)[:, 1:]], dim=1)
+        guesses = torch.tensor(rows, device=state.root.device)[:, 1:]
+        tokens = torch.cat([state.root[:, None], guesses], dim=1)
+        tree = self.tree.to(tokens.device)
         if not self.row_trees:
-            return Candidates(tokens, self.tree)
-        parents = self.tree.parents.expand(len(rows), -1)
+            return Candidates(tokens, tree)
+        parents = tree.parents.expand(len(rows), -1)
         return Candidates(tokens, RowTrees.from_parents(parents, self.tree.max_depth))
 
     def _guess(self, row: int, position: int) -> list[int]:

@@ -1,20 +1,31 @@
-"""Import the programs in scripts/, which is no package."""
+"""Import the programs in scripts/, which is no package, and what their tests share."""
 
 from __future__ import annotations
 
-import importlib.util
+import ast
+import importlib
 import sys
 from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
 
 
 def load_script(name: str) -> ModuleType:
     """Import ``scripts/<name>.py``."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module(name)
+
+
+def options_of(script: str) -> set[str]:
+    """Return the options of a script: fields of its settings, and what it gives to argparse."""
+    found = set()
+    harness = ROOT / "scripts" / "harness.py"
+    for path in (ROOT / script, harness):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and node.name in ("Settings", "PartsSettings"):
+                fields = [each.target for each in node.body if isinstance(each, ast.AnnAssign)]
+                found |= {f"--{ast.unparse(field).replace('_', '-')}" for field in fields}
+            elif isinstance(node, ast.Constant) and path != harness:
+                found.add(str(node.value))
+    return found

@@ -77,7 +77,7 @@ class Contest:
     compile: bool = False
 
     @staticmethod
-    def of(subject: Subject, max_new_tokens: int, *, compile: bool = False) -> Contest:
+    def of(subject: Subject | Export, max_new_tokens: int, *, compile: bool = False) -> Contest:
         """Return the contest on a model that was loaded."""
         base, tokenizer = subject.base, subject.tokenizer
         eos, pad = end_tokens(base, tokenizer), tokenizer.pad_token_id
@@ -218,31 +218,6 @@ class Contest:
         return methods
 
 
-def make_methods(
-    base: PreTrainedModel,
-    heads: Heads,
-    output: OutputLayer,
-    trees: Sequence[Tree],
-    *,
-    eos: tuple[int, ...],
-    pad: int | None,
-    max_new_tokens: int,
-) -> list[Method]:
-    """Return the baselines and heads with static trees; the first tree is called ``tree``.
-
-    Args:
-        base: base model.
-        heads: heads on it.
-        output: its output layer, for the heads.
-        trees: static ones.
-        eos: tokens that end a text.
-        pad: padding of transformers' generate.
-        max_new_tokens: limit per prompt.
-    """
-    contest = Contest(base, eos, pad, max_new_tokens)
-    return contest.baselines() + contest.of_trees(heads, output, trees)
-
-
 def measure_rows(
     base: PreTrainedModel,
     methods: Sequence[Method],
@@ -257,7 +232,7 @@ def measure_rows(
 
     Args:
         base: base model.
-        methods: from :func:`make_methods`.
+        methods: plain decoding among them.
         prompts: disjoint from those the tree was chosen on.
         temperature: of the sampling.
         repeats: clocked rounds over all prompts.

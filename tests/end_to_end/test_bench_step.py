@@ -1,47 +1,22 @@
 """``scripts/bench_step.py`` on a tiny model."""
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.scripts import load_script
+
+script: Any = load_script("bench_step")
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    """Import the script."""
-    spec = importlib.util.spec_from_file_location("bench_step", ROOT / "scripts" / "bench_step.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_every_part_is_measured(
-    script: ModuleType, tiny_export: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_part_is_measured(tiny_export: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It runs once per publication, long after the parts that it clocks were last renamed."""
     out = tiny_export.with_name("step.json")
-    script.main(
-        [
-            f"--checkpoint={tiny_export}",
-            "--dtype=float32",
-            "--threads=1",
-            "--repeats=1",
-            "--num-prompts=1",
-            "--max-new-tokens=12",
-            "--context=32",
-            "--calls=3",
-            "--growth-tokens=40",
-            f"--out={out}",
-            "--nodes",
-            "2",
-            "8",
-        ]
-    )
+    few = "--dtype=float32 --threads=1 --repeats=1 --num-prompts=1 --max-new-tokens=12 --context=32"
+    few += " --calls=3 --growth-tokens=40 --nodes 2 8"
+    script.main([f"--checkpoint={tiny_export}", f"--out={out}", *few.split()])
     report = json.loads(out.read_text())
     assert report.keys() == {"environment", "settings", "budget", "verify", "growth"}
     assert [row["temperature"] for row in report["budget"]] == [0, 1]
@@ -58,10 +33,10 @@ def test_every_part_is_measured(
         assert row["tree"]["tokens_per_step"][1]["median"] >= 1
         assert row["beyond_plain_per_token"]["median"] > 0
     said = capsys.readouterr().out
-    assert "overhead" in said and "ratio" in said and "second half" in said
+    assert "overhead_share" in said and "ratio" in said and "beyond_plain_per_token" in said
 
 
-def test_halves_divide_the_step_in_the_middle(script: ModuleType) -> None:
+def test_halves_divide_the_step_in_the_middle() -> None:
     """A whole step on one side makes the other half look faster, the more so in short texts."""
     # the prefill's token at 0, then 4 tokens in 1 s, 4 in 1 s, 1 in 3 s; the middle is at 5
     found = script.halves([0.0, 1.0, 2.0, 5.0], [1, 4, 4, 1])

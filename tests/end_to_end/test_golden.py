@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,18 +14,15 @@ from specheads.drafters.growing import Grown
 from specheads.drafters.heads import HeadsDrafter
 from specheads.models.checkpoint import Export, load_export
 from specheads.models.output import output_layer
-from specheads.verification.sampling import Sampler
 from tests.scripts import load_script
 
-GOLDEN = Path(__file__).parents[1] / "golden"
-CASES = json.loads((GOLDEN / "expected.json").read_text(encoding="utf-8"))["cases"]
-
 make_golden = load_script("make_golden")
+CASES = make_golden.cases()
 
 
 def load() -> Export:
     """Load the checkpoint with all the checks that users get."""
-    return load_export(GOLDEN / "export", dtype="float32")
+    return load_export(make_golden.GOLDEN / "export", dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -51,15 +46,7 @@ def test_tokens_and_accept_lengths_are_the_pinned_ones(
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_plain_decoding_gives_the_pinned_tokens(export: Export, case: dict[str, Any]) -> None:
     """If both loops drift together, no test that compares them notices."""
-    ids, mask = make_golden.batch_of(case["prompts"])
-    plain = plain_decode(
-        export.base,
-        ids,
-        attention_mask=mask,
-        max_new_tokens=case["max_new_tokens"],
-        sampler=Sampler(temperature=case["temperature"], seed=case["seed"]),
-        eos_token_ids=[export.tokenizer.eos_token_id],
-    )
+    plain = plain_decode(export.base, **make_golden.request(export, case))
     assert [row.new_tokens for row in plain.rows] == case["new_tokens"]
 
 

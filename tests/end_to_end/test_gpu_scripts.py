@@ -22,12 +22,12 @@ def test_checks_pass_and_say_what_was_not_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The program meets a GPU for minutes, months after its last change: it must just run."""
-    names = ["identity/llama", "batch rows", "golden", "dynamic trees", "doors", "kv commit"]
+    names = ["identity/llama", "golden", "dynamic trees", "doors", "kv commit"]
     names += ["compile", "several devices"]
     out = tmp_path / "new" / "check.json"
     assert gpu_check.main(["--device", "cpu", "--out", str(out), "--only", *names]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said[-1] == "6 ok, 0 failed, 2 not run"
+    assert said[-1] == "5 ok, 0 failed, 2 not run"
     checks = json.loads(out.read_text())["checks"]
     assert [check["check"] for check in checks] == names
     assert all(check["detail"] for check in checks)
@@ -39,6 +39,7 @@ def test_checks_need_torch_and_transformers_only() -> None:
         "import runpy, sys\n"
         "for name in ('hydra', 'omegaconf', 'datasets', 'deepspeed', 'bitsandbytes', 'wandb'):\n"
         "    sys.modules[name] = None\n"
+        "sys.path.insert(0, 'scripts')\n"
         "sys.argv[1:] = ['--device', 'cpu', '--only', 'golden', '4 bit']\n"
         "runpy.run_path('scripts/gpu_check.py', run_name='__main__')"
     )
@@ -83,16 +84,28 @@ def test_identity_check_notices_wrong_tokens(monkeypatch: pytest.MonkeyPatch) ->
 def test_bench_measures_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As for the checks: a typo found on the lent machine costs its minutes."""
     out = tmp_path / "bench.json"
-    arguments = ["--shape", "tiny", "--device", "cpu", "--modes", "eager", "graphs"]
-    arguments += ["--nodes", "1", "16", "--context", "20", "--repeats", "2", "--warmup", "1"]
+    arguments = ["--shape", "tiny", "--device", "cpu", "--modes", "eager", "expanded"]
+    arguments += [
+        "--dtype",
+        "float32",
+        "--nodes",
+        "1",
+        "16",
+        "--context",
+        "20",
+        "--repeats",
+        "2",
+        "--warmup",
+        "1",
+    ]
     assert bench_gpu.main([*arguments, "--out", str(out)]) == 0
     report = json.loads(out.read_text())
     rows = {(row["mode"], row["nodes"]): row for row in report["rows"] if row["part"] == "base"}
     assert rows["eager", 16]["vs_plain"] > 0 and rows["eager", 16]["vs_floor"] > 0
     assert set(rows["eager", 16]["with_heads_vs_plain"]) == {"shared", "own"}
-    assert rows["graphs", 16]["status"] == "not run"
+    assert rows["expanded", 16]["difference"] < 1e-5
     assert {row["lm_head"] for row in report["rows"] if row["part"] == "heads"} == {"shared", "own"}
-    assert "eager, 16 nodes" in capsys.readouterr().out
+    assert "mode eager, nodes 16" in capsys.readouterr().out
 
 
 def test_bench_trains_on_a_cpu(
@@ -115,46 +128,14 @@ def test_bench_trains_on_a_cpu(
         assert row["predicted_memory"] > 0
     assert rows[2]["status"] == "not run" and "no_such_package" in rows[2]["detail"]
     assert bench_gpu.main([*arguments, "--shape", "8b"]) == 0
-    assert "not run: needs a CUDA device" in capsys.readouterr().out
-
-
-def test_replayed_inputs_say_where_to_write_and_what_to_see() -> None:
-    """A graph with slots or mask baked in is right once, and silently wrong a step later."""
-    with torch.inference_mode():
-        check_replay()
-
-
-def check_replay() -> None:
-    """Run the pass on inputs that are refilled, and on those of an earlier step."""
-    step = bench_gpu.Step(
-        bench_gpu.build("tiny", torch.float32, torch.device("cpu")),
-        bench_gpu.default_tree(4, 16),
-        context=20,
-    )
-    with step.fixed():
-        static = {name: tensor.clone() for name, tensor in step.inputs().items()}
-
-    def run() -> torch.Tensor:
-        with step.fixed():
-            for name, tensor in step.inputs().items():
-                static[name].copy_(tensor)
-            return step.forward(static)
-
-    assert step.check(run) < 1e-5
-    stale = {name: tensor.clone() for name, tensor in static.items()}
-
-    def run_stale() -> torch.Tensor:
-        with step.fixed():
-            return step.forward(stale)
-
-    assert step.check(run_stale) > 1e-3
+    assert "status not run, detail needs a CUDA device" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("shape", ["1b", "8b"])
 def test_bytes_of_the_floor(shape: str) -> None:
     """An embedding counted as read makes the floor too high and the figures too good."""
     with torch.device("meta"):
-        model = bench_gpu.build(shape, torch.bfloat16, torch.device("meta"))
+        model = bench_gpu.build(shape, "bfloat16", torch.device("meta"))
     config = model.config
     d, width = config.hidden_size, config.num_key_value_heads * config.head_dim
     layer = 2 * d * d + 2 * d * width + 3 * d * config.intermediate_size + 2 * d

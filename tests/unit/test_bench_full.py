@@ -16,7 +16,7 @@ from specheads import config
 from specheads.measure.clock import read_prompts
 from specheads.models.base import load_tokenizer
 from specheads.system.files import conf_dir
-from tests.scripts import ROOT, load_script
+from tests.scripts import ROOT, load_script, options_of
 
 full: Any = load_script("bench_full")
 PARTS = full.full_parts()
@@ -46,14 +46,13 @@ def test_every_section_has_a_part() -> None:
     bodies = re.split(r"^## (.*)$", page, flags=re.MULTILINE)
     sections = dict(zip(bodies[1::2], bodies[2::2], strict=True))
     measured = {title for title, body in sections.items() if "\n|" in body}
-    assert measured == {section for part in PARTS for section in part.sections}
+    assert measured == {part.section for part in PARTS if part.section}
     for part in PARTS:  # the section names the part's file, or a reader cannot find it
         named = [path for path in part.outputs if path.startswith("benchmarks/")]
-        for section in part.sections:
-            for path in named:
-                folder = str(Path(path).parent)
-                places = (path, f"({folder})") if folder != "benchmarks" else (path,)
-                assert any(place in sections[section] for place in places), (section, path)
+        for path in named if part.section else ():
+            folder = str(Path(path).parent)
+            places = (path, f"({folder})") if folder != "benchmarks" else (path,)
+            assert any(place in sections[part.section] for place in places), (part.section, path)
 
 
 def test_what_parts_need_comes_before_them() -> None:
@@ -76,9 +75,11 @@ COMMANDS = [command for part in PARTS for command in part.commands]
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(words)[:70])
 def test_commands_exist(words: tuple[str, ...]) -> None:
     """A renamed key ends a day's work in its sixth hour."""
+    if words[0] == "scripts/harness.py":
+        assert callable(getattr(load_script(words[1]), words[2])) and json.loads(words[3])
+        return
     if words[0].startswith("scripts/"):
-        code = (ROOT / words[0]).read_text()
-        assert all(f'"{word}"' in code for word in words if word.startswith("--"))
+        assert {word for word in words if word.startswith("--")} <= options_of(words[0])
         return
     assert words[0] == "-m"
     program = words[1].removeprefix("specheads.")
@@ -92,7 +93,7 @@ def test_commands_exist(words: tuple[str, ...]) -> None:
 def test_unseen_prompts_are_those_that_were_measured(tmp_path: Path) -> None:
     """Prompts that a setting was looked at on would flatter the figures to quote."""
     path = tmp_path / "new" / "unseen.jsonl"
-    full.write_unseen(path)
+    full.write_unseen(str(path))
     tokenizer = load_tokenizer("tinycode")
     chosen: dict[Path, tuple[set[str], str]] = {}
     for source in (path, ROOT / "data" / "tinycode" / "prompts.jsonl"):
@@ -106,9 +107,8 @@ def test_unseen_prompts_are_those_that_were_measured(tmp_path: Path) -> None:
     assert digest == published["settings"]["prompts_sha256"]
 
 
-def test_the_list_shows_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_shows_what_would_run() -> None:
     """Nobody starts a day of work without seeing what it is."""
-    print(full.table(PARTS, {}))
-    shown = capsys.readouterr().out
+    shown = full.harness.list_of(PARTS, {})
     assert "$ python -m specheads.train +recipe=hydra run_dir=runs/full/hydra" in shown
     assert "-> benchmarks/tinycode_heads.json" in shown and "(to do, about 270 min)" in shown
