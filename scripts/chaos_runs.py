@@ -321,12 +321,8 @@ class Lab:
             with LOCK, patch.dict(os.environ, QUIET):
                 process.start()
         else:  # libraries that read their variables when they are imported want a process
-            launcher = [
-                "-m",
-                "specheads.torchrun",
-                "--standalone",
-                f"--nproc-per-node={self.ranks}",
-            ]
+            launcher = ["-m", "specheads.torchrun", "--standalone"]
+            launcher.append(f"--nproc-per-node={self.ranks}")
             command = [sys.executable, *launcher * (self.ranks > 1), "-m", "specheads.train", *argv]
             out, err = (log.with_suffix(f".{kind}").open("w") for kind in ("out", "err"))
             with out, err:
