@@ -28,7 +28,7 @@ _MOVED = {
     "specheads.decoding.plain": "specheads.decoding.loop",
     "specheads.dist": "specheads.system.dist",
     "specheads.drafters.hybrid": "specheads.drafters.merge",
-    "specheads.drafters.made": "specheads.drafters.growing",
+    "specheads.drafters.made": "specheads.drafters.heads",
     "specheads.drafters.suffix": "specheads.drafters.lookup",
     "specheads.files": "specheads.system.files",
     "specheads.hardware": "specheads.system.hardware",

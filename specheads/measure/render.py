@@ -89,7 +89,7 @@ def with_bounds(value: float | None, bounds: Sequence[float] | None, unit: str =
 
 def same_cell(row: Row) -> str:
     """Return how many outputs are plain decoding's, and how many differ first at a near-tie."""
-    ties = f" (+{row['near_ties']} near ties)" if row["near_ties"] else ""
+    ties = f" (+{row['near_ties']})" if row["near_ties"] else ""
     return f"{_identical(row)}{ties}"
 
 
@@ -425,7 +425,7 @@ _ABOUT_SPEED = (
     "Speed-up: tokens per second over plain decoding's, with a 95% interval (bootstrap over"
     " prompts). Prefill: milliseconds per prompt up to the first token; decode: without them."
     " Accept: tokens per verify step. Same: outputs that are plain decoding's token by token, and"
-    " those that first differ where rounding decides."
+    " in brackets those that first differ where rounding decides."
 )
 _ABOUT_HEADS = (
     "Share of positions, along the texts that plain decoding wrote, at which the token that came is"

@@ -291,7 +291,7 @@ def is_stopped() -> None:
     [
         ("medusa1", "measure.evaluate.calibrate", is_stopped),
         ("medusa2", "training.setup.count_valid", raises),
-        ("mtp", "formats.card.measured_by_training", raises),
+        ("mtp", "formats.card._by_training", raises),
         ("mtp_finetune", "measure.evaluate.decode_all", raises),
         ("distill", "measure.evaluate.clock", is_stopped),
         ("pretrain", "training.heldout._hidden_at_labels", raises),
