@@ -5,9 +5,9 @@
 
 The parts stand in bench_full.toml and run in their order, trainings first; what is done is written
 down after each, and ``--resume`` goes on behind it. Runs go to ``--runs``, figures to benchmarks/,
-where the old ones are replaced; the documents are then held to them by
-``scripts/check_figures.py``. Other seeds of the machine give other figures: what BENCHMARKS.md says
-in words has to be read again by somebody.
+where the old ones are replaced; the pages are then written from them by ``scripts/render.py``.
+Other seeds of the machine give other figures: what BENCHMARKS.md says in words has to be read again
+by somebody.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def main() -> None:
         )
     if failed := harness.run_parts(parts, record, resume=settings.resume):
         raise SystemExit(f"failed: {', '.join(failed)}; go on with --resume")
-    print("now hold the documents to the figures: python scripts/check_figures.py")
+    print("now write the figures into the pages: python scripts/render.py")
 
 
 if __name__ == "__main__":

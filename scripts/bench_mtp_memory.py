@@ -41,7 +41,6 @@ from specheads.training.output_loss import LMObjective
 
 SIDES = ("ours", "naive")
 ALLOCATORS = ("kept", "system")
-COLORS = {"ours": "#2f6f9f", "naive": "#e0b15e"}
 
 
 @dataclass
@@ -54,7 +53,6 @@ class Settings:
         no_memory: time only
         threads: 0: all
         out: write the JSON there
-        figure: draw an SVG there
     """
 
     vocab: int = 32000
@@ -68,7 +66,6 @@ class Settings:
     no_memory: bool = False
     threads: int = 0
     out: Path | None = None
-    figure: Path | None = None
 
 
 class Setup:
@@ -150,36 +147,8 @@ def take_times(cases: Sequence[dict[str, Any]], repeats: int, allocator: str) ->
     return {"allocator": allocator, "num_heads": cases[0]["num_heads"], **found}
 
 
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the peaks over the number of heads, and the growth that no head owns."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "specheads"  # same figures, same file
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(5.5, 3.4), layout="constrained")
-    counts = sorted({row["num_heads"] for row in rows})
-    for side in reversed(SIDES):
-        of = [row for row in rows if row["side"] == side]
-        peaks = [row["allocator_peak"] / 2**20 for row in of]
-        axes.plot(counts, peaks, "o-", color=COLORS[side], label=f"{side}, all of it")
-        rest = [(row["allocator_peak"] - row["owned_bytes"]) / 2**20 for row in of]
-        label = f"{side}, less the heads' parameters and gradients"
-        axes.plot(counts, rest, "o--", color=COLORS[side], alpha=0.6, label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(counts, [str(count) for count in counts])
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("heads, the next-token head included")
-    axes.set_ylabel("peak of the allocator, MiB")
-    axes.legend(frameon=False, fontsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, write, draw."""
+    """Measure, print, write."""
     settings = harness.parse(Settings, argv)
     shared = {"threads": pin_threads(settings.threads)}
     for name in ("variant", "vocab", "hidden", "tokens", "chunk_size"):
@@ -197,8 +166,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         harness.in_fresh_process(take_times, timed, settings.repeats, allocator)
         for allocator in ALLOCATORS * bool(settings.repeats)
     ]
-    if settings.figure and rows:
-        draw(rows, settings.figure)
     print()
     harness.show([*rows, *times])
     harness.write(settings.out, harness.report(settings, rows=rows, times=times))

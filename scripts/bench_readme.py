@@ -3,10 +3,10 @@
     python scripts/bench_readme.py [--resume] [--only drafters ...]
     python scripts/bench_readme.py --quick      # minutes of nonsense, to see that it works
 
-Each part of bench_readme.toml writes a file of benchmarks/readme/. When all went well, the figures
-in docs/ are drawn and the marked blocks of README.md and BENCHMARKS.md are written anew
-(``--render`` does that alone). The machine should do nothing else meanwhile: about 50 minutes on
-two cores. ``--quick`` writes to build/bench_quick/ only.
+Each part of bench_readme.toml writes a file of benchmarks/readme/. When all went well,
+``scripts/render.py`` draws the figures in docs/ and writes the marked blocks of the pages anew. The
+machine should do nothing else meanwhile: about 50 minutes on two cores. ``--quick`` writes to
+build/bench_quick/ only.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pathlib import Path
 
 import harness
 from harness import ROOT, Part
-from plot_readme import FIGURES, PAGES, render
+from render import FIGURES, PAGES, render
 
-FOLDER, QUICK_FOLDER = "benchmarks/readme", "build/bench_quick"
+FOLDER, QUICK_FOLDER = "benchmarks/readme", "build/bench_quick/readme"
 RECORD = "parts.json"
 # what --quick asks for instead; the methods stay, so that every one of them is tried
 QUICK = {"num_prompts": "2", "max_new_tokens": "8", "repeats": "1"}
@@ -35,18 +35,15 @@ class Settings(harness.PartsSettings):
     """What can be asked.
 
     Attributes:
-        render: draw and fill from the files that are there
         quick: tiny, into build/bench_quick/
     """
 
-    render: bool = False
     quick: bool = False
 
 
-def readme_parts(folder: str = FOLDER, figures: str = "docs", *, quick: bool = False) -> list[Part]:
+def readme_parts(folder: str = FOLDER, *, quick: bool = False) -> list[Part]:
     """Return the parts; their files go to ``folder``, relative to the repository."""
-    path = ROOT / "scripts" / "bench_readme.toml"
-    parts = harness.read_parts(path, folder=folder, figures=figures)
+    parts = harness.read_parts(ROOT / "scripts" / "bench_readme.toml", folder=folder)
     if quick:
         parts = [dataclasses.replace(p, commands=tuple(map(shorter, p.commands))) for p in parts]
     return parts
@@ -65,22 +62,20 @@ def shorter(command: tuple[str, ...]) -> tuple[str, ...]:
 def main() -> None:
     """Measure, draw, fill."""
     settings = harness.parse(Settings)
-    folder = QUICK_FOLDER if settings.quick else FOLDER
-    figures = QUICK_FOLDER if settings.quick else str(FIGURES.relative_to(ROOT))
-    parts = readme_parts(folder, figures, quick=settings.quick)
-    record = ROOT / folder / RECORD
+    folder = ROOT / (QUICK_FOLDER if settings.quick else FOLDER)
+    parts = readme_parts(str(folder.relative_to(ROOT)), quick=settings.quick)
+    chosen = harness.chosen(parts, settings.only)
     if settings.list:
-        print(harness.list_of(parts, harness.read_record(record)))
+        print(harness.list_of(chosen, harness.read_record(folder / RECORD)))
         return
-    (ROOT / folder).mkdir(parents=True, exist_ok=True)
-    pages = PAGES
+    folder.mkdir(parents=True, exist_ok=True)
+    pages, figures = PAGES, FIGURES
     if settings.quick:
-        pages = tuple(Path(shutil.copy(page, ROOT / folder)) for page in PAGES)
-    asked = [] if settings.render else harness.chosen(parts, settings.only)
-    if failed := harness.run_parts(asked, record, resume=settings.resume):
+        pages = tuple(Path(shutil.copy(page, folder.parent)) for page in PAGES)
+        figures = folder.parent
+    if failed := harness.run_parts(chosen, folder / RECORD, resume=settings.resume):
         raise SystemExit(f"failed: {', '.join(failed)}; nothing was drawn, see --resume")
-    for line in render(ROOT / folder, ROOT / figures, pages):
-        print(line)
+    print("\n".join(render(folder.parent, figures, pages)))
 
 
 if __name__ == "__main__":

@@ -478,7 +478,7 @@ class PartsSettings:
 def outputs_of(words: Sequence[str]) -> Iterator[str]:
     """Yield the files that a command of this project writes, as its settings name them."""
     for option, word in pairwise(words):
-        if option in ("--out", "--json", "--figure"):
+        if option in ("--out", "--json"):
             yield word
     for key, _, value in (word.partition("=") for word in words):
         if key == "out":

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +18,14 @@ from typing import Any
 PRIVATE = ("run_dir=", "name=", "hydra.run.dir=", "log.", "features.dir=", "checkpoint.every=")
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a ``metrics.jsonl``."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def values(rows: Iterable[dict[str, Any]], key: str) -> list[float]:
-    """Return a metric's values in order of steps."""
-    return [row[key] for row in rows if key in row]
-
-
 def cost(run: Path) -> dict[str, Any]:
     """Return what one run took and gave."""
-    rows = rows_of(run / "metrics.jsonl")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     first = json.loads((run / "provenance.json").read_text())[0]
-    last: dict[str, float] = {}
-    for row in rows:
-        last |= {key: value for key, value in row.items() if key.startswith(("final/", "heldout/"))}
+    last = {key: value for row in rows for key, value in row.items()}
     given = [word for word in first["argv"][1:] if not word.startswith(PRIVATE)]
+    speeds = [row["train/tokens_per_second"] for row in rows if "train/tokens_per_second" in row]
+    peaks = [row["train/peak_memory"] for row in rows if "train/peak_memory" in row]
     return {
         "run": run.name,
         "command": " ".join(["python -m specheads.train", *given]),
@@ -44,9 +33,13 @@ def cost(run: Path) -> dict[str, Any]:
         "threads": first["hardware"]["threads"],
         "torch": first["packages"]["torch"],
         "steps": rows[-1]["step"],
-        "tokens_per_second": round(statistics.median(values(rows, "train/tokens_per_second"))),
-        "peak_memory_gb": round(max(values(rows, "train/peak_memory")) / 1e9, 2),
-        "measured": {key: round(value, 4) for key, value in last.items()},
+        "tokens_per_second": round(statistics.median(speeds)),
+        "peak_memory_gb": round(max(peaks) / 1e9, 2),
+        "measured": {
+            key: round(value, 4)
+            for key, value in last.items()
+            if key.startswith(("final/", "heldout/"))
+        },
     }
 
 
@@ -54,16 +47,13 @@ def main() -> None:
     """Collect, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, help="run directories")
-    parser.add_argument("--out", type=Path, help="the JSON")
+    parser.add_argument("--out", type=Path, help="the JSON; printed where none is given")
     arguments = parser.parse_args()
-    found = [cost(run) for run in arguments.runs]
-    for each in found:
-        print(
-            f"{each['run']:<10} {each['steps']:>5} steps  {each['tokens_per_second']:>6} tokens/s"
-            f"  {each['peak_memory_gb']:>5.2f} GB  {each['threads']} threads  {each['command']}"
-        )
+    text = json.dumps({"runs": [cost(run) for run in arguments.runs]}, indent=1)
     if arguments.out:
-        arguments.out.write_text(json.dumps({"runs": found}, indent=1) + "\n")
+        arguments.out.write_text(text + "\n")
+    else:
+        print(text)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from specheads.decoding.paired import format_pairs
-from specheads.decoding.published import NEVER_RUN, PUBLISHED
 from specheads.decoding.report import failures, in_order
 from specheads.decoding.stats import median
 from specheads.decoding.tables import (
@@ -114,12 +113,6 @@ def sections(result: Mapping[str, Any], figures: Mapping[str, str] | None = None
     found += [
         Section("Settings", block=_lines(result["settings"])),
         Section("Environment", block=_lines(result["environment"])),
-        _published(),
-        Section(
-            "Never run",
-            ("What this project has measured nothing of, so far:",),
-            NEVER_RUN,
-        ),
     ]
     return [each for each in found if each != Section(each.title)]
 
@@ -128,7 +121,7 @@ _COLUMNS = (
     "Speed-up: tokens per second over plain decoding's, with a 95% interval (bootstrap over"
     " prompts). Prefill: milliseconds per prompt up to the first token; decode: without them."
     " Accept: tokens per verify step. Same: outputs that are plain decoding's token by token, and"
-    " those that first differ where rounding decides."
+    " in brackets those that first differ where rounding decides."
 )
 
 
@@ -166,9 +159,6 @@ def speed_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _speed_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    same = "" if row["identical"] is None else f"{row['identical']}/{row['compared']}"
-    if row["near_ties"]:
-        same += f" (+{row['near_ties']} near ties)"
     prefill = row.get("prefill_seconds")
     decode = row.get("decode_tokens_per_second")
     return (
@@ -176,22 +166,35 @@ def _speed_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         row["method"],
         str(row["tree_nodes"]),
         f"{row['tokens_per_second']:.1f}",
-        _with_bounds(row["speedup_vs_plain"], row["speedup_vs_plain_ci95"], "x"),
+        with_bounds(row["speedup_vs_plain"], row["speedup_vs_plain_ci95"], "x"),
         f"{row['speedup_vs_hf_generate']:.2f}x",
         f"{1000 * median(prefill) / row['num_prompts']:.1f}" if prefill else "",
         "" if decode is None else f"{decode:.1f}",
-        _with_bounds(
+        with_bounds(
             row.get("decode_speedup_vs_plain"), row.get("decode_speedup_vs_plain_ci95"), "x"
         ),
-        _with_bounds(row["accept_length"], row["accept_length_ci95"]),
+        with_bounds(row["accept_length"], row["accept_length_ci95"]),
         f"{row['rep8']:.2f}",
-        same,
+        same_cell(row),
         f"{row['peak_memory'] / 2**20:.0f}",
         str(row["extra_parameters"]),
     )
 
 
-def _with_bounds(value: float | None, bounds: Sequence[float] | None, unit: str = "") -> str:
+def same_cell(row: Mapping[str, Any]) -> str:
+    """Return how many outputs are plain decoding's, and how many others first differ at a near-tie.
+
+    Args:
+        row: of bench.json; the cell is empty where its outputs were compared with nothing.
+    """
+    if row["identical"] is None:
+        return ""
+    ties = f" (+{row['near_ties']})" if row["near_ties"] else ""
+    return f"{row['identical']}/{row['compared']}{ties}"
+
+
+def with_bounds(value: float | None, bounds: Sequence[float] | None, unit: str = "") -> str:
+    """Return a value with its interval in brackets; nothing where either is missing."""
     if value is None or bounds is None:
         return ""
     return f"{value:.2f}{unit} ({bounds[0]:.2f}-{bounds[1]:.2f})"
@@ -257,7 +260,7 @@ def sizes_table(rows: Sequence[Mapping[str, Any]]) -> Table | None:
                 str(row["tree_nodes"]),
                 f"{row['accept_length']:.2f}",
                 f"{row['tokens_per_second']:.1f}",
-                _with_bounds(row["speedup_vs_plain"], row["speedup_vs_plain_ci95"], "x"),
+                with_bounds(row["speedup_vs_plain"], row["speedup_vs_plain_ci95"], "x"),
             )
             for row in chosen
         ),
@@ -295,30 +298,6 @@ def _heads(result: Mapping[str, Any], drawn: Mapping[str, str]) -> list[Section]
     if drawn.get("tree"):
         found.append(Section("The tree", figure=drawn["tree"]))
     return found
-
-
-def _published() -> Section:
-    head = ("method", "base model", "speed-up", "accept", "over", "setup", "source")
-    rows = tuple(
-        (
-            each.method,
-            each.base,
-            each.speedup,
-            each.accept_length,
-            each.baseline,
-            each.setup,
-            each.source + (", read off a picture" if each.read == "picture" else ""),
-        )
-        for each in PUBLISHED
-    )
-    return Section(
-        "What others published",
-        (
-            "For orientation, not for comparison: other models, hardware, texts and baselines."
-            " Spec-Bench counts new tokens of a method and of its baseline by different rules.",
-        ),
-        table=Table(head, rows),
-    )
 
 
 def _lines(values: Mapping[str, Any]) -> str:

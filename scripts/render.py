@@ -1,0 +1,548 @@
+"""Write the figures of the pages from the files of benchmarks/: tables, sentences, drawings.
+
+    python scripts/render.py            # write all blocks, and the drawings of docs/
+    python scripts/render.py --check    # write nothing; name the blocks that differ, exit code 1
+
+A block stands between ``<!-- figures: NAME FILE ... -->`` and ``<!-- figures: end -->``. NAME is a
+function of this module or of ``render_training``, which gets the files; several pages may show the
+same block. A sentence with a measured figure belongs into one: nothing else holds it to its file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # a test imports this from elsewhere
+
+import render_training
+from render_training import MIB, Bench, Read, cells, rows_of, speedup, table
+
+from specheads.decoding.page import same_cell, with_bounds
+from specheads.decoding.tables import headline_line
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "benchmarks"
+FIGURES = ROOT / "docs"
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "BENCHMARKS.md",
+    *(FIGURES / f"{page}.md" for page in ("exactness", "methods", "performance", "recipes")),
+)
+BLOCK = re.compile(r"(<!-- figures: (?!end )(.+?) -->\n)(.*?)(<!-- figures: end -->)", re.DOTALL)
+ABSENT = "Not measured yet; `make bench` does."
+SHADES = ("#2f6f9f", "#6fa3c7", "#e0b15e", "#c9ced6")  # from the lowest temperature on
+LINES = ("#2f6f9f", "#7fb0d3", "#e0b15e", "#b5651d", "#6b8e23", "#9aa5b1", "#8e5ea2", "#333333")
+TREES = ("prompt_lookup", "tree", "tree_dynamic")
+KINDS = ("tree", "hydra/tree", "draft_tree", "suffix", "heads+suffix")
+NAMES = {
+    "plain": "plain, one token at a time",
+    "hf_generate": "transformers' `generate`",
+    "hf_assisted": "transformers' assisted generation, same draft model",
+    "hf_lookup": "transformers' prompt lookup",
+    "prompt_lookup": "prompt lookup (ours)",
+    "tree": "Medusa-1 heads, static tree",
+    "tree_dynamic": "Medusa-1 heads, tree of each step",
+    "hydra/tree": "Hydra heads, static tree",
+    "hydra/tree_dynamic": "Hydra heads, tree of each step",
+    "one_by_one": "plain, one prompt after the other",
+    "draft": "draft model, chain of 4",
+    "draft_tree": "draft model, tree",
+    "lookahead": "lookahead",
+    "suffix": "suffix copies",
+    "heads+suffix": "Medusa-1 heads + suffix copies",
+    "draft+suffix": "draft model + suffix copies",
+}
+
+
+def heats_of(bench: Bench) -> list[float]:
+    """Return the temperatures that were measured."""
+    return sorted({row["temperature"] for row in bench["rows"]})
+
+
+def name_of(bench: Bench, method: str) -> str:
+    """Return what a method is called; heads are the export's own unless they are known."""
+    known = "medusa1" in bench["settings"]["checkpoint"]
+    return NAMES[method] if known else NAMES[method].replace("Medusa-1", "its own")
+
+
+def ranked(bench: Bench) -> list[str]:
+    """Return all methods, the fastest at the lowest temperature first, batches' own ones last."""
+    first = (1, heats_of(bench)[0])
+    rows = [row for row in bench["rows"] if (row["batch"], row["temperature"]) == first]
+    order = [row["method"] for row in sorted(rows, key=lambda row: -row["speedup_vs_plain"])]
+    return list(dict.fromkeys([*order, *(row["method"] for row in bench["rows"])]))
+
+
+def drafts(method: str) -> bool:
+    """Return whether a method is a drafter in our own loop."""
+    return method not in ("plain", "one_by_one") and not method.startswith("hf_")
+
+
+def steps(row: Bench) -> str:
+    """Return a row's accept length; transformers' loops do not say how many steps they took."""
+    return "" if row["method"].startswith("hf_") else f"{row['accept_length']:.2f}"
+
+
+def place_of(bench: Bench) -> str:
+    """Return prompts, limits, dtype, machine and date, as a table's last line says them."""
+    settings, place, row = bench["settings"], bench["environment"], bench["rows"][0]
+    busy = ""
+    if place["contended"]:
+        busy = f" The machine was disturbed: plain decoding varied {place['baseline_drift']:.2f}x"
+        busy += " between repeats"
+        if others := place.get("largest_other_share"):
+            busy += f", others took up to {others:.0%} of the processors"
+        busy += "."
+    return (
+        f"{row['num_prompts']} held-out prompts of up to {settings['max_new_tokens']} new tokens,"
+        f" {settings['repeats']} repeat{'s' * (settings['repeats'] > 1)}, {row['dtype']},"
+        f" {place['processor']}, {settings['threads']} threads, torch"
+        f" {place['torch'].split('+')[0]}, {place['date']}.{busy}"
+    )
+
+
+def headline(read: Read, file: str) -> str:
+    """Say what to quote of a bench, and how large the margins are where outputs differ."""
+    bench = read(file)
+    found = [each["margin_fp32"] for row in bench["rows"] for each in row["divergences"]]
+    return (
+        f"{headline_line(bench)}. All outputs that differ from plain decoding's differ first at a"
+        f" near-tie: the largest margin in float32 is {max(found):.2f}, the noise between shapes"
+        f" {bench['settings']['noise']['shape']:.2f}."
+    )
+
+
+def clocked(
+    read: Read, *files: str, methods: Sequence[str] = (), heats: Sequence[float] = ()
+) -> str:
+    """Return a line per bench, temperature and method at batch 1.
+
+    Args:
+        read: of the files.
+        files: the benches; with several, the first column says which.
+        methods: all that were measured where none are given.
+        heats: temperatures, likewise.
+    """
+    lines = []
+    for file in files:
+        bench = read(file)
+        rows = rows_of(bench)
+        for heat in heats or heats_of(bench):
+            for method in methods or dict.fromkeys(row["method"] for row in bench["rows"]):
+                row = rows[method, heat, 1]
+                heads = method.split("/")[-1] in ("tree", "tree_dynamic")
+                ratio = f"{row['speedup_vs_plain'] / row['accept_length']:.2f}" if heads else ""
+                lines.append(f"{file} | " * (len(files) > 1))
+                lines[-1] += (
+                    f"{heat:g} | {name_of(bench, method)} | {row['tree_nodes']}"
+                    f" | {row['tokens_per_second']:.0f} | {speedup(row)}"
+                    f" | {row['speedup_vs_hf_generate']:.2f} | {steps(row)} | {ratio}"
+                    f" | {row['rep8']:.2f} | {same_cell(row)}"
+                )
+    head = "bench | " * (len(files) > 1) + "T | drafter | nodes | tokens/s | speed-up (95%)"
+    head += " | vs generate | accept length | speed-up / accept length | rep8 | same"
+    places = dict.fromkeys(place_of(read(file)) for file in files)
+    return f"{table(head, lines)}\n\n{' '.join(places)}"
+
+
+def trees(read: Read, *files: str) -> str:
+    """Return the heads' trees and copying alone."""
+    return clocked(read, *files, methods=TREES)
+
+
+def compiled(read: Read) -> str:
+    """Return trees over compiled plain decoding; the rows at T=0 contain compilation."""
+    return clocked(read, "tinycode_medusa2_compiled", methods=("plain", *TREES[1:]), heats=(0.7, 1))
+
+
+def speeds(read: Read, file: str) -> str:
+    """Return speed-ups, accept lengths and identity, a line per method, the fastest first."""
+    bench = read(file)
+    rows, heats = rows_of(bench), heats_of(bench)
+    lines = []
+    for method in ranked(bench):
+        of = [rows[method, heat, 1] for heat in heats]
+        ratios = " | ".join("1" if method == "plain" else speedup(row) for row in of)
+        lengths = f"{steps(of[0])} / {steps(of[-1])}" if drafts(method) else ""
+        lines.append(
+            f"{name_of(bench, method)} | {ratios} | {lengths} | {of[0]['rep8']:.2f}"
+            f" | {same_cell(of[0])}"
+        )
+    first, *others = (f"T={heat:g}" for heat in heats)
+    head = " | ".join([f"drafter | {first}: speed-up (95%)", *others])
+    plain = (rows["plain", heat, 1]["tokens_per_second"] for heat in heats)
+    return (
+        f"{table(f'{head} | accept length, {first} / {heats[-1]:g} | rep8 | same', lines)}\n\n"
+        f"Plain decoding: {cells(plain, '.0f', ', ')} tokens per second at"
+        f" T={cells(heats, 'g', ', ')}. rep8 (share of repeated 8-grams) and same (outputs equal to"
+        " plain decoding's, token by token; in brackets those that first differ at a near-tie) are"
+        f" at {first}. {place_of(bench)}"
+    )
+
+
+def summary(read: Read) -> str:
+    """Say what the README's table of drafters says, in three lines."""
+    bench = read("readme/drafters")
+    rows, heats = rows_of(bench), heats_of(bench)
+    found, slower = {}, []
+    for method in ranked(bench):
+        ratios = [rows[method, heat, 1]["speedup_vs_plain"] for heat in heats]
+        if method not in ("plain", "hf_generate"):
+            found[method] = f"{NAMES[method]} {', '.join(f'{each:.2f}x' for each in ratios)}"
+            slower += [found[method]] if max(ratios) < 1 else []
+    trained = ("tree", "tree_dynamic", "draft", "draft_tree")
+    return (
+        f"Speed-up over plain decoding at T={cells(heats, 'g', ', ')}, on the embedded model:\n\n"
+        f"- the fastest of {len(found)}: {next(iter(found.values()))};\n"
+        "- the fastest that is trained and copies nothing:"
+        f" {next(line for method, line in found.items() if method.split('/')[-1] in trained)};\n"
+        f"- slower than plain decoding at every temperature: {'; '.join(slower) or 'none'}."
+    )
+
+
+def kinds(read: Read, file: str) -> str:
+    """Return accept length and speed-up per kind of prompt."""
+    bench = read(file)
+    rows, heats, methods = rows_of(bench), heats_of(bench), TREES
+    if ("suffix", heats[0], 1) in rows:
+        methods, heats = KINDS, [heats[0], heats[-1]]
+    columns = sorted(bench["rows"][0]["per_kind"])
+    head = " | ".join(["T | drafter", *(f"`{kind}`" for kind in columns)])
+    lines = []
+    for heat in heats:
+        for method in methods:
+            of = [rows[method, heat, 1]["per_kind"][kind] for kind in columns]
+            both = (f"{k['accept_length']:.2f} ({k['speedup_vs_plain']:.2f}x)" for k in of)
+            lines.append(f"{heat:g} | {name_of(bench, method)} | {' | '.join(both)}")
+    counts = sorted({kind["num_prompts"] for kind in bench["rows"][0]["per_kind"].values()})
+    return (
+        f"{table(head, lines)}\n\nAccept length (speed-up over plain decoding),"
+        f" {cells(counts, 'd', ' or ')} prompts of each kind."
+    )
+
+
+def batches(read: Read, file: str) -> str:
+    """Return speeds over the batch size, and where plain decoding catches up."""
+    bench = read(file)
+    rows, heats = rows_of(bench), heats_of(bench)
+    sizes = sorted({row["batch"] for row in bench["rows"]})
+    lines = []
+    for heat in (heats[0], heats[-1]):
+        for method in ranked(bench):
+            lines.append(f"{heat:g} | {name_of(bench, method)}")
+            for size in sizes:
+                row = rows.get((method, heat, size))
+                ratio = f" ({row['speedup_vs_plain']:.2f}x)" if row and method != "plain" else ""
+                lines[-1] += f" | {row['tokens_per_second']:.0f}{ratio}" if row else " | "
+    caught = "; ".join(
+        f"{name_of(bench, of['method'])} at batch {of['batch']} (T={of['temperature']:g})"
+        for of in bench["crossover"]
+        if of["batch"] is not None
+    )
+    return (
+        f"{table(f'T | method | batch {sizes[0]} | ' + cells(sizes[1:], 'd'), lines)}\n\n"
+        "Tokens per second (speed-up over plain decoding in batches of the same size). Plain"
+        f" decoding catches up with {caught or f'none of the drafters up to batch {sizes[-1]}'}."
+        f" {place_of(bench)}"
+    )
+
+
+def pairs(read: Read, file: str) -> str:
+    """Return the ratios of two methods over the same prompts."""
+    found: dict[str, list[str]] = {}
+    for of in read(file)["pairs"]:
+        if of["batch"] == 1:
+            name = f"{of['method']} / {of['other']}"
+            found.setdefault(name, []).append(with_bounds(of["speedup"], of["ci95"]))
+    lines = [" | ".join([name, *ratios]) for name, ratios in found.items()]
+    return table("pair (95%) | T=0 | T=0.7 | T=1", lines)
+
+
+def identical(read: Read, file: str) -> str:
+    """Say how many outputs are identical where rounding hardly matters."""
+    bench = read(file)
+    held = [row for row in bench["rows"] if drafts(row["method"]) and row["identical"] is not None]
+    equal, compared, ties = (
+        sum(row[key] for row in held) for key in ("identical", "compared", "near_ties")
+    )
+    rest = f"; {ties} of the others first differ at a near-tie" if equal < compared else ""
+    return (
+        f"In float32 {equal} of {compared} outputs of {len({row['method'] for row in held})}"
+        " drafters are plain decoding's, token by token"
+        f" (T={cells(heats_of(bench), 'g', ', ')}{rest}). {place_of(bench)}"
+    )
+
+
+def typical(read: Read) -> str:
+    """Return typical acceptance beside exact decoding."""
+    lines = []
+    for row in read("tinycode_typical")["rows"]:
+        found = row["speedup_vs_plain"]
+        clock = f"{median(found):.2f}x | {row['accept_length']:.2f}" if found else " | "
+        lines.append(
+            f"{row['method'].replace('_', ', epsilon ')} | {clock} | {row['nats']:.3f}"
+            f" | {row['entropy']:.3f} | {row['not_best']:.1%} | {row['rep8']:.2f}"
+        )
+    head = "nats per token | the base's entropy | not its best token | rep8"
+    return table(f"rule | speed-up | accept length | {head}", lines)
+
+
+def quality(read: Read) -> str:
+    """Say what the tuned base costs on the embedded prompts' answers."""
+    found = read("tinycode_medusa2_quality")
+    held, texts = found["heldout"], found["texts"]
+    return (
+        f"On the answers of the embedded model's {held['num_records']} prompts, which the benches"
+        " decode, the loss of the tuned base of `medusa2` is above the original's by"
+        f" {held['loss_difference']:.4f} nats per token"
+        f" (95%: {cells(held['loss_difference_ci95'], '.4f', ' to ')}),"
+        f" {held['loss_difference'] / held['original_loss']:.1%} of the original's loss;"
+        f" perplexity {held['perplexity']:.3f} against {held['original_perplexity']:.3f}, KL"
+        f" {held['kl']:.4f}; the same best token in {held['same_best']:.1%} of the places,"
+        f" {texts['identical']} of {texts['compared']} greedy texts identical."
+    )
+
+
+def tree_search(read: Read) -> str:
+    """Return accept lengths that the search expected, and those measured on other prompts."""
+    found = read("tinycode_medusa2_trees")
+    lines = []
+    for label, of in (("static", found), ("dynamic", found["dynamic"])):
+        measured = found["measured"][label]
+        lines.append(
+            f"{label} | {of['num_nodes']} | {of['speedup']:.2f}x"
+            f" | {with_bounds(of['accept_length'], of['accept_length_ci95'])}"
+            f" | {with_bounds(measured['accept_length'], measured['accept_length_ci95'])}"
+            f" | {measured['relative_to_expected']:+.1%}"
+        )
+    head = "tree | nodes | expected speed-up of steps | expected accept length (95%)"
+    return table(f"{head} | measured | more than expected", lines)
+
+
+def tree_sizes(read: Read) -> str:
+    """Return what a larger static tree brings."""
+    lines = [
+        f"{of['num_nodes']} | {of['accept_length']:.2f} | {of['speedup']:.2f}x"
+        for of in read("tinycode_medusa2_trees")["sizes"]
+    ]
+    return table("nodes | expected accept length | expected speed-up of steps", lines)
+
+
+def step(read: Read) -> str:
+    """Return where the time of a step goes."""
+    lines = []
+    for of in read("tinycode_step")["budget"]:
+        phases, rest = of["phases_ms"], of["overhead_by_difference_ms"]
+        times = (of["plain_step_ms"], of["step_ms"], phases["base forward"], phases["heads"])
+        lines.append(
+            f"{of['temperature']:g} | {cells(each['median'] for each in times)}"
+            f" | {rest:.2f} ({rest / of['step_ms']['median']:.1%})"
+            f" | {of['overhead_ms']['median']:.2f}"
+        )
+    loop = "the loop: step less both | the loop, its phases clocked one by one"
+    return table(f"T | plain step, ms | step | base forward | heads | {loop}", lines)
+
+
+def passes(read: Read) -> str:
+    """Return what a verify step costs, alone and beside a raw call over as many tokens."""
+    lines = [
+        f"{of['num_nodes']} | {of['verify_ms']['median']:.2f} | {of['ratio']['median']:.2f}"
+        f" ({cells(of['ratio_ci95'], '.3f', '-')})"
+        for of in read("tinycode_step")["verify"]
+    ]
+    return table("nodes | ms per verify step | over a raw `model(...)` call (95%)", lines)
+
+
+def growth(read: Read) -> str:
+    """Say how the cost of a step grows along a text."""
+    found = read("tinycode_step")["growth"]
+    token, step = (
+        cells((of[f"beyond_plain_per_{unit}"]["median"] for of in found), sign=" and ")
+        for unit in ("token", "step")
+    )
+    return (
+        f"In a text of {found[0]['new_tokens']:,} tokens the second half costs the tree {token} of"
+        " what it costs plain decoding, both relative to the first half, at"
+        f" T={cells((of['temperature'] for of in found), 'g', ' and ')}; per step {step}."
+    )
+
+
+def reader(folder: Path) -> Read:
+    """Return what gives the content of a file of ``folder``, by its name without the ending."""
+    return cache(lambda name: json.loads((folder / f"{name}.json").read_text()))
+
+
+def rendered(mark: str, read: Read) -> str:
+    """Return a block's content; a line that says so where nothing was measured yet.
+
+    Raises:
+        SystemExit: if there is no such block.
+    """
+    name, *files = mark.split()
+    block = globals().get(name) or getattr(render_training, name, None)
+    if block is None:
+        raise SystemExit(f"no block is called {name}: see the functions of scripts/render.py")
+    try:
+        return str(block(read, *files))
+    except FileNotFoundError:
+        return ABSENT
+
+
+def fill(page: str, read: Read) -> str:
+    """Return ``page`` with every block rendered anew."""
+    return BLOCK.sub(lambda match: f"{match[1]}{rendered(match[2], read)}\n{match[4]}", page)
+
+
+def differing(page: str, read: Read) -> list[str]:
+    """Return the marks of the blocks of ``page`` that are not what their files say."""
+    return [mark for _, mark, old, _ in BLOCK.findall(page) if old != f"{rendered(mark, read)}\n"]
+
+
+@contextmanager
+def drawing(path: Path, panels: int, size: tuple[float, float], **more: Any) -> Iterator[Any]:
+    """Give empty axes and write what was drawn on them; the same figures give the same file.
+
+    Args:
+        path: of the SVG.
+        panels: number of axes side by side.
+        size: width and height in inches.
+        **more: of matplotlib's ``subplots``.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context({"svg.hashsalt": "specheads"}):
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots(1, panels, squeeze=False, **more)[0]
+        for each in axes:
+            each.spines[["top", "right"]].set_visible(False)
+        yield axes
+        figure.savefig(path, metadata={"Date": None})
+
+
+def draw_speed(read: Read, path: Path) -> None:
+    """Draw every method's speed-up by temperature, and accept length by kind of prompt."""
+    bench = read("readme/drafters")
+    rows, heats = rows_of(bench), heats_of(bench)
+    methods = [method for method in ranked(bench) if method != "plain"][::-1]
+    size, width = (11, 0.36 * len(methods) + 1.4), 0.8 / len(heats)
+    with drawing(path, 2, size, width_ratios=(3, 2)) as (left, right):
+        for index, heat in enumerate(heats):
+            places = [n + ((len(heats) - 1) / 2 - index) * width for n in range(len(methods))]
+            found = [rows[method, heat, 1] for method in methods]
+            speeds = [row["speedup_vs_plain"] for row in found]
+            left.barh(places, speeds, width, color=SHADES[index], label=f"T={heat:g}")
+            ends = zip(*(row["speedup_vs_plain_ci95"] for row in found), strict=True)
+            left.hlines(places, *ends, color="#555555", linewidth=0.7)
+        left.axvline(1, color="#333333", linewidth=1)
+        names = [NAMES[method].replace("`", "") for method in methods]
+        left.set_yticks(range(len(methods)), names, fontsize=8)
+        left.set_xlabel("speed-up over plain decoding (95%)")
+        left.legend(frameon=False, fontsize=8, loc="lower right")
+        kinds = sorted(rows["plain", heats[0], 1]["per_kind"])
+        for index, method in enumerate(("hydra/tree", "suffix", "heads+suffix")):
+            by_kind = rows[method, heats[0], 1]["per_kind"]
+            lengths = [by_kind[kind]["accept_length"] for kind in kinds]
+            places = [n + (index - 1) * 0.8 / 3 for n in range(len(kinds))]
+            right.bar(places, lengths, 0.8 / 3, color=LINES[index], label=NAMES[method])
+        right.axhline(1, color="#333333", linewidth=1)
+        right.set_xticks(range(len(kinds)), kinds, rotation=25, fontsize=8)
+        right.set_ylabel(f"accept length at T={heats[0]:g}")
+        right.margins(y=0.22)  # room for the legend
+        right.legend(frameon=False, fontsize=8, loc="upper left")
+
+
+def draw_batches(read: Read, path: Path) -> None:
+    """Draw speed-ups over the batch size; at 1 plain decoding in such batches is as fast."""
+    bench = read("readme/batches")
+    heats = heats_of(bench)
+    ticks = sorted({row["batch"] for row in bench["rows"]})
+    with drawing(path, 2, (9, 3.2), sharey=True) as panels:
+        for axes, heat in zip(panels, (heats[0], heats[-1]), strict=True):
+            for index, method in enumerate(m for m in ranked(bench) if m != "plain"):
+                found = {
+                    row["batch"]: row["speedup_vs_plain"]
+                    for row in bench["rows"]
+                    if (row["method"], row["temperature"]) == (method, heat)
+                }
+                look = {"color": LINES[index], "label": NAMES[method].replace("`", "")}
+                axes.plot(*zip(*sorted(found.items()), strict=True), "o-", markersize=3, **look)
+            axes.axhline(1, color="#333333", linewidth=1)
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(ticks, [str(size) for size in ticks])
+            axes.set_xlabel(f"batch, T={heat:g}")
+        panels[0].set_ylabel("speed-up over plain decoding\nin batches of that size")
+        panels[1].legend(frameon=False, fontsize=7)
+
+
+def draw_memory(read: Read, path: Path) -> None:
+    """Draw the peaks over the number of heads, and the growth that no head owns."""
+    rows = read("readme/mtp_memory")["rows"]
+    counts = sorted({row["num_heads"] for row in rows})
+    with drawing(path, 1, (5.5, 3.4)) as (axes,):
+        for side, color in (("naive", "#e0b15e"), ("ours", "#2f6f9f")):
+            found = [row for row in rows if row["side"] == side]
+            peaks = [row["allocator_peak"] / MIB for row in found]
+            axes.plot(counts, peaks, "o-", color=color, label=f"{side}, all of it")
+            rest = [(row["allocator_peak"] - row["owned_bytes"]) / MIB for row in found]
+            label = f"{side}, less the heads' parameters and gradients"
+            axes.plot(counts, rest, "o--", color=color, alpha=0.6, label=label)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, [str(count) for count in counts])
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("heads, the next-token head included")
+        axes.set_ylabel("peak of the allocator, MiB")
+        axes.legend(frameon=False, fontsize=8)
+
+
+DRAWINGS = {"speed": draw_speed, "batches": draw_batches, "mtp_memory": draw_memory}
+
+
+def render(folder: Path, figures: Path, pages: Sequence[Path]) -> list[str]:
+    """Draw and fill what was measured; return a line for each thing written or missing.
+
+    Args:
+        folder: of the measurements, laid out like benchmarks/.
+        figures: where the drawings go.
+        pages: whose blocks are written.
+    """
+    read, lines = reader(folder), []
+    for name, draw in DRAWINGS.items():
+        path = figures / f"{name}.svg"
+        try:
+            draw(read, path)
+            lines.append(f"wrote {path}")
+        except FileNotFoundError as error:
+            lines.append(f"{error.filename} is not there: {path.name} was not drawn")
+    for page in pages:
+        text = page.read_text()
+        changed = differing(text, read)
+        page.write_text(fill(text, read))
+        lines.append(f"{page}: {', '.join(changed) or 'nothing'} changed")
+    return lines
+
+
+def main() -> None:
+    """Draw and fill, or check."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="only name the blocks that differ")
+    if not parser.parse_args().check:
+        print("\n".join(render(FOLDER, FIGURES, PAGES)))
+        return
+    read = reader(FOLDER)
+    found = [f"{page.name}: {name}" for page in PAGES for name in differing(page.read_text(), read)]
+    if found:
+        raise SystemExit("not what benchmarks/ says: " + "; ".join(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,409 @@
+"""Blocks of the rendered pages about training and draft models, and what all tables share.
+
+A block is a public function whose first argument is ``read``, which returns the content of
+``benchmarks/NAME.json`` by its NAME. It gives a table with its head, or sentences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean, median
+from typing import Any
+
+from specheads.decoding.page import with_bounds
+
+Bench = dict[str, Any]
+Read = Callable[[str], Any]
+
+MIB = 2**20
+WAYS = {
+    "medusa1": "Medusa-1",
+    "regenerated": "... on the base's own answers",
+    "markov": "... with a Markov bias",
+    "hydra": "Hydra",
+    "hydra_plus": "Hydra++ (a prefix layer)",
+    "medusa2": "Medusa-2",
+    "self_distilled": "Medusa-2, self-distilled, own answers",
+}
+
+
+def table(head: str, lines: Iterable[str]) -> str:
+    """Return a table in Markdown.
+
+    Args:
+        head: the titles of its columns, with `` | `` between them.
+        lines: the cells of each line below, likewise.
+    """
+    rule = "|" + "---|" * len(head.split(" | "))
+    return "\n".join([f"| {head} |", rule, *(f"| {line} |" for line in lines)])
+
+
+def cells(values: Iterable[Any], form: str = ".2f", sign: str = " | ") -> str:
+    """Return numbers in one format, as neighbouring cells or with another sign between them."""
+    return sign.join(f"{value:{form}}" for value in values)
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """Return the mean, and in brackets the lowest and the highest where there are several."""
+    ends = f" ({cells((min(values), max(values)), f'.{digits}f', '-')})" if len(values) > 1 else ""
+    return f"{fmean(values):.{digits}f}{ends}"
+
+
+def rows_of(bench: Bench) -> dict[tuple[str, float, int], Bench]:
+    """Return the rows by method, temperature and batch."""
+    return {(row["method"], row["temperature"], row["batch"]): row for row in bench["rows"]}
+
+
+def speedup(row: Bench, unit: str = "") -> str:
+    """Return a row's speed-up with its interval."""
+    return with_bounds(row["speedup_vs_plain"], row["speedup_vs_plain_ci95"], unit)
+
+
+def adaptive(read: Read) -> str:
+    """Return rules of draft length, judged and clocked, beside the best fixed one."""
+    found = read("tinycode_adaptive")
+    lines = []
+    for rule, judged in found["judged"].items():
+        clock = found["clocked"].get(rule)
+        cell = with_bounds(clock["speedup"]["mix"], clock["ci95"], "x") if clock else ""
+        columns = (judged[kind] for kind in ("body", "next", "rename", "type_hint", "mix"))
+        lines.append(f"`{rule}` | {cells(columns, '.2f')} | {cell}")
+    relative = {rule: of["relative"] for rule, of in found["relative_to_best_fixed"].items()}
+    worst, rule, kind = min((of[k], r, k) for r, of in relative.items() for k in of)
+    ours, fixed = (
+        found["clocked"][rule]["speedup"]["mix"] for rule in ("adaptive, unmeasured", "fixed 3")
+    )
+    head = "draft length | body | next | rename | type_hint | mix | clocked mix (95%)"
+    return (
+        f"{table(head, lines)}\n\nIn plain steps a draft pass costs {found['costs']['draft']:.3f},"
+        " a verify step of 4 nodes with drafting at all"
+        f" {found['costs']['verify'][4]:.2f}. Beside the best fixed length of each kind the worst"
+        f" is `{rule}` on `{kind}`, {1 - worst:.1%} behind. Over the mix `adaptive, unmeasured` is"
+        f" ahead of the best single length by {relative['adaptive, unmeasured']['mix'] - 1:.1%} as"
+        f" judged, by {ours / fixed - 1:.1%} by the clock."
+    )
+
+
+def compare(read: Read) -> str:
+    """Return predicted and measured speed-ups of draft models."""
+    lines = []
+    for of in read("tinycode_compare")["candidates"]:
+        predicted, measured = of["predicted"], of["measured"]
+        lines.append(
+            f"`{of['name']}` | {of['times_smaller']:.1f} | {of['alpha']:.3f} | {of['c']:.2f}"
+            f" | {of['overhead']:.2f} | {predicted['num_tokens']} | {predicted['leviathan']:.2f}x"
+            f" | {predicted['predicted']:.2f}x"
+            f" | {with_bounds(measured['speedup'], measured['speedup_ci95'], 'x')}"
+            f" | {of['predicted_over_measured'] - 1:+.1%}"
+        )
+    head = "draft model | times smaller | alpha | c | drafting at all | best n"
+    formula = "Leviathan's formula | predicted | measured (95%) | predicted / measured"
+    return table(f"{head} | {formula}", lines)
+
+
+def distill(read: Read) -> str:
+    """Return alpha by loss and data; the best at T=1 is bold."""
+    found = [row for row in read("tinycode_distill")["rows"] if row["part"] == "table"]
+    best = max(row["t1"]["alpha"] for row in found)
+    shown = {}
+    for row in found:
+        warm = f"{row['t1']['alpha']:.3f}"
+        warm = f"**{warm}**" if row["t1"]["alpha"] == best else warm
+        shown[row["loss"], row["data"]] = f"{warm} / {row['t0']['alpha']:.3f}"
+    data = ("documents", "corpus", "regenerated", "on_policy")
+    lines = [
+        " | ".join([f"`{loss}`", *(shown.get((loss, each), "") for each in data)])
+        for loss in dict.fromkeys(row["loss"] for row in found)
+    ]
+    return table(" | ".join(["loss", *data]), lines)
+
+
+def claim(read: Read) -> str:
+    """Return alpha of three seeds, each loss at its own best rate."""
+    alphas: dict[tuple[str, str], list[float]] = {}
+    for row in read("tinycode_distill")["rows"]:
+        if row["part"] == "claim":
+            alphas.setdefault((row["loss"], row["data"]), []).append(row["t1"]["alpha"])
+    best = fmean(alphas["jsd", "corpus"])
+    lines = [
+        f"`{loss}`, {data} | {spread(found, 3)}"
+        f" | {f'{best / fmean(found) - 1:+.1%}' if loss != 'jsd' else ''}"
+        for (loss, data), found in alphas.items()
+    ]
+    head = "alpha at T=1: mean of three seeds (lowest-highest)"
+    return table(f"trained with | {head} | `jsd` above it", lines)
+
+
+def recipes(read: Read) -> str:
+    """Return what whole runs took, and what was measured on their held-out records."""
+    lines = []
+    for run in read("recipes")["runs"]:
+        found = {key.removeprefix("heldout/"): value for key, value in run["measured"].items()}
+        loss = f"{found['loss']:.3f}" if "loss" in found else ""
+        if "original_loss" in found:
+            change = found["loss"] / found["original_loss"] - 1
+            loss = f"{found['loss']:.4f}, the original's {found['original_loss']:.4f}"
+            loss += f" ({change:+.2%}), KL {found['kl']:.4f}"
+        heads = [key for key in found if key.startswith("head_")]
+        top = (
+            cells((found[key] for key in heads if key.endswith(end)), sign=" ")
+            for end in ("top1", "top5")
+        )
+        lines.append(
+            f"{run['run']} | {run['steps']:,} | {run['tokens_per_second']:,} | {run['threads']}"
+            f" | {run['peak_memory_gb']:.2f} GB | {loss} | {' | '.join(top)}"
+        )
+    took = "run | steps | tokens/s in training | threads | peak memory"
+    return table(f"{took} | held-out loss, nats per token | top-1 of heads | top-5", lines)
+
+
+def heads(read: Read) -> str:
+    """Return ways to train heads: means of the seeds, lowest and highest."""
+    data = read("tinycode_heads")
+    trained = data["settings"]["training_tokens_per_second"]["speeds"]
+    lines = []
+    for way, label in WAYS.items():
+        seeds = _seeds(data, way)
+        tree = [rows_of(seeds[0])["tree", heat, 1] for heat in (0, 1)]
+        lines.append(
+            f"{label} | {' | '.join(spread(each) for each in _accepted(data, way))}"
+            f" | {_hits(seeds, 'top1')} | {_hits(seeds, 'top5')}"
+            f" | {cells((row['speedup_vs_plain'] for row in tree), '.2f')}"
+            f" | {tree[0]['extra_parameters'] / 1e6:.2f} M"
+            f" | {_training_speed(trained[way], seeds[0]['rates'])} | {_kept(seeds)}"
+        )
+    head = "heads | accept length T=0 | T=1 | top-1 | top-5 | speed-up T=0 | T=1"
+    more = "parameters added | training, tokens/s | held-out loss of the base"
+    return table(f"{head} | {more}", lines)
+
+
+def _seeds(data: Bench, way: str) -> list[Bench]:
+    return [row for row in data["rows"] if row["arm"] == way]
+
+
+def _accepted(data: Bench, way: str) -> list[list[float]]:
+    """Return the accept lengths of a way's seeds at T=0 and T=1."""
+    return [[row["accept"][t]["accept_length"] for row in _seeds(data, way)] for t in ("t0", "t1")]
+
+
+def _hits(seeds: Sequence[Bench], top: str) -> str:
+    shares = [fmean(row["heldout"][f"head_{i}/{top}"] for row in seeds) for i in range(5)]
+    return " ".join(f"{share:.2f}".removeprefix("0") for share in shares)
+
+
+def _training_speed(stages: Sequence[float], rates: Sequence[str]) -> str:
+    # heads alone for the first stage, then base and heads: each a share of the steps
+    given = dict(each.split("=") for each in rates)
+    alone = float(given["warmup_heads"]) if len(stages) > 1 else 1.0
+    shares = (alone, 1 - alone)[: len(stages)]
+    speed = 1 / sum(share / each for share, each in zip(shares, stages, strict=True))
+    return f"{float(f'{speed:.3g}'):,.0f}"
+
+
+def _kept(seeds: Sequence[Bench]) -> str:
+    found = [row["heldout"] for row in seeds]
+    if "original_loss" not in found[0]:
+        return "same"
+    changes = [100 * (each["loss"] / each["original_loss"] - 1) for each in found]
+    ends = f" ({min(changes):+.2f} to {max(changes):+.2f})" if len(changes) > 1 else ""
+    kl = fmean(each["kl"] for each in found)
+    return f"{fmean(changes):+.{2 if ends else 1}f}%{ends}, KL {kl:.3f}"
+
+
+def head_gains(read: Read) -> str:
+    """Return what each way to train heads gains over Medusa-1."""
+    data = read("tinycode_heads")
+    least = [fmean(each) for each in _accepted(data, "medusa1")]
+    lines = []
+    for way in list(WAYS)[1:]:
+        pairs = zip(_accepted(data, way), least, strict=True)
+        lines.append(f"{WAYS[way]} | {cells((fmean(own) - low for own, low in pairs), '+.2f')}")
+    return table("accept length above Medusa-1's | T=0 | T=1", lines)
+
+
+def heads_lookup(read: Read) -> str:
+    """Return copying, and repeated 8-grams, on the bases of three ways to train heads."""
+    data = read("tinycode_heads")
+    lines = []
+    for way in ("medusa1", "medusa2", "self_distilled"):
+        rows = rows_of(_seeds(data, way)[0])
+        copies = (rows["prompt_lookup", heat, 1] for heat in (0, 1))
+        both = (f"{c['accept_length']:.2f} ({c['speedup_vs_plain']:.2f}x)" for c in copies)
+        rep8 = cells(rows["plain", heat, 1]["rep8"] for heat in (0, 1))
+        lines.append(f"{WAYS[way]} | {' | '.join(both)} | {rep8}")
+    lookup = "prompt lookup: accept length (speed-up) T=0 | T=1"
+    return table(f"base of | {lookup} | rep8 of plain output T=0 | T=1", lines)
+
+
+def memory_step(read: Read) -> str:
+    """Return memory and time of a training step."""
+    rows = {
+        (row["recipe"], row["lm_head"], row["implementation"], row["num_heads"]): row
+        for row in read("memory")["rows"]
+    }
+    lines = []
+    for key in dict.fromkeys(key[:3] for key in rows):
+        one, four = rows[(*key, 1)], rows[(*key, 4)]
+        lines.append(
+            f"{' | '.join(key)} | {cells((r['allocator_peak'] / MIB for r in (one, four)), '.1f')}"
+            f" | {four['allocator_ratio']:.3f} | {four['resident_ratio']:.3f}"
+            f" | {median(four['seconds']):.2f} | {four['seconds_vs_naive']:.2f}"
+        )
+    head = "recipe | `lm_head` | loss | 1 head, MiB | 4 heads, MiB | ratio | resident ratio"
+    return table(f"{head} | s per step, 4 heads | vs naive", lines)
+
+
+def memory(read: Read, file: str) -> str:
+    """Return peaks of a training step over the number of heads, and its time."""
+    report = read(file)
+    rows = {(row["side"], row["num_heads"]): row for row in report["rows"]}
+    lines = []
+    for count in sorted({count for _, count in rows}):
+        pair = (rows[side, count] for side in ("ours", "naive"))
+        both = (f"{row['allocator_peak'] / MIB:,.0f} | {row['growth']:.1%}" for row in pair)
+        lines.append(f"{count} | {' | '.join(both)}")
+    settings, place = report["settings"], report["environment"]
+    allocators = {"kept": "freed memory kept", "system": "the system's allocator"}
+    times = []
+    for of in report["times"]:
+        clock = (of[side]["seconds"] for side in ("ours", "naive"))
+        ours, naive = (f"{median(t):.2f} s ({min(t):.2f}-{max(t):.2f})" for t in clock)
+        times.append(f"{ours} against {naive}, {of['seconds_vs_naive']:.2f} times, with")
+        times[-1] += f" {allocators[of['allocator']]}"
+    return (
+        f"{table('heads | ours, MiB | growth | naive, MiB | growth', lines)}\n\n"
+        "Peak of the allocator in a training step, and its growth over one head, the heads' own"
+        f" parameters and gradients left out; a step with {settings['timed_heads']} heads takes"
+        f" {'; '.join(times)}. Vocabulary of {settings['vocab']:,}, {settings['tokens']:,}"
+        f" tokens, float32, {place['processor']}, one thread, {place['date']}."
+    )
+
+
+def mtp_table(read: Read) -> str:
+    """Return one token or several, over three seeds."""
+    data = read("mtp_table")
+    lines = []
+    for way, training in data["training"].items():
+        seeds = _seeds(data, way)
+        rows, times = rows_of(seeds[0]), seeds[0]["step_ms"]
+        found = {t: [row["accept"][t] for row in seeds] for t in ("t0", "t1")}
+        copies = [
+            f"{fmean(each['prompt_lookup']['accept_length'] for each in of):.2f}"
+            for of in found.values()
+        ]
+        own, ratio, shown = ["1 | "] * 2, "", ["plain"]
+        if "step" in times:
+            own = [
+                f"{spread([each['tree']['accept_length'] for each in of])}"
+                f" | {speedup(rows['tree', heat, 1], 'x')}"
+                for heat, of in enumerate(found.values())
+            ]
+            row, shown = rows["tree", 0, 1], ["plain", "verify", "heads"]
+            ratio = f"{row['speedup_vs_plain'] / row['accept_length']:.2f}"
+        lines.append(
+            f"{way} | {seeds[0]['parameters'] / 1e6:.2f} M"
+            f" | {spread([row['loss']['nats_per_token'] for row in seeds], 3)}"
+            f" | {spread([row['loss']['bits_per_byte'] for row in seeds], 3)}"
+            f" | {seeds[0].get('num_nodes', '')} | {own[0]} | {copies[0]}"
+            f" | {fmean(each['rep8'] for each in found['t0']):.2f} | {own[1]} | {copies[1]}"
+            f" | {cells((times[name] for name in shown), sign=' / ')} | {ratio}"
+            f" | {training['seconds_per_step']:.2f}, {training['peak_memory'] / MIB:.0f}"
+        )
+    head = "model | parameters | nats per token | bits per byte | tree"
+    at = "tokens per forward | speed-up | lookup"
+    rest = "plain / verify / heads, ms | per token per forward | training: s per step, MiB"
+    return table(f"{head} | T=0: {at} | rep8 | T=1: {at} | {rest}", lines)
+
+
+def mtp_cost(read: Read) -> str:
+    """Say what predicting several tokens costs in next-token loss."""
+    data = read("mtp_table")
+    bits = {
+        way: fmean(row["loss"]["bits_per_byte"] for row in _seeds(data, way))
+        for way in data["training"]
+    }
+    byte, bpe = bits["byte-n1"], bits["bpe-n1"]
+    return (
+        "With layers and tokens equal, predicting four bytes costs"
+        f" {bits['byte-n4-parallel'] / byte - 1:.0%} of the bits per byte, eight"
+        f" {bits['byte-n8-parallel'] / byte - 1:.0%}, and four BPE tokens"
+        f" {bits['bpe-n4-parallel'] / bpe - 1:.1%}, after {data['settings']['tokens'] / 1e6:.1f}"
+        " million tokens, far from convergence."
+    )
+
+
+def mtp_plain(read: Read) -> str:
+    """Say how fast the byte model decodes plainly in either dtype."""
+    half, single = (rows_of(read(f"mtp_byte/bench{end}")) for end in ("", "_fp32"))
+    slow, fast, tree = (
+        row["tokens_per_second"]
+        for row in (half["plain", 0, 1], single["plain", 0, 1], half["tree", 0, 1])
+    )
+    return (
+        f"Plain decoding of the byte model makes {fast:.0f} tokens per second in float32 and"
+        f" {slow:.0f} in bfloat16 at T=0, as its matrices are too small for bfloat16 to pay one row"
+        " at a time, and a verify step is not: beside the fastest plain decoding of either dtype"
+        f" its static tree in bfloat16 is {tree / fast:.1f}x as fast."
+    )
+
+
+def train(read: Read) -> str:
+    """Return training beside the reference loss."""
+    lines = []
+    for row in read("train")["rows"]:
+        ratio, peak = row["speed_ratio"], ""
+        if found := row.get("allocator_peak"):
+            ours, theirs = (f"{found[side] / MIB:,.0f}" for side in ("ours", "reference"))
+            peak = f"{ours} of {theirs} MiB ({row['allocator_ratio']:.2f}x)"
+        lines.append(
+            f"{row['allocator']} | {row['learned']:.0%} | {row['ours_tokens_per_second']:,.0f}"
+            f" | {row['reference_tokens_per_second']:,.0f}"
+            f" | {with_bounds(ratio['median'], (ratio['min'], ratio['max']), 'x')} | {peak}"
+        )
+    head = "allocator | labels learned | ours, tokens/s | reference | speed (range) | peak memory"
+    return table(head, lines)
+
+
+def features(read: Read) -> str:
+    """Return training from stored hidden states."""
+    rows = read("features")["rows"]
+    lines = []
+    for row in rows:
+        found, ratio = row["seconds"], row["seconds"]["ratio"]
+        lines.append(
+            f"{row['base']}, {row['parameters'] / 1e6:.1f} M, {row['num_heads']} heads with"
+            f" {row['lm_head'].replace('_', '-')} matrices"
+            f" | {cells((1e3 * found[key]['median'] for key in ('t_base', 't_heads')), '.0f')}"
+            f" | {found['t_base_over_t_heads']:.2f}"
+            f" | {with_bounds(ratio['median'], (ratio['q25'], ratio['q75']), 'x')}"
+            f" | {found['aim']:.2f}"
+        )
+    head = "base | t_base, ms per step | t_heads | ratio | cached / online, tokens/s (quartiles)"
+    return (
+        f"{table(f'{head} | 0.9 (1 + t_base / t_heads)', lines)}\n\nThe largest difference between"
+        f" losses is {max(row['largest_loss_difference'] for row in rows):.1e}."
+    )
+
+
+def zero(read: Read) -> str:
+    """Return memory and time of ZeRO, and how far the predictions are off."""
+    rows = read("zero")["rows"]
+    kept = ("weights", "moments", "copied weights", "gradients", "other")
+    lines = []
+    for row in rows:
+        alive, predicted = row["memory"][0]["alive"], row["predicted"]
+        peaks, times = ((row[key], predicted[key]) for key in ("peak", "seconds"))
+        label = "plain torch, one process" if row["stage"] < 0 else f"ZeRO-{row['stage']}"
+        lines.append(
+            f"{label} | {cells((alive[key] / 1e6 for key in kept), '.0f')}"
+            f" | {cells((peak / 1e6 for peak in peaks), '.0f')} | {peaks[1] / peaks[0]:.2f}"
+            f" | {cells(times)} | {times[1] / times[0]:.2f}"
+        )
+    ratio = "predicted | predicted / measured"
+    head = " | ".join(["engine", *kept, "peak", ratio, "s/step", ratio])
+    memory = max(abs(row["predicted"]["peak"] / row["peak"] - 1) for row in rows)
+    slower = [row["seconds"] / row["predicted"]["seconds"] for row in rows if row["stage"] >= 0]
+    return (
+        f"{table(head, lines)}\n\nMemory is predicted within {memory:.0%}; under DeepSpeed a step"
+        f" takes {cells((min(slower), max(slower)), '.1f', ' to ')} times what was predicted."
+    )

@@ -1,0 +1,148 @@
+"""What the pages show is rendered from the files of benchmarks/, or says that there is none."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.scripts import ROOT, load_script
+
+render: Any = load_script("render")
+READ = render.reader(render.FOLDER)
+PAGES = [page.read_text() for page in render.PAGES]
+MARKS = sorted({mark for page in PAGES for _, mark, _, _ in render.BLOCK.findall(page)})
+END = "<!-- figures: end -->\n"
+NO_PROSE = r"<!-- figures: (?!end).*?<!-- figures: end -->|```.*?```|`[^`]*`|\]\([^)]*\)"
+# speed-ups of nobody's file: a limit and engines before this one, and what others have published
+TYPED = {"BENCHMARKS.md": 7, "docs/benchmarks.md": 23, "docs/faq.md": 4}
+
+
+def page_of(*marks: str) -> str:
+    """Return a page with empty blocks."""
+    return "".join(f"Text.\n\n<!-- figures: {mark} -->\n{END}\n" for mark in marks) + "End.\n"
+
+
+def row(method: str, temperature: float, batch: int = 1) -> dict[str, Any]:
+    """Return a row of a bench, in which every figure is another one."""
+    return {
+        "method": method,
+        "temperature": temperature,
+        "batch": batch,
+        "tree_nodes": 17,
+        "dtype": "bfloat16",
+        "num_prompts": 48,
+        "tokens_per_second": 123.4,
+        "speedup_vs_plain": 1.555 if method == "plain" else 2.345,
+        "speedup_vs_plain_ci95": [2.111, 2.666],
+        "speedup_vs_hf_generate": 2.777,
+        "accept_length": 3.218,
+        "rep8": 0.127,
+        "identical": 47,
+        "compared": 48,
+        "near_ties": 1,
+        "per_kind": {"body": {"num_prompts": 8, "accept_length": 3.141, "speedup_vs_plain": 1.414}},
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return made-up measurements: a bench, and the memory of training steps."""
+    place = {
+        **{"processor": "some processor", "torch": "2.13.0+cpu", "date": "2026-11-21"},
+        **{"contended": True, "baseline_drift": 1.234, "largest_other_share": 0.456},
+    }
+    settings = {"checkpoint": "runs/medusa1", "max_new_tokens": 128, "threads": 2, "repeats": 2}
+    rows = [
+        row(method, heat, size)
+        for size in (1, 8)
+        for heat in (0.0, 1.0)
+        for method in render.NAMES
+        if size == 1 or method != "lookahead"
+    ]
+    crossover = [{"method": "suffix", "temperature": 1.0, "batch": 8}]
+    bench = {"environment": place, "settings": settings, "crossover": crossover, "rows": rows}
+    (tmp_path / "bench.json").write_text(json.dumps(bench))
+    peaks = [
+        {"side": side, "num_heads": n, "allocator_peak": n * 2**21, "growth": n / 7}
+        for side in ("ours", "naive")
+        for n in (1, 4)
+    ]
+    time = {"allocator": "kept", "seconds_vs_naive": 1.37, "ours": {"seconds": [2.5]}}
+    time["naive"] = {"seconds": [2.4, 2.7]}
+    steps = {"vocab": 32000, "tokens": 1024, "timed_heads": 4}
+    memory = {"environment": place, "settings": steps, "rows": peaks, "times": [time]}
+    (tmp_path / "memory.json").write_text(json.dumps(memory))
+    return tmp_path
+
+
+def test_pages_are_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a reader quotes was measured, and stands in a file."""
+    monkeypatch.setattr("sys.argv", ["render.py", "--check"])
+    render.main()
+    assert len(MARKS) > 40
+
+
+@pytest.mark.parametrize("mark", MARKS)
+def test_a_changed_digit_is_found(mark: str) -> None:
+    """A figure typed by hand outlives the measurement it came from."""
+    page = render.fill(page_of(mark), READ)
+    assert page.startswith("Text.\n") and page.endswith("\nEnd.\n")
+    assert not render.differing(page, READ) and render.fill(page, READ) == page
+    start = page.index("-->") + 3
+    digits = [i for i in range(start, page.index(END)) if page[i].isdigit()]
+    for i in (digits[0], digits[len(digits) // 2], digits[-1]):
+        other = str((int(page[i]) + 1) % 10)
+        assert render.differing(page[:i] + other + page[i + 1 :], READ) == [mark]
+
+
+def test_figures_in_prose_are_rendered() -> None:
+    """A speed-up that was typed into a sentence stays when its file changes."""
+    typed = {}
+    for path in (ROOT / "README.md", ROOT / "BENCHMARKS.md", *(ROOT / "docs").glob("*.md")):
+        prose = re.sub(NO_PROSE, "", path.read_text(), flags=re.DOTALL)
+        if found := re.findall(r"\d+\.\d+x", prose):
+            typed[str(path.relative_to(ROOT))] = len(found)
+    assert typed == TYPED, "put it into a block of scripts/render.py"
+
+
+def test_figures_reach_the_page(folder: Path) -> None:
+    """A column that shows another key's figure is wrong in every row, and looks right."""
+    marks = [f"{name} bench" for name in ("clocked", "speeds", "kinds", "batches", "identical")]
+    page = render.fill(page_of(*marks, "memory memory"), render.reader(folder))
+    cells = "2.35 (2.11-2.67) | 2.78 | 3.22 | 0.73 | 0.13 | 47/48 (+1) |"
+    assert f"| 0 | Medusa-1 heads, static tree | 17 | 123 | {cells}" in page
+    cells = "| 2.35 (2.11-2.67) | 2.35 (2.11-2.67) | 3.22 / 3.22 | 0.13 | 47/48 (+1) |"
+    assert f"| suffix copies {cells}" in page
+    assert "| 1 | suffix copies | 3.14 (1.41x) |" in page
+    assert "plain decoding varied 1.23x between repeats, others took up to 46%" in page
+    assert "catches up with suffix copies at batch 8 (T=1)." in page
+    assert "| 4 | 8 | 57.1% | 8 | 57.1% |" in page
+    assert "2.50 s (2.50-2.50) against 2.55 s (2.40-2.70), 1.37 times, with freed" in page
+    lookahead = next(line for line in page.splitlines() if line.startswith("| 0 | lookahead | 123"))
+    assert lookahead.endswith("|  |")  # not measured in batches, and not called 0
+    assert "In float32 1974 of 2016 outputs of 11 drafters" in page
+
+
+def test_what_is_not_measured_is_said(folder: Path) -> None:
+    """An empty block, or last year's, would stand for a measurement."""
+    page = render.fill(page_of("speeds bench", "memory memory"), render.reader(folder))
+    (folder / "bench.json").unlink()
+    assert render.differing(page, render.reader(folder)) == ["speeds bench"]
+    assert render.ABSENT in render.fill(page, render.reader(folder))
+    with pytest.raises(SystemExit, match="no block is called speed:"):
+        render.fill(page_of("speed bench"), READ)
+
+
+def test_the_same_figures_draw_the_same_files(tmp_path: Path) -> None:
+    """The script runs once per publication, long after the keys it reads were last touched."""
+    page = Path(shutil.copy(ROOT / "README.md", tmp_path))
+    assert len(render.render(render.FOLDER, tmp_path, [page])) == 4
+    first = {path: path.read_bytes() for path in tmp_path.glob("*.svg")}
+    assert page.read_text() == (ROOT / "README.md").read_text() and len(first) == 3
+    render.render(render.FOLDER, tmp_path, [page])
+    assert all(path.read_bytes() == found for path, found in first.items())
