@@ -62,20 +62,20 @@ def shorter(command: tuple[str, ...]) -> tuple[str, ...]:
 def main() -> None:
     """Measure, draw, fill."""
     settings = harness.parse(Settings)
-    folder = QUICK_FOLDER if settings.quick else FOLDER
-    parts = readme_parts(folder, quick=settings.quick)
-    record = ROOT / folder / RECORD
+    folder = ROOT / (QUICK_FOLDER if settings.quick else FOLDER)
+    parts = readme_parts(str(folder.relative_to(ROOT)), quick=settings.quick)
+    chosen = harness.chosen(parts, settings.only)
     if settings.list:
-        print(harness.list_of(parts, harness.read_record(record)))
+        print(harness.list_of(chosen, harness.read_record(folder / RECORD)))
         return
-    (ROOT / folder).mkdir(parents=True, exist_ok=True)
-    whole, pages, figures = (ROOT / folder).parent, PAGES, FIGURES
+    folder.mkdir(parents=True, exist_ok=True)
+    pages, figures = PAGES, FIGURES
     if settings.quick:
-        pages, figures = tuple(Path(shutil.copy(page, whole)) for page in PAGES), whole
-    asked = harness.chosen(parts, settings.only)
-    if failed := harness.run_parts(asked, record, resume=settings.resume):
+        pages = tuple(Path(shutil.copy(page, folder.parent)) for page in PAGES)
+        figures = folder.parent
+    if failed := harness.run_parts(chosen, folder / RECORD, resume=settings.resume):
         raise SystemExit(f"failed: {', '.join(failed)}; nothing was drawn, see --resume")
-    print("\n".join(render(whole, figures, pages)))
+    print("\n".join(render(folder.parent, figures, pages)))
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ class Settings:
     list: bool = False
     kills: int = 0
     ranks: int = 1
-    steps: int = 80
+    steps: int = 160
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -414,7 +414,7 @@ def kill_once(lab: Lab, moment: str, draw: random.Random, loading: float) -> dic
     run = lab.start()
     while run.poll() is None and not has_come[moment]():
         time.sleep(0.001)
-    time.sleep(draw.uniform(0, {"save": 0.02, "step": 0.3, "start": 0.0}[moment]))
+    time.sleep(draw.uniform(0, {"save": 0.02, "step": 0.1, "start": 0.0}[moment]))
     if run.poll() is not None:
         run.ends(0)
         return None

@@ -89,7 +89,7 @@ WITHOUT = pytest.mark.skipif(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "ranks,steps", [(1, 12), pytest.param(2, 8, marks=[pytest.mark.distributed, WITHOUT])]
+    "ranks,steps", [(1, 40), pytest.param(2, 8, marks=[pytest.mark.distributed, WITHOUT])]
 )
 def test_three_kills(tmp_path: Path, ranks: int, steps: int) -> None:
     """What is saved half, or forgotten, shows only when nothing has had the time to clean up."""
