@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +17,7 @@ from specheads.models.adapters import adapter_parameters, add_adapter
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer, packed_hidden
 from specheads.training.objectives import Batch, HeadsObjective, LMObjective
+from tests.scripts import load_script
 
 RECIPES = [(kind, train) for kind in ("own", "shared") for train in (False, True)]
 
@@ -368,28 +366,24 @@ def test_misuse_names_both_numbers(tiny_llama: LlamaForCausalLM) -> None:
         LMObjective(tiny_llama, LossConfig(implementation="fast"))
 
 
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Return scripts/bench_memory.py as a module."""
-    path = Path(__file__).parents[2] / "scripts" / "bench_memory.py"
-    spec = importlib.util.spec_from_file_location("bench_memory", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "bench_memory", module)  # dataclasses look it up
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize(("lm_head", "train_base"), RECIPES)
-def test_four_heads_take_hardly_more_memory_than_one(
-    lm_head: str, train_base: bool, bench: ModuleType
-) -> None:
+def test_four_heads_take_hardly_more_memory_than_one(lm_head: str, train_base: bool) -> None:
     """Logits or activations kept per head grow the peak with the heads; nothing else notices."""
-    recipe = "medusa2" if train_base else "medusa1"
+    bench: Any = load_script("bench_memory")
+    case = {
+        "recipe": "medusa2" if train_base else "medusa1",
+        "lm_head": lm_head,
+        "implementation": "fused",
+        "vocab": 8000,
+        "hidden": 64,
+        "tokens": 256,
+        "chunk_size": 64,
+        "threads": 1,
+    }
     peaks = []
     for num_heads in (1, 4):
-        case = bench.Case(recipe, lm_head, "fused", num_heads, 8000, 64, 256, 64, 1)
-        peaks.append(bench.allocator_peak(case) - (lm_head == "own") * case.owned_bytes())
+        case["num_heads"] = num_heads
+        peaks.append(bench.allocator_peak(case) - (lm_head == "own") * bench.owned_bytes(case))
     assert peaks[1] <= 1.15 * peaks[0]
 
 
