@@ -8,10 +8,10 @@ python -m specheads.train +recipe=mtp
 from specheads.config import TrainConfig
 from specheads.pipeline import Speculation, check_tree, start
 from specheads.runs.log import RunLog
+from specheads.training.engine import param_groups
 from specheads.training.heldout import heldout_loss
 from specheads.training.loop import Stage, fit
 from specheads.training.objectives import HeadsObjective
-from specheads.training.schedule import param_groups
 from specheads.training.setup import build_mtp_heads, load_data, new_base, read_data
 
 

@@ -10,10 +10,10 @@ from torch import nn
 from specheads.config import TrainConfig
 from specheads.pipeline import Speculation, check_tree, start
 from specheads.runs.log import RunLog
+from specheads.training.engine import param_groups
 from specheads.training.heldout import remember_original
 from specheads.training.loop import Stage, fit
 from specheads.training.objectives import HeadsObjective
-from specheads.training.schedule import param_groups
 from specheads.training.setup import build_mtp_heads, check_mtp, load_base, load_data, read_data
 from specheads.training.teachers import cached_features
 

@@ -11,10 +11,10 @@ from specheads.models.checkpoint import save_plain_model
 from specheads.pipeline import improving, say_plan, start
 from specheads.runs.log import RunLog
 from specheads.system import dist
+from specheads.training.engine import param_groups
 from specheads.training.heldout import heldout_loss
 from specheads.training.loop import Stage, fit
 from specheads.training.objectives import LMObjective
-from specheads.training.schedule import param_groups
 from specheads.training.setup import load_data, new_base, read_data
 
 

@@ -44,10 +44,9 @@ from specheads.models.base import load_base_model
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
 from specheads.system import hardware
-from specheads.training.engine import TorchEngine
+from specheads.training.engine import TorchEngine, param_groups
 from specheads.training.loop import gather, run_micro_batches
 from specheads.training.objectives import HeadsObjective
-from specheads.training.schedule import param_groups
 
 SHARE = 0.9  # of the speed that is possible: the aim
 SIDES = ("online", "cached")

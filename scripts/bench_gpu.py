@@ -18,7 +18,7 @@ Every step is waited for, as in decoding. Heads are timed apart, on one hidden s
 written as soon as it is there; compiling an 8b takes minutes per tree.
 
 The part medusa1_8b trains heads on a frozen base of 8 billion random weights with the project's own
-engines: tokens per second, MFU (floating-point operations of training/capacity.py over what the
+engines: tokens per second, MFU (floating-point operations of zero_costs.py over what the
 data sheet promises), peak memory, and what the cost model says of it. --shape tiny makes a toy of
 it.
 """
@@ -43,6 +43,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
+from zero_costs import Shape, load_of
 
 from specheads.attention.cache import TreeCache
 from specheads.attention.mask import tree_attention
@@ -53,10 +54,10 @@ from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer
 from specheads.system import dist, hardware
 from specheads.system.hardware import environment, peak_memory
-from specheads.training.capacity import Shape, Spread, load_of, need
+from specheads.training.engine import Spread, param_groups
 from specheads.training.loop import open_engine
 from specheads.training.objectives import HeadsObjective
-from specheads.training.schedule import param_groups
+from specheads.training.plan import need
 
 NUM_HEADS = 4
 NAMES = (  # of the numbers in SHAPES

@@ -6,7 +6,7 @@
 A random Llama is trained whole with AdamW through the project's own engine. Every stage runs
 twice in processes of its own: once with an allocator that returns memory at once, for the peak of
 resident memory above that of the loaded libraries and for the tensors that are alive after a
-backward pass, by kind; once as usual, for the time. The model of costs (training/capacity.py)
+backward pass, by kind; once as usual, for the time. The model of costs (training/plan.py)
 knows sizes only for memory; for time it gets three speeds of this machine, measured in the same
 processes without DeepSpeed: arithmetic of the plain objective, an all-reduce, Adam on one tensor.
 
@@ -34,26 +34,24 @@ import harness
 import torch
 from harness import CPU, ROOT
 from torch import Tensor
-
-from specheads.config import DataConfig, ModelConfig, TrainConfig
-from specheads.system import dist
-from specheads.system.hardware import peak_memory, pin_threads
-from specheads.training.capacity import (
+from zero_costs import (
     A100_OF_8,
     ADAM_TRAFFIC,
     LLAMA_7B,
     LLAMA_13B,
     LLAMA_70B,
-    RESERVED,
-    SPREADS,
-    Load,
+    Brought,
     Machine,
     Shape,
-    Spread,
     load_of,
-    need,
     seconds,
 )
+
+from specheads.config import DataConfig, ModelConfig, TrainConfig
+from specheads.system import dist
+from specheads.system.hardware import peak_memory, pin_threads
+from specheads.training.engine import Spread
+from specheads.training.plan import RESERVED, SPREADS, need
 
 SMALL = 65_536  # bytes; tensors below are not told apart
 PATIENCE = 900  # seconds for one measurement
@@ -174,8 +172,8 @@ class Work:
 
     def open(self) -> None:
         """Wrap the objective as a run does."""
+        from specheads.training.engine import param_groups
         from specheads.training.loop import open_engine
-        from specheads.training.schedule import param_groups
 
         groups = param_groups(self.cfg.optim, base=(self.model, 1e-5))
         self.engine = open_engine(self.objective, groups, self.cfg)
@@ -295,7 +293,7 @@ def on_ranks(given: Settings, stage: int, what: str) -> list[dict[str, Any]]:
         return [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(world)]
 
 
-def load(given: Settings) -> Load:
+def load(given: Settings) -> Brought:
     """Return what the measured model brings to a rank."""
     return load_of(
         given.shape,

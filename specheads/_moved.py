@@ -38,6 +38,7 @@ _MOVED = {
     "specheads.training.describe": "specheads.training.plan",
     "specheads.training.prepare": "specheads.training.setup",
     "specheads.training.reading": "specheads.training.setup",
+    "specheads.training.schedule": "specheads.training.engine",
     "specheads.tree": "specheads.attention.tree",
 }
 # of these modules some names went another way than the rest

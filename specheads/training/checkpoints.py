@@ -42,7 +42,7 @@ from specheads.models.names import base_fingerprint
 from specheads.system import dist
 from specheads.system.files import aside, flush_folder, publish, writing
 from specheads.system.redact import redact
-from specheads.training.capacity import Spread
+from specheads.training.engine import Spread
 
 # These may differ between a run and its continuation; anything else would change what is learned.
 FREE_TO_CHANGE = (

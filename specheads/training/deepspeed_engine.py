@@ -36,9 +36,15 @@ from specheads.config import ConfigError, OptimConfig, RunError, TrainConfig
 from specheads.models.quantize import is_quantized_linear
 from specheads.system import dist, hardware, heartbeat
 from specheads.system.files import aside, writing
-from specheads.training.capacity import Spread
 from specheads.training.checkpoints import read_state
-from specheads.training.engine import Batch, Groups, check_names, learning_rates, make_optimizers
+from specheads.training.engine import (
+    Batch,
+    Groups,
+    Spread,
+    check_names,
+    learning_rates,
+    make_optimizers,
+)
 
 
 @contextlib.contextmanager

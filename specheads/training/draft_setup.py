@@ -27,9 +27,8 @@ from specheads.models.draft import (
 from specheads.models.output import output_layer
 from specheads.models.support import tree_support
 from specheads.system import hardware
-from specheads.training.capacity import Spread
 from specheads.training.draft_objective import DraftObjective
-from specheads.training.engine import on_device
+from specheads.training.engine import Spread, on_device
 from specheads.training.setup import check_loss
 
 Batch = dict[str, Any]

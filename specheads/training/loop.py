@@ -52,10 +52,11 @@ from specheads.training.engine import (
     Groups,
     Objective,
     TorchEngine,
+    lambda_scale,
     learning_rates,
+    lr_factor,
     on_device,
 )
-from specheads.training.schedule import lambda_scale, lr_factor
 
 Evaluate = Callable[[int], Mapping[str, float]]
 

@@ -2,6 +2,13 @@
 
 Counted: parameters and memory by part. Measured: a few micro-batches, forward and backward on real
 data, after which everything is as it was.
+
+How memory is divided is ZeRO's arithmetic, as DeepSpeed really does it. Rajbhandari et al.,
+arXiv:1910.02054: with Adam in mixed precision a parameter costs 2 bytes as a weight, 2 as a
+gradient and K = 12 in the optimizer (float32 weight, two moments); stages 1, 2, 3 divide the
+optimizer, then the gradients, then the weights by the number of ranks. What DeepSpeed 0.19 keeps
+beside that (buckets, gathered weights, a float32 copy of float32 weights) was read in its source
+and is measured by ``scripts/bench_zero.py``.
 """
 
 from __future__ import annotations
@@ -21,23 +28,185 @@ from specheads.data.teacher_cache import readable
 from specheads.losses.fused import rows_at_once
 from specheads.system import dist
 from specheads.system.hardware import peak_memory
-from specheads.training.capacity import (
-    RESERVED,
-    SPREADS,
-    Load,
-    Need,
-    Spread,
-    need,
-    optimizer_per_number,
-)
 from specheads.training.checkpoints import same_random_state
-from specheads.training.engine import TorchEngine
+from specheads.training.engine import Spread, TorchEngine
 from specheads.training.loop import Stage, gather
 
 if TYPE_CHECKING:
     from specheads.training.setup import Data
 
+RESERVED = 6e9  # bytes of a GPU for CUDA's context, NCCL and fragmentation: assumed, not measured
+FLATTENED = 500_000_000  # numbers that stage 0 copies together to reduce them, whatever is set
+SUB_GROUP = 1_000_000_000  # numbers that stage 3 steps at one time
 TIMED = 3  # micro-batches, after one that warms up
+
+# The config groups of conf/deepspeed, by name.
+SPREADS: dict[str, Spread] = {
+    "none": Spread(),
+    **{f"zero{n}": Spread(deepspeed=True, stage=n, overlap=n == 3) for n in range(4)},
+    "zero2_offload": Spread(deepspeed=True, stage=2, offload_optimizer=True),
+    "zero3_offload": Spread(
+        deepspeed=True, stage=3, offload_optimizer=True, offload_parameters=True, overlap=True
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a run brings to a rank before anything is divided; bytes, and numbers of parameters.
+
+    Attributes:
+        trained: bytes per number (2 or 4) -> numbers that are trained.
+        frozen_bytes: bytes of the weights that are not trained.
+        frozen: numbers that are not trained.
+        activations: bytes kept for backward, or the largest temporary of a frozen model.
+        logits: bytes of the logits that exist at one time.
+        formed: bytes of gradients that the fused loss forms in forward, whole on every rank.
+        optimizer: adamw, adamw8bit or muon.
+        accumulation: micro-batches per step.
+        outer: numbers that stage 3 keeps whole for the length of a pass: the matrices that the
+            objective itself reads.
+    """
+
+    trained: Mapping[int, int]
+    frozen_bytes: float = 0.0
+    frozen: int = 0
+    activations: float = 0.0
+    logits: float = 0.0
+    formed: float = 0.0
+    optimizer: str = "adamw"
+    accumulation: int = 1
+    outer: int = 0
+
+    @property
+    def numbers(self) -> int:
+        """Parameters that are trained."""
+        return sum(self.trained.values())
+
+    @property
+    def trained_bytes(self) -> float:
+        """Bytes of the trained weights."""
+        return float(sum(size * count for size, count in self.trained.items()))
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes on one rank.
+
+    Attributes:
+        weights: this rank's share of the weights.
+        gradients: its share of the gradients, as they stay until the step.
+        optimizer: its share of the optimizer's state, float32 weights of DeepSpeed among it.
+        buckets: the buffers of communication.
+        gathered: weights of other ranks; some of them are still there in the optimizer's step.
+        activations: what is kept for backward, as in :class:`Load`.
+        logits: the logits that exist at one time, as in :class:`Load`.
+        formed: gradients that exist when backward begins.
+        reducing: gradients and their copies when backward ends.
+        stepping: gradients, their copies and Adam's temporaries in the optimizer.
+        loading: peak before training: every rank loads the whole model, then it is divided.
+        host: bytes of the host's memory for this rank.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    buckets: float
+    gathered: float
+    activations: float
+    logits: float
+    formed: float
+    reducing: float
+    stepping: float
+    loading: float
+    host: float
+
+    @property
+    def states(self) -> float:
+        """What ZeRO divides: weights, gradients and optimizer."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def training(self) -> float:
+        """The peak of a step: where backward begins, where it ends, or in the optimizer."""
+        computing = self.activations + self.logits + self.formed
+        fixed = self.weights + self.optimizer + self.buckets + self.gathered
+        return fixed + max(computing, self.reducing, self.stepping)
+
+    @property
+    def peak(self) -> float:
+        """The most there is at one time."""
+        return max(self.training, self.loading)
+
+    def fits(self, memory: float) -> bool:
+        """Say whether ``memory`` bytes of a GPU do, less :data:`RESERVED`."""
+        return self.peak <= memory - RESERVED
+
+
+def optimizer_per_number(size: int, name: str, spread: Spread) -> int:
+    """Return the optimizer's bytes for one trained number of ``size`` bytes.
+
+    AdamW keeps two numbers in the parameter's dtype, its 8-bit form two bytes, Muon one number.
+    DeepSpeed keeps float32 moments and a float32 copy of the weights; of float32 weights too in
+    stages 1 and 2 (its partition is a clone) and where it offloads them.
+    """
+    if spread.deepspeed and (size < 4 or spread.stage in (1, 2) or spread.offload_optimizer):
+        return 12
+    if name == "muon":
+        return size
+    return 2 if name == "adamw8bit" else 2 * size
+
+
+def need(load: Load, spread: Spread, world: int, *, temporaries: int = 1) -> Need:
+    """Return what each of ``world`` ranks needs.
+
+    Args:
+        load: what the run brings.
+        spread: its DeepSpeed settings.
+        world: the number of ranks.
+        temporaries: copies that Adam makes of what it steps at one time: 1 on a GPU, 2 on a CPU.
+    """
+    stage, numbers, whole = spread.stage, load.numbers, load.trained_bytes
+    size = max(load.trained, default=4)
+    share = numbers / (world if stage >= 1 else 1)
+    gradients = whole / (world if stage >= 2 else 1)
+    optimizer = sum(
+        count * optimizer_per_number(width, load.optimizer, spread)
+        for width, count in load.trained.items()
+    ) / (world if stage >= 1 else 1)
+    weights = (whole + load.frozen_bytes) / (world if stage >= 3 else 1)
+    loading = load.frozen_bytes + whole * (2 if stage in (1, 2) else 1)  # flattened in a copy
+    # a first micro-batch's gradients come as its activations go; later ones find them there
+    formed = load.formed + (gradients if load.accumulation > 1 else 0.0)
+    reducing = gradients + load.formed * (load.accumulation > 1)
+    stepping = gradients
+    if spread.deepspeed and stage == 0:
+        reducing += size * min(numbers, FLATTENED)
+        stepping += 4 * numbers * (temporaries == 1) + (4 * numbers if size < 4 else 0)
+    elif spread.deepspeed:  # its part is one flat tensor, in float32, beside what it is made of
+        reducing += size * share
+        stepping = size * share + 4 * min(share, SUB_GROUP if stage == 3 else share) * (
+            1 + temporaries
+        )
+    host = 0.0
+    if spread.offload_optimizer:  # with float32 gradients, and a buffer to copy weights from
+        host += optimizer + (4 + size) * share
+        optimizer = gradients = stepping = 0.0  # gradients leave bucket by bucket
+        reducing, formed = 0.0, load.formed
+    if spread.offload_parameters:
+        host += weights
+        weights = 0.0
+    buckets = gathered = 0.0
+    if spread.deepspeed and stage:
+        buckets = float(size * spread.bucket * (2 if spread.overlap and stage < 3 else 1))
+    if stage == 3:  # whole weights: recent ones, those fetched ahead, and outer ones
+        everything = numbers + load.frozen
+        width = (whole + load.frozen_bytes) / everything
+        gathered = width * min(everything, spread.max_live + spread.prefetch + load.outer)
+    return Need(
+        weights, gradients, optimizer, buckets, gathered, load.activations, load.logits,
+        formed, reducing, stepping, loading, host,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from specheads.system import dist
 from specheads.training.deepspeed_engine import DeepSpeedEngine
-from specheads.training.engine import TorchEngine
+from specheads.training.engine import TorchEngine, param_groups
 from specheads.training.loop import gather
-from specheads.training.schedule import param_groups
 from tests.toys import NUM_HEADS, ToyBatches, ToyObjective, toy_config
 
 GOOD, BAD, DROPPED = "good", "bad", "dropped"

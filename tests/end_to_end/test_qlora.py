@@ -33,9 +33,9 @@ from specheads.models.names import base_digest
 from specheads.models.output import output_layer
 from specheads.models.quantize import quantization_of
 from specheads.runs.log import RunLog
+from specheads.training.engine import param_groups
 from specheads.training.loop import Stage, fit
 from specheads.training.objectives import HeadsObjective
-from specheads.training.schedule import param_groups
 from specheads.training.setup import build_heads, load_base, load_data
 from specheads.verification.sampling import Sampler
 

@@ -22,9 +22,8 @@ from specheads.system import dist, heartbeat
 from specheads.system.files import whole_folder
 from specheads.training import loop
 from specheads.training.checkpoints import save_tensors
-from specheads.training.engine import TorchEngine
+from specheads.training.engine import TorchEngine, param_groups
 from specheads.training.loop import Stage, fit
-from specheads.training.schedule import param_groups
 from tests.toys import ToyBatches, ToyObjective
 
 WANTED = dict(part.partition("=")[::2] for part in os.environ.get("TOY", "").split(",") if part)

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from specheads.training.capacity import LLAMA_7B, SPREADS, Machine, load_of, need
+from specheads.training.plan import SPREADS, need
 from tests.scripts import load_script
 
 DOCS = Path(__file__).parents[2] / "docs" / "scaling.md"
 bench: Any = load_script("bench_zero")
+costs: Any = load_script("zero_costs")
 SIZES = {"hidden": 128, "intermediate": 300, "layers": 1, "vocab": 2048, "seq_len": 16}
 SETTINGS = bench.Settings(**SIZES, bucket=1000, repeats=2)
 
@@ -30,14 +31,14 @@ def test_the_table_says_what_stands_in_the_way() -> None:
     }
     head = [cell.strip() for cell in cells["base", "trained"]]
     full = dict(zip(head, (cell.strip() for cell in cells["7B", "full"]), strict=True))
-    found = need(load_of(LLAMA_7B, "full", tokens=2048), SPREADS["zero0"], 8)
+    found = need(costs.load_of(costs.LLAMA_7B, "full", tokens=2048), SPREADS["zero0"], 8)
     assert full["zero0"] == f"{found.training / 1e9:.0f} x" and found.training > 80e9
     large = dict(zip(head, (cell.strip() for cell in cells["70B", "frozen"]), strict=True))
     assert large["zero3"].endswith(" load")  # 138 GB on every rank before they are divided
     assert large["s/step"] == "-"
-    poor = Machine("m", 400e9, 1, 1, 1, host_memory=1e9)
+    poor = costs.Machine("m", 400e9, 1, 1, 1, host_memory=1e9)
     assert " host " in bench.fits_table(poor)
-    assert " x" not in bench.fits_table(Machine("m", 2e12, 1, 1, 1, host_memory=1e12))
+    assert " x" not in bench.fits_table(costs.Machine("m", 2e12, 1, 1, 1, host_memory=1e12))
 
 
 def test_plain_torch_holds_what_was_announced(tmp_path: Path) -> None:

@@ -18,9 +18,8 @@ from specheads.runs.log import RunLog
 from specheads.training import loop
 from specheads.training.best import chosen
 from specheads.training.checkpoints import checkpoints_of
-from specheads.training.engine import TorchEngine
+from specheads.training.engine import TorchEngine, param_groups
 from specheads.training.loop import Stage, fit
-from specheads.training.schedule import param_groups
 from tests.toys import ToyBatches, ToyObjective, toy_config
 from tests.unit.test_loop import assert_same, rows_of
 

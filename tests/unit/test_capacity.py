@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from specheads.training.capacity import (
-    ADAM_TRAFFIC,
-    RESERVED,
-    SPREADS,
-    Load,
-    Machine,
-    Spread,
-    need,
-    seconds,
-    sent_bytes,
-)
+from specheads.training.engine import Spread
+from specheads.training.plan import RESERVED, SPREADS, Load, need
+from tests.scripts import load_script
+
+costs: Any = load_script("zero_costs")
 
 CONF = Path(__file__).parents[2] / "conf" / "deepspeed"
 
@@ -159,16 +154,22 @@ def test_more_ranks_and_higher_stages_never_need_more(
 
 def test_traffic_and_time_by_hand() -> None:
     """Section 7 of arXiv:1910.02054: 2, 2, 2 and 3 times the weights; frozen ones are gathered."""
-    load = Load(trained={2: 1000}, frozen=500, frozen_bytes=1000, flops=600, accumulation=3)
-    sent = [sent_bytes(load, SPREADS[f"zero{stage}"], 4) for stage in range(4)]
+    load = costs.Brought(
+        trained={2: 1000}, frozen=500, frozen_bytes=1000, flops=600, accumulation=3
+    )
+    sent = [costs.sent_bytes(load, SPREADS[f"zero{stage}"], 4) for stage in range(4)]
     # 3/4 of the bytes; stage 2 reduces every micro-batch, stage 3 also gathers twice in each
     assert sent == [0.75 * 4000, 0.75 * 4000, 0.75 * 8000, 0.75 * 3 * (2 * 3000 + 2000)]
-    assert sent_bytes(load, SPREADS["zero3"], 1) == sent_bytes(load, SPREADS["none"], 8) == 0
-    machine = Machine("m", 0, flops=100, link=10, bandwidth=ADAM_TRAFFIC)
-    times = seconds(load, SPREADS["zero1"], 4, machine)
+    assert (
+        costs.sent_bytes(load, SPREADS["zero3"], 1)
+        == costs.sent_bytes(load, SPREADS["none"], 8)
+        == 0
+    )
+    machine = costs.Machine("m", 0, flops=100, link=10, bandwidth=costs.ADAM_TRAFFIC)
+    times = costs.seconds(load, SPREADS["zero1"], 4, machine)
     assert (times.computing, times.communication, times.optimizer) == (18, 300, 250)
     assert times.total == 568
-    slow = Machine("m", 0, 100, 10, 1e9, host_link=100, host_bandwidth=ADAM_TRAFFIC)
-    times = seconds(load, SPREADS["zero3_offload"], 4, slow)
+    slow = costs.Machine("m", 0, 100, 10, 1e9, host_link=100, host_bandwidth=costs.ADAM_TRAFFIC)
+    times = costs.seconds(load, SPREADS["zero3_offload"], 4, slow)
     assert times.optimizer == 250 + 2 * 500 / 100  # Adam there; gradients and weights on the way
     assert times.communication == sent[3] / 10 + 3 * 2 * (3000 / 4) / 100

@@ -33,8 +33,8 @@ from specheads.training.checkpoints import (
     step_of,
     verify,
 )
+from specheads.training.engine import param_groups
 from specheads.training.loop import open_engine
-from specheads.training.schedule import param_groups
 from specheads.training.teachers import OnPolicyBatches
 from tests.toys import ToyBatches, ToyObjective, toy_config
 

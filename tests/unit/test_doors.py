@@ -41,6 +41,7 @@ OLD_NAMES = {
     "specheads.training.prepare.load_data": "specheads.training.setup",
     "specheads.training.prepare.prompt_records": "specheads.training.setup",
     "specheads.training.reading.read_data": "specheads.training.setup",
+    "specheads.training.schedule.param_groups": "specheads.training.engine",
     "specheads.tree.Tree": "specheads.attention.tree",
 }
 # what they import from modules that stand where they stood
@@ -55,7 +56,7 @@ KEPT_NAMES = (
     "specheads.models.forward.ModelPass", "specheads.models.output.output_layer",
     "specheads.spec_bench.forward", "specheads.spec_bench.load",
     "specheads.train.keep_freed_memory", "specheads.training.loop.fit",
-    "specheads.training.plan.plan_stage", "specheads.training.schedule.param_groups",
+    "specheads.training.plan.plan_stage",
 )  # fmt: skip
 
 

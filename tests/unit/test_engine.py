@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 
 from specheads.config import AdapterConfig, ConfigError, LossConfig, OptimConfig
 from specheads.models.adapters import adapter_parameters, add_adapter
-from specheads.training.engine import TorchEngine
+from specheads.training.engine import TorchEngine, lambda_scale, lr_factor, param_groups
 from specheads.training.loop import open_engine
-from specheads.training.schedule import lambda_scale, lr_factor, param_groups
 from tests.toys import ToyBatches, ToyObjective, toy_config
 
 

@@ -14,8 +14,8 @@ import torch
 from specheads.config import InterruptedRunError, RunError, TrainConfig
 from specheads.runs.log import RunLog
 from specheads.training.checkpoints import checkpoints_of
+from specheads.training.engine import param_groups
 from specheads.training.loop import Stage, fit
-from specheads.training.schedule import param_groups
 from tests.toys import ToyBatches, ToyObjective, toy_config
 
 

@@ -20,8 +20,8 @@ from specheads.config import ConfigError, LossConfig
 from specheads.losses.cross_entropy import IGNORE, count_valid
 from specheads.models.base import checkpoint_layers
 from specheads.models.mtp import MtpHeads, block_config
+from specheads.training.engine import lambda_scale
 from specheads.training.objectives import Batch, HeadsObjective
-from specheads.training.schedule import lambda_scale
 from tests import zoo
 
 LENGTH = 24

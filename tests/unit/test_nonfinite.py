@@ -14,9 +14,8 @@ from torch import Tensor
 
 from specheads.config import InterruptedRunError, RunError, TrainConfig
 from specheads.training.checkpoints import checkpoints_of, load_progress
-from specheads.training.engine import Objective, TorchEngine
+from specheads.training.engine import Objective, TorchEngine, lr_factor, param_groups
 from specheads.training.loop import gather
-from specheads.training.schedule import lr_factor, param_groups
 from tests.toys import ToyBatches, ToyObjective, toy_config
 from tests.unit.test_loop import assert_same, rows_of, train
 

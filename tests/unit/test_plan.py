@@ -29,7 +29,7 @@ from specheads.models.checkpoint import save_export
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
 from specheads.training import plan as plan_module
-from specheads.training.engine import make_optimizers
+from specheads.training.engine import make_optimizers, param_groups
 from specheads.training.loop import Stage
 from specheads.training.plan import (
     StagePlan,
@@ -40,7 +40,6 @@ from specheads.training.plan import (
     optimizer_bytes,
     plan_stage,
 )
-from specheads.training.schedule import param_groups
 from specheads.training.teachers import seconds_per_pass, without_features
 from tests.toys import ToyBatches, ToyObjective, toy_config
 

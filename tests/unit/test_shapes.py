@@ -14,35 +14,30 @@ from transformers import GPT2Config, LlamaForCausalLM
 from specheads.config import AdapterConfig
 from specheads.models.adapters import add_adapter
 from specheads.models.output import packed_hidden
-from specheads.training.capacity import (
-    LLAMA_7B,
-    LLAMA_13B,
-    LLAMA_70B,
-    Shape,
-    layer_activations,
-    load_of,
-)
 from specheads.training.objectives import LMObjective
 from tests.conftest import build_tiny_llama
+from tests.scripts import load_script
+
+costs: Any = load_script("zero_costs")
 
 TOKENS = 48
 
 
-def build(**sizes: Any) -> tuple[LlamaForCausalLM, Shape]:
+def build(**sizes: Any) -> tuple[LlamaForCausalLM, Any]:
     """Return a small Llama with grouped queries, and its sizes."""
     given = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2}
     given |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
     model = build_tiny_llama(**{**given, **sizes})
-    shape = Shape.from_config(model.config)
+    shape = costs.Shape.from_config(model.config)
     assert shape is not None
     return model, shape
 
 
 def test_parameters_of_known_models() -> None:
     """Llama 2 as published; a table about other sizes would be about other models."""
-    assert LLAMA_7B.parameters == 6_738_415_616
-    assert LLAMA_13B.parameters == 13_015_864_320
-    assert LLAMA_70B.parameters == 68_976_648_192
+    assert costs.LLAMA_7B.parameters == 6_738_415_616
+    assert costs.LLAMA_13B.parameters == 13_015_864_320
+    assert costs.LLAMA_70B.parameters == 68_976_648_192
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -53,7 +48,7 @@ def test_parameters_are_those_of_the_model(tied: bool) -> None:
     add_adapter(model, AdapterConfig("lora", rank=5))
     adapters = [p for name, p in model.named_parameters() if ".lora_" in name]
     assert shape.lora_parameters(5) == sum(p.numel() for p in adapters)
-    assert Shape.from_config(GPT2Config()) is None
+    assert costs.Shape.from_config(GPT2Config()) is None
 
 
 def kept_for_backward(model: LlamaForCausalLM) -> int:
@@ -86,7 +81,7 @@ def test_activations_are_what_autograd_keeps(dtype: torch.dtype, lora: bool) -> 
             add_adapter(model, AdapterConfig("lora", rank=3, dropout=0.1))
             options = {"adapter": 4, "rank": 3, "mask": 4}
         found.append(kept_for_backward(model))
-    expected = TOKENS * layer_activations(shape, dtype.itemsize, **options)
+    expected = TOKENS * costs.layer_activations(shape, dtype.itemsize, **options)
     assert found[1] - found[0] == pytest.approx(expected, rel=0.01)
 
 
@@ -108,24 +103,28 @@ def test_arithmetic_is_what_torch_counts() -> None:
     counted = FlopCounterMode(display=False)
     with counted, torch.no_grad():
         packed_hidden(model, batch()["input_ids"], batch()["position_ids"])
-    frozen = load_of(shape, "frozen", tokens=TOKENS, seq_len=TOKENS, num_heads=0)
+    frozen = costs.load_of(shape, "frozen", tokens=TOKENS, seq_len=TOKENS, num_heads=0)
     assert counted.get_total_flops() == pytest.approx(frozen.flops, rel=1e-6)
     with FlopCounterMode(display=False) as counted:
         loss, _ = LMObjective(model)(batch())
         loss.backward()
-    full = load_of(shape, "full", tokens=TOKENS, seq_len=TOKENS, num_heads=0, checkpointed=False)
+    full = costs.load_of(
+        shape, "full", tokens=TOKENS, seq_len=TOKENS, num_heads=0, checkpointed=False
+    )
     # attention's backward is five products for its forward's two; the first token has no label
     assert counted.get_total_flops() == pytest.approx(full.flops, rel=0.05)
 
 
 def test_kinds_train_what_they_say() -> None:
     """A frozen base among the trained weights costs eight times its memory."""
-    shape = Shape(8, 2, 16, 4, 50)
+    shape = costs.Shape(8, 2, 16, 4, 50)
     base, block, matrix = shape.parameters, 8 * 8 + 8, 50 * 8
     # per layer 2 * 64 + 2 * 32 + 3 * 128 + 16; a norm, two matrices
     assert base == 2 * (128 + 64 + 384 + 16) + 8 + 2 * matrix
     options: dict[str, Any] = {"tokens": 10, "num_heads": 3, "rank": 2, "chunk": 4}
-    frozen, lora, full = (load_of(shape, kind, **options) for kind in ("frozen", "lora", "full"))
+    frozen, lora, full = (
+        costs.load_of(shape, kind, **options) for kind in ("frozen", "lora", "full")
+    )
     adapters = 2 * 2 * (2 * 16 + 2 * 12 + 3 * 24)
     assert frozen.trained == {2: 3 * (block + matrix)}
     assert lora.trained == {2: 3 * (block + matrix) + adapters}
@@ -133,12 +132,14 @@ def test_kinds_train_what_they_say() -> None:
     assert (frozen.frozen, lora.frozen_bytes, full.frozen) == (base, 2 * base, 0)
     assert (frozen.formed, full.formed) == (2 * 3 * matrix, 2 * 4 * matrix)
     assert frozen.logits == 50 * 4 * (4 + 2)
-    mixed = load_of(shape, "full", head_size=4, own_heads=False, **options)
+    mixed = costs.load_of(shape, "full", head_size=4, own_heads=False, **options)
     assert mixed.trained == {4: 3 * block, 2: base}
     assert (frozen.gathers, lora.gathers) == (1, 2)
     assert frozen.flops < lora.flops < full.flops
-    shared = load_of(shape, "frozen", own_heads=False, **options)
+    shared = costs.load_of(shape, "frozen", own_heads=False, **options)
     assert frozen.flops - shared.flops == 10 * 3 * 2 * matrix  # a frozen matrix learns nothing
-    assert frozen.activations < load_of(shape, "lora", checkpointed=False, **options).activations
+    assert (
+        frozen.activations < costs.load_of(shape, "lora", checkpointed=False, **options).activations
+    )
     with pytest.raises(ValueError, match="kind must be frozen, lora or full"):
-        load_of(shape, "qlora", tokens=1)
+        costs.load_of(shape, "qlora", tokens=1)
