@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from specheads.losses.fused import rows_at_once
 from specheads.system import dist
 from specheads.system.hardware import peak_memory
 from specheads.training.checkpoints import same_random_state
-from specheads.training.engine import Spread, TorchEngine
+from specheads.training.engine import Objective, Spread, TorchEngine
 from specheads.training.loop import Stage, gather
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ class StagePlan:
     seconds: list[float]
     trained_bytes: int
     optimizer_bytes: int
-    choices: dict[str, Need] = field(default_factory=dict)
+    choices: Mapping[str, Need] = field(default_factory=dict)
     choice_ranks: int = 8
 
     @property
@@ -262,17 +262,45 @@ def plan_stage(
         parts: ``base``, ``heads``: all that lies in memory, run at every step or not.
         output_weight: the base's output matrix [V, d].
     """
-    trained = [p for group in stage.groups for p in group["params"]]
-    modules = [stage.objective, *parts.values()]
-    logits = _logits_bytes(cfg, stage.objective, output_weight)
+    trained = {id(p): p for group in stage.groups for p in group["params"]}
+    modules = (stage.objective, *parts.values())
+    named = {p: name for m in modules for name, p in (*m.named_parameters(), *m.named_buffers())}
+    frozen = [tensor for tensor in named if id(tensor) not in trained]
+    matrices = [
+        parameter
+        for parameter, name in named.items()
+        if parameter is output_weight or (parameter.dim() == 2 and "lm_head" in name)
+    ]
+    rows = cfg.data.rows * cfg.data.seq_len
+    if cfg.loss.implementation == "naive":  # those of every head, all there until backward
+        rows *= num_heads_of(stage) + 1
+    else:
+        rows = min(rows, cfg.loss.chunk_size or rows_at_once(output_weight))
+    logits = 4 * output_weight.shape[0] * rows
     world, accumulation = dist.world_size(), cfg.optim.accumulation
     seconds, extra = _time_micro_batches(stage, cfg)
 
     def load(spread: Spread) -> Load:
-        found = _load(cfg, spread, modules, trained, output_weight)
-        # what a micro-batch added is activations, and gradients that are formed in forward
-        measured = max(0.0, (extra or 0.0) - logits - found.formed)
-        return replace(found, activations=measured, logits=logits)
+        def num_bytes(tensors: Iterable[Tensor]) -> int:
+            return sum(_width(tensor, cfg, spread) * tensor.numel() for tensor in tensors)
+
+        counts: Counter[int] = Counter()
+        for parameter in trained.values():
+            counts[_width(parameter, cfg, spread)] += parameter.numel()
+        fused = cfg.loss.implementation == "fused"
+        formed = num_bytes(p for p in matrices if fused and id(p) in trained)
+        return Load(
+            trained=counts,
+            frozen=sum(tensor.numel() for tensor in frozen),
+            frozen_bytes=num_bytes(frozen),
+            # what a micro-batch added is activations, and gradients that are formed in forward
+            activations=max(0.0, (extra or 0.0) - logits - formed),
+            logits=logits,
+            formed=formed,
+            optimizer=cfg.optim.name,
+            accumulation=accumulation,
+            outer=sum(p.numel() for p in matrices),
+        )
 
     spread = Spread.from_config(cfg.deepspeed)
     optimizer = sum(optimizer_bytes(group, cfg) for group in stage.groups)
@@ -294,11 +322,11 @@ def plan_stage(
     return StagePlan(
         name=stage.groups[0]["name"].removesuffix("_muon") if stage.name == "train" else stage.name,
         num_steps=(stage.last_step or cfg.steps) - stage.first_step,
-        parameters=_parameters(parts, {id(parameter) for parameter in trained}),
+        parameters=_parameters(parts, trained),
         memory=memory,
         peak=found.peak,
         seconds=[each * accumulation for each in seconds],
-        trained_bytes=tensor_bytes(trained),
+        trained_bytes=tensor_bytes(trained.values()),
         optimizer_bytes=optimizer,
         choices={
             key: need(load(each), each, ranks)
@@ -329,38 +357,9 @@ def tensor_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in unique.values())
 
 
-def _load(
-    cfg: TrainConfig,
-    spread: Spread,
-    modules: Iterable[nn.Module],
-    trained: Iterable[Tensor],
-    output_weight: Tensor,
-) -> Load:
-    """Return the weights that a run has, and which of them it trains."""
-    learned = {id(parameter): parameter for parameter in trained}
-    named = {p: name for m in modules for name, p in (*m.named_parameters(), *m.named_buffers())}
-    counts: Counter[int] = Counter()
-    for parameter in learned.values():
-        counts[_width(parameter, cfg, spread)] += parameter.numel()
-    frozen = [tensor for tensor in named if id(tensor) not in learned]
-    matrices = [
-        parameter
-        for parameter, name in named.items()
-        if parameter is output_weight or (parameter.dim() == 2 and "lm_head" in name)
-    ]
-    fused = [p for p in matrices if id(p) in learned and cfg.loss.implementation == "fused"]
-    return Load(
-        trained=counts,
-        frozen=sum(tensor.numel() for tensor in frozen),
-        frozen_bytes=sum(_width(tensor, cfg, spread) * tensor.numel() for tensor in frozen),
-        formed=sum(_width(p, cfg, spread) * p.numel() for p in fused),
-        optimizer=cfg.optim.name,
-        accumulation=cfg.optim.accumulation,
-        outer=sum(p.numel() for p in matrices),
-    )
-
-
-def _parameters(parts: Mapping[str, nn.Module], trained: set[int]) -> dict[str, tuple[int, int]]:
+def _parameters(
+    parts: Mapping[str, nn.Module], trained: Mapping[int, Tensor]
+) -> dict[str, tuple[int, int]]:
     found: dict[str, list[int]] = {}
     for part, module in parts.items():
         for name, parameter in module.named_parameters():
@@ -388,12 +387,9 @@ def _width(tensor: Tensor, cfg: TrainConfig, spread: Spread) -> int:
     return min(size, 2) if spread.deepspeed and halved else size
 
 
-def _logits_bytes(cfg: TrainConfig, objective: nn.Module, output_weight: Tensor) -> int:
-    vocab_size = output_weight.shape[0]
-    positions = cfg.data.rows * cfg.data.seq_len
-    if cfg.loss.implementation == "naive":  # those of every head, all there until backward
-        return 4 * vocab_size * positions * (int(getattr(objective, "num_heads", 0)) + 1)
-    return 4 * vocab_size * min(positions, cfg.loss.chunk_size or rows_at_once(output_weight))
+def num_heads_of(stage: Stage) -> int:
+    """Return how many heads a stage's objective has beside the language model."""
+    return cast(Objective, stage.objective).num_heads
 
 
 def _time_micro_batches(stage: Stage, cfg: TrainConfig) -> tuple[list[float], float | None]:
@@ -401,14 +397,13 @@ def _time_micro_batches(stage: Stage, cfg: TrainConfig) -> tuple[list[float], fl
     objective, batches = stage.objective, stage.batches
     before, modes = batches.state_dict(), [(part, part.training) for part in objective.modules()]
     device = next(objective.parameters()).device
-    num_heads = int(getattr(objective, "num_heads", 0))
     seconds: list[float] = []
     extra: float | None = None
     objective.train()
     with same_random_state():
         engine = TorchEngine(objective, [dict(group) for group in stage.groups], cfg)
         for number in range(TIMED + 1):
-            (batch,), _ = gather(batches, 1, num_heads, device)
+            (batch,), _ = gather(batches, 1, num_heads_of(stage), device)
             start_bytes = peak_memory(device, reset=True) if not number else 0
             begin = time.perf_counter()
             loss, _ = engine.forward(batch)
@@ -494,15 +489,22 @@ def _stage(plan: StagePlan) -> str:
         f"{part} {'not measured' if size is None else readable(size)}"
         for part, size in plan.memory.items()
     ]
-    gpu = gpu_memory()
+    memory = gpu_memory()
+    fits = "fits" if plan.peak <= memory - RESERVED else "does not fit"
+    known = "" if plan.memory.get("activations") is not None else ", activations left out"
+    choices = [
+        f"{name} {readable(need.peak)}{'' if need.fits(memory) else ' (too much)'}"
+        for name, need in plan.choices.items()
+    ]
+    other = f"  on {plan.choice_ranks} ranks, each{known}: {', '.join(choices)}"
     low, high = min(plan.seconds), max(plan.seconds)
     return "\n".join(
         [
             f"stage {plan.name}, {plan.num_steps} steps",
             f"  parameters: {', '.join(counts)}",
             f"  memory per process: {', '.join(sizes)}",
-            f"  per rank: {readable(plan.peak)} at one time, {verdict(plan.peak, gpu)}",
-            *_choices(plan, gpu),
+            f"  per rank: {readable(plan.peak)} at one time, {fits} in {memory / 1e9:.0f} GB",
+            *([other] if choices else []),
             f"  time: {plan.seconds_per_step:.3g} s a step, {clock(plan.total_seconds)} for all"
             f" ({low:.3g} to {high:.3g} s in {TIMED} timed micro-batches, forward and backward;"
             " the optimizer's own time comes on top)",
@@ -517,41 +519,20 @@ def gpu_memory() -> float:
     return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
 
-def verdict(peak: float, memory: float) -> str:
-    """Say whether a rank's peak fits into a GPU of ``memory`` bytes, some of it taken."""
-    fits = "fits" if peak <= memory - RESERVED else "does not fit"
-    return f"{fits} in {memory / 1e9:.0f} GB"
-
-
-def _choices(plan: StagePlan, memory: float) -> list[str]:
-    """Return a line about what other values of ``deepspeed`` would need."""
-    if not plan.choices:
-        return []
-    known = "" if plan.memory.get("activations") is not None else ", activations left out"
-    shown = [
-        f"{name} {readable(need.peak)}{'' if need.fits(memory) else ' (too much)'}"
-        for name, need in plan.choices.items()
-    ]
-    return [f"  on {plan.choice_ranks} ranks, each{known}: {', '.join(shown)}"]
-
-
 def export_bytes(
     cfg: TrainConfig, plans: Sequence[StagePlan], parts: Mapping[str, nn.Module]
 ) -> int:
     """Return the size of what is exported, in the dtypes of now: what was made or tuned."""
     tuned = {part for plan in plans for part, (trained, _) in plan.parameters.items() if trained}
-    merged = cfg.adapter.merge == "true" or (
-        cfg.adapter.merge == "auto" and cfg.model.quantization == "none"
-    )
-    made = [part for name, part in parts.items() if name in ("heads", "draft")]
-    total = tensor_bytes(p for part in made for p in part.parameters())
-    if "base" in parts and ("base" in tuned or ("adapter" in tuned and merged)):
-        return total + tensor_bytes(
-            [p for n, p in parts["base"].named_parameters() if ".lora_" not in n]
-        )
-    if "adapter" in tuned:
-        total += tensor_bytes([p for n, p in parts["base"].named_parameters() if ".lora_" in n])
-    return total
+    merge, plain = cfg.adapter.merge, cfg.model.quantization == "none"
+    merged = merge == "true" or (merge == "auto" and plain)
+    made = [p for name in parts.keys() & {"heads", "draft"} for p in parts[name].parameters()]
+    whole = "base" in tuned or ("adapter" in tuned and merged)
+    if "base" in parts and tuned & {"base", "adapter"}:
+        # the tuned base, with its adapter merged, or the adapter alone
+        own = parts["base"].named_parameters()
+        made += [p for name, p in own if (".lora_" in name) != whole]
+    return tensor_bytes(made)
 
 
 def clock(seconds: float) -> str:
