@@ -47,12 +47,11 @@ from specheads.models.quantize import quantization_of
 from specheads.runs.log import Outcome, RunLog
 from specheads.system import dist
 from specheads.training.best import chosen as chosen_step
-from specheads.training.draft_objective import DraftObjective
-from specheads.training.draft_setup import heldout_agreement
-from specheads.training.heldout import Original, heldout_loss
+from specheads.training.heldout import Original, heads_accuracy, heldout_agreement, heldout_loss
 from specheads.training.loop import Stage
+from specheads.training.objectives import DraftObjective
 from specheads.training.plan import describe_costs, describe_run, plan_stage, tokens_per_step
-from specheads.training.setup import Data, heads_accuracy, prompt_records
+from specheads.training.setup import Data, prompt_records
 
 
 def check_tree(tree: TreeConfig, evaluate: EvaluateConfig, num_heads: int) -> None:

@@ -22,8 +22,6 @@ from specheads.losses.fused import (
 )
 from specheads.system.errors import check, one_of
 
-IMPLEMENTATIONS = ("fused", "naive", "torch", "liger")
-
 
 def shift_labels(labels: Tensor, segment_ids: Tensor, offset: int) -> Tensor:
     """Move labels so that position t holds the token ``offset`` ahead in the same document.
@@ -110,8 +108,8 @@ def linear_cross_entropy(
         return fused_loss(hidden, output, *rows, chunk_size=chunk_size)
     with torch.no_grad():  # neither library counts hits: one more pass over the logits does
         _, stats = fused_loss(hidden, output, *rows, chunk_size=chunk_size)
-    losses = _torch if implementation == "torch" else _liger
-    return losses(hidden, output, labels.flatten(), row_weight.flatten(), chunk_size), stats
+    flat = labels.flatten(), row_weight.flatten()
+    return _of_library(implementation, hidden, output, *flat, chunk_size), stats
 
 
 def check_implementation(implementation: str, softcap: float | None = None) -> None:
@@ -120,7 +118,7 @@ def check_implementation(implementation: str, softcap: float | None = None) -> N
     Raises:
         ValueError: with the reason, in one line.
     """
-    one_of("implementation", implementation, *IMPLEMENTATIONS)
+    one_of("implementation", implementation, "fused", "naive", "torch", "liger")
     if implementation == "torch" and not hasattr(F, "linear_cross_entropy"):
         raise ValueError(
             f"implementation 'torch' needs torch 2.13 or newer, this is {torch.__version__}"
@@ -154,74 +152,32 @@ def _naive(
     return loss, stats
 
 
-def _scaled(hidden: Tensor, output: Output) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return hidden states, matrix and bias of which the products are the scaled logits."""
+def _of_library(
+    implementation: str,
+    hidden: Tensor,
+    output: Output,
+    labels: Tensor,
+    row_weight: Tensor,
+    chunk_size: int,
+) -> Tensor:
+    """Return PyTorch's chunked loss, or Liger's fused one."""
     compute = compute_dtype(output.weight)
+    hidden, weight = (hidden * output.scale).to(compute), output.weight.to(compute)
     bias = None if output.bias is None else (output.bias * output.scale).to(compute)
-    return (hidden * output.scale).to(compute), output.weight.to(compute), bias
-
-
-def _torch(
-    hidden: Tensor, output: Output, labels: Tensor, row_weight: Tensor, chunk_size: int
-) -> Tensor:
-    """PyTorch's chunked loss; its backward forms the logits a second time (4 products, not 3)."""
-    hidden, weight, bias = _scaled(hidden, output)
-    ce = F.linear_cross_entropy(
-        hidden,
-        weight,
-        labels,
-        linear_bias=bias,
-        ignore_index=IGNORE,
-        reduction="none",
-        options=torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_size),
-    )
-    return (ce * row_weight).sum()
-
-
-def _liger(
-    hidden: Tensor, output: Output, labels: Tensor, row_weight: Tensor, _chunk_size: int
-) -> Tensor:
-    """Liger's fused loss, called once per distinct row weight: it sums with equal weights."""
+    if implementation == "torch":  # its backward forms the logits again: 4 products, not 3
+        options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_size)
+        ce = F.linear_cross_entropy(
+            hidden, weight, labels,
+            linear_bias=bias, ignore_index=IGNORE, reduction="none", options=options,
+        )  # fmt: skip
+        return (ce * row_weight).sum()
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-    hidden, weight, bias = _scaled(hidden, output)
     sum_ce = LigerFusedLinearCrossEntropyLoss(
         ignore_index=IGNORE, reduction="sum", softcap=output.softcap
     )
     loss = row_weight.new_zeros(())
-    for value in row_weight[labels != IGNORE].unique():
+    for value in row_weight[labels != IGNORE].unique():  # it sums with equal weights alone
         chosen = torch.where(row_weight == value, labels, IGNORE)
         loss = loss + value * sum_ce(weight, hidden, chosen, bias)
     return loss
-
-
-@torch.no_grad()
-def kl_divergence(base_logits: Tensor, logits: Tensor, chunk_size: int = 1024) -> Tensor:
-    """Return KL(base || other) in nats for each row, in float32, ``chunk_size`` rows at a time.
-
-    Args:
-        base_logits: [..., V] logits of the original model.
-        logits: [..., V] logits of the model compared with it.
-        chunk_size: rows whose probabilities exist at one time.
-
-    Returns:
-        [...] divergences.
-
-    Raises:
-        ValueError: if the shapes differ.
-    """
-    if base_logits.shape != logits.shape:
-        raise ValueError(
-            f"base_logits {tuple(base_logits.shape)} and logits {tuple(logits.shape)} differ"
-        )
-    vocab = logits.shape[-1]
-    pairs = zip(
-        base_logits.reshape(-1, vocab).split(chunk_size),
-        logits.reshape(-1, vocab).split(chunk_size),
-        strict=True,
-    )
-    parts = []
-    for ours, theirs in pairs:
-        base, other = ours.float().log_softmax(-1), theirs.float().log_softmax(-1)
-        parts.append((base.exp() * (base - other)).sum(-1))
-    return torch.cat(parts).reshape(logits.shape[:-1])

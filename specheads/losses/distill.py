@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specheads.losses.fused import (
+    Logits,
     Output,
     check_rows,
-    compute_dtype,
     fused_loss,
     rank_of,
+    refuse,
     rows_at_once,
-    write_logits,
 )
 from specheads.system.errors import check, one_of
 
@@ -162,11 +162,10 @@ def linear_soft_loss(
         ValueError: for shapes that do not fit, or a stored teacher that cannot give the
             distribution asked for.
     """
-    check_teacher(teacher, hidden, output.weight)
+    check_teacher(teacher, hidden, output.weight, loss)
     check_rows(hidden, output, labels, row_weight, chunk_size)
     kept = output_of = None
     if isinstance(teacher, StoredTeacher):
-        check_stored(teacher.ids.shape[1], loss.top_k, loss.temperature)
         chunk_size = chunk_size or rows_at_once(output.weight)
         measure = _against_stored(teacher, loss)
     else:
@@ -199,29 +198,23 @@ def linear_soft_loss(
         hidden,
         output,
         labels,
-        row_weight.detach(),
+        row_weight,
         row_loss,
         chunk_size=chunk_size,
         num_columns=4 if loss.compare else 2,
     )
 
 
+@torch.no_grad()
 def _against_made(teacher: Teacher, loss: SoftLoss, chunk_size: int) -> Measure:
     """Compare with logits that are made chunk by chunk, all in one block of ``chunk_size`` rows."""
-    output, states = teacher.output.detached(), teacher.hidden.detach()
-    compute = compute_dtype(output.weight)
-    exact = torch.float64 if compute == torch.float64 else torch.float32
-    matrix, size = output.weight.to(compute), (chunk_size, output.weight.shape[0])
-    block = matrix.new_empty(size, dtype=exact)
-    narrow = matrix.new_empty(size) if compute != exact else None
-    some = 0 < loss.top_k < size[1]
+    logits = Logits(teacher.output, chunk_size)
+    some = 0 < loss.top_k < len(logits.matrix)
 
     def measure(
         rows: Tensor, log_s: Tensor, factor: Tensor, slope: bool
     ) -> tuple[Tensor, Tensor | None]:
-        count = rows.numel()
-        z, low = block[:count], None if narrow is None else narrow[:count]
-        write_logits(output, states.index_select(0, rows).to(compute), matrix, z, low)
+        z = logits.of(teacher.hidden.index_select(0, rows).to(logits.compute))
         accepted = None
         if loss.compare:
             accepted = overlap(log_s, log_softmax_(z).to(log_s.dtype))
@@ -251,7 +244,7 @@ def _against_stored(teacher: StoredTeacher, loss: SoftLoss) -> Measure:
         rows: Tensor, log_s: Tensor, factor: Tensor, slope: bool
     ) -> tuple[Tensor, Tensor | None]:
         ids = teacher.ids.index_select(0, rows).long()
-        log_t = teacher.log_probs.detach().index_select(0, rows).to(log_s.dtype)
+        log_t = teacher.log_probs.index_select(0, rows).to(log_s.dtype)
         accepted = overlap(log_s.gather(1, ids), log_t) if loss.compare else None
         if loss.top_k:
             ids, log_t = ids[:, : loss.top_k], log_t[:, : loss.top_k] / loss.temperature
@@ -372,53 +365,52 @@ def _renormalise(log_t: Tensor) -> Tensor:
     return none
 
 
-def check_stored(num_stored: int, top_k: int, temperature: float) -> None:
-    """Refuse a distribution that ``num_stored`` best tokens, at temperature 1, do not determine.
-
-    Raises:
-        ValueError: if top_k is larger; or for another temperature without top_k, because what a
-            temperature makes of the other tokens' mass depends on each of them.
-    """
-    if top_k > num_stored:
-        raise ValueError(f"top_k is {top_k}, the stored teacher has {num_stored} tokens")
-    if temperature != 1.0 and not top_k:
-        raise ValueError(
-            f"temperature is {temperature}; a stored teacher of {num_stored} tokens needs a top_k"
-            f" of 1 to {num_stored} for that"
-        )
-
-
-def check_teacher(teacher: Teacher | StoredTeacher, hidden: Tensor, weight: Tensor) -> None:
+def check_teacher(
+    teacher: Teacher | StoredTeacher, hidden: Tensor, weight: Tensor, loss: SoftLoss
+) -> None:
     """Check a teacher against the student's ``hidden`` [N, d] and ``weight`` [V', d].
 
     Raises:
-        ValueError: for shapes that do not fit.
+        ValueError: for shapes that do not fit, or a distribution that a stored teacher's tokens do
+            not determine: of another temperature without top_k, say, because what it makes of the
+            other tokens' mass depends on each of them.
     """
+    size = weight.shape[0]
     if isinstance(teacher, StoredTeacher):
         ours, theirs = tuple(teacher.ids.shape), tuple(teacher.log_probs.shape)
-        if len(ours) != 2 or ours != theirs:
-            raise ValueError(f"the teacher's ids {ours} and log_probs {theirs} must be [N, k]")
-        if not 0 < ours[1] < weight.shape[0]:
-            raise ValueError(f"the teacher has {ours[1]} tokens, weight has {weight.shape[0]} rows")
+        refuse(
+            {
+                f"the teacher's ids {ours} and log_probs {theirs} must be [N, k]": (
+                    len(ours) != 2 or ours != theirs
+                ),
+                f"the teacher has {ours[-1]} tokens, weight has {size} rows": (
+                    not 0 < ours[-1] < size
+                ),
+                f"top_k is {loss.top_k}, the stored teacher has {ours[-1]} tokens": (
+                    loss.top_k > ours[-1]
+                ),
+                f"temperature is {loss.temperature}; a stored teacher of {ours[-1]} tokens needs a"
+                f" top_k of 1 to {ours[-1]} for that": loss.temperature != 1.0 and not loss.top_k,
+            }
+        )
     else:
         ours, theirs = tuple(teacher.hidden.shape), tuple(teacher.output.weight.shape)
+        odd = len(ours) != 2 or len(theirs) != 2 or ours[1] != theirs[1]
         bias, kept = teacher.output.bias, teacher.token_map
-        if len(ours) != 2 or len(theirs) != 2 or ours[1] != theirs[1]:
-            raise ValueError(
-                f"the teacher's hidden {ours} and weight {theirs} must be [N, d], [V, d]"
-            )
-        if bias is not None and bias.shape != theirs[:1]:
-            raise ValueError(
-                f"the teacher's bias has shape {tuple(bias.shape)}, its weight {theirs[0]} rows"
-            )
-        if kept is None and weight.shape[0] != theirs[0]:
-            raise ValueError(
-                f"weight has {weight.shape[0]} rows, the teacher's {theirs[0]}: token_map is"
-                " missing"
-            )
-        if kept is not None and kept.shape != weight.shape[:1]:
-            raise ValueError(
-                f"token_map has shape {tuple(kept.shape)}, weight has {weight.shape[0]} rows"
-            )
-    if ours[0] != hidden.shape[0]:
-        raise ValueError(f"the teacher has {ours[0]} rows, hidden has {hidden.shape[0]}")
+        told = theirs[:1] if bias is None else tuple(bias.shape)
+        mapped = None if kept is None else tuple(kept.shape)
+        refuse(
+            {
+                f"the teacher's hidden {ours} and weight {theirs} must be [N, d], [V, d]": odd,
+                f"the teacher's bias has shape {told}, its weight {theirs[0]} rows": (
+                    told != theirs[:1]
+                ),
+                f"weight has {size} rows, the teacher's {theirs[0]}: token_map is missing": (
+                    kept is None and size != theirs[0]
+                ),
+                f"token_map has shape {mapped}, weight has {size} rows": (
+                    mapped not in (None, (size,))
+                ),
+            }
+        )
+    refuse({f"the teacher has {ours[0]} rows, hidden has {len(hidden)}": ours[0] != len(hidden)})

@@ -6,14 +6,12 @@ groups (heads) of N / G rows each, n rows of one chunk, d hidden size, V vocabul
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from specheads.system.errors import check
 
 IGNORE = -100  # label of a token that is not to be learned
 
@@ -33,16 +31,18 @@ class Output:
     scale: float = 1.0
     softcap: float | None = None  # bound of the logits; costs a second buffer of a chunk's size
 
-    def detached(self) -> Output:
-        """Return the same output, to which no gradient flows."""
-        bias = None if self.bias is None else self.bias.detach()
-        return Output(self.weight.detach(), bias, self.scale, self.softcap)
-
 
 # (numbers of the rows [n], their logits [n, V], labels [n, 1], factors [n, 1], slope) -> losses
 # [n, 1] and hits [n, 2], or other columns that are summed like them. With slope, the logits are
 # replaced by factor * d loss / d logits.
 RowLoss = Callable[[Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
+
+
+def refuse(problems: Mapping[str, bool]) -> None:
+    """Raise ValueError with the first of the ``problems`` that is one."""
+    for problem, found in problems.items():
+        if found:
+            raise ValueError(problem)
 
 
 def check_rows(
@@ -53,20 +53,21 @@ def check_rows(
     Raises:
         ValueError: for shapes that do not fit.
     """
-    count, weight, bias = hidden.shape[0], output.weight, output.bias
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} must be [N, d], [V, d]"
-        )
-    if labels.dim() not in (1, 2) or labels.numel() != count:
-        raise ValueError(f"labels has shape {tuple(labels.shape)}, hidden has {count} rows")
-    if row_weight.shape != labels.shape:
-        raise ValueError(
-            f"row_weight has shape {tuple(row_weight.shape)}, labels {tuple(labels.shape)}"
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias has shape {tuple(bias.shape)}, weight has {weight.shape[0]} rows")
-    check(chunk_size >= 0, "chunk_size", chunk_size, "at least 0")
+    ours, theirs, shape = (tuple(x.shape) for x in (hidden, output.weight, labels))
+    bias = theirs[:1] if output.bias is None else tuple(output.bias.shape)
+    odd = len(ours) != 2 or len(theirs) != 2 or ours[1] != theirs[1]
+    many = labels.dim() not in (1, 2) or labels.numel() != ours[0]
+    refuse(
+        {
+            f"hidden {ours} and weight {theirs} must be [N, d], [V, d]": odd,
+            f"labels has shape {shape}, hidden has {ours[0]} rows": many,
+            f"row_weight has shape {tuple(row_weight.shape)}, labels {shape}": (
+                row_weight.shape != labels.shape
+            ),
+            f"bias has shape {bias}, weight has {theirs[0]} rows": bias != theirs[:1],
+            f"chunk_size must be at least 0, got {chunk_size}": chunk_size < 0,
+        }
+    )
 
 
 def rows_at_once(weight: Tensor) -> int:
@@ -80,6 +81,44 @@ def compute_dtype(weight: Tensor) -> torch.dtype:
     if weight.dtype != torch.float64 and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return weight.dtype
+
+
+class Logits:
+    """The logits of one chunk of rows after the other, all in one block of memory."""
+
+    def __init__(self, output: Output, num_rows: int, *, capped: bool = False) -> None:
+        """Take the block, of ``num_rows`` rows; ``capped`` where a softcap's slope is wanted."""
+        self.output, weight = output, output.weight
+        self.compute = compute_dtype(weight)
+        self.exact = torch.float64 if self.compute == torch.float64 else torch.float32
+        self.matrix = weight.to(self.compute)
+        self.block = weight.new_empty((num_rows, weight.shape[0]), dtype=self.exact)
+        alike = torch.empty_like
+        split = self.compute != self.exact
+        self.narrow = alike(self.block, dtype=self.compute) if split else None
+        self.squares = alike(self.block) if capped and output.softcap is not None else None
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return the logits [n, V] of the rows ``x`` [n, d]; the next call overwrites them.
+
+        ``squares`` then has the tanh^2 of a softcap, where it is wanted.
+        """
+        n, output = len(x), self.output
+        z = self.block[:n]
+        if self.narrow is None:
+            torch.mm(x, self.matrix.t(), out=z)
+        else:
+            z.copy_(torch.mm(x, self.matrix.t(), out=self.narrow[:n]))
+        if output.bias is not None:
+            z.add_(output.bias)
+        if output.scale != 1.0:
+            z.mul_(output.scale)
+        if output.softcap is not None:
+            z.div_(output.softcap).tanh_()
+            if self.squares is not None:
+                torch.mul(z, z, out=self.squares[:n])
+            z.mul_(output.softcap)
+        return z
 
 
 def cross_entropy_rows(
@@ -112,14 +151,73 @@ def fused_loss(
 
     These are [G, 1 + num_columns]: the sums of the losses and of what comes with them.
     """
+    weight, num_groups = output.weight, 1 if labels.dim() == 1 else labels.shape[0]
     # The gradients are formed here and now, for whatever requires one: under no_grad nothing may.
-    if not torch.is_grad_enabled():
-        hidden, output = hidden.detach(), output.detached()
-    loss, stats, unit, grads = _loss_and_grads(
-        hidden, output, labels, row_weight, row_loss, chunk_size, num_columns
-    )
-    loss = _HandOut.apply(hidden, output.weight, output.bias, loss, unit * output.scale, grads)
-    return loss, stats
+    needs = [
+        x is not None and x.requires_grad and torch.is_grad_enabled()
+        for x in (hidden, weight, output.bias)
+    ]
+    with torch.no_grad():
+        labels, row_weight = labels.flatten(), row_weight.flatten()
+        rows = (labels != IGNORE).nonzero().squeeze(1)
+        count = rows.numel()
+        every_row = count == hidden.shape[0]
+        logits = Logits(output, min(chunk_size, count), capped=any(needs))
+        compute, exact = logits.compute, logits.exact
+        factors = row_weight.to(exact)
+        # float16 cannot hold a probability times 1 / num_valid: the largest factor stays out of the
+        # products and comes in where the loss scale already is, in backward.
+        unit = factors.new_ones(())
+        if compute == torch.float16 and count:
+            unit = factors.abs().amax().clamp_min(torch.finfo(exact).tiny)
+            factors = factors / unit
+
+        # Gradients in float16 wait for the loss scale in float32.
+        kept = exact if hidden.dtype == torch.float16 else hidden.dtype
+        grad_hidden = hidden.new_zeros(hidden.shape, dtype=kept) if needs[0] else None
+        grad_weight = weight.new_empty(weight.shape, dtype=exact) if needs[1] else None
+        grad_bias = weight.new_zeros(weight.shape[:1], dtype=exact) if needs[2] else None
+        loss = factors.new_zeros(())
+        # wide, so that the sums do not depend on which rows share a chunk
+        stats = factors.new_zeros(num_groups, 1 + num_columns, dtype=torch.float64)
+
+        for start in range(0, count, chunk_size):
+            picked = rows[start : start + chunk_size]
+            n = picked.numel()
+            x = hidden[start : start + n] if every_row else hidden.index_select(0, picked)
+            x = x.to(compute)
+            z = logits.of(x)  # then probabilities, then the gradient of the logits
+            label = labels.index_select(0, picked)[:, None]
+            factor = factors.index_select(0, picked)[:, None]
+            losses, hits = row_loss(picked, z, label, factor, any(needs))
+            loss += (losses * factor).sum()
+            counted = torch.cat([losses.float(), hits], 1).double()
+            if num_groups == 1:
+                stats[0] += counted.sum(0)
+            else:
+                stats.index_add_(0, picked // (labels.numel() // num_groups), counted)
+            if not any(needs):
+                continue
+
+            if logits.squares is not None:  # d tanh = 1 - tanh^2
+                z.addcmul_(z, logits.squares[:n], value=-1.0)
+            if grad_bias is not None:
+                grad_bias += z.sum(0)
+            slope = z if logits.narrow is None else logits.narrow[:n].copy_(z)
+            if grad_hidden is not None and every_row and kept == compute:
+                torch.mm(slope, logits.matrix, out=grad_hidden[start : start + n])
+            elif grad_hidden is not None:
+                grad_hidden.index_copy_(0, picked, torch.mm(slope, logits.matrix).to(kept))
+            if grad_weight is not None:
+                _add_product(grad_weight, slope, x, first=start == 0)
+
+        if grad_weight is not None and count == 0:
+            grad_weight.zero_()
+        if grad_weight is not None and weight.dtype == torch.bfloat16:
+            grad_weight = grad_weight.to(weight.dtype)  # float32's range: no loss scale to await
+    grads = [grad_hidden, grad_weight, grad_bias]
+    loss = _HandOut.apply(hidden, weight, output.bias, loss * unit, unit * output.scale, grads)
+    return loss, stats.float()
 
 
 class _HandOut(torch.autograd.Function):
@@ -155,121 +253,6 @@ class _HandOut(torch.autograd.Function):
         grads, ctx.grads = ctx.grads, None
         factor = grad_loss.to(ctx.unit.dtype) * ctx.unit
         return (*map(_scale, grads, [factor] * 3, ctx.dtypes), None, None, None)
-
-
-@torch.no_grad()
-def _loss_and_grads(
-    hidden: Tensor,
-    output: Output,
-    labels: Tensor,
-    row_weight: Tensor,
-    row_loss: RowLoss,
-    chunk_size: int,
-    num_columns: int,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
-    """Go over the valid rows once.
-
-    Returns:
-        Loss, statistics, the unit the gradients are still to be multiplied by (with ``scale``),
-        and the gradients of hidden, weight and bias, None for those that need none.
-    """
-    weight, num_groups = output.weight, 1 if labels.dim() == 1 else labels.shape[0]
-    needs = [x is not None and x.requires_grad for x in (hidden, weight, output.bias)]
-    labels, row_weight = labels.flatten(), row_weight.flatten()
-    compute = compute_dtype(weight)
-    exact = torch.float64 if compute == torch.float64 else torch.float32
-    rows = (labels != IGNORE).nonzero().squeeze(1)
-    count = rows.numel()
-    every_row = count == hidden.shape[0]
-    matrix = weight.to(compute)
-    factors = row_weight.to(exact)
-    # float16 cannot hold a probability times 1 / num_valid: the largest factor stays out of the
-    # products and comes in where the loss scale already is, in backward.
-    unit = factors.new_ones(())
-    if compute == torch.float16 and count:
-        unit = factors.abs().amax().clamp_min(torch.finfo(exact).tiny)
-        factors = factors / unit
-
-    # One block holds logits, then probabilities, then the gradient of the logits.
-    size = (min(chunk_size, count), weight.shape[0])
-    block = hidden.new_empty(size, dtype=exact)
-    narrow = hidden.new_empty(size, dtype=compute) if compute != exact else None
-    capped = output.softcap is not None and any(needs)
-    squares = hidden.new_empty(size, dtype=exact) if capped else None
-    # Gradients in float16 wait for the loss scale in float32.
-    kept = exact if hidden.dtype == torch.float16 else hidden.dtype
-    grad_hidden = hidden.new_zeros(hidden.shape, dtype=kept) if needs[0] else None
-    grad_weight = weight.new_empty(weight.shape, dtype=exact) if needs[1] else None
-    grad_bias = weight.new_zeros(weight.shape[:1], dtype=exact) if needs[2] else None
-    loss = factors.new_zeros(())
-    # wide, so that the sums do not depend on which rows share a chunk
-    stats = factors.new_zeros(num_groups, 1 + num_columns, dtype=torch.float64)
-
-    for start in range(0, count, chunk_size):
-        picked = rows[start : start + chunk_size]
-        n = picked.numel()
-        x = hidden[start : start + n] if every_row else hidden.index_select(0, picked)
-        x = x.to(compute)
-        label = labels.index_select(0, picked)[:, None]
-        factor = factors.index_select(0, picked)[:, None]
-        z, low = block[:n], None if narrow is None else narrow[:n]
-        square = None if squares is None else squares[:n]
-
-        write_logits(output, x, matrix, z, low, square)
-        losses, hits = row_loss(picked, z, label, factor, any(needs))
-        loss += (losses * factor).sum()
-        counted = torch.cat([losses.float(), hits], 1).double()
-        if num_groups == 1:
-            stats[0] += counted.sum(0)
-        else:
-            stats.index_add_(0, picked // (labels.numel() // num_groups), counted)
-        if not any(needs):
-            continue
-
-        if square is not None:  # d tanh = 1 - tanh^2
-            z.addcmul_(z, square, value=-1.0)
-        if grad_bias is not None:
-            grad_bias += z.sum(0)
-        slope = z if low is None else low.copy_(z)
-        if grad_hidden is not None and every_row and kept == compute:
-            torch.mm(slope, matrix, out=grad_hidden[start : start + n])
-        elif grad_hidden is not None:
-            grad_hidden.index_copy_(0, picked, torch.mm(slope, matrix).to(kept))
-        if grad_weight is not None:
-            _add_product(grad_weight, slope, x, first=start == 0)
-
-    if grad_weight is not None and count == 0:
-        grad_weight.zero_()
-    if grad_weight is not None and weight.dtype == torch.bfloat16:
-        grad_weight = grad_weight.to(weight.dtype)  # float32's range: no loss scale to await
-    return loss * unit, stats.float(), unit, [grad_hidden, grad_weight, grad_bias]
-
-
-def write_logits(
-    output: Output,
-    x: Tensor,
-    matrix: Tensor,
-    z: Tensor,
-    low: Tensor | None,
-    square: Tensor | None = None,
-) -> None:
-    """Write the logits of the rows ``x`` [n, d] into ``z`` [n, V], and tanh^2 into ``square``.
-
-    ``low`` [n, V] has the dtype of ``x`` and ``matrix`` [V, d]; None where ``z`` has it too.
-    """
-    if low is None:
-        torch.mm(x, matrix.t(), out=z)
-    else:
-        z.copy_(torch.mm(x, matrix.t(), out=low))
-    if output.bias is not None:
-        z.add_(output.bias)
-    if output.scale != 1.0:
-        z.mul_(output.scale)
-    if output.softcap is not None:
-        z.div_(output.softcap).tanh_()
-        if square is not None:
-            torch.mul(z, z, out=square)
-        z.mul_(output.softcap)
 
 
 def rank_of(logits: Tensor, target: Tensor) -> Tensor:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.config import ConfigError, TrainConfig
 from specheads.data.pack import check_isolation
-from specheads.losses.cross_entropy import count_valid
 from specheads.models.base import checkpoint_layers, context_length
 from specheads.models.draft import (
     draft_config,
@@ -27,8 +23,7 @@ from specheads.models.draft import (
 from specheads.models.output import output_layer
 from specheads.models.support import tree_support
 from specheads.system import hardware
-from specheads.training.draft_objective import DraftObjective
-from specheads.training.engine import Spread, on_device
+from specheads.training.engine import Spread
 from specheads.training.setup import check_loss
 
 Batch = dict[str, Any]
@@ -124,37 +119,3 @@ def build_draft(
     if cfg.model.gradient_checkpointing:
         checkpoint_layers(draft)
     return draft
-
-
-@torch.no_grad()
-def heldout_agreement(objective: DraftObjective, batches: Sequence[Batch]) -> dict[str, float]:
-    """Return the draft model's mean figures over held-out rows.
-
-    Args:
-        objective: with the base model.
-        batches: packed held-out rows (``data/pack.py``).
-
-    Returns:
-        ``loss`` and ``top1``, cross entropy and hits of the labels; ``alpha``, the mean over the
-        labels of sum_x min(base, draft) at temperature 1; ``distance``, the trained loss.
-
-    Raises:
-        ValueError: if no held-out token has a label.
-    """
-    names = {
-        "lm/loss": "loss", "lm/top1": "top1", "draft/alpha": "alpha", "draft/loss": "distance",
-    }  # fmt: skip
-    num_valid = sum(count_valid(batch["labels"], batch["segment_ids"], 0) for batch in batches)
-    if not isinstance(num_valid, Tensor) or not num_valid.any():
-        raise ValueError(f"batches hold no learned token in {len(batches)} batches")
-    device, training = next(objective.draft.parameters()).device, objective.training
-    total = dict.fromkeys(names.values(), 0.0)
-    objective.eval()
-    try:
-        for batch in batches:
-            _, metrics = objective(on_device({**batch, "num_valid": num_valid}, device))
-            for key, name in names.items():
-                total[name] += float(metrics[key])
-    finally:
-        objective.train(training)
-    return total

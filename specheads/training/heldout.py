@@ -1,4 +1,4 @@
-"""How far a tuned base model has moved: held-out loss beside the original's, and the KL.
+"""Figures over packed held-out rows: of heads, of a draft model, and of how far a base has moved.
 
 Tuning changes the base in place, and a second copy of a large model may not fit. So before
 training the original's final hidden states at the held-out labels are kept, with a copy of its
@@ -8,19 +8,21 @@ output layer: all that its predictions there need.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.losses.cross_entropy import IGNORE, kl_divergence, shift_labels
+from specheads.config import ConfigError
+from specheads.losses.cross_entropy import IGNORE, count_valid, linear_cross_entropy, shift_labels
+from specheads.losses.distill import SoftLoss, Teacher, linear_soft_loss
+from specheads.models.kinds import Heads
 from specheads.models.output import OutputLayer, packed_hidden
-
-Batch = dict[str, Any]
+from specheads.training.engine import Batch, on_device
+from specheads.training.objectives import DraftObjective, HeadsObjective
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,10 @@ class Original:
 @torch.no_grad()
 def _hidden_at_labels(base: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the hidden states [N, d] that predict a learned token, and those tokens [N]."""
-    device = base.device
+    batch = on_device(batch, base.device)
     labels = shift_labels(batch["labels"], batch["segment_ids"], 1)
-    hidden = packed_hidden(base, batch["input_ids"].to(device), batch["position_ids"].to(device))
-    chosen = (labels != IGNORE).to(device)
-    return hidden[chosen], labels.to(device)[chosen]
+    hidden = packed_hidden(base, batch["input_ids"], batch["position_ids"])
+    return hidden[labels != IGNORE], labels[labels != IGNORE]
 
 
 def remember_original(
@@ -52,14 +53,26 @@ def remember_original(
     return Original(hidden, copy.deepcopy(output))
 
 
+def _num_valid(batches: Sequence[Batch], num_heads: int) -> Tensor:
+    """Return the numbers of labels [num_heads + 1] of all batches together.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    found = torch.zeros(num_heads + 1, dtype=torch.long)
+    for batch in batches:
+        found += count_valid(batch["labels"], batch["segment_ids"], num_heads)
+    if not found.any():
+        raise ConfigError(f"no held-out token is learned, in {len(batches)} batches of them")
+    return found
+
+
 @torch.no_grad()
 def heldout_loss(
     base: PreTrainedModel,
     output: OutputLayer,
     batches: Sequence[Batch],
     original: Original | None = None,
-    *,
-    chunk_size: int = 1024,
 ) -> dict[str, float]:
     """Return the mean loss over the held-out labels, in nats per token.
 
@@ -69,30 +82,75 @@ def heldout_loss(
         batches: packed held-out rows (``data/pack.py``).
         original: from ``remember_original`` on the same batches; adds ``original_loss`` and
             ``kl``, the mean KL(original || now).
-        chunk_size: tokens whose logits exist at one time.
 
     Raises:
-        ValueError: if no held-out token has a label.
+        ConfigError: if no held-out token has a label.
     """
-    training = base.training
+    num_tokens, training = int(_num_valid(batches, 0)), base.training
+    total: Counter[str] = Counter()
     base.eval()
-    sums = torch.zeros(3, dtype=torch.float64)
-    num_tokens = 0
     for index, batch in enumerate(batches):
         hidden, labels = _hidden_at_labels(base, batch)
-        before = original.hidden[index].to(hidden.device) if original else hidden
-        for start in range(0, len(labels), chunk_size):
-            part = slice(start, start + chunk_size)
-            logits = output(hidden[part]).float()
-            sums[0] += F.cross_entropy(logits, labels[part], reduction="sum").cpu()
-            if original:
-                expected = original.output(before[part]).float()
-                sums[1] += F.cross_entropy(expected, labels[part], reduction="sum").cpu()
-                sums[2] += kl_divergence(expected, logits).double().sum().cpu()
-        num_tokens += len(labels)
+        rows = labels, torch.ones_like(labels, dtype=torch.float32)
+        found = {"loss": linear_cross_entropy(hidden, output.parts(), *rows)}
+        if original:
+            teacher = Teacher(original.hidden[index].to(hidden.device), original.output.parts())
+            found |= {
+                "original_loss": linear_cross_entropy(teacher.hidden, teacher.output, *rows),
+                "kl": linear_soft_loss(hidden, output.parts(), teacher, *rows, SoftLoss("soft")),
+            }
+        total.update({name: float(stats[0, 0]) for name, (_, stats) in found.items()})
     base.train(training)
-    if not num_tokens:
-        raise ValueError(f"batches hold no learned token in {len(batches)} batches")
-    loss, original_loss, kl = (sums / num_tokens).tolist()
-    found = {"loss": loss, "num_tokens": float(num_tokens)}
-    return found | ({"original_loss": original_loss, "kl": kl} if original else {})
+    means = {name: value / num_tokens for name, value in total.items()}
+    return {"loss": means["loss"], "num_tokens": float(num_tokens), **means}
+
+
+@torch.no_grad()
+def _means(
+    objective: HeadsObjective | DraftObjective, batches: Sequence[Batch]
+) -> dict[str, float]:
+    """Return the metrics of an objective over held-out rows, each a mean over its own labels."""
+    num_valid, training = _num_valid(batches, objective.num_heads), objective.training
+    total: Counter[str] = Counter()
+    objective.eval()
+    for batch in batches:
+        _, metrics = objective(
+            on_device({**batch, "num_valid": num_valid}, objective.output.weight.device)
+        )
+        total.update({name: float(value) for name, value in metrics.items()})
+    objective.train(training)
+    return dict(total)
+
+
+def heads_accuracy(
+    base: PreTrainedModel, heads: Heads, output: OutputLayer, batches: Sequence[Batch]
+) -> dict[str, float]:
+    """Return ``head_{i}/loss|top1|top5`` over held-out rows, each a mean over its own labels.
+
+    The loss is cross entropy with the data's tokens, whatever the heads were trained with.
+
+    Args:
+        base: the base model as it is exported; not run where the batches carry ``hidden``.
+        heads: its heads.
+        output: its output layer.
+        batches: packed held-out rows (``data/pack.py``).
+    """
+    objective = HeadsObjective(base, heads, train_base=False, output=output).eval()
+    found = _means(objective, batches)
+    return {name: value for name, value in found.items() if name.startswith("head_")}
+
+
+def heldout_agreement(objective: DraftObjective, batches: Sequence[Batch]) -> dict[str, float]:
+    """Return the draft model's mean figures over held-out rows.
+
+    Args:
+        objective: with the base model.
+        batches: packed held-out rows (``data/pack.py``).
+
+    Returns:
+        ``loss`` and ``top1``, cross entropy and hits of the labels; ``alpha``, the mean over the
+        labels of sum_x min(base, draft) at temperature 1; ``distance``, the trained loss.
+    """
+    found = _means(objective, batches)
+    names = {"loss": "lm/loss", "top1": "lm/top1", "alpha": "draft/alpha", "distance": "draft/loss"}
+    return {name: found[key] for name, key in names.items()}

@@ -26,7 +26,7 @@ from specheads.data.pack import GrowingBatches, PackedBatches, check_isolation, 
 from specheads.data.schema import Dropped, Record
 from specheads.data.stream import RecordStream, StreamedBatches
 from specheads.data.tokenizers import choose_tokenizer, complete_init
-from specheads.losses.cross_entropy import IGNORE, check_implementation, count_valid
+from specheads.losses.cross_entropy import IGNORE, check_implementation
 from specheads.models.adapters import add_adapter, check_tunable, require_grad
 from specheads.models.base import (
     build_from_init,
@@ -44,8 +44,6 @@ from specheads.models.output import OutputLayer, output_layer
 from specheads.models.quantize import METHODS, quantization_of
 from specheads.system import dist, hardware
 from specheads.system.files import tinycode_dir
-from specheads.training.engine import on_device
-from specheads.training.objectives import HeadsObjective
 
 
 @dataclass(frozen=True)
@@ -437,37 +435,6 @@ def most_frequent(documents: Sequence[Encoded], vocab_size: int, num_kept: int) 
         counts += np.bincount(learned, minlength=vocab_size)
     order = torch.from_numpy(counts).sort(descending=True, stable=True).indices
     return order[:num_kept]
-
-
-@torch.no_grad()
-def heads_accuracy(
-    base: PreTrainedModel,
-    heads: Heads,
-    output: OutputLayer,
-    batches: Sequence[dict[str, Any]],
-) -> dict[str, float]:
-    """Return ``head_{i}/loss|top1|top5`` over held-out rows, each a mean over its own labels.
-
-    The loss is cross entropy with the data's tokens, whatever the heads were trained with.
-
-    Args:
-        base: the base model as it is exported; not run where the batches carry ``hidden``.
-        heads: its heads.
-        output: its output layer.
-        batches: packed held-out rows (``data/pack.py``).
-    """
-    objective = HeadsObjective(base, heads, train_base=False, output=output).eval()
-    num_heads, device = heads.num_heads, output.weight.device
-    num_valid = torch.stack(
-        [count_valid(b["labels"], b["segment_ids"], num_heads) for b in batches]
-    ).sum(0)
-    total: dict[str, float] = {}
-    for batch in batches:
-        _, metrics = objective(on_device({**batch, "num_valid": num_valid}, device))
-        for key, value in metrics.items():
-            if key.startswith("head_"):
-                total[key] = total.get(key, 0.0) + float(value)
-    return total
 
 
 def new_base(

@@ -30,10 +30,9 @@ from specheads.models.mtp import MtpHeads, block_config
 from specheads.models.names import base_digest
 from specheads.runs.log import RunLog
 from specheads.system import dist
-from specheads.training.draft_objective import DraftObjective
 from specheads.training.engine import param_groups
 from specheads.training.loop import Stage, fit
-from specheads.training.objectives import HeadsObjective
+from specheads.training.objectives import DraftObjective, HeadsObjective
 from tests.conftest import build_byte_tokenizer, build_tiny_llama, redraw
 from tests.toys import toy_config
 

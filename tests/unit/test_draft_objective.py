@@ -17,8 +17,7 @@ from specheads.config.training import DRAFT_LOSSES, DraftConfig, LossConfig
 from specheads.data.chat import Encoded
 from specheads.data.pack import collate
 from specheads.losses.cross_entropy import IGNORE, count_valid
-from specheads.training.draft_objective import LABELS, DraftObjective
-from specheads.training.objectives import Batch, LMObjective
+from specheads.training.objectives import LABELS, Batch, DraftObjective, LMObjective
 from tests.zoo import VOCAB, build
 
 SMALLER: dict[str, Any] = {

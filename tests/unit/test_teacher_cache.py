@@ -44,8 +44,7 @@ from specheads.data.teacher_cache import (
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer, packed_hidden
-from specheads.training.draft_objective import DraftObjective
-from specheads.training.objectives import HeadsObjective
+from specheads.training.objectives import DraftObjective, HeadsObjective
 from specheads.training.teachers import FeatureCache
 from tests.zoo import VOCAB, build
 
