@@ -15,12 +15,11 @@ from specheads.models.draft import num_ids, shared_vocabulary, vocab_size
 from specheads.models.output import output_layer
 from specheads.pipeline import Drafting, start
 from specheads.runs.log import RunLog
-from specheads.training.draft_setup import build_draft, check_draft
 from specheads.training.engine import param_groups
 from specheads.training.loop import Batches, Stage, fit
 from specheads.training.objectives import DraftObjective
 from specheads.training.plan import count_parameters
-from specheads.training.setup import load_base, load_data, read_data
+from specheads.training.setup import build_draft, check_draft, load_base, load_data, read_data
 from specheads.training.teachers import OnPolicyBatches, stored_teacher
 
 

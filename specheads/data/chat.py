@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -249,8 +249,6 @@ def _added_before(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return []
 
 
-Progress = Callable[[str, int, int], None]
-
 _COUNTS = (
     "records", "documents", "tokens", "learned", "too_long", "unlabelled", "split", "retokenized",
     "refused",
@@ -363,7 +361,6 @@ def encode_records(
     records: Sequence[Record],
     documents: Documents,
     *,
-    progress: Progress | None = None,
     max_bad_fraction: float = 0.0,
     dropped: Dropped | None = None,
 ) -> EncodedRecords:
@@ -372,7 +369,6 @@ def encode_records(
     Args:
         records: checked records, see :mod:`specheads.data.load`.
         documents: the encoder of single records, with which none has been counted yet.
-        progress: called now and then with what, done and total.
         max_bad_fraction: share of the records that the tokenizer or its template may refuse, or
             that have nothing to learn; with 0 the first that is refused is raised.
         dropped: the collection to which those records are added.
@@ -386,9 +382,7 @@ def encode_records(
     found: list[Encoded] = []
     errors: list[RecordError] = []
     counts, total = documents.counts, len(records)
-    for number, record in enumerate(records):
-        if progress and number % 1000 == 0:
-            progress("tokenize", number, total)
+    for record in records:
         refused = counts["refused"]
         try:
             found += documents.of(record)
@@ -398,8 +392,6 @@ def encode_records(
             errors.append(error)
             if dropped is not None:
                 dropped.add(error, record)
-    if progress:
-        progress("tokenize", total, total)
     if found or counts["refused"] == total:
         check_share(errors, total, max_bad_fraction, "encoding the records")
     if not found:

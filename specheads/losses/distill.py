@@ -24,10 +24,9 @@ from specheads.losses.fused import (
     check_rows,
     fused_loss,
     rank_of,
-    refuse,
     rows_at_once,
 )
-from specheads.system.errors import check, one_of
+from specheads.system.errors import check, one_of, refuse
 
 KINDS = ("soft", "reverse_kl", "jsd", "tv", "lk_alpha", "lk_lambda")
 

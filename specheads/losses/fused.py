@@ -6,12 +6,14 @@ groups (heads) of N / G rows each, n rows of one chunk, d hidden size, V vocabul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from specheads.system.errors import refuse
 
 IGNORE = -100  # label of a token that is not to be learned
 
@@ -36,13 +38,6 @@ class Output:
 # [n, 1] and hits [n, 2], or other columns that are summed like them. With slope, the logits are
 # replaced by factor * d loss / d logits.
 RowLoss = Callable[[Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
-
-
-def refuse(problems: Mapping[str, bool]) -> None:
-    """Raise ValueError with the first of the ``problems`` that is one."""
-    for problem, found in problems.items():
-        if found:
-            raise ValueError(problem)
 
 
 def check_rows(

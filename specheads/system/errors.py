@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 75
@@ -39,6 +40,13 @@ def check(ok: bool, key: str, value: object, expected: str) -> None:
     """Raise ConfigError unless ``ok``."""
     if not ok:
         raise ConfigError(f"{key} must be {expected}, got {value!r}")
+
+
+def refuse(problems: Mapping[str, object]) -> None:
+    """Raise ConfigError with the first of these messages whose problem is there."""
+    for problem, there in problems.items():
+        if there:
+            raise ConfigError(problem)
 
 
 def at_least(settings: object, section: str = "", **bounds: float) -> None:

@@ -27,7 +27,6 @@ from specheads.config.training import DraftConfig, LossConfig
 from specheads.losses.cross_entropy import (
     IGNORE,
     Output,
-    check_implementation,
     count_valid,
     linear_cross_entropy,
     shift_labels,
@@ -35,7 +34,7 @@ from specheads.losses.cross_entropy import (
 from specheads.losses.distill import SoftLoss, StoredTeacher, Teacher, linear_soft_loss
 from specheads.models.adapters import original, require_grad
 from specheads.models.kinds import Heads
-from specheads.models.output import FINAL, OutputLayer, output_layer, packed_taps
+from specheads.models.output import FINAL, OutputLayer, output_layer, packed_hidden, packed_taps
 
 Batch = dict[str, Any]
 Metrics = dict[str, Tensor]
@@ -61,48 +60,37 @@ class LMObjective(nn.Module):
         super().__init__()
         self.base, self.loss = base, loss or LossConfig()
         self.output = output or output_layer(base)
-        check_implementation(self.loss.implementation, self.output.softcap)
         self.engine_scale = 1.0  # what the engine will divide by: world size times accumulation
         require_grad(base, True)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return this micro-batch's share of the mean loss, and of ``lm/loss|top1|top5``."""
-        hidden = hidden_states(self.base, batch)[0].flatten(0, 1)
-        loss, stats, num_valid = next_token_loss(hidden, self.output.parts(), batch, self.loss)
+        labels, weight, num_valid = next_labels(batch)
+        hidden = final_states(self.base, batch)
+        loss, stats = cross_entropy(hidden, self.output.parts(), labels, weight, self.loss)
         return loss * self.engine_scale, metrics_of(["lm"], loss, stats, num_valid)
 
 
-def next_token_loss(
-    hidden: Tensor, output: Output, batch: Batch, loss: LossConfig
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the cross entropy of a batch's next tokens, its statistics [1, 3], and num_valid [1].
-
-    Args:
-        hidden: [B * T, d] final hidden states.
-        output: the model's output.
-        batch: see the module.
-        loss: how the loss is computed.
-    """
-    labels, row_weight, num_valid = next_labels(batch)
-    found = linear_cross_entropy(
-        hidden, output, labels, row_weight,
+def cross_entropy(
+    hidden: Tensor, output: Output, labels: Tensor, weights: Tensor, loss: LossConfig
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of one group of labels [N] with a weight [], or of [G, N] with [G]."""
+    return linear_cross_entropy(
+        hidden, output, labels, weights.unsqueeze(-1).expand_as(labels),
         chunk_size=loss.chunk_size, implementation=loss.implementation,
     )  # fmt: skip
-    return *found, num_valid
 
 
 def next_labels(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the labels [B * T] of the next tokens, their weights [B * T], and num_valid [1]."""
+    """Return the labels [B * T] of the next tokens, the weight [] of each, and num_valid [1]."""
     num_valid = num_valid_of(batch, 0)
     labels = shift_labels(batch["labels"], batch["segment_ids"], 1).flatten()
-    return labels, per_label([1.0], num_valid).expand_as(labels), num_valid
+    return labels, per_label([1.0], num_valid)[0], num_valid
 
 
-def hidden_states(
-    base: PreTrainedModel, batch: Batch, taps: Sequence[str] = (FINAL,)
-) -> tuple[Tensor, Tensor]:
-    """Return the base's final hidden states [B, T, d] of a batch, and those at ``taps``."""
-    return packed_taps(base, batch["input_ids"], batch["position_ids"], taps)
+def final_states(base: PreTrainedModel, batch: Batch) -> Tensor:
+    """Return a model's final hidden states [B * T, d] of a batch."""
+    return packed_hidden(base, batch["input_ids"], batch["position_ids"]).flatten(0, 1)
 
 
 def num_valid_of(batch: Batch, num_heads: int) -> Tensor:
@@ -192,7 +180,6 @@ class HeadsObjective(nn.Module):
         expected, found = tuple(self.output.weight.shape), (heads.vocab_size, heads.hidden_size)
         if expected != found:
             raise ValueError(f"the heads are for an output matrix {found}, the base has {expected}")
-        check_implementation(self.loss.implementation, self.output.softcap)
         self.num_heads, self.train_base = heads.num_heads, train_base
         self.distill_base = train_base and self.loss.base == "distill"
         self.lambda_scale = self.engine_scale = 1.0
@@ -242,9 +229,12 @@ class HeadsObjective(nn.Module):
         else:
             assert self.base is not None
             with torch.set_grad_enabled(train_base):
-                hidden, tapped = hidden_states(self.base, batch, self.heads.taps)
-        places_of = batch["position_ids"], batch["input_ids"]
-        source = self.heads.contextual(tapped, *places_of, self._embed[0])
+                hidden, tapped = packed_taps(
+                    self.base, batch["input_ids"], batch["position_ids"], self.heads.taps
+                )
+        source = self.heads.contextual(
+            tapped, batch["position_ids"], batch["input_ids"], self._embed[0]
+        )
         same = source is hidden
         source = source.flatten(-3, -2)
         teacher = self._teacher(batch, hidden)
@@ -266,7 +256,7 @@ class HeadsObjective(nn.Module):
         if self.distill_base:
             assert self.base is not None
             with torch.no_grad(), original(self.base):
-                return hidden_states(self.base, batch)[0].flatten(0, 1)
+                return final_states(self.base, batch)
         return None if self.loss.heads == "hard" else hidden.detach().flatten(0, 1)
 
     def _loss(self, rows: _Rows, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -280,7 +270,7 @@ class HeadsObjective(nn.Module):
             features = (self._features(i, rows) for i in range(self.num_heads))
             joined = torch.cat([rows.hidden, *features])
             del features, rows  # copied, and K times as large as the base's hidden states
-            return self._cross_entropy(joined, output, labels, weights)
+            return cross_entropy(joined, output, labels, weights, self.loss)
         # each by itself: its matrix is its own, or frozen and has no gradient to share
         parts = []
         if self.distill_base:
@@ -288,7 +278,7 @@ class HeadsObjective(nn.Module):
             same = rows.hidden, output, teacher, labels[0], weights[0].expand_as(labels[0])
             parts.append(linear_soft_loss(*same, SoftLoss("soft"), self.loss.chunk_size))
         elif self.train_base:
-            parts.append(self._cross_entropy(rows.hidden, output, labels[0], weights[0]))
+            parts.append(cross_entropy(rows.hidden, output, labels[0], weights[0], self.loss))
         for i in range(self.num_heads):
             group = i + len(labels) - self.num_heads
             parts.append(self._head_loss(i, rows, labels[group], weights[group]))
@@ -303,27 +293,17 @@ class HeadsObjective(nn.Module):
         Its matrix may know fewer tokens: labels that it does not know are misses in the hits, and
         add nothing to the loss.
         """
-        heads, base = self.heads, self.output.parts()
+        heads, base, loss = self.heads, self.output.parts(), self.loss
         features = self._features(i, rows)
         output = replace(
             base, weight=heads.output_weight(i, base.weight), bias=heads.output_bias(base.bias)
         )
-        if self.loss.heads == "hard":
-            return self._cross_entropy(features, output, heads.map_labels(labels), weight)
+        if loss.heads == "hard":
+            return cross_entropy(features, output, heads.map_labels(labels), weight, loss)
         teacher = Teacher(rows.teacher_at(i + 1), base, heads.token_map)
-        loss = self.loss
         return linear_soft_loss(
             features, output, teacher, labels, weight.expand_as(labels),
             SoftLoss(loss.heads, loss.top_k, loss.temperature, loss.lk_eta), loss.chunk_size,
-        )  # fmt: skip
-
-    def _cross_entropy(
-        self, hidden: Tensor, output: Output, labels: Tensor, weights: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return the loss of one group, or of all groups with a weight [G] for each."""
-        return linear_cross_entropy(
-            hidden, output, labels, weights.unsqueeze(-1).expand_as(labels),
-            chunk_size=self.loss.chunk_size, implementation=self.loss.implementation,
         )  # fmt: skip
 
     def _features(self, i: int, rows: _Rows) -> Tensor:
@@ -425,7 +405,6 @@ class DraftObjective(nn.Module):
             kind = "soft" if wanted.loss == "forward_kl" else wanted.loss
             own = self.loss.top_k, self.loss.temperature, self.loss.lk_eta, wanted.jsd_beta
             self.soft_loss = SoftLoss(kind, *own, compare=True)
-        check_implementation(self.loss.implementation, self.output.softcap)
         self.engine_scale = 1.0
         require_grad(draft, True)
         if base is not None:
@@ -452,24 +431,27 @@ class DraftObjective(nn.Module):
                 or what is stored cannot give the distribution that is asked for.
         """
         teacher = self._teacher(batch)  # first, or the base's activations meet the draft's graph
-        hidden = hidden_states(self.draft, batch)[0].flatten(0, 1)
+        hidden = final_states(self.draft, batch)
+        labels, weight, num_valid = next_labels(batch)
         sums: dict[str, Tensor] = {}
-        if self.kind == LABELS:
-            loss, stats, num_valid = next_token_loss(hidden, self.output.parts(), batch, self.loss)
-            sums = {"draft/loss": stats[0, 0], "lm/loss": stats[0, 0], "lm/top1": stats[0, 1]}
-            if teacher is not None:  # in a pass of its own, which forms no gradient
-                with torch.no_grad():
-                    _, measured, _ = self._soft(hidden, batch, teacher)
-                sums[_alpha_name(teacher)] = measured[0, 4]
-        else:
-            if teacher is None:
-                raise ValueError(
-                    f"loss {self.kind} needs a base model, or teacher_ids and teacher_log_probs"
-                    " in the batch"
-                )
-            loss, stats, num_valid = self._soft(hidden, batch, teacher)
-            names = ("draft/loss", "lm/top1", None, "lm/loss", _alpha_name(teacher))
+        if teacher is not None:
+            # labels are learned in a pass of their own, so that this one forms no gradient then
+            with torch.set_grad_enabled(torch.is_grad_enabled() and self.kind != LABELS):
+                loss, stats = linear_soft_loss(
+                    hidden, _first(self.output, self.vocab_size), teacher, labels,
+                    weight.expand_as(labels), self.soft_loss, self.loss.chunk_size,
+                )  # fmt: skip
+            alpha = "draft/alpha_top" if isinstance(teacher, StoredTeacher) else "draft/alpha"
+            names = ("draft/loss", "lm/top1", None, "lm/loss", alpha)
             sums = {name: s for name, s in zip(names, stats[0], strict=True) if name}
+        if self.kind == LABELS:
+            loss, stats = cross_entropy(hidden, self.output.parts(), labels, weight, self.loss)
+            sums |= {"draft/loss": stats[0, 0], "lm/loss": stats[0, 0], "lm/top1": stats[0, 1]}
+        elif teacher is None:
+            raise ValueError(
+                f"loss {self.kind} needs a base model, or teacher_ids and teacher_log_probs in the"
+                " batch"
+            )
         share = 1.0 / num_valid[0].clamp_min(1.0)
         metrics = {"loss": loss.detach()} | {name: s * share for name, s in sums.items()}
         return loss * self.engine_scale, metrics
@@ -483,19 +465,7 @@ class DraftObjective(nn.Module):
         if self.base is None:
             return None
         assert self.base_output is not None
-        hidden = hidden_states(self.base, batch)[0].flatten(0, 1)
-        return Teacher(hidden, _first(self.base_output, self.vocab_size))
-
-    def _soft(
-        self, hidden: Tensor, batch: Batch, teacher: Teacher | StoredTeacher
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loss, its statistics [1, 5], see ``linear_soft_loss``, and num_valid [1]."""
-        labels, row_weight, num_valid = next_labels(batch)
-        output = _first(self.output, self.vocab_size)
-        found = linear_soft_loss(
-            hidden, output, teacher, labels, row_weight, self.soft_loss, self.loss.chunk_size
-        )
-        return *found, num_valid
+        return Teacher(final_states(self.base, batch), _first(self.base_output, self.vocab_size))
 
 
 def _first(layer: OutputLayer, size: int) -> Output:
@@ -507,21 +477,14 @@ def _first(layer: OutputLayer, size: int) -> Output:
     return replace(output, weight=output.weight[:size], bias=bias)
 
 
-def _alpha_name(teacher: Teacher | StoredTeacher) -> str:
-    return "draft/alpha_top" if isinstance(teacher, StoredTeacher) else "draft/alpha"
-
-
 def _compared(ours: OutputLayer, theirs: OutputLayer | None, vocab_size: int | None) -> int:
     """Return how many tokens two output layers are compared over."""
     draft = ours.weight.shape[0]
     base = draft if theirs is None else theirs.weight.shape[0]
+    sizes = f"the base model has {base} outputs, the draft model {draft}"
     if vocab_size is None and base != draft:
-        raise ValueError(
-            f"the base model has {base} outputs, the draft model {draft}: vocab_size is missing"
-        )
+        raise ValueError(f"{sizes}: vocab_size is missing")
     size = draft if vocab_size is None else vocab_size
     if not 0 < size <= min(base, draft):
-        raise ValueError(
-            f"vocab_size is {size}, the base model has {base} outputs, the draft model {draft}"
-        )
+        raise ValueError(f"vocab_size is {size}, {sizes}")
     return size

@@ -6,9 +6,10 @@ does not exist yet is built from ``model.init``, with a tokenizer of its own.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from specheads.data.schema import Dropped, Record
 from specheads.data.stream import RecordStream, StreamedBatches
 from specheads.data.tokenizers import choose_tokenizer, complete_init
 from specheads.losses.cross_entropy import IGNORE, check_implementation
+from specheads.models import draft as drafts
 from specheads.models.adapters import add_adapter, check_tunable, require_grad
 from specheads.models.base import (
     build_from_init,
@@ -42,8 +44,11 @@ from specheads.models.kinds import Heads
 from specheads.models.mtp import MtpHeads
 from specheads.models.output import OutputLayer, output_layer
 from specheads.models.quantize import METHODS, quantization_of
+from specheads.models.support import tree_support
 from specheads.system import dist, hardware
+from specheads.system.errors import refuse
 from specheads.system.files import tinycode_dir
+from specheads.training.engine import Spread
 
 
 @dataclass(frozen=True)
@@ -59,21 +64,6 @@ class Read:
     train: list[Record] | RecordStream
     heldout: list[Record]
     dropped: Dropped
-
-
-def progress_bars() -> Callable[[str, int, int], None]:
-    """Return what shows ``done`` of ``total`` of something slow, on a terminal only."""
-    bars: dict[str, tqdm[Any]] = {}
-
-    def show(what: str, done: int, total: int) -> None:
-        if what not in bars:
-            quiet = not (sys.stderr.isatty() and dist.is_main())
-            bars[what] = tqdm(total=total, desc=what, disable=quiet, leave=False)
-        bars[what].update(done - bars[what].n)
-        if done == total:
-            bars.pop(what).close()
-
-    return show
 
 
 def read_data(cfg: TrainConfig) -> Read:
@@ -109,12 +99,13 @@ def check_streaming(cfg: TrainConfig) -> None:
         "heads.lm_head": "pruned" if cfg.heads.lm_head == "pruned" else "",
         "tokenizer": "bpe" if cfg.tokenizer == "bpe" else "",
     }
-    for key, value in needs_all.items():
-        if value:
-            raise ConfigError(
-                f"{key}={value} needs all training records at one time, which data.streaming=true"
-                " does not hold; expected data.streaming=false"
-            )
+    refuse(
+        {
+            f"{key}={value} needs all training records at one time, which data.streaming=true does"
+            " not hold; expected data.streaming=false": value
+            for key, value in needs_all.items()
+        }
+    )
 
 
 @dataclass(frozen=True)
@@ -162,11 +153,8 @@ def load_base(
         ConfigError: if one of them is missing, or they or the loss do not fit together.
     """
     model = cfg.model
-    if cfg.tokenizer:
-        raise ConfigError(
-            f"tokenizer={cfg.tokenizer} is for models trained from scratch;"
-            f" model.name={model.name} has its own"
-        )
+    own = f"tokenizer={cfg.tokenizer} is for models trained from scratch; model.name={model.name}"
+    refuse({f"{own} has its own": cfg.tokenizer})
     if train_base:
         check_tunable(model.quantization, cfg.adapter)
         check_no_cache(cfg)
@@ -196,19 +184,25 @@ def load_base(
 
 def check_no_cache(cfg: TrainConfig) -> None:
     """Refuse a feature cache where the base is trained, and its hidden states with it."""
-    if cfg.features.dir:
-        raise ConfigError(
-            f"features.dir={cfg.features.dir} keeps hidden states of a frozen base, as"
-            f" +recipe=medusa1 has; {cfg.recipe} trains it"
-        )
+    kept = f"features.dir={cfg.features.dir} keeps hidden states of a frozen base, as"
+    refuse({f"{kept} +recipe=medusa1 has; {cfg.recipe} trains it": cfg.features.dir})
+
+
+@contextlib.contextmanager
+def in_section(name: str) -> Iterator[None]:
+    """Say of a value that is refused which section of the settings it stands in."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{name}.{error}") from None
 
 
 def check_loss(loss: LossConfig, output: OutputLayer) -> None:
     """Refuse an implementation of the loss that is not installed or cannot serve this model."""
-    try:
+    with in_section("loss"):
         check_implementation(loss.implementation, output.softcap)
-    except ValueError as error:
-        raise ConfigError(f"loss.{error}") from None
 
 
 def load_data(
@@ -235,21 +229,17 @@ def load_data(
     """
     check_isolation(base, backward=train_base)
     read = read or read_data(cfg)
-    wanted, dropped, show = cfg.data, read.dropped, progress_bars()
-    pad = int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
+    wanted, dropped, pad = cfg.data, read.dropped, int(tokenizer.pad_token_id or 0)
+    quiet = not (sys.stderr.isatty() and dist.is_main())
 
     def documents_of(seq_len: int) -> Documents:
         context = context_length(base)
         return Documents(tokenizer, seq_len=seq_len, context=context, learn_all=learn_all)
 
     def encode(records: Sequence[Record], seq_len: int) -> EncodedRecords:
-        return encode_records(
-            records,
-            documents_of(seq_len),
-            progress=show,
-            max_bad_fraction=wanted.max_bad_fraction,
-            dropped=dropped,
-        )
+        bar = tqdm(records, desc="tokenize", disable=quiet, leave=False)
+        share = wanted.max_bad_fraction
+        return encode_records(bar, documents_of(seq_len), max_bad_fraction=share, dropped=dropped)
 
     heldout = encode(read.heldout, wanted.seq_len)
     order: dict[str, Any] = {"seed": cfg.seed, "pad_token_id": pad}
@@ -333,10 +323,8 @@ def build_heads(
         ConfigError: if they cannot be built for this base, or those of the export are others.
     """
     wanted = cfg.heads
-    try:
+    with in_section("heads"):
         heads = MedusaHeads.from_settings(wanted, base, output)
-    except ValueError as error:
-        raise ConfigError(f"heads.{error}") from None
     if wanted.start:
         _start_from(wanted.start, heads)
     else:
@@ -363,7 +351,7 @@ def build_mtp_heads(
         ConfigError: if they cannot be built for this base, or its last layer cannot be copied, or
             those of ``heads.start`` are others.
     """
-    try:
+    with in_section("mtp"):
         heads = MtpHeads.from_settings(cfg.mtp, base, output)
         if cfg.heads.start:
             _start_from(cfg.heads.start, heads)
@@ -375,10 +363,6 @@ def build_mtp_heads(
                     " good: choose mtp.start=random"
                 )
             heads.init_from_base(base)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"mtp.{error}") from None
     return heads.to(_place(output, cfg.device))
 
 
@@ -388,16 +372,17 @@ def check_mtp(cfg: TrainConfig) -> None:
     Raises:
         ConfigError: if an adapter has nothing to do, or a cache lacks what the heads read.
     """
-    if cfg.adapter.kind != "none" and not cfg.mtp.train_base:
-        raise ConfigError(
+    tuned, kept = cfg.mtp.train_base, f"features.dir={cfg.features.dir} keeps the base's final"
+    refuse(
+        {
             f"adapter.kind={cfg.adapter.kind} tunes the base, which mtp.train_base=false freezes:"
-            " set mtp.train_base=true"
-        )
-    if cfg.features.dir and not cfg.mtp.train_base and cfg.mtp.variant != "sequential":
-        raise ConfigError(
-            f"features.dir={cfg.features.dir} keeps the base's final hidden states; heads of"
-            f" mtp.variant={cfg.mtp.variant} read its trunk, only sequential ones the final ones"
-        )
+            " set mtp.train_base=true": cfg.adapter.kind != "none" and not tuned,
+            f"{kept} hidden states; heads of mtp.variant={cfg.mtp.variant} read its trunk, only"
+            " sequential ones the final ones": (
+                cfg.features.dir and not tuned and cfg.mtp.variant != "sequential"
+            ),
+        }
+    )
 
 
 def _place(output: OutputLayer, device: str) -> torch.device:
@@ -450,9 +435,21 @@ def new_base(
     Raises:
         ConfigError: if a setting asks for what a new model cannot have, or too few layers are left.
     """
-    _check(cfg)
+    model, init = cfg.model, cfg.model.init
+    new = f"starts from a model that exists; {cfg.recipe} trains a new one"
+    refuse(
+        {
+            f"{cfg.recipe} builds its model from model.init, which is empty": not init,
+            f"{cfg.recipe} keeps float32 weights, got model.dtype={model.dtype}; for bfloat16"
+            " matrix products set autocast=bfloat16": model.dtype != "float32",
+            f"model.quantization={model.quantization} {new}": model.quantization != "none",
+            f"adapter.kind={cfg.adapter.kind} {new}": cfg.adapter.kind != "none",
+            f"heads.start={cfg.heads.start} {new}": cfg.heads.start,
+        }
+    )
+    check_no_cache(cfg)
     tokenizer = choose_tokenizer(cfg)
-    init = complete_init(cfg.model.init, tokenizer)
+    init = complete_init(init, tokenizer)
     if fewer_layers:
         init = _shortened(init, fewer_layers)
     base = build_from_init(init, attn=cfg.model.attn)
@@ -463,28 +460,6 @@ def new_base(
     if cfg.model.gradient_checkpointing:
         checkpoint_layers(base)
     return base, output, tokenizer
-
-
-def _check(cfg: TrainConfig) -> None:
-    model = cfg.model
-    if not model.init:
-        raise ConfigError(f"{cfg.recipe} builds its model from model.init, which is empty")
-    if model.dtype != "float32":
-        raise ConfigError(
-            f"{cfg.recipe} keeps float32 weights, got model.dtype={model.dtype}; "
-            "for bfloat16 matrix products set autocast=bfloat16"
-        )
-    needs_another = {
-        "model.quantization": (model.quantization, "none"),
-        "adapter.kind": (cfg.adapter.kind, "none"),
-        "heads.start": (cfg.heads.start, ""),
-    }
-    for key, (found, expected) in needs_another.items():
-        if found != expected:
-            raise ConfigError(
-                f"{key}={found} starts from a model that exists; {cfg.recipe} trains a new one"
-            )
-    check_no_cache(cfg)
 
 
 def _shortened(init: dict[str, Any], fewer: int) -> dict[str, Any]:
@@ -502,3 +477,91 @@ def _shortened(init: dict[str, Any], fewer: int) -> dict[str, Any]:
         if types := init.get(key):
             kept[key] = types[: layers - fewer]
     return {**init, **kept}
+
+
+def check_draft(cfg: TrainConfig) -> None:
+    """Refuse, before anything is loaded, settings of a draft model that contradict each other.
+
+    Raises:
+        ConfigError: naming one of the keys, what was found and what was expected.
+    """
+    draft, start = cfg.draft, cfg.draft.start
+    key = "on_policy" if draft.on_policy else "stored"
+    refuse(
+        {
+            f"draft.hidden={draft.hidden} makes a new model narrower, expected draft.start=random,"
+            f" got {start}": bool(draft.hidden and start != "random"),
+            f"draft.keep={draft.keep} names layers of the base, expected draft.start=base,"
+            f" got {start}": bool(draft.keep and start != "base"),
+            "draft.start=base copies layers of the base, which model.quantization="
+            f"{cfg.model.quantization} packs; expected none, or draft.start=random": (
+                start == "base" and cfg.model.quantization != "none"
+            ),
+            f"draft.{key}={getattr(draft, key)} needs the base's distribution as its teacher;"
+            " draft.loss=labels learns the data's tokens": (
+                draft.loss == "labels" and bool(draft.on_policy or draft.stored)
+            ),
+            f"features.dir={cfg.features.dir} keeps hidden states for heads; what a draft model"
+            " learns from is kept by draft.stored": bool(cfg.features.dir),
+            f"adapter.kind={cfg.adapter.kind} tunes the base; {cfg.recipe} trains a draft model": (
+                cfg.adapter.kind != "none"
+            ),
+            f"draft.on_policy={draft.on_policy} lets the draft model write, and with"
+            " deepspeed=zero3 no rank has whole weights to write with (zero2 has)": (
+                draft.on_policy > 0 and Spread.from_config(cfg.deepspeed).stage == 3
+            ),
+            "draft.stored needs rows of one length; leave data.growth out": bool(
+                draft.stored and cfg.data.growth
+            ),
+        }
+    )
+
+
+def build_draft(
+    cfg: TrainConfig, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedModel:
+    """Return the draft model of ``cfg.draft`` in float32, on this rank's device.
+
+    Its texts end as the base's do.
+
+    Raises:
+        ConfigError: if it cannot be made or loaded, reads other tokens than the base, is too short
+            for the rows, cannot keep packed documents apart, or cannot be decoded with.
+    """
+    wanted, attn = cfg.draft, cfg.model.attn
+    if wanted.start == "random":
+        draft = drafts.new_draft(
+            drafts.draft_config(base.config, wanted.layers, wanted.hidden), attn=attn
+        )
+    elif wanted.start == "base":
+        total = int(base.config.get_text_config().num_hidden_layers)
+        if wanted.layers > total:
+            raise ConfigError(f"draft.layers is {wanted.layers}, the base model has {total} layers")
+        draft = drafts.pruned(base, wanted.keep or drafts.spread(total, wanted.layers))
+    else:
+        draft = drafts.load_draft(
+            wanted.start,
+            tokenizer=tokenizer,
+            where="draft.start",
+            device="cpu",
+            attn=attn,
+            trust_remote_code=cfg.model.trust_remote_code,
+        )
+    draft.to(hardware.pick_device(cfg.device))  # type: ignore[arg-type]
+    check_loss(cfg.loss, output_layer(draft))
+    drafts.shared_vocabulary(
+        drafts.vocab_size(base), drafts.vocab_size(draft), drafts.num_ids(tokenizer)
+    )
+    context = context_length(draft)
+    if context is not None and cfg.data.seq_len > context:
+        raise ConfigError(
+            f"data.seq_len is {cfg.data.seq_len}, longer than the draft model's context of"
+            f" {context}"
+        )
+    check_isolation(draft, backward=True)
+    if not attn.startswith("flash"):  # with which nothing is decoded
+        tree_support(draft)
+    drafts.take_end_tokens(draft, base)
+    if cfg.model.gradient_checkpointing:
+        checkpoint_layers(draft)
+    return draft
