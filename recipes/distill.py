@@ -29,10 +29,10 @@ def run(cfg: TrainConfig) -> None:
     wanted, read = cfg.draft, read_data(cfg)
     base, output, tokenizer = load_base(cfg)
     draft = build_draft(cfg, base, tokenizer)
+    compared = shared_vocabulary(vocab_size(base), vocab_size(draft), num_ids(tokenizer))
     data = load_data(
         cfg, base, tokenizer, train_base=False, learn_all=wanted.learn_prompts, read=read
     )
-    compared = shared_vocabulary(vocab_size(base), vocab_size(draft), num_ids(tokenizer))
     own: dict[str, Any] = {"vocab_size": compared, "output": output_layer(draft)}
     judge = DraftObjective(draft, base, wanted, cfg.loss, base_output=output, **own)
     drafting = Drafting(cfg, judge, tokenizer, data)

@@ -392,24 +392,21 @@ def _place(output: OutputLayer, device: str) -> torch.device:
 
 def _start_from(start: str, heads: Heads) -> None:
     found = load_heads(start)
-    ours, theirs = heads.state_dict(), found.state_dict()
-    odd = sorted(
-        name
-        for name in ours.keys() | theirs.keys()
-        if name not in ours or name not in theirs or ours[name].shape != theirs[name].shape
+    ours, theirs = (
+        {name: tuple(tensor.shape) for name, tensor in each.state_dict().items()}
+        for each in (heads, found)
     )
-    if odd:
-        sizes = [tuple(s[odd[0]].shape) if odd[0] in s else "none" for s in (theirs, ours)]
+    if odd := sorted(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n)):
+        there, here = (shapes.get(odd[0], "none") for shapes in (theirs, ours))
         raise ConfigError(
             f"heads.start={start} holds other heads than heads.* describes:"
-            f" {odd[0]} is {sizes[0]} there, {sizes[1]} here"
+            f" {odd[0]} is {there} there, {here} here"
         )
     for key in heads.unseen_settings:  # tensors do not say everything
-        if (there := getattr(found, key)) != (here := getattr(heads, key)):
-            raise ConfigError(
-                f"heads.start={start} holds heads of {heads.kind}.{key}={there}, not {here}"
-            )
-    heads.load_state_dict(theirs)
+        there, here = getattr(found, key), getattr(heads, key)
+        other = f"heads.start={start} holds heads of {heads.kind}.{key}={there}, not {here}"
+        refuse({other: there != here})
+    heads.load_state_dict(found.state_dict())
 
 
 def most_frequent(documents: Sequence[Encoded], vocab_size: int, num_kept: int) -> Tensor:
@@ -525,14 +522,13 @@ def build_draft(
     Its texts end as the base's do.
 
     Raises:
-        ConfigError: if it cannot be made or loaded, reads other tokens than the base, is too short
-            for the rows, cannot keep packed documents apart, or cannot be decoded with.
+        ConfigError: if it cannot be made or loaded, is too short for the rows, cannot keep packed
+            documents apart, or cannot be decoded with.
     """
     wanted, attn = cfg.draft, cfg.model.attn
     if wanted.start == "random":
-        draft = drafts.new_draft(
-            drafts.draft_config(base.config, wanted.layers, wanted.hidden), attn=attn
-        )
+        config = drafts.draft_config(base.config, wanted.layers, wanted.hidden)
+        draft = drafts.new_draft(config, attn=attn)
     elif wanted.start == "base":
         total = int(base.config.get_text_config().num_hidden_layers)
         if wanted.layers > total:
@@ -549,9 +545,6 @@ def build_draft(
         )
     draft.to(hardware.pick_device(cfg.device))  # type: ignore[arg-type]
     check_loss(cfg.loss, output_layer(draft))
-    drafts.shared_vocabulary(
-        drafts.vocab_size(base), drafts.vocab_size(draft), drafts.num_ids(tokenizer)
-    )
     context = context_length(draft)
     if context is not None and cfg.data.seq_len > context:
         raise ConfigError(
