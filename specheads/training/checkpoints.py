@@ -2,13 +2,11 @@
 
 A checkpoint has a ``manifest.json`` with the size and sha256 of every file. It is written last,
 before the folder gets its name; a folder without one, or with a file of another size or content,
-is damaged and not a checkpoint. ``state.py`` knows what the files hold.
+is damaged and not a checkpoint.
 
-Resumable state of a training run: ``checkpoints/step-*/``, safetensors and JSON.
-
-A checkpoint holds the trained weights, the optimizer's state, where the data stands, the random
-generators and the running means, so that a resumed run ends bit-identical to one that never
-stopped. The engine writes its part (``engine.py``); this module writes the rest.
+A checkpoint is safetensors and JSON. It holds the trained weights, the optimizer's state, where the
+data stands, the random generators and the running means, so that a resumed run ends bit-identical
+to one that never stopped. The engine writes its part (``engine.py``); this module writes the rest.
 """
 
 from __future__ import annotations
@@ -97,10 +95,8 @@ def read_state(folder: Path) -> dict[str, Any]:
         ConfigError: if it is missing or is not what ``save_rank`` writes.
     """
     state = read_json(folder / "state.json", f"{folder} is not a whole checkpoint")
-    kinds = {"world_size": int, "settings": dict}
-    kinds |= {field.name: type(field.default) for field in _simple_fields()}
-    kinds["window"] = dict
-    for key, kind in kinds.items():
+    kinds = {key: type(value) for key, value in vars(Progress()).items()}
+    for key, kind in {**kinds, "world_size": int, "settings": dict}.items():
         if type(state.get(key)) not in ({kind, int} if kind is float else {kind}):
             raise ConfigError(
                 f"{folder / 'state.json'}: {key} must be {kind.__name__}, "
@@ -109,10 +105,6 @@ def read_state(folder: Path) -> dict[str, Any]:
     if state["world_size"] < 1 or min(state["step"], state["best_step"]) < 0:
         raise ConfigError(f"{folder / 'state.json'} counts below zero")
     return state
-
-
-def _simple_fields() -> list[dataclasses.Field[Any]]:
-    return [f for f in dataclasses.fields(Progress) if f.default is not dataclasses.MISSING]
 
 
 def accumulation_here(path: Path, state: Mapping[str, Any]) -> int:
@@ -158,8 +150,14 @@ def check_settings(path: Path, state: Mapping[str, Any], cfg: TrainConfig) -> No
     needed = accumulation_here(path, state)
     now = json.loads(json.dumps(flatten_settings(cfg)))
     before = state["settings"]
-    same_base = _check_base(path, state.get("base"), cfg)
-    may_differ = {"model.name", "model.revision"} if same_base else set()  # moved, or renamed
+    base, theirs = _base_of(cfg), state.get("base")
+    if base and theirs and base != theirs:
+        raise ConfigError(
+            f"cannot resume {path}: it was written with other weights than model.name="
+            f"{cfg.model.name} holds now"
+        )
+    # known to be the same, it may have moved, or have another name
+    may_differ = {"model.name", "model.revision"} if base and theirs else set()
     if now["optim.accumulation"] == needed:
         may_differ.add("optim.accumulation")
     for key in sorted((now.keys() | before.keys()) - may_differ):
@@ -203,23 +201,6 @@ def _one_world_only(cfg: TrainConfig) -> str:
 def _base_of(cfg: TrainConfig) -> str:
     """Return what the base model is recognised by, empty where there is none."""
     return "" if cfg.model.init else base_fingerprint(cfg.model.name, cfg.model.revision)
-
-
-def _check_base(path: Path, before: object, cfg: TrainConfig) -> bool:
-    """Return whether the base is known to be that of checkpoint ``path``, whatever its name.
-
-    Raises:
-        ConfigError: if it is known to be another one.
-    """
-    now = _base_of(cfg)
-    if not (before and now):
-        return False
-    if now != before:
-        raise ConfigError(
-            f"cannot resume {path}: it was written with other weights than model.name="
-            f"{cfg.model.name} holds now"
-        )
-    return True
 
 
 def seed_generators(seed: int) -> None:
@@ -367,7 +348,13 @@ def check_whole(path: Path, only: Only = lambda name, size: True) -> None:
             raise ConfigError(
                 f"{file} has {size} bytes, {MANIFEST} says {entry['size']}: an incomplete copy?"
             )
-    _refuse_unlisted(path, listed)
+    for file in path.rglob("*"):
+        name = file.relative_to(path).as_posix()
+        # DeepSpeed takes whatever lies in its folder, and it is pickle
+        harmless = file.suffix == ".md" or file.name.startswith(".") or name == MANIFEST
+        harmless = harmless and not name.startswith("deepspeed/")
+        if not (file.is_dir() or name in listed or harmless):
+            raise ConfigError(f"{path} holds {name}, which its {MANIFEST} does not list")
     for name, entry in sorted(listed.items()):
         if only(name, entry["size"]) and (found := _known_sha256(path / name)) != entry["sha256"]:
             raise ConfigError(
@@ -405,16 +392,6 @@ def whole_before(path: Path) -> Path | None:
     return None
 
 
-def _refuse_unlisted(path: Path, listed: dict[str, Any]) -> None:
-    for file in path.rglob("*"):
-        name = file.relative_to(path).as_posix()
-        # DeepSpeed takes whatever lies in its folder, and it is pickle
-        harmless = file.suffix == ".md" or file.name.startswith(".") or name == MANIFEST
-        if file.is_dir() or name in listed or (harmless and not name.startswith("deepspeed/")):
-            continue
-        raise ConfigError(f"{path} holds {name}, which its {MANIFEST} does not list")
-
-
 def _known_sha256(file: Path) -> str:
     stat = file.stat()
     return _sha256(file.resolve(), stat.st_size, stat.st_mtime_ns)
@@ -427,7 +404,9 @@ def _sha256(file: Path, size: int, time: int) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
-def checkpoint_to_resume(cfg: TrainConfig, say: Callable[[str], None] | None = None) -> Path | None:
+def checkpoint_to_resume(
+    cfg: TrainConfig, say: Callable[[str], None] = lambda line: None
+) -> Path | None:
     """Return the checkpoint that ``cfg.resume`` means, None to start from the beginning.
 
     Of one that is named its state.json has been verified, and the sizes of the other files:
@@ -450,7 +429,14 @@ def checkpoint_to_resume(cfg: TrainConfig, say: Callable[[str], None] | None = N
     if not path.is_dir():
         raise ConfigError(f"resume={cfg.resume}: no checkpoint at {path}")
     verify(path, only=lambda name, _: name == "state.json")
-    _refuse_foreign_pickle(path, cfg)
+    # links are followed: what counts is where the files lie
+    inside = path.resolve().is_relative_to(Path(cfg.run_dir).resolve())
+    if (path / "deepspeed").exists() and not inside and not cfg.resume_trust:
+        raise ConfigError(
+            f"{path} is not below this run's directory {cfg.run_dir}, and DeepSpeed's state is "
+            "pickle, which can run any code when it is loaded; if you trust who wrote it, add "
+            "resume.trust=true"
+        )
     check_settings(path, read_state(path), cfg)
     return path
 
@@ -484,17 +470,16 @@ def ready_to_resume(cfg: TrainConfig, say: Callable[[str], None]) -> TrainConfig
     return dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, accumulation=needed))
 
 
-def _newest_whole(run_dir: Path, say: Callable[[str], None] | None) -> Path | None:
-    found = checkpoints_of(run_dir)
-    torn = []
+def _newest_whole(run_dir: Path, say: Callable[[str], None]) -> Path | None:
+    found, torn = checkpoints_of(run_dir), []
     for path in reversed(found):
         try:
             check_whole(path)
         except ConfigError as error:
             torn.append(str(error))
             continue
-        for line in torn if say else []:
-            say(f"passing over {line}")  # type: ignore[misc]
+        for line in torn:
+            say(f"passing over {line}")
         return path
     if torn:  # starting anew would throw the run away
         raise ConfigError(
@@ -502,17 +487,6 @@ def _newest_whole(run_dir: Path, say: Callable[[str], None] | None) -> Path | No
             "remove them to start from the beginning"
         )
     return None
-
-
-def _refuse_foreign_pickle(path: Path, cfg: TrainConfig) -> None:
-    # links are followed: what counts is where the files lie
-    inside = path.resolve().is_relative_to(Path(cfg.run_dir).resolve())
-    if (path / "deepspeed").exists() and not inside and not cfg.resume_trust:
-        raise ConfigError(
-            f"{path} is not below this run's directory {cfg.run_dir}, and DeepSpeed's state is "
-            "pickle, which can run any code when it is loaded; if you trust who wrote it, add "
-            "resume.trust=true"
-        )
 
 
 @contextlib.contextmanager
@@ -544,23 +518,16 @@ def new_checkpoint(run_dir: Path, step: int) -> Iterator[Path]:
 def _write_manifest(folder: Path) -> None:
     """List every file of a checkpoint; the ranks share the hashing out."""
     files = sorted(file for file in folder.rglob("*") if file.is_file() and file.suffix != ".md")
-    dist.barrier()  # all ranks have listed the same files before the first part is written
     entries = {
         file.relative_to(folder).as_posix(): {
             "size": file.stat().st_size,
-            "sha256": _sha256.__wrapped__(file, 0, 0),
+            "sha256": _known_sha256(file),
         }
         for file in files[dist.rank() :: dist.world_size()]
     }
-    parts = [folder / f".manifest-{rank}.json" for rank in range(dist.world_size())]
-    if len(parts) > 1:
-        write_json(parts[dist.rank()], entries)
-        dist.barrier()
+    for part in dist.gather_texts(json.dumps(entries)):
+        entries |= json.loads(part)
     if dist.is_main():
-        if len(parts) > 1:
-            for part in parts:
-                entries |= read_json(part, f"{folder} is incomplete")
-                part.unlink()
         write_json(folder / MANIFEST, {"files": dict(sorted(entries.items()))})
 
 
