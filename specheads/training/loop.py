@@ -16,10 +16,9 @@ import contextlib
 import json
 import math
 import resource
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, cast
 
@@ -31,6 +30,7 @@ from specheads.losses.cross_entropy import count_valid
 from specheads.runs.log import RunLog
 from specheads.system import dist
 from specheads.system.files import whole_file
+from specheads.system.hardware import peak_memory
 from specheads.system.signals import StopAsked, StopSignal, saving_first
 from specheads.training import best
 from specheads.training.checkpoints import (
@@ -113,59 +113,6 @@ def open_engine(objective: nn.Module, groups: Groups, cfg: TrainConfig) -> Engin
     return TorchEngine(objective, groups, cfg)
 
 
-def peak_memory(device: torch.device) -> float:
-    """Return bytes: the allocator's peak on a GPU, the process's peak on a CPU."""
-    if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(device))
-    unit = 1 if sys.platform == "darwin" else 1024
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
-
-
-class Meter:
-    """Means since the last line, and the rate in tokens per second."""
-
-    def __init__(self, progress: Progress) -> None:
-        """Go on with the sums that ``progress`` holds."""
-        self.progress = progress
-        self.tokens, self.steps = 0.0, 0
-        self.since = time.perf_counter()
-        self.seconds_per_step = 0.0
-
-    def add(self, metrics: Mapping[str, float], tokens: float) -> None:
-        """Count one step; without metrics, one that was left out."""
-        self.tokens += tokens
-        self.steps += 1
-        if not metrics:
-            return
-        window = self.progress.window
-        for key, value in metrics.items():
-            window[key] = window.get(key, 0.0) + value
-        self.progress.window_steps += 1
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave what happens inside out of the rate."""
-        begin = time.perf_counter()
-        yield
-        self.since += time.perf_counter() - begin
-
-    def read(self, *, keep: bool) -> dict[str, float]:
-        """Return the means; start a new window unless ``keep``.
-
-        Without a step since the last line, as right after a resume, there is no rate.
-        """
-        steps = self.progress.window_steps
-        means = {f"train/{key}": value / steps for key, value in self.progress.window.items()}
-        if not keep:
-            self.progress.window, self.progress.window_steps = {}, 0
-        now = time.perf_counter()
-        if self.steps:
-            means["train/tokens_per_second"] = self.tokens / (now - self.since)
-            self.seconds_per_step = (now - self.since) / self.steps
-        self.tokens, self.steps, self.since = 0.0, 0, now
-        return means
-
-
 def gather(
     batches: Batches, num_micro: int, num_heads: int, device: torch.device
 ) -> tuple[list[Batch], float]:
@@ -183,10 +130,9 @@ def gather(
     micro = [next(batches) for _ in range(num_micro)]
     counts = torch.zeros(num_heads + 2, dtype=torch.float64)
     for batch in micro:
-        counts[: num_heads + 1] += count_valid(
-            batch["labels"], batch["segment_ids"], num_heads
-        ).cpu()
-        counts[num_heads + 1] += (batch["segment_ids"] > 0).sum().cpu()
+        tokens = (batch["segment_ids"] > 0).sum()[None]
+        valid = count_valid(batch["labels"], batch["segment_ids"], num_heads)
+        counts += torch.cat([valid, tokens]).cpu()
     counts = dist.sum_over_ranks(counts.to(device)).cpu()
     num_valid = counts[: num_heads + 1].to(torch.float32)
     placed = [on_device({**batch, "num_valid": num_valid}, device) for batch in micro]
@@ -220,7 +166,7 @@ def run_micro_batches(
 
 @dataclass
 class _Training:
-    """What the steps of one stage share."""
+    """What the steps of one stage share: who takes them, how far they are, what was measured."""
 
     stage: Stage
     last_step: int
@@ -228,7 +174,17 @@ class _Training:
     run: RunLog
     engine: Engine
     progress: Progress
-    meter: Meter
+    # of the steps since the last row
+    tokens: float = 0.0
+    steps: int = 0
+    since: float = field(default_factory=time.perf_counter)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave what happens inside out of the rate."""
+        begin = time.perf_counter()
+        yield
+        self.since += time.perf_counter() - begin
 
     def factor(self, step: int) -> float:
         """Return what the learning rates of ``step`` (from 0) are multiplied with."""
@@ -268,7 +224,11 @@ class _Training:
             )
             metrics = {}
         self.progress.step += 1
-        self.meter.add(metrics, tokens)
+        self.tokens += tokens
+        self.steps += 1
+        for key, value in metrics.items():
+            self.progress.window[key] = self.progress.window.get(key, 0.0) + value
+        self.progress.window_steps += bool(metrics)
         self.run.advance()
         return stopping
 
@@ -293,7 +253,7 @@ class _Training:
         An evaluation that a signal cut short is due again after the resume.
         """
         found: Mapping[str, float] | None = None
-        with self.meter.paused(), same_random_state():
+        with self.paused(), same_random_state():
             with contextlib.suppress(StopAsked), signals.interrupting():
                 found = evaluate(self.progress.step)
             flags = torch.tensor([float(found is None), float(bool(signals.name))])
@@ -307,22 +267,30 @@ class _Training:
 
     def write_row(self, device: torch.device, *, keep: bool) -> None:
         """Write the means since the last row; ``keep`` them for the next one too."""
-        step = self.progress.step
-        row = self.meter.read(keep=keep)
+        step, now = self.progress.step, time.perf_counter()
+        window, steps = self.progress.window, self.progress.window_steps
+        row = {f"train/{key}": value / steps for key, value in window.items()}
+        if not keep:
+            self.progress.window, self.progress.window_steps = {}, 0
+        left = 0.0
+        if self.steps:  # since the last row; right after a resume there is no rate
+            row["train/tokens_per_second"] = self.tokens / (now - self.since)
+            left = (now - self.since) / self.steps * (self.cfg.steps - step)
+        self.tokens, self.steps, self.since = 0.0, 0, now
         rates = learning_rates(self.stage.groups, self.factor(step - 1))
         row |= {f"train/lr/{name}": rate for name, rate in rates.items()}
-        row["train/peak_memory"] = peak_memory(device)
+        peak = peak_memory(device) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on a Mac
+        row["train/peak_memory"] = float(peak)
         if self.progress.skipped:
             row["train/skipped"] = float(self.progress.skipped)
         if "float16" in (self.cfg.autocast, self.cfg.model.dtype):
             row["train/loss_scale"] = self.engine.loss_scale
-        left = self.meter.seconds_per_step * (self.cfg.steps - step)
         self.run.metrics(step, row, seconds_left=left)
 
     def save(self, position: dict[str, Any] | None = None) -> None:
         """Write a checkpoint; of the data's ``position``, if it is not the present one."""
         now, keep = self.progress, self.cfg.checkpoint
-        with self.meter.paused():
+        with self.paused():
             with new_checkpoint(self.run.dir, now.step) as folder:
                 self.engine.save(folder)
                 save_rank(folder, self.cfg, now, position or self.stage.batches.state_dict())
@@ -385,7 +353,7 @@ def fit(stage: Stage, cfg: TrainConfig, run: RunLog, evaluate: Evaluate | None =
     run.begin(progress.step, checkpoint)
     progress.skipped = max(progress.skipped, begin(run.dir, progress.step))
     device = next(stage.objective.parameters()).device
-    now = _Training(stage, last_step, cfg, run, engine, progress, Meter(progress))
+    now = _Training(stage, last_step, cfg, run, engine, progress)
     stage.objective.train()
     with saving_first(then_at_once=last_step == cfg.steps) as signals:
         while progress.unevaluated or (progress.step < end and not progress.stopped):
