@@ -14,11 +14,11 @@ so that as many tokens are read as without.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from specheads.data.chat import Encoded
 from specheads.data.pack import Batch, Mapped, PackedBatches
 from specheads.data.teacher_cache import (
     CachedBatches,
-    Plan,
     TeacherCache,
     computed_by,
     plan_features,
@@ -68,84 +67,31 @@ def cached_features(
     """
     if not cfg.features.dir:
         return data.train, data.heldout, []
-    cache = FeatureCache(cfg, base, data.train, data.heldout)
+    batches, heldout = data.train, data.heldout
+    if not isinstance(batches, PackedBatches):
+        raise ConfigError("features.dir needs rows of one length; leave data.growth out")
+    autocast, folder = cfg.autocast == "bfloat16", Path(cfg.features.dir).expanduser()
+    sample, made_of = _sample(base, autocast=autocast), computed_by(cfg.model, cfg.autocast)
+    size, dtypes = sample.shape[-1], {"given_as": sample.dtype, "dtype": cfg.features.dtype}
+    of_rows = [document for batch in heldout for row in _rows(batch) for document in row]
+    places = [(folder, batches.documents), *([(folder / "heldout", of_rows)] if of_rows else [])]
+    plans = [plan_features(*place, made_of, hidden_size=size, **dtypes) for place in places]
+    more = f", held-out rows {readable(plans[1].num_bytes)}" if of_rows else ""
+    said = f"{plans[0].describe()}{more}; {still_missing(*plans)}"
     if cfg.dry_run:
-        passes = cache.batches.rows_per_epoch / cfg.data.rows
-        filling = clock(passes * seconds_per_pass(base, cache.batches))
-        size = cache.plans[0].settings["hidden_size"]
-        batches = without_features(cache.batches, size, base.dtype)
-        return batches, data.heldout, [cache.describe(), f"time to fill it: {filling}"]
-    log.say(cache.describe())
-    return *cache.open(base), []
-
-
-class FeatureCache:
-    """The cache of one run, ``features.dir``: training documents, and held-out rows below it."""
-
-    def __init__(
-        self,
-        cfg: TrainConfig,
-        base: PreTrainedModel,
-        batches: object,
-        heldout: Sequence[Batch] = (),
-    ) -> None:
-        """Plan the cache, or find the one that is there; runs ``base`` on two tokens only.
-
-        Args:
-            cfg: the run's settings.
-            base: the frozen base model, as the settings load it.
-            batches: the run's training data, with rows of one length.
-            heldout: its held-out rows.
-
-        Raises:
-            ConfigError: if the cache was made of something else, or data.growth is set.
-        """
-        if not isinstance(batches, PackedBatches):
-            raise ConfigError("features.dir needs rows of one length; leave data.growth out")
-        self.batches, self.heldout = batches, list(heldout)
-        self.autocast = cfg.autocast == "bfloat16"
-        sample, folder = _sample(base, autocast=self.autocast), Path(cfg.features.dir).expanduser()
-        held_out = [d for batch in heldout for row in _rows(batch) for d in row]
-        places = [(folder, batches.documents), (folder / "heldout", held_out)]
-        self.documents = [documents for _, documents in places if documents]
-        self.plans: list[Plan] = [
-            plan_features(
-                place,
-                documents,
-                computed_by(cfg.model, cfg.autocast),
-                hidden_size=sample.shape[-1],
-                given_as=sample.dtype,
-                dtype=cfg.features.dtype,
-            )
-            for place, documents in places
-            if documents
-        ]
-
-    @property
-    def num_bytes(self) -> int:
-        """Exact size of all its files."""
-        return sum(plan.num_bytes for plan in self.plans)
-
-    def describe(self) -> str:
-        """Return one line for before the base is run: what, how large, where, how much is left."""
-        train, *heldout = self.plans
-        more = f", held-out rows {readable(heldout[0].num_bytes)}" if heldout else ""
-        return f"{train.describe()}{more}; {still_missing(*self.plans)}"
-
-    def open(self, base: PreTrainedModel) -> tuple[CachedBatches, list[Batch]]:
-        """Write what is missing and return batches, and held-out rows, that carry ``hidden``."""
-        caches, shape = [], (self.batches.rows, self.batches.seq_len)
-        for plan, documents in zip(self.plans, self.documents, strict=True):
-            write_cache(plan, documents, base, shape, autocast=self.autocast)
-            caches.append(TeacherCache(plan))
-        heldout, first = [], 0
-        for batch in self.heldout if len(caches) > 1 else []:
-            places = []
-            for row in _rows(batch):
-                places.append(list(range(first, first + len(row))))
-                first += len(row)
-            heldout.append({**batch, **caches[1].rows(places, batch["input_ids"].shape[1])})
-        return CachedBatches(self.batches, caches[0]), heldout
+        passes = batches.rows_per_epoch / cfg.data.rows
+        filling = f"time to fill it: {clock(passes * seconds_per_pass(base, batches))}"
+        return without_features(batches, size, base.dtype), heldout, [said, filling]
+    log.say(said)
+    caches = []
+    for plan, (_, documents) in zip(plans, places, strict=True):
+        write_cache(plan, documents, base, (batches.rows, batches.seq_len), autocast=autocast)
+        caches.append(TeacherCache(plan))
+    numbers, filled = itertools.count(), []
+    for batch in heldout if of_rows else []:
+        known = [[next(numbers) for _ in row] for row in _rows(batch)]
+        filled.append({**batch, **caches[1].rows(known, batch["input_ids"].shape[1])})
+    return CachedBatches(batches, caches[0]), filled, []
 
 
 def without_features(batches: Batches, hidden_size: int, dtype: torch.dtype) -> Mapped:
@@ -202,14 +148,9 @@ def stored_teacher(
         RunError: if the disk fills up; what is finished stays, and the next run goes on there.
     """
     assert isinstance(batches, PackedBatches)  # check_draft has seen to it
-    top_k = cfg.draft.stored_top_k
-    plan = plan_top_logits(
-        Path(cfg.draft.stored).expanduser(),
-        batches.documents,
-        computed_by(cfg.model, cfg.autocast),
-        vocab_size=vocab_size,
-        top_k=top_k,
-    )
+    top_k, folder = cfg.draft.stored_top_k, Path(cfg.draft.stored).expanduser()
+    made_of = computed_by(cfg.model, cfg.autocast)
+    plan = plan_top_logits(folder, batches.documents, made_of, vocab_size=vocab_size, top_k=top_k)
     said = f"{plan.describe()}; {still_missing(plan)}"
 
     def add_nothing(batch: Batch) -> Batch:
@@ -320,7 +261,7 @@ class OnPolicyBatches:
         limits = [min(self.max_new_tokens, p.stop - p.cut) for p in places]
         seeds = [_hash(self.seed, dist.rank(), number, i) for i in range(len(places))]
         answers = [
-            list(takewhile(lambda token: token < self.vocab_size, answer))
+            list(itertools.takewhile(lambda token: token < self.vocab_size, answer))
             for answer in self.generate(prompts, limits, seeds)
         ]
         return _laid_out(batch, places, answers, self.pad_token_id)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ from specheads.data.teacher_cache import (
     metadata,
     plan_features,
     plan_top_logits,
+    readable,
     still_missing,
     write_cache,
 )
@@ -45,7 +47,7 @@ from specheads.losses.cross_entropy import IGNORE
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer, packed_hidden
 from specheads.training.objectives import DraftObjective, HeadsObjective
-from specheads.training.teachers import FeatureCache
+from specheads.training.teachers import cached_features
 from tests.zoo import VOCAB, build
 
 SEQ_LEN, ROWS, PAD = 64, 3, 256
@@ -557,14 +559,19 @@ def test_a_run_plans_writes_and_reuses_its_cache(
     documents = _documents()
     heldout = one_pass(_documents(15, seed=1), seq_len=SEQ_LEN, rows=2, pad_token_id=PAD)
     cfg = _config(tiny_model_dir, tmp_path / "f")
-    cache = FeatureCache(cfg, tiny_llama, _batches(documents), heldout)
+    data: Any = SimpleNamespace(train=_batches(documents), heldout=heldout)
+    said: list[str] = []
+    given: Any = (tiny_llama, data, SimpleNamespace(say=said.append))
+    dry = _config(tiny_model_dir, tmp_path / "f", dry_run=True)
+    planned, _ = cached_features(dry, *given)[2]
+    assert "still to be written" in planned and "\n" not in planned
     assert not (tmp_path / "f").exists()
-    assert "still to be written" in cache.describe() and "\n" not in cache.describe()
-    batches, rows = cache.open(tiny_llama)
-    assert cache.num_bytes == sum(
-        path.stat().st_size for path in (tmp_path / "f").rglob("*") if path.is_file()
-    )
-    assert cache.describe().endswith("complete")
+    batches, rows, _ = cached_features(cfg, *given)
+    for folder in (tmp_path / "f", tmp_path / "f" / "heldout"):
+        size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+        assert f" {readable(size)}" in planned
+    assert cached_features(cfg, *given)[1] and said[0] == planned
+    assert said[1].endswith("complete")
     for batch in (next(batches), *rows):
         with torch.no_grad():
             online = packed_hidden(tiny_llama, batch["input_ids"], batch["position_ids"])
@@ -573,6 +580,6 @@ def test_a_run_plans_writes_and_reuses_its_cache(
     assert [list(row["ids"]) for row in rows] == [batch["ids"] for batch in heldout]
     with pytest.raises(ConfigError, match="another computation"):
         other = _config(tiny_model_dir, tmp_path / "f", autocast="bfloat16")
-        FeatureCache(other, tiny_llama, _batches(documents), heldout)
+        cached_features(other, *given)
     with pytest.raises(ConfigError, match="data.growth"):
-        FeatureCache(cfg, tiny_llama, object())
+        cached_features(cfg, tiny_llama, SimpleNamespace(train=object(), heldout=[]), *given[2:])
