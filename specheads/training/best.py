@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from specheads.config import ConfigError, EvaluateConfig, TrainConfig
 from specheads.models.manifest import (
@@ -25,21 +25,17 @@ from specheads.models.manifest import (
 )
 from specheads.runs.log import RunLog
 from specheads.system import dist
-from specheads.system.files import aside, whole_folder
+from specheads.system.files import aside, whole_file, whole_folder
 from specheads.training.checkpoints import Progress, checkpoints_of, load_progress
 
 KEY = "eval/accept_length"
 _TENSORS, _FIGURES, _CHOSEN = "model.safetensors", "best.json", "chosen.json"
 
-Groups = list[dict[str, Any]]
-
 
 def due(evaluate: EvaluateConfig, progress: Progress, last_step: int) -> bool:
     """Whether to evaluate now: every so often, and once more to compare the last with the best."""
-    if not evaluate.every:
-        return False
     at_end = progress.step == last_step and progress.best_step > 0
-    return at_end or progress.step % evaluate.every == 0
+    return evaluate.every > 0 and (at_end or progress.step % evaluate.every == 0)
 
 
 def judge(
@@ -73,15 +69,18 @@ def judge(
                 f"{cfg.recipe} does not measure while training"
             )
         return dict(found)
-    value = torch.tensor([found[KEY]], dtype=torch.float64)
     # one verdict for all ranks, or some would stop and the others wait for them
-    value = dist.sum_over_ranks(value) / dist.world_size()
-    length = float(value)
+    total = dist.sum_over_ranks(torch.tensor([found[KEY]], dtype=torch.float64))
+    length = float(total) / dist.world_size()
     progress.since_best = 0 if length > progress.best else progress.since_best + 1
     if length >= progress.best:  # of equals the one that has trained longer
         progress.best, progress.best_step = length, progress.step
         if cfg.evaluate.keep_best and dist.is_main():
-            save(run.dir, parameters, progress, found)
+            with whole_folder(folder_of(run.dir, progress.step)) as folder:
+                save_tensors(folder / _TENSORS, parameters)
+                figures = {"step": progress.step, "stage": progress.stage, "metrics": dict(found)}
+                (folder / _FIGURES).write_text(json.dumps(figures, indent=1) + "\n")
+                write_manifest(folder)
             prune(run.dir, progress)
     patience = cfg.evaluate.patience
     progress.stopped = bool(patience) and progress.since_best >= patience
@@ -98,7 +97,7 @@ def judge(
     }
 
 
-def trained(objective: nn.Module, groups: Groups) -> dict[str, nn.Parameter]:
+def trained(objective: nn.Module, groups: Sequence[dict[str, Any]]) -> dict[str, nn.Parameter]:
     """Return the trained parameters by their names in ``objective``.
 
     To be asked before an engine is opened: DeepSpeed puts tensors of its own into the groups.
@@ -110,17 +109,6 @@ def trained(objective: nn.Module, groups: Groups) -> dict[str, nn.Parameter]:
 def folder_of(run_dir: Path, step: int) -> Path:
     """Return where the best weights lie if they are those of ``step``."""
     return run_dir / "best" / f"step-{step:07d}"
-
-
-def save(
-    run_dir: Path, tensors: Mapping[str, Tensor], progress: Progress, found: Mapping[str, float]
-) -> None:
-    """Write the weights and figures of this step's evaluation, whole or not at all."""
-    with whole_folder(folder_of(run_dir, progress.step)) as folder:
-        save_tensors(folder / _TENSORS, tensors)
-        figures = {"step": progress.step, "stage": progress.stage, "metrics": dict(found)}
-        (folder / _FIGURES).write_text(json.dumps(figures, indent=1) + "\n")
-        write_manifest(folder)
 
 
 def bring(run_dir: Path, checkpoint: Path, progress: Progress) -> None:
@@ -187,9 +175,8 @@ def finish(
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
-    fresh = place.with_suffix(".tmp")
-    fresh.write_text((folder / _FIGURES).read_text())
-    fresh.replace(place)
+    with whole_file(place) as fresh:
+        fresh.write_text((folder / _FIGURES).read_text())
     prune(run.dir, progress)
     if progress.best_step < progress.step:
         run.say(
@@ -204,7 +191,4 @@ def chosen(run_dir: Path) -> dict[str, Any] | None:
     For an export's ``training`` section.
     """
     place = run_dir / "best" / _CHOSEN
-    if not place.is_file():
-        return None
-    figures: dict[str, Any] = json.loads(place.read_text())
-    return figures
+    return json.loads(place.read_text()) if place.is_file() else None
