@@ -24,8 +24,7 @@ from omegaconf import DictConfig
 
 from specheads.config import ConfigError, TrainConfig
 from specheads.config.main import hydra_main
-from specheads.runs.directory import check_run_dir, discard, is_used
-from specheads.runs.metrics import read_rows
+from specheads.runs.directory import check_run_dir, discard, is_used, read_rows
 from specheads.system import dist, hardware, heartbeat
 from specheads.system.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from specheads.system.files import conf_dir, recipes_dir

@@ -18,8 +18,7 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from specheads.config import InterruptedRunError, RunError, TrainConfig
-from specheads.runs.directory import describe, discard, is_used, lock, refuse_used, unlock
-from specheads.runs.metrics import MetricsFile
+from specheads.runs import directory
 from specheads.runs.wandb import WandbLog
 from specheads.system import dist
 from specheads.system.files import whole_file
@@ -85,19 +84,19 @@ class RunLog:
         # these begin with the first step, on rank 0
         self._bar: tqdm[Any] | None = None
         self._wandb: WandbLog | None = None
-        self._metrics: MetricsFile | None = None
+        self._metrics: directory.MetricsFile | None = None
         self._provenance: dict[str, Any] = {}
         if not dist.is_main():
             return
         self._made = not self.dir.exists()
         self.dir.mkdir(parents=True, exist_ok=True)
         self._before = set(self.dir.iterdir())
-        self._stepped = is_used(self.dir)  # by an earlier start, or this one
-        self._handle = lock(self.dir / "LOCK")
+        self._stepped = directory.is_used(self.dir)  # by an earlier start, or this one
+        self._handle = directory.lock(self.dir / "LOCK")
         try:
-            refuse_used(self.dir, cfg.resume)
+            directory.refuse_used(self.dir, cfg.resume)
             if not cfg.dry_run:
-                self._provenance = describe(self.dir, self._settings())
+                self._provenance = directory.describe(self.dir, self._settings())
         except BaseException:
             self._leave(failed=True)
             raise
@@ -105,8 +104,8 @@ class RunLog:
     def _leave(self, *, failed: bool) -> None:
         """Release the lock; of a dry run, and one that failed before a step, leave nothing."""
         if failed and not self._stepped:
-            discard(self.dir, self._before)
-        unlock(self.dir, self._handle)
+            directory.discard(self.dir, self._before)
+        directory.unlock(self.dir, self._handle)
         if self._made and not any(self.dir.iterdir()):
             self.dir.rmdir()
 
@@ -162,7 +161,7 @@ class RunLog:
             return
         if self._metrics is not None:
             return
-        self._metrics = MetricsFile(self.dir / "metrics.jsonl", step, checkpoint)
+        self._metrics = directory.MetricsFile(self.dir / "metrics.jsonl", step, checkpoint)
         settings = {**self._settings(), "provenance": self._provenance}
         self._wandb = WandbLog(self.cfg.log, self.cfg.name, self.dir, settings, self.say)
         quiet = not sys.stderr.isatty()

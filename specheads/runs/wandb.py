@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from specheads.config import LogConfig
-from specheads.runs.metrics import read_rows
+from specheads.runs.directory import read_rows
 from specheads.system.files import whole_file
 
 _START = 30.0  # seconds for the server to answer at the start; wandb's own limit is 90
@@ -27,8 +27,10 @@ _START = 30.0  # seconds for the server to answer at the start; wandb's own limi
 _FINISH, _FINISH_ARTIFACTS = 20.0, 900.0
 
 # one panel for all heads: metric -> panel and line
-_TRAINED = re.compile(r"train/head_(\d+)/(loss|top1)")
-_ACCEPTED = re.compile(r"eval/(?:tree|chain)/(t[\d.]+)/(?:head|depth)_(\d+)/acceptance")
+_LINE = re.compile(
+    r"train/head_(?P<head>\d+)/(?P<panel>loss|top1)"
+    r"|eval/(?:tree|chain)/(?P<at>t[\d.]+)/(?:head|depth)_(?P<depth>\d+)/acceptance"
+)
 _POINTS = 500  # of a line in such a panel; the single metrics have all
 
 Row = Mapping[str, Any]
@@ -77,19 +79,16 @@ def head_lines(rows: Sequence[Row]) -> dict[str, dict[str, tuple[list[int], list
     of the evaluations. A line of many points is thinned evenly; its last point stays.
     """
     lines: dict[str, dict[str, tuple[list[int], list[float]]]] = {}
-    first = ""
+    first = None
     for row in rows:
         for key, value in row.items():
-            panel, head = "", ""
-            if found := _TRAINED.fullmatch(key):
-                head, panel = found.groups()
-            elif found := _ACCEPTED.fullmatch(key):
-                first = first or found[1]
-                panel, head = ("acceptance" if found[1] == first else ""), found[2]
-            if panel:
-                steps, values = lines.setdefault(f"heads/{panel}", {}).setdefault(
-                    f"head {head}", ([], [])
-                )
+            if not (found := _LINE.fullmatch(key)):
+                continue
+            first = first or found["at"]
+            if found["at"] in (None, first):
+                panel = lines.setdefault(f"heads/{found['panel'] or 'acceptance'}", {})
+                name = f"head {found['head'] or found['depth']}"
+                steps, values = panel.setdefault(name, ([], []))
                 steps.append(row["step"])
                 values.append(value)
     for heads in lines.values():

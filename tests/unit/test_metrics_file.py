@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specheads.config import RunError
+from specheads.runs.directory import MetricsFile, read_rows
 from specheads.runs.log import RunLog
-from specheads.runs.metrics import MetricsFile, read_rows
 from tests.toys import toy_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,7 +114,7 @@ def test_damaged_lines_are_passed_over(tmp_path: Path) -> None:
 def test_a_killed_run_leaves_its_rows(tmp_path: Path) -> None:
     """Rows in a buffer die with the process, up to thousands of steps of them."""
     code = (
-        "from pathlib import Path; from specheads.runs.metrics import MetricsFile; import time\n"
+        "from pathlib import Path; from specheads.runs.directory import MetricsFile; import time\n"
         f"file = MetricsFile(Path({str(tmp_path / 'metrics.jsonl')!r}), 0)\n"
         "for step in range(100): file.append({'step': step})\n"
         "print('written', flush=True); time.sleep(60)\n"

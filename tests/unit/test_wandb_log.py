@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from specheads.runs import wandb
+from specheads.runs.directory import read_rows
 from specheads.runs.log import Outcome, RunLog
-from specheads.runs.metrics import read_rows
 from specheads.runs.wandb import has_credentials, head_lines, run_id, wanted_mode
 from specheads.system.files import whole_file
 from tests.fake_wandb import FakeServer
