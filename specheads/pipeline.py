@@ -46,12 +46,13 @@ from specheads.models.output import OutputLayer
 from specheads.models.quantize import quantization_of
 from specheads.runs.log import Outcome, RunLog
 from specheads.system import dist
+from specheads.system.errors import refuse
 from specheads.training.best import chosen as chosen_step
 from specheads.training.heldout import Original, heads_accuracy, heldout_agreement, heldout_loss
 from specheads.training.loop import Stage
 from specheads.training.objectives import DraftObjective
 from specheads.training.plan import describe_costs, describe_run, plan_stage, tokens_per_step
-from specheads.training.setup import Data, prompt_records
+from specheads.training.setup import Data, in_section, prompt_records
 
 
 def check_tree(tree: TreeConfig, evaluate: EvaluateConfig, num_heads: int) -> None:
@@ -62,19 +63,15 @@ def check_tree(tree: TreeConfig, evaluate: EvaluateConfig, num_heads: int) -> No
     """
     if not tree.choices:
         least = num_heads + 2  # the first token is the prefill's, and the last is nobody's root
-        if evaluate.max_new_tokens < least:
-            raise ConfigError(
-                f"evaluate.max_new_tokens is {evaluate.max_new_tokens}, which leaves no position to"
-                f" measure a tree of {num_heads} heads at: expected at least {least}, or the tree"
-                " in tree.choices"
-            )
+        short = evaluate.max_new_tokens < least
+        found = f"evaluate.max_new_tokens is {evaluate.max_new_tokens}, which leaves no position to"
+        asked = f"expected at least {least}, or the tree in tree.choices"
+        refuse({f"{found} measure a tree of {num_heads} heads at: {asked}": short})
         return
-    try:
+    with in_section("tree"):
         depth = Tree.from_choices(tree.choices).max_depth
-    except ValueError as error:
-        raise ConfigError(f"tree.{error}") from None
-    if depth > num_heads:
-        raise ConfigError(f"tree.choices is {depth} deep, but there are {num_heads} heads")
+    deeper = f"tree.choices is {depth} deep, but there are {num_heads} heads"
+    refuse({deeper: depth > num_heads})
 
 
 def heldout_prompts(
@@ -173,10 +170,8 @@ class Speculation:
             ConfigError: if there are no prompts, or the tree has ranks that no head can guess.
         """
         deepest = max((rank for choice in cfg.tree.choices for rank in choice), default=-1)
-        if deepest >= heads.num_outputs:
-            raise ConfigError(
-                f"tree.choices uses rank {deepest}, a head guesses among {heads.num_outputs} tokens"
-            )
+        few = f"tree.choices uses rank {deepest}, a head guesses among {heads.num_outputs} tokens"
+        refuse({few: deepest >= heads.num_outputs})
         self.cfg, self.base, self.heads, self.output = cfg, base, heads, output
         self.tokenizer, self.data = tokenizer, data
         self.records, self.prompts = heldout_prompts(cfg, data, tokenizer, base)
@@ -184,7 +179,6 @@ class Speculation:
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Decode the prompts with the heads as they are, see ``decode_heldout``."""
-        del step
         return decode_heldout(
             self.base, self.heads, self.output, self.prompts, self.cfg.evaluate, self.eos
         )
@@ -228,7 +222,11 @@ class Speculation:
         if tuned and has_adapter(base) and merges(base, cfg.adapter.merge):
             merge_adapter(base)  # what is measured from here on is what is exported
         name = "" if tuned and original is None else cfg.model.name
-        export, tree = Path(cfg.run_dir) / "export", self._tree()
+        export, count = Path(cfg.run_dir) / "export", heads.num_heads
+        if cfg.tree.choices:
+            tree = Tree.from_choices(cfg.tree.choices)
+        else:  # until one is measured
+            tree = Tree.chain(min(count, (cfg.tree.num_nodes or count + 1) - 1))
         save_export(
             export,
             heads,
@@ -252,7 +250,14 @@ class Speculation:
             card.write(export, "native", read_config(export))
             figures: dict[str, float] = {}
             with measuring("held-out loss and accuracy"):
-                figures = self._heldout(log, heldout, original, tuned=tuned)
+                if tuned:
+                    figures = heldout_loss(base, self.output, heldout, original)
+                    moved = ""
+                    if original:
+                        moved = f" tuned, {figures['original_loss']:.4f} original,"
+                        moved += f" KL(original || tuned) {figures['kl']:.4f}"
+                    log.say(f"held-out loss {figures['loss']:.4f}{moved} nats per token")
+                figures |= heads_accuracy(base, heads, self.output, heldout)
                 log.record(steps, {f"heldout/{key}": value for key, value in figures.items()})
             log.say("measuring trees ...")
             chosen = Calibration(tree, 0.0, {})
@@ -278,33 +283,6 @@ class Speculation:
                 found = final_evaluation(loaded, prompts, cfg.evaluate, samples=cfg.log.samples)
                 log.outcome(steps, found)
             card.write(export, "native", config, final=found.figures)
-
-    def _tree(self) -> Tree:
-        """Return the tree of the settings, or a chain until one is measured."""
-        tree, num_heads = self.cfg.tree, self.heads.num_heads
-        if tree.choices:
-            return Tree.from_choices(tree.choices)
-        return Tree.chain(min(num_heads, tree.num_nodes - 1) if tree.num_nodes else num_heads)
-
-    def _heldout(
-        self,
-        log: RunLog,
-        heldout: Sequence[dict[str, Any]],
-        original: Original | None,
-        *,
-        tuned: bool,
-    ) -> dict[str, float]:
-        """Return the held-out figures of the heads and of a trained base, and say its loss."""
-        base, output = self.base, self.output
-        figures = heldout_loss(base, output, heldout, original) if tuned else {}
-        if original:
-            log.say(
-                f"held-out loss {figures['loss']:.4f} tuned, {figures['original_loss']:.4f}"
-                f" original, KL(original || tuned) {figures['kl']:.4f} nats per token"
-            )
-        elif tuned:
-            log.say(f"held-out loss {figures['loss']:.4f} nats per token")
-        return figures | heads_accuracy(base, self.heads, output, heldout)
 
 
 class Drafting:
@@ -345,7 +323,6 @@ class Drafting:
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Decode the prompts with the draft model as it is, and compare it with its base."""
-        del step
         found = decode_with_draft(self.base, self.draft, self.prompts, self.cfg.evaluate, self.eos)
         heldout = heldout_agreement(self.judge, self.data.heldout)
         return found | {f"heldout/{key}": value for key, value in heldout.items()}

@@ -32,19 +32,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from specheads.config import ConfigError, OptimConfig, RunError, TrainConfig
+from specheads.config import ConfigError, RunError, TrainConfig
 from specheads.models.quantize import is_quantized_linear
 from specheads.system import dist, hardware, heartbeat
+from specheads.system.errors import refuse
 from specheads.system.files import aside, writing
 from specheads.training.checkpoints import read_state
-from specheads.training.engine import (
-    Batch,
-    Groups,
-    Spread,
-    check_names,
-    learning_rates,
-    make_optimizers,
-)
+from specheads.training.engine import Batch, Groups, Spread, learning_rates, make_optimizers
 
 
 @contextlib.contextmanager
@@ -172,35 +166,20 @@ def check_deepspeed(objective: nn.Module, cfg: TrainConfig) -> None:
     Raises:
         ConfigError: naming the setting.
     """
-    plain_only = {
-        "muon": "ZeRO flattens the matrices",
-        "adamw8bit": "ZeRO keeps the moments in parts of its own",
-    }
-    if why := plain_only.get(cfg.optim.name):
-        raise ConfigError(
-            f"optim.name={cfg.optim.name} needs deepspeed=none, as {why}; add optim=adamw"
-        )
-    stage = Spread.from_config(cfg.deepspeed).stage
-    if stage == 3 and any(map(is_quantized_linear, objective.modules())):
-        raise ConfigError(
-            f"model.quantization={cfg.model.quantization}: ZeRO-3 cannot spread quantised "
-            "weights; choose deepspeed=zero1 or zero2"
-        )
-
-
-def precision_settings(cfg: TrainConfig) -> dict[str, Any]:
-    """Return DeepSpeed's sections about number formats.
-
-    16-bit weights get float32 masters, and float16 ones a loss scale that finds itself.
-    """
-    half = "float16" in (cfg.model.dtype, cfg.autocast)
-    settings: dict[str, Any] = {
-        "bf16": {"enabled": cfg.model.dtype == "bfloat16"},
-        "fp16": {"enabled": half, "loss_scale": 0},
-    }
-    if cfg.autocast == "bfloat16":
-        settings["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
-    return settings
+    plain = f"optim.name={cfg.optim.name} needs deepspeed=none, as ZeRO"
+    quantised = any(map(is_quantized_linear, objective.modules()))
+    refuse(
+        {
+            f"{plain} flattens the matrices; add optim=adamw": cfg.optim.name == "muon",
+            f"{plain} keeps the moments in parts of its own; add optim=adamw": (
+                cfg.optim.name == "adamw8bit"
+            ),
+            f"model.quantization={cfg.model.quantization}: ZeRO-3 cannot spread quantised weights;"
+            " choose deepspeed=zero1 or zero2": (
+                quantised and Spread.from_config(cfg.deepspeed).stage == 3
+            ),
+        }
+    )
 
 
 class DeepSpeedEngine:
@@ -228,7 +207,15 @@ class DeepSpeedEngine:
         logger.setLevel(logging.WARNING)
         # DeepSpeed calls functions of torch that have newer names, on every rank
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-        precision = {**precision_settings(cfg), **cfg.deepspeed}
+        # 16-bit weights get float32 masters, and float16 ones a loss scale that finds itself
+        half = "float16" in (cfg.model.dtype, cfg.autocast)
+        precision: dict[str, Any] = {
+            "bf16": {"enabled": cfg.model.dtype == "bfloat16"},
+            "fp16": {"enabled": half, "loss_scale": 0},
+        }
+        if cfg.autocast == "bfloat16":
+            precision["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+        precision |= cfg.deepspeed
         half = bool(precision["fp16"].get("enabled"))
         if half and not get_accelerator().is_fp16_supported():
             raise ConfigError(
@@ -253,7 +240,7 @@ class DeepSpeedEngine:
         self.frozen = {name: named[name].detach().to("cpu", copy=True) for name in rounded}
         self.engine: Any = deepspeed.initialize(
             model=objective,
-            optimizer=_make_optimizer(groups, cfg.optim, offloads=offloads),
+            optimizer=make_optimizers(groups, cfg.optim, offloads=offloads)[0],
             config={
                 "train_micro_batch_size_per_gpu": cfg.data.rows,
                 "gradient_accumulation_steps": cfg.optim.accumulation,
@@ -341,8 +328,7 @@ class DeepSpeedEngine:
         optimizer = self.engine.optimizer
         if self._plain:
             self.engine.zero_grad()
-            with self._counters(), _no_clipping(self.engine):
-                self.engine.step()  # without gradients it steps nowhere
+            self.engine.micro_steps += 1  # as a step does, which would divide by a norm
             return
         infinite = torch.tensor(float("inf"), device=self.engine.device)
         # ZeRO-1 and 2, ZeRO-3, and stage 0 in 16 bits, where the gradients are the parameters' own
@@ -369,7 +355,7 @@ class DeepSpeedEngine:
         names = ("global_steps", "global_samples", "skipped_steps")
         before = {name: getattr(self.engine, name) for name in names}
         yield
-        if self._plain or not self.engine.was_step_applied():
+        if not self.engine.was_step_applied():
             for name, value in before.items():
                 setattr(self.engine, name, value)
 
@@ -388,10 +374,15 @@ class DeepSpeedEngine:
             ConfigError: if it is of another model, or cannot be converted for this many ranks.
         """
         try:
-            stored = [str(name) for name in json.loads((folder / "trained.json").read_text())]
+            stored = set(map(str, json.loads((folder / "trained.json").read_text())))
         except (OSError, TypeError, ValueError) as error:
             raise ConfigError(f"cannot read {folder / 'trained.json'}: {error}") from None
-        check_names(folder, stored, self.names)  # the frozen ones are not stored: no strict load
+        # the frozen ones are not stored, so that DeepSpeed itself cannot be strict
+        if odd := sorted(stored ^ set(self.names)):
+            raise ConfigError(
+                f"{folder} is of another model: {len(odd)} parameters are in one only, e.g."
+                f" {odd[0]}"
+            )
         before = read_state(folder)["world_size"]
         if before != dist.world_size() and self.engine.zero_optimization_stage() > 0:
             with converted(folder, self.run_dir) as universal:
@@ -447,38 +438,8 @@ class DeepSpeedEngine:
         named = {name: p for name, p in self.engine.module.named_parameters()}
         optimizer = self.engine.optimizer
         if self.engine.zero_optimization_stage() == 0 and hasattr(optimizer, "fp32_groups"):
-            pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
-            masters = {
-                id(low): high
-                for lows, highs in pairs
-                for low, high in zip(lows, highs, strict=True)
-            }
+            low, high = (sum(g, []) for g in (optimizer.fp16_groups, optimizer.fp32_groups))
+            masters = dict(zip(map(id, low), high, strict=True))
             return {name: masters[id(named[name])].detach() for name in self.names}
         found = {name: safe_get_full_fp32_param(named[name]) for name in self.names}
         return {name: tensor.clone() for name, tensor in found.items() if tensor is not None}
-
-
-@contextlib.contextmanager
-def _no_clipping(engine: Any) -> Iterator[None]:
-    """DeepSpeed's clipping divides by a norm that a step without gradients does not have."""
-    engine.clip_fp32_gradients = lambda: None
-    try:
-        yield
-    finally:
-        del engine.clip_fp32_gradients
-
-
-def _make_optimizer(groups: Groups, optim: OptimConfig, *, offloads: bool) -> torch.optim.Optimizer:
-    """Return AdamW, or DeepSpeed's own one for the processor where moments are offloaded."""
-    if not offloads:
-        (optimizer,) = make_optimizers(groups, optim)
-        return optimizer
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    for group in groups:
-        group["initial_lr"] = group["lr"]
-    betas, decay = (optim.beta1, optim.beta2), optim.weight_decay
-    made: torch.optim.Optimizer = DeepSpeedCPUAdam(
-        groups, betas=betas, weight_decay=decay, adamw_mode=True
-    )
-    return made

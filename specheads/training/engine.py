@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -210,12 +210,13 @@ def param_groups(optim: OptimConfig, **parts: tuple[nn.Module, float]) -> list[d
 
 
 def make_optimizers(
-    groups: Groups, optim: OptimConfig, *, fused: bool | None = None
+    groups: Groups, optim: OptimConfig, *, fused: bool | None = None, offloads: bool = False
 ) -> list[torch.optim.Optimizer]:
     """Return AdamW for the groups, and Muon for those named ``*_muon``.
 
     With ``optim.name == "adamw8bit"`` the two moments are kept in 8 bits, block by block
-    (arXiv:2110.02861); those of parameters below 4,096 numbers stay in 32.
+    (arXiv:2110.02861); those of parameters below 4,096 numbers stay in 32. ``offloads`` takes
+    DeepSpeed's AdamW for the processor.
 
     Raises:
         ConfigError: if bitsandbytes is needed and not installed.
@@ -225,16 +226,19 @@ def make_optimizers(
     muon = [g for g in groups if g["name"].endswith("_muon")]
     adamw = [g for g in groups if not g["name"].endswith("_muon")]
     made: list[torch.optim.Optimizer] = []
-    if adamw:
-        decay = 0.0 if muon else optim.weight_decay
-        betas = (optim.beta1, optim.beta2)
-        if optim.name == "adamw8bit":
-            need_bitsandbytes("optim.name=adamw8bit")
-            from bitsandbytes.optim import AdamW8bit
+    settings: dict[str, Any] = {"betas": (optim.beta1, optim.beta2)}
+    settings["weight_decay"] = 0.0 if muon else optim.weight_decay
+    if adamw and offloads:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-            made.append(AdamW8bit(adamw, betas=betas, weight_decay=decay))
-        else:
-            made.append(torch.optim.AdamW(adamw, betas=betas, weight_decay=decay, fused=fused))
+        made.append(DeepSpeedCPUAdam(adamw, **settings, adamw_mode=True))
+    elif adamw and optim.name == "adamw8bit":
+        need_bitsandbytes("optim.name=adamw8bit")
+        from bitsandbytes.optim import AdamW8bit
+
+        made.append(AdamW8bit(adamw, **settings))
+    elif adamw:
+        made.append(torch.optim.AdamW(adamw, **settings, fused=fused))
     if muon:
         made.append(torch.optim.Muon(muon, weight_decay=optim.weight_decay))
     return made
@@ -243,18 +247,6 @@ def make_optimizers(
 def learning_rates(groups: Groups, factor: float) -> dict[str, float]:
     """Return the learning rate of every group, for the log."""
     return {group["name"]: group["initial_lr"] * factor for group in groups}
-
-
-def check_names(folder: Path, stored: Iterable[str], trained: Iterable[str]) -> None:
-    """Check that a checkpoint holds the trained parameters and no others.
-
-    Raises:
-        ConfigError: naming one that is in one only.
-    """
-    if odd := sorted(set(stored) ^ set(trained)):
-        raise ConfigError(
-            f"{folder} is of another model: {len(odd)} parameters are in one only, e.g. {odd[0]}"
-        )
 
 
 class TorchEngine:
