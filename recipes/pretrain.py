@@ -25,7 +25,6 @@ def run(cfg: TrainConfig) -> None:
     data = load_data(cfg, base, tokenizer, train_base=True, learn_all=True, read=read)
 
     def evaluate(step: int) -> dict[str, float]:
-        del step
         return {"heldout/loss": heldout_loss(base, output, data.heldout)["loss"]}
 
     with RunLog(cfg) as log:

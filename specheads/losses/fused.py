@@ -120,7 +120,6 @@ def cross_entropy_rows(
     rows: Tensor, z: Tensor, label: Tensor, factor: Tensor, slope: bool
 ) -> tuple[Tensor, Tensor]:
     """Return cross entropies [n, 1], and whether the label is among the first and first five."""
-    del rows
     target = z.gather(1, label)
     top, best = z.max(1, keepdim=True)
     hits = torch.cat([best == label, rank_of(z, target) < 5], 1).float()

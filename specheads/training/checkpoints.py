@@ -399,7 +399,6 @@ def _known_sha256(file: Path) -> str:
 
 @lru_cache(maxsize=4096)  # a run of several stages asks again
 def _sha256(file: Path, size: int, time: int) -> str:
-    del size, time
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 

@@ -260,20 +260,18 @@ class TorchEngine:
         self.objective = objective
         self.cfg = cfg
         self.optimizers = make_optimizers(groups, cfg.optim, fused=True)
-        self.trained = [p for group in groups for p in group["params"]]
-        names = {id(p): name for name, p in objective.named_parameters()}
-        self.names = [names[id(p)] for p in self.trained]
+        self.names = {id(p): name for name, p in objective.named_parameters()}
+        self.trained = {self.names[id(p)]: p for group in groups for p in group["params"]}
         objective.engine_scale = 1.0  # type: ignore[assignment]
 
     def forward(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of one micro-batch and its metrics."""
-        kind = self.trained[0].device.type
+        kind = next(iter(self.trained.values())).device.type
         with torch.autocast(kind, torch.bfloat16, enabled=self.cfg.autocast == "bfloat16"):
             return cast("tuple[Tensor, dict[str, Tensor]]", self.objective(batch))
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add this micro-batch's gradients."""
-        del last
         loss.backward()
 
     def step(self, factor: float) -> float:
@@ -281,7 +279,7 @@ class TorchEngine:
 
         One that is not finite changes nothing; the gradients are dropped.
         """
-        norm = float(nn.utils.clip_grad_norm_(self.trained, self.cfg.optim.grad_clip))
+        norm = float(nn.utils.clip_grad_norm_(self.trained.values(), self.cfg.optim.grad_clip))
         if not math.isfinite(norm):
             self.drop()
             return norm
@@ -294,19 +292,18 @@ class TorchEngine:
 
     def drop(self) -> None:
         """Throw away the gradients of this step."""
-        for parameter in self.trained:
+        for parameter in self.trained.values():
             parameter.grad = None
 
     def save(self, folder: Path) -> None:
         """Write trained weights and the optimizers' tensors as safetensors."""
-        save_tensors(folder / "model.safetensors", dict(zip(self.names, self.trained, strict=True)))
-        names = dict(zip(map(id, self.trained), self.names, strict=True))
+        save_tensors(folder / "model.safetensors", self.trained)
         tensors: dict[str, Tensor] = {}
         values: dict[str, Any] = {}
         for optimizer in self.optimizers:
             for parameter, state in optimizer.state.items():
                 for key, value in state.items():
-                    name = f"{names[id(parameter)]}/{key}"
+                    name = f"{self.names[id(parameter)]}/{key}"
                     if isinstance(value, Tensor):
                         # 8-bit states share their code books, which safetensors refuses
                         tensors[name] = value.clone() if key.startswith("qmap") else value
@@ -321,25 +318,23 @@ class TorchEngine:
         Raises:
             ConfigError: if the checkpoint is of another model, before anything is changed.
         """
-        trained = dict(zip(self.names, self.trained, strict=True))
-        check_tensors(folder / "model.safetensors", trained)
-        check_moments(folder / "optimizer.safetensors", trained)
+        check_tensors(folder / "model.safetensors", self.trained)
+        check_moments(folder / "optimizer.safetensors", self.trained)
         values = read_json(folder / "optimizer.json", f"{folder} is not a whole checkpoint")
         if odd := [n for n, v in values.items() if type(v) not in (bool, int, float)]:
             raise ConfigError(f"{folder / 'optimizer.json'}: {odd[0]} must be a number")
         weights = load_tensors(folder / "model.safetensors")
         with torch.no_grad():
-            for name, parameter in trained.items():
+            for name, parameter in self.trained.items():
                 parameter.copy_(weights[name])
         state: dict[str, dict[str, Any]] = {}
         stored = load_tensors(folder / "optimizer.safetensors")
         for name, value in (stored | values).items():
             parameter_name, _, key = name.rpartition("/")
             state.setdefault(parameter_name, {})[key] = value
-        names = dict(zip(map(id, self.trained), self.names, strict=True))
         for optimizer in self.optimizers:
             layout = optimizer.state_dict()
-            order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+            order = [self.names[id(p)] for group in optimizer.param_groups for p in group["params"]]
             layout["state"] = {i: state[name] for i, name in enumerate(order) if name in state}
             optimizer.load_state_dict(layout)
 
