@@ -47,47 +47,6 @@ class Objective(Protocol):
         """Return the loss and additive metrics."""
 
 
-class Engine(Protocol):
-    """What the loop calls.
-
-    Attributes:
-        overflowed: whether the last ``step`` was one that the engine itself skipped to lower its
-            loss scale, which fp16 does now and then; such a step is no sign of a fault.
-        loss_scale: what fp16 multiplies the loss by, 1 without it.
-    """
-
-    @property
-    def overflowed(self) -> bool: ...  # noqa: D102
-
-    @property
-    def loss_scale(self) -> float: ...  # noqa: D102
-
-    def forward(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of one micro-batch and its metrics."""
-
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add this micro-batch's gradients; ``last`` marks the end of the optimizer step."""
-
-    def step(self, factor: float) -> float:
-        """Clip, step with every learning rate times ``factor``, return the gradient norm.
-
-        A norm that is not finite changes nothing, on any rank: no weight, no moment, no counter.
-        The gradients are gone then, and what comes back is that norm, or infinity.
-        """
-
-    def drop(self) -> None:
-        """Throw away the gradients of this step instead of stepping; all ranks call it."""
-
-    def save(self, folder: Path) -> None:
-        """Write trained weights and optimizer state; all ranks call it."""
-
-    def load(self, folder: Path) -> None:
-        """Restore what ``save`` wrote."""
-
-    def close(self) -> None:
-        """Leave the module usable without the engine."""
-
-
 @dataclass(frozen=True)
 class Spread:
     """How a run is spread over ranks: plain torch, or a stage of ZeRO.
@@ -250,7 +209,13 @@ def learning_rates(groups: Groups, factor: float) -> dict[str, float]:
 
 
 class TorchEngine:
-    """One process, plain torch."""
+    """One process, plain torch. What it can do, the loop asks of every engine.
+
+    Attributes:
+        overflowed: whether the last ``step`` was one that the engine itself skipped to lower its
+            loss scale, which fp16 does now and then; such a step is no sign of a fault.
+        loss_scale: what fp16 multiplies the loss by, 1 without it.
+    """
 
     overflowed = False
     loss_scale = 1.0
@@ -271,13 +236,14 @@ class TorchEngine:
             return cast("tuple[Tensor, dict[str, Tensor]]", self.objective(batch))
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add this micro-batch's gradients."""
+        """Add this micro-batch's gradients; ``last`` marks the end of the optimizer step."""
         loss.backward()
 
     def step(self, factor: float) -> float:
         """Clip, step with every learning rate times ``factor``, return the gradient norm.
 
-        One that is not finite changes nothing; the gradients are dropped.
+        A norm that is not finite changes nothing, on any rank: no weight, no moment, no counter.
+        The gradients are gone then, and what comes back is that norm, or infinity.
         """
         norm = float(nn.utils.clip_grad_norm_(self.trained.values(), self.cfg.optim.grad_clip))
         if not math.isfinite(norm):
@@ -291,12 +257,12 @@ class TorchEngine:
         return norm
 
     def drop(self) -> None:
-        """Throw away the gradients of this step."""
+        """Throw away the gradients of this step instead of stepping; all ranks call it."""
         for parameter in self.trained.values():
             parameter.grad = None
 
     def save(self, folder: Path) -> None:
-        """Write trained weights and the optimizers' tensors as safetensors."""
+        """Write trained weights and the optimizers' tensors as safetensors; all ranks call it."""
         save_tensors(folder / "model.safetensors", self.trained)
         tensors: dict[str, Tensor] = {}
         values: dict[str, Any] = {}

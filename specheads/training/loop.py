@@ -32,23 +32,10 @@ from specheads.system import dist
 from specheads.system.files import whole_file
 from specheads.system.hardware import peak_memory
 from specheads.system.signals import StopAsked, StopSignal, saving_first
-from specheads.training import best
-from specheads.training.checkpoints import (
-    Progress,
-    checkpoint_to_resume,
-    load_progress,
-    new_checkpoint,
-    prune,
-    random_state,
-    restore_rank,
-    same_random_state,
-    save_rank,
-    set_random_state,
-    verify,
-)
+from specheads.training import best, checkpoints
+from specheads.training.deepspeed_engine import DeepSpeedEngine
 from specheads.training.engine import (
     Batch,
-    Engine,
     Groups,
     Objective,
     TorchEngine,
@@ -59,6 +46,7 @@ from specheads.training.engine import (
 )
 
 Evaluate = Callable[[int], Mapping[str, float]]
+Engine = TorchEngine | DeepSpeedEngine
 
 
 class Batches(Protocol):
@@ -102,8 +90,6 @@ def open_engine(objective: nn.Module, groups: Groups, cfg: TrainConfig) -> Engin
         ConfigError: if several processes were started without DeepSpeed.
     """
     if cfg.deepspeed:
-        from specheads.training.deepspeed_engine import DeepSpeedEngine
-
         return DeepSpeedEngine(objective, groups, cfg)
     if dist.world_size() > 1:
         raise ConfigError(
@@ -173,7 +159,7 @@ class _Training:
     cfg: TrainConfig
     run: RunLog
     engine: Engine
-    progress: Progress
+    progress: checkpoints.Progress
     # of the steps since the last row
     tokens: float = 0.0
     steps: int = 0
@@ -199,7 +185,7 @@ class _Training:
         """
         step, stage, optim = self.progress.step, self.stage, self.cfg.optim
         trained, first = cast(Objective, stage.objective), stage.first_step
-        before = stage.batches.state_dict(), *random_state()
+        before = stage.batches.state_dict(), *checkpoints.random_state()
         trained.lambda_scale = lambda_scale(step, first, self.last_step, self.cfg.loss)
         micro, tokens = gather(stage.batches, optim.accumulation, trained.num_heads, device)
         metrics, bad, bad_anywhere, stopping = run_micro_batches(self.engine, micro, asked_to_stop)
@@ -237,7 +223,7 @@ class _Training:
         position, *generators = before
         saved = ""
         if self.progress.step:
-            set_random_state(*generators)
+            checkpoints.set_random_state(*generators)
             self.save(position)
             saved = f"; step {self.progress.step} is saved, optim.skip_nonfinite=N goes on past it"
         already = f" after {self.progress.skipped} left out" if self.progress.skipped else ""
@@ -253,7 +239,7 @@ class _Training:
         An evaluation that a signal cut short is due again after the resume.
         """
         found: Mapping[str, float] | None = None
-        with self.paused(), same_random_state():
+        with self.paused(), checkpoints.same_random_state():
             with contextlib.suppress(StopAsked), signals.interrupting():
                 found = evaluate(self.progress.step)
             flags = torch.tensor([float(found is None), float(bool(signals.name))])
@@ -291,13 +277,15 @@ class _Training:
         """Write a checkpoint; of the data's ``position``, if it is not the present one."""
         now, keep = self.progress, self.cfg.checkpoint
         with self.paused():
-            with new_checkpoint(self.run.dir, now.step) as folder:
+            with checkpoints.new_checkpoint(self.run.dir, now.step) as folder:
                 self.engine.save(folder)
-                save_rank(folder, self.cfg, now, position or self.stage.batches.state_dict())
+                checkpoints.save_rank(
+                    folder, self.cfg, now, position or self.stage.batches.state_dict()
+                )
                 self.run.save(folder)
             self.run.saved(self.run.dir / "checkpoints" / f"step-{now.step:07d}")
             best_step = now.best_step if keep.keep_best else 0
-            prune(self.run.dir, keep.keep, newest=now.step, best=best_step)
+            checkpoints.prune(self.run.dir, keep.keep, newest=now.step, best=best_step)
 
 
 def fit(stage: Stage, cfg: TrainConfig, run: RunLog, evaluate: Evaluate | None = None) -> int:
@@ -327,10 +315,10 @@ def fit(stage: Stage, cfg: TrainConfig, run: RunLog, evaluate: Evaluate | None =
     end = min(last_step, cfg.max_steps or last_step)
     if cfg.max_steps and stage.first_step >= cfg.max_steps:
         return cfg.max_steps
-    checkpoint = checkpoint_to_resume(cfg)
-    progress = Progress(step=stage.first_step, stage=stage.name)
+    checkpoint = checkpoints.checkpoint_to_resume(cfg)
+    progress = checkpoints.Progress(step=stage.first_step, stage=stage.name)
     if checkpoint is not None:
-        saved = load_progress(checkpoint)
+        saved = checkpoints.load_progress(checkpoint)
         if saved.stage != stage.name and saved.step >= last_step:
             return last_step
         if saved.stage == stage.name:
@@ -345,11 +333,11 @@ def fit(stage: Stage, cfg: TrainConfig, run: RunLog, evaluate: Evaluate | None =
             f" whole checkpoints in {run.dir}"
         )
     if checkpoint is not None:
-        verify(checkpoint)
+        checkpoints.verify(checkpoint)
         if cfg.evaluate.keep_best and dist.is_main():
             best.bring(run.dir, checkpoint, progress)
         engine.load(checkpoint)
-        restore_rank(checkpoint, stage.batches)
+        checkpoints.restore_rank(checkpoint, stage.batches)
     run.begin(progress.step, checkpoint)
     progress.skipped = max(progress.skipped, begin(run.dir, progress.step))
     device = next(stage.objective.parameters()).device

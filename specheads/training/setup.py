@@ -76,22 +76,11 @@ def read_data(cfg: TrainConfig) -> Read:
             the run needs all of them at one time and they are streamed.
     """
     dropped = Dropped()
-    if cfg.data.streaming:
-        check_streaming(cfg)
-        stream = RecordStream(cfg.data, dropped)
-        return Read(stream, stream.heldout, dropped)
-    train, heldout = (
-        load_records(cfg.data, split, dropped=dropped) for split in ("train", "heldout")
-    )
-    return Read(train, heldout, dropped)
-
-
-def check_streaming(cfg: TrainConfig) -> None:
-    """Refuse, with data.streaming, what needs all training documents at one time.
-
-    Raises:
-        ConfigError: naming the key.
-    """
+    if not cfg.data.streaming:
+        train, heldout = (
+            load_records(cfg.data, split, dropped=dropped) for split in ("train", "heldout")
+        )
+        return Read(train, heldout, dropped)
     needs_all = {
         "data.growth": cfg.data.growth,
         "features.dir": cfg.features.dir,
@@ -106,6 +95,8 @@ def check_streaming(cfg: TrainConfig) -> None:
             for key, value in needs_all.items()
         }
     )
+    stream = RecordStream(cfg.data, dropped)
+    return Read(stream, stream.heldout, dropped)
 
 
 @dataclass(frozen=True)
@@ -171,8 +162,7 @@ def load_base(
         quantization=model.quantization,
     )
     check_tokenizer(tokenizer, base)
-    output = output_layer(base)
-    check_loss(cfg.loss, output)
+    output = checked_output(base, cfg.loss)
     if train_base and cfg.adapter.kind == "lora":
         add_adapter(base, cfg.adapter, seed=cfg.seed)
     if train_base and model.gradient_checkpointing:
@@ -199,10 +189,12 @@ def in_section(name: str) -> Iterator[None]:
         raise ConfigError(f"{name}.{error}") from None
 
 
-def check_loss(loss: LossConfig, output: OutputLayer) -> None:
-    """Refuse an implementation of the loss that is not installed or cannot serve this model."""
+def checked_output(model: PreTrainedModel, loss: LossConfig) -> OutputLayer:
+    """Return the output layer of a model; the loss must be installed, and able to serve it."""
+    output = output_layer(model)
     with in_section("loss"):
         check_implementation(loss.implementation, output.softcap)
+    return output
 
 
 def load_data(
@@ -411,12 +403,9 @@ def _start_from(start: str, heads: Heads) -> None:
 
 def most_frequent(documents: Sequence[Encoded], vocab_size: int, num_kept: int) -> Tensor:
     """Return the ``num_kept`` ids that are learned most often, ties by id; [num_kept] long."""
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for document in documents:
-        learned = document.labels[document.labels != IGNORE]
-        counts += np.bincount(learned, minlength=vocab_size)
-    order = torch.from_numpy(counts).sort(descending=True, stable=True).indices
-    return order[:num_kept]
+    learned = [document.labels[document.labels != IGNORE] for document in documents]
+    counts = np.bincount(np.concatenate(learned), minlength=vocab_size)
+    return torch.from_numpy(np.argsort(-counts, kind="stable")[:num_kept])
 
 
 def new_base(
@@ -452,8 +441,7 @@ def new_base(
     base = build_from_init(init, attn=cfg.model.attn)
     base.to(hardware.pick_device(cfg.device))  # type: ignore[arg-type]
     check_tokenizer(tokenizer, base)
-    output = output_layer(base)
-    check_loss(cfg.loss, output)
+    output = checked_output(base, cfg.loss)
     if cfg.model.gradient_checkpointing:
         checkpoint_layers(base)
     return base, output, tokenizer
@@ -544,7 +532,7 @@ def build_draft(
             trust_remote_code=cfg.model.trust_remote_code,
         )
     draft.to(hardware.pick_device(cfg.device))  # type: ignore[arg-type]
-    check_loss(cfg.loss, output_layer(draft))
+    checked_output(draft, cfg.loss)
     context = context_length(draft)
     if context is not None and cfg.data.seq_len > context:
         raise ConfigError(
