@@ -16,13 +16,7 @@ import torch
 from torch import nn
 
 from specheads.config import ConfigError, EvaluateConfig, TrainConfig
-from specheads.models.manifest import (
-    check_manifest,
-    check_tensors,
-    load_tensors,
-    save_tensors,
-    write_manifest,
-)
+from specheads.models import manifest
 from specheads.runs.log import RunLog
 from specheads.system import dist
 from specheads.system.files import aside, whole_file, whole_folder
@@ -77,10 +71,10 @@ def judge(
         progress.best, progress.best_step = length, progress.step
         if cfg.evaluate.keep_best and dist.is_main():
             with whole_folder(folder_of(run.dir, progress.step)) as folder:
-                save_tensors(folder / _TENSORS, parameters)
+                manifest.save_tensors(folder / _TENSORS, parameters)
                 figures = {"step": progress.step, "stage": progress.stage, "metrics": dict(found)}
                 (folder / _FIGURES).write_text(json.dumps(figures, indent=1) + "\n")
-                write_manifest(folder)
+                manifest.write_manifest(folder)
             prune(run.dir, progress)
     patience = cfg.evaluate.patience
     progress.stopped = bool(patience) and progress.since_best >= patience
@@ -169,9 +163,9 @@ def finish(
             f"{folder} is gone, and with it the best weights of this run; "
             "evaluate.keep_best=false exports the last ones"
         )
-    check_manifest(folder)
-    check_tensors(folder / _TENSORS, parameters)
-    weights = load_tensors(folder / _TENSORS)
+    manifest.check_manifest(folder)
+    manifest.check_tensors(folder / _TENSORS, parameters)
+    weights = manifest.load_tensors(folder / _TENSORS)
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])

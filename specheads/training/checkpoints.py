@@ -28,14 +28,7 @@ import torch
 from torch import Tensor
 
 from specheads.config import ConfigError, TrainConfig
-from specheads.models.manifest import (
-    MANIFEST,
-    load_tensors,
-    read_json,
-    read_manifest,
-    save_tensors,
-    write_json,
-)
+from specheads.models import manifest
 from specheads.models.names import base_fingerprint
 from specheads.system import dist
 from specheads.system.files import aside, flush_folder, publish, writing
@@ -94,7 +87,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     Raises:
         ConfigError: if it is missing or is not what ``save_rank`` writes.
     """
-    state = read_json(folder / "state.json", f"{folder} is not a whole checkpoint")
+    state = manifest.read_json(folder / "state.json", f"{folder} is not a whole checkpoint")
     kinds = {key: type(value) for key, value in vars(Progress()).items()}
     for key, kind in {**kinds, "world_size": int, "settings": dict}.items():
         if type(state.get(key)) not in ({kind, int} if kind is float else {kind}):
@@ -244,7 +237,7 @@ def same_random_state() -> Iterator[None]:
 def save_rank(folder: Path, cfg: TrainConfig, progress: Progress, data: dict[str, Any]) -> None:
     """Write this rank's random generators and data position; rank 0 also the common part."""
     tensors, values = random_state()
-    save_tensors(folder / f"random-{dist.rank()}.safetensors", tensors)
+    manifest.save_tensors(folder / f"random-{dist.rank()}.safetensors", tensors)
     mine = {"random": values, "data": data}
     (folder / f"rank-{dist.rank()}.json").write_text(json.dumps(mine))
     if dist.is_main():
@@ -275,7 +268,7 @@ def load_rank(folder: Path) -> dict[str, Any]:
     state = read_state(folder)
     same = state["world_size"] == dist.world_size()
     file = folder / f"rank-{dist.rank() if same else 0}.json"
-    mine = read_json(file, f"{folder} is not a whole checkpoint")
+    mine = manifest.read_json(file, f"{folder} is not a whole checkpoint")
     data = mine.get("data")
     if not isinstance(data, dict):
         raise ConfigError(f"{file}: data must be an object, found {data!r:.40}")
@@ -285,7 +278,7 @@ def load_rank(folder: Path) -> dict[str, Any]:
         seed_generators(int.from_bytes(digest[:4], "big"))
         return data
     tensors = folder / f"random-{dist.rank()}.safetensors"
-    stored = load_tensors(tensors)
+    stored = manifest.load_tensors(tensors)
     try:
         set_random_state(stored, mine["random"])
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
@@ -339,27 +332,28 @@ def check_whole(path: Path, only: Only = lambda name, size: True) -> None:
     Raises:
         ConfigError: naming the file and both numbers.
     """
-    listed = read_manifest(path, "checkpoint")["files"]
+    listed = manifest.read_manifest(path, "checkpoint")["files"]
     for name, entry in listed.items():
         file = path / name
         if not file.is_file():
-            raise ConfigError(f"{path} lacks {name}, which its {MANIFEST} lists")
+            raise ConfigError(f"{path} lacks {name}, which its {manifest.MANIFEST} lists")
         if (size := file.stat().st_size) != entry["size"]:
             raise ConfigError(
-                f"{file} has {size} bytes, {MANIFEST} says {entry['size']}: an incomplete copy?"
+                f"{file} has {size} bytes, {manifest.MANIFEST} says {entry['size']}: an incomplete"
+                " copy?"
             )
     for file in path.rglob("*"):
         name = file.relative_to(path).as_posix()
         # DeepSpeed takes whatever lies in its folder, and it is pickle
-        harmless = file.suffix == ".md" or file.name.startswith(".") or name == MANIFEST
+        harmless = file.suffix == ".md" or file.name.startswith(".") or name == manifest.MANIFEST
         harmless = harmless and not name.startswith("deepspeed/")
         if not (file.is_dir() or name in listed or harmless):
-            raise ConfigError(f"{path} holds {name}, which its {MANIFEST} does not list")
+            raise ConfigError(f"{path} holds {name}, which its {manifest.MANIFEST} does not list")
     for name, entry in sorted(listed.items()):
         if only(name, entry["size"]) and (found := _known_sha256(path / name)) != entry["sha256"]:
             raise ConfigError(
                 f"{path / name} was changed after it was saved: sha256 {found[:12]},"
-                f" {MANIFEST} says {entry['sha256'][:12]}"
+                f" {manifest.MANIFEST} says {entry['sha256'][:12]}"
             )
 
 
@@ -527,7 +521,7 @@ def _write_manifest(folder: Path) -> None:
     for part in dist.gather_texts(json.dumps(entries)):
         entries |= json.loads(part)
     if dist.is_main():
-        write_json(folder / MANIFEST, {"files": dict(sorted(entries.items()))})
+        manifest.write_json(folder / manifest.MANIFEST, {"files": dict(sorted(entries.items()))})
 
 
 def prune(run_dir: Path, keep: int, *, newest: int | None = None, best: int = 0) -> None:

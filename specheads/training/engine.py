@@ -18,13 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from specheads.config import ConfigError, LossConfig, OptimConfig, TrainConfig
-from specheads.models.manifest import (
-    check_moments,
-    check_tensors,
-    load_tensors,
-    read_json,
-    save_tensors,
-)
+from specheads.models import manifest
 from specheads.models.quantize import need_bitsandbytes
 
 Batch = dict[str, Any]
@@ -263,7 +257,7 @@ class TorchEngine:
 
     def save(self, folder: Path) -> None:
         """Write trained weights and the optimizers' tensors as safetensors; all ranks call it."""
-        save_tensors(folder / "model.safetensors", self.trained)
+        manifest.save_tensors(folder / "model.safetensors", self.trained)
         tensors: dict[str, Tensor] = {}
         values: dict[str, Any] = {}
         for optimizer in self.optimizers:
@@ -275,7 +269,7 @@ class TorchEngine:
                         tensors[name] = value.clone() if key.startswith("qmap") else value
                     else:
                         values[name] = value
-        save_tensors(folder / "optimizer.safetensors", tensors)
+        manifest.save_tensors(folder / "optimizer.safetensors", tensors)
         (folder / "optimizer.json").write_text(json.dumps(values))
 
     def load(self, folder: Path) -> None:
@@ -284,17 +278,19 @@ class TorchEngine:
         Raises:
             ConfigError: if the checkpoint is of another model, before anything is changed.
         """
-        check_tensors(folder / "model.safetensors", self.trained)
-        check_moments(folder / "optimizer.safetensors", self.trained)
-        values = read_json(folder / "optimizer.json", f"{folder} is not a whole checkpoint")
+        manifest.check_tensors(folder / "model.safetensors", self.trained)
+        manifest.check_moments(folder / "optimizer.safetensors", self.trained)
+        values = manifest.read_json(
+            folder / "optimizer.json", f"{folder} is not a whole checkpoint"
+        )
         if odd := [n for n, v in values.items() if type(v) not in (bool, int, float)]:
             raise ConfigError(f"{folder / 'optimizer.json'}: {odd[0]} must be a number")
-        weights = load_tensors(folder / "model.safetensors")
+        weights = manifest.load_tensors(folder / "model.safetensors")
         with torch.no_grad():
             for name, parameter in self.trained.items():
                 parameter.copy_(weights[name])
         state: dict[str, dict[str, Any]] = {}
-        stored = load_tensors(folder / "optimizer.safetensors")
+        stored = manifest.load_tensors(folder / "optimizer.safetensors")
         for name, value in (stored | values).items():
             parameter_name, _, key = name.rpartition("/")
             state.setdefault(parameter_name, {})[key] = value

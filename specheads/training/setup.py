@@ -28,16 +28,9 @@ from specheads.data.schema import Dropped, Record
 from specheads.data.stream import RecordStream, StreamedBatches
 from specheads.data.tokenizers import choose_tokenizer, complete_init
 from specheads.losses.cross_entropy import IGNORE, check_implementation
+from specheads.models import base as bases
 from specheads.models import draft as drafts
 from specheads.models.adapters import add_adapter, check_tunable, require_grad
-from specheads.models.base import (
-    build_from_init,
-    check_tokenizer,
-    checkpoint_layers,
-    context_length,
-    load_base_model,
-    load_tokenizer,
-)
 from specheads.models.checkpoint import load_heads
 from specheads.models.heads import MedusaHeads
 from specheads.models.kinds import Heads
@@ -149,10 +142,10 @@ def load_base(
     if train_base:
         check_tunable(model.quantization, cfg.adapter)
         check_no_cache(cfg)
-    tokenizer = load_tokenizer(
+    tokenizer = bases.load_tokenizer(
         model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
     )
-    base = load_base_model(
+    base = bases.load_base_model(
         model.name,
         revision=model.revision,
         dtype=model.dtype,
@@ -161,12 +154,12 @@ def load_base(
         trust_remote_code=model.trust_remote_code,
         quantization=model.quantization,
     )
-    check_tokenizer(tokenizer, base)
+    bases.check_tokenizer(tokenizer, base)
     output = checked_output(base, cfg.loss)
     if train_base and cfg.adapter.kind == "lora":
         add_adapter(base, cfg.adapter, seed=cfg.seed)
     if train_base and model.gradient_checkpointing:
-        checkpoint_layers(base)
+        bases.checkpoint_layers(base)
     if not train_base:  # also where a cache of features stands in for it, and nobody else asks
         require_grad(base, False)
     return base, output, tokenizer
@@ -225,7 +218,7 @@ def load_data(
     quiet = not (sys.stderr.isatty() and dist.is_main())
 
     def documents_of(seq_len: int) -> Documents:
-        context = context_length(base)
+        context = bases.context_length(base)
         return Documents(tokenizer, seq_len=seq_len, context=context, learn_all=learn_all)
 
     def encode(records: Sequence[Record], seq_len: int) -> EncodedRecords:
@@ -438,12 +431,12 @@ def new_base(
     init = complete_init(init, tokenizer)
     if fewer_layers:
         init = _shortened(init, fewer_layers)
-    base = build_from_init(init, attn=cfg.model.attn)
+    base = bases.build_from_init(init, attn=cfg.model.attn)
     base.to(hardware.pick_device(cfg.device))  # type: ignore[arg-type]
-    check_tokenizer(tokenizer, base)
+    bases.check_tokenizer(tokenizer, base)
     output = checked_output(base, cfg.loss)
     if cfg.model.gradient_checkpointing:
-        checkpoint_layers(base)
+        bases.checkpoint_layers(base)
     return base, output, tokenizer
 
 
@@ -533,7 +526,7 @@ def build_draft(
         )
     draft.to(hardware.pick_device(cfg.device))  # type: ignore[arg-type]
     checked_output(draft, cfg.loss)
-    context = context_length(draft)
+    context = bases.context_length(draft)
     if context is not None and cfg.data.seq_len > context:
         raise ConfigError(
             f"data.seq_len is {cfg.data.seq_len}, longer than the draft model's context of"
@@ -544,5 +537,5 @@ def build_draft(
         tree_support(draft)
     drafts.take_end_tokens(draft, base)
     if cfg.model.gradient_checkpointing:
-        checkpoint_layers(draft)
+        bases.checkpoint_layers(draft)
     return draft

@@ -28,18 +28,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.config import ConfigError, TrainConfig
+from specheads.data import teacher_cache
 from specheads.data.chat import Encoded
 from specheads.data.pack import Batch, Mapped, PackedBatches
-from specheads.data.teacher_cache import (
-    CachedBatches,
-    TeacherCache,
-    computed_by,
-    plan_features,
-    plan_top_logits,
-    readable,
-    still_missing,
-    write_cache,
-)
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.base import input_device
 from specheads.models.output import OutputLayer, packed_hidden
@@ -71,27 +62,31 @@ def cached_features(
     if not isinstance(batches, PackedBatches):
         raise ConfigError("features.dir needs rows of one length; leave data.growth out")
     autocast, folder = cfg.autocast == "bfloat16", Path(cfg.features.dir).expanduser()
-    sample, made_of = _sample(base, autocast=autocast), computed_by(cfg.model, cfg.autocast)
+    sample = _sample(base, autocast=autocast)
+    made_of = teacher_cache.computed_by(cfg.model, cfg.autocast)
     size, dtypes = sample.shape[-1], {"given_as": sample.dtype, "dtype": cfg.features.dtype}
     of_rows = [document for batch in heldout for row in _rows(batch) for document in row]
     places = [(folder, batches.documents), *([(folder / "heldout", of_rows)] if of_rows else [])]
-    plans = [plan_features(*place, made_of, hidden_size=size, **dtypes) for place in places]
-    more = f", held-out rows {readable(plans[1].num_bytes)}" if of_rows else ""
-    said = f"{plans[0].describe()}{more}; {still_missing(*plans)}"
+    plans = [
+        teacher_cache.plan_features(*place, made_of, hidden_size=size, **dtypes) for place in places
+    ]
+    more = f", held-out rows {teacher_cache.readable(plans[1].num_bytes)}" if of_rows else ""
+    said = f"{plans[0].describe()}{more}; {teacher_cache.still_missing(*plans)}"
     if cfg.dry_run:
         passes = batches.rows_per_epoch / cfg.data.rows
         filling = f"time to fill it: {clock(passes * seconds_per_pass(base, batches))}"
         return without_features(batches, size, base.dtype), heldout, [said, filling]
     log.say(said)
     caches = []
+    shape = batches.rows, batches.seq_len
     for plan, (_, documents) in zip(plans, places, strict=True):
-        write_cache(plan, documents, base, (batches.rows, batches.seq_len), autocast=autocast)
-        caches.append(TeacherCache(plan))
+        teacher_cache.write_cache(plan, documents, base, shape, autocast=autocast)
+        caches.append(teacher_cache.TeacherCache(plan))
     numbers, filled = itertools.count(), []
     for batch in heldout if of_rows else []:
         known = [[next(numbers) for _ in row] for row in _rows(batch)]
         filled.append({**batch, **caches[1].rows(known, batch["input_ids"].shape[1])})
-    return CachedBatches(batches, caches[0]), filled, []
+    return teacher_cache.CachedBatches(batches, caches[0]), filled, []
 
 
 def without_features(batches: Batches, hidden_size: int, dtype: torch.dtype) -> Mapped:
@@ -149,9 +144,11 @@ def stored_teacher(
     """
     assert isinstance(batches, PackedBatches)  # check_draft has seen to it
     top_k, folder = cfg.draft.stored_top_k, Path(cfg.draft.stored).expanduser()
-    made_of = computed_by(cfg.model, cfg.autocast)
-    plan = plan_top_logits(folder, batches.documents, made_of, vocab_size=vocab_size, top_k=top_k)
-    said = f"{plan.describe()}; {still_missing(plan)}"
+    made_of = teacher_cache.computed_by(cfg.model, cfg.autocast)
+    plan = teacher_cache.plan_top_logits(
+        folder, batches.documents, made_of, vocab_size=vocab_size, top_k=top_k
+    )
+    said = f"{plan.describe()}; {teacher_cache.still_missing(plan)}"
 
     def add_nothing(batch: Batch) -> Batch:
         ids = torch.arange(top_k).expand(*batch["input_ids"].shape, -1)
@@ -161,9 +158,10 @@ def stored_teacher(
     if cfg.dry_run:
         return Mapped(batches, add_nothing), [said]
     log.say(said)
-    shape, autocast = (batches.rows, batches.seq_len), cfg.autocast == "bfloat16"
-    write_cache(plan, batches.documents, base, shape, output=output, autocast=autocast)
-    return CachedBatches(batches, TeacherCache(plan)), []
+    given, autocast = (plan, batches.documents, base), cfg.autocast == "bfloat16"
+    shape = batches.rows, batches.seq_len
+    teacher_cache.write_cache(*given, shape, output=output, autocast=autocast)
+    return teacher_cache.CachedBatches(batches, teacher_cache.TeacherCache(plan)), []
 
 
 def _rows(batch: Batch) -> list[list[Encoded]]:

@@ -17,11 +17,11 @@ import torch.distributed as group
 from torch import Tensor
 
 from specheads.config import TrainConfig
+from specheads.models.manifest import save_tensors
 from specheads.runs.log import RunLog
 from specheads.system import dist, heartbeat
 from specheads.system.files import whole_folder
 from specheads.training import loop
-from specheads.training.checkpoints import save_tensors
 from specheads.training.engine import TorchEngine, param_groups
 from specheads.training.loop import Stage, fit
 from tests.toys import ToyBatches, ToyObjective
