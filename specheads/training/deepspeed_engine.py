@@ -56,67 +56,34 @@ def converted(folder: Path, run_dir: Path) -> Iterator[Path]:
         ConfigError: if DeepSpeed cannot convert it.
         RunError: if the disk is full.
     """
-    path = run_dir / "checkpoints" / f"universal-{folder.name}"
-    with writing(path) as out:
-        if dist.is_main():
-            shutil.rmtree(out, ignore_errors=True)
-            (out / "state").mkdir(parents=True)
-            _convert(folder / "deepspeed" / "state", out / "state")
-        dist.barrier()
-        yield out
-        dist.barrier()
-    if dist.is_main():
-        shutil.rmtree(aside(path))
-
-
-def _convert(source: Path, target: Path) -> None:
     from deepspeed.checkpoint import ds_to_universal
 
-    arguments = argparse.Namespace(
-        input_folder=str(source),
-        output_folder=str(target),
+    path = run_dir / "checkpoints" / f"universal-{folder.name}"
+    source = folder / "deepspeed" / "state"
+    settings = argparse.Namespace(
         num_extract_workers=1,  # forking a process that has started threads can hang
         num_merge_workers=1,
         keep_temp_folder=False,
         strict=True,
         inject_missing_state=True,
     )
-    try:
-        with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
-            ds_to_universal.main(arguments)
-    except (AssertionError, KeyError, NotImplementedError, ValueError) as error:
-        raise ConfigError(
-            f"DeepSpeed cannot convert {source} for another number of processes: {error}"
-        ) from None
-
-
-def load_universal(engine: Any, folder: Path) -> None:
-    """Load what :func:`converted` made into a DeepSpeed engine.
-
-    Args:
-        engine: of ``deepspeed.initialize``.
-        folder: holds ``state``.
-
-    Raises:
-        ConfigError: if DeepSpeed finds nothing in it.
-    """
-    optimizer = engine.optimizer
-    own = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    settings = engine._config
-    settings.load_universal_checkpoint = True
-    try:
-        found, _ = engine.load_checkpoint(str(folder), tag="state", load_module_strict=False)
-    finally:
-        settings.load_universal_checkpoint = False
-    if found is None:
-        raise ConfigError(f"{folder} holds no DeepSpeed state")
-    # stage 3 gives all groups the settings of the first (0.19.8)
-    for group, settings_before in zip(optimizer.param_groups, own, strict=True):
-        group.update(settings_before)
-    # and all of them one counter of steps, which AdamW then counts up once per group
-    for state in optimizer.optimizer.state.values():
-        if isinstance(state.get("step"), torch.Tensor):
-            state["step"] = state["step"].clone()
+    with writing(path) as out:
+        if dist.is_main():
+            shutil.rmtree(out, ignore_errors=True)
+            (out / "state").mkdir(parents=True)
+            settings.input_folder, settings.output_folder = str(source), str(out / "state")
+            try:
+                with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
+                    ds_to_universal.main(settings)
+            except (AssertionError, KeyError, NotImplementedError, ValueError) as error:
+                raise ConfigError(
+                    f"DeepSpeed cannot convert {source} for another number of processes: {error}"
+                ) from None
+        dist.barrier()
+        yield out
+        dist.barrier()
+    if dist.is_main():
+        shutil.rmtree(aside(path))
 
 
 LONGEST_BUILD = 900.0  # seconds
@@ -384,15 +351,33 @@ class DeepSpeedEngine:
                 f" {odd[0]}"
             )
         before = read_state(folder)["world_size"]
-        if before != dist.world_size() and self.engine.zero_optimization_stage() > 0:
-            with converted(folder, self.run_dir) as universal:
-                load_universal(self.engine, universal)
-            return
-        found, _ = self.engine.load_checkpoint(
-            str(folder / "deepspeed"), tag="state", load_module_strict=False
-        )
+        other = before != dist.world_size() and self.engine.zero_optimization_stage() > 0
+        stored_at = contextlib.nullcontext(folder / "deepspeed")
+        with converted(folder, self.run_dir) if other else stored_at as place:
+            self._load(place, universal=other)
+
+    def _load(self, place: Path, *, universal: bool) -> None:
+        """Load DeepSpeed's ``state`` in ``place``; ``universal`` is what :func:`converted` made."""
+        optimizer, settings = self.engine.optimizer, self.engine._config
+        own = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        settings.load_universal_checkpoint = universal
+        try:
+            found, _ = self.engine.load_checkpoint(
+                str(place), tag="state", load_module_strict=False
+            )
+        finally:
+            settings.load_universal_checkpoint = False
         if found is None:
-            raise ConfigError(f"{folder} holds no DeepSpeed state")
+            raise ConfigError(f"{place} holds no DeepSpeed state")
+        if not universal:
+            return
+        # stage 3 gives all groups the settings of the first (0.19.8)
+        for group, settings_before in zip(optimizer.param_groups, own, strict=True):
+            group.update(settings_before)
+        # and all of them one counter of steps, which AdamW then counts up once per group
+        for state in optimizer.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
 
     def close(self) -> None:
         """Remove DeepSpeed's hooks, so that the module can be used or wrapped again.

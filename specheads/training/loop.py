@@ -69,7 +69,7 @@ class Stage:
     Attributes:
         objective: ``forward(batch) -> (loss, metrics)``, see ``training/objectives.py``.
         batches: this rank's micro-batches.
-        groups: the optimizer's groups, from ``schedule.param_groups``.
+        groups: the optimizer's groups, from ``engine.param_groups``.
         name: the stage's name in checkpoints: a resumed run goes on in the stage of that name.
         first_step: optimizer steps that earlier stages took.
         last_step: end of the stage; 0 is the end of the run.
