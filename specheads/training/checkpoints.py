@@ -66,15 +66,13 @@ def flatten_settings(cfg: TrainConfig) -> dict[str, Any]:
     Secrets in them are hidden: checkpoints keep what is returned, and later runs compare with it.
     """
 
-    def walk(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-        if isinstance(value, Mapping) and value:
-            for key, inner in value.items():
-                yield from walk(f"{prefix}.{key}" if prefix else key, inner)
-        else:
-            yield prefix, value
+    def flat(prefix: str, value: Any) -> dict[str, Any]:
+        if not (isinstance(value, Mapping) and value):
+            return {prefix[:-1]: value}
+        return {k: v for key in value for k, v in flat(f"{prefix}{key}.", value[key]).items()}
 
-    settings = redact(dataclasses.asdict(cfg))
-    return {key: value for key, value in walk("", settings) if not _is_free(key)}
+    settings = flat("", redact(dataclasses.asdict(cfg)))
+    return {key: value for key, value in settings.items() if not _is_free(key)}
 
 
 def _is_free(key: str) -> bool:
@@ -256,14 +254,15 @@ def load_progress(folder: Path) -> Progress:
     return Progress(**{field.name: state[field.name] for field in dataclasses.fields(Progress)})
 
 
-def load_rank(folder: Path) -> dict[str, Any]:
-    """Restore this rank's random generators and return its data position.
+def restore_rank(folder: Path, batches: Any) -> None:
+    """Put this rank's random generators and its data back to where the checkpoint was written.
 
     Where another number of ranks wrote the checkpoint, the generators are seeded anew, and the
     data position is that of rank 0: it counts the rows of all ranks.
 
     Raises:
-        ConfigError: naming the file that is missing or does not hold what ``save_rank`` writes.
+        ConfigError: naming the file that is missing, does not hold what ``save_rank`` writes, or is
+            of other data.
     """
     state = read_state(folder)
     same = state["world_size"] == dist.world_size()
@@ -272,29 +271,19 @@ def load_rank(folder: Path) -> dict[str, Any]:
     data = mine.get("data")
     if not isinstance(data, dict):
         raise ConfigError(f"{file}: data must be an object, found {data!r:.40}")
-    if not same:
+    if same:
+        tensors = folder / f"random-{dist.rank()}.safetensors"
+        stored = manifest.load_tensors(tensors)
+        try:
+            set_random_state(stored, mine["random"])
+        except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise ConfigError(
+                f"{file} and {tensors.name} hold no state of the random generators: {error}"
+            ) from None
+    else:
         numbers = (state["settings"].get("seed"), state["step"], dist.world_size(), dist.rank())
         digest = hashlib.sha256(repr(numbers).encode()).digest()
         seed_generators(int.from_bytes(digest[:4], "big"))
-        return data
-    tensors = folder / f"random-{dist.rank()}.safetensors"
-    stored = manifest.load_tensors(tensors)
-    try:
-        set_random_state(stored, mine["random"])
-    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise ConfigError(
-            f"{file} and {tensors.name} hold no state of the random generators: {error}"
-        ) from None
-    return data
-
-
-def restore_rank(folder: Path, batches: Any) -> None:
-    """Put this rank's random generators and its data back to where the checkpoint was written.
-
-    Raises:
-        ConfigError: if a file of it cannot be used, or is of other data.
-    """
-    data = load_rank(folder)
     try:
         batches.load_state_dict(data)
     except ConfigError:

@@ -262,7 +262,9 @@ class DeepSpeedEngine:
             group["lr"] = rates[group["name"]]
         self.overflowed = False
         if self._plain:
-            norm = self._plain_norm()
+            # stage 0 has summed the gradients over all ranks already
+            grads = [p.grad.float() for p in self.engine.module.parameters() if p.grad is not None]
+            norm = float(nn.utils.get_total_norm(grads))
             if not math.isfinite(norm):
                 self.drop()
                 return norm
@@ -283,12 +285,6 @@ class DeepSpeedEngine:
         # a scale that cannot be lowered further is not to blame
         self.overflowed = self._fp16 and self.engine.dynamic_loss_scale() and scale > 1.0
         return norm
-
-    def _plain_norm(self) -> float:
-        """Return the norm of the gradients, which stage 0 has summed over all ranks already."""
-        parameters = self.engine.module.parameters()
-        grads = [p.grad.float() for p in parameters if p.grad is not None]
-        return float(nn.utils.get_total_norm(grads))
 
     def drop(self) -> None:
         """Throw away the gradients of this step; DeepSpeed does it as after an overflow."""

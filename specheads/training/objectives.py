@@ -399,7 +399,14 @@ class DraftObjective(nn.Module):
         self.draft, self.base, self.kind = draft, base, wanted.loss
         self.output = output or output_layer(draft)
         self.base_output = base_output or (None if base is None else output_layer(base))
-        self.vocab_size = _compared(self.output, self.base_output, vocab_size)
+        ours, theirs = self.output, self.base_output or self.output
+        num_draft, num_base = ours.weight.shape[0], theirs.weight.shape[0]
+        sizes = f"the base model has {num_base} outputs, the draft model {num_draft}"
+        if vocab_size is None and num_base != num_draft:
+            raise ValueError(f"{sizes}: vocab_size is missing")
+        self.vocab_size = num_draft if vocab_size is None else vocab_size
+        if not 0 < self.vocab_size <= min(num_base, num_draft):
+            raise ValueError(f"vocab_size is {vocab_size}, {sizes}")
         self.soft_loss = SoftLoss("tv", compare=True)  # for labels: a teacher is compared with only
         if wanted.loss != LABELS:
             kind = "soft" if wanted.loss == "forward_kl" else wanted.loss
@@ -475,16 +482,3 @@ def _first(layer: OutputLayer, size: int) -> Output:
         return output
     bias = None if output.bias is None else output.bias[:size]
     return replace(output, weight=output.weight[:size], bias=bias)
-
-
-def _compared(ours: OutputLayer, theirs: OutputLayer | None, vocab_size: int | None) -> int:
-    """Return how many tokens two output layers are compared over."""
-    draft = ours.weight.shape[0]
-    base = draft if theirs is None else theirs.weight.shape[0]
-    sizes = f"the base model has {base} outputs, the draft model {draft}"
-    if vocab_size is None and base != draft:
-        raise ValueError(f"{sizes}: vocab_size is missing")
-    size = draft if vocab_size is None else vocab_size
-    if not 0 < size <= min(base, draft):
-        raise ValueError(f"vocab_size is {size}, {sizes}")
-    return size
