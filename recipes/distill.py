@@ -59,8 +59,7 @@ def run(cfg: TrainConfig) -> None:
         objective = judge
         if wanted.stored or wanted.loss == "labels":  # the base is not run
             objective = DraftObjective(draft, None, wanted, cfg.loss, **own)
-        groups = param_groups(cfg.optim, draft=(draft, cfg.optim.lr))
-        stage = Stage(objective, batches, groups)
+        stage = Stage(objective, batches, param_groups(cfg.optim, draft=(draft, cfg.optim.lr)))
         if cfg.dry_run:
             drafting.plan(log, stage, notes)
             return

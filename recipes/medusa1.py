@@ -30,8 +30,7 @@ def run(cfg: TrainConfig) -> None:
             None if cfg.features.dir else base, heads, cfg.loss,
             train_base=False, output=output, embed=base.get_input_embeddings(),
         )  # fmt: skip
-        groups = param_groups(cfg.optim, heads=(heads, cfg.optim.lr))
-        stage = Stage(objective, batches, groups)
+        stage = Stage(objective, batches, param_groups(cfg.optim, heads=(heads, cfg.optim.lr)))
         if cfg.dry_run:
             speculation.plan(log, [stage], notes)
             return

@@ -166,7 +166,8 @@ def fused_loss(
             unit = factors.abs().amax().clamp_min(torch.finfo(exact).tiny)
             factors = factors / unit
 
-        # Gradients in float16 wait for the loss scale in float32.
+        # Gradients in float16 wait for the loss scale in float32. That of the matrix is filled by
+        # its first chunk, not zeroed before: at V x d it is the largest tensor of the step.
         kept = exact if hidden.dtype == torch.float16 else hidden.dtype
         grad_hidden = hidden.new_zeros(hidden.shape, dtype=kept) if needs[0] else None
         grad_weight = weight.new_empty(weight.shape, dtype=exact) if needs[1] else None

@@ -293,6 +293,8 @@ class DeepSpeedEngine:
             self.engine.zero_grad()
             self.engine.micro_steps += 1  # as a step does, which would divide by a norm
             return
+        # its gradients lie in buckets and parts that have no switch to empty them: what it does
+        # after an overflow does, so it is told that the norm is infinite, whatever it is
         infinite = torch.tensor(float("inf"), device=self.engine.device)
         # ZeRO-1 and 2, ZeRO-3, and stage 0 in 16 bits, where the gradients are the parameters' own
         norms = {"scaled_global_norm": infinite, "_get_norm_groups": [infinite]}

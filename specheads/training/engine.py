@@ -295,6 +295,8 @@ class TorchEngine:
             parameter_name, _, key = name.rpartition("/")
             state.setdefault(parameter_name, {})[key] = value
         for optimizer in self.optimizers:
+            # torch numbers its parameters by their place in the groups, checkpoints name them: a
+            # group that grew or moved would else get another one's moments, of the same shape
             layout = optimizer.state_dict()
             order = [self.names[id(p)] for group in optimizer.param_groups for p in group["params"]]
             layout["state"] = {i: state[name] for i, name in enumerate(order) if name in state}

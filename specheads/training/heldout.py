@@ -110,6 +110,7 @@ def _means(
     objective: HeadsObjective | DraftObjective, batches: Sequence[Batch]
 ) -> dict[str, float]:
     """Return the metrics of an objective over held-out rows, each a mean over its own labels."""
+    # with the labels of all batches in it a batch returns its share of the mean, and shares add up
     num_valid, training = _num_valid(batches, objective.num_heads), objective.training
     total: Counter[str] = Counter()
     objective.eval()

@@ -113,6 +113,8 @@ def gather(
     Returns:
         The batches, and the number of tokens over all ranks.
     """
+    # all of a step's micro-batches are there before the first is run: a loss is a sum over its own
+    # labels divided by the labels of all, else a micro-batch with few of them would count as much
     micro = [next(batches) for _ in range(num_micro)]
     counts = torch.zeros(num_heads + 2, dtype=torch.float64)
     for batch in micro:

@@ -239,6 +239,7 @@ def load_data(
         for length, share in [*wanted.growth, [wanted.seq_len, 1.0]]:
             seq_len = int(length)
             encoded = encode(read.train, seq_len)
+            # shorter rows, and more of them: every stage learns from as many tokens per step
             rows = wanted.rows * wanted.seq_len // seq_len
             packed = PackedBatches(encoded.documents, seq_len=seq_len, rows=rows, **order)
             stages.append((round(share * cfg.steps) * cfg.optim.accumulation, packed))
