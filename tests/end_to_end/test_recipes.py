@@ -290,7 +290,7 @@ def is_stopped() -> None:
     ("recipe", "place", "what"),
     [
         ("medusa1", "measure.evaluate.calibrate", is_stopped),
-        ("medusa2", "training.setup.count_valid", raises),
+        ("medusa2", "training.heldout._num_valid", raises),
         ("mtp", "formats.card._by_training", raises),
         ("mtp_finetune", "measure.evaluate.decode_all", raises),
         ("distill", "measure.evaluate.clock", is_stopped),
