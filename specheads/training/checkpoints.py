@@ -133,11 +133,6 @@ def check_settings(path: Path, state: Mapping[str, Any], cfg: TrainConfig) -> No
     Raises:
         ConfigError: naming the setting, what it was and what it is.
     """
-    if cfg.data.streaming and state["world_size"] != dist.world_size():
-        raise ConfigError(
-            f"{path} was written by {state['world_size']} processes, this run has"
-            f" {dist.world_size()}; with data.streaming=true a run goes on with as many as before"
-        )
     needed = accumulation_here(path, state)
     now = json.loads(json.dumps(flatten_settings(cfg)))
     before = state["settings"]
@@ -179,6 +174,8 @@ def _more_steps(path: Path, cfg: TrainConfig) -> str:
 def _one_world_only(cfg: TrainConfig) -> str:
     """Return what keeps a run from going on with another number of ranks, as settings."""
     spread = Spread.from_config(cfg.deepspeed)
+    if cfg.data.streaming:
+        return "data.streaming=true"
     if not cfg.deepspeed:
         return "deepspeed=none"
     if "float16" in (cfg.model.dtype, cfg.autocast):
