@@ -167,11 +167,32 @@ def _version(package: str) -> str | None:
         return None
 
 
-def provenance() -> dict[str, Any]:
-    """Return what is needed to know where a run's figures come from."""
-    import torch
+def describe(run_dir: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Write ``config.yaml``, unless it is there, and add this start to ``provenance.json``.
 
-    return {
+    Args:
+        run_dir: the locked directory.
+        settings: all settings of the run, as nested dicts, without secrets.
+
+    Returns:
+        What is needed to know where this start's figures come from.
+
+    Raises:
+        ConfigError: if the provenance of earlier starts cannot be read.
+        RunError: if the disk is full.
+    """
+    import torch
+    from omegaconf import OmegaConf
+
+    if not (run_dir / "config.yaml").exists():
+        with whole_file(run_dir / "config.yaml") as file:
+            file.write_text(OmegaConf.to_yaml(OmegaConf.create(settings)), encoding="utf-8")
+    record = run_dir / "provenance.json"
+    try:
+        history = json.loads(record.read_text(encoding="utf-8")) if record.exists() else []
+    except ValueError as error:
+        raise ConfigError(f"{record} is damaged ({error}); move it away to go on") from None
+    mine = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "argv": redact(sys.argv),
         "specheads": __version__,
@@ -186,33 +207,6 @@ def provenance() -> dict[str, Any]:
             "world_size": dist.world_size(),
         },
     }
-
-
-def describe(run_dir: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Write ``config.yaml``, unless it is there, and add this start to ``provenance.json``.
-
-    Args:
-        run_dir: the locked directory.
-        settings: all settings of the run, as nested dicts, without secrets.
-
-    Returns:
-        This start's :func:`provenance`.
-
-    Raises:
-        ConfigError: if the provenance of earlier starts cannot be read.
-        RunError: if the disk is full.
-    """
-    from omegaconf import OmegaConf
-
-    if not (run_dir / "config.yaml").exists():
-        with whole_file(run_dir / "config.yaml") as file:
-            file.write_text(OmegaConf.to_yaml(OmegaConf.create(settings)), encoding="utf-8")
-    record = run_dir / "provenance.json"
-    try:
-        history = json.loads(record.read_text(encoding="utf-8")) if record.exists() else []
-    except ValueError as error:
-        raise ConfigError(f"{record} is damaged ({error}); move it away to go on") from None
-    mine = provenance()
     with whole_file(record) as file:
         file.write_text(json.dumps([*history, mine], indent=2) + "\n", encoding="utf-8")
     return mine
