@@ -10,7 +10,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -144,38 +144,37 @@ def improving(export: Path, log: RunLog) -> Iterator[Callable[[str], AbstractCon
         log.say(f"not measured: {'; '.join(missing)}; {export} is whole without")
 
 
+@dataclass
 class Speculation:
-    """Heads, the base that they guess for, and the held-out prompts that both are measured on."""
+    """Heads, the base that they guess for, and the held-out prompts that both are measured on.
 
-    def __init__(
-        self,
-        cfg: TrainConfig,
-        base: PreTrainedModel,
-        heads: Heads,
-        output: OutputLayer,
-        tokenizer: PreTrainedTokenizerBase,
-        data: Data,
-    ) -> None:
-        """Choose the prompts.
+    Attributes:
+        cfg: the run's settings, whose tree :func:`check_tree` has nothing against.
+        base: base model.
+        heads: to be trained.
+        output: the base's output layer.
+        tokenizer: of the base.
+        data: the run's.
 
-        Args:
-            cfg: the run's settings, whose tree :func:`check_tree` has nothing against.
-            base: base model.
-            heads: to be trained.
-            output: the base's output layer.
-            tokenizer: of the base.
-            data: the run's.
+    Raises:
+        ConfigError: if there are no prompts, or the tree has ranks that no head can guess.
+    """
 
-        Raises:
-            ConfigError: if there are no prompts, or the tree has ranks that no head can guess.
-        """
+    cfg: TrainConfig
+    base: PreTrainedModel
+    heads: Heads
+    output: OutputLayer
+    tokenizer: PreTrainedTokenizerBase
+    data: Data
+
+    def __post_init__(self) -> None:
+        """Choose the prompts."""
+        cfg, heads = self.cfg, self.heads
         deepest = max((rank for choice in cfg.tree.choices for rank in choice), default=-1)
         few = f"tree.choices uses rank {deepest}, a head guesses among {heads.num_outputs} tokens"
         refuse({few: deepest >= heads.num_outputs})
-        self.cfg, self.base, self.heads, self.output = cfg, base, heads, output
-        self.tokenizer, self.data = tokenizer, data
-        self.records, self.prompts = heldout_prompts(cfg, data, tokenizer, base)
-        self.eos = end_tokens(base, tokenizer)
+        self.records, self.prompts = heldout_prompts(cfg, self.data, self.tokenizer, self.base)
+        self.eos = end_tokens(self.base, self.tokenizer)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Decode the prompts with the heads as they are, see ``decode_heldout``."""
@@ -285,32 +284,32 @@ class Speculation:
             card.write(export, "native", config, final=found.figures)
 
 
+@dataclass
 class Drafting:
-    """A draft model, its base, and the held-out prompts that both are measured on."""
+    """A draft model, its base, and the held-out prompts that both are measured on.
 
-    def __init__(
-        self,
-        cfg: TrainConfig,
-        judge: DraftObjective,
-        tokenizer: PreTrainedTokenizerBase,
-        data: Data,
-    ) -> None:
-        """Choose the prompts.
+    Attributes:
+        cfg: the run's settings.
+        judge: the objective with draft and base, which measures agreement.
+        tokenizer: of the base.
+        data: the run's.
 
-        Args:
-            cfg: the run's settings.
-            judge: the objective with draft and base, which measures agreement.
-            tokenizer: of the base.
-            data: the run's.
+    Raises:
+        ConfigError: if there are no prompts.
+    """
 
-        Raises:
-            ConfigError: if there are no prompts.
-        """
-        assert judge.base is not None
-        self.cfg, self.judge, self.tokenizer, self.data = cfg, judge, tokenizer, data
-        self.draft, self.base = judge.draft, judge.base
-        self.records, self.prompts = heldout_prompts(cfg, data, tokenizer, self.base, self.draft)
-        self.eos = end_tokens(self.base, tokenizer)
+    cfg: TrainConfig
+    judge: DraftObjective
+    tokenizer: PreTrainedTokenizerBase
+    data: Data
+
+    def __post_init__(self) -> None:
+        """Choose the prompts."""
+        assert self.judge.base is not None
+        self.draft, self.base = self.judge.draft, self.judge.base
+        models = self.base, self.draft
+        self.records, self.prompts = heldout_prompts(self.cfg, self.data, self.tokenizer, *models)
+        self.eos = end_tokens(self.base, self.tokenizer)
 
     def write(
         self, prompts: Sequence[Sequence[int]], limits: Sequence[int], seeds: Sequence[int]

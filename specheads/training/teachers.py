@@ -17,8 +17,8 @@ import hashlib
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -166,18 +166,22 @@ def stored_teacher(
 
 def _rows(batch: Batch) -> list[list[Encoded]]:
     """Return the documents of a packed batch, row by row."""
-    rows: list[list[Encoded]] = []
+    rows: list[list[Encoded]] = [[] for _ in batch["segment_ids"]]
     names = iter(batch["ids"])
-    for b, segments in enumerate(batch["segment_ids"]):
-        row = []
-        for segment in range(1, int(segments.max()) + 1):
-            inside = segments == segment
-            ids, labels = (
-                batch[key][b][inside].numpy().astype(np.int32) for key in ("input_ids", "labels")
-            )
-            row.append(Encoded(next(names), "", ids, labels))
-        rows.append(row)
+    for row, start, stop in _documents(batch):
+        ids, labels = (
+            batch[key][row, start:stop].numpy().astype(np.int32) for key in ("input_ids", "labels")
+        )
+        rows[row].append(Encoded(next(names), "", ids, labels))
     return rows
+
+
+def _documents(batch: Batch) -> Iterator[tuple[int, int, int]]:
+    """Yield row, begin and end of every document of a packed batch."""
+    for row, segments in enumerate(batch["segment_ids"]):
+        for segment in range(1, int(segments.max()) + 1):
+            inside = (segments == segment).nonzero().flatten()
+            yield row, int(inside[0]), int(inside[-1]) + 1
 
 
 @torch.no_grad()
@@ -203,40 +207,34 @@ class _Place:
     stop: int
 
 
+@dataclass
 class OnPolicyBatches:
     """A share of the batches with answers of the draft model's own.
 
     Which batches these are, what is cut off them and what the draws are made from is a function of
     the seed and the number of the batch: the saved place is that number and the data's own place.
+
+    Attributes:
+        batches: this rank's batches.
+        generate: lets the draft model, as it is now, continue prompts.
+        share: the share of the batches, in [0, 1]; they are evenly spread.
+        max_new_tokens: the most tokens of an answer.
+        seed: the run's seed.
+        vocab_size: tokens that base and draft model both have; an answer ends before the first one
+            that is not among them.
+        pad_token_id: fills what a shorter answer leaves free.
+        taken: batches of this rank so far.
     """
 
-    def __init__(
-        self,
-        batches: Batches,
-        generate: Generate,
-        *,
-        share: float,
-        max_new_tokens: int,
-        seed: int,
-        vocab_size: int,
-        pad_token_id: int = 0,
-    ) -> None:
-        """Take the batches.
-
-        Args:
-            batches: this rank's batches.
-            generate: lets the draft model, as it is now, continue prompts.
-            share: the share of the batches, in [0, 1]; they are evenly spread.
-            max_new_tokens: the most tokens of an answer.
-            seed: the run's seed.
-            vocab_size: tokens that base and draft model both have; an answer ends before the first
-                one that is not among them.
-            pad_token_id: fills what a shorter answer leaves free.
-        """
-        self.batches, self.generate = batches, generate
-        self.share, self.max_new_tokens = share, max_new_tokens
-        self.seed, self.vocab_size, self.pad_token_id = seed, vocab_size, pad_token_id
-        self.taken = 0
+    batches: Batches
+    generate: Generate
+    _: KW_ONLY
+    share: float
+    max_new_tokens: int
+    seed: int
+    vocab_size: int
+    pad_token_id: int = 0
+    taken: int = 0
 
     def __next__(self) -> Batch:
         """Return the next batch, with answers of the draft model's own or the data's."""
@@ -277,15 +275,12 @@ class OnPolicyBatches:
     def _places(self, batch: Batch, number: int) -> list[_Place]:
         generator = torch.Generator().manual_seed(_hash(self.seed, dist.rank(), number, -1))
         found = []
-        for row, segments in enumerate(batch["segment_ids"]):
-            for segment in range(1, int(segments.max()) + 1):
-                inside = (segments == segment).nonzero().flatten()
-                start, stop = int(inside[0]), int(inside[-1]) + 1
-                learned = (batch["labels"][row, start:stop] != IGNORE).tolist()
-                cuts = _cuts(learned)
-                lot = int(torch.randint(1 << 30, (1,), generator=generator))
-                if cuts:
-                    found.append(_Place(row, start, start + cuts[lot % len(cuts)], stop))
+        for row, start, stop in _documents(batch):
+            learned = (batch["labels"][row, start:stop] != IGNORE).tolist()
+            cuts = _cuts(learned)
+            lot = int(torch.randint(1 << 30, (1,), generator=generator))
+            if cuts:
+                found.append(_Place(row, start, start + cuts[lot % len(cuts)], stop))
         return found
 
 
