@@ -212,8 +212,7 @@ class HeadsObjective(nn.Module):
             [shift_labels(batch["labels"], batch["segment_ids"], o).flatten() for o in offsets]
         )
         loss, stats = self._loss(self._rows(batch, labels), weights)
-        names = [f"head_{i}" for i in range(self.num_heads)]
-        names = ["lm", *names] if self.train_base else names
+        names = ["lm"] * self.train_base + [f"head_{i}" for i in range(self.num_heads)]
         return loss * self.engine_scale, metrics_of(names, loss, stats, num_valid)
 
     def _rows(self, batch: Batch, labels: Tensor) -> _Rows:
@@ -279,9 +278,8 @@ class HeadsObjective(nn.Module):
             parts.append(linear_soft_loss(*same, SoftLoss("soft"), self.loss.chunk_size))
         elif self.train_base:
             parts.append(cross_entropy(rows.hidden, output, labels[0], weights[0], self.loss))
-        for i in range(self.num_heads):
-            group = i + len(labels) - self.num_heads
-            parts.append(self._head_loss(i, rows, labels[group], weights[group]))
+        own = zip(labels[-self.num_heads :], weights[-self.num_heads :], strict=True)
+        parts += [self._head_loss(i, rows, *group) for i, group in enumerate(own)]
         losses, stats = zip(*parts, strict=True)
         return torch.stack(losses).sum(), torch.cat(stats)
 
