@@ -60,7 +60,7 @@ def ship_export(source: Path, target: Path) -> None:
         base_dtype=base["dtype"],
         base_quantization=base.get("quantization"),
         tokenizer=load_tokenizer(str(source)),
-        tree=Tree.from_json(tree["choices"]),
+        tree=Tree.from_choices(tree["choices"]),
         training=info["training"],
         tuned_base=tuned,
         dtype=DTYPE,

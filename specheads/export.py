@@ -153,7 +153,7 @@ def _write_native(config: ExportConfig, records: list[Record]) -> None:
         f"rank={config.rank}" if config.lm_head == "low_rank" else f"num_kept={config.num_kept}"
     )
     _check_heads(config, info, asked)
-    tree = Tree.from_json(info["tree"]["choices"])
+    tree = Tree.from_choices(info["tree"]["choices"])
     tokenizer = load_tokenizer(checkpoint)
     heads = load_heads(checkpoint)
     smaller, note = _smaller(config, heads, tokenizer, records)

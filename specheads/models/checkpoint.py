@@ -495,7 +495,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 def _load_tree(path: Path, config: dict[str, Any]) -> Tree:
     try:
-        tree = Tree.from_json(config["tree"]["choices"])
+        tree = Tree.from_choices(config["tree"]["choices"])
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path / _CONFIG}: tree: {error}") from None
     _check_rank(tree, config, f"{path}: ")  # its depth is held to the heads by read_config

@@ -35,7 +35,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
-from specheads.attention.cache import BLOCK, TreeCache
+from specheads.attention.cache import TreeCache, grown_capacity
 from specheads.attention.mask import grouped_attention, grouped_attention_traced, tree_attention
 from specheads.attention.tree import RowTrees, Tree, batched
 from specheads.config import ConfigError
@@ -122,7 +122,7 @@ def run_compiled(
     width = cache.rows.longest + num_tokens
     on_gpu = tokens.device.type == "cuda"
     if on_gpu:
-        width = min(-(-width // BLOCK) * BLOCK, cache.capacity)
+        width = min(grown_capacity(width), cache.capacity)
     with cache.fix(num_tokens, width):
         with tree_attention(tree, cache):
             like = torch.empty(num_rows, num_tokens, 0, dtype=model.dtype, device=tokens.device)

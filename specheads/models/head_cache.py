@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-BLOCK = 256  # slots; capacity is a multiple of it
+from specheads.attention.cache import grown_capacity
+
 _JOINT = 16  # positions; beyond, queries that nobody asks about are not computed
 _FEW = 8  # positions for which float32 products are faster the other way round
 _SPAN = 512  # positions that attend at once: bounds the mask of a long prompt
@@ -48,11 +49,6 @@ def attention_of(config: PreTrainedConfig) -> tuple[str, int | None]:
     if not kinds and window is None and getattr(config, "attention_chunk_size", None):
         kind = "chunked_attention"
     return kind, (window or None) if kind == "sliding_attention" else None
-
-
-def grown_capacity(needed: int, capacity: int) -> int:
-    """Return a capacity of at least ``needed`` slots, twice the present one or more."""
-    return -(-max(needed, 2 * capacity) // BLOCK) * BLOCK
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specheads.attention.cache import grown_capacity
 from specheads.models.base import Embed
-from specheads.models.head_cache import grown_capacity
 
 Run = Callable[..., tuple[Tensor, Tensor]]
 
