@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from specheads.attention import cache
 from specheads.attention.cache import TreeCache
 from specheads.attention.tree import Tree, default_tree
 from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import StepResult
 from specheads.drafters.heads import HeadsState, static_drafter
 from specheads.measure.clock import pad_left
-from specheads.attention import cache
 from specheads.models.blocks import prefix_sizes
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import capture_hidden, output_layer
