@@ -189,7 +189,7 @@ def _write_native(config: ExportConfig, records: list[Record]) -> None:
 
 def _check_heads(config: ExportConfig, info: dict[str, Any], asked: str) -> None:
     """Refuse what cannot be done to the heads, from config.json alone."""
-    from specheads.models.kinds import KINDS
+    from specheads.models.checkpoint import KINDS
 
     if config.merge and not info["base"].get("adapter"):
         raise ConfigError(f"merge=true, but {config.checkpoint} has no separate adapter")

@@ -18,9 +18,8 @@ from specheads.formats import Job, medusa, mtp_standard, serving, vllm
 from specheads.formats.serving import Serving
 from specheads.models import mtp_hf
 from specheads.models.base import load_base_model, load_config, load_tokenizer
-from specheads.models.checkpoint import load_export, save_plain_model
+from specheads.models.checkpoint import KINDS, load_export, save_plain_model
 from specheads.models.draft import save_draft
-from specheads.models.kinds import KINDS
 from specheads.models.mtp import MtpHeads
 
 HEADS = tuple(KINDS)

@@ -35,7 +35,8 @@ from specheads.models.base import (
     torch_dtype,
 )
 from specheads.models.export_config import check_config
-from specheads.models.kinds import KINDS, Heads, build_heads, named_tensors
+from specheads.models.heads import MedusaHeads
+from specheads.models.kinds import Heads
 from specheads.models.manifest import (
     MANIFEST,
     check_header,
@@ -47,6 +48,7 @@ from specheads.models.manifest import (
     write_json,
     write_manifest,
 )
+from specheads.models.mtp import MtpHeads
 from specheads.models.names import base_digest as digest_of_base
 from specheads.models.names import file_sha256, resolve_name
 from specheads.models.quantize import METHODS, as_if_plain, quantization_of
@@ -140,6 +142,28 @@ def cast_tensors(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[
             done[key] = tensor if keep else tensor.to(dtype)
         cast[name] = done[key]
     return cast
+
+
+# by the ``kind`` of config.json
+KINDS: dict[str, type[Heads]] = {"medusa": MedusaHeads, "hydra": MedusaHeads, "mtp": MtpHeads}
+
+
+def build_heads(config: dict[str, Any]) -> Heads:
+    """Return heads of an export's config.json without memory, whose tensors are still to be read.
+
+    Raises:
+        ValueError: one line, if there are no such heads.
+    """
+    with torch.device("meta"):  # nor is time lost for drawing weights that are replaced at once
+        try:
+            return KINDS[config["kind"]].from_config(config)
+        except (TypeError, ArithmeticError, RuntimeError) as error:
+            raise ValueError(str(error)) from None
+
+
+def named_tensors(heads: Heads) -> dict[str, Tensor]:
+    """Return the tensors of ``heads`` by the names that an export gives them."""
+    return {heads.tensor_prefix + name: tensor for name, tensor in heads.state_dict().items()}
 
 
 HEADS_FILE = "model.safetensors"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specheads.losses.cross_entropy import IGNORE
-from specheads.models.blocks import LowRank
+from specheads.models.blocks import LowRank, low_rank_factors
 from specheads.models.heads import MedusaHeads
 
 
@@ -17,9 +17,7 @@ from specheads.models.heads import MedusaHeads
 def low_rank_heads(heads: MedusaHeads, rank: int) -> MedusaHeads:
     """Return heads whose output matrices are the nearest ones of ``rank`` to those of ``heads``.
 
-    Nearest in the sum of squared differences: the truncated SVD (Eckart and Young, 1936).
-    Everything else is copied. The two factors share the singular values, so that both have numbers
-    of one size.
+    Everything else is copied; see :func:`low_rank_factors`.
 
     Args:
         heads: with matrices of their own, whole or of low rank.
@@ -36,10 +34,7 @@ def low_rank_heads(heads: MedusaHeads, rank: int) -> MedusaHeads:
     state, smaller = _rest(heads), _like(heads, "low_rank", rank=rank)
     for i in range(heads.num_heads):
         matrix = output_matrix(heads, i)
-        wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
-        left, values, right = torch.linalg.svd(wide, full_matrices=False)
-        root = values[:rank].sqrt()
-        up, down = left[:, :rank] * root, root[:, None] * right[:rank]
+        up, down = low_rank_factors(matrix, rank)
         state[f"heads.{i}.lm_head.up.weight"] = up.to(matrix.dtype)
         state[f"heads.{i}.lm_head.down.weight"] = down.to(matrix.dtype)
     return _filled(smaller, state, heads)

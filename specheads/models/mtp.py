@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -35,6 +34,7 @@ from specheads.models.head_cache import (
     odd_numbers,
     odd_part,
 )
+from specheads.models.kinds import Begin, Heads
 from specheads.models.manifest import one_line
 from specheads.models.mtp_walk import MtpWalk, TextCache, empty_texts
 from specheads.models.output import FINAL, TRUNK, OutputLayer, final_norm, last_layer
@@ -159,7 +159,7 @@ MTP_LM_HEADS = ("shared", "own")
 _KEYS = ("num_heads", "variant", "lm_head", "block", "hidden_size", "vocab_size")
 
 
-class MtpHeads(nn.Module):
+class MtpHeads(nn.Module, Heads):
     """K heads of one layer each; their contract is :class:`specheads.models.kinds.Heads`.
 
     ``contextual`` runs the layers over whole texts.
@@ -206,6 +206,9 @@ class MtpHeads(nn.Module):
         self.num_heads, self.vocab_size, self.num_outputs = num_heads, vocab_size, vocab_size
         self.hidden_size = int(config.hidden_size)
         self.variant, self.lm_head, self.hidden_first = variant, lm_head, hidden_first
+        self.one_matrix, self.sequential = lm_head == "shared", variant == "sequential"
+        self.needs_embedding = self.walks_text = self.sequential
+        self.taps = (FINAL,) if self.sequential else (TRUNK,)
         self.config = config = copy.deepcopy(config)
         parts = Parts(config)
         self.layers = nn.ModuleList(
@@ -232,31 +235,6 @@ class MtpHeads(nn.Module):
             moved = self.rotary_emb.get_buffer(name)
             setattr(self.rotary_emb, name, table if moved.is_meta else table.to(moved.device))
         return self
-
-    @property
-    def sequential(self) -> bool:
-        """Whether a head reads tokens drafted before its own."""
-        return self.variant == "sequential"
-
-    @property
-    def needs_embedding(self) -> bool:
-        """Whether they read drafted tokens through the base's input embedding."""
-        return self.sequential
-
-    @property
-    def walks_text(self) -> bool:
-        """Whether the way down a tree starts from the cache of the text."""
-        return self.sequential
-
-    @property
-    def taps(self) -> tuple[str, ...]:
-        """Which hidden states of the base the heads read."""
-        return (FINAL,) if self.sequential else (TRUNK,)
-
-    @property
-    def one_matrix(self) -> bool:
-        """Whether all heads multiply by the base's output matrix, and by nothing else."""
-        return self.lm_head == "shared"
 
     @classmethod
     def from_settings(
@@ -467,7 +445,6 @@ class MtpHeads(nn.Module):
         embed: Embed | None = None,
     ) -> Tensor:
         """Return what the output matrix of head ``i`` reads, [..., d], of ``contextual``'s."""
-        del tokens, embed
         return hidden[i]
 
     def output_weight(self, i: int, base_weight: Tensor) -> Tensor:
@@ -475,63 +452,15 @@ class MtpHeads(nn.Module):
         own = self.layer(i).lm_head
         return base_weight if own is None else own.weight
 
-    def output_bias(self, bias: Tensor | None) -> Tensor | None:
-        """Return the base's output bias [V], which all heads use."""
-        return bias
-
-    def token_ids(self, places: Tensor) -> Tensor:
-        """Return ``places``: these heads know all tokens."""
-        return places
-
-    def map_labels(self, labels: Tensor) -> Tensor:
-        """Return ``labels``: these heads know all tokens."""
-        return labels
-
-    def full_logits(self, logits: Tensor) -> Tensor:
-        """Return ``logits``: these heads know all tokens."""
-        return logits
-
-    def logits(
-        self,
-        hidden: Tensor,
-        output: OutputLayer,
-        tokens: Tensor | None = None,
-        embed: Embed | None = None,
-    ) -> Tensor:
-        """Return the logits [K, ..., V] of all heads, computed as the base computes its own.
-
-        Args:
-            hidden: [K, ..., d], from ``contextual``.
-            output: the base's output layer; its matrix is used where the heads share it.
-            tokens: not used: ``contextual`` has read them.
-            embed: not used either.
-        """
-        del tokens, embed
-        if self.lm_head == "shared":
-            products = F.linear(hidden.to(output.weight.dtype), output.weight)
-        else:
-            products = torch.stack(
-                [F.linear(each, self.output_weight(i, each)) for i, each in enumerate(hidden)]
-            )
-        return self.finish(products, output)
-
-    @torch.no_grad()
     def snapshot(self, output: OutputLayer) -> Callable[[Tensor], Tensor]:
-        """Return a function like ``logits``, for decoding: the weights as they are now, stacked.
+        """Return a function like ``logits``, for decoding: the weights as they are.
 
         Raises:
             ValueError: if the heads are sequential.
         """
         if self.sequential:
             raise ValueError("sequential heads cannot guess all at once")
-        if self.lm_head == "shared":
-            return lambda hidden: self.logits(hidden, output)
-        matrices = torch.stack(
-            [self.output_weight(i, output.weight) for i in range(self.num_heads)]
-        ).transpose(1, 2)
-        return lambda hidden: self.finish(
-            torch.bmm(hidden.flatten(1, -2), matrices).view(*hidden.shape[:-1], -1), output
-        )
+        return lambda hidden: self.logits(hidden, output)
 
     def memory(self, num_rows: int, embed: Embed | None = None) -> LayerCache | TextCache:
         """Return what the layers remember of texts while decoding, before anything was read.
@@ -567,25 +496,24 @@ class MtpHeads(nn.Module):
             self._checked = True
         return empty(num_rows)
 
-    def steps(self, output: OutputLayer, embed: Embed | None, depth: int) -> Callable[[], MtpSteps]:
-        """Return a function that returns the heads as they are when it is called.
-
-        Args:
-            output: the base's output layer.
-            embed: the base's input embedding.
-            depth: how many of the heads will be asked.
+    def steps(self, output: OutputLayer, embed: Embed | None, depth: int) -> Callable[[], Begin]:
+        """Return a function that returns how the heads begin a step.
 
         Raises:
             ValueError: for heads that are not sequential, without an embedding, or if the layers'
                 attention is neither full nor that of a sliding window.
         """
-        del depth
         if not self.sequential:
             raise ValueError("these heads are parallel: they need not be asked level by level")
         if embed is None:
             raise ValueError("these heads read tokens through embed, which is None")
         self._window()
-        return lambda: MtpSteps(self, output, embed)
+
+        def logits(i: int, made: Tensor) -> Tensor:
+            weight = self.output_weight(i, output.weight)
+            return self.finish(F.linear(made.to(weight.dtype), weight), output)
+
+        return lambda: partial(MtpWalk, logits)
 
     def _window(self) -> int | None:
         """Return how many tokens a layer looks back upon, itself included; None for all."""
@@ -596,36 +524,3 @@ class MtpHeads(nn.Module):
                 " full_attention or sliding_attention"
             )
         return window
-
-    def finish(self, products: Tensor, output: OutputLayer) -> Tensor:
-        """Return logits [..., V] as the base makes its own: with its bias, scale and softcap."""
-        return output.finish(products if output.bias is None else products + output.bias)
-
-
-@dataclass(frozen=True)
-class MtpSteps:
-    """Sequential MTP heads, ready to go down trees.
-
-    Attributes:
-        heads: as they are.
-        output: the base's output layer.
-        embed: the base's input embedding.
-    """
-
-    heads: MtpHeads
-    output: OutputLayer
-    embed: Embed
-
-    def begin(self, hidden: Tensor, root: Tensor, memory: TextCache) -> MtpWalk:
-        """Start at the roots.
-
-        Args:
-            hidden: [K, B, d], what the modules make of the roots.
-            root: [B], the last certain tokens.
-            memory: of the texts up to there.
-        """
-        return MtpWalk(self._logits, hidden, root, memory)
-
-    def _logits(self, i: int, made: Tensor) -> Tensor:
-        weight = self.heads.output_weight(i, self.output.weight)
-        return self.heads.finish(F.linear(made.to(weight.dtype), weight), self.output)

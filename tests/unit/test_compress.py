@@ -30,7 +30,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 def build(lm_head: str = "own", dtype: torch.dtype | None = None, **form: Any) -> MedusaHeads:
     """Return random heads, not those at the start, where all matrices are one."""
-    heads = MedusaHeads(NUM_HEADS, 1, SIZE, VOCAB, lm_head, dtype, **form)
+    heads = MedusaHeads(NUM_HEADS, 1, SIZE, VOCAB, lm_head, **form).to(dtype)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in heads.parameters():

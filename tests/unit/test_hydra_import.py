@@ -103,8 +103,7 @@ def test_the_heads_say_what_they_said(
     # asked level by level, as while decoding
     output = output_layer(export.base)
     with torch.no_grad():
-        steps = export.heads.steps(output, embed, HEADS)()
-        walk = steps.begin(read[:, -1], ids[:, LENGTH])
+        walk = export.heads.steps(output, embed, HEADS)()(read[:, -1], ids[:, LENGTH])
         for i in range(HEADS):
             torch.testing.assert_close(walk.logits()[:, 0], expected[i, :, -1], **CLOSE)
             if i + 1 < HEADS:
