@@ -20,7 +20,8 @@ from specheads.attention.tree import Tree
 from specheads.formats import card
 from specheads.models.base import load_base_model, load_tokenizer
 from specheads.models.checkpoint import load_export, load_heads, read_config, save_export
-from specheads.models.draft import read_provenance, save_draft
+from specheads.models.draft import save_draft
+from specheads.models.manifest import read_provenance
 
 RUNS = {"hydra": "hydra", "medusa1": "medusa1", "draft": "distill", "mtp_byte": "mtp"}
 DTYPE = "bfloat16"

@@ -39,8 +39,9 @@ from specheads.measure.hits import Texts
 from specheads.models.adapters import has_adapter, merge_adapter, merges
 from specheads.models.base import context_length, end_tokens, torch_dtype
 from specheads.models.checkpoint import Export, as_loaded, read_config, save_export, set_tree
-from specheads.models.draft import read_provenance, save_draft
+from specheads.models.draft import save_draft
 from specheads.models.kinds import Heads
+from specheads.models.manifest import read_provenance
 from specheads.models.names import base_digest
 from specheads.models.output import OutputLayer
 from specheads.models.quantize import quantization_of

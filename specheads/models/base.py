@@ -22,9 +22,9 @@ from transformers.utils import is_flash_attn_2_available
 
 from specheads.config import DTYPES, ConfigError
 from specheads.models.manifest import (
+    NEEDS_SAFETENSORS,
     check_counts,
     check_model_files,
-    needs_safetensors,
     one_line,
     refuse_kernels,
 )
@@ -110,7 +110,11 @@ def load_base_model(
                 ignore_mismatched_sizes=True,  # so that they are reported; they are refused below
             )
         except OSError as error:
-            raise needs_safetensors(name, error) from None
+            if "safetensors" not in str(error):
+                raise
+            raise ConfigError(
+                f"model.name={name} has no model.safetensors: {NEEDS_SAFETENSORS}"
+            ) from None
     model, report = loaded
     assert isinstance(model, PreTrainedModel)
     mismatched = [key[0] if isinstance(key, tuple) else key for key in report["mismatched_keys"]]

@@ -39,7 +39,6 @@ from specheads.models.heads import MedusaHeads
 from specheads.models.kinds import Heads
 from specheads.models.manifest import (
     MANIFEST,
-    check_header,
     check_manifest,
     manifest_entry,
     one_line,
@@ -192,10 +191,9 @@ def load_heads_file(path: Path, config: dict[str, Any], config_file: Path) -> He
     except ValueError as error:
         raise ConfigError(f"{config_file}: {error}") from None
     file, wanted = path / HEADS_FILE, named_tensors(heads)
-    check_header(file, wanted)
-    with one_line(f"{config_file}: no rotary table"):
-        heads.make_tables()  # not before: the header has told how large they may be
     tensors = read_tensors(file, wanted)
+    with one_line(f"{config_file}: no rotary table"):
+        heads.make_tables()  # not before: the tensors have told how large they may be
     _check_map(file, tensors.get("token_map"), config["vocab_size"])
     state = {name.removeprefix(heads.tensor_prefix): each for name, each in tensors.items()}
     heads.load_state_dict(state, assign=True)

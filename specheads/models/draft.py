@@ -30,7 +30,6 @@ from specheads.config import ConfigError
 from specheads.models.base import load_base_model, load_tokenizer, torch_dtype
 from specheads.models.checkpoint import findable, save_hf
 from specheads.models.manifest import PROVENANCE, one_line, write_json, write_manifest
-from specheads.models.manifest import read_provenance as read_ours
 from specheads.models.quantize import quantization_of
 from specheads.system.files import whole_folder
 from specheads.system.redact import redact
@@ -368,15 +367,6 @@ def save_draft(
         save_hf(folder, draft, tokenizer, None if dtype is None else torch_dtype(dtype))
         write_json(folder / PROVENANCE, provenance)
         write_manifest(folder)
-
-
-def read_provenance(path: str | Path) -> dict[str, Any] | None:
-    """Return what a draft model's folder says about its origin; None for one of other make.
-
-    Raises:
-        ConfigError: if it cannot be read, or this version of specheads does not know it.
-    """
-    return read_ours(Path(path)) if (Path(path) / PROVENANCE).is_file() else None
 
 
 def take_end_tokens(draft: PreTrainedModel, base: PreTrainedModel) -> None:

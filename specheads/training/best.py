@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from specheads.config import ConfigError, EvaluateConfig, TrainConfig
 from specheads.models.manifest import (
+    check_header,
     check_manifest,
-    check_tensors,
     load_tensors,
     save_tensors,
     write_manifest,
@@ -182,7 +182,7 @@ def finish(
             "evaluate.keep_best=false exports the last ones"
         )
     check_manifest(folder)
-    check_tensors(folder / _TENSORS, parameters)
+    check_header(folder / _TENSORS, parameters, exact=True)
     weights = load_tensors(folder / _TENSORS)
     with torch.no_grad():
         for name, parameter in parameters.items():

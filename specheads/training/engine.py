@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from specheads.config import ConfigError, OptimConfig, TrainConfig
 from specheads.models.manifest import (
+    check_header,
     check_moments,
-    check_tensors,
     load_tensors,
     read_json,
     save_tensors,
@@ -208,7 +208,7 @@ class TorchEngine:
             ConfigError: if the checkpoint is of another model, before anything is changed.
         """
         trained = dict(zip(self.names, self.trained, strict=True))
-        check_tensors(folder / "model.safetensors", trained)
+        check_header(folder / "model.safetensors", trained, exact=True)
         check_moments(folder / "optimizer.safetensors", trained)
         values = read_json(folder / "optimizer.json", f"{folder} is not a whole checkpoint")
         if odd := [n for n, v in values.items() if type(v) not in (bool, int, float)]:

@@ -29,13 +29,13 @@ from specheads.models.draft import (
     new_draft,
     num_ids,
     pruned,
-    read_provenance,
     save_draft,
     shared_vocabulary,
     spread,
     take_end_tokens,
     vocab_size,
 )
+from specheads.models.manifest import read_provenance
 from tests.conftest import build_byte_tokenizer, build_tiny_llama
 from tests.zoo import TREE_MODELS, build
 

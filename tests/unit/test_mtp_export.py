@@ -167,7 +167,7 @@ def edit(path: Path, changes: dict[str, Any]) -> None:
         ({"variant": "causal"}, "28 tensors where 22 .* unexpected: mtp.layers.0.eh_proj.weight"),
         ({"num_heads": 3}, "lacks 14 of 42 tensors, first mtp.layers.2.block"),
         ({"num_heads": 0, "tree__choices": []}, "num_heads is 0, expected 1 to 256"),
-        ({"num_heads": "two"}, "num_heads is 'two', not a number"),
+        ({"num_heads": "two"}, "num_heads is 'two', expected 1 to 256"),
         ({"lm_head": "shared"}, "28 tensors where 26 .* unexpected: mtp.layers.0.lm_head.weight"),
         ({"vocab_size": 100}, r"lm_head.weight has shape \[272, 32\], expected \[100, 32\]"),
         ({"tree__choices": [[0], [0, 0], [0, 0, 0]]}, "3 deep, but there are 2 heads"),
