@@ -17,7 +17,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from safetensors.torch import save_file
@@ -26,8 +26,9 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from specheads.attention.tree import Tree
 from specheads.config import ConfigError
-from specheads.models.adapters import has_adapter, load_adapter, merged_state, merges, save_adapter
+from specheads.models.adapters import has_adapter, load_adapter, merged_state, save_adapter
 from specheads.models.base import (
+    Loading,
     check_tokenizer,
     load_base_model,
     load_tokenizer,
@@ -48,8 +49,7 @@ from specheads.models.manifest import (
     write_manifest,
 )
 from specheads.models.mtp import MtpHeads
-from specheads.models.names import base_digest as digest_of_base
-from specheads.models.names import file_sha256, resolve_name
+from specheads.models.names import base_digest, file_sha256, resolve_name
 from specheads.models.quantize import METHODS, as_if_plain, quantization_of
 from specheads.system.files import whole_folder
 from specheads.system.redact import redact
@@ -175,13 +175,8 @@ def save_heads(folder: Path, heads: Heads, dtype: torch.dtype | None) -> None:
     save_file(cast_tensors(tensors, dtype), folder / HEADS_FILE, metadata={"format": "pt"})
 
 
-def load_heads_file(path: Path, config: dict[str, Any], config_file: Path) -> Heads:
-    """Build the heads of ``config`` and read all of their tensors, and no others.
-
-    Args:
-        path: the export's folder.
-        config: what its config.json holds.
-        config_file: where that lies, for the messages.
+def load_heads_file(path: Path, config: dict[str, Any]) -> Heads:
+    """Build the heads of an export's ``config`` and read all of their tensors, and no others.
 
     Raises:
         ConfigError: one line, if config and tensors do not fit together.
@@ -189,10 +184,10 @@ def load_heads_file(path: Path, config: dict[str, Any], config_file: Path) -> He
     try:
         heads = build_heads(config)
     except ValueError as error:
-        raise ConfigError(f"{config_file}: {error}") from None
+        raise ConfigError(f"{path / _CONFIG}: {error}") from None
     file, wanted = path / HEADS_FILE, named_tensors(heads)
     tensors = read_tensors(file, wanted)
-    with one_line(f"{config_file}: no rotary table"):
+    with one_line(f"{path / _CONFIG}: no rotary table"):
         heads.make_tables()  # not before: the tensors have told how large they may be
     _check_map(file, tensors.get("token_map"), config["vocab_size"])
     state = {name.removeprefix(heads.tensor_prefix): each for name, each in tensors.items()}
@@ -257,85 +252,92 @@ class Export:
     config: dict[str, Any]
 
 
+def origin(
+    name: str,
+    training: dict[str, Any],
+    *,
+    revision: str | None = None,
+    dtype: str | torch.dtype = "float32",
+    quantization: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return what an export says of the original base model, and of the training, for saving it.
+
+    Args:
+        name: as the user gave it; empty where there is none, because the base was trained from
+            scratch. The tuned base is then all there is.
+        training: JSON: recipe, steps, data, held-out losses.
+        revision: of a hub model.
+        dtype: in which an unchanged base was used.
+        quantization: ``quantization_of`` an unchanged base; a tuned one says it itself.
+    """
+    digest = base_digest(name, revision=revision) if name else ""
+    base = {"name": name, "revision": revision if name else None, "digest": digest}
+    base |= {"dtype": str(dtype).removeprefix("torch."), "quantization": quantization}
+    return {"base": base, "training": training}
+
+
 def save_export(
     path: str | Path,
     heads: Heads,
-    *,
-    base_name: str,
-    base_digest: str,
     tokenizer: PreTrainedTokenizerBase,
     tree: Tree,
-    training: dict[str, Any],
+    info: dict[str, Any],
+    *,
     tuned_base: PreTrainedModel | None = None,
-    base_revision: str | None = None,
-    base_dtype: str | torch.dtype = "float32",
-    base_quantization: dict[str, Any] | None = None,
-    merge: str = "auto",
     dtype: str | torch.dtype | None = None,
-    expected_accept_length: float | None = None,
-    measured_on: dict[str, Any] | None = None,
 ) -> None:
     """Write an export, whole or not at all; an earlier one at ``path`` is replaced at the end.
 
     Args:
         path: the folder.
         heads: to save.
-        base_name: of the original base model, as the user gave it; empty where there is none,
-            because the base was trained from scratch. ``tuned_base`` is then all there is.
-        base_digest: of the original base model, see :func:`specheads.models.names.base_digest`;
-            empty likewise.
         tokenizer: saved with its chat template.
-        tree: to decode with.
-        training: JSON for the ``training`` section: recipe, steps, data, held-out losses.
-        tuned_base: the adapted base where the recipe changed it.
-        base_revision: hub revision of the original.
-        base_dtype: dtype in which an unchanged base was used.
-        base_quantization: ``quantization_of`` an unchanged base; a tuned one says it itself.
-        merge: of a tuned base's adapter, into ``base/``: ``true``, ``false``, or ``auto``, which is
-            true unless the base is quantised. Merged, a quantised base is dequantised to its
-            dtype; it then differs from the one that was trained by the rounding of the sums.
+        tree: to decode with; :func:`set_tree` adds what was measured of it.
+        info: from :func:`origin`, or the config.json of an export, of which the sections ``base``
+            and ``training`` are taken.
+        tuned_base: the adapted base where the recipe changed it. An adapter stays one: merge it
+            before (:func:`specheads.models.adapters.merge_adapter`) to have it in ``base/``.
         dtype: of the saved tensors; None keeps each as it is.
-        expected_accept_length: of ``tree`` where it was measured.
-        measured_on: JSON about that measurement.
 
     Raises:
         ValueError: if the tree is deeper than there are heads, or there is neither an original
             nor a tuned base.
-        ConfigError: if a base is to be dequantised whose quantisation cannot be undone.
         RunError: if the disk is full.
     """
-    path = Path(path)
+    path, base = Path(path), info["base"]
     _check_depth(tree, heads.num_heads, ValueError)
-    if not base_name and tuned_base is None:
-        raise ValueError("base_name is empty, and there is no tuned_base to be found instead")
+    if not base["name"] and tuned_base is None:
+        raise ValueError("base.name is empty, and there is no tuned_base to be found instead")
     target = None if dtype is None else torch_dtype(dtype)
-    adapter = False
+    adapter = tuned_base is not None and has_adapter(tuned_base)
+    used, quantization = base.get("dtype", "float32"), base.get("quantization")
     if tuned_base is not None:
-        adapter = has_adapter(tuned_base) and not merges(tuned_base, merge)
-        base_quantization = quantization_of(tuned_base) if adapter else None
-        base_dtype = tuned_base.dtype if adapter else target or tuned_base.dtype
+        used = tuned_base.dtype if adapter else target or tuned_base.dtype
+        quantization = quantization_of(tuned_base) if adapter else None
+    name, revision = findable(base["name"]), base.get("revision")
     with whole_folder(path) as folder:
         save_heads(folder, heads, target)
         tokenizer.save_pretrained(folder)
         if tuned_base is not None and adapter:
-            save_adapter(folder / _ADAPTER, tuned_base, findable(base_name), base_revision)
+            save_adapter(folder / _ADAPTER, tuned_base, name, revision)
         elif tuned_base is not None:
             save_hf(folder / _BASE, tuned_base, tokenizer, target)
+        files = {file.name: file_sha256(file) for file in folder.iterdir() if file.is_file()}
         config = {
             "format_version": FORMAT_VERSION,
             **heads.to_config(),
             "base": {
-                "name": findable(base_name),
+                "name": name,
                 "tuned": tuned_base is not None,
                 "adapter": adapter,
-                "revision": base_revision,
-                "digest": base_digest,
-                "dtype": str(torch_dtype(base_dtype)).removeprefix("torch."),
-                "quantization": base_quantization,
+                "revision": revision,
+                "digest": base["digest"],
+                "dtype": str(torch_dtype(used)).removeprefix("torch."),
+                "quantization": quantization,
             },
-            "tokenizer": {"digest": _tokenizer_digest(folder)},
-            "tree": _tree_section(tree, expected_accept_length, measured_on),
-            "training": redact(training),
+            "tokenizer": {"digest": _tokenizer_digest(files)},
+            "tree": _tree_section(tree, None, None),
+            "training": redact(info["training"]),
         }
         write_json(folder / _CONFIG, config)
         write_manifest(folder)
@@ -345,12 +347,8 @@ def load_export(
     path: str | Path,
     *,
     base: str | None = None,
-    dtype: str | torch.dtype | None = None,
-    device: str | torch.device = "auto",
-    device_map: str | dict[str, Any] | None = None,
-    attn: str = "auto",
-    trust_remote_code: bool = False,
     beside: Export | None = None,
+    **loading: Unpack[Loading],
 ) -> Export:
     """Load base model, heads, tokenizer and tree, and check that they belong together.
 
@@ -359,14 +357,10 @@ def load_export(
     Args:
         path: an export folder.
         base: where the original base model is now, if not under its recorded name.
-        dtype: of the base, and of the heads (see :func:`as_loaded`); None takes the recorded
-            one.
-        device: where they go: one of torch's, or what :func:`hardware.pick_device` knows.
-        device_map: spreads the base instead, see :func:`load_base_model`; heads go where its output
-            layer is.
-        attn: transformers' attention implementation; ``auto`` is sdpa where the base has it.
-        trust_remote_code: run modelling code that comes with the base.
         beside: an export that is loaded already, whose base model, of the same weights, is shared.
+        **loading: how and where the base goes, see :class:`specheads.models.base.Loading`; its
+            dtype, which is also that of the heads (see :func:`as_loaded`), is the recorded one
+            unless given. Heads go where the base's output layer is.
 
     Raises:
         ConfigError: one line with both numbers, if a file is missing, truncated or changed, the
@@ -377,50 +371,54 @@ def load_export(
     config = read_config(path)
     _check_tokenizer_files(path, config, check_manifest(path))
     tree = _load_tree(path, config)
+    heads = load_heads_file(path, config)
     if beside is not None:
         _check_shared(path, config, beside.config)
-        heads = load_heads_file(path, config, path / _CONFIG)
-        heads = as_loaded(heads, beside.base, beside.base.dtype).requires_grad_(False)
+        heads = as_loaded(heads, beside.base).requires_grad_(False)
         return Export(beside.base, heads, beside.tokenizer, tree, config)
+    model = _load_base(path, config, base, loading)
+    trusted = loading.get("trust_remote_code", False)
+    tokenizer = load_tokenizer(str(path), trust_remote_code=trusted)
+    check_tokenizer(tokenizer, model)
+    if heads.lm_head == "shared" and model.get_output_embeddings().weight.is_meta:
+        raise ConfigError(f"{path}: its heads share the output layer; device_map offloads that one")
+    dtype = torch_dtype(loading.get("dtype") or config["base"]["dtype"])
+    heads = as_loaded(heads, model, dtype).requires_grad_(False)
+    return Export(model, heads, tokenizer, tree, config)
+
+
+def _load_base(
+    path: Path, config: dict[str, Any], base: str | None, loading: Loading
+) -> PreTrainedModel:
+    """Load the base model of an export: its own, ``base``, or the recorded one."""
     info = config["base"]
     inside = _holds_base(config)
     if inside and base is not None:
         raise ConfigError(f"{path} brings its own tuned base model; base={base} cannot replace it")
-    if not (inside or base or info["name"]):
+    name = str(path / _BASE) if inside else base or info["name"]
+    if not name:
         raise ConfigError(
             f"{path / _CONFIG}: base.name is empty, and the export has no base of its own"
         )
-    dtype = torch_dtype(dtype or info["dtype"])
-    heads = load_heads_file(path, config, path / _CONFIG)
-    name = str(path / _BASE) if inside else base or info["name"]
-    revision = info["revision"] if base is None and not inside else None
+    revision = None if inside or base else info["revision"]
+    options: dict[str, Any] = {"attn": "auto", "dtype": info["dtype"]}
+    options |= {key: value for key, value in loading.items() if value is not None}
     quantization = _quantization(path, info)
     try:
         if not inside and (folder := Path(resolve_name(name))).is_dir():
-            _check_folder(path, config, name, folder)
-        model = load_base_model(
-            name,
-            revision=revision,
-            dtype=dtype,
-            device=device,
-            device_map=device_map,
-            attn=attn,
-            trust_remote_code=trust_remote_code,
-            quantization=quantization,
-        )
+            # before it is loaded: a stranger's config may name any path
+            about = read_json(folder / "config.json", f"{folder} is no model", strict=False)
+            _check_base(path, config, name, about)
+        model = load_base_model(name, revision=revision, quantization=quantization, **options)
     except OtherBaseError:
         raise
     except ConfigError as error:
         raise ConfigError(f"{path} needs its base model: {error}") from None
-    _check_base(path, config, model, name, revision)
+    shape = model.get_output_embeddings().weight.shape
+    _check_base(path, config, name, dict(zip(_NOUNS, shape, strict=True)), revision)
     if info.get("adapter"):
         load_adapter(model, path / _ADAPTER)
-    tokenizer = load_tokenizer(str(path), trust_remote_code=trust_remote_code)
-    check_tokenizer(tokenizer, model)
-    if heads.lm_head == "shared" and model.get_output_embeddings().weight.is_meta:
-        raise ConfigError(f"{path}: its heads share the output layer; device_map offloads that one")
-    heads = as_loaded(heads, model, dtype).requires_grad_(False)
-    return Export(model, heads, tokenizer, tree, config)
+    return model
 
 
 def load_heads(path: str | Path) -> Heads:
@@ -432,7 +430,7 @@ def load_heads(path: str | Path) -> Heads:
     path = Path(path)
     config = read_config(path)
     check_manifest(path)
-    return load_heads_file(path, config, path / _CONFIG)
+    return load_heads_file(path, config)
 
 
 def set_tree(
@@ -537,33 +535,21 @@ def _check_depth(tree: Tree, num_heads: int, error: type[ValueError], where: str
 
 
 def _check_base(
-    path: Path, config: dict[str, Any], model: PreTrainedModel, name: str, revision: str | None
+    path: Path,
+    config: dict[str, Any],
+    name: str,
+    sizes: dict[str, Any],
+    revision: str | None = None,
 ) -> None:
-    matrix = model.get_output_embeddings().weight
-    _check_sizes(path, config, name, dict(zip(_NOUNS, matrix.shape, strict=True)))
-    if _holds_base(config):
-        return  # under the manifest of the export
-    _check_digest(path, config, name, revision)
-
-
-def _check_folder(path: Path, config: dict[str, Any], name: str, folder: Path) -> None:
-    """Refuse another base before it is loaded: a stranger's config may name any path."""
-    about = read_json(folder / "config.json", f"{folder} is no model", strict=False)
-    _check_sizes(path, config, name, about)
-    _check_digest(path, config, name, None)
-
-
-def _check_sizes(path: Path, config: dict[str, Any], name: str, sizes: dict[str, Any]) -> None:
+    """Hold a base to what the heads were trained on: its sizes, and its weights if not our own."""
     for key, noun in _NOUNS.items():
         if type(size := sizes.get(key)) is int and size != config[key]:
             raise OtherBaseError(
                 f"{path} was trained for a base model with {config[key]} {noun}, {name} has {size}"
             )
-
-
-def _check_digest(path: Path, config: dict[str, Any], name: str, revision: str | None) -> None:
-    found = digest_of_base(name, revision=revision)
-    if found != config["base"]["digest"]:
+    if _holds_base(config):
+        return  # under the manifest of the export
+    if (found := base_digest(name, revision=revision)) != config["base"]["digest"]:
         raise OtherBaseError(
             f"{path} was trained on other weights than those of {name}: digest"
             f" {config['base']['digest'][:12]} recorded, {found[:12]} found"
@@ -623,12 +609,7 @@ def _tree_section(
     }
 
 
-def _tokenizer_digest(folder: Path) -> str:
-    files = {file.name: file_sha256(file) for file in folder.iterdir() if file.is_file()}
-    return _digest_of(files)
-
-
-def _digest_of(files: dict[str, str]) -> str:
+def _tokenizer_digest(files: dict[str, str]) -> str:
     """Return one sha256 over those of the files of an export that are its tokenizer's."""
     names = sorted(files.keys() - {HEADS_FILE, _CONFIG})
     return hashlib.sha256("".join(f"{n}\0{files[n]}\n" for n in names).encode()).hexdigest()
@@ -637,7 +618,7 @@ def _digest_of(files: dict[str, str]) -> str:
 def _check_tokenizer_files(path: Path, config: dict[str, Any], manifest: dict[str, Any]) -> None:
     recorded = config["tokenizer"]["digest"]
     listed = {n: entry["sha256"] for n, entry in manifest["files"].items() if "/" not in n}
-    if (found := _digest_of(listed)) != recorded:
+    if (found := _tokenizer_digest(listed)) != recorded:
         raise ConfigError(
             f"{path} has another tokenizer than it was saved with: digest"
             f" {recorded!r:.14} recorded, {found[:12]} found"

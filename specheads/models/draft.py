@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from specheads.config import ConfigError
-from specheads.models.base import load_base_model, load_tokenizer, torch_dtype
+from specheads.models.base import Loading, load_base_model, load_tokenizer, torch_dtype
 from specheads.models.checkpoint import findable, save_hf
 from specheads.models.manifest import PROVENANCE, one_line, write_json, write_manifest
 from specheads.models.quantize import quantization_of
@@ -171,11 +171,7 @@ def load_draft(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     where: str = "draft",
-    revision: str | None = None,
-    dtype: str | torch.dtype = "float32",
-    device: str | torch.device = "auto",
-    attn: str = "auto",
-    trust_remote_code: bool = False,
+    **loading: Unpack[Loading],
 ) -> PreTrainedModel:
     """Load a draft model, in eval mode.
 
@@ -184,28 +180,19 @@ def load_draft(
         tokenizer: the base model's; its identity is checked before the model is loaded. None
             checks nothing.
         where: the setting that names the draft model, for messages.
-        revision: of a hub model.
-        dtype: of the weights.
-        device: where they go: one of torch's, or what :func:`hardware.pick_device` knows.
-        attn: transformers' attention implementation; ``auto`` is sdpa where the model has it.
-        trust_remote_code: run modelling code that comes with the model.
+        **loading: see :class:`specheads.models.base.Loading`.
 
     Raises:
         ConfigError: if it cannot be found or loaded, its tokenizer is another one, or it has fewer
             outputs than the tokenizer has ids.
     """
+    loading.setdefault("attn", "auto")
     try:
         if tokenizer is not None:
-            own = load_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
+            trusted = loading.get("trust_remote_code", False)
+            own = load_tokenizer(name, trust_remote_code=trusted)
             check_same_tokenizer(tokenizer, own, f"{where}={name}")
-        draft = load_base_model(
-            name,
-            revision=revision,
-            dtype=dtype,
-            device=device,
-            attn=attn,
-            trust_remote_code=trust_remote_code,
-        )
+        draft = load_base_model(name, **loading)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.name=", f"{where}=")) from None
     if tokenizer is not None:
@@ -325,13 +312,8 @@ def save_draft(
     path: str | Path,
     draft: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
+    info: dict[str, Any],
     *,
-    base_name: str,
-    base_digest: str,
-    base_dtype: str | torch.dtype,
-    training: dict[str, Any],
-    measured: dict[str, float],
-    base_revision: str | None = None,
     dtype: str | torch.dtype | None = None,
 ) -> None:
     """Write a draft model, whole or not at all; an earlier one at ``path`` is replaced at the end.
@@ -340,28 +322,26 @@ def save_draft(
         path: the folder.
         draft: to save.
         tokenizer: the base model's, saved with its chat template.
-        base_name: the base model it was trained for, as the user gave it.
-        base_digest: see :func:`specheads.models.names.base_digest`.
-        base_dtype: of the base while training.
-        training: JSON: recipe, loss, steps, data, held-out figures.
-        measured: alpha and accept length by temperature, as the recipe found them.
-        base_revision: hub revision of the base.
+        info: from :func:`specheads.models.checkpoint.origin`, of the base model that it was trained
+            for; and ``measured``, alpha and accept length by temperature, as the recipe found them.
+            Or what :func:`specheads.models.manifest.read_provenance` has read.
         dtype: of the saved tensors; None keeps each as it is.
 
     Raises:
         RunError: if the disk is full.
     """
+    base = info["base"]
     provenance = {
         "format_version": FORMAT_VERSION,
         "kind": "draft",
         "base": {
-            "name": findable(base_name),
-            "revision": base_revision,
-            "digest": base_digest,
-            "dtype": str(base_dtype).removeprefix("torch."),
+            "name": findable(base["name"]),
+            "revision": base.get("revision"),
+            "digest": base["digest"],
+            "dtype": base["dtype"],
         },
-        "training": redact(training),
-        "measured": measured,
+        "training": redact(info["training"]),
+        "measured": info["measured"],
     }
     with whole_folder(Path(path)) as folder:
         save_hf(folder, draft, tokenizer, None if dtype is None else torch_dtype(dtype))

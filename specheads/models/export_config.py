@@ -116,9 +116,8 @@ def _check_block(block: dict[str, Any] | None) -> None:
 
 def _check_tree(section: dict[str, Any], num_heads: int) -> None:
     choices, length = section["choices"], section.get("expected_accept_length")
-    expect(
-        len(choices) < MAX_NODES, "the number of tree.choices", len(choices), f"below {MAX_NODES}"
-    )
+    number = len(choices)
+    expect(number < MAX_NODES, "the number of tree.choices", number, f"below {MAX_NODES}")
     for choice in choices:
         path = type(choice) is list and all(type(rank) is int and rank >= 0 for rank in choice)
         expect(path, "tree: a choice", choice, "a path of ranks from 0 up")

@@ -22,6 +22,7 @@ from transformers import (
 
 from specheads.config import ConfigError
 from specheads.models import draft as draft_module
+from specheads.models.checkpoint import origin
 from specheads.models.draft import (
     check_same_tokenizer,
     draft_config,
@@ -222,17 +223,9 @@ def test_a_saved_draft_is_an_ordinary_model(dtype: str | None, tmp_path: Path) -
     base.generation_config.eos_token_id = [258, 261]
     draft = new_draft(draft_config(base.config, 1))
     take_end_tokens(draft, base)
-    save_draft(
-        tmp_path / "export",
-        draft,
-        build_byte_tokenizer(),
-        base_name="tinycode",
-        base_digest="0" * 64,
-        base_dtype=torch.float32,
-        training={"recipe": "distill", "steps": 3},
-        measured={"final/alpha/t1": 0.5},
-        dtype=dtype,
-    )
+    info = origin("tinycode", {"recipe": "distill", "steps": 3})
+    info |= {"measured": {"final/alpha/t1": 0.5}}
+    save_draft(tmp_path / "export", draft, build_byte_tokenizer(), info, dtype=dtype)
     names = {path.name for path in (tmp_path / "export").iterdir()}
     assert {"config.json", "model.safetensors", "generation_config.json", "tokenizer.json"} <= names
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
