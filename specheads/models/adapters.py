@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from specheads.config import AdapterConfig, ConfigError
-from specheads.models.manifest import one_line, read_header, read_json, read_tensors
+from specheads.models.manifest import expect, one_line, read_header, read_json, read_tensors
 from specheads.models.quantize import (
     is_quantized_linear,
     plain_weight,
@@ -382,12 +382,13 @@ def _stored_targets(about: Path, stored: dict[str, Any], base: PreTrainedModel) 
     """Return the names of the wrapped layers, after a look at the other numbers that are used."""
     alpha, dropout = stored.get("lora_alpha"), stored.get("lora_dropout")
     names = stored.get("target_modules")
-    if not isinstance(alpha, int | float) or not 0 < alpha <= 1 << 20:
-        raise ConfigError(f"{about}: lora_alpha is {alpha!r:.40}, expected a number above 0")
-    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-        raise ConfigError(f"{about}: lora_dropout is {dropout!r:.40}, expected 0 to 1")
-    if type(names) is not list or not names or not all(type(name) is str for name in names):
-        raise ConfigError(f"{about}: target_modules is {names!r:.40}, expected names")
+    real = isinstance(alpha, int | float) and 0 < alpha <= 1 << 20
+    expect(real, f"{about}: lora_alpha", alpha, "a number above 0")
+    real = isinstance(dropout, int | float) and 0 <= dropout < 1
+    expect(real, f"{about}: lora_dropout", dropout, "0 to 1")
+    named = type(names) is list and all(type(name) is str for name in names) and names
+    expect(bool(named), f"{about}: target_modules", names, "names")
+    assert isinstance(names, list)
     if odd := sorted(set(names) - {name for name, _ in base.named_modules()}):
         raise ConfigError(f"{about} is of another model: the base has no {odd[0]:.80}")
     return names
@@ -400,10 +401,9 @@ def _check_others(about: Path, stored: dict[str, Any], base: PreTrainedModel) ->
     for key, value in stored.items():
         if key in (*_USED, *_FREE):
             continue
-        if value != plain.get(key) and (key in plain or value):  # newer versions have more keys
-            raise ConfigError(
-                f"{about}: {key} is {value!r:.40}, specheads' adapters have {plain.get(key)!r:.40}"
-            )
+        # newer versions have more keys
+        same = value == plain.get(key) or not (key in plain or value)
+        expect(same, f"{about}: {key}", value, f"{plain.get(key)!r:.40}, as specheads' have it")
 
 
 def _plain(value: object) -> object:

@@ -39,6 +39,7 @@ from specheads.models.blocks import (
 from specheads.models.head_cache import LayerCache
 from specheads.models.kinds import Begin, Heads
 from specheads.models.output import FINAL
+from specheads.system.errors import check, one_of
 
 if TYPE_CHECKING:
     from specheads.config import HeadsConfig
@@ -99,22 +100,17 @@ class MedusaHeads(nn.Module, Heads):
         prefix: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        if lm_head not in LM_HEADS:
-            raise ValueError(f"lm_head must be one of {', '.join(LM_HEADS)}, got {lm_head!r}")
-        if num_heads < 1 or num_layers < 0:
-            raise ValueError(
-                f"num_heads must be at least 1 and num_layers at least 0, got {num_heads} and "
-                f"{num_layers}"
-            )
-        if joined and not condition:
-            raise ValueError("joined is how a condition is read, and there is none")
-        if markov_rank < 0:
-            raise ValueError(f"markov_rank must be at least 0, got {markov_rank}")
-        if lm_head == "low_rank" and not 1 <= rank <= min(hidden_size, vocab_size):
-            most = min(hidden_size, vocab_size)
-            raise ValueError(f"rank must be in 1..{most}, the sizes of the matrix, got {rank}")
-        if lm_head == "pruned" and not 1 <= num_kept <= vocab_size:
-            raise ValueError(f"num_kept must be in 1..{vocab_size}, the vocabulary, got {num_kept}")
+        most = min(hidden_size, vocab_size)
+        low_rank, pruned = lm_head == "low_rank", lm_head == "pruned"
+        one_of("lm_head", lm_head, *LM_HEADS)
+        check(num_heads >= 1, "num_heads", num_heads, "at least 1")
+        check(num_layers >= 0, "num_layers", num_layers, "at least 0")
+        check(condition or not joined, "condition", condition, "true where joined is")
+        check(markov_rank >= 0, "markov_rank", markov_rank, "at least 0")
+        sizes = f"in 1..{most}, the sizes of the matrix"
+        check(1 <= rank <= most or not low_rank, "rank", rank, sizes)
+        kept = f"in 1..{vocab_size}, the vocabulary"
+        check(1 <= num_kept <= vocab_size or not pruned, "num_kept", num_kept, kept)
         self.num_heads, self.num_layers = num_heads, num_layers
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
         self.lm_head, self.condition, self.markov_rank = lm_head, condition, markov_rank
@@ -122,13 +118,12 @@ class MedusaHeads(nn.Module, Heads):
         self.kind = "hydra" if condition else "medusa"
         self.sequential = condition or markov_rank > 0
         self.one_matrix = lm_head == "shared" and not markov_rank
-        self.rank = rank if lm_head == "low_rank" else 0
-        self.num_outputs = num_kept if lm_head == "pruned" else vocab_size
-        kept = torch.arange(self.num_outputs) if lm_head == "pruned" else None
-        self.register_buffer("token_map", kept)
+        self.rank = rank if low_rank else 0
+        self.num_outputs = num_kept if pruned else vocab_size
+        self.register_buffer("token_map", torch.arange(num_kept) if pruned else None)
 
         def own_matrix() -> nn.Linear | LowRank | None:
-            if lm_head == "low_rank":
+            if low_rank:
                 return LowRank(vocab_size, rank, hidden_size)
             if lm_head == "shared":
                 return None

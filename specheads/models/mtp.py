@@ -38,6 +38,7 @@ from specheads.models.kinds import Begin, Heads
 from specheads.models.manifest import one_line
 from specheads.models.mtp_walk import MtpWalk, TextCache, empty_texts
 from specheads.models.output import FINAL, TRUNK, OutputLayer, final_norm, last_layer
+from specheads.system.errors import check, one_of
 
 if TYPE_CHECKING:
     from specheads.config import MtpConfig
@@ -197,12 +198,9 @@ class MtpHeads(nn.Module, Heads):
         hidden_first: bool = False,
     ) -> None:
         super().__init__()
-        if variant not in VARIANTS:
-            raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}")
-        if lm_head not in MTP_LM_HEADS:
-            raise ValueError(f"lm_head must be one of {', '.join(MTP_LM_HEADS)}, got {lm_head!r}")
-        if num_heads < 1:
-            raise ValueError(f"num_heads must be at least 1, got {num_heads}")
+        one_of("variant", variant, *VARIANTS)
+        one_of("lm_head", lm_head, *MTP_LM_HEADS)
+        check(num_heads >= 1, "num_heads", num_heads, "at least 1")
         self.num_heads, self.vocab_size, self.num_outputs = num_heads, vocab_size, vocab_size
         self.hidden_size = int(config.hidden_size)
         self.variant, self.lm_head, self.hidden_first = variant, lm_head, hidden_first

@@ -140,7 +140,7 @@ def test_misuse_names_both_numbers() -> None:
         heads.init_from_output(torch.zeros(21, 8))
     with pytest.raises(ValueError, match="own, shared, low_rank, pruned, got 'tied'"):
         MedusaHeads(3, 1, 8, 20, "tied")
-    with pytest.raises(ValueError, match="got 0 and 1"):
+    with pytest.raises(ValueError, match="num_heads must be at least 1, got 0"):
         MedusaHeads(0, 1, 8, 20)
 
 

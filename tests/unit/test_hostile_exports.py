@@ -115,7 +115,7 @@ CONFIGS: list[tuple[str, str, dict[str, Any], str]] = [
     ("mtp", "", {"num_heads": 9}, "lacks 91 of 117 tensors"),
     ("adapter", "adapter/adapter_config", {"r": 10**9}, "r is 1000000000, the tensors have [4]"),
     ("adapter", "adapter/adapter_config", {"lora_alpha": 1e300}, "lora_alpha is 1e+300"),
-    ("adapter", "adapter/adapter_config", {"use_rslora": True}, "use_rslora is True, specheads'"),
+    ("adapter", "adapter/adapter_config", {"use_rslora": True}, "use_rslora is True, expected"),
     ("adapter", "adapter/adapter_config", {"target_modules": "all-linear"}, "expected names"),
     ("adapter", "adapter/adapter_config", {"target_modules": ["x"]}, "the base has no x"),
     ("medusa", "base/config", {"vocab_size": HUGE}, "its files hold"),

@@ -136,7 +136,7 @@ def test_joined_heads_are_no_others(tiny_model_dir: Path, tmp_path: Path) -> Non
     assert isinstance(heads, MedusaHeads)
     smaller = low_rank_heads(heads, 8)
     assert smaller.joined and smaller.state_dict().keys() >= {"heads.2.joined.gate.weight"}
-    with pytest.raises(ValueError, match="joined is how a condition is read, and there is none"):
+    with pytest.raises(ValueError, match="condition must be true where joined is, got False"):
         MedusaHeads(1, 1, SIZE, VOCAB, joined=True)
     config = json.loads((back / "config.json").read_text())
     (back / "config.json").write_text(json.dumps({**config, "joined": 1}))
