@@ -24,8 +24,8 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
@@ -235,7 +235,7 @@ def _install_grouped() -> None:
             return stock(module, query, key, value, attention_mask, *args, **kwargs)
         scale = kwargs.get("scaling")
         if query.device.type == "cpu":
-            output = F.scaled_dot_product_attention(
+            output = scaled_dot_product_attention(
                 query, key, value, attention_mask, scale=scale, enable_gqa=True
             )
         else:
@@ -278,7 +278,7 @@ def attend_folded(
     known = (0 if torch.compiler.is_compiling() else id(mask), groups)
     if known not in folded:
         folded[known] = mask, _fold_mask(mask, groups)
-    output = F.scaled_dot_product_attention(by_group, key, value, folded[known][1], scale=scale)
+    output = scaled_dot_product_attention(by_group, key, value, folded[known][1], scale=scale)
     return output.unflatten(2, (groups, num_tokens)).flatten(1, 2)
 
 
@@ -289,5 +289,5 @@ def _fold_mask(mask: Tensor, groups: int) -> Tensor:
         mask = mask[:, :, None].expand(-1, -1, groups, -1, -1)
     else:
         mask = mask.unflatten(1, (-1, groups))
-    aligned = F.pad(mask, (0, -num_slots % _ALIGNMENT))[..., :num_slots]
+    aligned = pad(mask, (0, -num_slots % _ALIGNMENT))[..., :num_slots]
     return aligned.flatten(2, 3)
