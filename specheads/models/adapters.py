@@ -17,13 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from specheads.config import AdapterConfig, ConfigError
-from specheads.models.manifest import expect, one_line, read_header, read_json, read_tensors
+from specheads.models.manifest import (
+    expect,
+    one_line,
+    read_header,
+    read_json,
+    read_tensors,
+    save_tensors,
+)
 from specheads.models.quantize import (
     is_quantized_linear,
     plain_weight,
@@ -342,11 +348,13 @@ def save_adapter(folder: Path, base: PreTrainedModel, name: str, revision: str |
     config.base_model_name_or_path, config.revision = name, revision
     config.inference_mode = True
     config.save_pretrained(str(folder))
-    tensors = {
-        _PREFIX + name.replace(f".{NAME}.", "."): parameter.detach().cpu().contiguous()
-        for name, parameter in adapter_parameters(base).items()
-    }
-    save_file(tensors, folder / _TENSORS, metadata={"format": "pt"})
+    save_tensors(folder / _TENSORS, _by_stored_name(base), {"format": "pt"})
+
+
+def _by_stored_name(base: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Return the adapter's parameters by peft's names for them."""
+    found = adapter_parameters(base).items()
+    return {f"{_PREFIX}{name.replace(f'.{NAME}.', '.')}": parameter for name, parameter in found}
 
 
 def load_adapter(base: PreTrainedModel, folder: Path) -> None:
@@ -366,10 +374,7 @@ def load_adapter(base: PreTrainedModel, folder: Path) -> None:
     with one_line(f"{about} cannot be used"):
         inject(base, names, **{key: stored.get(key) for key in _USED[:3]})
     _check_others(about, stored, base)
-    wanted = {
-        _PREFIX + name.replace(f".{NAME}.", "."): parameter
-        for name, parameter in adapter_parameters(base).items()
-    }
+    wanted = _by_stored_name(base)
     tensors = read_tensors(file, wanted)
     with torch.no_grad():
         for name, parameter in wanted.items():

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -45,6 +44,7 @@ from specheads.models.manifest import (
     one_line,
     read_json,
     read_tensors,
+    save_tensors,
     write_json,
     write_manifest,
 )
@@ -167,12 +167,6 @@ def named_tensors(heads: Heads) -> dict[str, Tensor]:
 
 HEADS_FILE = "model.safetensors"
 _SMALL_HEADS = 1 << 23  # parameters: 32 MB in float32
-
-
-def save_heads(folder: Path, heads: Heads, dtype: torch.dtype | None) -> None:
-    """Write the tensors of ``heads`` into ``folder``, in ``dtype`` (None keeps each as it is)."""
-    tensors = {k: v.detach().cpu().contiguous() for k, v in named_tensors(heads).items()}
-    save_file(cast_tensors(tensors, dtype), folder / HEADS_FILE, metadata={"format": "pt"})
 
 
 def load_heads_file(path: Path, config: dict[str, Any]) -> Heads:
@@ -305,7 +299,7 @@ def save_export(
         RunError: if the disk is full.
     """
     path, base = Path(path), info["base"]
-    _check_depth(tree, heads.num_heads, ValueError)
+    _check_depth(tree, heads.num_heads)
     if not base["name"] and tuned_base is None:
         raise ValueError("base.name is empty, and there is no tuned_base to be found instead")
     target = None if dtype is None else torch_dtype(dtype)
@@ -316,7 +310,8 @@ def save_export(
         quantization = quantization_of(tuned_base) if adapter else None
     name, revision = findable(base["name"]), base.get("revision")
     with whole_folder(path) as folder:
-        save_heads(folder, heads, target)
+        tensors = cast_tensors(named_tensors(heads), target)
+        save_tensors(folder / HEADS_FILE, tensors, {"format": "pt"})
         tokenizer.save_pretrained(folder)
         if tuned_base is not None and adapter:
             save_adapter(folder / _ADAPTER, tuned_base, name, revision)
@@ -457,7 +452,7 @@ def set_tree(
     path = Path(path)
     config = read_config(path)
     manifest = check_manifest(path)
-    _check_depth(tree, config["num_heads"], ConfigError)
+    _check_depth(tree, config["num_heads"])
     _check_rank(tree, config)
     config["tree"] = _tree_section(tree, expected_accept_length, measured_on)
     if heldout is not None:
@@ -529,9 +524,9 @@ def _check_rank(tree: Tree, config: dict[str, Any], where: str = "") -> None:
         raise ConfigError(f"{where}the tree uses rank {tree.max_rank}, {whose} {known} tokens")
 
 
-def _check_depth(tree: Tree, num_heads: int, error: type[ValueError], where: str = "") -> None:
+def _check_depth(tree: Tree, num_heads: int) -> None:
     if tree.max_depth > num_heads:
-        raise error(f"{where}the tree is {tree.max_depth} deep, but there are {num_heads} heads")
+        raise ConfigError(f"the tree is {tree.max_depth} deep, but there are {num_heads} heads")
 
 
 def _check_base(

@@ -110,9 +110,7 @@ def spread(total: int, number: int) -> list[int]:
 
     Of two or more the last one is, too.
     """
-    if number == 1:
-        return [0]
-    return [round(i * (total - 1) / (number - 1)) for i in range(number)]
+    return [round(i * (total - 1) / max(1, number - 1)) for i in range(number)]
 
 
 def pruned(
@@ -292,17 +290,10 @@ def _with_layers(
 
 
 def _layers_name(model: nn.Module, total: int) -> str:
-    found = (
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == total
-    )
-    name = next(found, None)
-    if name is None:
-        raise ConfigError(
-            f"draft.start=base: {type(model).__name__} keeps no list of {total} layers"
-        )
-    return name
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == total:
+            return name
+    raise ConfigError(f"draft.start=base: {type(model).__name__} keeps no list of {total} layers")
 
 
 FORMAT_VERSION = 2  # 1 had no manifest

@@ -47,22 +47,6 @@ _captured: WeakKeyDictionary[PreTrainedModel, tuple[Captured, set[str], object]]
 )
 
 
-def check_compilable(model: PreTrainedModel, *, chain_only: bool) -> None:
-    """Refuse what cannot be compiled.
-
-    Raises:
-        ValueError: for an attention whose masks are no tensors, and a model that masks by itself.
-    """
-    attention = model.config.get_text_config()._attn_implementation
-    if attention not in ("sdpa", "eager"):
-        raise ValueError(f"compile=True needs sdpa or eager attention, the model uses {attention}")
-    if chain_only:
-        raise ValueError(
-            f"compile=True needs a model that verifies trees, {type(model).__name__}"
-            " masks by itself"
-        )
-
-
 def _forward(model: PreTrainedModel, **inputs: Any) -> Tensor:
     logits: Tensor = model(**inputs, use_cache=True).logits
     return logits
@@ -324,8 +308,13 @@ class ModelPass:
         chain_only: bool = False,
         compiled: bool = False,
     ) -> None:
-        if compiled:
-            check_compilable(model, chain_only=chain_only)
+        attention, name = model.config.get_text_config()._attn_implementation, type(model).__name__
+        if compiled and attention not in ("sdpa", "eager"):
+            raise ValueError(f"compile=True needs sdpa or eager attention, {name} uses {attention}")
+        if compiled and chain_only:
+            raise ValueError(
+                f"compile=True needs a model that verifies trees, {name} masks by itself"
+            )
         self.model = model
         self.cache = cache
         self.chain_only = chain_only

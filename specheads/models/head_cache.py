@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from specheads.attention.cache import grown_capacity
+from specheads.models.manifest import first_line
 
 _JOINT = 16  # positions; beyond, queries that nobody asks about are not computed
 _FEW = 8  # positions for which float32 products are faster the other way round
@@ -493,68 +494,49 @@ _OPTIONAL = (
 _PLACES = 7  # compared: a prompt of three, then two steps
 
 
-def odd_part(
-    config: PreTrainedConfig, block: nn.Module, norm: nn.Module, rotary: Callable[..., Any]
-) -> str | None:
+def odd_part(config: PreTrainedConfig, block: nn.Module) -> str | None:
     """Return what a :class:`Stack` cannot compute of a layer, as its parts say; None for nothing.
 
     transformers has hundreds of kinds of layers. What is not built from the known parts is refused
-    by its parts, and what uses them otherwise (norms around 1, multipliers, layers without
-    rotation) by its numbers, see :func:`odd_numbers`.
-
-    Args:
-        config: of the layer.
-        block: the layer.
-        norm: behind it.
-        rotary: the rotary module, called with a tensor and position ids.
+    by their names, lest it be zero while it is tried and learn later. What uses known parts
+    otherwise (norms around 1, multipliers, layers without rotation) shows in its numbers, see
+    :func:`odd_numbers`.
     """
     names = {name for name, _ in block.named_parameters()}
     if missing := sorted({*_NORMS, *_PRODUCTS} - names):
         return f"they have no {missing[0]}"
     if extra := sorted(names - {*_NORMS, *_PRODUCTS, *_OPTIONAL}):
         return f"they have {extra[0]}"
-    if (kind := attention_of(config)[0]) not in WINDOWED:
-        return f"they attend by {kind}"
-    parts = cast(Any, block)
-    attention, width = parts.self_attn, getattr(parts.self_attn, "head_dim", None)
-    within = [each for name in "qk" if (each := getattr(attention, f"{name}_norm", None))]
-    norms = [parts.input_layernorm, parts.post_attention_layernorm, norm, *within]
-    epsilons = {getattr(each, "variance_epsilon", None) for each in norms}
-    if None in epsilons or len(epsilons) > 1:
-        return "their norms are of several kinds, or of an unknown one"
-    if getattr(attention, "scaling", None) is None or not hasattr(parts.mlp, "act_fn"):
-        return "their attention or MLP is of an unknown kind"
-    if any(each.weight.shape != (width,) for each in within):
-        return "norms of queries and keys span all heads"
-    weight = attention.k_proj.weight
-    cos, _ = rotary(weight, torch.zeros(1, 1, dtype=torch.long, device=weight.device))
-    if cos.shape[-1] != width:
-        return f"{cos.shape[-1]} of {width} numbers per head are rotated"
-    return None
+    kind = attention_of(config)[0]
+    return None if kind in WINDOWED else f"they attend by {kind}"
 
 
 @torch.no_grad()
 def odd_numbers(
-    whole: Callable[[Tensor, Tensor], Tensor], cache: LayerCache, hidden_size: int
+    whole: Callable[[Tensor, Tensor], Tensor],
+    empty: Callable[[int], LayerCache],
+    hidden_size: int,
 ) -> str | None:
-    """Return by how much a cache is wrong about layers whose parts are known; None if it is right.
+    """Return what is wrong about a cache of layers whose names are known; None if it is right.
 
     Args:
         whole: transformers' way: hidden states [1, T, d] and position ids [1, T] to [K, 1, T, d].
-        cache: of one row, empty.
+        empty: makes the cache of so many rows.
         hidden_size: d.
     """
-    like, found = cache.waves, []
     generator = torch.Generator().manual_seed(0)  # the decoding's own draws must not move
-    hidden = torch.randn(1, _PLACES, hidden_size, generator=generator)
-    hidden = hidden.to(device=like.device, dtype=like.dtype)
-    positions = torch.arange(_PLACES, device=like.device)[None]
+    hidden, found = torch.randn(1, _PLACES, hidden_size, generator=generator), []
+    try:
+        cache = empty(1)
+        hidden = hidden.to(device=cache.waves.device, dtype=cache.waves.dtype)
+        for first, end in ((0, 3), (3, 4), (4, _PLACES)):
+            cache, features = cache.append(hidden[:, first:end], [end - first])
+            found.append(features[:, 0].float())
+    except (AttributeError, RuntimeError) as error:  # what a layer has not, or has in other sizes
+        return f"they are of an unknown kind ({first_line(error)})"
+    positions = torch.arange(_PLACES, device=hidden.device)[None]
     wanted = whole(hidden, positions)[:, 0, [2, 3, _PLACES - 1]].float()  # [K, 3, d]
-    for first, end in ((0, 3), (3, 4), (4, _PLACES)):
-        cache, features = cache.append(hidden[:, first:end], [end - first])
-        found.append(features[:, 0].float())
-    error = float((torch.stack(found, dim=1) - wanted).norm() / wanted.norm().clamp_min(1e-30))
-    allowed = max(1e-4, 10 * torch.finfo(like.dtype).eps)  # the sums are in another order
-    if error <= allowed:
+    off = float((torch.stack(found, dim=1) - wanted).norm() / wanted.norm().clamp_min(1e-30))
+    if off <= max(1e-4, 10 * torch.finfo(hidden.dtype).eps):  # the sums are in another order
         return None
-    return f"what is computed here differs from transformers by {error:.2g} of it"
+    return f"what is computed here differs from transformers by {off:.2g} of it"

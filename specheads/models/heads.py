@@ -17,7 +17,7 @@ pruned), B rows, n nodes of a level, D heads in use.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack, cast
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,7 @@ from specheads.models.blocks import (
     prefix_sizes,
 )
 from specheads.models.head_cache import LayerCache
-from specheads.models.kinds import Begin, Heads
+from specheads.models.kinds import Begin, Heads, multiplied
 from specheads.models.output import FINAL
 from specheads.system.errors import check, one_of
 
@@ -51,6 +51,27 @@ MAX_TABLE = 1 << 23  # numbers in the tables of one kind; beyond, products are c
 _SIZES = ("num_heads", "num_layers", "hidden_size", "vocab_size", "lm_head")
 
 
+class Form(TypedDict, total=False):
+    """What some Medusa heads have, and others have not.
+
+    Attributes:
+        rank: low_rank: the inner size.
+        num_kept: pruned: V', the number of tokens (choose them with ``init_from_output``).
+        markov_rank: inner size of the bias from the token drafted before; 0 for none.
+        condition: read the tokens drafted before (Hydra).
+        joined: read them as published Hydra heads do, side by side with the hidden state; only with
+            ``condition``.
+        prefix: sizes of one attention layer in front of all heads, see :class:`PrefixLayer`.
+    """
+
+    rank: int
+    num_kept: int
+    markov_rank: int
+    condition: bool
+    joined: bool
+    prefix: dict[str, Any] | None
+
+
 class MedusaHeads(nn.Module, Heads):
     """K Medusa or Hydra heads; their contract is :class:`specheads.models.kinds.Heads`.
 
@@ -61,13 +82,7 @@ class MedusaHeads(nn.Module, Heads):
         vocab_size: V of the base model.
         lm_head: ``own``, one matrix per head (fill it with ``init_from_output``); ``shared``, the
             base's; ``low_rank``, one ``up @ down`` per head; ``pruned``, own ones for some tokens.
-        rank: low_rank: the inner size.
-        num_kept: pruned: V', the number of tokens (choose them with ``init_from_output``).
-        markov_rank: inner size of the bias from the token drafted before; 0 for none.
-        condition: read the tokens drafted before (Hydra).
-        joined: read them as published Hydra heads do, side by side with the hidden state; only with
-            ``condition``.
-        prefix: sizes of one attention layer in front of all heads, see :class:`PrefixLayer`.
+        **form: see :class:`Form`.
 
     Attributes:
         token_map: [V'] token ids that the heads can guess; None for all.
@@ -91,15 +106,12 @@ class MedusaHeads(nn.Module, Heads):
         hidden_size: int,
         vocab_size: int,
         lm_head: str = "own",
-        *,
-        rank: int = 0,
-        num_kept: int = 0,
-        markov_rank: int = 0,
-        condition: bool = False,
-        joined: bool = False,
-        prefix: dict[str, Any] | None = None,
+        **form: Unpack[Form],
     ) -> None:
         super().__init__()
+        rank, num_kept = form.get("rank", 0), form.get("num_kept", 0)
+        markov_rank, prefix = form.get("markov_rank", 0), form.get("prefix")
+        condition, joined = form.get("condition", False), form.get("joined", False)
         most = min(hidden_size, vocab_size)
         low_rank, pruned = lm_head == "low_rank", lm_head == "pruned"
         one_of("lm_head", lm_head, *LM_HEADS)
@@ -173,8 +185,8 @@ class MedusaHeads(nn.Module, Heads):
         Raises:
             ValueError: if there are no such heads.
         """
-        optional = ("rank", "num_kept", "markov_rank", "prefix", "joined")
-        sizes = {key: config[key] for key in (*_SIZES, *optional) if key in config}
+        known = (*_SIZES, *Form.__annotations__)
+        sizes = {key: config[key] for key in known if key in config}
         return cls(**sizes, condition=config["kind"] == "hydra")
 
     def to_config(self) -> dict[str, Any]:
@@ -346,11 +358,8 @@ class MedusaHeads(nn.Module, Heads):
 
             @torch.no_grad()
             def each(hidden: Tensor) -> Tensor:
-                if self.lm_head != "shared":
-                    return torch.stack([head.own_product(hidden, output.weight) for head in heads])
-                # one product reads the matrix once for all heads
-                features = torch.stack([head.own_features(hidden) for head in heads])
-                return F.linear(features.to(output.weight.dtype), output.weight)
+                features = [head.own_features(hidden) for head in heads]
+                return multiplied(features, [head.own_weight(output.weight) for head in heads])
 
             return each
 

@@ -24,6 +24,18 @@ from specheads.models.base import Embed
 from specheads.models.output import OutputLayer
 
 
+def multiplied(features: Sequence[Tensor], matrices: Sequence[Tensor]) -> Tensor:
+    """Return the products [K, ..., V'] of K matrices with what they read.
+
+    Where they are one, it is read once for all heads.
+    """
+    first = matrices[0]
+    if all(each is first for each in matrices):
+        return F.linear(torch.stack(list(features)).to(first.dtype), first)
+    pairs = zip(features, matrices, strict=True)
+    return torch.stack([F.linear(each.to(matrix.dtype), matrix) for each, matrix in pairs])
+
+
 class HeadCache(Protocol):
     """What layers of heads that attend remember of the rows' texts; never changed in place."""
 
@@ -228,14 +240,9 @@ class Heads(Protocol):
 
         The arguments are those of ``features``, and the base's output layer.
         """
-        heads = range(self.num_heads)
+        heads, base = range(self.num_heads), output.weight
         features = [self.features(i, hidden, tokens, embed) for i in heads]
-        if self.one_matrix:  # one product reads the matrix once for all heads
-            products = F.linear(torch.stack(features).to(output.weight.dtype), output.weight)
-        else:
-            matrices = [self.output_weight(i, output.weight) for i in heads]
-            pairs = zip(features, matrices, strict=True)
-            products = torch.stack([F.linear(each.to(w.dtype), w) for each, w in pairs])
+        products = multiplied(features, [self.output_weight(i, base) for i in heads])
         return self.finish(products, output)
 
     def finish(self, products: Tensor, output: OutputLayer) -> Tensor:

@@ -657,9 +657,12 @@ def open_pickle(file: Path, *, allow_pickle: bool) -> TensorFiles:
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer", "state1", "state2")
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def save_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
+) -> None:
     """Write ``tensors`` as safetensors, copied to the CPU, none sharing memory with another."""
-    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(plain, path, metadata=metadata)
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:

@@ -481,10 +481,10 @@ class MtpHeads(nn.Module, Heads):
         window = attention_of(self.config)[1]
         empty = partial(LayerCache.empty, self, groups, self.rotary_emb, window=window)
         if not self._checked:
-            problem = odd_part(self.config, *layers[0], self.rotary_emb)
+            problem = odd_part(self.config, layers[0][0])
             if problem is None:
                 with undisturbed(self):  # no dropout
-                    problem = odd_numbers(self.contextual, empty(1), self.hidden_size)
+                    problem = odd_numbers(self.contextual, empty, self.hidden_size)
             if problem:
                 raise ConfigError(
                     f"MTP heads of variant {self.variant} cannot decode with layers of model_type"
