@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from specheads.attention.cache import grown_capacity
+from specheads.attention.cache import RowEnds, TreeLayer, grown_capacity
 from specheads.models.manifest import first_line
 
 _JOINT = 16  # positions; beyond, queries that nobody asks about are not computed
@@ -122,16 +123,13 @@ class Stack:
             activate=inners[0].act_fn,
         )
 
-    def run(
-        self, hidden: Tensor, step: Step, keys: Tensor, values: Tensor, *, every: bool
-    ) -> Tensor:
+    def run(self, hidden: Tensor, step: Step, layer: TreeLayer, *, every: bool) -> Tensor:
         """Remember new positions, and return what the layers make of them, before the last norm.
 
         Args:
             hidden: [N, d], what they read.
             step: where they go.
-            keys: [B, n * H, C, h], of these layers; written to.
-            values: [B, n * H, C, h], written to as well.
+            layer: keys and values [B, n * H, C, h] of these layers; written to.
             every: return [n, N, d], and not [n, B, d] at the last positions.
         """
         last = slice(None) if every else step.last
@@ -146,8 +144,10 @@ class Stack:
             new_keys = self._turned(read[:, size:], step.waves, 0)
             queries = self._read(normed[last], 2 * size, None)
             queries = self._turned(queries, step.waves[:, last], self.num_keys)
-        step.store(values, read[:, :size].unflatten(1, (self.num_keys, self.width)))
-        step.store(keys, new_keys)
+        new_values = read[:, :size].unflatten(1, (self.num_keys, self.width))
+        # [N, n * H, h] as a cache takes them, [B, n * H, T, h]
+        new = (each.unflatten(0, (step.num_rows, -1)) for each in (new_keys, new_values))
+        keys, values = layer.update(*(each.transpose(1, 2) for each in new))
         found = self._attend(queries, step, keys, values, every=every)
         output = _product(self.out, found, hidden[last])
         if self.out_bias is not None:
@@ -264,6 +264,48 @@ def _bias(*kinds: Sequence[nn.Linear], flat: bool = False) -> Tensor | None:
     return torch.cat(found, dim=1)[:, None]
 
 
+class Slots:
+    """Room for what layers hand to their caches, and the rotary waves of every slot.
+
+    Writing happens in place, and several caches of one text share it: each knows by its lengths
+    what is its own, and says so before it is used. What lies behind belongs to nobody, and nodes of
+    trees are put there.
+
+    Args:
+        num_layers: how many there are.
+        table: makes the waves of so many slots.
+
+    Attributes:
+        rows: where the rows end.
+        layers: per layer what it calls keys and values, of any number and width of heads.
+        waves: of as many slots as there is room for.
+    """
+
+    def __init__(self, num_layers: int, table: Callable[[int], Any]) -> None:
+        self._table, self._capacity = table, 0
+        self.rows = RowEnds()
+        self.layers = [TreeLayer(self.rows) for _ in range(num_layers)]
+        self.waves: Any = None
+
+    def reserve(self, lengths: Sequence[int], num_new: int) -> int:
+        """Say where the rows end; return how many slots there are with ``num_new`` more."""
+        self.rows.set(lengths)
+        size = self.rows.longest + num_new
+        if size > self._capacity:
+            self._capacity = grown_capacity(size, self._capacity)
+            self.waves = self._table(self._capacity)
+        return size
+
+    def select(self, rows: Tensor) -> Slots:
+        """Return a copy of the rows ``rows`` [R] (long), in that order."""
+        found = Slots(len(self.layers), self._table)
+        for mine, theirs in zip(found.layers, self.layers, strict=True):
+            if theirs.buffers:
+                mine.lazy_initialization(*theirs.buffers)
+                mine.buffers = tuple(each[rows.to(each.device)] for each in theirs.buffers)
+        return found
+
+
 @dataclass(frozen=True)
 class LayerCache:
     """Keys and values of the rows' texts, as they are after the last :meth:`append`.
@@ -271,22 +313,15 @@ class LayerCache:
     Attributes:
         stacks: the layers' weights as they were when the text began; those of one stack read the
             same hidden states, and each stack reads what the one before made.
-        keys: per stack [B, n * H, C, h], rotated; slots behind a row's length hold nothing.
-        values: per stack [B, n * H, C, h].
-        waves: cosines, and sines with their sign, of all positions, [2, C, h].
-        known_waves: those of other capacities, shared by texts.
-        rotary: the layers' rotary module.
+        slots: keys, rotated, and values per stack, [B, n * H, C, h]; slots behind a row's length
+            hold nothing. Its waves are cosines, and sines with their sign, [2, C, h].
         window: a position sees so many, itself included; None for all before it.
         single: there is one layer, in front of all heads, which read [B, d] and not [K, B, d].
         lengths: per row the positions remembered.
     """
 
     stacks: tuple[Stack, ...]
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
-    waves: Tensor
-    known_waves: dict[int, Tensor]
-    rotary: nn.Module
+    slots: Slots
     window: int | None
     single: bool
     lengths: tuple[int, ...]
@@ -315,11 +350,8 @@ class LayerCache:
             window: of the layers' attention.
             single: see the class.
         """
-        stacks, known_waves = _copies(owner, groups, rotary)
-        keys = tuple(each.down.new_zeros(num_rows, each.num_keys, 0, each.width) for each in stacks)
-        waves = stacks[0].down.new_zeros(2, 0, stacks[0].width)
-        none = (0,) * num_rows
-        return LayerCache(stacks, keys, keys, waves, known_waves, rotary, window, single, none)
+        stacks, table = _copies(owner, groups, rotary)
+        return LayerCache(stacks, Slots(len(stacks), table), window, single, (0,) * num_rows)
 
     @torch.no_grad()
     def append(
@@ -337,50 +369,26 @@ class LayerCache:
             The cache with them, and what the heads read, [K, B, d] or [B, d], at each row's last
             position: ``heads.contextual`` of the whole text there.
         """
-        del tokens
-        cache = self._with_room(hidden.shape[1])
-        step = Step(cache, counts, hidden.shape[1])
-        source = hidden.to(cache.waves.dtype).flatten(0, 1)  # [B * T, d]
+        self.slots.reserve(self.lengths, hidden.shape[1])
+        step = Step(self, counts, hidden.shape[1])
+        source = hidden.to(self.stacks[0].down.dtype).flatten(0, 1)  # [B * T, d]
         found = []
-        for stack, keys, values in zip(cache.stacks, cache.keys, cache.values, strict=True):
-            chained = stack is not cache.stacks[-1]
-            output = stack.run(source, step, keys, values, every=chained)
+        for stack, layer in zip(self.stacks, self.slots.layers, strict=True):
+            chained = stack is not self.stacks[-1]
+            output = stack.run(source, step, layer, every=chained)
             if chained:
                 source, output = output[0], output[:, step.last]
             found.append(stack.finish(output))
         features = found[0] if len(found) == 1 else torch.cat(found)
-        return replace(cache, lengths=step.lengths), features[0] if self.single else features
+        return replace(self, lengths=step.lengths), features[0] if self.single else features
 
     def select(self, rows: Tensor) -> LayerCache:
         """Keep the rows ``rows`` [R] (long), in that order."""
-        kept, rows = rows.tolist(), rows.to(self.waves.device)
-        return replace(
-            self,
-            keys=tuple(each[rows] for each in self.keys),
-            values=tuple(each[rows] for each in self.values),
-            lengths=tuple(self.lengths[row] for row in kept),
-        )
-
-    def _with_room(self, num_new: int) -> LayerCache:
-        capacity, needed = self.waves.shape[1], max(self.lengths) + num_new
-        if needed <= capacity:
-            return self
-        larger = grown_capacity(needed, capacity)
-        if larger not in self.known_waves:
-            positions = torch.arange(larger, device=self.waves.device)[None]
-            cos, sin = (each[0] for each in self.rotary(self.waves, positions))
-            half = sin.shape[1] // 2
-            turned = torch.stack([cos, torch.cat([-sin[:, :half], sin[:, half:]], dim=1)])
-            self.known_waves[larger] = turned
-        return replace(
-            self,
-            keys=tuple(F.pad(each, (0, 0, 0, larger - capacity)) for each in self.keys),
-            values=tuple(F.pad(each, (0, 0, 0, larger - capacity)) for each in self.values),
-            waves=self.known_waves[larger],
-        )
+        lengths = tuple(self.lengths[row] for row in rows.tolist())
+        return replace(self, slots=self.slots.select(rows), lengths=lengths)
 
 
-Copies = tuple[tuple[Stack, ...], dict[int, Tensor]]  # and the waves by capacity
+Copies = tuple[tuple[Stack, ...], Callable[[int], Tensor]]  # and what makes their waves
 # of modules that do not learn, with the state of their tensors when they were copied
 _kept: WeakKeyDictionary[nn.Module, tuple[list[tuple[int, int]], Copies]] = WeakKeyDictionary()
 
@@ -391,14 +399,26 @@ def _copies(owner: nn.Module, groups: Groups, rotary: nn.Module) -> Copies:
     Engines write to weights that learn behind autograd's back, so those are copied for every text:
     half of what a short prompt costs the heads of a small model.
     """
+
+    def copied() -> Copies:
+        stacks = tuple(map(Stack.of, groups))
+        return stacks, lru_cache(maxsize=None)(partial(_waves, rotary, stacks[0].down))
+
     tensors = list(owner.parameters())
     if any(each.requires_grad or each.is_inference() for each in tensors):
-        return tuple(map(Stack.of, groups)), {}
+        return copied()
     state = [(each.data_ptr(), each._version) for each in (*tensors, *rotary.buffers())]
     known = _kept.get(owner)
     if known is None or known[0] != state:
-        known = _kept[owner] = state, (tuple(map(Stack.of, groups)), {})
+        known = _kept[owner] = state, copied()
     return known[1]
+
+
+def _waves(rotary: nn.Module, like: Tensor, capacity: int) -> Tensor:
+    """Return cosines, and sines with their sign, of all positions, [2, C, h]."""
+    cos, sin = (each[0] for each in rotary(like, torch.arange(capacity, device=like.device)[None]))
+    half = sin.shape[1] // 2
+    return torch.stack([cos, torch.cat([-sin[:, :half], sin[:, half:]], dim=1)])
 
 
 class Step:
@@ -416,7 +436,8 @@ class Step:
     """
 
     def __init__(self, cache: LayerCache, counts: Sequence[int], num_new: int) -> None:
-        before, device = cache.lengths, cache.waves.device
+        before, waves = cache.lengths, cache.slots.waves
+        device = self._device = waves.device
         final = [max(count, 1) - 1 for count in counts]
         self.num_new, self.num_rows = num_new, len(before)
         self.lengths = tuple(n + count for n, count in zip(before, counts, strict=True))
@@ -427,21 +448,13 @@ class Step:
         if self.num_rows == 1:
             self._position = before[0] + final[0]
             self.last = slice(final[0], final[0] + 1)
-            self.waves = cache.waves[:, before[0] : before[0] + num_new]
+            self.waves = waves[:, before[0] : before[0] + num_new]
             return
-        self._rows = torch.arange(self.num_rows, device=device)[:, None]
         starts, ends = torch.tensor([before, final], device=device)
         self._ahead = starts[:, None] + torch.arange(num_new, device=device)  # [B, T]
         self._ends = (starts + ends)[:, None]
-        self.last = self._rows[:, 0] * num_new + ends
-        self.waves = cache.waves[:, self._ahead.flatten()]
-
-    def store(self, buffer: Tensor, new: Tensor) -> None:
-        """Write ``new`` [B * T, n * H, h] into ``buffer`` [B, n * H, C, h]."""
-        if self.num_rows == 1:
-            buffer[0, :, self._start : self._start + self.num_new] = new.transpose(0, 1)
-        else:
-            buffer[self._rows, :, self._ahead] = new.unflatten(0, (self.num_rows, self.num_new))
+        self.last = torch.arange(self.num_rows, device=device) * num_new + ends
+        self.waves = waves[:, self._ahead.flatten()]
 
     def spans(self, *, every: bool) -> list[tuple[slice, slice, Tensor | None]]:
         """Return who attends to what: places among a row's queries, slots, and their mask.
@@ -461,7 +474,7 @@ class Step:
                 places = slice(first, min(first + _SPAN, self.num_new))
                 if self.num_rows == 1:
                     first, end = self._start + first, self._start + places.stop
-                    at = torch.arange(first, end, device=self.waves.device)[None]
+                    at = torch.arange(first, end, device=self._device)[None]
                     self._spans.append(self._span(places, at, first, end))
                 else:
                     self._spans.append(self._span(places, self._ahead[:, places], 0, self._most))
@@ -528,7 +541,7 @@ def odd_numbers(
     hidden, found = torch.randn(1, _PLACES, hidden_size, generator=generator), []
     try:
         cache = empty(1)
-        hidden = hidden.to(device=cache.waves.device, dtype=cache.waves.dtype)
+        hidden = hidden.to(cache.stacks[0].down)
         for first, end in ((0, 3), (3, 4), (4, _PLACES)):
             cache, features = cache.append(hidden[:, first:end], [end - first])
             found.append(features[:, 0].float())

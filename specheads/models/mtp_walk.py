@@ -29,56 +29,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specheads.attention.cache import RowEnds, TreeLayer, grown_capacity
 from specheads.models.base import Embed
+from specheads.models.head_cache import Slots
 
 Run = Callable[..., tuple[Tensor, Tensor]]
-
-
-class Slots:
-    """Room for what the layers hand to their caches, and the rotary waves of every slot.
-
-    Writing happens in place, and several caches of one text share it: each knows by its lengths
-    what is its own, and says so in ``rows`` before it is used. What lies behind belongs to nobody,
-    and nodes of trees are put there.
-
-    Args:
-        num_modules: K.
-        rotary: makes position embeddings of positions, as the layers take them.
-        like: a tensor of the layers' device and dtype.
-
-    Attributes:
-        rows: where the rows end.
-        layers: per module what its layer calls keys and values, of any number and width of heads.
-    """
-
-    def __init__(
-        self, num_modules: int, rotary: Callable[[Tensor, Tensor], Any], like: Tensor
-    ) -> None:
-        self._rotary, self._like = rotary, like
-        self.rows = RowEnds()
-        self.layers = [TreeLayer(self.rows) for _ in range(num_modules)]
-        self._capacity = 0
-        self._waves: Any = None
-
-    def waves(self, places: Tensor, size: int) -> Any:
-        """Return the position embeddings [B, T, ...] of ``places`` [B, T], slots below ``size``."""
-        if size > self._capacity:
-            self._capacity = grown_capacity(size, self._capacity)
-            positions = torch.arange(self._capacity, device=self._like.device)[None]
-            self._waves = self._rotary(self._like, positions)
-        if isinstance(self._waves, tuple):
-            return tuple(each[0, places] for each in self._waves)
-        return self._waves[0, places]
-
-    def select(self, rows: Tensor) -> Slots:
-        """Return a copy of the rows ``rows`` [R] (long), in that order."""
-        found = Slots(len(self.layers), self._rotary, self._like)
-        for mine, theirs in zip(found.layers, self.layers, strict=True):
-            if theirs.buffers:
-                mine.lazy_initialization(*theirs.buffers)
-                mine.buffers = tuple(each[rows.to(each.device)] for each in theirs.buffers)
-        return found
 
 
 @dataclass(frozen=True)
@@ -92,7 +46,7 @@ class TextCache:
             ``MtpHeads.attend`` does.
         embed: the base's input embedding.
         window: how many tokens a layer looks back upon, itself included; None for all.
-        slots: keys and values; slots behind a row's length hold nothing.
+        slots: keys and values, and position embeddings; slots behind a row's length hold nothing.
         lengths: per row the position of the root, which is the number of slots in use.
         ends: the same, [B] long where the heads lie.
         root: [K, B, d], G^k at the root; where the text is too short for it, anything finite.
@@ -130,15 +84,14 @@ class TextCache:
         """Do what :meth:`append` does; return G^k at every new token, [K, B, T, d]."""
         device = self.ends.device
         num_rows, num_new = tokens.shape
-        seen = max(self.lengths) + num_new
-        self.slots.rows.set(self.lengths)
+        seen = self.slots.reserve(self.lengths, num_new)
         places = self.ends[:, None] + torch.arange(num_new, device=device)  # [B, T]
         distances = places[..., None] - torch.arange(seen, device=device)  # [B, T, L]
         allowed = distances >= 0
         if self.window is not None:
             allowed &= distances < self.window
         mask = additive(allowed, self.root.dtype)
-        waves = self.slots.waves(places, seen)
+        waves = _at(self.slots.waves, places)
         embedded = self.embed(tokens).to(self.root.dtype)
         before = hidden.to(self.root.dtype)
         found: list[Tensor] = []
@@ -197,14 +150,18 @@ def empty_texts(
 
     Args:
         run: see :class:`TextCache`.
-        rotary: see :class:`Slots`.
+        rotary: makes position embeddings of positions, as the layers take them.
         embed: the base's input embedding.
         window: see :class:`TextCache`.
         root: [K, B, d], zeros, of the modules' device and dtype.
     """
     num_modules, num_rows = root.shape[:2]
     ends = torch.zeros(num_rows, dtype=torch.long, device=root.device)
-    slots = Slots(num_modules, rotary, root)
+
+    def table(capacity: int) -> Any:
+        return rotary(root, torch.arange(capacity, device=root.device)[None])
+
+    slots = Slots(num_modules, table)
     return TextCache(run, embed, window, slots, (0,) * num_rows, ends, root)
 
 
@@ -281,7 +238,7 @@ class MtpWalk:
         """Return what a module makes of all nodes but the root, [B, N, d]."""
         memory = self._memory
         ends, num_nodes = memory.ends[:, None], len(self._depths)
-        seen = max(memory.lengths) + num_nodes
+        seen = memory.slots.reserve(memory.lengths, num_nodes)
         depths = torch.tensor(self._depths, device=ends.device)
         places = ends - 1 + depths  # [B, N], slots that they would have if certain
         slots = torch.arange(seen, device=ends.device)
@@ -294,10 +251,14 @@ class MtpWalk:
             lines = lines & (depths[:, None] - depths < memory.window)
         behind = (ends + torch.arange(num_nodes, device=ends.device))[:, None].expand_as(lines)
         mask = additive(certain.scatter(2, behind, lines), memory.root.dtype)
-        memory.slots.rows.set(memory.lengths)
-        waves, layer = memory.slots.waves(places, seen), memory.slots.layers[module]
+        waves, layer = _at(memory.slots.waves, places), memory.slots.layers[module]
         before = _rows(self._made, self._above)
         return memory.run(module, before, self._embedded, mask, places, waves, layer)[1]
+
+
+def _at(waves: Any, places: Tensor) -> Any:
+    """Return the position embeddings [B, T, ...] of the slots ``places`` [B, T]."""
+    return tuple(w[0, places] for w in waves) if isinstance(waves, tuple) else waves[0, places]
 
 
 def _rows(table: Tensor, places: Tensor) -> Tensor:
