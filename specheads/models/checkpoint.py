@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
@@ -40,6 +39,7 @@ from specheads.models.kinds import Heads
 from specheads.models.manifest import (
     MANIFEST,
     check_manifest,
+    expect,
     manifest_entry,
     one_line,
     read_json,
@@ -71,11 +71,8 @@ def save_hf(
         state, plain = merged_state(model, model.dtype), as_if_plain(model)
     else:
         state = model.state_dict()
-    with plain, _quiet():
-        model.save_pretrained(folder, state_dict=cast_tensors(state, dtype))
-    if dtype is not None:
-        _set_dtype(folder, dtype)
-    tokenizer.save_pretrained(folder)
+    with plain:
+        _write_model(folder, model, cast_tensors(state, dtype), tokenizer, dtype)
 
 
 def save_as(
@@ -107,26 +104,27 @@ def save_as(
         for name, tensor in state.items()
         if any(part in name for part in model._keep_in_fp32_modules_strict)
     }
-    with _quiet():
-        model.save_pretrained(folder, state_dict=cast_tensors(state, dtype) | exact)
-    _set_dtype(folder, dtype)
-    tokenizer.save_pretrained(folder)
+    _write_model(folder, model, cast_tensors(state, dtype) | exact, tokenizer, dtype)
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _write_model(
+    folder: Path,
+    model: PreTrainedModel,
+    state: dict[str, Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype | None,
+) -> None:
     silenced = logging.root.manager.disable
     logging.disable(logging.WARNING)  # to unwrap the model accelerate imports deepspeed: it warns
     try:
-        yield
+        model.save_pretrained(folder, state_dict=state)
     finally:
         logging.disable(silenced)
-
-
-def _set_dtype(folder: Path, dtype: torch.dtype) -> None:
-    config = read_json(folder / "config.json", "", strict=False)
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    write_json(folder / "config.json", config, strict=False)
+    if dtype is not None:
+        config = read_json(folder / "config.json", "", strict=False)
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        write_json(folder / "config.json", config, strict=False)
+    tokenizer.save_pretrained(folder)
 
 
 def cast_tensors(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
@@ -575,12 +573,10 @@ def _quantization(path: Path, info: dict[str, Any]) -> str:
     recorded = info.get("quantization") or {"own": True}
     if recorded.get("own"):
         return "none"  # or as its own files say
-    if recorded.get("method") not in METHODS:
-        raise ConfigError(
-            f"{path / _CONFIG}: base.quantization.method is {recorded.get('method')!r}, this"
-            f" specheads knows {', '.join(METHODS)}"
-        )
-    return str(recorded["method"])
+    method = recorded.get("method")
+    known = ", ".join(METHODS)
+    expect(method in METHODS, f"{path / _CONFIG}: base.quantization.method", method, known)
+    return str(method)
 
 
 def findable(name: str) -> str:

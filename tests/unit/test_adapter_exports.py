@@ -165,7 +165,7 @@ def test_heads_of_a_frozen_quantised_base(
     config["base"]["quantization"] = {"method": "int2"}
     (path / "config.json").write_text(json.dumps(config))
     write_manifest(path)
-    with pytest.raises(ConfigError, match="method is 'int2', this specheads knows nf4, int8"):
+    with pytest.raises(ConfigError, match="method is 'int2', expected nf4, int8"):
         load_export(path)
 
 
