@@ -77,25 +77,55 @@ def config_from_json(values: dict[str, Any]) -> PreTrainedConfig:
     return found
 
 
+def decoder_like(config: PreTrainedConfig) -> Any:
+    """Return transformers' model of ``config`` without memory, of whose parts heads are made.
+
+    Sets how the layers attend: by sdpa, whatever the base uses; eager where a model cannot.
+
+    Raises:
+        ValueError: if it is not built like Llama, or its layers have a state.
+    """
+    with torch.device("meta"):
+        try:
+            config._attn_implementation = "sdpa"
+            model = AutoModel.from_config(config)
+        except ValueError:  # Gemma 2 bounds its scores, gpt-oss has sinks
+            config._attn_implementation = "eager"
+            model = AutoModel.from_config(config)
+    for part in ("layers", "norm", "rotary_emb"):
+        if not hasattr(model, part):
+            raise ValueError(
+                f"{type(model).__name__} has no {part}: MTP heads need a model built like Llama"
+            )
+    (kind,) = vars(config).get("layer_types") or ("full_attention",)
+    if not kind.endswith("_attention") or kind == "linear_attention":
+        raise ValueError(
+            f"the last layer of {type(model).__name__} is of type {kind}, which would carry "
+            "one document's state into the next: MTP heads need attention"
+        )
+    return model
+
+
 class MtpLayer(nn.Module):
     """One head: what joins its inputs, a decoder layer, a norm, its own output matrix if any.
 
     Args:
-        parts: classes of layer, norm and rotary table.
+        like: the model that has such a layer and such a norm, see :func:`decoder_like`.
         config: of the layer.
         sequential: read a token's embedding beside the hidden state.
         own_outputs: rows of its own output matrix; 0 shares the base's.
     """
 
     def __init__(
-        self, parts: Parts, config: PreTrainedConfig, *, sequential: bool, own_outputs: int
+        self, like: Any, config: PreTrainedConfig, *, sequential: bool, own_outputs: int
     ) -> None:
         super().__init__()
-        width = config.hidden_size
-        self.block = parts.layer(config, 0)
-        self.norm = parts.make_norm(width)
-        self.enorm = parts.make_norm(width) if sequential else None
-        self.hnorm = parts.make_norm(width) if sequential else None
+        width, epsilon = config.hidden_size, getattr(config, "rms_norm_eps", None)
+        norm = partial(type(like.norm), width, **({"eps": epsilon} if epsilon else {}))
+        self.block = type(like.layers[-1])(config, 0)
+        self.norm = norm()
+        self.enorm = norm() if sequential else None
+        self.hnorm = norm() if sequential else None
         self.eh_proj = nn.Linear(2 * width, width, bias=False) if sequential else None
         self.lm_head = nn.Linear(width, own_outputs, bias=False) if own_outputs else None
 
@@ -114,50 +144,9 @@ class MtpLayer(nn.Module):
         return joined
 
 
-class Parts:
-    """The classes that transformers' model of a config is made of, and how it draws weights.
-
-    Sets how the layers attend: by sdpa, whatever the base uses; eager where a model cannot.
-    """
-
-    def __init__(self, config: PreTrainedConfig) -> None:
-        try:
-            model = self._model(config, "sdpa")
-        except ValueError:  # Gemma 2 bounds its scores, gpt-oss has sinks
-            model = self._model(config, "eager")
-        for part in ("layers", "norm", "rotary_emb"):
-            if not hasattr(model, part):
-                raise ValueError(
-                    f"{type(model).__name__} has no {part}: MTP heads need a model built like Llama"
-                )
-        (kind,) = vars(config).get("layer_types") or ("full_attention",)
-        if not kind.endswith("_attention") or kind == "linear_attention":
-            raise ValueError(
-                f"the last layer of {type(model).__name__} is of type {kind}, which would carry "
-                "one document's state into the next: MTP heads need attention"
-            )
-        self.initialise: Callable[[nn.Module], None] = model._init_weights
-        self.layer: Any = type(model.layers[-1])
-        self.rotary: Any = type(model.rotary_emb)
-        self._norm: Any = type(model.norm)
-        self._epsilon = getattr(config, "rms_norm_eps", None)
-
-    @staticmethod
-    def _model(config: PreTrainedConfig, attention: str) -> Any:
-        config._attn_implementation = attention
-        with torch.device("meta"):
-            return AutoModel.from_config(config)
-
-    def make_norm(self, width: int) -> nn.Module:
-        """Return a norm like the base's final one."""
-        norm = self._norm(width, eps=self._epsilon) if self._epsilon else self._norm(width)
-        assert isinstance(norm, nn.Module)
-        return norm
-
-
 VARIANTS = ("parallel", "causal", "sequential")
 MTP_LM_HEADS = ("shared", "own")
-_KEYS = ("num_heads", "variant", "lm_head", "block", "hidden_size", "vocab_size")
+_KEYS = ("num_heads", "variant", "lm_head", "hidden_first", "block", "hidden_size", "vocab_size")
 
 
 class MtpHeads(nn.Module, Heads):
@@ -179,7 +168,7 @@ class MtpHeads(nn.Module, Heads):
     """
 
     kind = "mtp"
-    config_keys: ClassVar[tuple[str, ...]] = _KEYS
+    config_keys: ClassVar[tuple[str, ...]] = (*_KEYS[:3], *_KEYS[4:])  # hidden_first may be missing
     compressible: ClassVar[bool] = False
     for_draft_model: ClassVar[bool] = False
     unseen_settings: ClassVar[tuple[str, ...]] = ("variant", "hidden_first")
@@ -208,19 +197,15 @@ class MtpHeads(nn.Module, Heads):
         self.needs_embedding = self.walks_text = self.sequential
         self.taps = (FINAL,) if self.sequential else (TRUNK,)
         self.config = config = copy.deepcopy(config)
-        parts = Parts(config)
+        like = decoder_like(config)
+        outputs = vocab_size if lm_head == "own" else 0
         self.layers = nn.ModuleList(
-            MtpLayer(
-                parts,
-                config,
-                sequential=self.sequential,
-                own_outputs=vocab_size if lm_head == "own" else 0,
-            )
+            MtpLayer(like, config, sequential=self.sequential, own_outputs=outputs)
             for _ in range(num_heads)
         )
-        self.rotary_emb = parts.rotary(config=config)
+        self.rotary_emb = type(like.rotary_emb)(config=config)
         for module in self.layers.modules():
-            parts.initialise(module)
+            like._init_weights(module)
         self._checked = False  # whether a LayerCache was seen to compute what the layers do
         # the same masks in forward and backward; without dropout nothing is drawn
         self._draws = any(value for key, value in vars(config).items() if "drop" in key)
@@ -261,16 +246,11 @@ class MtpHeads(nn.Module, Heads):
         Raises:
             ValueError: if there are no such heads.
         """
+        sizes = {key: config[key] for key in ("num_heads", "vocab_size", "variant", "lm_head")}
+        first = bool(config.get("hidden_first"))
         with one_line("block"):
-            heads = cls(
-                config["num_heads"],
-                config_from_json(config["block"]),
-                config["vocab_size"],
-                variant=config["variant"],
-                lm_head=config["lm_head"],
-                hidden_first=bool(config.get("hidden_first")),
-            )
-        if heads.hidden_size != config["hidden_size"]:
+            heads = cls(config=config_from_json(config["block"]), hidden_first=first, **sizes)
+        if heads.hidden_size != config.get("hidden_size", heads.hidden_size):
             raise ValueError(
                 f"block.hidden_size is {heads.hidden_size}, hidden_size {config['hidden_size']}"
             )
@@ -278,16 +258,7 @@ class MtpHeads(nn.Module, Heads):
 
     def to_config(self) -> dict[str, Any]:
         """Return what :meth:`from_config` builds the same heads from, as JSON."""
-        return {
-            "kind": self.kind,
-            "num_heads": self.num_heads,
-            "variant": self.variant,
-            "lm_head": self.lm_head,
-            "hidden_first": self.hidden_first,
-            "block": self.block,
-            "hidden_size": self.hidden_size,
-            "vocab_size": self.vocab_size,
-        }
+        return {"kind": self.kind, **{key: getattr(self, key) for key in _KEYS}}
 
     def make_tables(self) -> None:
         """Compute the rotary table, which no file holds."""
