@@ -234,11 +234,11 @@ def read_json(file: Path, problem: str, *, strict: bool = True) -> dict[str, Any
             parse_float=number,
             parse_constant=number,
         )
+        deep = _depth(content) > _DEEPEST  # more than what is done with it can follow
     except FileNotFoundError:
         raise ConfigError(f"{problem}: there is no {file}") from None
     except ConfigError:
         raise
-        deep = _depth(content) > _DEEPEST  # more than what is done with it can follow
     except RecursionError:
         deep = True
     except (OSError, ValueError) as error:
