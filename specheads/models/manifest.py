@@ -129,11 +129,10 @@ def check_manifest(path: Path) -> dict[str, Any]:
         name = file.relative_to(path).as_posix()
         hidden = any(part.startswith(".") for part in PurePosixPath(name).parts)
         loaded = file.suffix in _LOADED or file.name in ("merges.txt", "vocab.txt")
-        if hidden or not loaded or name in (MANIFEST, *manifest["files"]):
-            continue
-        raise ConfigError(
-            f"{path} holds {name}, which its {MANIFEST} does not list: it was not saved with it"
-        )
+        if loaded and not hidden and name not in (MANIFEST, *manifest["files"]):
+            raise ConfigError(
+                f"{path} holds {name}, which its {MANIFEST} does not list: it was not saved with it"
+            )
     return manifest
 
 
@@ -225,26 +224,23 @@ def read_json(file: Path, problem: str, *, strict: bool = True) -> dict[str, Any
 
     try:
         if not file.is_file() and file.exists():
-            raise ConfigError(f"cannot read {file}: it is no file")
+            raise ValueError("it is no file")
         if (size := file.stat().st_size) > _LARGEST:
-            raise ConfigError(f"cannot read {file}: it has {size} bytes, at most {_LARGEST} do")
+            raise ValueError(f"it has {size} bytes, at most {_LARGEST} do")
         content = json.loads(
             file.read_text(encoding="utf-8"),
             object_pairs_hook=unique,
             parse_float=number,
             parse_constant=number,
         )
-        deep = _depth(content) > _DEEPEST  # more than what is done with it can follow
+        if _depth(content) > _DEEPEST:  # more than what is done with it can follow
+            raise RecursionError
     except FileNotFoundError:
         raise ConfigError(f"{problem}: there is no {file}") from None
-    except ConfigError:
-        raise
     except RecursionError:
-        deep = True
+        raise ConfigError(f"cannot read {file}: it is nested too deeply") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from None
-    if deep:
-        raise ConfigError(f"cannot read {file}: it is nested too deeply")
     if not isinstance(content, dict):
         raise ConfigError(f"{file} must hold an object, found {type(content).__name__}")
     return content
