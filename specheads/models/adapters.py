@@ -14,7 +14,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ from specheads.models.quantize import (
     quiet_bitsandbytes,
 )
 
+Part = TypeVar("Part", bound=nn.Module)
 NAME = "default"  # peft's name of the only adapter
 
 
@@ -177,53 +178,43 @@ def in_float32(base: PreTrainedModel) -> PreTrainedModel:
     return other.float()
 
 
+def plain_copy(part: Part, dtype: torch.dtype) -> Part:
+    """Return a copy of a base or of a part of it, its adapter merged, dequantised to ``dtype``.
+
+    Raises:
+        ConfigError: if the base is quantised in a way that cannot be undone.
+    """
+    other = copy.deepcopy(part)
+    _make_plain(other, dtype)
+    return other
+
+
 @torch.no_grad()
-def _make_plain(base: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Merge and dequantise in place."""
-    for name, weight in _merged_weights(base, dtype).items():
-        module: Any = base.get_submodule(name)
-        layer = getattr(module, "base_layer", module)
-        if is_quantized_linear(layer):
+def _make_plain(base: nn.Module, dtype: torch.dtype) -> None:
+    """Merge and dequantise in place; sums are formed in float32 at least, and rounded once."""
+    for name, module in list(base.named_modules()):
+        layer: Any = getattr(module, "base_layer", module)
+        quantized = is_quantized_linear(layer) and not name.endswith(".base_layer")
+        if layer is module and not quantized:
+            continue
+        weight = plain_weight(layer)
+        keep = dtype if quantized else weight.dtype
+        if layer is not module:
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            delta = cast(Any, module).get_delta_weight(NAME)
+            weight = weight.to(wide) + delta.to(wide)
+        if quantized:
             with torch.device("meta"):
                 plain = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None)
             plain.bias = layer.bias
             layer = plain.train(module.training)
-        layer.weight = nn.Parameter(weight)
+        layer.weight = nn.Parameter(weight.to(keep))
         base.set_submodule(name, layer)
     if has_adapter(base):
         del base.peft_config
     quantizer: Any = getattr(base, "hf_quantizer", None)
     if quantizer is not None:
         quantizer.remove_quantization_config(base)
-
-
-@torch.no_grad()
-def merged_state(
-    base: PreTrainedModel, dtype: torch.dtype, part: nn.Module | None = None
-) -> dict[str, Tensor]:
-    """Return the state_dict that ``base`` would have with its adapter merged, dequantised.
-
-    Args:
-        base: with or without adapter; it stays as it is.
-        dtype: of the matrices that are merged or dequantised.
-        part: a module of ``base``, whose state_dict alone is wanted.
-
-    Raises:
-        ConfigError: if the base is quantised in a way that cannot be undone.
-    """
-    inside = ""
-    if part is not None:
-        inside = next(name for name, module in base.named_modules() if module is part) + "."
-    weights = _merged_weights(base, dtype, inside)
-    state: dict[str, Tensor] = {}
-    for key, tensor in base.state_dict().items():
-        owner = _owner(key, weights)
-        if owner is None:
-            state[key] = tensor
-        elif key.removeprefix(owner) in (".bias", ".base_layer.bias"):
-            state[f"{owner}.bias"] = tensor
-    state |= {f"{name}.weight": weight for name, weight in weights.items()}
-    return {k.removeprefix(inside): v for k, v in state.items() if k.startswith(inside)}
 
 
 def inject(base: PreTrainedModel, names: Sequence[str], **settings: Any) -> None:
@@ -254,11 +245,7 @@ def inject(base: PreTrainedModel, names: Sequence[str], **settings: Any) -> None
 
 def _layers(base: nn.Module) -> dict[str, Any]:
     """Return the wrapped layers by name."""
-    if not has_adapter(base):
-        return {}
-    from peft.tuners.lora import LoraLayer
-
-    return {name: m for name, m in base.named_modules() if isinstance(m, LoraLayer)}
+    return {name: module for name, module in base.named_modules() if hasattr(module, "lora_A")}
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -295,36 +282,6 @@ def _targets(base: PreTrainedModel, wanted: list[str]) -> list[str]:
     if not chosen:
         raise ConfigError(f"adapter.kind=lora: {type(base).__name__} has no linear layer to adapt")
     return chosen
-
-
-def _merged_weights(
-    base: PreTrainedModel, dtype: torch.dtype, inside: str = ""
-) -> dict[str, Tensor]:
-    """Return the matrices that merging or dequantising makes, by the names of their layers.
-
-    Of all layers, or of those whose names begin with ``inside``.
-    Sums are formed in float32 at least, and rounded once.
-    """
-    layers = _layers(base)
-    weights = {}
-    for name, module in base.named_modules():
-        if not name.startswith(inside):
-            continue
-        if name in layers:
-            weight = plain_weight(module.base_layer)
-            keep = dtype if is_quantized_linear(module.base_layer) else weight.dtype
-            wide = torch.promote_types(weight.dtype, torch.float32)
-            delta = module.get_delta_weight(NAME)
-            weights[name] = (weight.to(wide) + delta.to(wide)).to(keep)
-        elif is_quantized_linear(module) and not name.endswith(".base_layer"):
-            weights[name] = plain_weight(module).to(dtype)
-    return weights
-
-
-def _owner(key: str, names: dict[str, Tensor]) -> str | None:
-    """Return which of the layers ``names`` a key of a state_dict belongs to."""
-    parts = key.split(".")
-    return next((n for i in range(len(parts), 0, -1) if (n := ".".join(parts[:i])) in names), None)
 
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"

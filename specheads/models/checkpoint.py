@@ -11,7 +11,6 @@ Hugging Face folders.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from specheads.attention.tree import Tree
 from specheads.config import ConfigError
-from specheads.models.adapters import has_adapter, load_adapter, merged_state, save_adapter
+from specheads.models.adapters import has_adapter, load_adapter, plain_copy, save_adapter
 from specheads.models.base import (
     Loading,
     check_tokenizer,
@@ -50,7 +49,7 @@ from specheads.models.manifest import (
 )
 from specheads.models.mtp import MtpHeads
 from specheads.models.names import base_digest, file_sha256, resolve_name
-from specheads.models.quantize import METHODS, as_if_plain, quantization_of
+from specheads.models.quantize import METHODS, quantization_of
 from specheads.system.files import whole_folder
 from specheads.system.redact import redact
 
@@ -66,13 +65,9 @@ def save_hf(
     An adapter is merged in what is written, and a quantised base under it dequantised. The caller's
     model stays as it is; ``dtype`` is that of the written tensors, None keeps theirs.
     """
-    plain: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if has_adapter(model):
-        state, plain = merged_state(model, model.dtype), as_if_plain(model)
-    else:
-        state = model.state_dict()
-    with plain:
-        _write_model(folder, model, cast_tensors(state, dtype), tokenizer, dtype)
+        model = plain_copy(model, model.dtype)
+    _write_model(folder, model, cast_tensors(model.state_dict(), dtype), tokenizer, dtype)
 
 
 def save_as(
@@ -92,9 +87,9 @@ def save_as(
     Raises:
         ConfigError: if the base is quantised in a way that cannot be undone.
     """
-    plain = not has_adapter(base) and quantization_of(base) is None
-    state = (base.state_dict() if plain else merged_state(base, base.dtype)) | extra
-    dtype = dtype or base.dtype
+    if has_adapter(base) or quantization_of(base):
+        base = plain_copy(base, base.dtype)
+    state, dtype = base.state_dict() | extra, dtype or base.dtype
     with torch.device("meta"):
         model: Any = kind(config)  # only its class and config are used
     if base.can_generate():

@@ -23,7 +23,7 @@ from transformers import CONFIG_MAPPING, AutoModel, PreTrainedConfig, PreTrained
 from transformers.masking_utils import create_masks_for_generate
 
 from specheads.config import ConfigError
-from specheads.models.adapters import merged_state
+from specheads.models.adapters import plain_copy
 from specheads.models.base import Embed
 from specheads.models.forward import undisturbed
 from specheads.models.head_cache import (
@@ -299,7 +299,7 @@ class MtpHeads(nn.Module, Heads):
         Raises:
             ValueError: if the base's last layer has other tensors than these.
         """
-        state = merged_state(base, base.dtype, last_layer(base))
+        state = plain_copy(last_layer(base), base.dtype).state_dict()
         norm = final_norm(base).state_dict()
         matrix = cast(Tensor, base.get_output_embeddings().weight)
         for layer in map(self.layer, range(self.num_heads)):

@@ -221,7 +221,7 @@ def test_a_tokenizer_beyond_the_base_is_refused(
         ({"tree__choices": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}, "4 deep, but .* 3 heads"),
         ({"tree__choices": [[0, 0]]}, "tree: .*parent"),
         ({"tree__choices": [[272]]}, "rank 272, the vocabulary has 272"),
-        ({"tree__choices": 5}, "tree: "),
+        ({"tree__choices": 5}, "tree.choices is 5, expected list"),
         ({"num_heads": 2, "tree__choices": [[0]]}, "9 tensors where 6 are expected"),
         ({"num_heads": 4}, "lacks 3 of 12 tensors, first heads.3.blocks.0.bias"),
         ({"num_layers": 2}, "lacks 6 of 15 tensors"),
@@ -291,7 +291,7 @@ def test_a_full_disk_leaves_the_earlier_export(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     places = (
-        (checkpoint, "save_file"),
+        (checkpoint, "save_tensors"),
         (checkpoint, "write_json"),
         (checkpoint, "write_manifest"),
     )

@@ -37,6 +37,7 @@ from specheads.models.draft import (
     vocab_size,
 )
 from specheads.models.manifest import read_provenance
+from specheads.models.names import base_digest
 from tests.conftest import build_byte_tokenizer, build_tiny_llama
 from tests.zoo import TREE_MODELS, build
 
@@ -238,7 +239,7 @@ def test_a_saved_draft_is_an_ordinary_model(dtype: str | None, tmp_path: Path) -
     found = read_provenance(tmp_path / "export")
     assert found is not None
     assert found["base"] == {
-        "name": "tinycode", "revision": None, "digest": "0" * 64, "dtype": "float32",
+        "name": "tinycode", "revision": None, "digest": base_digest("tinycode"), "dtype": "float32",
     }  # fmt: skip
     assert found["kind"] == "draft" and found["measured"] == {"final/alpha/t1": 0.5}
 
@@ -248,7 +249,7 @@ def test_folders_of_other_make_say_nothing_of_their_origin(tmp_path: Path) -> No
     assert read_provenance(tmp_path) is None
     for content, line in (
         ({"format_version": 3, "kind": "draft"}, "version 3, this specheads reads 2"),
-        ({"format_version": 1, "kind": "medusa"}, "kind 'medusa', expected 'draft'"),
+        ({"format_version": 1, "kind": "medusa"}, "kind is 'medusa', expected 'draft'"),
     ):
         (tmp_path / "specheads.json").write_text(json.dumps(content))
         with pytest.raises(ConfigError, match=line):
