@@ -345,17 +345,16 @@ def read_tensors(file: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
         ConfigError: if the header is another, see :func:`check_header`, or a number is not finite.
     """
     check_header(file, wanted)
-    tensors = load_tensors(file)
+    return _finite_ones(f"{file} is damaged", load_tensors(file))
+
+
+def _finite_ones(problem: object, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
-        _check_finite(f"{file} is damaged", name, tensor)
+        # the extremes are not finite as soon as one number is not
+        extremes = torch.aminmax(tensor) if tensor.is_floating_point() and tensor.numel() else ()
+        if not all(bound.isfinite() for bound in extremes):
+            raise ConfigError(f"{problem}: {name} holds numbers that are not finite")
     return tensors
-
-
-def _check_finite(problem: object, name: str, tensor: Tensor) -> None:
-    # the extremes are not finite as soon as one number is not
-    extremes = torch.aminmax(tensor) if tensor.is_floating_point() and tensor.numel() else ()
-    if not all(bound.isfinite() for bound in extremes):
-        raise ConfigError(f"{problem}: {name} holds numbers that are not finite")
 
 
 PROVENANCE = "specheads.json"  # beside a draft model of ours
@@ -570,10 +569,7 @@ class TensorFiles:
         Raises:
             ConfigError: if a file cannot be read, or a number is not finite.
         """
-        found = {name: self._tensors[name]() for name in names}
-        for name, tensor in found.items():
-            _check_finite(self.where, name, tensor)
-        return found
+        return _finite_ones(self.where, {name: self._tensors[name]() for name in names})
 
 
 def _read(file: Path, name: str) -> Tensor:
