@@ -161,9 +161,9 @@ class RowTrees:
 
     @staticmethod
     def from_lists(parents: Sequence[Sequence[int]], max_depth: int) -> RowTrees:
-        """Do what :meth:`from_parents` does, in Python and for the CPU, where that takes less.
+        """Do what :meth:`from_parents` does, on the CPU, and keep trees that were built lately.
 
-        Trees built lately are kept: the same shapes come again and again.
+        The same shapes come again and again.
         """
         return _row_trees(tuple(map(tuple, parents)), max_depth)
 
@@ -175,21 +175,7 @@ class RowTrees:
 
 @lru_cache(maxsize=1024)
 def _row_trees(parents: tuple[tuple[int, ...], ...], max_depth: int) -> RowTrees:
-    depths, mask, ancestors = [], [], []
-    for row in parents:
-        lines = [[0]]
-        for node, parent in enumerate(row[1:], start=1):
-            lines.append([*lines[parent], node])
-        depths.append([len(line) - 1 for line in lines])
-        ancestors.append([line + [-1] * (max_depth + 1 - len(line)) for line in lines])
-        mask.append([[node in line for node in range(len(row))] for line in lines])
-    return RowTrees(
-        torch.tensor(parents),
-        torch.tensor(depths),
-        torch.tensor(mask),
-        torch.tensor(ancestors),
-        max_depth,
-    )
+    return RowTrees.from_parents(torch.tensor(parents), max_depth)
 
 
 def batched(tree: Tree | RowTrees, tensor: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -252,7 +253,8 @@ def reads_anew(model: PreTrainedModel, length: int) -> bool:
     Raises:
         ConfigError: where it forgets the cache and reads the last token only, or does not say.
     """
-    cache, name = _Full(length), type(model).__name__
+    cache = SimpleNamespace(get_seq_length=lambda layer_idx=0: length)
+    name = type(model).__name__
     prepare: Any = model.prepare_inputs_for_generation
     try:
         inputs = prepare(
@@ -274,16 +276,6 @@ def reads_anew(model: PreTrainedModel, length: int) -> bool:
             f" {length}: keep prompt and max_new_tokens together at {length + 1} at most"
         )
     return True
-
-
-class _Full:
-    """Says that it holds some tokens."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.length
 
 
 class ModelPass:

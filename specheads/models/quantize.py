@@ -131,7 +131,6 @@ def prepare_quantized(model: PreTrainedModel) -> None:
 
 def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
     """Stand in for ``train``: the layer has no dropout, and keeps to what it computes in eval."""
-    del mode
     return module
 
 

@@ -34,6 +34,7 @@ from specheads.attention.tree import Tree
 from specheads.config import ConfigError
 from specheads.models.base import context_length, input_device
 from specheads.models.forward import named_positions, thresholds
+from specheads.models.manifest import first_line
 from specheads.verification.sampling import ROUNDING
 
 NUM_PROMPT_TOKENS = 5
@@ -104,10 +105,8 @@ def tree_support(model: PreTrainedModel) -> Support:
     except (torch.OutOfMemoryError, ConfigError):
         raise
     except Exception as error:  # whatever a model's own code may raise
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(
-            f"{name} cannot be decoded step by step with {attention} attention: {first}"
-        ) from error
+        problem = f"{name} cannot be decoded step by step with {attention} attention"
+        raise ConfigError(f"{problem}: {first_line(error)}") from error
     _known[model] = attention, support
     return support
 
