@@ -332,7 +332,9 @@ class TreeCache(Cache):
         """
         self._take_rows(len(texts))
         held = self.tokens or [[]] * len(texts)
-        known = [  # made for paths, and for any lists
+        # commonprefix is made for paths, and takes any lists; a text's last token is read again
+        # even where it is known, for its logits
+        known = [
             len(commonprefix([tokens[:length], list(text[:-1])]))
             for text, tokens, length in zip(texts, held, self.lengths, strict=True)
         ]

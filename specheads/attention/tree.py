@@ -152,7 +152,7 @@ class RowTrees:
         for _ in range(max_depth):
             upwards.append(above.gather(1, upwards[-1]))
         lines = torch.stack(upwards, dim=-1)  # [B, N, D+1]
-        depths = (lines != 0).sum(-1)
+        depths = (lines != 0).sum(-1)  # a line stays at the root, node 0, once it is there
         mask = torch.zeros(num_rows, num_nodes, num_nodes, dtype=torch.bool, device=parents.device)
         mask.scatter_(2, lines, True)
         steps = depths[..., None] - torch.arange(max_depth + 1, device=parents.device)

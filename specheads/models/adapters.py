@@ -192,6 +192,8 @@ def plain_copy(part: Part, dtype: torch.dtype) -> Part:
 @torch.no_grad()
 def _make_plain(base: nn.Module, dtype: torch.dtype) -> None:
     """Merge and dequantise in place; sums are formed in float32 at least, and rounded once."""
+    # a list, as modules are replaced on the way; wrapped ones come before what they wrap, which is
+    # then done, and passed over by its name
     for name, module in list(base.named_modules()):
         layer: Any = getattr(module, "base_layer", module)
         quantized = is_quantized_linear(layer) and not name.endswith(".base_layer")

@@ -402,6 +402,7 @@ def _load_base(
         raise
     except ConfigError as error:
         raise ConfigError(f"{path} needs its base model: {error}") from None
+    # again: the files of a hub model are there only now, and a config may lie about its sizes
     shape = model.get_output_embeddings().weight.shape
     _check_base(path, config, name, dict(zip(_NOUNS, shape, strict=True)), revision)
     if info.get("adapter"):

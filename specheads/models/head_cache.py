@@ -106,6 +106,7 @@ class Stack:
             turned += [each.q_norm.weight.repeat(heads[2], 1) for each in attentions]
             turned_norm = torch.cat(turned)
         return Stack(
+            # (x * norm) @ W.T is x @ (W * norm).T: all layers can then share one normed input
             read=torch.cat([(_weights(part) * before).flatten(0, 1) for part in read]),
             read_bias=_bias(*read, flat=True),
             turned_norm=turned_norm,

@@ -99,6 +99,7 @@ class TextCache:
             if i:
                 # what was before the first token of this module is no part of it
                 hide(mask[:, 0, :, i - 1], places >= i)
+                # one position back: at the first of these tokens that is the root until now
                 before = torch.cat([self.root[i - 1, :, None], found[-1][:, :-1]], dim=1)
             layer = self.slots.layers[i]
             found.append(self.run(i, before, embedded, mask, places, waves, layer)[1])
