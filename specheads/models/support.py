@@ -208,15 +208,15 @@ def _across(model: PreTrainedModel, tree: Tree, *, chain_only: bool) -> Iterator
 
     def possible(first: int, last: int) -> bool:
         """Tell whether decoding has tokens of both positions in one pass."""
-        same_side = known is None or known.side(first) == known.side(last)
+        same_side = known.side(first) == known.side(last)
         return first > 0 and (context is None or last < context) and same_side
 
     for position in named_positions(model):
-        divides = known is not None and known.side(position) != known.side(position - 1)
+        divides = known.side(position) != known.side(position - 1)
         start = position if divides else position - NUM_PROMPT_TOKENS - 1
         if possible(start, start + NUM_PROMPT_TOKENS + tree.num_nodes + 1):
             yield compare(model, tree, first_position=start, chain_only=chain_only).at(position)
-        num_read = position + int(known is not None)
+        num_read = position + bool(known.name)
         if num_read <= MOST_READ and possible(num_read - 1, num_read + tree.num_nodes + 1):
             yield compare(model, tree, num_read, chain_only=chain_only).at(position)
 
