@@ -304,15 +304,13 @@ class MedusaHeads(nn.Module, Heads):
             raise ValueError("these heads read the tokens drafted before, but tokens is None")
         conditions = None
         if self.condition:
-            if embed is None:
-                raise ValueError("these heads read tokens through embed, which is None")
             with torch.no_grad():  # the base's own; Hydra leaves it as it is
                 conditions = self.embedded(tokens[..., : i + 1], embed).flatten(-2)
         return head(hidden, conditions, tokens[..., i] if self.markov_rank else None)
 
-    def embedded(self, tokens: Tensor, embed: Embed) -> Tensor:
+    def embedded(self, tokens: Tensor, embed: Embed | None) -> Tensor:
         """Return how the heads read tokens [...], as [..., d]; ``embed`` is the base's."""
-        found = embed(tokens)
+        found = self.required(embed)(tokens)
         return found if self.joined else normalised(found)
 
     def output_weight(self, i: int, base_weight: Tensor) -> Tensor:
@@ -408,8 +406,8 @@ class Steps:
     ) -> None:
         if not heads.sequential:
             raise ValueError("these heads are parallel: they need not be asked level by level")
-        if heads.condition and embed is None:
-            raise ValueError("these heads read tokens through embed, which is None")
+        if heads.condition:
+            heads.required(embed)
         self.heads, self.output, self.embed, self.depth = heads, output, embed, depth
         # what each token adds, for all tokens of the vocabulary: per place j of a path
         # [V, (D - j) * d] to the inputs of heads j, ...; and per head [V, V'] to its logits
@@ -435,9 +433,8 @@ class Steps:
         sources = [each.weight for each in conditions]
         sources += [weight for each in markov for weight in (each.down.weight, each.up.weight)]
         if conditions:
-            assert self.embed is not None
             ids = torch.arange(self.heads.vocab_size, device=sources[0].device)
-            sources.append(normalised(self.embed(ids)))
+            sources.append(self.heads.embedded(ids, self.embed))  # not joined: they have no table
             offset = torch.cat([each.bias for each in conditions])
             self.offset = _wide(offset)
         elif not self.heads.condition:
@@ -527,7 +524,6 @@ class Walk:
             self._carried = torch.cat([carried, self._embedded(tokens)], dim=-1)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        assert self._steps.embed is not None
         return self._steps.heads.embedded(tokens, self._steps.embed)
 
 

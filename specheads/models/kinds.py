@@ -203,6 +203,13 @@ class Heads(Protocol):
     def output_weight(self, i: int, base_weight: Tensor) -> Tensor:
         """Return the matrix [V', d_i] of head ``i``, the base's own [V, d] where it is shared."""
 
+    @staticmethod
+    def required(embed: Embed | None) -> Embed:
+        """Return ``embed``; raise ValueError if it is missing where tokens are read through it."""
+        if embed is None:
+            raise ValueError("these heads read tokens through embed, which is None")
+        return embed
+
     def output_bias(self, bias: Tensor | None) -> Tensor | None:
         """Return the entries [V'] of the base's output bias [V] that the heads use."""
         if bias is None or self.token_map is None:

@@ -341,9 +341,10 @@ class MtpHeads(nn.Module, Heads):
         waves = self.waves(hidden, position_ids)
         embedded = None
         if self.sequential:
-            if tokens is None or embed is None:
-                raise ValueError("these heads read tokens through embed, and one of both is None")
-            embedded = embed(tokens).to(weight.dtype)
+            read = self.required(embed)
+            if tokens is None:
+                raise ValueError("these heads read the tokens of the text, but tokens is None")
+            embedded = read(tokens).to(weight.dtype)
 
         def run(i: int, source: Tensor) -> tuple[Tensor, Tensor]:
             # rolled in here, so that no head's shifted copy is kept for backward
@@ -442,9 +443,7 @@ class MtpHeads(nn.Module, Heads):
             ValueError: if it is missing, or the layers' attention is of a kind that cannot draft.
         """
         if self.sequential:
-            if embed is None:
-                raise ValueError("these heads read tokens through embed, which is None")
-            weight = next(self.parameters())
+            weight, embed = next(self.parameters()), self.required(embed)
             root = weight.new_zeros(self.num_heads, num_rows, self.hidden_size)
             return empty_texts(self.attend, self.waves, embed, self._window(), root)
         layers = [(each.block, each.norm) for each in map(self.layer, range(self.num_heads))]
@@ -474,8 +473,7 @@ class MtpHeads(nn.Module, Heads):
         """
         if not self.sequential:
             raise ValueError("these heads are parallel: they need not be asked level by level")
-        if embed is None:
-            raise ValueError("these heads read tokens through embed, which is None")
+        self.required(embed)
         self._window()
 
         def logits(i: int, made: Tensor) -> Tensor:
