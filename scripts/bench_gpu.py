@@ -140,7 +140,7 @@ def make_heads(output: OutputLayer, lm_head: str, dtype: torch.dtype) -> MedusaH
     """Return heads where the output matrix lies."""
     vocab_size, hidden_size = output.weight.shape
     with torch.device(output.weight.device):
-        heads = MedusaHeads(NUM_HEADS, 1, hidden_size, vocab_size, lm_head, dtype)
+        heads = MedusaHeads(NUM_HEADS, 1, hidden_size, vocab_size, lm_head).to(dtype)
     heads.init_from_output(output.weight)
     return heads
 

@@ -128,11 +128,12 @@ def make(path: Path, steps: int) -> None:
     save_export(
         path,
         heads,
-        base_name="golden",
-        base_digest="none",
-        tokenizer=tokenizer,
-        tree=TREE,
-        training={"recipe": "scripts/make_golden.py", "steps": steps},
+        tokenizer,
+        TREE,
+        {
+            "base": {"name": "golden", "digest": "none"},
+            "training": {"recipe": "scripts/make_golden.py", "steps": steps},
+        },
         tuned_base=base,
         dtype="bfloat16",
     )

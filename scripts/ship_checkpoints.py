@@ -19,8 +19,9 @@ import harness
 from specheads.attention.tree import Tree
 from specheads.formats import card
 from specheads.models.base import load_base_model, load_tokenizer
-from specheads.models.checkpoint import load_export, load_heads, read_config, save_export
-from specheads.models.draft import read_provenance, save_draft
+from specheads.models.checkpoint import load_export, load_heads, read_config, save_export, set_tree
+from specheads.models.draft import save_draft
+from specheads.models.manifest import read_provenance
 
 RUNS = {"hydra": "hydra", "medusa1": "medusa1", "draft": "distill", "mtp_byte": "mtp"}
 DTYPE = "bfloat16"
@@ -49,24 +50,11 @@ class Settings:
 def ship_export(source: Path, target: Path) -> None:
     """Write heads, and the base they were trained with where there is no other, in ``DTYPE``."""
     info = read_config(source)
-    base, tree = info["base"], info["tree"]
-    tuned = load_export(source, device="cpu").base if base["tuned"] else None
-    save_export(
-        target,
-        load_heads(source),
-        base_name=base["name"],
-        base_digest=base["digest"],
-        base_revision=base["revision"],
-        base_dtype=base["dtype"],
-        base_quantization=base.get("quantization"),
-        tokenizer=load_tokenizer(str(source)),
-        tree=Tree.from_json(tree["choices"]),
-        training=info["training"],
-        tuned_base=tuned,
-        dtype=DTYPE,
-        expected_accept_length=tree["expected_accept_length"],
-        measured_on=tree["measured_on"],
-    )
+    tuned = load_export(source, device="cpu").base if info["base"]["tuned"] else None
+    tokenizer, measured = load_tokenizer(str(source)), info["tree"]
+    tree = Tree.from_choices(measured["choices"])
+    save_export(target, load_heads(source), tokenizer, tree, info, tuned_base=tuned, dtype=DTYPE)
+    set_tree(target, tree, measured["expected_accept_length"], measured["measured_on"])
 
 
 def ship_draft(source: Path, target: Path) -> None:
@@ -82,12 +70,7 @@ def ship_draft(source: Path, target: Path) -> None:
         target,
         load_base_model(str(source), dtype="float32", device="cpu"),
         load_tokenizer(str(source)),
-        base_name=about["base"]["name"],
-        base_digest=about["base"]["digest"],
-        base_revision=about["base"]["revision"],
-        base_dtype=about["base"]["dtype"],
-        training=about["training"],
-        measured=about["measured"],
+        about,
         dtype=DTYPE,
     )
 

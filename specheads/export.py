@@ -142,18 +142,18 @@ def _draft_format(config: ExportConfig) -> str:
 def _write_native(config: ExportConfig, records: list[Record]) -> None:
     """Write an export of ours, with smaller heads where they are asked for."""
     from specheads.attention.tree import Tree
+    from specheads.models.adapters import merge_adapter
     from specheads.models.base import load_tokenizer
     from specheads.models.checkpoint import load_export, load_heads, read_config, save_export
 
     checkpoint = config.checkpoint
     info = read_config(checkpoint)
-    base = info["base"]
     asked = f"lm_head={config.lm_head} "
     asked += (
         f"rank={config.rank}" if config.lm_head == "low_rank" else f"num_kept={config.num_kept}"
     )
     _check_heads(config, info, asked)
-    tree = Tree.from_json(info["tree"]["choices"])
+    tree = Tree.from_choices(info["tree"]["choices"])
     tokenizer = load_tokenizer(checkpoint)
     heads = load_heads(checkpoint)
     smaller, note = _smaller(config, heads, tokenizer, records)
@@ -162,21 +162,12 @@ def _write_native(config: ExportConfig, records: list[Record]) -> None:
             f"{asked} makes no smaller heads of {checkpoint}: {size(heads)} before,"
             f" {size(smaller)} after"
         )
-    save_export(
-        config.output,
-        smaller,
-        base_name=base["name"],
-        base_digest=base["digest"],
-        base_revision=base["revision"],
-        base_dtype=base["dtype"],
-        base_quantization=base.get("quantization"),
-        tokenizer=tokenizer,
-        tree=tree,
-        training={**info.get("training", {}), **({"compressed": note} if note else {})},
-        tuned_base=load_export(checkpoint, device="cpu").base if base["tuned"] else None,
-        merge=str(config.merge).lower(),
-        dtype=config.dtype,
-    )
+    tuned = load_export(checkpoint, device="cpu").base if info["base"]["tuned"] else None
+    if config.merge and tuned is not None:
+        merge_adapter(tuned)
+    training = {**info.get("training", {}), **({"compressed": note} if note else {})}
+    info = {**info, "training": training}
+    save_export(config.output, smaller, tokenizer, tree, info, tuned_base=tuned, dtype=config.dtype)
     for name in _PROMPTS:
         if (Path(checkpoint) / name).is_file():
             shutil.copyfile(Path(checkpoint) / name, Path(config.output) / name)
@@ -189,7 +180,7 @@ def _write_native(config: ExportConfig, records: list[Record]) -> None:
 
 def _check_heads(config: ExportConfig, info: dict[str, Any], asked: str) -> None:
     """Refuse what cannot be done to the heads, from config.json alone."""
-    from specheads.models.kinds import KINDS
+    from specheads.models.checkpoint import KINDS
 
     if config.merge and not info["base"].get("adapter"):
         raise ConfigError(f"merge=true, but {config.checkpoint} has no separate adapter")

@@ -38,10 +38,17 @@ from specheads.measure.evaluate import (
 from specheads.measure.hits import Texts
 from specheads.models.adapters import has_adapter, merge_adapter, merges
 from specheads.models.base import context_length, end_tokens, torch_dtype
-from specheads.models.checkpoint import Export, as_loaded, read_config, save_export, set_tree
-from specheads.models.draft import read_provenance, save_draft
+from specheads.models.checkpoint import (
+    Export,
+    as_loaded,
+    origin,
+    read_config,
+    save_export,
+    set_tree,
+)
+from specheads.models.draft import save_draft
 from specheads.models.kinds import Heads
-from specheads.models.names import base_digest
+from specheads.models.manifest import read_provenance
 from specheads.models.output import OutputLayer
 from specheads.models.quantize import quantization_of
 from specheads.runs.log import Outcome, RunLog
@@ -226,25 +233,18 @@ class Speculation:
             tree = Tree.from_choices(cfg.tree.choices)
         else:  # until one is measured
             tree = Tree.chain(min(count, (cfg.tree.num_nodes or count + 1) - 1))
-        save_export(
-            export,
-            heads,
-            base_name=name,
-            base_revision=cfg.model.revision if name else None,
-            base_digest=base_digest(name, revision=cfg.model.revision) if name else "",
-            base_dtype=cfg.model.dtype,
-            base_quantization=quantization_of(base),
-            tuned_base=base if tuned else None,
-            merge=cfg.adapter.merge,
-            tokenizer=self.tokenizer,
-            tree=tree,
-            training={
-                "recipe": cfg.recipe,
-                "steps": steps,
-                "data": self.data.summary,
-                "best": chosen_step(log.dir),
-            },
-        )
+        training = {
+            "recipe": cfg.recipe,
+            "steps": steps,
+            "data": self.data.summary,
+            "best": chosen_step(log.dir),
+        }
+        info = origin(
+            name, training, revision=cfg.model.revision, dtype=cfg.model.dtype,
+            quantization=quantization_of(base),
+        )  # fmt: skip
+        tuned_base = base if tuned else None
+        save_export(export, heads, self.tokenizer, tree, info, tuned_base=tuned_base)
         with improving(export, log) as measuring:
             card.write(export, "native", read_config(export))
             figures: dict[str, float] = {}
@@ -353,17 +353,9 @@ class Drafting:
             "data": self.data.summary,
             "best": chosen_step(log.dir),
         }
-        save = partial(
-            save_draft,
-            export,
-            exported,
-            self.tokenizer,
-            base_name=model.name,
-            base_revision=model.revision,
-            base_digest=base_digest(model.name, revision=model.revision),
-            base_dtype=model.dtype,
-        )
-        save(training=training, measured={})
+        info = origin(model.name, training, revision=model.revision, dtype=model.dtype)
+        save = partial(save_draft, export, exported, self.tokenizer)
+        save(info | {"measured": {}})
         log.say(f"saved to {export}")
         with improving(export, log) as measuring:
             card.write(export, "native", read_provenance(export) or {})
@@ -382,5 +374,6 @@ class Drafting:
                     samples=cfg.log.samples,
                 )  # fmt: skip
                 log.outcome(steps, found)
-            save(training={**training, "heldout": heldout}, measured=found.figures)
+            info["training"] = {**training, "heldout": heldout}
+            save(info | {"measured": found.figures})
             card.write(export, "native", read_provenance(export) or {}, final=found.figures)

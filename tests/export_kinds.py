@@ -12,12 +12,11 @@ from specheads.config import AdapterConfig, ConfigError
 from specheads.models.adapters import adapter_parameters, add_adapter
 from specheads.models.base import load_base_model, load_tokenizer
 from specheads.models.blocks import prefix_sizes
-from specheads.models.checkpoint import load_export, save_export
+from specheads.models.checkpoint import load_export, origin, save_export, set_tree
 from specheads.models.draft import save_draft
 from specheads.models.heads import MedusaHeads
 from specheads.models.kinds import Heads
 from specheads.models.mtp import MtpHeads, block_config
-from specheads.models.names import base_digest
 from tests.conftest import build_byte_tokenizer, build_tiny_llama
 from tests.damaged import no_hang
 
@@ -26,7 +25,7 @@ KINDS = ("medusa", "hydra", "mtp", "adapter", "draft")
 
 def build_exports(root: Path, tiny_model_dir: Path) -> dict[str, Path]:
     """Save one export of every kind; its base inside, beside, or adapted."""
-    tokenizer = build_byte_tokenizer()
+    name, tokenizer = str(tiny_model_dir), build_byte_tokenizer()
     base = build_tiny_llama()
     sizes = prefix_sizes(base.config)
     block = block_config(base.config)
@@ -42,18 +41,11 @@ def build_exports(root: Path, tiny_model_dir: Path) -> dict[str, Path]:
         for parameter in adapter_parameters(tuned["adapter"]).values():
             parameter.normal_(std=0.1)
     for kind, each in heads.items():
-        save_export(
-            root / kind, each, base_name=str(tiny_model_dir),
-            base_digest=base_digest(str(tiny_model_dir)), tokenizer=tokenizer,
-            tree=Tree.from_choices([[0], [1], [0, 0]]), training={"recipe": "medusa1", "steps": 3},
-            tuned_base=tuned.get(kind), merge="false" if kind == "adapter" else "auto",
-            expected_accept_length=1.5,
-        )  # fmt: skip
-    save_draft(
-        root / "draft", build_tiny_llama(seed=2), tokenizer, base_name=str(tiny_model_dir),
-        base_digest="d" * 64, base_dtype="float32", training={"recipe": "distill"},
-        measured={"alpha": 0.5},
-    )  # fmt: skip
+        tree, info = Tree.from_choices([[0], [1], [0, 0]]), origin(name, {"recipe": "medusa1"})
+        save_export(root / kind, each, tokenizer, tree, info, tuned_base=tuned.get(kind))
+        set_tree(root / kind, tree, 1.5)
+    info = origin(name, {"recipe": "distill"}) | {"measured": {"alpha": 0.5}}
+    save_draft(root / "draft", build_tiny_llama(seed=2), tokenizer, info)
     return {kind: root / kind for kind in KINDS}
 
 

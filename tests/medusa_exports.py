@@ -11,9 +11,8 @@ from specheads import export
 from specheads.attention.tree import default_tree
 from specheads.config import ExportConfig
 from specheads.models.base import load_tokenizer
-from specheads.models.checkpoint import save_export
+from specheads.models.checkpoint import origin, save_export
 from specheads.models.heads import MedusaHeads
-from specheads.models.names import base_digest
 
 VOCAB, SIZE, HEADS = 272, 32, 3
 
@@ -33,11 +32,9 @@ def medusa(lm_head: str = "own", num_layers: int = 1, **form: Any) -> MedusaHead
 
 def save(path: Path, heads: Any, model: Path, **options: Any) -> Path:
     """Write an export of ``heads`` over the model in a folder; return its own."""
-    save_export(
-        path, heads, base_name=str(model), base_digest=base_digest(str(model)),
-        tokenizer=load_tokenizer(str(model)), tree=default_tree(heads.num_heads, 6),
-        training={"recipe": "none", "steps": 7}, **options,
-    )  # fmt: skip
+    info = origin(str(model), {"recipe": "none", "steps": 7})
+    tokenizer, tree = load_tokenizer(str(model)), default_tree(heads.num_heads, 6)
+    save_export(path, heads, tokenizer, tree, info, **options)
     return path
 
 

@@ -12,26 +12,23 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from functools import partial
+from os.path import commonprefix
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 BLOCK = 256  # slots; capacity is a multiple of it
 
 
-def _round_up(num_slots: int) -> int:
-    return -(-num_slots // BLOCK) * BLOCK
+def grown_capacity(needed: int, capacity: int = 0) -> int:
+    """Return a capacity of at least ``needed`` slots, twice the present one or more.
 
-
-def _stacked(first: Tensor, second: Tensor, capacity: int) -> Tensor:
-    """Return the rows of two buffers [B, H, slots, d] as one with ``capacity`` slots."""
-    num_rows = first.shape[0] + second.shape[0]
-    joined = first.new_zeros(num_rows, first.shape[1], capacity, first.shape[3])
-    joined[: first.shape[0], :, : first.shape[2]] = first
-    joined[first.shape[0] :, :, : second.shape[2]] = second
-    return joined
+    Doubling keeps the copies linear in the tokens ever written.
+    """
+    return -(-max(needed, 2 * capacity) // BLOCK) * BLOCK
 
 
 class RowEnds:
@@ -129,15 +126,13 @@ class TreeLayer(DynamicLayer):
         start, num_tokens = self.rows.longest, key_states.shape[2]
         end = start + num_tokens
         if end > self.capacity:
-            # doubling: the copies stay linear in the tokens ever written. Zeros: a slot that the
-            # mask hides still enters the weighted sum, and 0 * nan would be nan.
-            num_slots = _round_up(max(end, 2 * self.capacity))
-            self.use_buffers(
-                *(
-                    states.new_zeros(*states.shape[:2], num_slots, states.shape[3])
-                    for states in (key_states, value_states)
-                )
+            # zeros: a slot that the mask hides still enters the weighted sum, and 0 * nan is nan
+            num_slots = grown_capacity(end, self.capacity)
+            keys, values = (
+                states.new_zeros(*states.shape[:2], num_slots, states.shape[3])
+                for states in (key_states, value_states)
             )
+            self.use_buffers(keys, values)
         self.show(end)
         assert self.keys is not None and self.values is not None
         if self.rows.uniform:
@@ -214,30 +209,29 @@ class TreeCache(Cache):
         Raises:
             ValueError: if the cache has another number of rows.
         """
-        if not self.lengths:
-            self.rows.set([0] * batch_size)
-        if len(self.lengths) != batch_size:
-            raise ValueError(f"the cache has {len(self.lengths)} rows, the batch {batch_size}")
-        num_slots = self.rows.longest + num_tokens
-        if not self._poolable or (self._pool is not None and num_slots <= self._pool.shape[4]):
-            return
-        layers = self._live_layers()
-        if not layers:
+        self._take_rows(batch_size)
+        held = 0 if self._pool is None else self._pool.shape[4]
+        num_slots, layers = self.rows.longest + num_tokens, self._live_layers()
+        if not self._poolable or num_slots <= held or not layers:
             return
         buffers = [t for layer in layers for t in layer.buffers]
-        first = buffers[0]
-        if self._pool is not None:
-            num_slots = max(num_slots, 2 * self._pool.shape[4])
-        num_slots = _round_up(max(num_slots, max(layer.capacity for layer in layers)))
         # layers that differ or are spread over devices keep and grow their own buffers
-        kinds = {(*t.shape[:2], t.shape[3], t.dtype, t.device) for t in buffers}
-        self._poolable = len(kinds) == 1
+        self._poolable = len({(*t.shape[:2], t.shape[3], t.dtype, t.device) for t in buffers}) == 1
         if not self._poolable:
             return
-        pool = first.new_zeros(len(layers), 2, *first.shape[:2], num_slots, first.shape[3])
-        for layer, (keys, values) in zip(layers, pool, strict=True):
+        num_slots = grown_capacity(max(num_slots, *(each.capacity for each in layers)), held)
+        num_rows, num_heads, _, width = buffers[0].shape
+        shape = (len(layers), 2, num_rows, num_heads, num_slots, width)
+        self._pool = buffers[0].new_zeros(shape)
+        for layer, (keys, values) in zip(layers, self._pool, strict=True):
             layer.use_buffers(keys, values)
-        self._pool = pool
+
+    def _take_rows(self, num_rows: int) -> None:
+        """Take so many rows where there are none yet; raise ValueError for another number."""
+        if not self.lengths:
+            self.rows.set([0] * num_rows)
+        if len(self.lengths) != num_rows:
+            raise ValueError(f"the cache has {len(self.lengths)} rows, the batch {num_rows}")
 
     @contextlib.contextmanager
     def fix(self, num_tokens: int, width: int) -> Iterator[None]:
@@ -336,19 +330,14 @@ class TreeCache(Cache):
         Raises:
             ValueError: if there are rows, but not one for each text.
         """
-        if not self.lengths:
-            self.rows.set([0] * len(texts))
-        if len(self.lengths) != len(texts):
-            raise ValueError(f"the cache has {len(self.lengths)} rows, but there are {len(texts)}")
+        self._take_rows(len(texts))
         held = self.tokens or [[]] * len(texts)
-        known = []
-        for text, tokens, length in zip(texts, held, self.lengths, strict=True):
-            same = 0
-            for ours, theirs in zip(tokens[:length], text[:-1], strict=False):
-                if ours != theirs:
-                    break
-                same += 1
-            known.append(same)
+        # commonprefix is made for paths, and takes any lists; a text's last token is read again
+        # even where it is known, for its logits
+        known = [
+            len(commonprefix([tokens[:length], list(text[:-1])]))
+            for text, tokens, length in zip(texts, held, self.lengths, strict=True)
+        ]
         self.shorten(known)
         return known
 
@@ -371,7 +360,10 @@ class TreeCache(Cache):
         for layer, more in zip(self._live_layers(), other._live_layers(), strict=True):
             capacity = max(layer.capacity, more.capacity)
             pairs = zip(layer.buffers, more.buffers, strict=True)
-            layer.buffers = tuple(_stacked(*pair, capacity) for pair in pairs)
+            layer.buffers = tuple(
+                torch.cat([F.pad(each, (0, 0, 0, capacity - each.shape[2])) for each in pair])
+                for pair in pairs
+            )
         self._pool = None  # made again with the next pass
         self.rows.set([*self.lengths, *other.lengths])
         self.tokens += other.tokens

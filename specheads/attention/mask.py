@@ -20,13 +20,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
@@ -41,20 +40,11 @@ from specheads.attention.tree import RowTrees, Tree, batched
 SUPPORTED_ATTENTION = ("sdpa", "eager", "flex_attention")
 
 
-@dataclass(frozen=True)
-class _Active:
-    """What the forward pass at hand runs over.
-
-    Attributes:
-        tree: its shape; None is a run of tokens, one after the other.
-        rows: where each row of the cache ends and the tokens begin.
-    """
-
-    tree: Tree | RowTrees | None
-    rows: RowEnds
-
-
-_active: ContextVar[_Active | None] = ContextVar("specheads_tree", default=None)
+# what the forward pass at hand runs over: its tree, None for tokens one after the other, and where
+# each row of the cache ends and the tokens begin
+_active: ContextVar[tuple[Tree | RowTrees | None, RowEnds] | None] = ContextVar(
+    "specheads_tree", default=None
+)
 
 
 @contextlib.contextmanager
@@ -66,7 +56,7 @@ def tree_attention(tree: Tree | RowTrees | None, cache: TreeCache) -> Iterator[N
     context where rows of the cache differ in length.
     """
     _install()
-    token = _active.set(_Active(tree, cache.rows))
+    token = _active.set((tree, cache.rows))
     try:
         yield
     finally:
@@ -85,23 +75,19 @@ def _tree_aware(make_mask: Callable[..., Any], name: str) -> Callable[..., Any]:
         active = _active.get()
         if active is None:
             return make_mask(*args, **kwargs)
-        tree, num_tokens = active.tree, kwargs["q_length"]
+        (tree, rows), num_tokens = active, kwargs["q_length"]
         if tree is not None and num_tokens != tree.num_nodes:
             raise ValueError(
                 f"the active tree has {tree.num_nodes} nodes, the forward pass {num_tokens} tokens"
             )
         rule, device = kwargs["mask_function"], torch.device(kwargs["device"])
-        longest = active.rows.longest
-        if (
-            name != "flex_attention"
-            and rule is causal_mask_function
-            and kwargs.get("attention_mask") is None
-        ):
-            exact = kwargs["kv_length"] == longest + num_tokens
-            if exact and isinstance(tree, Tree) and active.rows.uniform:
-                return causal_tree_mask(tree, longest, kwargs["dtype"], device)
-            return ragged_mask(tree, active.rows.on(device), kwargs)
-        start = longest if active.rows.uniform else active.rows.on(device)
+        plain = rule is causal_mask_function and kwargs.get("attention_mask") is None
+        if plain and name != "flex_attention":
+            exact = kwargs["kv_length"] == rows.longest + num_tokens
+            if exact and isinstance(tree, Tree) and rows.uniform:
+                return causal_tree_mask(tree, rows.longest, kwargs["dtype"], device)
+            return ragged_mask(tree, rows.on(device), kwargs)
+        start = rows.longest if rows.uniform else rows.on(device)
         kwargs["mask_function"] = _along_tree(rule, tree, start, num_tokens, kwargs)
         kwargs["allow_is_causal_skip"] = False
         return make_mask(*args, **kwargs)
@@ -176,10 +162,8 @@ def ragged_mask(tree: Tree | RowTrees | None, starts: Tensor, sizes: dict[str, A
     node = slots - starts[:, None]  # [B, S]; negative: cached
     floor = torch.finfo(dtype).min
     if tree is None:
-        seen = node[:, None] <= torch.arange(num_tokens, device=starts.device)[:, None]
-        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, floor)[
-            :, None
-        ]
+        unseen = node[:, None] > torch.arange(num_tokens, device=starts.device)[:, None]
+        return unseen.new_zeros(unseen.shape, dtype=dtype).masked_fill_(unseen, floor)[:, None]
     # a column for what is cached before the tree's own, and one for what is nobody's after them
     hidden = ~batched(tree, tree.tree_mask).to(starts.device)
     table = torch.zeros(*hidden.shape[:2], num_tokens + 2, dtype=dtype, device=starts.device)
@@ -288,8 +272,7 @@ def attend_folded(
     Returns:
         [B, H * G, N, e].
     """
-    num_rows, num_heads, num_tokens, _ = query.shape
-    groups = num_heads // key.shape[1]
+    num_tokens, groups = query.shape[2], query.shape[1] // key.shape[1]
     by_group = query.unflatten(1, (-1, groups)).flatten(2, 3)  # [B, H, G * N, d]
     # a traced pass lays the mask out in every layer: the compiler sees that it is one
     known = (0 if torch.compiler.is_compiling() else id(mask), groups)
@@ -301,13 +284,10 @@ def attend_folded(
 
 def _fold_mask(mask: Tensor, groups: int) -> Tensor:
     """Return [B, H or 1, G * N, L] with rows that start where kernels want them."""
-    num_rows, num_heads, num_tokens, num_slots = mask.shape
+    num_heads, num_slots = mask.shape[1], mask.shape[3]
     if num_heads == 1:
         mask = mask[:, :, None].expand(-1, -1, groups, -1, -1)
     else:
         mask = mask.unflatten(1, (-1, groups))
-    width = -(-num_slots // _ALIGNMENT) * _ALIGNMENT
-    shape = (num_rows, mask.shape[1], groups, num_tokens, width)
-    laid_out = torch.empty(shape, dtype=mask.dtype, device=mask.device)[..., :num_slots]
-    laid_out.copy_(mask)
-    return laid_out.flatten(2, 3)
+    aligned = pad(mask, (0, -num_slots % _ALIGNMENT))[..., :num_slots]
+    return aligned.flatten(2, 3)

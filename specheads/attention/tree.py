@@ -28,6 +28,7 @@ class Tree:
 
     Attributes:
         choices: the nodes without the root, sorted, closed under taking parents.
+        device: of the tensors.
         parents: [N] long, the node above each node; -1 for the root.
         depths: [N] long, distance from the root.
         ranks: [N] long, which of its head's guesses a node is; -1 for the root.
@@ -37,6 +38,7 @@ class Tree:
     """
 
     choices: tuple[Choice, ...]
+    device: torch.device = field(default=torch.device("cpu"), repr=False, compare=False)
     parents: Tensor = field(init=False, repr=False, compare=False)
     depths: Tensor = field(init=False, repr=False, compare=False)
     ranks: Tensor = field(init=False, repr=False, compare=False)
@@ -56,28 +58,19 @@ class Tree:
             index[choice] = len(index)
         if list(self.choices) != sorted(self.choices, key=lambda c: (len(c), c)):
             raise ValueError("choices must be sorted by depth, then ranks; use Tree.from_choices")
-        nodes: list[Choice] = [(), *self.choices]
-        lines = [[index[node[:d]] for d in range(len(node) + 1)] for node in nodes]
-        parents = [-1] + [line[-2] for line in lines[1:]]
-        depth = max(len(node) for node in nodes)
-        ancestors = torch.full((len(nodes), depth + 1), -1, dtype=torch.long)
-        mask = torch.zeros(len(nodes), len(nodes), dtype=torch.bool)
-        for i, line in enumerate(lines):
-            ancestors[i, : len(line)] = torch.tensor(line)
-            mask[i, line] = True
-        leaves = [i for i in range(len(nodes)) if i not in set(parents)]
-        self._set(
-            parents=torch.tensor(parents),
-            depths=torch.tensor([len(node) for node in nodes]),
-            ranks=torch.tensor([node[-1] if node else -1 for node in nodes]),
-            tree_mask=mask,
-            ancestors=ancestors,
-            paths=ancestors[leaves],
-        )
-
-    def _set(self, **tensors: Tensor) -> None:
+        parents = [-1, *(index[choice[:-1]] for choice in self.choices)]
+        rows = RowTrees.from_parents(torch.tensor([parents]), self.max_depth)
+        leaves = sorted(set(range(len(parents))) - set(parents))
+        tensors = {
+            "parents": rows.parents[0],
+            "depths": rows.depths[0],
+            "ranks": torch.tensor([-1, *(choice[-1] for choice in self.choices)]),
+            "tree_mask": rows.tree_mask[0],
+            "ancestors": rows.ancestors[0],
+            "paths": rows.ancestors[0, leaves],
+        }
         for name, tensor in tensors.items():
-            object.__setattr__(self, name, tensor)
+            object.__setattr__(self, name, tensor.to(self.device))
 
     @staticmethod
     def from_choices(choices: Iterable[Sequence[int]]) -> Tree:
@@ -119,13 +112,8 @@ class Tree:
         return self if device == self.parents.device else _move(self, device)
 
     def to_json(self) -> list[list[int]]:
-        """Return the choices as JSON lists."""
+        """Return the choices as JSON lists, of which :meth:`from_choices` builds the tree again."""
         return [list(choice) for choice in self.choices]
-
-    @staticmethod
-    def from_json(choices: list[list[int]]) -> Tree:
-        """Build the tree that :meth:`to_json` wrote."""
-        return Tree.from_choices(choices)
 
 
 @dataclass(frozen=True)
@@ -164,7 +152,7 @@ class RowTrees:
         for _ in range(max_depth):
             upwards.append(above.gather(1, upwards[-1]))
         lines = torch.stack(upwards, dim=-1)  # [B, N, D+1]
-        depths = (lines != 0).sum(-1)
+        depths = (lines != 0).sum(-1)  # a line stays at the root, node 0, once it is there
         mask = torch.zeros(num_rows, num_nodes, num_nodes, dtype=torch.bool, device=parents.device)
         mask.scatter_(2, lines, True)
         steps = depths[..., None] - torch.arange(max_depth + 1, device=parents.device)
@@ -173,9 +161,9 @@ class RowTrees:
 
     @staticmethod
     def from_lists(parents: Sequence[Sequence[int]], max_depth: int) -> RowTrees:
-        """Do what :meth:`from_parents` does, in Python and for the CPU, where that takes less.
+        """Do what :meth:`from_parents` does, on the CPU, and keep trees that were built lately.
 
-        Trees built lately are kept: the same shapes come again and again.
+        The same shapes come again and again.
         """
         return _row_trees(tuple(map(tuple, parents)), max_depth)
 
@@ -187,21 +175,7 @@ class RowTrees:
 
 @lru_cache(maxsize=1024)
 def _row_trees(parents: tuple[tuple[int, ...], ...], max_depth: int) -> RowTrees:
-    depths, mask, ancestors = [], [], []
-    for row in parents:
-        lines = [[0]]
-        for node, parent in enumerate(row[1:], start=1):
-            lines.append([*lines[parent], node])
-        depths.append([len(line) - 1 for line in lines])
-        ancestors.append([line + [-1] * (max_depth + 1 - len(line)) for line in lines])
-        mask.append([[node in line for node in range(len(row))] for line in lines])
-    return RowTrees(
-        torch.tensor(parents),
-        torch.tensor(depths),
-        torch.tensor(mask),
-        torch.tensor(ancestors),
-        max_depth,
-    )
+    return RowTrees.from_parents(torch.tensor(parents), max_depth)
 
 
 def batched(tree: Tree | RowTrees, tensor: Tensor) -> Tensor:
@@ -223,10 +197,7 @@ def _trim(tree: Tree, max_depth: int) -> Tree:
 
 @lru_cache(maxsize=256)
 def _move(tree: Tree, device: torch.device) -> Tree:
-    moved = Tree(tree.choices)
-    names = ("parents", "depths", "ranks", "tree_mask", "ancestors", "paths")
-    moved._set(**{name: getattr(moved, name).to(device) for name in names})
-    return moved
+    return Tree(tree.choices, device)
 
 
 def grow_tree(hit_rates: Sequence[Sequence[float]], num_nodes: int) -> tuple[Tree, float]:

@@ -122,8 +122,6 @@ class PlainStream:
         decoded alone. 0 while there are other rows only.
         """
         jobs = jobs[: self.free]
-        if self._thresholds is None:
-            return len(jobs)
         there = [self._jobs[row] for row in self._rows]
         for num in range(len(jobs), 0, -1):
             beside = [*there, *jobs[:num]]

@@ -98,7 +98,7 @@ class HeadsDrafter:
         self.taps = heads.taps
         self.num_nodes = shape.num_nodes
         self.device = next((p.device for p in heads.parameters()), output.weight.device)
-        self._embed = embed
+        self.embed = embed
         self._scales: Tensor | None = None
         if isinstance(shape, Tree):
             check_tree(shape, heads)
@@ -128,7 +128,7 @@ class HeadsDrafter:
         predict, root = self.steps(), prefill.root
         if isinstance(self.shape, Tree):
             self.shape = self.shape.to(root.device)
-        memory = self.heads.memory(len(prefill.num_tokens), self._embed)
+        memory = self.heads.memory(len(prefill.num_tokens), self.embed)
         if memory is None:
             last_hidden = prefill.last_hidden(*self.taps).to(self.device)
             return HeadsState(root, last_hidden, predict)
@@ -189,7 +189,7 @@ class HeadsDrafter:
 
     def _walk(self, state: HeadsState) -> Walk:
         """Return sequential heads at the roots."""
-        found: Walk = state.predict.begin(state.hidden, state.root.to(self.device), state.memory)
+        found: Walk = state.predict(state.hidden, state.root.to(self.device), state.memory)
         return found
 
     def _at_once(self, state: HeadsState) -> Tensor:

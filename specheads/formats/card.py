@@ -17,8 +17,7 @@ from specheads.config import ConfigError, RunError
 from specheads.formats.serving import Serving
 from specheads.formats.write import FORMATS, commands
 from specheads.models.checkpoint import read_config
-from specheads.models.draft import read_provenance
-from specheads.models.manifest import read_json
+from specheads.models.manifest import read_json, read_provenance
 from specheads.models.names import is_hub_error, keep_to_the_cache_if_unreachable
 from specheads.system.files import tinycode_dir, whole_file
 

@@ -23,9 +23,8 @@ from specheads.models.base import (
     load_base_model,
     load_config,
     load_tokenizer,
-    torch_dtype,
 )
-from specheads.models.checkpoint import save_export
+from specheads.models.checkpoint import origin, save_export
 from specheads.models.manifest import (
     MANIFEST,
     PROVENANCE,
@@ -34,7 +33,7 @@ from specheads.models.manifest import (
     open_safetensors,
     read_json,
 )
-from specheads.models.names import base_digest, model_folder, weight_files
+from specheads.models.names import model_folder, weight_files
 
 _FILES = [f"{stem}_lm_head{end}" for stem in ("medusa", "hydra") for end in (".safetensors", ".pt")]
 _NUM_NODES = 16  # of the tree until one was searched
@@ -86,24 +85,16 @@ def bring_in(
         model = load_base_model(name, dtype=recorded_dtype(name), device="cpu", beside=beside)
     finally:
         logging.set_verbosity(before)
-    digest, heads, tokenizer = base_digest(base), layout.read(model), load_tokenizer(name)
+    heads, tokenizer = layout.read(model), load_tokenizer(name)
     check_tokenizer(tokenizer, model)
     for key in _COUNTS:
         vars(model.config).pop(key, None)
     # a default tree takes up to the tenth guess of a head
     chain = Tree.from_choices([[0] * depth for depth in range(1, heads.num_heads + 1)])
-    save_export(
-        output,
-        heads,
-        base_name=base,
-        base_digest=digest,
-        tokenizer=tokenizer,
-        tree=chain if heads.num_outputs < 10 else default_tree(heads.num_heads, _NUM_NODES),
-        training={"recipe": "imported", "steps": None, "data": None, "from": folder.name},
-        tuned_base=model if tuned else None,
-        base_dtype=model.dtype,
-        dtype=None if dtype is None else torch_dtype(dtype),
-    )
+    tree = chain if heads.num_outputs < 10 else default_tree(heads.num_heads, _NUM_NODES)
+    training = {"recipe": "imported", "steps": None, "data": None, "from": folder.name}
+    info, tuned_base = origin(base, training, dtype=model.dtype), model if tuned else None
+    save_export(output, heads, tokenizer, tree, info, tuned_base=tuned_base, dtype=dtype)
     found = f" of {layout.files.where.name}"
     if around is not None:
         found = f"; the model they were in is {base} unchanged"

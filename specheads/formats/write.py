@@ -18,9 +18,8 @@ from specheads.formats import Job, medusa, mtp_standard, serving, vllm
 from specheads.formats.serving import Serving
 from specheads.models import mtp_hf
 from specheads.models.base import load_base_model, load_config, load_tokenizer
-from specheads.models.checkpoint import load_export, save_plain_model
+from specheads.models.checkpoint import KINDS, load_export, save_plain_model
 from specheads.models.draft import save_draft
-from specheads.models.kinds import KINDS
 from specheads.models.mtp import MtpHeads
 
 HEADS = tuple(KINDS)
@@ -108,18 +107,14 @@ def recorded_dtype(name: str) -> str:
 
 def write_draft(job: Job) -> list[str]:
     """Write a draft model again: ``native`` with what specheads knows of its origin, or without."""
-    tokenizer, info, base = load_tokenizer(job.checkpoint), job.info, job.info["base"]
+    tokenizer, base = load_tokenizer(job.checkpoint), job.info["base"]
     dtype = job.dtype or recorded_dtype(job.checkpoint)
     model = load_base_model(job.checkpoint, dtype=dtype, device="cpu")
     if job.form != "native":
         save_plain_model(job.output, model, tokenizer, dtype=job.dtype)
         trained_for = base["name"] or "a base model trained from scratch"
         return [f"a draft model for {trained_for}, AutoModelForCausalLM.from_pretrained loads it"]
-    save_draft(
-        job.output, model, tokenizer, base_name=base["name"], base_digest=base["digest"],
-        base_dtype=base["dtype"], base_revision=base.get("revision"), dtype=job.dtype,
-        training=info["training"], measured=info["measured"],
-    )  # fmt: skip
+    save_draft(job.output, model, tokenizer, job.info, dtype=job.dtype)
     return ["a draft model, its origin beside it"]
 
 

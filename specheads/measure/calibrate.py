@@ -418,7 +418,7 @@ def assumed(
     found = Tree.chain(0)
     if start:
         section = read_config(Path(start))["tree"]
-        found = Tree.from_json(section["choices"])
+        found = Tree.from_choices(section["choices"])
         acceptance = (section.get("measured_on") or {}).get("acceptance")
         if acceptance:
             measured = dict(zip(map(tuple, section["choices"]), acceptance, strict=True))

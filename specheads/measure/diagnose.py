@@ -77,7 +77,7 @@ def examine(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -
             " are decided by a plain replay, but plain decoding's very tokens are not promised"
         )
         yield Finding("rounding", text)
-    if (found := thresholds(model)) is not None:
+    if (found := thresholds(model)).name:
         text = f"{found.name}: one row at a time may cross it; rows of a batch lie on one side"
         yield Finding("threshold", text)
     lengths, window = _prompt_lengths(model)

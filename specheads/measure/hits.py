@@ -558,23 +558,23 @@ def _walks(hits: Hits, drafter: HeadsDrafter) -> Iterator[tuple[Tensor, Walk]]:
     if not len(hits.ranks):
         return
     assert hits.hidden is not None and hits.tokens is not None
-    steps = drafter.steps()
+    begin = drafter.steps()
     device = next(drafter.heads.parameters()).device
     num_rows = max(1, _NUMBERS // (drafter.width * drafter.heads.num_outputs))
     positions, roots = torch.arange(len(hits.ranks)), hits.tokens[:, 0].to(device)
     if not drafter.heads.walks_text:
         for chunk in positions.split(num_rows):
-            yield chunk, steps.begin(hits.hidden[chunk].to(device), roots[chunk], None)
+            yield chunk, begin(hits.hidden[chunk].to(device), roots[chunk], None)
         return
     assert hits.ahead is not None
     num_read = len(hits.hidden)
-    empty: Any = drafter.heads.memory(1, steps.embed)
+    empty: Any = drafter.heads.memory(1, drafter.embed)
     text, every = empty.read(hits.hidden[None].to(device), [num_read], hits.ahead[None].to(device))
     first = num_read - len(positions) + 1
     for chunk in positions.split(max(1, min(num_rows, _COPIED // hits.hidden.numel()))):
         # the same text many times over, each read up to another root
         memory = text.as_it_was((first + chunk).tolist(), every)
-        yield chunk, steps.begin(memory.root, roots[chunk], memory)
+        yield chunk, begin(memory.root, roots[chunk], memory)
 
 
 def gained(sizes_needed: Tensor, sizes: Tensor, *, ended: bool) -> tuple[Tensor, Tensor]:

@@ -14,16 +14,22 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from specheads.config import AdapterConfig, ConfigError
-from specheads.models.manifest import one_line, read_header, read_json, read_tensors
+from specheads.models.manifest import (
+    expect,
+    one_line,
+    read_header,
+    read_json,
+    read_tensors,
+    save_tensors,
+)
 from specheads.models.quantize import (
     is_quantized_linear,
     plain_weight,
@@ -31,6 +37,7 @@ from specheads.models.quantize import (
     quiet_bitsandbytes,
 )
 
+Part = TypeVar("Part", bound=nn.Module)
 NAME = "default"  # peft's name of the only adapter
 
 
@@ -171,53 +178,45 @@ def in_float32(base: PreTrainedModel) -> PreTrainedModel:
     return other.float()
 
 
+def plain_copy(part: Part, dtype: torch.dtype) -> Part:
+    """Return a copy of a base or of a part of it, its adapter merged, dequantised to ``dtype``.
+
+    Raises:
+        ConfigError: if the base is quantised in a way that cannot be undone.
+    """
+    other = copy.deepcopy(part)
+    _make_plain(other, dtype)
+    return other
+
+
 @torch.no_grad()
-def _make_plain(base: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Merge and dequantise in place."""
-    for name, weight in _merged_weights(base, dtype).items():
-        module: Any = base.get_submodule(name)
-        layer = getattr(module, "base_layer", module)
-        if is_quantized_linear(layer):
+def _make_plain(base: nn.Module, dtype: torch.dtype) -> None:
+    """Merge and dequantise in place; sums are formed in float32 at least, and rounded once."""
+    # a list, as modules are replaced on the way; wrapped ones come before what they wrap, which is
+    # then done, and passed over by its name
+    for name, module in list(base.named_modules()):
+        layer: Any = getattr(module, "base_layer", module)
+        quantized = is_quantized_linear(layer) and not name.endswith(".base_layer")
+        if layer is module and not quantized:
+            continue
+        weight = plain_weight(layer)
+        keep = dtype if quantized else weight.dtype
+        if layer is not module:
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            delta = cast(Any, module).get_delta_weight(NAME)
+            weight = weight.to(wide) + delta.to(wide)
+        if quantized:
             with torch.device("meta"):
                 plain = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None)
             plain.bias = layer.bias
             layer = plain.train(module.training)
-        layer.weight = nn.Parameter(weight)
+        layer.weight = nn.Parameter(weight.to(keep))
         base.set_submodule(name, layer)
     if has_adapter(base):
         del base.peft_config
     quantizer: Any = getattr(base, "hf_quantizer", None)
     if quantizer is not None:
         quantizer.remove_quantization_config(base)
-
-
-@torch.no_grad()
-def merged_state(
-    base: PreTrainedModel, dtype: torch.dtype, part: nn.Module | None = None
-) -> dict[str, Tensor]:
-    """Return the state_dict that ``base`` would have with its adapter merged, dequantised.
-
-    Args:
-        base: with or without adapter; it stays as it is.
-        dtype: of the matrices that are merged or dequantised.
-        part: a module of ``base``, whose state_dict alone is wanted.
-
-    Raises:
-        ConfigError: if the base is quantised in a way that cannot be undone.
-    """
-    inside = ""
-    if part is not None:
-        inside = next(name for name, module in base.named_modules() if module is part) + "."
-    weights = _merged_weights(base, dtype, inside)
-    state: dict[str, Tensor] = {}
-    for key, tensor in base.state_dict().items():
-        owner = _owner(key, weights)
-        if owner is None:
-            state[key] = tensor
-        elif key.removeprefix(owner) in (".bias", ".base_layer.bias"):
-            state[f"{owner}.bias"] = tensor
-    state |= {f"{name}.weight": weight for name, weight in weights.items()}
-    return {k.removeprefix(inside): v for k, v in state.items() if k.startswith(inside)}
 
 
 def inject(base: PreTrainedModel, names: Sequence[str], **settings: Any) -> None:
@@ -248,11 +247,7 @@ def inject(base: PreTrainedModel, names: Sequence[str], **settings: Any) -> None
 
 def _layers(base: nn.Module) -> dict[str, Any]:
     """Return the wrapped layers by name."""
-    if not has_adapter(base):
-        return {}
-    from peft.tuners.lora import LoraLayer
-
-    return {name: m for name, m in base.named_modules() if isinstance(m, LoraLayer)}
+    return {name: module for name, module in base.named_modules() if hasattr(module, "lora_A")}
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -291,36 +286,6 @@ def _targets(base: PreTrainedModel, wanted: list[str]) -> list[str]:
     return chosen
 
 
-def _merged_weights(
-    base: PreTrainedModel, dtype: torch.dtype, inside: str = ""
-) -> dict[str, Tensor]:
-    """Return the matrices that merging or dequantising makes, by the names of their layers.
-
-    Of all layers, or of those whose names begin with ``inside``.
-    Sums are formed in float32 at least, and rounded once.
-    """
-    layers = _layers(base)
-    weights = {}
-    for name, module in base.named_modules():
-        if not name.startswith(inside):
-            continue
-        if name in layers:
-            weight = plain_weight(module.base_layer)
-            keep = dtype if is_quantized_linear(module.base_layer) else weight.dtype
-            wide = torch.promote_types(weight.dtype, torch.float32)
-            delta = module.get_delta_weight(NAME)
-            weights[name] = (weight.to(wide) + delta.to(wide)).to(keep)
-        elif is_quantized_linear(module) and not name.endswith(".base_layer"):
-            weights[name] = plain_weight(module).to(dtype)
-    return weights
-
-
-def _owner(key: str, names: dict[str, Tensor]) -> str | None:
-    """Return which of the layers ``names`` a key of a state_dict belongs to."""
-    parts = key.split(".")
-    return next((n for i in range(len(parts), 0, -1) if (n := ".".join(parts[:i])) in names), None)
-
-
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 # of peft's config: what is used here, and what does not change what the adapter computes
 _USED = ("r", "lora_alpha", "lora_dropout", "target_modules")
@@ -342,11 +307,13 @@ def save_adapter(folder: Path, base: PreTrainedModel, name: str, revision: str |
     config.base_model_name_or_path, config.revision = name, revision
     config.inference_mode = True
     config.save_pretrained(str(folder))
-    tensors = {
-        _PREFIX + name.replace(f".{NAME}.", "."): parameter.detach().cpu().contiguous()
-        for name, parameter in adapter_parameters(base).items()
-    }
-    save_file(tensors, folder / _TENSORS, metadata={"format": "pt"})
+    save_tensors(folder / _TENSORS, _by_stored_name(base), {"format": "pt"})
+
+
+def _by_stored_name(base: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Return the adapter's parameters by peft's names for them."""
+    found = adapter_parameters(base).items()
+    return {f"{_PREFIX}{name.replace(f'.{NAME}.', '.')}": parameter for name, parameter in found}
 
 
 def load_adapter(base: PreTrainedModel, folder: Path) -> None:
@@ -366,10 +333,7 @@ def load_adapter(base: PreTrainedModel, folder: Path) -> None:
     with one_line(f"{about} cannot be used"):
         inject(base, names, **{key: stored.get(key) for key in _USED[:3]})
     _check_others(about, stored, base)
-    wanted = {
-        _PREFIX + name.replace(f".{NAME}.", "."): parameter
-        for name, parameter in adapter_parameters(base).items()
-    }
+    wanted = _by_stored_name(base)
     tensors = read_tensors(file, wanted)
     with torch.no_grad():
         for name, parameter in wanted.items():
@@ -382,12 +346,13 @@ def _stored_targets(about: Path, stored: dict[str, Any], base: PreTrainedModel) 
     """Return the names of the wrapped layers, after a look at the other numbers that are used."""
     alpha, dropout = stored.get("lora_alpha"), stored.get("lora_dropout")
     names = stored.get("target_modules")
-    if not isinstance(alpha, int | float) or not 0 < alpha <= 1 << 20:
-        raise ConfigError(f"{about}: lora_alpha is {alpha!r:.40}, expected a number above 0")
-    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-        raise ConfigError(f"{about}: lora_dropout is {dropout!r:.40}, expected 0 to 1")
-    if type(names) is not list or not names or not all(type(name) is str for name in names):
-        raise ConfigError(f"{about}: target_modules is {names!r:.40}, expected names")
+    real = isinstance(alpha, int | float) and 0 < alpha <= 1 << 20
+    expect(real, f"{about}: lora_alpha", alpha, "a number above 0")
+    real = isinstance(dropout, int | float) and 0 <= dropout < 1
+    expect(real, f"{about}: lora_dropout", dropout, "0 to 1")
+    named = type(names) is list and all(type(name) is str for name in names) and names
+    expect(bool(named), f"{about}: target_modules", names, "names")
+    assert isinstance(names, list)
     if odd := sorted(set(names) - {name for name, _ in base.named_modules()}):
         raise ConfigError(f"{about} is of another model: the base has no {odd[0]:.80}")
     return names
@@ -400,10 +365,9 @@ def _check_others(about: Path, stored: dict[str, Any], base: PreTrainedModel) ->
     for key, value in stored.items():
         if key in (*_USED, *_FREE):
             continue
-        if value != plain.get(key) and (key in plain or value):  # newer versions have more keys
-            raise ConfigError(
-                f"{about}: {key} is {value!r:.40}, specheads' adapters have {plain.get(key)!r:.40}"
-            )
+        # newer versions have more keys
+        same = value == plain.get(key) or not (key in plain or value)
+        expect(same, f"{about}: {key}", value, f"{plain.get(key)!r:.40}, as specheads' have it")
 
 
 def _plain(value: object) -> object:

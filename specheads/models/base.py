@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +21,9 @@ from transformers.utils import is_flash_attn_2_available
 
 from specheads.config import DTYPES, ConfigError
 from specheads.models.manifest import (
+    NEEDS_SAFETENSORS,
     check_counts,
     check_model_files,
-    needs_safetensors,
     one_line,
     refuse_kernels,
 )
@@ -35,18 +34,33 @@ from specheads.system import hardware
 Embed = Callable[[Tensor], Tensor]  # an input embedding: token ids of any shape to [..., d]
 
 
+class Loading(TypedDict, total=False):
+    """How and where a model is loaded.
+
+    Attributes:
+        dtype: of the weights; float32 unless given.
+        device: where they go: one of torch's, or what :func:`hardware.pick_device` knows, as
+            ``auto``, which it is unless given.
+        device_map: in place of ``device``: ``auto``, ``balanced``, ``sequential``, or a device for
+            each part, ``disk`` among them.
+        attn: transformers' attention implementation; ``auto`` is sdpa where the model has it.
+        trust_remote_code: run modelling code that comes with the model.
+    """
+
+    dtype: str | torch.dtype | None
+    device: str | torch.device
+    device_map: str | dict[str, Any] | None
+    attn: str
+    trust_remote_code: bool
+
+
 def load_base_model(
     name: str,
     *,
     revision: str | None = None,
-    dtype: str | torch.dtype = "float32",
-    device: str | torch.device = "auto",
-    device_map: str | dict[str, Any] | None = None,
-    offload_folder: str | Path | None = None,
-    attn: str = "sdpa",
-    trust_remote_code: bool = False,
     quantization: str = "none",
     beside: str | None = None,
+    **loading: Unpack[Loading],
 ) -> PreTrainedModel:
     """Load a causal language model, in eval mode.
 
@@ -57,24 +71,21 @@ def load_base_model(
     Args:
         name: ``tinycode``, a folder, or a name on the hub.
         revision: of a hub model: a branch, tag or commit.
-        dtype: of the weights.
-        device: where they go: one of torch's, or what :func:`hardware.pick_device` knows.
-        device_map: in place of ``device``: ``auto``, ``balanced``, ``sequential``, or a device for
-            each part, ``disk`` among them.
-        offload_folder: for the parts on disk.
-        attn: transformers' attention implementation; ``auto`` is sdpa where the model has it.
-        trust_remote_code: run modelling code that comes with the model.
         quantization: ``nf4`` or ``int8`` quantise the linear layers while loading, all but the
             output matrix; ``dtype`` is then that of the products and of the rest. Such a model is
             on its device for good. Models that are quantised already say so themselves.
         beside: how the names begin of tensors that may lie among the model's; any other one that is
             left over is refused. None leaves that to transformers.
+        **loading: see :class:`Loading`; ``attn`` is sdpa unless given.
 
     Raises:
         ConfigError: if the model cannot be found or loaded, lacks weights, does not support
             ``attn``, is quantised and the library for it is missing, or has no safetensors; for
             what specheads itself has written also if anything but its weights was changed.
     """
+    dtype, attn = torch_dtype(loading.get("dtype") or "float32"), loading.get("attn", "sdpa")
+    device, device_map = loading.get("device", "auto"), loading.get("device_map")
+    trust_remote_code = loading.get("trust_remote_code", False)
     if attn == "flash_attention_2" and not is_flash_attn_2_available():
         raise ConfigError(
             "model.attn=flash_attention_2 needs the flash-attn package and a CUDA device;"
@@ -82,7 +93,7 @@ def load_base_model(
         )
     if isinstance(device, str):
         device = torch.device("cpu") if device_map else hardware.pick_device(device)
-    bnb = bnb_config(quantization, torch_dtype(dtype))
+    bnb = bnb_config(quantization, dtype)
     place, revision = resolve_name(name), revision or "main"
     ours = check_model_files(name, place, trust_remote_code=trust_remote_code)
     # or transformers would ask the hub to convert a stranger's pickle
@@ -99,18 +110,21 @@ def load_base_model(
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 place,
                 revision=revision,
-                dtype=torch_dtype(dtype),
+                dtype=dtype,
                 use_safetensors=True,
                 attn_implementation=None if attn == "auto" else attn,
                 trust_remote_code=trust_remote_code,
                 device_map=device_map,
                 **({"quantization_config": bnb} if bnb else {}),
-                offload_folder=offload_folder,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # so that they are reported; they are refused below
             )
         except OSError as error:
-            raise needs_safetensors(name, error) from None
+            if "safetensors" not in str(error):
+                raise
+            raise ConfigError(
+                f"model.name={name} has no model.safetensors: {NEEDS_SAFETENSORS}"
+            ) from None
     model, report = loaded
     assert isinstance(model, PreTrainedModel)
     mismatched = [key[0] if isinstance(key, tuple) else key for key in report["mismatched_keys"]]

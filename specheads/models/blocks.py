@@ -46,11 +46,11 @@ class Joined(nn.Module):
     here have a :class:`ZeroLinear` instead; this is for those that were trained elsewhere.
     """
 
-    def __init__(self, num_tokens: int, hidden_size: int, dtype: torch.dtype | None) -> None:
+    def __init__(self, num_tokens: int, hidden_size: int) -> None:
         super().__init__()
         width = (num_tokens + 1) * hidden_size
-        self.gate = nn.Linear(width, hidden_size, dtype=dtype)
-        self.residual = nn.Linear(width, hidden_size, dtype=dtype)
+        self.gate = nn.Linear(width, hidden_size)
+        self.residual = nn.Linear(width, hidden_size)
 
     def forward(self, hidden: Tensor, conditions: Tensor) -> Tensor:
         """Map [..., d] and [..., n * d] to [..., d]; the first may be the same for many of them."""
@@ -63,12 +63,22 @@ class Joined(nn.Module):
 class LowRank(nn.Module):
     """An output matrix ``up @ down``: [V, r] times [r, d]."""
 
-    def __init__(
-        self, vocab_size: int, rank: int, hidden_size: int, dtype: torch.dtype | None
-    ) -> None:
+    def __init__(self, vocab_size: int, rank: int, hidden_size: int) -> None:
         super().__init__()
-        self.down = nn.Linear(hidden_size, rank, bias=False, dtype=dtype)
-        self.up = nn.Linear(rank, vocab_size, bias=False, dtype=dtype)
+        self.down = nn.Linear(hidden_size, rank, bias=False)
+        self.up = nn.Linear(rank, vocab_size, bias=False)
+
+
+def low_rank_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Return ``up`` and ``down`` of the nearest matrix of ``rank``, in float32 at least.
+
+    Nearest in the sum of squared differences: the truncated SVD (Eckart and Young, 1936). The two
+    factors share the singular values, so that both have numbers of one size.
+    """
+    wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+    left, values, right = torch.linalg.svd(wide, full_matrices=False)
+    root = values[:rank].sqrt()
+    return left[:, :rank] * root, root[:, None] * right[:rank]
 
 
 class Markov(nn.Module):
@@ -77,12 +87,10 @@ class Markov(nn.Module):
     The correction that block-parallel drafters of 2026 put on their logits (DSpark), on heads.
     """
 
-    def __init__(
-        self, vocab_size: int, num_outputs: int, rank: int, dtype: torch.dtype | None
-    ) -> None:
+    def __init__(self, vocab_size: int, num_outputs: int, rank: int) -> None:
         super().__init__()
-        self.down = nn.Embedding(vocab_size, rank, dtype=dtype)
-        self.up = nn.Linear(rank, num_outputs, bias=False, dtype=dtype)
+        self.down = nn.Embedding(vocab_size, rank)
+        self.up = nn.Linear(rank, num_outputs, bias=False)
         nn.init.zeros_(self.up.weight)
 
 
@@ -96,7 +104,6 @@ class MedusaHead(nn.Module):
         markov: its correction of the logits, if any.
         reader: what reads the tokens drafted before, if anything: added to the hidden state, or
             joined with it as published Hydra heads do.
-        dtype: of the blocks' parameters.
     """
 
     def __init__(
@@ -106,12 +113,9 @@ class MedusaHead(nn.Module):
         lm_head: nn.Linear | LowRank | None,
         markov: Markov | None,
         reader: ZeroLinear | Joined | None,
-        dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(
-            ResBlock(hidden_size, hidden_size, dtype=dtype) for _ in range(num_layers)
-        )
+        self.blocks = nn.ModuleList(ResBlock(hidden_size, hidden_size) for _ in range(num_layers))
         self.lm_head, self.markov = lm_head, markov
         self.condition = reader if isinstance(reader, ZeroLinear) else None
         self.joined = reader if isinstance(reader, Joined) else None
@@ -208,10 +212,9 @@ class PrefixLayer(nn.Module):
 
     Args:
         sizes: from :func:`prefix_sizes`.
-        dtype: of the parameters; None means torch's default.
     """
 
-    def __init__(self, sizes: dict[str, Any], dtype: torch.dtype | None = None) -> None:
+    def __init__(self, sizes: dict[str, Any]) -> None:
         super().__init__()
         self.sizes = dict(sizes)
         config = LlamaConfig(
@@ -230,8 +233,6 @@ class PrefixLayer(nn.Module):
         if not sizes.get(FINAL_NORM):
             model.norm = cast(Any, nn.Identity())
         self.model = model
-        if dtype is not None:
-            self.to(dtype)
         layer = cast(Any, model.layers[0])
         nn.init.zeros_(layer.self_attn.o_proj.weight)
         nn.init.zeros_(layer.mlp.down_proj.weight)

@@ -11,23 +11,21 @@ Hugging Face folders.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.attention.tree import Tree
 from specheads.config import ConfigError
-from specheads.models.adapters import has_adapter, load_adapter, merged_state, merges, save_adapter
+from specheads.models.adapters import has_adapter, load_adapter, plain_copy, save_adapter
 from specheads.models.base import (
+    Loading,
     check_tokenizer,
     load_base_model,
     load_tokenizer,
@@ -35,21 +33,23 @@ from specheads.models.base import (
     torch_dtype,
 )
 from specheads.models.export_config import check_config
-from specheads.models.kinds import KINDS, Heads, build_heads, named_tensors
+from specheads.models.heads import MedusaHeads
+from specheads.models.kinds import Heads
 from specheads.models.manifest import (
     MANIFEST,
-    check_header,
     check_manifest,
+    expect,
     manifest_entry,
     one_line,
     read_json,
     read_tensors,
+    save_tensors,
     write_json,
     write_manifest,
 )
-from specheads.models.names import base_digest as digest_of_base
-from specheads.models.names import file_sha256, resolve_name
-from specheads.models.quantize import METHODS, as_if_plain, quantization_of
+from specheads.models.mtp import MtpHeads
+from specheads.models.names import base_digest, file_sha256, resolve_name
+from specheads.models.quantize import METHODS, quantization_of
 from specheads.system.files import whole_folder
 from specheads.system.redact import redact
 
@@ -65,16 +65,9 @@ def save_hf(
     An adapter is merged in what is written, and a quantised base under it dequantised. The caller's
     model stays as it is; ``dtype`` is that of the written tensors, None keeps theirs.
     """
-    plain: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if has_adapter(model):
-        state, plain = merged_state(model, model.dtype), as_if_plain(model)
-    else:
-        state = model.state_dict()
-    with plain, _quiet():
-        model.save_pretrained(folder, state_dict=cast_tensors(state, dtype))
-    if dtype is not None:
-        _set_dtype(folder, dtype)
-    tokenizer.save_pretrained(folder)
+        model = plain_copy(model, model.dtype)
+    _write_model(folder, model, cast_tensors(model.state_dict(), dtype), tokenizer, dtype)
 
 
 def save_as(
@@ -94,9 +87,9 @@ def save_as(
     Raises:
         ConfigError: if the base is quantised in a way that cannot be undone.
     """
-    plain = not has_adapter(base) and quantization_of(base) is None
-    state = (base.state_dict() if plain else merged_state(base, base.dtype)) | extra
-    dtype = dtype or base.dtype
+    if has_adapter(base) or quantization_of(base):
+        base = plain_copy(base, base.dtype)
+    state, dtype = base.state_dict() | extra, dtype or base.dtype
     with torch.device("meta"):
         model: Any = kind(config)  # only its class and config are used
     if base.can_generate():
@@ -106,26 +99,27 @@ def save_as(
         for name, tensor in state.items()
         if any(part in name for part in model._keep_in_fp32_modules_strict)
     }
-    with _quiet():
-        model.save_pretrained(folder, state_dict=cast_tensors(state, dtype) | exact)
-    _set_dtype(folder, dtype)
-    tokenizer.save_pretrained(folder)
+    _write_model(folder, model, cast_tensors(state, dtype) | exact, tokenizer, dtype)
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _write_model(
+    folder: Path,
+    model: PreTrainedModel,
+    state: dict[str, Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype | None,
+) -> None:
     silenced = logging.root.manager.disable
     logging.disable(logging.WARNING)  # to unwrap the model accelerate imports deepspeed: it warns
     try:
-        yield
+        model.save_pretrained(folder, state_dict=state)
     finally:
         logging.disable(silenced)
-
-
-def _set_dtype(folder: Path, dtype: torch.dtype) -> None:
-    config = read_json(folder / "config.json", "", strict=False)
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    write_json(folder / "config.json", config, strict=False)
+    if dtype is not None:
+        config = read_json(folder / "config.json", "", strict=False)
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        write_json(folder / "config.json", config, strict=False)
+    tokenizer.save_pretrained(folder)
 
 
 def cast_tensors(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
@@ -142,23 +136,34 @@ def cast_tensors(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[
     return cast
 
 
+# by the ``kind`` of config.json
+KINDS: dict[str, type[Heads]] = {"medusa": MedusaHeads, "hydra": MedusaHeads, "mtp": MtpHeads}
+
+
+def build_heads(config: dict[str, Any]) -> Heads:
+    """Return heads of an export's config.json without memory, whose tensors are still to be read.
+
+    Raises:
+        ValueError: one line, if there are no such heads.
+    """
+    with torch.device("meta"):  # nor is time lost for drawing weights that are replaced at once
+        try:
+            return KINDS[config["kind"]].from_config(config)
+        except (TypeError, ArithmeticError, RuntimeError) as error:
+            raise ValueError(str(error)) from None
+
+
+def named_tensors(heads: Heads) -> dict[str, Tensor]:
+    """Return the tensors of ``heads`` by the names that an export gives them."""
+    return {heads.tensor_prefix + name: tensor for name, tensor in heads.state_dict().items()}
+
+
 HEADS_FILE = "model.safetensors"
 _SMALL_HEADS = 1 << 23  # parameters: 32 MB in float32
 
 
-def save_heads(folder: Path, heads: Heads, dtype: torch.dtype | None) -> None:
-    """Write the tensors of ``heads`` into ``folder``, in ``dtype`` (None keeps each as it is)."""
-    tensors = {k: v.detach().cpu().contiguous() for k, v in named_tensors(heads).items()}
-    save_file(cast_tensors(tensors, dtype), folder / HEADS_FILE, metadata={"format": "pt"})
-
-
-def load_heads_file(path: Path, config: dict[str, Any], config_file: Path) -> Heads:
-    """Build the heads of ``config`` and read all of their tensors, and no others.
-
-    Args:
-        path: the export's folder.
-        config: what its config.json holds.
-        config_file: where that lies, for the messages.
+def load_heads_file(path: Path, config: dict[str, Any]) -> Heads:
+    """Build the heads of an export's ``config`` and read all of their tensors, and no others.
 
     Raises:
         ConfigError: one line, if config and tensors do not fit together.
@@ -166,12 +171,11 @@ def load_heads_file(path: Path, config: dict[str, Any], config_file: Path) -> He
     try:
         heads = build_heads(config)
     except ValueError as error:
-        raise ConfigError(f"{config_file}: {error}") from None
+        raise ConfigError(f"{path / _CONFIG}: {error}") from None
     file, wanted = path / HEADS_FILE, named_tensors(heads)
-    check_header(file, wanted)
-    with one_line(f"{config_file}: no rotary table"):
-        heads.make_tables()  # not before: the header has told how large they may be
     tensors = read_tensors(file, wanted)
+    with one_line(f"{path / _CONFIG}: no rotary table"):
+        heads.make_tables()  # not before: the tensors have told how large they may be
     _check_map(file, tensors.get("token_map"), config["vocab_size"])
     state = {name.removeprefix(heads.tensor_prefix): each for name, each in tensors.items()}
     heads.load_state_dict(state, assign=True)
@@ -235,85 +239,93 @@ class Export:
     config: dict[str, Any]
 
 
+def origin(
+    name: str,
+    training: dict[str, Any],
+    *,
+    revision: str | None = None,
+    dtype: str | torch.dtype = "float32",
+    quantization: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return what an export says of the original base model, and of the training, for saving it.
+
+    Args:
+        name: as the user gave it; empty where there is none, because the base was trained from
+            scratch. The tuned base is then all there is.
+        training: JSON: recipe, steps, data, held-out losses.
+        revision: of a hub model.
+        dtype: in which an unchanged base was used.
+        quantization: ``quantization_of`` an unchanged base; a tuned one says it itself.
+    """
+    digest = base_digest(name, revision=revision) if name else ""
+    base = {"name": name, "revision": revision if name else None, "digest": digest}
+    base |= {"dtype": str(dtype).removeprefix("torch."), "quantization": quantization}
+    return {"base": base, "training": training}
+
+
 def save_export(
     path: str | Path,
     heads: Heads,
-    *,
-    base_name: str,
-    base_digest: str,
     tokenizer: PreTrainedTokenizerBase,
     tree: Tree,
-    training: dict[str, Any],
+    info: dict[str, Any],
+    *,
     tuned_base: PreTrainedModel | None = None,
-    base_revision: str | None = None,
-    base_dtype: str | torch.dtype = "float32",
-    base_quantization: dict[str, Any] | None = None,
-    merge: str = "auto",
     dtype: str | torch.dtype | None = None,
-    expected_accept_length: float | None = None,
-    measured_on: dict[str, Any] | None = None,
 ) -> None:
     """Write an export, whole or not at all; an earlier one at ``path`` is replaced at the end.
 
     Args:
         path: the folder.
         heads: to save.
-        base_name: of the original base model, as the user gave it; empty where there is none,
-            because the base was trained from scratch. ``tuned_base`` is then all there is.
-        base_digest: of the original base model, see :func:`specheads.models.names.base_digest`;
-            empty likewise.
         tokenizer: saved with its chat template.
-        tree: to decode with.
-        training: JSON for the ``training`` section: recipe, steps, data, held-out losses.
-        tuned_base: the adapted base where the recipe changed it.
-        base_revision: hub revision of the original.
-        base_dtype: dtype in which an unchanged base was used.
-        base_quantization: ``quantization_of`` an unchanged base; a tuned one says it itself.
-        merge: of a tuned base's adapter, into ``base/``: ``true``, ``false``, or ``auto``, which is
-            true unless the base is quantised. Merged, a quantised base is dequantised to its
-            dtype; it then differs from the one that was trained by the rounding of the sums.
+        tree: to decode with; :func:`set_tree` adds what was measured of it.
+        info: from :func:`origin`, or the config.json of an export, of which the sections ``base``
+            and ``training`` are taken.
+        tuned_base: the adapted base where the recipe changed it. An adapter stays one: merge it
+            before (:func:`specheads.models.adapters.merge_adapter`) to have it in ``base/``.
         dtype: of the saved tensors; None keeps each as it is.
-        expected_accept_length: of ``tree`` where it was measured.
-        measured_on: JSON about that measurement.
 
     Raises:
         ValueError: if the tree is deeper than there are heads, or there is neither an original
             nor a tuned base.
-        ConfigError: if a base is to be dequantised whose quantisation cannot be undone.
         RunError: if the disk is full.
     """
-    path = Path(path)
-    _check_depth(tree, heads.num_heads, ValueError)
-    if not base_name and tuned_base is None:
-        raise ValueError("base_name is empty, and there is no tuned_base to be found instead")
+    path, base = Path(path), info["base"]
+    _check_depth(tree, heads.num_heads)
+    if not base["name"] and tuned_base is None:
+        raise ValueError("base.name is empty, and there is no tuned_base to be found instead")
     target = None if dtype is None else torch_dtype(dtype)
-    adapter = False
+    adapter = tuned_base is not None and has_adapter(tuned_base)
+    used, quantization = base.get("dtype", "float32"), base.get("quantization")
     if tuned_base is not None:
-        adapter = has_adapter(tuned_base) and not merges(tuned_base, merge)
-        base_quantization = quantization_of(tuned_base) if adapter else None
-        base_dtype = tuned_base.dtype if adapter else target or tuned_base.dtype
+        used = tuned_base.dtype if adapter else target or tuned_base.dtype
+        quantization = quantization_of(tuned_base) if adapter else None
+    name, revision = findable(base["name"]), base.get("revision")
     with whole_folder(path) as folder:
-        save_heads(folder, heads, target)
+        tensors = cast_tensors(named_tensors(heads), target)
+        save_tensors(folder / HEADS_FILE, tensors, {"format": "pt"})
         tokenizer.save_pretrained(folder)
         if tuned_base is not None and adapter:
-            save_adapter(folder / _ADAPTER, tuned_base, findable(base_name), base_revision)
+            save_adapter(folder / _ADAPTER, tuned_base, name, revision)
         elif tuned_base is not None:
             save_hf(folder / _BASE, tuned_base, tokenizer, target)
+        files = {file.name: file_sha256(file) for file in folder.iterdir() if file.is_file()}
         config = {
             "format_version": FORMAT_VERSION,
             **heads.to_config(),
             "base": {
-                "name": findable(base_name),
+                "name": name,
                 "tuned": tuned_base is not None,
                 "adapter": adapter,
-                "revision": base_revision,
-                "digest": base_digest,
-                "dtype": str(torch_dtype(base_dtype)).removeprefix("torch."),
-                "quantization": base_quantization,
+                "revision": revision,
+                "digest": base["digest"],
+                "dtype": str(torch_dtype(used)).removeprefix("torch."),
+                "quantization": quantization,
             },
-            "tokenizer": {"digest": _tokenizer_digest(folder)},
-            "tree": _tree_section(tree, expected_accept_length, measured_on),
-            "training": redact(training),
+            "tokenizer": {"digest": _tokenizer_digest(files)},
+            "tree": _tree_section(tree, None, None),
+            "training": redact(info["training"]),
         }
         write_json(folder / _CONFIG, config)
         write_manifest(folder)
@@ -323,12 +335,8 @@ def load_export(
     path: str | Path,
     *,
     base: str | None = None,
-    dtype: str | torch.dtype | None = None,
-    device: str | torch.device = "auto",
-    device_map: str | dict[str, Any] | None = None,
-    attn: str = "auto",
-    trust_remote_code: bool = False,
     beside: Export | None = None,
+    **loading: Unpack[Loading],
 ) -> Export:
     """Load base model, heads, tokenizer and tree, and check that they belong together.
 
@@ -337,14 +345,10 @@ def load_export(
     Args:
         path: an export folder.
         base: where the original base model is now, if not under its recorded name.
-        dtype: of the base, and of the heads (see :func:`as_loaded`); None takes the recorded
-            one.
-        device: where they go: one of torch's, or what :func:`hardware.pick_device` knows.
-        device_map: spreads the base instead, see :func:`load_base_model`; heads go where its output
-            layer is.
-        attn: transformers' attention implementation; ``auto`` is sdpa where the base has it.
-        trust_remote_code: run modelling code that comes with the base.
         beside: an export that is loaded already, whose base model, of the same weights, is shared.
+        **loading: how and where the base goes, see :class:`specheads.models.base.Loading`; its
+            dtype, which is also that of the heads (see :func:`as_loaded`), is the recorded one
+            unless given. Heads go where the base's output layer is.
 
     Raises:
         ConfigError: one line with both numbers, if a file is missing, truncated or changed, the
@@ -355,50 +359,55 @@ def load_export(
     config = read_config(path)
     _check_tokenizer_files(path, config, check_manifest(path))
     tree = _load_tree(path, config)
+    heads = load_heads_file(path, config)
     if beside is not None:
         _check_shared(path, config, beside.config)
-        heads = load_heads_file(path, config, path / _CONFIG)
-        heads = as_loaded(heads, beside.base, beside.base.dtype).requires_grad_(False)
+        heads = as_loaded(heads, beside.base).requires_grad_(False)
         return Export(beside.base, heads, beside.tokenizer, tree, config)
+    model = _load_base(path, config, base, loading)
+    trusted = loading.get("trust_remote_code", False)
+    tokenizer = load_tokenizer(str(path), trust_remote_code=trusted)
+    check_tokenizer(tokenizer, model)
+    if heads.lm_head == "shared" and model.get_output_embeddings().weight.is_meta:
+        raise ConfigError(f"{path}: its heads share the output layer; device_map offloads that one")
+    dtype = torch_dtype(loading.get("dtype") or config["base"]["dtype"])
+    heads = as_loaded(heads, model, dtype).requires_grad_(False)
+    return Export(model, heads, tokenizer, tree, config)
+
+
+def _load_base(
+    path: Path, config: dict[str, Any], base: str | None, loading: Loading
+) -> PreTrainedModel:
+    """Load the base model of an export: its own, ``base``, or the recorded one."""
     info = config["base"]
     inside = _holds_base(config)
     if inside and base is not None:
         raise ConfigError(f"{path} brings its own tuned base model; base={base} cannot replace it")
-    if not (inside or base or info["name"]):
+    name = str(path / _BASE) if inside else base or info["name"]
+    if not name:
         raise ConfigError(
             f"{path / _CONFIG}: base.name is empty, and the export has no base of its own"
         )
-    dtype = torch_dtype(dtype or info["dtype"])
-    heads = load_heads_file(path, config, path / _CONFIG)
-    name = str(path / _BASE) if inside else base or info["name"]
-    revision = info["revision"] if base is None and not inside else None
+    revision = None if inside or base else info["revision"]
+    options: dict[str, Any] = {"attn": "auto", "dtype": info["dtype"]}
+    options |= {key: value for key, value in loading.items() if value is not None}
     quantization = _quantization(path, info)
     try:
         if not inside and (folder := Path(resolve_name(name))).is_dir():
-            _check_folder(path, config, name, folder)
-        model = load_base_model(
-            name,
-            revision=revision,
-            dtype=dtype,
-            device=device,
-            device_map=device_map,
-            attn=attn,
-            trust_remote_code=trust_remote_code,
-            quantization=quantization,
-        )
+            # before it is loaded: a stranger's config may name any path
+            about = read_json(folder / "config.json", f"{folder} is no model", strict=False)
+            _check_base(path, config, name, about)
+        model = load_base_model(name, revision=revision, quantization=quantization, **options)
     except OtherBaseError:
         raise
     except ConfigError as error:
         raise ConfigError(f"{path} needs its base model: {error}") from None
-    _check_base(path, config, model, name, revision)
+    # again: the files of a hub model are there only now, and a config may lie about its sizes
+    shape = model.get_output_embeddings().weight.shape
+    _check_base(path, config, name, dict(zip(_NOUNS, shape, strict=True)), revision)
     if info.get("adapter"):
         load_adapter(model, path / _ADAPTER)
-    tokenizer = load_tokenizer(str(path), trust_remote_code=trust_remote_code)
-    check_tokenizer(tokenizer, model)
-    if heads.lm_head == "shared" and model.get_output_embeddings().weight.is_meta:
-        raise ConfigError(f"{path}: its heads share the output layer; device_map offloads that one")
-    heads = as_loaded(heads, model, dtype).requires_grad_(False)
-    return Export(model, heads, tokenizer, tree, config)
+    return model
 
 
 def load_heads(path: str | Path) -> Heads:
@@ -410,7 +419,7 @@ def load_heads(path: str | Path) -> Heads:
     path = Path(path)
     config = read_config(path)
     check_manifest(path)
-    return load_heads_file(path, config, path / _CONFIG)
+    return load_heads_file(path, config)
 
 
 def set_tree(
@@ -437,7 +446,7 @@ def set_tree(
     path = Path(path)
     config = read_config(path)
     manifest = check_manifest(path)
-    _check_depth(tree, config["num_heads"], ConfigError)
+    _check_depth(tree, config["num_heads"])
     _check_rank(tree, config)
     config["tree"] = _tree_section(tree, expected_accept_length, measured_on)
     if heldout is not None:
@@ -495,7 +504,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 def _load_tree(path: Path, config: dict[str, Any]) -> Tree:
     try:
-        tree = Tree.from_json(config["tree"]["choices"])
+        tree = Tree.from_choices(config["tree"]["choices"])
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path / _CONFIG}: tree: {error}") from None
     _check_rank(tree, config, f"{path}: ")  # its depth is held to the heads by read_config
@@ -509,39 +518,27 @@ def _check_rank(tree: Tree, config: dict[str, Any], where: str = "") -> None:
         raise ConfigError(f"{where}the tree uses rank {tree.max_rank}, {whose} {known} tokens")
 
 
-def _check_depth(tree: Tree, num_heads: int, error: type[ValueError], where: str = "") -> None:
+def _check_depth(tree: Tree, num_heads: int) -> None:
     if tree.max_depth > num_heads:
-        raise error(f"{where}the tree is {tree.max_depth} deep, but there are {num_heads} heads")
+        raise ConfigError(f"the tree is {tree.max_depth} deep, but there are {num_heads} heads")
 
 
 def _check_base(
-    path: Path, config: dict[str, Any], model: PreTrainedModel, name: str, revision: str | None
+    path: Path,
+    config: dict[str, Any],
+    name: str,
+    sizes: dict[str, Any],
+    revision: str | None = None,
 ) -> None:
-    matrix = model.get_output_embeddings().weight
-    _check_sizes(path, config, name, dict(zip(_NOUNS, matrix.shape, strict=True)))
-    if _holds_base(config):
-        return  # under the manifest of the export
-    _check_digest(path, config, name, revision)
-
-
-def _check_folder(path: Path, config: dict[str, Any], name: str, folder: Path) -> None:
-    """Refuse another base before it is loaded: a stranger's config may name any path."""
-    about = read_json(folder / "config.json", f"{folder} is no model", strict=False)
-    _check_sizes(path, config, name, about)
-    _check_digest(path, config, name, None)
-
-
-def _check_sizes(path: Path, config: dict[str, Any], name: str, sizes: dict[str, Any]) -> None:
+    """Hold a base to what the heads were trained on: its sizes, and its weights if not our own."""
     for key, noun in _NOUNS.items():
         if type(size := sizes.get(key)) is int and size != config[key]:
             raise OtherBaseError(
                 f"{path} was trained for a base model with {config[key]} {noun}, {name} has {size}"
             )
-
-
-def _check_digest(path: Path, config: dict[str, Any], name: str, revision: str | None) -> None:
-    found = digest_of_base(name, revision=revision)
-    if found != config["base"]["digest"]:
+    if _holds_base(config):
+        return  # under the manifest of the export
+    if (found := base_digest(name, revision=revision)) != config["base"]["digest"]:
         raise OtherBaseError(
             f"{path} was trained on other weights than those of {name}: digest"
             f" {config['base']['digest'][:12]} recorded, {found[:12]} found"
@@ -572,12 +569,10 @@ def _quantization(path: Path, info: dict[str, Any]) -> str:
     recorded = info.get("quantization") or {"own": True}
     if recorded.get("own"):
         return "none"  # or as its own files say
-    if recorded.get("method") not in METHODS:
-        raise ConfigError(
-            f"{path / _CONFIG}: base.quantization.method is {recorded.get('method')!r}, this"
-            f" specheads knows {', '.join(METHODS)}"
-        )
-    return str(recorded["method"])
+    method = recorded.get("method")
+    known = ", ".join(METHODS)
+    expect(method in METHODS, f"{path / _CONFIG}: base.quantization.method", method, known)
+    return str(method)
 
 
 def findable(name: str) -> str:
@@ -601,12 +596,7 @@ def _tree_section(
     }
 
 
-def _tokenizer_digest(folder: Path) -> str:
-    files = {file.name: file_sha256(file) for file in folder.iterdir() if file.is_file()}
-    return _digest_of(files)
-
-
-def _digest_of(files: dict[str, str]) -> str:
+def _tokenizer_digest(files: dict[str, str]) -> str:
     """Return one sha256 over those of the files of an export that are its tokenizer's."""
     names = sorted(files.keys() - {HEADS_FILE, _CONFIG})
     return hashlib.sha256("".join(f"{n}\0{files[n]}\n" for n in names).encode()).hexdigest()
@@ -615,7 +605,7 @@ def _digest_of(files: dict[str, str]) -> str:
 def _check_tokenizer_files(path: Path, config: dict[str, Any], manifest: dict[str, Any]) -> None:
     recorded = config["tokenizer"]["digest"]
     listed = {n: entry["sha256"] for n, entry in manifest["files"].items() if "/" not in n}
-    if (found := _digest_of(listed)) != recorded:
+    if (found := _tokenizer_digest(listed)) != recorded:
         raise ConfigError(
             f"{path} has another tokenizer than it was saved with: digest"
             f" {recorded!r:.14} recorded, {found[:12]} found"

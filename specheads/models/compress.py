@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specheads.losses.cross_entropy import IGNORE
-from specheads.models.blocks import LowRank
+from specheads.models.blocks import LowRank, low_rank_factors
 from specheads.models.heads import MedusaHeads
 
 
@@ -17,9 +17,7 @@ from specheads.models.heads import MedusaHeads
 def low_rank_heads(heads: MedusaHeads, rank: int) -> MedusaHeads:
     """Return heads whose output matrices are the nearest ones of ``rank`` to those of ``heads``.
 
-    Nearest in the sum of squared differences: the truncated SVD (Eckart and Young, 1936).
-    Everything else is copied. The two factors share the singular values, so that both have numbers
-    of one size.
+    Everything else is copied; see :func:`low_rank_factors`.
 
     Args:
         heads: with matrices of their own, whole or of low rank.
@@ -36,10 +34,7 @@ def low_rank_heads(heads: MedusaHeads, rank: int) -> MedusaHeads:
     state, smaller = _rest(heads), _like(heads, "low_rank", rank=rank)
     for i in range(heads.num_heads):
         matrix = output_matrix(heads, i)
-        wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
-        left, values, right = torch.linalg.svd(wide, full_matrices=False)
-        root = values[:rank].sqrt()
-        up, down = left[:, :rank] * root, root[:, None] * right[:rank]
+        up, down = low_rank_factors(matrix, rank)
         state[f"heads.{i}.lm_head.up.weight"] = up.to(matrix.dtype)
         state[f"heads.{i}.lm_head.down.weight"] = down.to(matrix.dtype)
     return _filled(smaller, state, heads)
@@ -53,25 +48,18 @@ def pruned_heads(heads: MedusaHeads, token_ids: Tensor) -> MedusaHeads:
 
     Args:
         heads: with matrices of their own, for all tokens or pruned before.
-        token_ids: the ids to keep, in any order; the new heads have them sorted.
+        token_ids: distinct ids to keep, in any order; the new heads have them sorted.
 
     Raises:
-        ValueError: if ``heads`` share the base's matrix or are of low rank, or ``token_ids`` are
-            not distinct tokens that ``heads`` can guess.
+        ValueError: if ``heads`` share the base's matrix or are of low rank, or cannot guess one of
+            the tokens.
     """
     if heads.lm_head not in ("own", "pruned"):
         raise ValueError(
             f"lm_head=pruned needs heads with a whole matrix of their own, these are "
             f"{heads.lm_head}"
         )
-    tokens = token_ids.to(output_matrix(heads, 0).device).unique()
-    if len(tokens) < token_ids.numel():
-        raise ValueError(f"{token_ids.numel()} tokens are to be kept, {len(tokens)} are distinct")
-    if len(tokens) and not 0 <= tokens[0] <= tokens[-1] < heads.vocab_size:
-        raise ValueError(
-            f"the tokens to keep are {int(tokens[0])} to {int(tokens[-1])}, the vocabulary has "
-            f"{heads.vocab_size}"
-        )
+    tokens = token_ids.to(output_matrix(heads, 0).device).sort().values
     rows = heads.map_labels(tokens)
     if gone := int((rows == IGNORE).sum()):
         raise ValueError(f"{gone} of the tokens to keep were pruned from these heads before")
@@ -89,14 +77,8 @@ def pruned_heads(heads: MedusaHeads, token_ids: Tensor) -> MedusaHeads:
 def relative_errors(heads: MedusaHeads, others: MedusaHeads) -> list[float]:
     """Return ``|A - B| / |A|`` (Frobenius) of the output matrices A of ``heads``, B of ``others``.
 
-    Raises:
-        ValueError: if they do not guess the same tokens.
+    Both guess the same tokens.
     """
-    if heads.num_heads != others.num_heads or heads.num_outputs != others.num_outputs:
-        raise ValueError(
-            f"{heads.num_heads} heads for {heads.num_outputs} tokens cannot be compared with "
-            f"{others.num_heads} for {others.num_outputs}"
-        )
     errors = []
     for i in range(heads.num_heads):
         matrix, other = output_matrix(heads, i).float(), output_matrix(others, i).float()

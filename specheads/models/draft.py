@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -27,10 +27,9 @@ from transformers import (
 )
 
 from specheads.config import ConfigError
-from specheads.models.base import load_base_model, load_tokenizer, torch_dtype
+from specheads.models.base import Loading, load_base_model, load_tokenizer, torch_dtype
 from specheads.models.checkpoint import findable, save_hf
 from specheads.models.manifest import PROVENANCE, one_line, write_json, write_manifest
-from specheads.models.manifest import read_provenance as read_ours
 from specheads.models.quantize import quantization_of
 from specheads.system.files import whole_folder
 from specheads.system.redact import redact
@@ -111,9 +110,7 @@ def spread(total: int, number: int) -> list[int]:
 
     Of two or more the last one is, too.
     """
-    if number == 1:
-        return [0]
-    return [round(i * (total - 1) / (number - 1)) for i in range(number)]
+    return [round(i * (total - 1) / max(1, number - 1)) for i in range(number)]
 
 
 def pruned(
@@ -172,11 +169,7 @@ def load_draft(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     where: str = "draft",
-    revision: str | None = None,
-    dtype: str | torch.dtype = "float32",
-    device: str | torch.device = "auto",
-    attn: str = "auto",
-    trust_remote_code: bool = False,
+    **loading: Unpack[Loading],
 ) -> PreTrainedModel:
     """Load a draft model, in eval mode.
 
@@ -185,28 +178,19 @@ def load_draft(
         tokenizer: the base model's; its identity is checked before the model is loaded. None
             checks nothing.
         where: the setting that names the draft model, for messages.
-        revision: of a hub model.
-        dtype: of the weights.
-        device: where they go: one of torch's, or what :func:`hardware.pick_device` knows.
-        attn: transformers' attention implementation; ``auto`` is sdpa where the model has it.
-        trust_remote_code: run modelling code that comes with the model.
+        **loading: see :class:`specheads.models.base.Loading`.
 
     Raises:
         ConfigError: if it cannot be found or loaded, its tokenizer is another one, or it has fewer
             outputs than the tokenizer has ids.
     """
+    loading.setdefault("attn", "auto")
     try:
         if tokenizer is not None:
-            own = load_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
+            trusted = loading.get("trust_remote_code", False)
+            own = load_tokenizer(name, trust_remote_code=trusted)
             check_same_tokenizer(tokenizer, own, f"{where}={name}")
-        draft = load_base_model(
-            name,
-            revision=revision,
-            dtype=dtype,
-            device=device,
-            attn=attn,
-            trust_remote_code=trust_remote_code,
-        )
+        draft = load_base_model(name, **loading)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.name=", f"{where}=")) from None
     if tokenizer is not None:
@@ -306,17 +290,10 @@ def _with_layers(
 
 
 def _layers_name(model: nn.Module, total: int) -> str:
-    found = (
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == total
-    )
-    name = next(found, None)
-    if name is None:
-        raise ConfigError(
-            f"draft.start=base: {type(model).__name__} keeps no list of {total} layers"
-        )
-    return name
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == total:
+            return name
+    raise ConfigError(f"draft.start=base: {type(model).__name__} keeps no list of {total} layers")
 
 
 FORMAT_VERSION = 2  # 1 had no manifest
@@ -326,13 +303,8 @@ def save_draft(
     path: str | Path,
     draft: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
+    info: dict[str, Any],
     *,
-    base_name: str,
-    base_digest: str,
-    base_dtype: str | torch.dtype,
-    training: dict[str, Any],
-    measured: dict[str, float],
-    base_revision: str | None = None,
     dtype: str | torch.dtype | None = None,
 ) -> None:
     """Write a draft model, whole or not at all; an earlier one at ``path`` is replaced at the end.
@@ -341,42 +313,31 @@ def save_draft(
         path: the folder.
         draft: to save.
         tokenizer: the base model's, saved with its chat template.
-        base_name: the base model it was trained for, as the user gave it.
-        base_digest: see :func:`specheads.models.names.base_digest`.
-        base_dtype: of the base while training.
-        training: JSON: recipe, loss, steps, data, held-out figures.
-        measured: alpha and accept length by temperature, as the recipe found them.
-        base_revision: hub revision of the base.
+        info: from :func:`specheads.models.checkpoint.origin`, of the base model that it was trained
+            for; and ``measured``, alpha and accept length by temperature, as the recipe found them.
+            Or what :func:`specheads.models.manifest.read_provenance` has read.
         dtype: of the saved tensors; None keeps each as it is.
 
     Raises:
         RunError: if the disk is full.
     """
+    base = info["base"]
     provenance = {
         "format_version": FORMAT_VERSION,
         "kind": "draft",
         "base": {
-            "name": findable(base_name),
-            "revision": base_revision,
-            "digest": base_digest,
-            "dtype": str(base_dtype).removeprefix("torch."),
+            "name": findable(base["name"]),
+            "revision": base.get("revision"),
+            "digest": base["digest"],
+            "dtype": base["dtype"],
         },
-        "training": redact(training),
-        "measured": measured,
+        "training": redact(info["training"]),
+        "measured": info["measured"],
     }
     with whole_folder(Path(path)) as folder:
         save_hf(folder, draft, tokenizer, None if dtype is None else torch_dtype(dtype))
         write_json(folder / PROVENANCE, provenance)
         write_manifest(folder)
-
-
-def read_provenance(path: str | Path) -> dict[str, Any] | None:
-    """Return what a draft model's folder says about its origin; None for one of other make.
-
-    Raises:
-        ConfigError: if it cannot be read, or this version of specheads does not know it.
-    """
-    return read_ours(Path(path)) if (Path(path) / PROVENANCE).is_file() else None
 
 
 def take_end_tokens(draft: PreTrainedModel, base: PreTrainedModel) -> None:

@@ -6,12 +6,12 @@ memory or building modules for hours.
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 from specheads.config import ConfigError
 from specheads.models.blocks import FINAL_NORM, SIZES
+from specheads.models.manifest import expect, nested
 from specheads.models.names import check_recorded
 
 MAX_NODES = 4096  # of a tree: the verify step of that many tokens takes seconds
@@ -24,6 +24,14 @@ _NUMBERS = {  # lowest and highest
     "num_kept": (0, 1 << 28),
     "markov_rank": (0, 1 << 20),
 }
+_NULLABLE = "dict or NoneType"
+_TYPES = {  # of what is there
+    "lm_head": "str", "correction": "str", "variant": "str", "prefix_layer": "bool",
+    "hidden_first": "bool", "joined": "bool", "prefix": _NULLABLE, "training": _NULLABLE,
+    "tokenizer": _NULLABLE, "block": "dict", "base.tuned": "bool", "base.adapter": "bool",
+    "base.digest": "str", "base.quantization": _NULLABLE, "tree.choices": "list",
+    "tree.measured_on": _NULLABLE,
+}  # fmt: skip
 _DTYPES = ("float64", "float32", "float16", "bfloat16")
 _LARGEST = 1 << 40  # of any number of a layer's config
 _MOST_EXPERTS = 4096
@@ -37,138 +45,84 @@ def check_config(file: Path, config: dict[str, Any]) -> None:
     Raises:
         ConfigError: one line that names the file and the key.
     """
-    for key, (lowest, highest) in _NUMBERS.items():
-        if key not in config:
-            continue
-        if type(value := config[key]) is not int:
-            raise ConfigError(f"{file}: {key} is {value!r:.40}, not a number")
-        if not lowest <= value <= highest:
-            raise ConfigError(f"{file}: {key} is {value}, expected {lowest} to {highest}")
-    for key in ("lm_head", "correction", "variant"):
-        _is(file, config, key, str)
-    for key in ("prefix_layer", "hidden_first", "joined"):
-        _is(file, config, key, bool)
-    for key in ("prefix", "training", "tokenizer"):
-        _is(file, config, key, dict, none=True)
-    if "correction" in config and "markov_rank" in config:
-        meant = "markov" if config["markov_rank"] else "none"
-        if config["correction"] != meant:
-            raise ConfigError(
-                f"{file}: correction is {config['correction']!r:.40}, but markov_rank is"
-                f" {config['markov_rank']}"
-            )
-    if "prefix" in config and config.get("prefix_layer") is not bool(config["prefix"]):
-        raise ConfigError(
-            f"{file}: prefix_layer is {config.get('prefix_layer')}, but prefix says otherwise"
-        )
-    _check_prefix(file, config)
-    if "block" in config:
-        _check_block(file, config["block"])
-    _check_base(file, config["base"])
-    _check_tree(file, config["tree"], config["num_heads"])
-
-
-def _is(file: Path, values: dict[str, Any], key: str, kind: type, *, none: bool = False) -> None:
-    value = values.get(key)
-    if key in values and not (type(value) is kind or (none and value is None)):
-        raise ConfigError(f"{file}: {key} is {value!r:.40}, expected {kind.__name__}")
-
-
-def _check_prefix(file: Path, config: dict[str, Any]) -> None:
-    sizes = config.get("prefix") or {}
-    for key, value in sizes.items():
-        if key == FINAL_NORM:
-            _is(file, {f"prefix.{key}": value}, f"prefix.{key}", bool)
-            continue
-        if key not in SIZES:
-            raise ConfigError(f"{file}: prefix.{key:.40} is not a size of a prefix layer")
-        whole = key != "rms_norm_eps"
-        if type(value) is not int if whole else not 0 <= _real(value) < 1:
-            raise ConfigError(f"{file}: prefix.{key} is {value!r:.40}, not a number that it can be")
-        if whole and not 1 <= value <= 1 << 30:
-            raise ConfigError(f"{file}: prefix.{key} is {value}, expected 1 to {1 << 30}")
-    if sizes and sizes.get("hidden_size") != config["hidden_size"]:
-        raise ConfigError(
-            f"{file}: prefix.hidden_size is {sizes.get('hidden_size')}, hidden_size"
-            f" {config['hidden_size']}"
-        )
-
-
-def _check_block(file: Path, block: Any) -> None:
-    if type(block) is not dict:
-        raise ConfigError(f"{file}: block is {block!r:.40}, expected dict")
-    if type(block.get("model_type")) is not str:
-        raise ConfigError(f"{file}: block.model_type is {block.get('model_type')!r:.40}")
-    for key, value in _leaves(block):
-        name = key.rpartition(".")[2].removeprefix("_")
-        if name in _FORBIDDEN:
-            raise ConfigError(f"{file}: block.{key} must not be there")
-        if isinstance(value, int | float) and not abs(value) <= _LARGEST:
-            raise ConfigError(f"{file}: block.{key} is {value!r:.40}, at most {_LARGEST} is")
-        if "expert" in name and type(value) is int and value > _MOST_EXPERTS:
-            raise ConfigError(f"{file}: block.{key} is {value}, at most {_MOST_EXPERTS} are known")
-        if name == "num_hidden_layers" and value != 1:
-            raise ConfigError(f"{file}: block.{key} is {value!r:.40}, a head is one layer")
-        if name == "partial_rotary_factor" and not 0 < _real(value) <= 1:
-            raise ConfigError(f"{file}: block.{key} is {value!r:.40}, expected 0 to 1")
-
-
-def _leaves(values: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    """Return what is no dict or list, with the path of keys that leads to it."""
-    items = values.items() if isinstance(values, dict) else enumerate(values)
-    found = []
-    for key, value in items:
-        name = f"{prefix}.{key}" if prefix else str(key)
-        if isinstance(value, dict | list):
-            found += _leaves(value, name if isinstance(values, dict) else prefix)
-        else:
-            found.append((name if isinstance(values, dict) else prefix, value))
-    return found
-
-
-def _check_base(file: Path, info: dict[str, Any]) -> None:
     try:
-        check_recorded(info["name"], info["revision"])
+        _check_values(config)
+        _check_prefix(config)
+        _check_block(config.get("block"))
+        _check_tree(config["tree"], config["num_heads"])
+        base, known = config["base"], ", ".join(_DTYPES)
+        check_recorded(base["name"], base["revision"])
+        expect(base["dtype"] in _DTYPES, "base.dtype", base["dtype"], f"one of {known}")
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
-    named = {f"base.{key}": value for key, value in info.items()}
-    for key in ("base.tuned", "base.adapter"):
-        _is(file, named, key, bool)
-    _is(file, named, "base.digest", str)
-    _is(file, named, "base.quantization", dict, none=True)
-    if info["dtype"] not in _DTYPES:
-        raise ConfigError(
-            f"{file}: base.dtype is {info['dtype']!r:.40}, expected one of {', '.join(_DTYPES)}"
-        )
 
 
-def _check_tree(file: Path, section: dict[str, Any], num_heads: int) -> None:
-    choices = section["choices"]
-    if type(choices) is not list:
-        raise ConfigError(f"{file}: tree: choices is {choices!r:.40}, expected list")
-    if len(choices) >= MAX_NODES:
-        raise ConfigError(
-            f"{file}: tree: {len(choices)} choices and the root, at most {MAX_NODES} nodes"
-        )
+def _check_values(config: dict[str, Any]) -> None:
+    for key, (lowest, highest) in _NUMBERS.items():
+        value = config.get(key, lowest)
+        fits = type(value) is int and lowest <= value <= highest
+        expect(fits, key, value, f"{lowest} to {highest}")
+    for key, kinds in _TYPES.items():
+        section, _, name = key.rpartition(".")
+        values = config[section] if section else config
+        if name in values:
+            kind = type(values[name]).__name__
+            expect(kind in kinds.split(" or "), key, values[name], kinds)
+    if "correction" in config and "markov_rank" in config:
+        meant = "markov" if config["markov_rank"] else "none"
+        expected = f"{meant} with markov_rank {config['markov_rank']}"
+        expect(config["correction"] == meant, "correction", config["correction"], expected)
+
+
+def _check_prefix(config: dict[str, Any]) -> None:
+    sizes = config.get("prefix") or {}
+    if "prefix" in config:
+        given = config.get("prefix_layer")
+        expect(given is bool(sizes), "prefix_layer", given, f"{bool(sizes)}, as prefix says")
+    for key, value in sizes.items():
+        name = f"prefix.{key}"
+        if key == FINAL_NORM:
+            expect(type(value) is bool, name, value, "bool")
+        elif key == "rms_norm_eps":
+            expect(type(value) in (int, float) and 0 <= value < 1, name, value, "0 to 1")
+        elif key in SIZES:
+            fits = type(value) is int and 1 <= value <= 1 << 30
+            expect(fits, name, value, f"1 to {1 << 30}")
+        else:
+            raise ConfigError(f"prefix.{key:.40} is not a size of a prefix layer")
+    if sizes:
+        width, expected = sizes.get("hidden_size"), config["hidden_size"]
+        expect(width == expected, "prefix.hidden_size", width, f"hidden_size {expected}")
+
+
+def _check_block(block: dict[str, Any] | None) -> None:
+    if block is None:
+        return
+    kind = block.get("model_type")
+    expect(type(kind) is str, "block.model_type", kind, "the name of one")
+    for path, value in nested(block):
+        key, name = ".".join(("block", *path)), path[-1].removeprefix("_")
+        number = type(value) in (int, float)
+        if name in _FORBIDDEN:
+            raise ConfigError(f"{key} must not be there")
+        expect(not number or abs(value) <= _LARGEST, key, value, f"at most {_LARGEST}")
+        if "expert" in name and type(value) is int:
+            expect(value <= _MOST_EXPERTS, key, value, f"at most {_MOST_EXPERTS}")
+        if name == "num_hidden_layers":
+            expect(value == 1, key, value, "1: a head is one layer")
+        if name == "partial_rotary_factor":
+            expect(number and 0 < value <= 1, key, value, "0 to 1")
+
+
+def _check_tree(section: dict[str, Any], num_heads: int) -> None:
+    choices, length = section["choices"], section.get("expected_accept_length")
+    number = len(choices)
+    expect(number < MAX_NODES, "the number of tree.choices", number, f"below {MAX_NODES}")
     for choice in choices:
-        if type(choice) is not list or any(type(rank) is not int or rank < 0 for rank in choice):
-            raise ConfigError(f"{file}: tree: {choice!r:.60} is no path of ranks from 0 up")
+        path = type(choice) is list and all(type(rank) is int and rank >= 0 for rank in choice)
+        expect(path, "tree: a choice", choice, "a path of ranks from 0 up")
         if len(choice) > num_heads:
-            raise ConfigError(
-                f"{file}: the tree is {len(choice)} deep, but there are {num_heads} heads"
-            )
-    length = section.get("expected_accept_length")
+            raise ConfigError(f"the tree is {len(choice)} deep, but there are {num_heads} heads")
     most = num_heads + 1.001  # a mean, rounded
-    if length is not None and not 0 <= _real(length) <= most:
-        raise ConfigError(
-            f"{file}: tree.expected_accept_length is {length!r:.40}, expected 0 to {most}"
-        )
-    _is(file, {"tree.measured_on": section.get("measured_on")}, "tree.measured_on", dict, none=True)
-
-
-def _real(value: Any) -> float:
-    """Return ``value`` as a number, NaN where it is none: no bound holds then."""
-    try:
-        return float(value) if type(value) in (int, float) else math.nan
-    except OverflowError:
-        return math.inf
+    fits = length is None or (type(length) in (int, float) and 0 <= length <= most)
+    expect(fits, "tree.expected_accept_length", length, f"0 to {most}")

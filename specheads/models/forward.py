@@ -24,9 +24,11 @@ So no pass may have tokens on both sides of a threshold. Frequencies that grow w
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -35,7 +37,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
-from specheads.attention.cache import BLOCK, TreeCache
+from specheads.attention.cache import TreeCache, grown_capacity
 from specheads.attention.mask import grouped_attention, grouped_attention_traced, tree_attention
 from specheads.attention.tree import RowTrees, Tree, batched
 from specheads.config import ConfigError
@@ -45,22 +47,6 @@ from specheads.models.output import FINAL, TRUNK, Captured, capture_hidden, last
 _captured: WeakKeyDictionary[PreTrainedModel, tuple[Captured, set[str], object]] = (
     WeakKeyDictionary()
 )
-
-
-def check_compilable(model: PreTrainedModel, *, chain_only: bool) -> None:
-    """Refuse what cannot be compiled.
-
-    Raises:
-        ValueError: for an attention whose masks are no tensors, and a model that masks by itself.
-    """
-    attention = model.config.get_text_config()._attn_implementation
-    if attention not in ("sdpa", "eager"):
-        raise ValueError(f"compile=True needs sdpa or eager attention, the model uses {attention}")
-    if chain_only:
-        raise ValueError(
-            f"compile=True needs a model that verifies trees, {type(model).__name__}"
-            " masks by itself"
-        )
 
 
 def _forward(model: PreTrainedModel, **inputs: Any) -> Tensor:
@@ -122,7 +108,7 @@ def run_compiled(
     width = cache.rows.longest + num_tokens
     on_gpu = tokens.device.type == "cuda"
     if on_gpu:
-        width = min(-(-width // BLOCK) * BLOCK, cache.capacity)
+        width = min(grown_capacity(width), cache.capacity)
     with cache.fix(num_tokens, width):
         with tree_attention(tree, cache):
             like = torch.empty(num_rows, num_tokens, 0, dtype=model.dtype, device=tokens.device)
@@ -141,15 +127,15 @@ def run_compiled(
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Where the sides of a model's positions begin.
+    """Where the sides of a model's positions begin; most models have one side.
 
     Attributes:
-        name: the setting, for messages.
+        name: the setting, for messages; empty where there is no threshold.
         starts: the first position of each side but the first, as positions are given.
         period: if not 0, position p lies on side ``(p + 1) // period``, by slots.
     """
 
-    name: str
+    name: str = ""
     starts: tuple[int, ...] = ()
     period: int = 0
 
@@ -159,11 +145,11 @@ class Thresholds:
             return (position + 1) // self.period
         return sum(start <= position for start in self.starts)
 
-    def after(self, position: int) -> int | None:
-        """Return the first position behind ``position`` that lies on another side."""
+    def after(self, position: int) -> int:
+        """Return the first position behind ``position`` on another side, a huge number if none."""
         if self.period:
             return (self.side(position) + 1) * self.period - 1
-        return min((start for start in self.starts if start > position), default=None)
+        return min((start for start in self.starts if start > position), default=sys.maxsize)
 
     def shared_side(self, spans: Sequence[tuple[int, int]]) -> int | None:
         """Return the side on which all tokens of all rows lie that a batch may compute together.
@@ -179,8 +165,8 @@ class Thresholds:
         return sides.pop() if len(sides) == 1 else None
 
 
-def thresholds(model: PreTrainedModel) -> Thresholds | None:
-    """Return the thresholds of ``model``, None for most models."""
+def thresholds(model: PreTrainedModel) -> Thresholds:
+    """Return the thresholds of ``model``."""
     config = model.config.get_text_config()
     starts = set()
     for rope in _rope_settings(config):
@@ -195,7 +181,7 @@ def thresholds(model: PreTrainedModel) -> Thresholds | None:
     if getattr(config, "attn_temperature_tuning", False) and getattr(config, "floor_scale", 0):
         period = int(config.floor_scale)
         return Thresholds(f"attn_temperature_tuning, floor_scale={period}", period=period)
-    return None
+    return Thresholds()
 
 
 def named_positions(model: PreTrainedModel) -> list[int]:
@@ -223,8 +209,6 @@ def groups_by_side(model: PreTrainedModel, spans: Sequence[tuple[int, int]]) -> 
         spans: see :meth:`Thresholds.shared_side`.
     """
     found = thresholds(model)
-    if found is None:
-        return [list(range(len(spans)))]
     groups: dict[object, list[int]] = {}
     for row, span in enumerate(spans):
         side = found.shared_side([span])
@@ -241,8 +225,6 @@ def check_sides(
         ConfigError: with the threshold and what to do.
     """
     found = thresholds(model)
-    if found is None:
-        return
     lengths = [len(prompt) for prompt in prompts]
     if found.shared_side([(length, length + max_new_tokens) for length in lengths]) is not None:
         return
@@ -268,7 +250,8 @@ def reads_anew(model: PreTrainedModel, length: int) -> bool:
     Raises:
         ConfigError: where it forgets the cache and reads the last token only, or does not say.
     """
-    cache, name = _Full(length), type(model).__name__
+    cache = SimpleNamespace(get_seq_length=lambda layer_idx=0: length)
+    name = type(model).__name__
     prepare: Any = model.prepare_inputs_for_generation
     try:
         inputs = prepare(
@@ -290,16 +273,6 @@ def reads_anew(model: PreTrainedModel, length: int) -> bool:
             f" {length}: keep prompt and max_new_tokens together at {length + 1} at most"
         )
     return True
-
-
-class _Full:
-    """Says that it holds some tokens."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.length
 
 
 class ModelPass:
@@ -324,8 +297,13 @@ class ModelPass:
         chain_only: bool = False,
         compiled: bool = False,
     ) -> None:
-        if compiled:
-            check_compilable(model, chain_only=chain_only)
+        attention, name = model.config.get_text_config()._attn_implementation, type(model).__name__
+        if compiled and attention not in ("sdpa", "eager"):
+            raise ValueError(f"compile=True needs sdpa or eager attention, {name} uses {attention}")
+        if compiled and chain_only:
+            raise ValueError(
+                f"compile=True needs a model that verifies trees, {name} masks by itself"
+            )
         self.model = model
         self.cache = cache
         self.chain_only = chain_only
@@ -340,7 +318,7 @@ class ModelPass:
         Keys that were made on another side of a threshold than the prompts are read again.
         """
         known, found = self.cache.align(texts), self._thresholds
-        if found is None or not any(known):
+        if not any(known):
             return known
         lengths = [len(text) for text in texts]
         # where rows end apart, the padding behind the longest one reaches this far
@@ -349,7 +327,7 @@ class ModelPass:
             stale = len(set(known)) > 1 and found.side(min(known)) != found.side(last)
         else:
             side = found.side(max(lengths) - 1)
-            stale = self.cache.sides != {side} or found.side(last) != side
+            stale = bool(self.cache.sides - {side}) or found.side(last) != side
         if stale:
             known = [0] * len(texts)
             self.cache.shorten(known)
@@ -360,40 +338,27 @@ class ModelPass:
 
         A step's guesses stand behind each row's end, beginning with its root.
         """
-        if self._thresholds is None:
-            return list(budgets)
-        limits = []
-        for budget, length in zip(budgets, self.cache.lengths, strict=True):
-            end = self._thresholds.after(length)
-            limits.append(budget if end is None else min(budget, end - length))
-        return limits
+        after, lengths = self._thresholds.after, self.cache.lengths
+        pairs = zip(budgets, lengths, strict=True)
+        return [min(budget, after(length) - length) for budget, length in pairs]
 
     @property
     def num_slots(self) -> int | None:
         """How many nodes a step may have where slots are taken for positions; None elsewhere."""
         found, longest = self._thresholds, self.cache.rows.longest
-        if found is None or not found.period or self.chain_only:
-            return None
-        end = found.after(longest)
-        return None if end is None else end - longest
+        limited = found.period and not self.chain_only
+        return found.after(longest) - longest if limited else None
 
     def reaches_threshold(self, num_tokens: int) -> bool:
         """Tell whether the next tokens of the longest row lie on several sides of a threshold."""
-        if self._thresholds is None:
-            return False
         longest = self.cache.rows.longest
-        end = self._thresholds.after(longest)
-        return end is not None and longest + num_tokens > end
+        return longest + num_tokens > self._thresholds.after(longest)
 
     def starts_over(self) -> bool:
         """Tell whether ``generate`` would read the only row's text anew before its next token."""
-        found, lengths = self._thresholds, self.cache.lengths
-        return (
-            found is not None
-            and len(lengths) == 1
-            and lengths[0] in found.starts
-            and reads_anew(self.model, lengths[0])
-        )
+        lengths = self.cache.lengths
+        at_start = len(lengths) == 1 and lengths[0] in self._thresholds.starts
+        return at_start and reads_anew(self.model, lengths[0])
 
     def read_anew(self, text: Sequence[int]) -> Tensor:
         """Read the only row from its start; return the logits [1, V] after its last token."""
@@ -415,8 +380,6 @@ class ModelPass:
     def _note_side(self, num_tokens: int) -> None:
         """Remember on which side the keys are made, to which :meth:`align` holds later texts."""
         cache, found = self.cache, self._thresholds
-        if found is None:
-            return
         if not cache.rows.longest:
             cache.sides.clear()
         cache.sides.add(found.side(cache.rows.longest + num_tokens - 1))
@@ -493,12 +456,10 @@ class ModelPass:
     def _node_positions(self, tree: Tree | RowTrees) -> Tensor:
         """Return the position ids [1 or B, N] of a tree; those of forbidden guesses may be less."""
         positions = self._positions(batched(tree, tree.depths).to(self.device))
-        if self._thresholds is None or not self.reaches_threshold(tree.max_depth + 1):
+        if not self.reaches_threshold(tree.max_depth + 1):
             return positions
         # a guess beyond a threshold is forbidden, but would decide for the others of its pass
-        end = self._thresholds.after(self.cache.rows.longest)
-        assert end is not None
-        return positions.clamp(max=end - 1)
+        return positions.clamp(max=self._thresholds.after(self.cache.rows.longest) - 1)
 
     def _positions(self, ahead: Tensor) -> Tensor:
         """Return the position ids of tokens that stand ``ahead`` [1 or B, T] of their row's end."""

@@ -17,14 +17,13 @@ pruned), B rows, n nodes of a level, D heads in use.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specheads.losses.cross_entropy import IGNORE
 from specheads.models.base import Embed
 from specheads.models.blocks import (
     Joined,
@@ -33,11 +32,14 @@ from specheads.models.blocks import (
     MedusaHead,
     PrefixLayer,
     ZeroLinear,
+    low_rank_factors,
     normalised,
     prefix_sizes,
 )
 from specheads.models.head_cache import LayerCache
+from specheads.models.kinds import Begin, Heads, multiplied
 from specheads.models.output import FINAL
+from specheads.system.errors import check, one_of
 
 if TYPE_CHECKING:
     from specheads.config import HeadsConfig
@@ -49,7 +51,28 @@ MAX_TABLE = 1 << 23  # numbers in the tables of one kind; beyond, products are c
 _SIZES = ("num_heads", "num_layers", "hidden_size", "vocab_size", "lm_head")
 
 
-class MedusaHeads(nn.Module):
+class Form(TypedDict, total=False):
+    """What some Medusa heads have, and others have not.
+
+    Attributes:
+        rank: low_rank: the inner size.
+        num_kept: pruned: V', the number of tokens (choose them with ``init_from_output``).
+        markov_rank: inner size of the bias from the token drafted before; 0 for none.
+        condition: read the tokens drafted before (Hydra).
+        joined: read them as published Hydra heads do, side by side with the hidden state; only with
+            ``condition``.
+        prefix: sizes of one attention layer in front of all heads, see :class:`PrefixLayer`.
+    """
+
+    rank: int
+    num_kept: int
+    markov_rank: int
+    condition: bool
+    joined: bool
+    prefix: dict[str, Any] | None
+
+
+class MedusaHeads(nn.Module, Heads):
     """K Medusa or Hydra heads; their contract is :class:`specheads.models.kinds.Heads`.
 
     Args:
@@ -59,14 +82,7 @@ class MedusaHeads(nn.Module):
         vocab_size: V of the base model.
         lm_head: ``own``, one matrix per head (fill it with ``init_from_output``); ``shared``, the
             base's; ``low_rank``, one ``up @ down`` per head; ``pruned``, own ones for some tokens.
-        dtype: of the parameters; None means torch's default.
-        rank: low_rank: the inner size.
-        num_kept: pruned: V', the number of tokens (choose them with ``init_from_output``).
-        markov_rank: inner size of the bias from the token drafted before; 0 for none.
-        condition: read the tokens drafted before (Hydra).
-        joined: read them as published Hydra heads do, side by side with the hidden state; only with
-            ``condition``.
-        prefix: sizes of one attention layer in front of all heads, see :class:`PrefixLayer`.
+        **form: see :class:`Form`.
 
     Attributes:
         token_map: [V'] token ids that the heads can guess; None for all.
@@ -82,7 +98,6 @@ class MedusaHeads(nn.Module):
     tensor_prefix: ClassVar[str] = ""
     taps = (FINAL,)
     walks_text = False
-    token_map: Tensor | None
 
     def __init__(
         self,
@@ -91,83 +106,54 @@ class MedusaHeads(nn.Module):
         hidden_size: int,
         vocab_size: int,
         lm_head: str = "own",
-        dtype: torch.dtype | None = None,
-        *,
-        rank: int = 0,
-        num_kept: int = 0,
-        markov_rank: int = 0,
-        condition: bool = False,
-        joined: bool = False,
-        prefix: dict[str, Any] | None = None,
+        **form: Unpack[Form],
     ) -> None:
         super().__init__()
-        if lm_head not in LM_HEADS:
-            raise ValueError(f"lm_head must be one of {', '.join(LM_HEADS)}, got {lm_head!r}")
-        if num_heads < 1 or num_layers < 0:
-            raise ValueError(
-                f"num_heads must be at least 1 and num_layers at least 0, got {num_heads} and "
-                f"{num_layers}"
-            )
-        if joined and not condition:
-            raise ValueError("joined is how a condition is read, and there is none")
-        if markov_rank < 0:
-            raise ValueError(f"markov_rank must be at least 0, got {markov_rank}")
-        if lm_head == "low_rank" and not 1 <= rank <= min(hidden_size, vocab_size):
-            most = min(hidden_size, vocab_size)
-            raise ValueError(f"rank must be in 1..{most}, the sizes of the matrix, got {rank}")
-        if lm_head == "pruned" and not 1 <= num_kept <= vocab_size:
-            raise ValueError(f"num_kept must be in 1..{vocab_size}, the vocabulary, got {num_kept}")
+        rank, num_kept = form.get("rank", 0), form.get("num_kept", 0)
+        markov_rank, prefix = form.get("markov_rank", 0), form.get("prefix")
+        condition, joined = form.get("condition", False), form.get("joined", False)
+        most = min(hidden_size, vocab_size)
+        low_rank, pruned = lm_head == "low_rank", lm_head == "pruned"
+        one_of("lm_head", lm_head, *LM_HEADS)
+        check(num_heads >= 1, "num_heads", num_heads, "at least 1")
+        check(num_layers >= 0, "num_layers", num_layers, "at least 0")
+        check(condition or not joined, "condition", condition, "true where joined is")
+        check(markov_rank >= 0, "markov_rank", markov_rank, "at least 0")
+        sizes = f"in 1..{most}, the sizes of the matrix"
+        check(1 <= rank <= most or not low_rank, "rank", rank, sizes)
+        kept = f"in 1..{vocab_size}, the vocabulary"
+        check(1 <= num_kept <= vocab_size or not pruned, "num_kept", num_kept, kept)
         self.num_heads, self.num_layers = num_heads, num_layers
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
         self.lm_head, self.condition, self.markov_rank = lm_head, condition, markov_rank
-        self.joined = joined
-        self.rank = rank if lm_head == "low_rank" else 0
-        self.num_outputs = num_kept if lm_head == "pruned" else vocab_size
-        kept = torch.arange(self.num_outputs) if lm_head == "pruned" else None
-        self.register_buffer("token_map", kept)
+        self.joined, self.needs_embedding = joined, condition
+        self.kind = "hydra" if condition else "medusa"
+        self.sequential = condition or markov_rank > 0
+        self.one_matrix = lm_head == "shared" and not markov_rank
+        self.rank = rank if low_rank else 0
+        self.num_outputs = num_kept if pruned else vocab_size
+        self.register_buffer("token_map", torch.arange(num_kept) if pruned else None)
 
         def own_matrix() -> nn.Linear | LowRank | None:
-            if lm_head == "low_rank":
-                return LowRank(vocab_size, rank, hidden_size, dtype)
+            if low_rank:
+                return LowRank(vocab_size, rank, hidden_size)
             if lm_head == "shared":
                 return None
-            return nn.Linear(hidden_size, self.num_outputs, bias=False, dtype=dtype)
+            return nn.Linear(hidden_size, self.num_outputs, bias=False)
 
         def reader(num_tokens: int) -> ZeroLinear | Joined | None:
             if joined:
-                return Joined(num_tokens, hidden_size, dtype)
-            size = num_tokens * hidden_size
-            return ZeroLinear(size, hidden_size, dtype=dtype) if condition else None
+                return Joined(num_tokens, hidden_size)
+            return ZeroLinear(num_tokens * hidden_size, hidden_size) if condition else None
 
         def correction() -> Markov | None:
-            sizes = vocab_size, self.num_outputs, markov_rank
-            return Markov(*sizes, dtype) if markov_rank else None
+            return Markov(vocab_size, self.num_outputs, markov_rank) if markov_rank else None
 
         self.heads = nn.ModuleList(
-            MedusaHead(num_layers, hidden_size, own_matrix(), correction(), reader(i + 1), dtype)
+            MedusaHead(num_layers, hidden_size, own_matrix(), correction(), reader(i + 1))
             for i in range(num_heads)
         )
-        self.prefix = PrefixLayer(prefix, dtype) if prefix else None
-
-    @property
-    def kind(self) -> str:
-        """What an export calls them: ``medusa`` or ``hydra``."""
-        return "hydra" if self.condition else "medusa"
-
-    @property
-    def sequential(self) -> bool:
-        """Whether a head reads tokens drafted before its own."""
-        return self.condition or self.markov_rank > 0
-
-    @property
-    def needs_embedding(self) -> bool:
-        """Whether they read drafted tokens through the base's input embedding."""
-        return self.condition
-
-    @property
-    def one_matrix(self) -> bool:
-        """Whether all heads multiply by the base's output matrix, and by nothing else."""
-        return self.lm_head == "shared" and not self.markov_rank
+        self.prefix = PrefixLayer(prefix) if prefix else None
 
     @classmethod
     def from_settings(
@@ -199,8 +185,8 @@ class MedusaHeads(nn.Module):
         Raises:
             ValueError: if there are no such heads.
         """
-        optional = ("rank", "num_kept", "markov_rank", "prefix", "joined")
-        sizes = {key: config[key] for key in (*_SIZES, *optional) if key in config}
+        known = (*_SIZES, *Form.__annotations__)
+        sizes = {key: config[key] for key in known if key in config}
         return cls(**sizes, condition=config["kind"] == "hydra")
 
     def to_config(self) -> dict[str, Any]:
@@ -229,7 +215,6 @@ class MedusaHeads(nn.Module):
 
     def memory(self, num_rows: int, embed: Embed | None = None) -> LayerCache | None:
         """Return what the prefix layer remembers of texts while decoding, before any was read."""
-        del embed
         if self.prefix is None:
             return None
         model = cast(Any, self.prefix.model)
@@ -270,9 +255,7 @@ class MedusaHeads(nn.Module):
                 )
             self.token_map.copy_(tokens)
         if self.lm_head == "low_rank":
-            left, values, right = torch.linalg.svd(weight.float(), full_matrices=False)
-            root = values[: self.rank].sqrt()
-            up, down = left[:, : self.rank] * root, root[:, None] * right[: self.rank]
+            up, down = low_rank_factors(weight, self.rank)
         for head in map(self.head, range(self.num_heads)):
             if self.lm_head == "low_rank":
                 head.get_parameter("lm_head.up.weight").copy_(up)
@@ -296,7 +279,6 @@ class MedusaHeads(nn.Module):
             tokens: not read here.
             embed: not used here.
         """
-        del tokens, embed
         return hidden if self.prefix is None else self.prefix(hidden, position_ids)
 
     def features(
@@ -322,15 +304,13 @@ class MedusaHeads(nn.Module):
             raise ValueError("these heads read the tokens drafted before, but tokens is None")
         conditions = None
         if self.condition:
-            if embed is None:
-                raise ValueError("these heads read tokens through embed, which is None")
             with torch.no_grad():  # the base's own; Hydra leaves it as it is
                 conditions = self.embedded(tokens[..., : i + 1], embed).flatten(-2)
         return head(hidden, conditions, tokens[..., i] if self.markov_rank else None)
 
-    def embedded(self, tokens: Tensor, embed: Embed) -> Tensor:
+    def embedded(self, tokens: Tensor, embed: Embed | None) -> Tensor:
         """Return how the heads read tokens [...], as [..., d]; ``embed`` is the base's."""
-        found = embed(tokens)
+        found = self.required(embed)(tokens)
         return found if self.joined else normalised(found)
 
     def output_weight(self, i: int, base_weight: Tensor) -> Tensor:
@@ -339,68 +319,6 @@ class MedusaHeads(nn.Module):
         With a Markov correction this joins two matrices into a new one.
         """
         return self.head(i).output_weight(base_weight)
-
-    def output_bias(self, bias: Tensor | None) -> Tensor | None:
-        """Return the entries [V'] of the base's output bias [V] that the heads use."""
-        if bias is None or self.token_map is None:
-            return bias
-        return bias[self.token_map.to(bias.device)]
-
-    def token_ids(self, places: Tensor) -> Tensor:
-        """Return the token ids of ``places`` among the V' tokens, of any shape."""
-        return places if self.token_map is None else self.token_map[places]
-
-    def map_labels(self, labels: Tensor) -> Tensor:
-        """Return places among the V' tokens; IGNORE for tokens that the heads cannot guess."""
-        if self.token_map is None:
-            return labels
-        places = torch.full((self.vocab_size,), IGNORE, device=labels.device)
-        places[self.token_map] = torch.arange(self.num_outputs, device=labels.device)
-        return torch.where(labels == IGNORE, IGNORE, places[labels.clamp_min(0)])
-
-    def full_logits(self, logits: Tensor) -> Tensor:
-        """Spread logits [..., V'] over the vocabulary, [..., V]; -inf for tokens not guessed."""
-        if self.token_map is None:
-            return logits
-        full = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
-        full[..., self.token_map] = logits
-        return full
-
-    def head_logits(
-        self,
-        i: int,
-        hidden: Tensor,
-        output: OutputLayer,
-        tokens: Tensor | None = None,
-        embed: Embed | None = None,
-    ) -> Tensor:
-        """Return the logits [..., V'] of head ``i``; the arguments are those of ``features``."""
-        matrix = self.output_weight(i, output.weight)
-        features = self.features(i, hidden, tokens, embed)
-        return self.finish(F.linear(features.to(matrix.dtype), matrix), output)
-
-    def logits(
-        self,
-        hidden: Tensor,
-        output: OutputLayer,
-        tokens: Tensor | None = None,
-        embed: Embed | None = None,
-    ) -> Tensor:
-        """Return the logits [K, ..., V'] of all heads, computed as the base computes its own.
-
-        Args:
-            hidden: [..., d], behind the prefix layer if there is one.
-            output: the base's output layer; its matrix is used where the heads share it.
-            tokens: [..., >= K] of sequential heads, see ``features``.
-            embed: the base's input embedding, see ``features``.
-        """
-        if not self.one_matrix:
-            heads = range(self.num_heads)
-            return torch.stack([self.head_logits(i, hidden, output, tokens, embed) for i in heads])
-        # one product reads the matrix once for all heads
-        features = [self.features(i, hidden, tokens, embed) for i in range(self.num_heads)]
-        products = F.linear(torch.stack(features).to(output.weight.dtype), output.weight)
-        return self.finish(products, output)
 
     @torch.no_grad()
     def snapshot(self, output: OutputLayer) -> Callable[[Tensor], Tensor]:
@@ -414,8 +332,8 @@ class MedusaHeads(nn.Module):
         products = self.own_products(output)
         return lambda hidden: self.finish(products(hidden), output)
 
-    def steps(self, output: OutputLayer, embed: Embed | None, depth: int) -> Callable[[], Steps]:
-        """Return a function that returns the heads as they are when it is called.
+    def steps(self, output: OutputLayer, embed: Embed | None, depth: int) -> Callable[[], Begin]:
+        """Return a function that returns how the heads, as they are then, begin a step.
 
         Raises:
             ValueError: as :class:`Steps` does.
@@ -438,11 +356,8 @@ class MedusaHeads(nn.Module):
 
             @torch.no_grad()
             def each(hidden: Tensor) -> Tensor:
-                if self.lm_head != "shared":
-                    return torch.stack([head.own_product(hidden, output.weight) for head in heads])
-                # one product reads the matrix once for all heads
-                features = torch.stack([head.own_features(hidden) for head in heads])
-                return F.linear(features.to(output.weight.dtype), output.weight)
+                features = [head.own_features(hidden) for head in heads]
+                return multiplied(features, [head.own_weight(output.weight) for head in heads])
 
             return each
 
@@ -472,22 +387,14 @@ class MedusaHeads(nn.Module):
 
         return all_at_once
 
-    def finish(self, products: Tensor, output: OutputLayer) -> Tensor:
-        """Return logits [..., V'] as the base makes its own: with its bias, scale and softcap."""
-        bias = self.output_bias(output.bias)
-        return output.finish(products if bias is None else products + bias)
-
 
 class Steps:
     """Sequential heads as they are for one text, ready to go down trees.
 
-    Attributes:
-        embed: the base's input embedding, for heads with a condition.
-
     Args:
         heads: sequential ones.
         output: the base's output layer.
-        embed: see above.
+        embed: the base's input embedding, for heads with a condition.
         depth: D.
 
     Raises:
@@ -499,8 +406,8 @@ class Steps:
     ) -> None:
         if not heads.sequential:
             raise ValueError("these heads are parallel: they need not be asked level by level")
-        if heads.condition and embed is None:
-            raise ValueError("these heads read tokens through embed, which is None")
+        if heads.condition:
+            heads.required(embed)
         self.heads, self.output, self.embed, self.depth = heads, output, embed, depth
         # what each token adds, for all tokens of the vocabulary: per place j of a path
         # [V, (D - j) * d] to the inputs of heads j, ...; and per head [V, V'] to its logits
@@ -517,8 +424,8 @@ class Steps:
         self.products: Callable[[Tensor], Tensor] | None = None
 
     @torch.no_grad()
-    def refresh(self) -> Steps:
-        """Take the weights as they are now, and return itself."""
+    def refresh(self) -> Begin:
+        """Take the weights as they are now, and return :meth:`begin`."""
         parts = [self.heads.head(i) for i in range(self.depth)]
         conditions = [part.condition for part in parts if part.condition is not None]
         conditions *= self._tabulates_conditions
@@ -526,21 +433,20 @@ class Steps:
         sources = [each.weight for each in conditions]
         sources += [weight for each in markov for weight in (each.down.weight, each.up.weight)]
         if conditions:
-            assert self.embed is not None
             ids = torch.arange(self.heads.vocab_size, device=sources[0].device)
-            sources.append(normalised(self.embed(ids)))
+            sources.append(self.heads.embedded(ids, self.embed))  # not joined: they have no table
             offset = torch.cat([each.bias for each in conditions])
             self.offset = _wide(offset)
         elif not self.heads.condition:
             self.products = self.heads.own_products(self.output)
         # training writes weights in ways that no version counter sees, so that they are compared
         if len(sources) == len(self._sources) and all(map(torch.equal, sources, self._sources)):
-            return self
+            return self.begin
         if conditions:
             self.conditions = tabulated(sources[-1], [each.weight for each in conditions])
         self.biases = [_wide(each.down.weight) @ _wide(each.up.weight).T for each in markov]
         self._sources = [source.clone() for source in sources]
-        return self
+        return self.begin
 
     def begin(self, hidden: Tensor, root: Tensor, memory: object = None) -> Walk:
         """Start at the roots.
@@ -550,7 +456,6 @@ class Steps:
             root: [B], the tokens that the base chose from there.
             memory: not used: what the prefix layer remembers is in ``hidden``.
         """
-        del memory
         return Walk(self, hidden, root[:, None])
 
 
@@ -619,7 +524,6 @@ class Walk:
             self._carried = torch.cat([carried, self._embedded(tokens)], dim=-1)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        assert self._steps.embed is not None
         return self._steps.heads.embedded(tokens, self._steps.embed)
 
 

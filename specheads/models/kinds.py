@@ -1,9 +1,9 @@
-"""The contract of heads, whatever their kind, and the kinds that there are.
+"""The contract of heads, whatever their kind.
 
 Training, decoding and exports ask heads what :class:`Heads` lists, and never which kind they are.
-A new kind is one module with an ``nn.Module`` that answers it, an entry in :data:`KINDS`, its
-section of the settings, a recipe, and a place in tests/unit/test_heads_contract.py, which holds
-every kind to what is written here.
+A new kind is one module with an ``nn.Module`` that answers it, an entry in ``KINDS`` of
+:mod:`specheads.models.checkpoint`, its section of the settings, a recipe, and a place in
+tests/unit/test_heads_contract.py, which holds every kind to what is written here.
 
 Shapes: K heads, d what the output matrix of the base reads, V vocabulary, V' the tokens that the
 heads can guess, B rows, T positions.
@@ -15,13 +15,25 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specheads.losses.cross_entropy import IGNORE
 from specheads.models.base import Embed
-from specheads.models.heads import MedusaHeads
-from specheads.models.mtp import MtpHeads
 from specheads.models.output import OutputLayer
+
+
+def multiplied(features: Sequence[Tensor], matrices: Sequence[Tensor]) -> Tensor:
+    """Return the products [K, ..., V'] of K matrices with what they read.
+
+    Where they are one, it is read once for all heads.
+    """
+    first = matrices[0]
+    if all(each is first for each in matrices):
+        return F.linear(torch.stack(list(features)).to(first.dtype), first)
+    pairs = zip(features, matrices, strict=True)
+    return torch.stack([F.linear(each.to(matrix.dtype), matrix) for each, matrix in pairs])
 
 
 class HeadCache(Protocol):
@@ -70,26 +82,9 @@ class Walk(Protocol):
         """
 
 
-class Steps(Protocol):
-    """Sequential heads as they are for one text.
-
-    Attributes:
-        embed: the base's input embedding, where the heads read tokens through it.
-    """
-
-    @property
-    def embed(self) -> Embed | None:
-        """See the class."""
-
-    def begin(self, hidden: Tensor, root: Tensor, memory: Any) -> Walk:
-        """Start at the roots.
-
-        Args:
-            hidden: [..., B, d], what the heads' cache last returned; without a cache the base's
-                hidden state that predicted the root.
-            root: [B], the last certain tokens.
-            memory: the heads' cache, None where they have none.
-        """
+# begins a step: from a hidden state [..., B, d], which is what the heads' cache last returned, or
+# without a cache the base's that predicted the root; the roots [B]; and that cache, None without
+Begin = Callable[..., Walk]
 
 
 class Heads(Protocol):
@@ -100,6 +95,8 @@ class Heads(Protocol):
     whole. Decoding with parallel heads calls :meth:`snapshot`, one pass for the whole tree; with
     sequential heads it goes down the tree with :meth:`steps`, one pass per level. Drafters are made
     from that alone (``static_drafter`` and ``dynamic_drafter`` of specheads.drafters.growing).
+
+    What depends on the map of tokens alone is written here, once for all kinds.
 
     How the weights start is the recipe's business. A kind whose loss is no sum over heads of such
     products brings an objective of its own, beside its recipe. Learning rates and memory planning
@@ -119,6 +116,16 @@ class Heads(Protocol):
         hidden_size: d.
         vocab_size: V.
         lm_head: ``shared``, the base's output matrix; any other word: matrices of their own.
+        token_map: [V'] token ids that the heads can guess; None for all.
+        kind: its name in config.json.
+        taps: the hidden states of the base that they read, side by side if several.
+        sequential: a head reads tokens drafted before its own.
+        needs_embedding: the heads read tokens through the base's input embedding.
+        walks_text: the way down a tree starts from the cache of the text, and not from one hidden
+            state. Such a cache can also ``read``, and go back to ``as_it_was``, as
+            :class:`specheads.models.mtp_walk.TextCache` does.
+        one_matrix: all heads multiply by the base's output matrix and by nothing else. One call can
+            then make all of their losses, with one gradient buffer of the matrix.
     """
 
     config_keys: ClassVar[tuple[str, ...]]
@@ -132,41 +139,13 @@ class Heads(Protocol):
     hidden_size: int
     vocab_size: int
     lm_head: str
-
-    @property
-    def token_map(self) -> Tensor | None:
-        """[V'] token ids that the heads can guess; None for all."""
-
-    @property
-    def kind(self) -> str:
-        """The name of the kind in config.json."""
-
-    @property
-    def taps(self) -> tuple[str, ...]:
-        """The hidden states of the base that they read, side by side if several."""
-
-    @property
-    def sequential(self) -> bool:
-        """Whether a head reads tokens drafted before its own."""
-
-    @property
-    def needs_embedding(self) -> bool:
-        """Whether the heads read tokens through the base's input embedding."""
-
-    @property
-    def walks_text(self) -> bool:
-        """Whether the way down a tree starts from the cache of the text.
-
-        It starts from one hidden state elsewhere. Such a cache can also ``read``, and go back to
-        ``as_it_was``, as :class:`specheads.models.mtp_walk.TextCache` does.
-        """
-
-    @property
-    def one_matrix(self) -> bool:
-        """Whether all heads multiply by the base's output matrix and by nothing else.
-
-        One call can then make all of their losses, with one gradient buffer of the matrix.
-        """
+    token_map: Tensor | None
+    kind: str
+    taps: tuple[str, ...]
+    sequential: bool
+    needs_embedding: bool
+    walks_text: bool
+    one_matrix: bool
 
     @classmethod
     def from_settings(cls, settings: Any, base: PreTrainedModel, output: OutputLayer) -> Heads:
@@ -224,17 +203,38 @@ class Heads(Protocol):
     def output_weight(self, i: int, base_weight: Tensor) -> Tensor:
         """Return the matrix [V', d_i] of head ``i``, the base's own [V, d] where it is shared."""
 
+    @staticmethod
+    def required(embed: Embed | None) -> Embed:
+        """Return ``embed``; raise ValueError if it is missing where tokens are read through it."""
+        if embed is None:
+            raise ValueError("these heads read tokens through embed, which is None")
+        return embed
+
     def output_bias(self, bias: Tensor | None) -> Tensor | None:
         """Return the entries [V'] of the base's output bias [V] that the heads use."""
+        if bias is None or self.token_map is None:
+            return bias
+        return bias[self.token_map.to(bias.device)]
 
     def map_labels(self, labels: Tensor) -> Tensor:
         """Return the places of token ids among the V'; IGNORE for those that cannot be guessed."""
+        if self.token_map is None:
+            return labels
+        places = torch.full((self.vocab_size,), IGNORE, device=labels.device)
+        places[self.token_map] = torch.arange(self.num_outputs, device=labels.device)
+        return torch.where(labels == IGNORE, IGNORE, places[labels.clamp_min(0)])
 
     def token_ids(self, places: Tensor) -> Tensor:
         """Return the token ids of places among the V', of any shape."""
+        return places if self.token_map is None else self.token_map[places]
 
     def full_logits(self, logits: Tensor) -> Tensor:
         """Spread logits [..., V'] over the vocabulary, [..., V]; -inf for tokens not guessed."""
+        if self.token_map is None:
+            return logits
+        full = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
+        full[..., self.token_map] = logits
+        return full
 
     def logits(
         self,
@@ -243,10 +243,19 @@ class Heads(Protocol):
         tokens: Tensor | None = None,
         embed: Embed | None = None,
     ) -> Tensor:
-        """Return the logits [K, ..., V'] of all heads; the arguments are those of ``features``."""
+        """Return the logits [K, ..., V'] of all heads, computed as the base computes its own.
+
+        The arguments are those of ``features``, and the base's output layer.
+        """
+        heads, base = range(self.num_heads), output.weight
+        features = [self.features(i, hidden, tokens, embed) for i in heads]
+        products = multiplied(features, [self.output_weight(i, base) for i in heads])
+        return self.finish(products, output)
 
     def finish(self, products: Tensor, output: OutputLayer) -> Tensor:
-        """Return logits [..., V'] of products with the matrices, as the base makes its own."""
+        """Return logits [..., V'] as the base makes its own: with its bias, scale and softcap."""
+        bias = self.output_bias(output.bias)
+        return output.finish(products if bias is None else products + bias)
 
     def memory(self, num_rows: int, embed: Embed | None = None) -> HeadCache | None:
         """Return the cache of their layers for texts of which nothing was read; None without any.
@@ -262,8 +271,8 @@ class Heads(Protocol):
             ValueError: if the heads are sequential.
         """
 
-    def steps(self, output: OutputLayer, embed: Embed | None, depth: int) -> Callable[[], Steps]:
-        """Return a function that returns sequential heads as they are when it is called.
+    def steps(self, output: OutputLayer, embed: Embed | None, depth: int) -> Callable[[], Begin]:
+        """Return a function that returns how sequential heads, as they are then, begin a step.
 
         Args:
             output: the base's output layer.
@@ -293,25 +302,3 @@ class Heads(Protocol):
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         """Learn or not, and return itself."""
-
-
-# by the ``kind`` of config.json
-KINDS: dict[str, type[Heads]] = {"medusa": MedusaHeads, "hydra": MedusaHeads, "mtp": MtpHeads}
-
-
-def build_heads(config: dict[str, Any]) -> Heads:
-    """Return heads of an export's config.json without memory, whose tensors are still to be read.
-
-    Raises:
-        ValueError: one line, if there are no such heads.
-    """
-    with torch.device("meta"):  # nor is time lost for drawing weights that are replaced at once
-        try:
-            return KINDS[config["kind"]].from_config(config)
-        except (TypeError, ArithmeticError, RuntimeError) as error:
-            raise ValueError(str(error)) from None
-
-
-def named_tensors(heads: Heads) -> dict[str, Tensor]:
-    """Return the tensors of ``heads`` by the names that an export gives them."""
-    return {heads.tensor_prefix + name: tensor for name, tensor in heads.state_dict().items()}

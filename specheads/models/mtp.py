@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -24,7 +23,7 @@ from transformers import CONFIG_MAPPING, AutoModel, PreTrainedConfig, PreTrained
 from transformers.masking_utils import create_masks_for_generate
 
 from specheads.config import ConfigError
-from specheads.models.adapters import merged_state
+from specheads.models.adapters import plain_copy
 from specheads.models.base import Embed
 from specheads.models.forward import undisturbed
 from specheads.models.head_cache import (
@@ -35,9 +34,11 @@ from specheads.models.head_cache import (
     odd_numbers,
     odd_part,
 )
+from specheads.models.kinds import Begin, Heads
 from specheads.models.manifest import one_line
 from specheads.models.mtp_walk import MtpWalk, TextCache, empty_texts
 from specheads.models.output import FINAL, TRUNK, OutputLayer, final_norm, last_layer
+from specheads.system.errors import check, one_of
 
 if TYPE_CHECKING:
     from specheads.config import MtpConfig
@@ -76,25 +77,55 @@ def config_from_json(values: dict[str, Any]) -> PreTrainedConfig:
     return found
 
 
+def decoder_like(config: PreTrainedConfig) -> Any:
+    """Return transformers' model of ``config`` without memory, of whose parts heads are made.
+
+    Sets how the layers attend: by sdpa, whatever the base uses; eager where a model cannot.
+
+    Raises:
+        ValueError: if it is not built like Llama, or its layers have a state.
+    """
+    with torch.device("meta"):
+        try:
+            config._attn_implementation = "sdpa"
+            model = AutoModel.from_config(config)
+        except ValueError:  # Gemma 2 bounds its scores, gpt-oss has sinks
+            config._attn_implementation = "eager"
+            model = AutoModel.from_config(config)
+    for part in ("layers", "norm", "rotary_emb"):
+        if not hasattr(model, part):
+            raise ValueError(
+                f"{type(model).__name__} has no {part}: MTP heads need a model built like Llama"
+            )
+    (kind,) = vars(config).get("layer_types") or ("full_attention",)
+    if not kind.endswith("_attention") or kind == "linear_attention":
+        raise ValueError(
+            f"the last layer of {type(model).__name__} is of type {kind}, which would carry "
+            "one document's state into the next: MTP heads need attention"
+        )
+    return model
+
+
 class MtpLayer(nn.Module):
     """One head: what joins its inputs, a decoder layer, a norm, its own output matrix if any.
 
     Args:
-        parts: classes of layer, norm and rotary table.
+        like: the model that has such a layer and such a norm, see :func:`decoder_like`.
         config: of the layer.
         sequential: read a token's embedding beside the hidden state.
         own_outputs: rows of its own output matrix; 0 shares the base's.
     """
 
     def __init__(
-        self, parts: Parts, config: PreTrainedConfig, *, sequential: bool, own_outputs: int
+        self, like: Any, config: PreTrainedConfig, *, sequential: bool, own_outputs: int
     ) -> None:
         super().__init__()
-        width = config.hidden_size
-        self.block = parts.layer(config, 0)
-        self.norm = parts.make_norm(width)
-        self.enorm = parts.make_norm(width) if sequential else None
-        self.hnorm = parts.make_norm(width) if sequential else None
+        width, epsilon = config.hidden_size, getattr(config, "rms_norm_eps", None)
+        norm = partial(type(like.norm), width, **({"eps": epsilon} if epsilon else {}))
+        self.block = type(like.layers[-1])(config, 0)
+        self.norm = norm()
+        self.enorm = norm() if sequential else None
+        self.hnorm = norm() if sequential else None
         self.eh_proj = nn.Linear(2 * width, width, bias=False) if sequential else None
         self.lm_head = nn.Linear(width, own_outputs, bias=False) if own_outputs else None
 
@@ -113,53 +144,12 @@ class MtpLayer(nn.Module):
         return joined
 
 
-class Parts:
-    """The classes that transformers' model of a config is made of, and how it draws weights.
-
-    Sets how the layers attend: by sdpa, whatever the base uses; eager where a model cannot.
-    """
-
-    def __init__(self, config: PreTrainedConfig) -> None:
-        try:
-            model = self._model(config, "sdpa")
-        except ValueError:  # Gemma 2 bounds its scores, gpt-oss has sinks
-            model = self._model(config, "eager")
-        for part in ("layers", "norm", "rotary_emb"):
-            if not hasattr(model, part):
-                raise ValueError(
-                    f"{type(model).__name__} has no {part}: MTP heads need a model built like Llama"
-                )
-        (kind,) = vars(config).get("layer_types") or ("full_attention",)
-        if not kind.endswith("_attention") or kind == "linear_attention":
-            raise ValueError(
-                f"the last layer of {type(model).__name__} is of type {kind}, which would carry "
-                "one document's state into the next: MTP heads need attention"
-            )
-        self.initialise: Callable[[nn.Module], None] = model._init_weights
-        self.layer: Any = type(model.layers[-1])
-        self.rotary: Any = type(model.rotary_emb)
-        self._norm: Any = type(model.norm)
-        self._epsilon = getattr(config, "rms_norm_eps", None)
-
-    @staticmethod
-    def _model(config: PreTrainedConfig, attention: str) -> Any:
-        config._attn_implementation = attention
-        with torch.device("meta"):
-            return AutoModel.from_config(config)
-
-    def make_norm(self, width: int) -> nn.Module:
-        """Return a norm like the base's final one."""
-        norm = self._norm(width, eps=self._epsilon) if self._epsilon else self._norm(width)
-        assert isinstance(norm, nn.Module)
-        return norm
-
-
 VARIANTS = ("parallel", "causal", "sequential")
 MTP_LM_HEADS = ("shared", "own")
-_KEYS = ("num_heads", "variant", "lm_head", "block", "hidden_size", "vocab_size")
+_KEYS = ("num_heads", "variant", "lm_head", "hidden_first", "block", "hidden_size", "vocab_size")
 
 
-class MtpHeads(nn.Module):
+class MtpHeads(nn.Module, Heads):
     """K heads of one layer each; their contract is :class:`specheads.models.kinds.Heads`.
 
     ``contextual`` runs the layers over whole texts.
@@ -178,7 +168,7 @@ class MtpHeads(nn.Module):
     """
 
     kind = "mtp"
-    config_keys: ClassVar[tuple[str, ...]] = _KEYS
+    config_keys: ClassVar[tuple[str, ...]] = (*_KEYS[:3], *_KEYS[4:])  # hidden_first may be missing
     compressible: ClassVar[bool] = False
     for_draft_model: ClassVar[bool] = False
     unseen_settings: ClassVar[tuple[str, ...]] = ("variant", "hidden_first")
@@ -197,29 +187,25 @@ class MtpHeads(nn.Module):
         hidden_first: bool = False,
     ) -> None:
         super().__init__()
-        if variant not in VARIANTS:
-            raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}")
-        if lm_head not in MTP_LM_HEADS:
-            raise ValueError(f"lm_head must be one of {', '.join(MTP_LM_HEADS)}, got {lm_head!r}")
-        if num_heads < 1:
-            raise ValueError(f"num_heads must be at least 1, got {num_heads}")
+        one_of("variant", variant, *VARIANTS)
+        one_of("lm_head", lm_head, *MTP_LM_HEADS)
+        check(num_heads >= 1, "num_heads", num_heads, "at least 1")
         self.num_heads, self.vocab_size, self.num_outputs = num_heads, vocab_size, vocab_size
         self.hidden_size = int(config.hidden_size)
         self.variant, self.lm_head, self.hidden_first = variant, lm_head, hidden_first
+        self.one_matrix, self.sequential = lm_head == "shared", variant == "sequential"
+        self.needs_embedding = self.walks_text = self.sequential
+        self.taps = (FINAL,) if self.sequential else (TRUNK,)
         self.config = config = copy.deepcopy(config)
-        parts = Parts(config)
+        like = decoder_like(config)
+        outputs = vocab_size if lm_head == "own" else 0
         self.layers = nn.ModuleList(
-            MtpLayer(
-                parts,
-                config,
-                sequential=self.sequential,
-                own_outputs=vocab_size if lm_head == "own" else 0,
-            )
+            MtpLayer(like, config, sequential=self.sequential, own_outputs=outputs)
             for _ in range(num_heads)
         )
-        self.rotary_emb = parts.rotary(config=config)
+        self.rotary_emb = type(like.rotary_emb)(config=config)
         for module in self.layers.modules():
-            parts.initialise(module)
+            like._init_weights(module)
         self._checked = False  # whether a LayerCache was seen to compute what the layers do
         # the same masks in forward and backward; without dropout nothing is drawn
         self._draws = any(value for key, value in vars(config).items() if "drop" in key)
@@ -232,31 +218,6 @@ class MtpHeads(nn.Module):
             moved = self.rotary_emb.get_buffer(name)
             setattr(self.rotary_emb, name, table if moved.is_meta else table.to(moved.device))
         return self
-
-    @property
-    def sequential(self) -> bool:
-        """Whether a head reads tokens drafted before its own."""
-        return self.variant == "sequential"
-
-    @property
-    def needs_embedding(self) -> bool:
-        """Whether they read drafted tokens through the base's input embedding."""
-        return self.sequential
-
-    @property
-    def walks_text(self) -> bool:
-        """Whether the way down a tree starts from the cache of the text."""
-        return self.sequential
-
-    @property
-    def taps(self) -> tuple[str, ...]:
-        """Which hidden states of the base the heads read."""
-        return (FINAL,) if self.sequential else (TRUNK,)
-
-    @property
-    def one_matrix(self) -> bool:
-        """Whether all heads multiply by the base's output matrix, and by nothing else."""
-        return self.lm_head == "shared"
 
     @classmethod
     def from_settings(
@@ -285,16 +246,11 @@ class MtpHeads(nn.Module):
         Raises:
             ValueError: if there are no such heads.
         """
+        sizes = {key: config[key] for key in ("num_heads", "vocab_size", "variant", "lm_head")}
+        first = bool(config.get("hidden_first"))
         with one_line("block"):
-            heads = cls(
-                config["num_heads"],
-                config_from_json(config["block"]),
-                config["vocab_size"],
-                variant=config["variant"],
-                lm_head=config["lm_head"],
-                hidden_first=bool(config.get("hidden_first")),
-            )
-        if heads.hidden_size != config["hidden_size"]:
+            heads = cls(config=config_from_json(config["block"]), hidden_first=first, **sizes)
+        if heads.hidden_size != config.get("hidden_size", heads.hidden_size):
             raise ValueError(
                 f"block.hidden_size is {heads.hidden_size}, hidden_size {config['hidden_size']}"
             )
@@ -302,16 +258,7 @@ class MtpHeads(nn.Module):
 
     def to_config(self) -> dict[str, Any]:
         """Return what :meth:`from_config` builds the same heads from, as JSON."""
-        return {
-            "kind": self.kind,
-            "num_heads": self.num_heads,
-            "variant": self.variant,
-            "lm_head": self.lm_head,
-            "hidden_first": self.hidden_first,
-            "block": self.block,
-            "hidden_size": self.hidden_size,
-            "vocab_size": self.vocab_size,
-        }
+        return {"kind": self.kind, **{key: getattr(self, key) for key in _KEYS}}
 
     def make_tables(self) -> None:
         """Compute the rotary table, which no file holds."""
@@ -352,7 +299,7 @@ class MtpHeads(nn.Module):
         Raises:
             ValueError: if the base's last layer has other tensors than these.
         """
-        state = merged_state(base, base.dtype, last_layer(base))
+        state = plain_copy(last_layer(base), base.dtype).state_dict()
         norm = final_norm(base).state_dict()
         matrix = cast(Tensor, base.get_output_embeddings().weight)
         for layer in map(self.layer, range(self.num_heads)):
@@ -394,9 +341,10 @@ class MtpHeads(nn.Module):
         waves = self.waves(hidden, position_ids)
         embedded = None
         if self.sequential:
-            if tokens is None or embed is None:
-                raise ValueError("these heads read tokens through embed, and one of both is None")
-            embedded = embed(tokens).to(weight.dtype)
+            read = self.required(embed)
+            if tokens is None:
+                raise ValueError("these heads read the tokens of the text, but tokens is None")
+            embedded = read(tokens).to(weight.dtype)
 
         def run(i: int, source: Tensor) -> tuple[Tensor, Tensor]:
             # rolled in here, so that no head's shifted copy is kept for backward
@@ -467,7 +415,6 @@ class MtpHeads(nn.Module):
         embed: Embed | None = None,
     ) -> Tensor:
         """Return what the output matrix of head ``i`` reads, [..., d], of ``contextual``'s."""
-        del tokens, embed
         return hidden[i]
 
     def output_weight(self, i: int, base_weight: Tensor) -> Tensor:
@@ -475,63 +422,15 @@ class MtpHeads(nn.Module):
         own = self.layer(i).lm_head
         return base_weight if own is None else own.weight
 
-    def output_bias(self, bias: Tensor | None) -> Tensor | None:
-        """Return the base's output bias [V], which all heads use."""
-        return bias
-
-    def token_ids(self, places: Tensor) -> Tensor:
-        """Return ``places``: these heads know all tokens."""
-        return places
-
-    def map_labels(self, labels: Tensor) -> Tensor:
-        """Return ``labels``: these heads know all tokens."""
-        return labels
-
-    def full_logits(self, logits: Tensor) -> Tensor:
-        """Return ``logits``: these heads know all tokens."""
-        return logits
-
-    def logits(
-        self,
-        hidden: Tensor,
-        output: OutputLayer,
-        tokens: Tensor | None = None,
-        embed: Embed | None = None,
-    ) -> Tensor:
-        """Return the logits [K, ..., V] of all heads, computed as the base computes its own.
-
-        Args:
-            hidden: [K, ..., d], from ``contextual``.
-            output: the base's output layer; its matrix is used where the heads share it.
-            tokens: not used: ``contextual`` has read them.
-            embed: not used either.
-        """
-        del tokens, embed
-        if self.lm_head == "shared":
-            products = F.linear(hidden.to(output.weight.dtype), output.weight)
-        else:
-            products = torch.stack(
-                [F.linear(each, self.output_weight(i, each)) for i, each in enumerate(hidden)]
-            )
-        return self.finish(products, output)
-
-    @torch.no_grad()
     def snapshot(self, output: OutputLayer) -> Callable[[Tensor], Tensor]:
-        """Return a function like ``logits``, for decoding: the weights as they are now, stacked.
+        """Return a function like ``logits``, for decoding: the weights as they are.
 
         Raises:
             ValueError: if the heads are sequential.
         """
         if self.sequential:
             raise ValueError("sequential heads cannot guess all at once")
-        if self.lm_head == "shared":
-            return lambda hidden: self.logits(hidden, output)
-        matrices = torch.stack(
-            [self.output_weight(i, output.weight) for i in range(self.num_heads)]
-        ).transpose(1, 2)
-        return lambda hidden: self.finish(
-            torch.bmm(hidden.flatten(1, -2), matrices).view(*hidden.shape[:-1], -1), output
-        )
+        return lambda hidden: self.logits(hidden, output)
 
     def memory(self, num_rows: int, embed: Embed | None = None) -> LayerCache | TextCache:
         """Return what the layers remember of texts while decoding, before anything was read.
@@ -544,9 +443,7 @@ class MtpHeads(nn.Module):
             ValueError: if it is missing, or the layers' attention is of a kind that cannot draft.
         """
         if self.sequential:
-            if embed is None:
-                raise ValueError("these heads read tokens through embed, which is None")
-            weight = next(self.parameters())
+            weight, embed = next(self.parameters()), self.required(embed)
             root = weight.new_zeros(self.num_heads, num_rows, self.hidden_size)
             return empty_texts(self.attend, self.waves, embed, self._window(), root)
         layers = [(each.block, each.norm) for each in map(self.layer, range(self.num_heads))]
@@ -554,10 +451,10 @@ class MtpHeads(nn.Module):
         window = attention_of(self.config)[1]
         empty = partial(LayerCache.empty, self, groups, self.rotary_emb, window=window)
         if not self._checked:
-            problem = odd_part(self.config, *layers[0], self.rotary_emb)
+            problem = odd_part(self.config, layers[0][0])
             if problem is None:
                 with undisturbed(self):  # no dropout
-                    problem = odd_numbers(self.contextual, empty(1), self.hidden_size)
+                    problem = odd_numbers(self.contextual, empty, self.hidden_size)
             if problem:
                 raise ConfigError(
                     f"MTP heads of variant {self.variant} cannot decode with layers of model_type"
@@ -567,25 +464,23 @@ class MtpHeads(nn.Module):
             self._checked = True
         return empty(num_rows)
 
-    def steps(self, output: OutputLayer, embed: Embed | None, depth: int) -> Callable[[], MtpSteps]:
-        """Return a function that returns the heads as they are when it is called.
-
-        Args:
-            output: the base's output layer.
-            embed: the base's input embedding.
-            depth: how many of the heads will be asked.
+    def steps(self, output: OutputLayer, embed: Embed | None, depth: int) -> Callable[[], Begin]:
+        """Return a function that returns how the heads begin a step.
 
         Raises:
             ValueError: for heads that are not sequential, without an embedding, or if the layers'
                 attention is neither full nor that of a sliding window.
         """
-        del depth
         if not self.sequential:
             raise ValueError("these heads are parallel: they need not be asked level by level")
-        if embed is None:
-            raise ValueError("these heads read tokens through embed, which is None")
+        self.required(embed)
         self._window()
-        return lambda: MtpSteps(self, output, embed)
+
+        def logits(i: int, made: Tensor) -> Tensor:
+            weight = self.output_weight(i, output.weight)
+            return self.finish(F.linear(made.to(weight.dtype), weight), output)
+
+        return lambda: partial(MtpWalk, logits)
 
     def _window(self) -> int | None:
         """Return how many tokens a layer looks back upon, itself included; None for all."""
@@ -596,36 +491,3 @@ class MtpHeads(nn.Module):
                 " full_attention or sliding_attention"
             )
         return window
-
-    def finish(self, products: Tensor, output: OutputLayer) -> Tensor:
-        """Return logits [..., V] as the base makes its own: with its bias, scale and softcap."""
-        return output.finish(products if output.bias is None else products + output.bias)
-
-
-@dataclass(frozen=True)
-class MtpSteps:
-    """Sequential MTP heads, ready to go down trees.
-
-    Attributes:
-        heads: as they are.
-        output: the base's output layer.
-        embed: the base's input embedding.
-    """
-
-    heads: MtpHeads
-    output: OutputLayer
-    embed: Embed
-
-    def begin(self, hidden: Tensor, root: Tensor, memory: TextCache) -> MtpWalk:
-        """Start at the roots.
-
-        Args:
-            hidden: [K, B, d], what the modules make of the roots.
-            root: [B], the last certain tokens.
-            memory: of the texts up to there.
-        """
-        return MtpWalk(self._logits, hidden, root, memory)
-
-    def _logits(self, i: int, made: Tensor) -> Tensor:
-        weight = self.heads.output_weight(i, self.output.weight)
-        return self.heads.finish(F.linear(made.to(weight.dtype), weight), self.output)

@@ -35,7 +35,7 @@ from transformers import (
 
 from specheads.config import ConfigError
 from specheads.models.checkpoint import save_as
-from specheads.models.mtp import MtpHeads, config_from_json
+from specheads.models.mtp import MtpHeads
 from specheads.system.files import whole_folder
 
 _OURS = ("mtp_heads", "num_mtp_layers", "mtp_layer_types")
@@ -134,7 +134,7 @@ class _WithHeads:
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
         if config.mtp_heads is not None:
-            self.mtp = _build(config.mtp_heads)
+            self.mtp = MtpHeads.from_config(config.mtp_heads)
         _leave_on_disk(self, config, heads=config.mtp_heads is None)
 
 
@@ -204,11 +204,6 @@ def _leave_on_disk(model: Any, config: Any, *, heads: bool) -> None:
         {r"^mtp\."} if heads else set()
     )
     model._keys_to_ignore_on_load_unexpected = model._keys_to_ignore_on_load_unexpected | left
-
-
-def _build(section: dict[str, Any]) -> MtpHeads:
-    values = dict(section)
-    return MtpHeads(config=config_from_json(values.pop("block")), **values)
 
 
 def our_config(config: PreTrainedConfig, **ours: Any) -> PreTrainedConfig:

@@ -13,14 +13,14 @@ parent; module m guesses its children. Modules below m would need hidden states 
 not computed yet, and nothing asks for them. So when :class:`MtpWalk` comes to depth m, module m
 runs over all nodes found so far: each attends to the certain tokens and to its own path.
 
-The layers are transformers' own, whatever they are made of, and take :class:`Pass` for their cache.
+The layers are transformers' own, whatever they are made of, and take a :class:`TreeLayer` for their
+cache, which puts the nodes of a tree behind each row's end.
 Shapes: B rows, T new positions, n nodes of a level, N nodes so far without the root, K modules, L
 slots, d hidden size.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,94 +30,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specheads.models.base import Embed
-from specheads.models.head_cache import grown_capacity
+from specheads.models.head_cache import Slots
 
 Run = Callable[..., tuple[Tensor, Tensor]]
-
-
-class Slots:
-    """Room for what the layers hand to their caches, and the rotary waves of every slot.
-
-    Writing happens in place, and several caches of one text share it: each knows by its lengths
-    what is its own. What lies behind belongs to nobody, and nodes of trees are put there.
-
-    Args:
-        num_modules: K.
-        rotary: makes position embeddings of positions, as the layers take them.
-        like: a tensor of the layers' device and dtype.
-
-    Attributes:
-        kept: per module what its layer calls keys and values, [B, H, C, h] each, of any H and h;
-            nothing before it has run.
-    """
-
-    def __init__(
-        self, num_modules: int, rotary: Callable[[Tensor, Tensor], Any], like: Tensor
-    ) -> None:
-        self._rotary, self._like = rotary, like
-        self.kept: list[list[Tensor]] = [[] for _ in range(num_modules)]
-        self._capacity = 0
-        self._waves: Any = None
-
-    def reserve(self, size: int) -> None:
-        """Make room for ``size`` slots."""
-        if size <= self._capacity:
-            return
-        capacity = grown_capacity(size, self._capacity)
-        added, self._capacity = capacity - self._capacity, capacity
-        self.kept = [[F.pad(each, (0, 0, 0, added)) for each in layer] for layer in self.kept]
-        positions = torch.arange(capacity, device=self._like.device)[None]
-        self._waves = self._rotary(self._like, positions)
-
-    def waves(self, places: Tensor) -> Any:
-        """Return the position embeddings [B, T, ...] of the slots ``places`` [B, T]."""
-        if isinstance(self._waves, tuple):
-            return tuple(each[0, places] for each in self._waves)
-        return self._waves[0, places]
-
-    def write(self, module: int, pair: Sequence[Tensor], where: Any) -> list[Tensor]:
-        """Put [B, H, T, h] each into the slots ``where``, and return all there is of the module."""
-        if not self.kept[module]:
-            self.kept[module] = [
-                each.new_zeros(*each.shape[:2], self._capacity, each.shape[3]) for each in pair
-            ]
-        for kept, new in zip(self.kept[module], pair, strict=True):
-            if isinstance(where, slice):
-                kept[:, :, where] = new
-            else:
-                kept[where[0], :, where[1]] = new.transpose(1, 2)
-        return self.kept[module]
-
-    def select(self, rows: Tensor) -> Slots:
-        """Return a copy of the rows ``rows`` [R] (long), in that order."""
-        found = copy.copy(self)
-        found.kept = [[each[rows.to(each.device)] for each in layer] for layer in self.kept]
-        return found
-
-
-@dataclass(frozen=True)
-class Pass:
-    """What the layer of one module takes for its cache, in one pass.
-
-    Attributes:
-        slots: where its keys and values are kept.
-        module: which one it is.
-        where: the slots of the new ones: a slice that all rows share, or rows [B, 1] and
-            slots [B, T].
-        seen: the layer looks at the first so many slots, those of ``where`` among them.
-    """
-
-    slots: Slots
-    module: int
-    where: Any
-    seen: int
-
-    def update(
-        self, keys: Tensor, values: Tensor, layer_idx: int = 0, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Keep what is new, and return all up to ``seen``, as transformers' caches do."""
-        kept = self.slots.write(self.module, (keys, values), self.where)
-        return kept[0][:, :, : self.seen], kept[1][:, :, : self.seen]
 
 
 @dataclass(frozen=True)
@@ -127,10 +42,11 @@ class TextCache:
     Attributes:
         run: runs module k: its number, what the module before made [B, T, d], the tokens'
             embeddings [B, T, d], an additive mask [B, 1, T, L], positions [B, T], their position
-            embeddings, and a :class:`Pass`; returns G^k [B, T, d] last, see ``MtpHeads.attend``.
+            embeddings, and a :class:`TreeLayer`; returns G^k [B, T, d] last, as
+            ``MtpHeads.attend`` does.
         embed: the base's input embedding.
         window: how many tokens a layer looks back upon, itself included; None for all.
-        slots: keys and values; slots behind a row's length hold nothing.
+        slots: keys and values, and position embeddings; slots behind a row's length hold nothing.
         lengths: per row the position of the root, which is the number of slots in use.
         ends: the same, [B] long where the heads lie.
         root: [K, B, d], G^k at the root; where the text is too short for it, anything finite.
@@ -168,20 +84,14 @@ class TextCache:
         """Do what :meth:`append` does; return G^k at every new token, [K, B, T, d]."""
         device = self.ends.device
         num_rows, num_new = tokens.shape
-        start = max(self.lengths)
-        seen = start + num_new
-        self.slots.reserve(seen)
-        ahead = torch.arange(num_new, device=device)
-        places = self.ends[:, None] + ahead  # [B, T]
-        where: Any = slice(start, seen)
-        if min(self.lengths) < start:
-            where = torch.arange(num_rows, device=device)[:, None], places
+        seen = self.slots.reserve(self.lengths, num_new)
+        places = self.ends[:, None] + torch.arange(num_new, device=device)  # [B, T]
         distances = places[..., None] - torch.arange(seen, device=device)  # [B, T, L]
         allowed = distances >= 0
         if self.window is not None:
             allowed &= distances < self.window
         mask = additive(allowed, self.root.dtype)
-        waves = self.slots.waves(places)
+        waves = _at(self.slots.waves, places)
         embedded = self.embed(tokens).to(self.root.dtype)
         before = hidden.to(self.root.dtype)
         found: list[Tensor] = []
@@ -189,9 +99,10 @@ class TextCache:
             if i:
                 # what was before the first token of this module is no part of it
                 hide(mask[:, 0, :, i - 1], places >= i)
+                # one position back: at the first of these tokens that is the root until now
                 before = torch.cat([self.root[i - 1, :, None], found[-1][:, :-1]], dim=1)
-            cache = Pass(self.slots, i, where, seen)
-            found.append(self.run(i, before, embedded, mask, places, waves, cache)[1])
+            layer = self.slots.layers[i]
+            found.append(self.run(i, before, embedded, mask, places, waves, layer)[1])
         every = torch.stack(found)
         lengths = tuple(n + count for n, count in zip(self.lengths, counts, strict=True))
         if num_rows == 1:
@@ -240,14 +151,18 @@ def empty_texts(
 
     Args:
         run: see :class:`TextCache`.
-        rotary: see :class:`Slots`.
+        rotary: makes position embeddings of positions, as the layers take them.
         embed: the base's input embedding.
         window: see :class:`TextCache`.
         root: [K, B, d], zeros, of the modules' device and dtype.
     """
     num_modules, num_rows = root.shape[:2]
     ends = torch.zeros(num_rows, dtype=torch.long, device=root.device)
-    slots = Slots(num_modules, rotary, root)
+
+    def table(capacity: int) -> Any:
+        return rotary(root, torch.arange(capacity, device=root.device)[None])
+
+    slots = Slots(num_modules, table)
     return TextCache(run, embed, window, slots, (0,) * num_rows, ends, root)
 
 
@@ -323,28 +238,28 @@ class MtpWalk:
     def _run(self, module: int) -> Tensor:
         """Return what a module makes of all nodes but the root, [B, N, d]."""
         memory = self._memory
-        start, num_nodes = max(memory.lengths), len(self._depths)
-        depths = torch.tensor(self._depths, device=memory.ends.device)
-        places = memory.ends[:, None] - 1 + depths  # [B, N], slots that they would have if certain
-        slots = torch.arange(start, device=places.device)
-        certain = slots < memory.ends[:, None]  # [B, L]
-        certain = certain[:, None].expand(-1, num_nodes, -1)
-        lines = self._lines[:, 1:, 1:]
+        ends, num_nodes = memory.ends[:, None], len(self._depths)
+        seen = memory.slots.reserve(memory.lengths, num_nodes)
+        depths = torch.tensor(self._depths, device=ends.device)
+        places = ends - 1 + depths  # [B, N], slots that they would have if certain
+        slots = torch.arange(seen, device=ends.device)
+        # module k has nothing in its first k slots, but in short texts it begins in the tree
+        certain = ((slots >= module) & (slots < ends))[:, None].expand(-1, num_nodes, -1)
+        itself = torch.eye(num_nodes, dtype=torch.bool, device=ends.device)
+        lines = self._lines[:, 1:, 1:] & ((places >= module)[:, None] | itself)
         if memory.window is not None:
             certain = certain & (places[..., None] - slots < memory.window)
             lines = lines & (depths[:, None] - depths < memory.window)
-        mask = additive(torch.cat([certain, lines], dim=2), memory.root.dtype)
-        if min(memory.lengths) < module:  # in short texts the module begins in the tree
-            below = (places < module)[:, None].expand(-1, num_nodes, -1)
-            itself = torch.eye(num_nodes, dtype=torch.bool, device=places.device)
-            hide(mask[:, 0, :, start:], below & ~itself)
-        mask[..., : min(module, start)] = torch.finfo(mask.dtype).min
-        memory.slots.reserve(start + num_nodes)
-        seen = start + num_nodes
-        cache = Pass(memory.slots, module, slice(start, seen), seen)
-        waves = memory.slots.waves(places)
+        behind = (ends + torch.arange(num_nodes, device=ends.device))[:, None].expand_as(lines)
+        mask = additive(certain.scatter(2, behind, lines), memory.root.dtype)
+        waves, layer = _at(memory.slots.waves, places), memory.slots.layers[module]
         before = _rows(self._made, self._above)
-        return memory.run(module, before, self._embedded, mask, places, waves, cache)[1]
+        return memory.run(module, before, self._embedded, mask, places, waves, layer)[1]
+
+
+def _at(waves: Any, places: Tensor) -> Any:
+    """Return the position embeddings [B, T, ...] of the slots ``places`` [B, T]."""
+    return tuple(w[0, places] for w in waves) if isinstance(waves, tuple) else waves[0, places]
 
 
 def _rows(table: Tensor, places: Tensor) -> Tensor:

@@ -14,9 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from specheads.config import ConfigError
 from specheads.losses.fused import Output
@@ -232,11 +230,7 @@ def output_layer(model: PreTrainedModel) -> OutputLayer:
         products = module(captured.hidden).float().to(logits.device)
     finally:
         model.train(training)
-    layers = [
-        OutputLayer(module, scale, cap)
-        for cap in _softcaps(model)
-        for scale in _scales(model, products, logits)
-    ]
+    layers = _candidates(model, products, logits)
     errors = [float((layer.finish(products) - logits).abs().max()) for layer in layers]
     allowed = 16 * torch.finfo(module.weight.dtype).eps * max(float(logits.abs().max()), 1e-6)
     for layer, error in zip(layers, errors, strict=True):
@@ -248,14 +242,10 @@ def output_layer(model: PreTrainedModel) -> OutputLayer:
     )
 
 
-def _softcaps(model: PreTrainedModel) -> list[float | None]:
-    config = model.config.get_text_config()
-    declared = [float(cap) for name in _SOFTCAPS if (cap := getattr(config, name, None))]
-    return [*declared, None]
-
-
-def _scales(model: PreTrainedModel, products: Tensor, logits: Tensor) -> list[float]:
-    config = model.config.get_text_config()
+def _candidates(model: PreTrainedModel, products: Tensor, logits: Tensor) -> list[OutputLayer]:
+    """Return output layers with the scales and softcaps that may explain the logits."""
+    config, module = model.config.get_text_config(), model.get_output_embeddings()
+    caps = [float(cap) for name in _SOFTCAPS if (cap := getattr(config, name, None))]
     scales = []
     if scale := getattr(config, "logit_scale", None):
         scales.append(float(scale))
@@ -263,4 +253,5 @@ def _scales(model: PreTrainedModel, products: Tensor, logits: Tensor) -> list[fl
         scales.append(1.0 / float(divisor))
     # whatever else multiplies the logits shows in their ratio
     ratio = (products * logits).sum() / (products * products).sum().clamp_min(1e-30)
-    return [*scales, 1.0, float(ratio)]
+    scales += [1.0, float(ratio)]
+    return [OutputLayer(module, scale, cap) for cap in (*caps, None) for scale in scales]

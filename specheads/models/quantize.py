@@ -10,10 +10,8 @@ losses read the matrix itself.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import logging
-from collections.abc import Iterator
 from types import MethodType
 from typing import Any
 
@@ -133,7 +131,6 @@ def prepare_quantized(model: PreTrainedModel) -> None:
 
 def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
     """Stand in for ``train``: the layer has no dropout, and keeps to what it computes in eval."""
-    del mode
     return module
 
 
@@ -182,19 +179,3 @@ def plain_weight(module: nn.Module) -> Tensor:
             f"a {type(module).__name__} cannot be dequantised: leave adapter.merge=false"
         )
     return weight.detach()
-
-
-@contextlib.contextmanager
-def as_if_plain(model: PreTrainedModel) -> Iterator[None]:
-    """Hide from transformers that ``model`` is quantised, while other weights of it are written."""
-    quantizer = getattr(model, "hf_quantizer", None)
-    if quantizer is None:
-        yield
-        return
-    own = model.config.quantization_config
-    del model.hf_quantizer, model.config.quantization_config
-    try:
-        yield
-    finally:
-        vars(model)["hf_quantizer"] = quantizer
-        model.config.quantization_config = own

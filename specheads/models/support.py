@@ -34,6 +34,7 @@ from specheads.attention.tree import Tree
 from specheads.config import ConfigError
 from specheads.models.base import context_length, input_device
 from specheads.models.forward import named_positions, thresholds
+from specheads.models.manifest import first_line
 from specheads.verification.sampling import ROUNDING
 
 NUM_PROMPT_TOKENS = 5
@@ -104,10 +105,8 @@ def tree_support(model: PreTrainedModel) -> Support:
     except (torch.OutOfMemoryError, ConfigError):
         raise
     except Exception as error:  # whatever a model's own code may raise
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(
-            f"{name} cannot be decoded step by step with {attention} attention: {first}"
-        ) from error
+        problem = f"{name} cannot be decoded step by step with {attention} attention"
+        raise ConfigError(f"{problem}: {first_line(error)}") from error
     _known[model] = attention, support
     return support
 
@@ -209,15 +208,15 @@ def _across(model: PreTrainedModel, tree: Tree, *, chain_only: bool) -> Iterator
 
     def possible(first: int, last: int) -> bool:
         """Tell whether decoding has tokens of both positions in one pass."""
-        same_side = known is None or known.side(first) == known.side(last)
+        same_side = known.side(first) == known.side(last)
         return first > 0 and (context is None or last < context) and same_side
 
     for position in named_positions(model):
-        divides = known is not None and known.side(position) != known.side(position - 1)
+        divides = known.side(position) != known.side(position - 1)
         start = position if divides else position - NUM_PROMPT_TOKENS - 1
         if possible(start, start + NUM_PROMPT_TOKENS + tree.num_nodes + 1):
             yield compare(model, tree, first_position=start, chain_only=chain_only).at(position)
-        num_read = position + int(known is not None)
+        num_read = position + bool(known.name)
         if num_read <= MOST_READ and possible(num_read - 1, num_read + tree.num_nodes + 1):
             yield compare(model, tree, num_read, chain_only=chain_only).at(position)
 

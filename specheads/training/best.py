@@ -164,7 +164,7 @@ def finish(
             "evaluate.keep_best=false exports the last ones"
         )
     manifest.check_manifest(folder)
-    manifest.check_tensors(folder / _TENSORS, parameters)
+    manifest.check_header(folder / _TENSORS, parameters, exact=True)
     weights = manifest.load_tensors(folder / _TENSORS)
     with torch.no_grad():
         for name, parameter in parameters.items():

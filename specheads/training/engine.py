@@ -278,7 +278,7 @@ class TorchEngine:
         Raises:
             ConfigError: if the checkpoint is of another model, before anything is changed.
         """
-        manifest.check_tensors(folder / "model.safetensors", self.trained)
+        manifest.check_header(folder / "model.safetensors", self.trained, exact=True)
         manifest.check_moments(folder / "optimizer.safetensors", self.trained)
         values = manifest.read_json(
             folder / "optimizer.json", f"{folder} is not a whole checkpoint"

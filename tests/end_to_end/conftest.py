@@ -12,9 +12,8 @@ import torch
 
 from specheads.attention.tree import default_tree
 from specheads.models.base import load_base_model, load_tokenizer
-from specheads.models.checkpoint import save_export
+from specheads.models.checkpoint import origin, save_export
 from specheads.models.heads import MedusaHeads
-from specheads.models.names import base_digest
 
 ROOT = Path(__file__).parents[2]
 Program = Callable[..., subprocess.CompletedProcess[str]]
@@ -28,15 +27,9 @@ def tiny_export(tiny_model_dir: Path, tmp_path: Path) -> Path:
     heads = MedusaHeads(3, 1, output.shape[1], output.shape[0])
     with torch.no_grad():
         heads.init_from_output(output)
-    save_export(
-        tmp_path / "export",
-        heads,
-        base_name=str(tiny_model_dir),
-        base_digest=base_digest(str(tiny_model_dir)),
-        tokenizer=load_tokenizer(str(tiny_model_dir)),
-        tree=default_tree(3, 6),
-        training={"recipe": "none", "steps": 0},
-    )
+    info = origin(str(tiny_model_dir), {"recipe": "none", "steps": 0})
+    tokenizer = load_tokenizer(str(tiny_model_dir))
+    save_export(tmp_path / "export", heads, tokenizer, default_tree(3, 6), info)
     return tmp_path / "export"
 
 

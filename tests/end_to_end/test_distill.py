@@ -19,7 +19,8 @@ from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.length import FixedLength
 from specheads.models.base import load_base_model, load_tokenizer
-from specheads.models.draft import load_draft, read_provenance
+from specheads.models.draft import load_draft
+from specheads.models.manifest import read_provenance
 from specheads.models.names import base_digest
 from tests.conftest import build_byte_tokenizer, build_tiny_llama
 from tests.end_to_end.commands import SHORT, on_files, start

@@ -27,10 +27,9 @@ from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.length import StepCosts
 from specheads.generate import run as generate
 from specheads.models.base import load_base_model, load_tokenizer
-from specheads.models.checkpoint import save_export
+from specheads.models.checkpoint import origin, save_export
 from specheads.models.heads import MedusaHeads
 from specheads.models.manifest import write_manifest
-from specheads.models.names import base_digest
 from specheads.verification.sampling import Sampler
 from tests.conftest import build_byte_tokenizer, build_tiny_llama
 from tests.zoo import disturbed
@@ -324,12 +323,9 @@ def test_other_heads_on_the_same_base_get_rows_of_their_own(
 ) -> None:
     """Prevents heads that are compared from two processes, or that draft for another base."""
     other = tmp_path / "worse" / "export"
-    save_export(
-        other, MedusaHeads(2, 1, 32, 272), base_name=str(tiny_model_dir),
-        base_digest=base_digest(str(tiny_model_dir)),
-        tokenizer=load_tokenizer(str(tiny_model_dir)), tree=default_tree(2, 4),
-        training={"recipe": "none", "steps": 0},
-    )  # fmt: skip
+    info = origin(str(tiny_model_dir), {"recipe": "none", "steps": 0})
+    tokenizer = load_tokenizer(str(tiny_model_dir))
+    save_export(other, MedusaHeads(2, 1, 32, 272), tokenizer, default_tree(2, 4), info)
     settings = BenchConfig(
         checkpoint=str(tiny_export), out=str(tmp_path / "bench.json"), prompts=str(prompt_file),
         exports=[str(other)], num_prompts=2, max_new_tokens=8, repeats=1, dtype="float32",

@@ -20,10 +20,9 @@ from specheads.formats.write import FORMATS
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.adapters import add_adapter, has_adapter
 from specheads.models.base import load_base_model, load_tokenizer
-from specheads.models.checkpoint import load_export, load_heads, save_export
+from specheads.models.checkpoint import load_export, load_heads, origin, save_export, set_tree
 from specheads.models.compress import low_rank_heads, output_matrix
 from specheads.models.heads import MedusaHeads
-from specheads.models.names import base_digest
 
 Program = Callable[..., subprocess.CompletedProcess[str]]
 VOCAB, SIZE = 272, 32
@@ -37,18 +36,9 @@ def write(path: Path, model: Path, lm_head: str = "own", **options: Any) -> Path
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.normal_(std=0.1)
-    save_export(
-        path,
-        heads,
-        base_name=str(model),
-        base_digest=base_digest(str(model)),
-        tokenizer=load_tokenizer(str(model)),
-        tree=default_tree(3, 6),
-        training={"recipe": "none", "steps": 7},
-        expected_accept_length=2.5,
-        measured_on=MEASURED,
-        **options,
-    )
+    info, tree = origin(str(model), {"recipe": "none", "steps": 7}), default_tree(3, 6)
+    save_export(path, heads, load_tokenizer(str(model)), tree, info, **options)
+    set_tree(path, tree, 2.5, MEASURED)
     return path
 
 
@@ -205,7 +195,7 @@ def test_an_adapter_is_merged_or_stays_one(
         for name, parameter in base.named_parameters():
             if ".lora_" in name:
                 parameter.normal_(std=0.3)
-    trained = write(tmp_path / "trained", tiny_model_dir, tuned_base=base, merge="false")
+    trained = write(tmp_path / "trained", tiny_model_dir, tuned_base=base)
     plain = text_of(capsys, trained, plain=True)
     original = write(tmp_path / "original", tiny_model_dir)
     assert plain != text_of(capsys, original, plain=True)

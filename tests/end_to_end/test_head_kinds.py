@@ -15,9 +15,8 @@ from specheads.config import BenchConfig, DecodeConfig, GenerateConfig, TreeSear
 from specheads.generate import run as generate
 from specheads.models.base import load_base_model, load_tokenizer
 from specheads.models.blocks import prefix_sizes
-from specheads.models.checkpoint import load_export, read_config, save_export
+from specheads.models.checkpoint import load_export, origin, read_config, save_export
 from specheads.models.heads import MedusaHeads
-from specheads.models.names import base_digest
 from specheads.tree_search import run as tree_search
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -40,15 +39,9 @@ def export(request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path: Path)
         for name, parameter in heads.named_parameters():
             if "norm" not in name:
                 parameter.add_(0.02 * torch.randn_like(parameter))
-    save_export(
-        tmp_path / "export",
-        heads,
-        base_name=str(tiny_model_dir),
-        base_digest=base_digest(str(tiny_model_dir)),
-        tokenizer=load_tokenizer(str(tiny_model_dir)),
-        tree=default_tree(3, 8),
-        training={"recipe": "none", "steps": 0},
-    )
+    info = origin(str(tiny_model_dir), {"recipe": "none", "steps": 0})
+    tokenizer = load_tokenizer(str(tiny_model_dir))
+    save_export(tmp_path / "export", heads, tokenizer, default_tree(3, 8), info)
     return tmp_path / "export"
 
 

@@ -25,10 +25,9 @@ from specheads.formats import mtp_standard
 from specheads.formats.write import commands
 from specheads.measure.clock import Batch, hf_generate_method
 from specheads.models.base import load_base_model, load_tokenizer
-from specheads.models.checkpoint import save_export
+from specheads.models.checkpoint import origin, save_export
 from specheads.models.heads import MedusaHeads
 from specheads.models.mtp import MtpHeads, block_config
-from specheads.models.names import base_digest
 from specheads.models.output import output_layer
 from tests import zoo
 
@@ -263,15 +262,8 @@ def test_damaged_folders_are_refused(
 
 def write_export(path: Path, model: Path, heads: MtpHeads | MedusaHeads) -> Path:
     """Write heads of the tiny model as an export of ours, and return its folder."""
-    save_export(
-        path,
-        heads,
-        base_name=str(model),
-        base_digest=base_digest(str(model)),
-        tokenizer=load_tokenizer(str(model)),
-        tree=default_tree(heads.num_heads, 6),
-        training={"recipe": "none"},
-    )
+    info, tree = origin(str(model), {"recipe": "none"}), default_tree(heads.num_heads, 6)
+    save_export(path, heads, load_tokenizer(str(model)), tree, info)
     return path
 
 

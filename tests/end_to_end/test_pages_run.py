@@ -18,11 +18,10 @@ from specheads import cli, export
 from specheads.attention.tree import default_tree
 from specheads.config import ExportConfig
 from specheads.models.base import load_base_model, load_tokenizer
-from specheads.models.checkpoint import save_export
+from specheads.models.checkpoint import origin, save_export
 from specheads.models.draft import save_draft
 from specheads.models.heads import MedusaHeads
 from specheads.models.mtp import MtpHeads, block_config
-from specheads.models.names import base_digest
 from tests.end_to_end.test_readme import FOREIGN, commands
 
 pytestmark = pytest.mark.slow
@@ -79,11 +78,9 @@ def folder(
         save_export(
             root / "runs" / name / "export",
             heads,
-            base_name=str(tiny_model_dir),
-            base_digest=base_digest(str(tiny_model_dir)),
-            tokenizer=load_tokenizer(str(tiny_model_dir)),
-            tree=default_tree(3, 6),
-            training={"recipe": "medusa1", "steps": 1},
+            load_tokenizer(str(tiny_model_dir)),
+            default_tree(3, 6),
+            origin(str(tiny_model_dir), {"recipe": "medusa1", "steps": 1}),
         )
     for name, variant in (
         ("mtp", "parallel"),
@@ -93,23 +90,17 @@ def folder(
         save_export(
             root / "runs" / name / "export",
             MtpHeads(2, block_config(base.config), output.shape[0], variant=variant),
-            base_name="",
-            base_digest="",
+            load_tokenizer(str(tiny_model_dir)),
+            default_tree(2, 4),
+            origin("", {"recipe": "mtp", "steps": 1}),
             tuned_base=base,
-            tokenizer=load_tokenizer(str(tiny_model_dir)),
-            tree=default_tree(2, 4),
-            training={"recipe": "mtp", "steps": 1},
         )
     for name in ("distill", "mine6", "a", "b"):
         save_draft(
             root / "runs" / name / "export",
             base,
             load_tokenizer(str(tiny_model_dir)),
-            base_name=str(tiny_model_dir),
-            base_digest=base_digest(str(tiny_model_dir)),
-            base_dtype="float32",
-            training={"recipe": "distill"},
-            measured={"alpha": 1.0},
+            origin(str(tiny_model_dir), {"recipe": "distill"}) | {"measured": {"alpha": 1.0}},
         )
     lines = [json.loads(line) for line in tiny_jsonl.read_text().splitlines()]
     asked = [line for line in lines if "text" not in line]

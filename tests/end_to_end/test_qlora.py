@@ -25,11 +25,16 @@ from specheads.config import (
 )
 from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.heads import static_drafter
-from specheads.models.adapters import adapter_parameters, add_adapter, original
+from specheads.models.adapters import (
+    adapter_parameters,
+    add_adapter,
+    merge_adapter,
+    merges,
+    original,
+)
 from specheads.models.base import load_base_model
-from specheads.models.checkpoint import Export, load_export, save_export
+from specheads.models.checkpoint import Export, load_export, origin, save_export
 from specheads.models.heads import MedusaHeads
-from specheads.models.names import base_digest
 from specheads.models.output import output_layer
 from specheads.models.quantize import quantization_of
 from specheads.runs.log import RunLog
@@ -95,17 +100,9 @@ def export_of(
     path: Path, cfg: TrainConfig, base: PreTrainedModel, heads: MedusaHeads, tokenizer: Any
 ) -> Export:
     """Save and load an export."""
-    save_export(
-        path,
-        heads,
-        base_name=cfg.model.name,
-        base_digest=base_digest(cfg.model.name),
-        tuned_base=base,
-        merge=cfg.adapter.merge,
-        tokenizer=tokenizer,
-        tree=TREE,
-        training={},
-    )
+    if merges(base, cfg.adapter.merge):
+        merge_adapter(base)
+    save_export(path, heads, tokenizer, TREE, origin(cfg.model.name, {}), tuned_base=base)
     return load_export(path)
 
 

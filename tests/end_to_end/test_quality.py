@@ -12,9 +12,8 @@ import torch
 from specheads.attention.tree import default_tree
 from specheads.config import ConfigError, DecodeConfig, QualityConfig
 from specheads.models.base import load_base_model, load_tokenizer
-from specheads.models.checkpoint import save_export
+from specheads.models.checkpoint import origin, save_export
 from specheads.models.heads import MedusaHeads
-from specheads.models.names import base_digest
 from specheads.quality import main, run
 from tests.conftest import build_byte_tokenizer
 
@@ -28,16 +27,9 @@ def tuned_export(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory)
     with torch.no_grad():
         for parameter in base.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
-    save_export(
-        path,
-        MedusaHeads(2, 1, 32, 272),
-        base_name=str(tiny_model_dir),
-        base_digest=base_digest(str(tiny_model_dir)),
-        tokenizer=load_tokenizer(str(tiny_model_dir)),
-        tree=default_tree(2, 4),
-        training={"recipe": "none", "steps": 0},
-        tuned_base=base,
-    )
+    info = origin(str(tiny_model_dir), {"recipe": "none", "steps": 0})
+    tokenizer, tree = load_tokenizer(str(tiny_model_dir)), default_tree(2, 4)
+    save_export(path, MedusaHeads(2, 1, 32, 272), tokenizer, tree, info, tuned_base=base)
     return path
 
 

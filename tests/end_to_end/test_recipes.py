@@ -21,7 +21,7 @@ from specheads import train
 from specheads.attention.tree import Tree
 from specheads.config import TrainConfig
 from specheads.models.checkpoint import load_export
-from specheads.models.draft import read_provenance
+from specheads.models.manifest import read_provenance
 from specheads.train import compare_runs
 from tests.end_to_end.commands import SHORT, on_files, start
 

@@ -28,7 +28,7 @@ from specheads.decoding.loop import plain_decode
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.adapters import add_adapter
 from specheads.models.base import load_base_model, load_tokenizer
-from specheads.models.checkpoint import save_export
+from specheads.models.checkpoint import origin, save_export
 from specheads.models.heads import MedusaHeads
 from specheads.models.names import base_digest
 from specheads.regeneration import engine
@@ -77,17 +77,9 @@ def export(talker: Path, tmp_path: Path) -> Callable[..., Path]:
         with torch.no_grad():
             heads.init_from_output(output)
         path = tmp_path / f"export{tuned}"
-        save_export(
-            path,
-            heads,
-            base_name=str(talker),
-            base_digest=base_digest(str(talker)),
-            tokenizer=load_tokenizer(str(talker)),
-            tree=default_tree(2, 6),
-            training={"recipe": "none", "steps": 0},
-            tuned_base=base if tuned else None,
-            merge="false",
-        )
+        info = origin(str(talker), {"recipe": "none", "steps": 0})
+        tokenizer, tree = load_tokenizer(str(talker)), default_tree(2, 6)
+        save_export(path, heads, tokenizer, tree, info, tuned_base=base if tuned else None)
         return path
 
     return make

@@ -21,13 +21,12 @@ from torch import nn
 from specheads.attention.tree import default_tree
 from specheads.config import AdapterConfig
 from specheads.config.training import DraftConfig, LossConfig
-from specheads.models.adapters import add_adapter
-from specheads.models.checkpoint import save_export
+from specheads.models.adapters import add_adapter, has_adapter, merge_adapter
+from specheads.models.checkpoint import origin, save_export
 from specheads.models.draft import save_draft
 from specheads.models.heads import MedusaHeads
 from specheads.models.kinds import Heads
 from specheads.models.mtp import MtpHeads, block_config
-from specheads.models.names import base_digest
 from specheads.runs.log import RunLog
 from specheads.system import dist
 from specheads.training.engine import param_groups
@@ -131,20 +130,16 @@ def write_base(folder: Path) -> Path:
 
 def export(path: Path, kind: str, base: Any, heads: Any, original: Path) -> None:
     """Write what the recipe of a kind writes, with its own functions."""
-    common: dict[str, Any] = {
-        "base_name": str(original),
-        "base_digest": base_digest(str(original)),
-        "base_dtype": "float32",
-        "tokenizer": build_byte_tokenizer(),
-        "training": {"recipe": kind, "steps": STEPS},
-    }
+    # MTP models are from scratch
+    name, tokenizer = "" if kind.startswith("mtp") else str(original), build_byte_tokenizer()
+    info = origin(name, {"recipe": kind, "steps": STEPS})
     if kind == "draft":
-        save_draft(path, heads, measured={}, **common)
+        save_draft(path, heads, tokenizer, info | {"measured": {}})
         return
-    if kind.startswith("mtp"):  # from scratch
-        common |= {"base_name": "", "base_digest": ""}
+    if has_adapter(base):
+        merge_adapter(base)
     tuned = None if kind == "medusa1" else base
-    save_export(path, heads, tree=default_tree(3, 6), tuned_base=tuned, **common)
+    save_export(path, heads, tokenizer, default_tree(3, 6), info, tuned_base=tuned)
 
 
 def train(folder: Path, name: str, kind: str, deepspeed: dict[str, Any], **changes: Any) -> None:

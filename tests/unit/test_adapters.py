@@ -24,8 +24,8 @@ from specheads.models.adapters import (
     in_float32,
     load_adapter,
     merge_adapter,
-    merged_state,
     original,
+    plain_copy,
     require_grad,
     save_adapter,
 )
@@ -193,7 +193,7 @@ def test_merging_gives_the_tuned_model(base: PreTrainedModel, targets: list[str]
     add_adapter(base, AdapterConfig(kind="lora", rank=4, alpha=3.0, targets=targets))
     shake(base)
     before, method = logits(base), (quantization_of(base) or {}).get("method")
-    state = merged_state(base, torch.float32)
+    state = plain_copy(base, torch.float32).state_dict()
     assert torch.equal(logits(base), before), "the caller's model stays as it is"
     merge_adapter(base)
     assert not has_adapter(base)

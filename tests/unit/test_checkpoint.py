@@ -25,6 +25,7 @@ from specheads.models import checkpoint
 from specheads.models.base import load_base_model
 from specheads.models.checkpoint import (
     load_export,
+    origin,
     read_config,
     save_export,
     save_plain_model,
@@ -50,14 +51,12 @@ def _heads(lm_head: str = "own", num_layers: int = 1, **sizes: int) -> MedusaHea
 def _save(path: Path, model_dir: Path, tokenizer: PreTrainedTokenizerFast, **changes: Any) -> Path:
     settings: dict[str, Any] = {
         "heads": _heads(),
-        "base_name": str(model_dir),
-        "base_digest": base_digest(str(model_dir)),
         "tokenizer": tokenizer,
         "tree": TREE,
-        "training": {"recipe": "medusa1", "steps": 4},
+        "info": origin(str(model_dir), {"recipe": "medusa1", "steps": 4}),
         **changes,
     }
-    save_export(path, settings.pop("heads"), **settings)
+    save_export(path, **settings)
     return path
 
 
@@ -168,8 +167,7 @@ def test_a_base_in_a_folder_is_found_from_elsewhere(
 ) -> None:  # fmt: skip
     """A relative model.name would be looked for below whatever folder decoding starts in."""
     monkeypatch.chdir(tiny_model_dir.parent)
-    digest = base_digest(tiny_model_dir.name)
-    path = _save(tmp_path / "e", Path(tiny_model_dir.name), byte_tokenizer, base_digest=digest)
+    path = _save(tmp_path / "e", Path(tiny_model_dir.name), byte_tokenizer)
     monkeypatch.chdir(tmp_path)
     assert load_export(path).config["base"]["name"] == str(tiny_model_dir.resolve())
     _edit(path, base__name=str(tmp_path / "gone"))
@@ -223,7 +221,7 @@ def test_a_tokenizer_beyond_the_base_is_refused(
         ({"tree__choices": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}, "4 deep, but .* 3 heads"),
         ({"tree__choices": [[0, 0]]}, "tree: .*parent"),
         ({"tree__choices": [[272]]}, "rank 272, the vocabulary has 272"),
-        ({"tree__choices": 5}, "tree: "),
+        ({"tree__choices": 5}, "tree.choices is 5, expected list"),
         ({"num_heads": 2, "tree__choices": [[0]]}, "9 tensors where 6 are expected"),
         ({"num_heads": 4}, "lacks 3 of 12 tensors, first heads.3.blocks.0.bias"),
         ({"num_layers": 2}, "lacks 6 of 15 tensors"),
@@ -293,7 +291,7 @@ def test_a_full_disk_leaves_the_earlier_export(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     places = (
-        (checkpoint, "save_file"),
+        (checkpoint, "save_tensors"),
         (checkpoint, "write_json"),
         (checkpoint, "write_manifest"),
     )

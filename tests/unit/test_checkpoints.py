@@ -359,11 +359,16 @@ def test_what_cannot_change_its_ranks_says_so(
 @pytest.mark.parametrize(
     ("file", "name", "tensor", "line"),
     [
-        ("model", "lm_head.bias", torch.zeros(1), r"lm_head.bias is \[1\] F32 there, \[11\] F32"),
-        ("model", "lm_head.bias", torch.zeros(11).double(), r"\[11\] F64 there, \[11\] F32 here"),
-        ("model", "more", torch.zeros(1), "1 parameters are in one only, e.g. more"),
-        ("optimizer", "lm_head.bias/exp_avg", torch.zeros(3), r"is \[3\] there, \[11\] here"),
-        ("optimizer", "lm_head.bias/step", torch.zeros(3), "a count of steps is one number"),
+        ("model", "lm_head.bias", torch.zeros(1), r"lm_head.bias has shape \[1\], expected \[11\]"),
+        ("model", "lm_head.bias", torch.zeros(11).double(), "lm_head.bias holds F64, expected F32"),
+        ("model", "more", torch.zeros(1), r"tensors where \d+ are expected; unexpected: more"),
+        ("optimizer", "lm_head.bias/exp_avg", torch.zeros(3), r"has shape \[3\], expected \[11\]"),
+        (
+            "optimizer",
+            "lm_head.bias/step",
+            torch.zeros(3),
+            r"\[3\], expected \[\] or \[1\]",
+        ),
         ("optimizer", "more/exp_avg", torch.zeros(3), "belongs to nothing here"),
     ],
 )

@@ -22,6 +22,7 @@ from transformers import (
 
 from specheads.config import ConfigError
 from specheads.models import draft as draft_module
+from specheads.models.checkpoint import origin
 from specheads.models.draft import (
     check_same_tokenizer,
     draft_config,
@@ -29,13 +30,14 @@ from specheads.models.draft import (
     new_draft,
     num_ids,
     pruned,
-    read_provenance,
     save_draft,
     shared_vocabulary,
     spread,
     take_end_tokens,
     vocab_size,
 )
+from specheads.models.manifest import read_provenance
+from specheads.models.names import base_digest
 from tests.conftest import build_byte_tokenizer, build_tiny_llama
 from tests.zoo import TREE_MODELS, build
 
@@ -222,17 +224,9 @@ def test_a_saved_draft_is_an_ordinary_model(dtype: str | None, tmp_path: Path) -
     base.generation_config.eos_token_id = [258, 261]
     draft = new_draft(draft_config(base.config, 1))
     take_end_tokens(draft, base)
-    save_draft(
-        tmp_path / "export",
-        draft,
-        build_byte_tokenizer(),
-        base_name="tinycode",
-        base_digest="0" * 64,
-        base_dtype=torch.float32,
-        training={"recipe": "distill", "steps": 3},
-        measured={"final/alpha/t1": 0.5},
-        dtype=dtype,
-    )
+    info = origin("tinycode", {"recipe": "distill", "steps": 3})
+    info |= {"measured": {"final/alpha/t1": 0.5}}
+    save_draft(tmp_path / "export", draft, build_byte_tokenizer(), info, dtype=dtype)
     names = {path.name for path in (tmp_path / "export").iterdir()}
     assert {"config.json", "model.safetensors", "generation_config.json", "tokenizer.json"} <= names
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
@@ -245,7 +239,7 @@ def test_a_saved_draft_is_an_ordinary_model(dtype: str | None, tmp_path: Path) -
     found = read_provenance(tmp_path / "export")
     assert found is not None
     assert found["base"] == {
-        "name": "tinycode", "revision": None, "digest": "0" * 64, "dtype": "float32",
+        "name": "tinycode", "revision": None, "digest": base_digest("tinycode"), "dtype": "float32",
     }  # fmt: skip
     assert found["kind"] == "draft" and found["measured"] == {"final/alpha/t1": 0.5}
 
@@ -255,7 +249,7 @@ def test_folders_of_other_make_say_nothing_of_their_origin(tmp_path: Path) -> No
     assert read_provenance(tmp_path) is None
     for content, line in (
         ({"format_version": 3, "kind": "draft"}, "version 3, this specheads reads 2"),
-        ({"format_version": 1, "kind": "medusa"}, "kind 'medusa', expected 'draft'"),
+        ({"format_version": 1, "kind": "medusa"}, "kind is 'medusa', expected 'draft'"),
     ):
         (tmp_path / "specheads.json").write_text(json.dumps(content))
         with pytest.raises(ConfigError, match=line):

@@ -126,8 +126,7 @@ def test_nothing_waits_for_the_device(tiny_llama: LlamaForCausalLM) -> None:
     """A synchronisation per level costs a GPU more than the tree gains."""
     heads = build(tiny_llama, "hydra")
     drafter = drafter_of(tiny_llama, heads, 12)
-    steps = drafter.steps()
-    walk = steps.begin(torch.randn(2, 32), torch.tensor([3, 4]))
+    walk = drafter.steps()(torch.randn(2, 32), torch.tensor([3, 4]))
     growing._starts_above.cache_clear()
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):  # has no values: reading one raises

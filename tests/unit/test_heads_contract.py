@@ -17,8 +17,9 @@ from specheads.config import HeadsConfig, MtpConfig
 from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.heads import static_drafter
 from specheads.models.blocks import prefix_sizes
+from specheads.models.checkpoint import KINDS, build_heads, named_tensors
 from specheads.models.heads import MedusaHeads
-from specheads.models.kinds import KINDS, Heads, build_heads, named_tensors
+from specheads.models.kinds import Heads
 from specheads.models.mtp import MtpHeads, block_config
 from specheads.models.output import OutputLayer, output_layer, packed_taps
 
@@ -138,7 +139,7 @@ def test_what_is_trained_is_what_decodes(tiny_llama: LlamaForCausalLM, heads: He
             found = heads.snapshot(output)(start)
         else:
             walk, steps = (
-                heads.steps(output, embed, NUM_HEADS)().begin(start, tokens[:, 0], memory),
+                heads.steps(output, embed, NUM_HEADS)()(start, tokens[:, 0], memory),
                 [],
             )
             for depth in range(NUM_HEADS):

@@ -103,8 +103,7 @@ def test_the_heads_say_what_they_said(
     # asked level by level, as while decoding
     output = output_layer(export.base)
     with torch.no_grad():
-        steps = export.heads.steps(output, embed, HEADS)()
-        walk = steps.begin(read[:, -1], ids[:, LENGTH])
+        walk = export.heads.steps(output, embed, HEADS)()(read[:, -1], ids[:, LENGTH])
         for i in range(HEADS):
             torch.testing.assert_close(walk.logits()[:, 0], expected[i, :, -1], **CLOSE)
             if i + 1 < HEADS:
@@ -137,7 +136,7 @@ def test_joined_heads_are_no_others(tiny_model_dir: Path, tmp_path: Path) -> Non
     assert isinstance(heads, MedusaHeads)
     smaller = low_rank_heads(heads, 8)
     assert smaller.joined and smaller.state_dict().keys() >= {"heads.2.joined.gate.weight"}
-    with pytest.raises(ValueError, match="joined is how a condition is read, and there is none"):
+    with pytest.raises(ValueError, match="condition must be true where joined is, got False"):
         MedusaHeads(1, 1, SIZE, VOCAB, joined=True)
     config = json.loads((back / "config.json").read_text())
     (back / "config.json").write_text(json.dumps({**config, "joined": 1}))

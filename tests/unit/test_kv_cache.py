@@ -138,7 +138,7 @@ def test_align_keeps_the_common_beginning() -> None:
     cache.tokens = [[1, 2, 3, 4], [5, 6, 7]]
     assert cache.align([[1, 2, 9, 9], [5, 6, 7]]) == [2, 2]  # one token is left to be read
     assert cache.lengths == [2, 2]
-    with pytest.raises(ValueError, match="cache has 2 rows, but there are 1"):
+    with pytest.raises(ValueError, match="cache has 2 rows, the batch 1"):
         cache.align([[1]])
     with pytest.raises(ValueError, match="cache has 2 rows, the batch 3"):
         cache.reserve(3, 1)

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from specheads.config import AdapterConfig, ConfigError, ExportConfig
 from specheads.formats import push
 from specheads.formats.medusa import write_heads
-from specheads.models.adapters import adapter_parameters, add_adapter
+from specheads.models.adapters import adapter_parameters, add_adapter, merge_adapter
 from specheads.models.base import load_base_model
-from specheads.models.checkpoint import load_export
+from specheads.models.checkpoint import load_export, origin
 from specheads.models.draft import save_draft
 from specheads.models.heads import MedusaHeads
 from specheads.models.mtp import MtpHeads, block_config
@@ -212,9 +212,9 @@ def test_heads_that_a_format_has_no_place_for(
             made(pruned, tmp_path / "made", format=form)
 
 
-@pytest.mark.parametrize("merge", ["true", "false"])
+@pytest.mark.parametrize("merge", [True, False])
 def test_a_tuned_base_comes_along(
-    merge: str, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    merge: bool, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Heads of a tuned base over the original: fewer guesses are right, nothing else is seen."""
     base = load_base_model(str(tiny_model_dir))
@@ -222,7 +222,9 @@ def test_a_tuned_base_comes_along(
     with torch.no_grad():
         for parameter in adapter_parameters(base).values():
             parameter.normal_(std=0.1)
-    native = save(tmp_path / "native", medusa(), tiny_model_dir, tuned_base=base, merge=merge)
+    if merge:
+        merge_adapter(base)
+    native = save(tmp_path / "native", medusa(), tiny_model_dir, tuned_base=base)
     ids = torch.arange(20)[None]
     with torch.no_grad():
         expected = load_export(native).base(ids).logits
@@ -257,11 +259,8 @@ def test_a_draft_model_alone(
 ) -> None:  # fmt: skip
     """What only specheads reads would make engines and the hub take it for something else."""
     draft = make_tiny_llama(seed=2)
-    save_draft(
-        tmp_path / "trained", draft, byte_tokenizer, base_name=str(tiny_model_dir),
-        base_digest="d" * 64, base_dtype="float32", training={"recipe": "distill", "steps": 3},
-        measured={"alpha": 0.5},
-    )  # fmt: skip
+    info = origin(str(tiny_model_dir), {"recipe": "distill", "steps": 3})
+    save_draft(tmp_path / "trained", draft, byte_tokenizer, info | {"measured": {"alpha": 0.5}})
     ids = torch.arange(20)[None]
     with torch.no_grad():
         expected = draft(ids).logits

@@ -99,7 +99,7 @@ def test_decoding_is_that_of_the_native_form(
     """Guesses decide nothing but the number of steps: only that shows another head."""
     folder = made(GOLDEN, tmp_path / "foreign", format=form)
     back = made(folder, tmp_path / "back", base=str(folder / "base"))
-    set_tree(back, Tree.from_json(read_config(GOLDEN)["tree"]["choices"]))
+    set_tree(back, Tree.from_choices(read_config(GOLDEN)["tree"]["choices"]))
     for settings in ({}, {"temperature": 0.7, "seed": 3}):
         answers = []
         for checkpoint in (GOLDEN, back):

@@ -17,10 +17,9 @@ from specheads.attention.tree import Tree
 from specheads.config import AdapterConfig, ConfigError
 from specheads.models.adapters import adapter_parameters, add_adapter
 from specheads.models.base import load_base_model
-from specheads.models.checkpoint import load_export, load_heads, read_config, save_export
+from specheads.models.checkpoint import load_export, load_heads, origin, read_config, save_export
 from specheads.models.manifest import write_manifest
 from specheads.models.mtp import VARIANTS, MtpHeads, block_config
-from specheads.models.names import base_digest
 from specheads.models.output import TRUNK, packed_taps
 
 TREE = Tree.from_choices([[0], [1], [0, 0]])
@@ -40,16 +39,9 @@ def save(
     path: Path, heads: MtpHeads, model_dir: Path | None, tokenizer: Any, **settings: Any
 ) -> Path:
     """Write an export over the model in ``model_dir``, None for one trained from scratch."""
-    save_export(
-        path,
-        heads,
-        base_name="" if model_dir is None else str(model_dir),
-        base_digest="" if model_dir is None else base_digest(str(model_dir)),
-        tokenizer=tokenizer,
-        tree=TREE,
-        training={"recipe": "none", "steps": 0},
-        **settings,
-    )
+    name = "" if model_dir is None else str(model_dir)
+    info = origin(name, {"recipe": "none", "steps": 0})
+    save_export(path, heads, tokenizer, TREE, info, **settings)
     return path
 
 
@@ -134,7 +126,7 @@ def test_a_model_trained_from_scratch_is_its_own_base(
         assert torch.equal(export.base(ids).logits, base(ids).logits)
     with pytest.raises(ConfigError, match="brings its own tuned base"):
         load_export(path, base=str(tiny_model_dir))
-    with pytest.raises(ValueError, match="base_name is empty, and there is no tuned_base"):
+    with pytest.raises(ValueError, match="base.name is empty, and there is no tuned_base"):
         save(tmp_path / "other", mtp_heads(base), None, byte_tokenizer)
 
 
@@ -167,7 +159,7 @@ def edit(path: Path, changes: dict[str, Any]) -> None:
         ({"variant": "causal"}, "28 tensors where 22 .* unexpected: mtp.layers.0.eh_proj.weight"),
         ({"num_heads": 3}, "lacks 14 of 42 tensors, first mtp.layers.2.block"),
         ({"num_heads": 0, "tree__choices": []}, "num_heads is 0, expected 1 to 256"),
-        ({"num_heads": "two"}, "num_heads is 'two', not a number"),
+        ({"num_heads": "two"}, "num_heads is 'two', expected 1 to 256"),
         ({"lm_head": "shared"}, "28 tensors where 26 .* unexpected: mtp.layers.0.lm_head.weight"),
         ({"vocab_size": 100}, r"lm_head.weight has shape \[272, 32\], expected \[100, 32\]"),
         ({"tree__choices": [[0], [0, 0], [0, 0, 0]]}, "3 deep, but there are 2 heads"),

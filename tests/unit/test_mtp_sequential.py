@@ -269,7 +269,7 @@ def test_narrow_heads_draft_behind_a_wide_base() -> None:
     with capture_hidden(base, (FINAL,)) as captured:
         base(input_ids=torch.tensor([text[:-1]]), use_cache=False)
     memory, made = memory.append(captured.at[FINAL], [11], torch.tensor([text[1:]]))
-    walk = heads.steps(output, embed, 3)().begin(made, torch.tensor(text[-1:]), memory)
+    walk = heads.steps(output, embed, 3)()(made, torch.tensor(text[-1:]), memory)
     for token in (1, 2):
         walk.descend(torch.tensor([[token]]), None)
     torch.testing.assert_close(walk.logits()[:, 0].float(), expected, rtol=0.1, atol=0.1)

@@ -25,7 +25,7 @@ from specheads.measure.calibrate import (
     published_rates,
 )
 from specheads.models.base import load_tokenizer
-from specheads.models.checkpoint import save_export
+from specheads.models.checkpoint import origin, save_export, set_tree
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
 from specheads.training import plan as plan_module
@@ -257,18 +257,12 @@ def test_the_tree_at_hand(tmp_path: Path, tiny_model_dir: Path) -> None:
     tree, length, _ = assumed(3, TreeConfig(choices=choices), evaluate)
     assert length == pytest.approx(1 + 0.56 + 0.56 * 0.316)
     heads = MedusaHeads(3, 1, 32, 272)
-    given: dict[str, Any] = {
-        "base_name": str(tiny_model_dir),
-        "base_digest": "0",
-        "tokenizer": load_tokenizer(str(tiny_model_dir)),
-        "tree": Tree.from_choices([(0,), (1,), (0, 0)]),
-        "training": {},
-    }
-    start = str(tmp_path / "export")
-    save_export(start, heads, **given)
+    tree, start = Tree.from_choices([(0,), (1,), (0, 0)]), str(tmp_path / "export")
+    tokenizer = load_tokenizer(str(tiny_model_dir))
+    save_export(start, heads, tokenizer, tree, origin(str(tiny_model_dir), {}))
     tree, length, source = assumed(3, TreeConfig(), evaluate, start)
     assert tree.num_nodes == 4 and "Vicuna-7B" in source
-    save_export(start, heads, **given, measured_on={"acceptance": [0.5, 0.125, 0.25]})
+    set_tree(start, tree, None, {"acceptance": [0.5, 0.125, 0.25]})
     tree, length, source = assumed(3, TreeConfig(), evaluate, start)
     assert (tree.num_nodes, length) == (4, 1.875) and source.startswith("as measured")
     _, length, source = assumed(3, TreeConfig(choices=[[0], [0, 1]]), evaluate, start)

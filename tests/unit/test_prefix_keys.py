@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from specheads.attention import cache
 from specheads.attention.cache import TreeCache
 from specheads.attention.tree import Tree, default_tree
 from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import StepResult
 from specheads.drafters.heads import HeadsState, static_drafter
 from specheads.measure.clock import pad_left
-from specheads.models import head_cache
 from specheads.models.blocks import prefix_sizes
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import capture_hidden, output_layer
@@ -92,7 +92,7 @@ def test_the_layer_sees_the_whole_committed_text(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rejected nodes remembered, or positions off by one, only show as low acceptance."""
-    monkeypatch.setattr(head_cache, "BLOCK", 8)  # so that it grows on the way
+    monkeypatch.setattr(cache, "BLOCK", 8)  # so that it grows on the way
     heads = build(tiny_llama, condition=condition)
     prompts = [torch.randint(0, 256, (1, length)) for length in lengths]
     ids, mask = pad_left(prompts)

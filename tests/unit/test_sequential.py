@@ -66,9 +66,9 @@ def one_by_one(
     """Return a function from a path of tokens to the logits [V] after it, head by head."""
 
     def logits(path: tuple[int, ...]) -> Tensor:
-        tokens = torch.tensor([root, *path])
-        embed = base.get_input_embeddings()
-        return heads.full_logits(heads.head_logits(len(path), hidden, output, tokens, embed))
+        tokens = torch.tensor([root, *path, *[0] * (2 - len(path))])  # those behind it are not read
+        every = heads.logits(hidden, output, tokens, base.get_input_embeddings())
+        return heads.full_logits(every[len(path)])
 
     return logits
 
@@ -149,19 +149,14 @@ def test_narrow_weights_are_read_as_they_are(
     heads = build(base, kind).bfloat16()
     output, embed = output_layer(base), embedding(base, heads)
     hidden, tokens = torch.randn(2, 32).bfloat16(), torch.randint(0, 272, (2, 3))
-    walk = heads.steps(output, embed, 3)().begin(hidden, tokens[:, 0])
+    walk = heads.steps(output, embed, 3)()(hidden, tokens[:, 0])
     exact, wide = copy.deepcopy(base).float(), copy.deepcopy(heads).float()
     for i in range(3):
         if i:
             walk.descend(tokens[:, i : i + 1], None)
         found = walk.logits()[:, 0]
-        expected = wide.head_logits(
-            i,
-            hidden.float(),
-            output_layer(exact),
-            tokens[:, : i + 1],
-            exact.get_input_embeddings(),
-        )
+        given = hidden.float(), output_layer(exact), tokens, exact.get_input_embeddings()
+        expected = wide.logits(*given)[i]
         assert found.dtype == torch.bfloat16
         torch.testing.assert_close(found.float(), expected, rtol=3e-2, atol=6e-2)
 
