@@ -13,7 +13,7 @@ from specheads.attention.cache import TreeCache
 from specheads.attention.tree import batched
 from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import Candidates, Drafter, Prefill, StepResult
-from specheads.drafters.length import CutDrafter, StepCosts
+from specheads.drafters.length import StepCosts
 from specheads.drafters.lookahead import LookaheadDrafter, LookaheadState
 from specheads.drafters.lookup import NgramDrafter, SuffixDrafter
 from specheads.drafters.merge import HybridDrafter
@@ -67,10 +67,10 @@ class Checked(LookaheadDrafter):
 FREE = StepCosts(0.0, [0.0, 1.0, 1.02, 1.04, 1.06, 1.1])
 DEAR = StepCosts(0.2, FREE.verify)
 NESTS: dict[str, Callable[[Drafter], Drafter]] = {
-    "hybrid of cut": lambda it: HybridDrafter([NgramDrafter(), CutDrafter(it, FREE)]),
-    "cut of hybrid": lambda it: CutDrafter(HybridDrafter([NgramDrafter(), it]), FREE),
+    "hybrid of cut": lambda it: HybridDrafter([NgramDrafter(), HybridDrafter([it], costs=[FREE])]),
+    "cut of hybrid": lambda it: HybridDrafter([HybridDrafter([NgramDrafter(), it])], costs=[FREE]),
     "lazy hybrid of cut": lambda it: HybridDrafter(
-        [SuffixDrafter(6), CutDrafter(it, FREE)], costs=[FREE, DEAR]
+        [SuffixDrafter(6), HybridDrafter([it], costs=[FREE])], costs=[FREE, DEAR]
     ),
 }
 
