@@ -111,6 +111,14 @@ class StepResult:
         """[B], the last accepted node."""
         return self.path.gather(1, self.num_accepted[:, None])[:, 0]
 
+    @property
+    def places(self) -> list[Sequence[int]]:
+        """[B][n], ``own`` as numbers; of a tree that is its own every node in its place."""
+        if self.own is None:
+            return [range(self.tree.num_nodes)] * len(self.new_tokens)
+        places: list[Sequence[int]] = self.own.tolist()
+        return places
+
 
 class Drafter(Protocol):
     """Proposes trees; keeps whatever it needs in a state of its own, all of it [B, ...].

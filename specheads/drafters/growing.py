@@ -18,16 +18,16 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specheads.attention.tree import RowTrees, Tree
-from specheads.drafters.contract import Candidates
+from specheads.drafters.contract import Candidates, Prefill, StepResult
 
 NUM_RANKS = 10  # guesses per node that a tree may use, as measured for static trees
 # Nodes of a level below which guesses are asked for. Trees of up to 32 nodes of Hydra heads on the
@@ -172,27 +172,39 @@ def best_tree_on_host(
         parents [N] and slots [N - 1], as :func:`best_trees` gives them.
     """
     num_ranks = len(log_probs[0])
-    # (minus the value, order of arrival, depth, rank, the parent's value, the parent's number)
-    frontier: list[tuple[float, int, int, int, float, int]] = []
-    if num_nodes > 1:
-        frontier.append((-log_probs[0][0], 0, 0, 0, 0.0, 0))
-    found: list[tuple[int, int, int, int]] = []  # depth, number, rank, the parent's number
+    # minus the value, order of arrival, depth, rank, the parent's value, the parent's number
+    frontier = [(-log_probs[0][0], 0, 0, 0, 0.0, 0)]
+    found = [(0, 0, 0, -1)]  # depth, number, the parent's number, slot
     arrived = 1
-    while frontier and len(found) + 1 < num_nodes:
+    while frontier and len(found) < num_nodes:
         negative, _, depth, rank, above, parent = heapq.heappop(frontier)
-        found.append((depth, len(found) + 1, rank, parent))
+        number = len(found)
+        found.append((depth + 1, number, parent, depth * num_ranks + rank))
         if rank + 1 < num_ranks:
             value = above + log_probs[depth][rank + 1]
             heapq.heappush(frontier, (-value, arrived, depth, rank + 1, above, parent))
         if depth + 1 < len(log_probs):
             value = log_probs[depth + 1][0] - negative
-            heapq.heappush(frontier, (-value, arrived + 1, depth + 1, 0, -negative, len(found)))
+            heapq.heappush(frontier, (-value, arrived + 1, depth + 1, 0, -negative, number))
         arrived += 2
-    found.sort()
-    place = {number: i for i, (_, number, _, _) in enumerate(found, start=1)}
-    place[0] = 0
-    parents = [-1, *(place[parent] for _, _, _, parent in found)]
-    return parents, [depth * num_ranks + rank for depth, _, rank, _ in found]
+    parents, slots = by_depth(found)
+    return parents, slots[1:]
+
+
+def by_depth(found: Iterable[tuple[int, int, int, int]]) -> tuple[list[int], list[int]]:
+    """Sort the nodes of a tree that were found in another order, parents before children.
+
+    Args:
+        found: of every node its depth, its number, its parent's number, and a token or the like;
+            the root has number 0.
+
+    Returns:
+        The parents' places, -1 for the root, and the tokens.
+    """
+    nodes = sorted(found)
+    place = {number: i for i, (_, number, _, _) in enumerate(nodes)}
+    parents = [-1, *(place[above] for _, _, above, _ in nodes[1:])]
+    return parents, [token for *_, token in nodes]
 
 
 def grow_on_host(
@@ -306,6 +318,37 @@ class _GrowingRow:
         place = {0: 0} | {index + 1: node for node, index in enumerate(kept, start=1)}
         parents = [-1, *(place[self.found[index][3]] for index in kept)]
         return [self.root, *(self.found[index][4] for index in kept)], parents
+
+
+@dataclass(frozen=True)
+class TextRows:
+    """Where the rows of a batch stand, for drafters that follow their texts in Python.
+
+    Attributes:
+        rows: what is known of each row's text; its ``extend`` is told the tokens that follow.
+        device: where candidates go.
+    """
+
+    rows: list[Any]
+    device: torch.device
+
+    @staticmethod
+    def start(prefill: Prefill, begin: Callable[[], Any]) -> TextRows:
+        """Read the prompts; ``begin`` makes a row without text."""
+        rows = [begin() for _ in prefill.ids]
+        for row, ids, root in zip(rows, prefill.ids, prefill.root.tolist(), strict=True):
+            row.extend([*ids, root])
+        return TextRows(rows, prefill.root.device)
+
+    def observe(self, result: StepResult) -> TextRows:
+        """Read the tokens gained."""
+        for row, new_tokens in zip(self.rows, result.new_tokens, strict=True):
+            row.extend(new_tokens)
+        return self
+
+    def select(self, rows: Tensor) -> TextRows:
+        """Keep some rows."""
+        return TextRows([self.rows[row] for row in rows.tolist()], self.device)
 
 
 def pack(

@@ -121,7 +121,7 @@ DETERMINISTIC: dict[str, tuple[Callable[[], Drafter], float]] = {
     "coupled tree": (lambda: SampledTreeDrafter(draft(0.04), MIXED, sampling="coupled"), 1.5),
     "lookup": (NgramDrafter, 1),
     "suffix": (lambda: SuffixDrafter(8, per_match=2.0), 1),
-    "whole suffix": (lambda: SuffixDrafter(8, per_match=None), 1),
+    "whole suffix": (lambda: SuffixDrafter(8, per_match=99.0), 1),
     "hybrid": (lambda: HybridDrafter([of_heads("medusa"), NgramDrafter()], 4), 1),
     "windowed": (windowed, 1),
     "cut windowed": (partial(windowed, 4), 1),
