@@ -365,8 +365,7 @@ def _draft_tree(subject: Subject, decode: DecodeConfig, draft: Draft | None) -> 
         return Built(grown, num_nodes, [model])
     shape, _ = sequoia_tree(ASSUMED_RATES, num_nodes, depth)
     coupled = decode.draft_sampling == "coupled"
-    sampling = "coupled" if coupled else "without_replacement"
-    return Built(SampledTreeDrafter(model, shape, sampling=sampling), num_nodes, [model])
+    return Built(SampledTreeDrafter(model, shape, coupled=coupled), num_nodes, [model])
 
 
 BUILDERS: dict[str, Callable[[Subject, DecodeConfig, Draft | None], Built]] = {

@@ -378,12 +378,14 @@ def pack(
             tree = RowTrees.from_lists(parents, depth)
         else:
             tree = RowTrees.from_parents(torch.tensor(parents, device=device), depth)
+    tokens = padded([row for row, _ in rows], width).to(device)
+    probes = None if inputs is None else padded(inputs, width).to(device)
+    return Candidates(tokens, tree, probes=probes)
 
-    def padded(lists: Sequence[Sequence[int]]) -> Tensor:
-        return torch.tensor([[*row, *[-1] * (width - len(row))] for row in lists], device=device)
 
-    tokens = padded([row for row, _ in rows])
-    return Candidates(tokens, tree, probes=None if inputs is None else padded(inputs))
+def padded(rows: Iterable[Sequence[int]], width: int) -> Tensor:
+    """Return rows [B, width], padded with -1 on the right."""
+    return torch.tensor([[*row, *[-1] * (width - len(row))] for row in rows])
 
 
 def _depth_of_last(parents: Sequence[int]) -> int:

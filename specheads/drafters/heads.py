@@ -209,8 +209,7 @@ class HeadsDrafter:
             tokens = self.heads.token_ids(best.index_select(1, level.slots))
             found.append(tokens)
             if walk and number < len(self._levels):
-                inner = tokens if level.inner is None else tokens.index_select(1, level.inner)
-                walk.descend(inner, level.parents)
+                walk.descend(level.with_children(tokens), level.parents)
         return torch.cat(found, dim=1) if len(found) > 1 else found[0]
 
     def _grow_at_once(self, state: HeadsState) -> tuple[RowTrees, Tensor]:
@@ -371,6 +370,10 @@ class Level:
     slots: Tensor
     inner: Tensor | None
     parents: Tensor | None
+
+    def with_children(self, tokens: Tensor) -> Tensor:
+        """Return those of the level's tokens [B, M] that stand at inner nodes, [B, I]."""
+        return tokens if self.inner is None else tokens.index_select(1, self.inner)
 
 
 def levels_of(tree: Tree, sequential: bool, device: torch.device) -> list[Level]:

@@ -137,7 +137,7 @@ def test_the_chain_is_the_draft_models_own_text(
         assert set(paths_of(candidates, row)) == expected
         chains.append(len(chain))
     assert max(chains) > num_passes or num_passes == 1, "no guess of the heads was ever right"
-    assert state.rows.cache.lengths == [len(text) for text in texts]
+    assert state.cache.lengths == [len(text) for text in texts]
     again = drafter.propose(state)
     assert again.tokens.equal(candidates.tokens)
 

@@ -117,8 +117,7 @@ DETERMINISTIC: dict[str, tuple[Callable[[], Drafter], float]] = {
     "coupled": (lambda: DraftModelDrafter(draft(0.015), CONFIDENT, sampling="coupled"), 1.5),
     "tree": (lambda: DraftTreeDrafter(draft(0.04), 12, max_depth=4, width=3), 2),
     "stopping": (lambda: DraftTreeDrafter(draft(0.04), 12, max_depth=4, width=3, min_gain=0.5), 2),
-    "fixed tree": (lambda: SampledTreeDrafter(draft(0.04), MIXED, sampling="none"), 1.5),
-    "coupled tree": (lambda: SampledTreeDrafter(draft(0.04), MIXED, sampling="coupled"), 1.5),
+    "coupled tree": (lambda: SampledTreeDrafter(draft(0.04), MIXED, coupled=True), 1.5),
     "lookup": (NgramDrafter, 1),
     "suffix": (lambda: SuffixDrafter(8, per_match=2.0), 1),
     "whole suffix": (lambda: SuffixDrafter(8, per_match=99.0), 1),
@@ -132,7 +131,6 @@ SAMPLED: dict[str, Callable[[], Drafter]] = {
     "fixed": lambda: DraftModelDrafter(draft(0.015), FixedLength(3), sampling="sampled"),
     "confident": lambda: DraftModelDrafter(draft(0.015), CONFIDENT, sampling="sampled"),
     "without_replacement": lambda: SampledTreeDrafter(draft(0.04), MIXED),
-    "top_and_one": lambda: SampledTreeDrafter(draft(0.04), MIXED, sampling="top_and_one"),
 }
 
 
