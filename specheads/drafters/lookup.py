@@ -243,8 +243,7 @@ class SuffixDrafter:
                 arrived += 1
                 child = (negative * part, level + 1, arrived, token, state, number)
                 heapq.heappush(frontier, child)
-        parents, tokens = by_depth(found)
-        return tokens, parents
+        return by_depth(found)
 
     def observe(self, state: TextRows, result: StepResult) -> TextRows:
         """Read the new tokens."""

@@ -205,5 +205,5 @@ def test_settings_are_checked(draft: PreTrainedModel, heads: MedusaHeads) -> Non
     output = output_layer(draft)
     with pytest.raises(ValueError, match="num_passes must be at least 1"):
         DraftHeadsDrafter(draft, heads, output, TREE, num_passes=0)
-    with pytest.raises(ValueError, match="tree has depth 3, but there are 2 heads"):
+    with pytest.raises(ValueError, match="at most 2, one per head, got 3"):
         DraftHeadsDrafter(draft, heads, output, Tree.chain(3))

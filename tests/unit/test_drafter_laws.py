@@ -111,7 +111,6 @@ DETERMINISTIC: dict[str, tuple[Callable[[], Drafter], float]] = {
         for name, shape in {"static": default_tree(3, 14), "grown": Grown(12)}.items()
     },
     "medusa, two nodes": (partial(of_heads, "medusa", Grown(2)), 1),
-    "medusa, shallow": (partial(of_heads, "medusa", Grown(40, max_depth=2)), 1),
     "cut heads": (lambda: HybridDrafter([of_heads("medusa")], costs=[FREE]), 1),
     "draft": (lambda: DraftModelDrafter(draft(0.015), FixedLength(3)), 1.5),
     "coupled": (lambda: DraftModelDrafter(draft(0.015), CONFIDENT, sampling="coupled"), 1.5),
