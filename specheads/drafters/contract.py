@@ -26,7 +26,7 @@ class Candidates:
         tree: their shape, shared or per row, with N nodes; it may differ from step to step.
         draft_probs: what sampled candidates were drawn from, [B, N, V]: row i is the distribution
             of the first child of node i. None for deterministic candidates.
-        sampling: how siblings were drawn from it, see :mod:`specheads.verification.rejection`.
+        sampling: how siblings were drawn from it, see :mod:`specheads.verification.acceptance`.
         probes: [B, N] what the base model reads, where it reads more than ``tokens``: a node whose
             token is negative and whose probe is not is read, never accepted, and
             ``StepResult.base_tokens`` says what follows it. None: the tokens.

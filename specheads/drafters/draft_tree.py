@@ -34,7 +34,7 @@ from specheads.models.base import output_device
 from specheads.models.draft import vocab_size
 from specheads.models.support import tree_support
 from specheads.system.errors import at_least, check
-from specheads.verification.rejection import sample_siblings
+from specheads.verification.acceptance import sample_siblings
 
 MAX_DEPTH = 6
 

@@ -3,7 +3,7 @@
 What ends a chain may depend on the tokens drafted so far, which are all proposed, and on what was
 accepted in earlier steps. It may not take back a token that was drawn: that would be a choice among
 samples, and the output would no longer be the base model's
-(:func:`specheads.verification.rejection.block`).
+(:func:`specheads.verification.acceptance.block`).
 
 :class:`AdaptiveLength` drafts as many tokens as pay. A draft of n tokens gains
 ``1 + sum_d prod_{j <= d} rate_j`` tokens, where rate_j is how often the j-th is accepted once those

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from specheads.attention.tree import RowTrees, Tree
+from specheads.system.errors import at_least, within
 
 _MASK = (1 << 64) - 1
 _POSITION_STEP = 0xD1B54A32D192ED03 - (1 << 64)  # odd, far from multiples of the token step
@@ -181,6 +182,7 @@ _SUMS = 1e-5  # of float32 sums of probabilities over a vocabulary, relative
 class Chance:
     """The random choices of one verify step, as rules for sampled candidates ask for them.
 
+    Rules take any object with ``accept`` and ``draw``, so that tests can go through every outcome.
     Each is a function of seed, row, root position and site alone. Root positions differ between
     the steps of a row, so no choice is made twice.
 
@@ -229,12 +231,8 @@ class Sampler:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be at least 0, got {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        at_least(self, temperature=0, top_k=0)
+        within(self, top_p="(0, 1]")
 
     def warp(self, logits: Tensor) -> Tensor:
         """Apply temperature, then top-k, then top-p, as transformers does; [..., V] to float32."""
@@ -259,27 +257,6 @@ class Sampler:
         """Return the distributions that are drawn from, [..., V] float32; greedy: the model's."""
         return self.warped(logits).softmax(-1)
 
-    def scores(
-        self, logits: Tensor, positions: Tensor, rows: Sequence[int] | None = None
-    ) -> Tensor:
-        """Return what a draw is the argmax of.
-
-        Args:
-            logits: [B, ..., V].
-            positions: [B, ...], the absolute position of each token that is drawn.
-            rows: [B], which rows of the batch these are, for their seeds.
-
-        Returns:
-            [B, ..., V]; the logits themselves when greedy.
-        """
-        if self.temperature == 0:
-            return logits
-        return self.warp(logits) + gumbel_noise(self.seed, positions, logits.shape[-1], rows)
-
-    def __call__(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """Draw one token per row of logits, [B, ..., V] to [B, ...]; see :meth:`scores`."""
-        return self.scores(logits, positions).argmax(-1)
-
     def tree_scores(
         self,
         logits: Tensor,
@@ -287,7 +264,7 @@ class Sampler:
         root_positions: Sequence[int],
         rows: Sequence[int] | None = None,
     ) -> Tensor:
-        """Return the scores after every node of a tree: as node by node, but faster.
+        """Return what draws after every node of a tree are the argmax of: warped logits and noise.
 
         Nodes of one depth stand at one position and share its noise.
 
@@ -298,7 +275,7 @@ class Sampler:
             rows: [B], which rows of the batch these are, for their seeds.
 
         Returns:
-            [B, N, V].
+            [B, N, V]; the logits themselves when greedy.
         """
         if self.temperature == 0:
             return logits

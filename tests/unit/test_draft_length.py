@@ -17,7 +17,7 @@ from specheads.drafters.length import (
     Length,
     StepCosts,
 )
-from specheads.verification.rejection import block, reject
+from specheads.verification.acceptance import block, reject
 from tests.enumeration import DRAFT_SITES, Outcomes, ToyModel, distance, expected_accepted, verified
 
 EXACT, BROKEN = 1e-9, 1e-3

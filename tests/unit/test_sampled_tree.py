@@ -19,7 +19,7 @@ from specheads.decoding.loop import decode
 from specheads.drafters import draft_model, draft_tree
 from specheads.drafters.contract import Candidates
 from specheads.drafters.draft_tree import SampledTreeDrafter, sequoia_tree
-from specheads.verification.rejection import sample_siblings
+from specheads.verification.acceptance import sample_siblings
 from specheads.verification.sampling import Sampler, draft_noise, gumbel_noise
 from tests.end_to_end.test_distribution import excess
 from tests.enumeration import (

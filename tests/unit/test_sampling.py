@@ -10,6 +10,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from specheads.attention.tree import default_tree
 from specheads.verification.sampling import Sampler, gumbel_noise, noise_ahead
+from tests.sampled import drawn
 
 
 def chi_squared_limit(dof: int) -> float:
@@ -66,10 +67,10 @@ def test_draws_follow_the_softmax(settings: tuple[float, int, float]) -> None:
     sampler = Sampler(temperature, top_k, top_p, seed=11)
     logits = torch.randn(8) * 1.5
     num = 20_000
-    drawn = sampler(logits.expand(1, num, 8), torch.arange(num)[None])
+    found = drawn(sampler, logits.expand(1, num, 8), torch.arange(num)[None])
     probs = sampler.warp(logits).softmax(-1).double()
     kept = probs > 0
-    counts = drawn.flatten().bincount(minlength=8).double()
+    counts = found.flatten().bincount(minlength=8).double()
     assert counts[~kept].sum() == 0
     expected = probs[kept] * num
     statistic = ((counts[kept] - expected) ** 2 / expected).sum()
@@ -92,8 +93,9 @@ def test_drawing_a_tree_is_drawing_its_nodes(temperature: float) -> None:
     sampler = Sampler(temperature, seed=2)
     logits = torch.randn(2, tree.num_nodes, 30)
     start = [5, 17]
-    drawn = sampler.tree_scores(logits, tree, start).argmax(-1)
-    assert drawn.equal(sampler(logits, torch.tensor(start)[:, None] + tree.depths + 1))
+    found = sampler.tree_scores(logits, tree, start).argmax(-1)
+    positions = torch.tensor(start)[:, None] + tree.depths + 1
+    assert found.equal(drawn(sampler, logits, positions))
 
 
 @pytest.mark.parametrize("vocab_size", [5, 300, 9000])
