@@ -18,42 +18,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.attention.cache import TreeCache
-from specheads.attention.tree import RowTrees, Tree
 from specheads.decoding.choose import make_chooser
 from specheads.decoding.loop import next_tokens
 from specheads.decoding.result import DecodedRow, Output
 from specheads.models.forward import ModelPass, pad_rows, thresholds, undisturbed
 from specheads.models.support import tree_support
 from specheads.verification.sampling import Sampler
-
-
-@dataclass(frozen=True)
-class SeededRows(Sampler):
-    """A sampler whose row b draws with ``seeds[b]``, whatever its place in the batch."""
-
-    seeds: Sequence[int] = ()
-
-    def scores(
-        self, logits: Tensor, positions: Tensor, rows: Sequence[int] | None = None
-    ) -> Tensor:
-        """See :meth:`Sampler.scores`."""
-        return super().scores(logits, positions, self._rows(len(logits), rows))
-
-    def tree_scores(
-        self,
-        logits: Tensor,
-        tree: Tree | RowTrees,
-        root_positions: Sequence[int],
-        rows: Sequence[int] | None = None,
-    ) -> Tensor:
-        """See :meth:`Sampler.tree_scores`."""
-        return super().tree_scores(
-            logits, tree, root_positions, self._rows(len(root_positions), rows)
-        )
-
-    def _rows(self, num_rows: int, rows: Sequence[int] | None) -> list[int]:
-        # row r draws with seed + r, and seed is 0
-        return [self.seeds[row] for row in (range(num_rows) if rows is None else rows)]
 
 
 @dataclass(frozen=True)
@@ -103,7 +73,7 @@ class PlainStream:
         self._jobs: list[Job] = []
         self._seeds: list[int] = []
         self._output = Output([], model.device, 0, eos_token_ids=eos_token_ids)
-        seeded = SeededRows(sampler.temperature, sampler.top_k, sampler.top_p, seeds=self._seeds)
+        seeded = replace(sampler, seeds=self._seeds)
         self._chooser = make_chooser(model, self._output, seeded, rounding=support.rounding)
         self._base: ModelPass | None = None
         self._rows: list[int] = []  # of the cache: which jobs they belong to

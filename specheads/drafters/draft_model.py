@@ -217,7 +217,8 @@ class DraftCache:
         after = [len(text) for text in self.texts]  # where the first guess stands
         if coupled:
             whole = max(size, self.vocab_size)  # the base keeps noise of its own vocabulary
-            return noise_ahead(seed, after, num, whole, device, self.rows)[..., :size]
+            seeds = [seed + row for row in self.rows]
+            return noise_ahead(seeds, after, num, whole, device)[..., :size]
         roots = torch.tensor(after, device=device) - 1
         return draft_noise(seed, roots, num, size, self.rows)
 

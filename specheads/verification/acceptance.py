@@ -169,9 +169,9 @@ def reject(
     were drawn as stated, siblings are distinct, and the tree's shape does not depend on what was
     drawn. Levels must be drawn independently of each other given the tokens above; parents of one
     level may share the same draws (as parallel heads do), since at most one of them is ever
-    visited. A rule that goes bottom-up is not exact then. Candidates that were chosen among the drawn ones by
-    their probability are no longer samples; as point masses they stay exact. With l below 1 no
-    token is, given its prefix, more than 1 / l times as likely as under the base model,
+    visited. A rule that goes bottom-up is not exact then. Candidates that were chosen among the
+    drawn ones by their probability are no longer samples; as point masses they stay exact. With l
+    below 1 no token is, given its prefix, more than 1 / l times as likely as under the base model,
     pi(x) <= p(x) / l, with siblings too.
 
     Args:

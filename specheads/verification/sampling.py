@@ -124,12 +124,11 @@ def gumbel(keys: Tensor, num: int) -> Tensor:
 
 
 def noise_ahead(
-    seed: int,
+    seeds: Sequence[int],
     starts: Sequence[int],
     num: int,
     vocab_size: int,
     device: torch.device,
-    rows: Sequence[int] | None = None,
 ) -> Tensor:
     """Return the noise of :func:`gumbel_noise` at ``num`` positions from each row's start on.
 
@@ -137,27 +136,25 @@ def noise_ahead(
     a few hundred numbers cost as much as on some thousands.
 
     Args:
-        seed: row b uses ``seed + b``.
+        seeds: [B], of each row.
         starts: [B], the first position of each row.
         num: positions per row.
         vocab_size: V.
         device: of the noise.
-        rows: [B], which rows these are.
 
     Returns:
         [B, num, V] float32.
     """
-    numbers = range(len(starts)) if rows is None else rows
     size = min(64, _KEPT_NOISE // vocab_size)
     if size < 2 * num:
         positions = torch.tensor(starts, device=device)[:, None] + torch.arange(num, device=device)
-        return gumbel_noise(seed, positions, vocab_size, numbers)
+        return gumbel_noise(0, positions, vocab_size, seeds)
     pieces = []
-    for row, start in zip(numbers, starts, strict=True):
+    for seed, start in zip(seeds, starts, strict=True):
         block, first = divmod(start, size)
-        noise = _noise_block(seed + row, block, size, vocab_size, device)[first : first + num]
+        noise = _noise_block(seed, block, size, vocab_size, device)[first : first + num]
         if len(noise) < num:
-            following = _noise_block(seed + row, block + 1, size, vocab_size, device)
+            following = _noise_block(seed, block + 1, size, vocab_size, device)
             noise = torch.cat([noise, following[: num - len(noise)]])
         pieces.append(noise)
     return torch.stack(pieces) if len(pieces) > 1 else pieces[0][None]
@@ -222,13 +219,15 @@ class Sampler:
         temperature: 0 is greedy.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the fewest tokens that together reach this probability; 1 keeps all.
-        seed: of the noise; unused when greedy.
+        seed: of the noise; row b of a batch draws with ``seed + b``. Unused when greedy.
+        seeds: per row, in place of that.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    seeds: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         at_least(self, temperature=0, top_k=0)
@@ -280,8 +279,10 @@ class Sampler:
         if self.temperature == 0:
             return logits
         starts = [root + 1 for root in root_positions]
+        numbers = range(len(starts)) if rows is None else rows
+        seeds = [self.seeds[row] if self.seeds else self.seed + row for row in numbers]
         num, vocab_size = tree.max_depth + 1, logits.shape[-1]
-        noise = noise_ahead(self.seed, starts, num, vocab_size, logits.device, rows)
+        noise = noise_ahead(seeds, starts, num, vocab_size, logits.device)
         if isinstance(tree, Tree):
             return self.warp(logits) + noise[:, tree.depths]
         each = torch.arange(len(noise), device=logits.device)[:, None]

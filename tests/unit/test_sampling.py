@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from specheads.attention.tree import default_tree
+from specheads.attention.tree import Tree, default_tree
 from specheads.verification.sampling import Sampler, gumbel_noise, noise_ahead
 from tests.sampled import drawn
 
@@ -106,7 +106,7 @@ def test_noise_made_ahead_is_the_positions_own(vocab_size: int) -> None:
             starts, rows = [start, start + 3], [4, 0]
             positions = torch.tensor(starts)[:, None] + torch.arange(num)
             for _ in range(2):  # made, then kept
-                found = noise_ahead(7, starts, num, vocab_size, torch.device("cpu"), rows)
+                found = noise_ahead([11, 7], starts, num, vocab_size, torch.device("cpu"))
                 assert found.equal(gumbel_noise(7, positions, vocab_size, rows))
 
 
@@ -125,7 +125,7 @@ def test_near_ties_are_seen(temperature: float) -> None:
 def test_greedy_takes_the_best() -> None:
     """Prevents noise at temperature 0."""
     logits = torch.randn(1, 9, 30)
-    assert Sampler()(logits, torch.arange(9)[None]).equal(logits.argmax(-1))
+    assert Sampler().tree_scores(logits, Tree.chain(8), [0]).equal(logits)
 
 
 @pytest.mark.parametrize(
