@@ -45,6 +45,7 @@ from specheads.decoding.result import DecodeResult, OnTokens
 from specheads.drafters.contract import Drafter
 from specheads.models.base import end_tokens, input_device
 from specheads.models.support import tree_support
+from specheads.system.errors import check
 from specheads.verification.sampling import Sampler
 
 # what generate() hands on for its own forward passes
@@ -64,21 +65,20 @@ def check_settings(
     Raises:
         ValueError: one line.
     """
-    if (config.num_beams or 1) > 1:
-        raise ValueError(f"num_beams must be 1, got {config.num_beams}")
+    check((config.num_beams or 1) == 1, "num_beams", config.num_beams, "1")
     mode = config.get_generation_mode()
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise ValueError(f"{mode.value} is not available: the drafter proposes, the base decides")
-    for name in ("output_attentions", "output_hidden_states"):
-        if getattr(config, name, None):
-            raise ValueError(f"{name} is not available with a tree of guesses")
-    if (config.guidance_scale or 1) != 1:
-        raise ValueError("guidance_scale is not available: it reads every token a second time")
-    if config.cache_implementation not in (None, "dynamic"):
-        raise ValueError(
-            f"cache_implementation must be 'dynamic', got {config.cache_implementation!r}:"
-            " decoding brings a cache of its own"
-        )
+    plain = mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+    tree, twice = "a step reads a tree of guesses", "it reads every token a second time"
+    for name, given, why in (
+        (mode.value, not plain, "the drafter proposes, the base decides"),
+        ("output_attentions", config.output_attentions, tree),
+        ("output_hidden_states", config.output_hidden_states, tree),
+        ("guidance_scale", (config.guidance_scale or 1) != 1, twice),
+    ):
+        if given:
+            raise ValueError(f"{name} is not available: {why}")
+    cache = config.cache_implementation
+    check(cache in (None, "dynamic"), "cache_implementation", cache, "'dynamic'")
     others = {name for name, value in model_kwargs.items() if value is not None} - _OF_A_PASS
     if others:
         raise ValueError(f"{', '.join(sorted(others))}: only input_ids can be continued")
@@ -215,8 +215,7 @@ class SpecDecoder:
             ValueError: for what a tree of guesses does not go with (beams, other assistants,
                 attentions, hidden states), and what ``generate`` refuses.
         """
-        if input_ids.dim() != 2:
-            raise ValueError(f"input_ids must be [B, P], got {list(input_ids.shape)}")
+        check(input_ids.dim() == 2, "input_ids", list(input_ids.shape), "[B, P]")
         input_ids = input_ids.to(device := input_device(self.base))
         if (mask := settings.get("attention_mask")) is not None:
             settings["attention_mask"] = mask.to(device)
@@ -318,8 +317,7 @@ class SpecDecoder:
         # generate() has put temperature, top-k and top-p among the processors
         if not config.do_sample:
             return Sampler()
-        if seed is None:
-            seed = self.seed
+        seed = self.seed if seed is None else seed
         if seed is None:
             seed = int(torch.randint(2**62, ()))
         return Sampler(temperature=1.0, seed=seed)

@@ -103,7 +103,6 @@ def test_accept_lengths_are_what_was_scripted(llama: PreTrainedModel) -> None:
     assert plain.accept_lengths == [1] * 40
     perfect = decode(llama, ScriptedDrafter(Tree.chain(4), truth, 1.0), ids, max_new_tokens=41)
     assert perfect.accept_lengths == [5] * 8
-    assert perfect.step_ids == [0] + [step for step in range(1, 9) for _ in range(5)]
     never = decode(llama, ScriptedDrafter(Tree.chain(4), truth, 0.0), ids, max_new_tokens=41)
     assert never.accept_lengths == [1] * 40
     assert never.num_steps == plain.num_steps == 40
@@ -121,7 +120,7 @@ def test_the_limit_is_met_exactly(llama: PreTrainedModel, max_new_tokens: int) -
         result = decode(llama, drafter, ids, max_new_tokens=max_new_tokens)
         assert result.sequences.equal(plain.sequences)
         assert not result.finished
-        assert len(result.step_ids) == max_new_tokens == sum(result.accept_lengths) + 1
+        assert max_new_tokens == sum(result.accept_lengths) + 1
 
 
 def test_the_context_may_be_filled_to_the_brim() -> None:
