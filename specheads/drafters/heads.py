@@ -364,7 +364,9 @@ def levels_of(tree: Tree, sequential: bool, device: torch.device) -> list[Level]
         return [Level(num_ranks, every.to(device), None, None)]
 
     def index(places: list[int], num_all: int) -> Tensor | None:
-        return None if places == [*range(num_all)] else torch.tensor(places, device=device)
+        if places == [*range(num_all)]:
+            return None
+        return torch.tensor(places, dtype=torch.long, device=device)
 
     above: list[tuple[int, ...]] = [()]
     levels, parents_of = [], {choice[:-1] for choice in tree.choices}
