@@ -135,22 +135,11 @@ def accept(
         base_tokens, processed, followed = _apply_rule(
             candidates, logits, chooser, rows, acceptance
         )
-    path, num_accepted, next_root, new_tokens = followed
-    result = StepResult(
-        tree=candidates.tree,
-        tokens=candidates.tokens,
-        base_tokens=base_tokens,
-        hidden=hidden,
-        path=path,
-        num_accepted=num_accepted,
-        next_root=next_root,
-        new_tokens=new_tokens,
-        own=candidates.own,
-    )
-    return result, processed
+    tree, tokens, own = candidates.tree, candidates.tokens, candidates.own
+    return StepResult(tree, tokens, base_tokens, hidden, *followed, own), processed
 
 
-# path [B, D+1], num_accepted [B], next_root [B], tokens gained
+# path [B, D+1], num_accepted [B], next_root [B], tokens gained: as they stand in a StepResult
 Followed = tuple[Tensor, Tensor, Tensor, list[list[int]]]
 
 

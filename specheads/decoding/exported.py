@@ -82,9 +82,7 @@ def dynamic_settings(export: Export) -> dict[str, Any]:
 
 def acceptance_rule(decode: DecodeConfig) -> Acceptance:
     """Return the rule that ``decode`` asks for."""
-    return Acceptance(
-        decode.acceptance, epsilon=decode.epsilon, delta=decode.delta, lenience=decode.lenience
-    )
+    return Acceptance(decode.acceptance, decode.epsilon, decode.delta, decode.lenience)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import LongTensor, Tensor
@@ -39,6 +40,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from specheads.attention.cache import TreeCache
+from specheads.config.commands import TextSettings
 from specheads.decoding.accept import Acceptance
 from specheads.decoding.loop import decode
 from specheads.decoding.result import DecodeResult, OnTokens
@@ -128,6 +130,7 @@ def split_rules(
 Decoded = Tensor | GenerateDecoderOnlyOutput
 
 
+@dataclass(eq=False, repr=False)
 class SpecDecoder:
     """A base model and a drafter, ready to decode.
 
@@ -151,28 +154,19 @@ class SpecDecoder:
         ValueError: if the base model cannot verify a tree.
     """
 
-    def __init__(
-        self,
-        base: PreTrainedModel,
-        drafter: Drafter | None,
-        streamer: BaseStreamer | None = None,
-        seed: int | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        acceptance: Acceptance | None = None,
-        *,
-        compile: bool = False,
-    ) -> None:
-        if drafter is not None:
-            tree_support(base)
-        self.base = base
-        self.drafter = drafter
-        self.streamer = streamer
-        self.seed = seed
-        self.tokenizer = tokenizer
-        self.acceptance = acceptance
-        self.compile = compile
-        self.on_tokens: OnTokens | None = None
-        self.last_result: DecodeResult | None = None
+    base: PreTrainedModel
+    drafter: Drafter | None
+    streamer: BaseStreamer | None = None
+    seed: int | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    acceptance: Acceptance | None = None
+    compile: bool = field(default=False, kw_only=True)
+    on_tokens: OnTokens | None = field(default=None, init=False)
+    last_result: DecodeResult | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if self.drafter is not None:
+            tree_support(self.base)
 
     def generate(
         self,
@@ -327,18 +321,6 @@ class SpecDecoder:
             self.streamer.put(torch.tensor(tokens))
         if self.on_tokens is not None:
             self.on_tokens(row, tokens)
-
-
-class TextSettings(Protocol):
-    """How tokens are chosen, as the settings of ``generate`` and ``chat`` say it alike."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    no_repeat_ngram_size: int
-    seed: int
 
 
 def decode_prompts(

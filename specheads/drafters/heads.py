@@ -107,13 +107,18 @@ class HeadsDrafter:
             self.max_depth, self.num_ranks = shape.max_depth, shape.max_rank + 1
             self._levels = levels_of(shape, heads.sequential, self.device)
         else:
-            check_grown(shape, heads)
+            at_least(shape, num_nodes=2, num_ranks=1, width=1)
             self.max_depth, self.width = min(heads.num_heads, shape.num_nodes - 1), shape.width
             # more ranks than nodes can never be used
             self.num_ranks = min(shape.num_ranks, shape.num_nodes - 1, heads.num_outputs)
-            scales = [1 / each for each in shape.temperatures or ()]
-            if any(each != 1 for each in scales):
-                self._scales = torch.tensor(scales, device=self.device)
+            given, expected = (
+                shape.temperatures or [1.0] * heads.num_heads,
+                "positive, one per head",
+            )
+            fitting = len(given) == heads.num_heads and min(given) > 0
+            check(fitting, "temperatures", given, expected)
+            if any(each != 1 for each in given):
+                self._scales = torch.tensor([1 / each for each in given], device=self.device)
         if heads.sequential:
             self._steps = heads.steps(output, embed, self.max_depth)
 
@@ -319,19 +324,6 @@ def check_tree(tree: Tree, heads: Heads) -> None:
     among = "of the vocabulary" if heads.token_map is None else "that the heads guess among"
     expected = f"below the {heads.num_outputs} tokens {among}"
     check(rank < heads.num_outputs, "rank in tree", rank, expected)
-
-
-def check_grown(shape: Grown, heads: Heads) -> None:
-    """Refuse a shape that the heads cannot grow.
-
-    Raises:
-        ConfigError: if a number is out of range, or the number of temperatures is not that of
-            heads.
-    """
-    at_least(shape, num_nodes=2, num_ranks=1, width=1)
-    if (given := shape.temperatures) is not None:
-        fitting = len(given) == heads.num_heads and min(given) > 0
-        check(fitting, "temperatures", [*given], f"{heads.num_heads} positive ones, one per head")
 
 
 @dataclass(frozen=True)

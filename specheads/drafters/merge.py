@@ -86,13 +86,14 @@ class Trie:
         parents: per node the one above; -1 for the root.
         children: per node its children's numbers, by token; by -1 - token where they are probes.
         kinds: per node what is to be learned about it; None for the root and for probes.
+        depths: per node.
     """
 
     def __init__(self, root: int) -> None:
         self.inputs, self.tokens, self.parents = [root], [root], [-1]
         self.children: list[dict[int, int]] = [{}]
         self.kinds: list[Kind | None] = [None]
-        self._depths = [0]
+        self.depths = [0]
 
     def add(
         self, member: int, tokens: Sequence[int], parents: Sequence[int], inputs: Sequence[int]
@@ -129,17 +130,13 @@ class Trie:
                 self.parents.append(above)
                 self.children.append({})
                 self.kinds.append(None)
-                self._depths.append(self._depths[above] + 1)
+                self.depths.append(self.depths[above] + 1)
             where.append(at)
             if not probed:
                 rank = ranks[above] = ranks.get(above, -1) + 1
                 members, _, best, reach = self.kinds[at] or (0, 0, rank, far)
-                self.kinds[at] = members | bit, self._depths[at], min(best, rank), max(reach, far)
+                self.kinds[at] = members | bit, self.depths[at], min(best, rank), max(reach, far)
         return where
-
-    def depth(self, nodes: Sequence[int]) -> int:
-        """Return the depth of the deepest of some nodes; -1 stands for none."""
-        return max((self._depths[node] for node in nodes if node >= 0), default=0)
 
     def values(self, rates: Rates) -> list[float]:
         """Return per node how likely its whole path is to be accepted; 1 for probes."""
@@ -311,8 +308,8 @@ class HybridState:
         tries: from a proposal to its result: per row all guesses, those that were left out too.
         where: likewise [members][B][n], where each member's nodes stand in the tries; -1 for
             padding.
-        places: likewise per row and node of its trie the place in the merged tree; -1 where left
-            out.
+        places: likewise per row, by nodes of its trie, where they stand in the merged tree; not of
+            those that were left out.
     """
 
     members: list[Any]
@@ -320,7 +317,7 @@ class HybridState:
     values: list[DrafterValues]
     tries: list[Trie] = field(default_factory=list)
     where: list[list[list[int]]] = field(default_factory=list)
-    places: list[list[int]] = field(default_factory=list)
+    places: list[dict[int, int]] = field(default_factory=list)
 
 
 _UNSAMPLED = (
@@ -418,7 +415,7 @@ class HybridDrafter:
                 own = trie.add(number, tokens[row], parents[row], inputs[row])
                 where[number][row] = own
                 if price:
-                    cost = price * trie.depth(own)
+                    cost = price * max(trie.depths[node] for node in own if node >= 0)
                     spent[row] += cost
                     gained = trie.promise(trie.values(rates)) - trie.promise(before)
                     state.values[row].learn(number, gained, cost, trie.chance(before))
@@ -445,15 +442,13 @@ class HybridDrafter:
         spent: Sequence[float],
         rates: Sequence[Rates],
         device: torch.device,
-    ) -> tuple[Candidates, list[list[int]]]:
-        """Return what is to be verified, and per row and node of its trie the place in it."""
+    ) -> tuple[Candidates, list[dict[int, int]]]:
+        """Return what is to be verified, and per row where in it nodes of its trie stand."""
         rows, inputs, places = [], [], []
         for trie, paid, each in zip(tries, spent, rates, strict=True):
             costs = [paid + cost for cost in self._verify]
             order = trie.order(trie.values(each), self.num_nodes, costs)
-            place = [-1] * len(trie.inputs)
-            for new, node in enumerate(order):
-                place[node] = new
+            place = {node: new for new, node in enumerate(order)}
             places.append(place)
             parents = [-1, *(place[trie.parents[node]] for node in order[1:])]
             rows.append(([trie.tokens[node] for node in order], parents))
@@ -467,16 +462,18 @@ class HybridDrafter:
         """Tell every member, and where its nodes were; learn who was right."""
         num_rows, device = len(state.rates), result.tokens.device
         # without a proposal, as where another hybrid has not asked this one, there are no nodes
-        step = zip(result.places, state.places or [[]] * num_rows, strict=True)
-        # per row and node of its trie the place in the tree that was verified; the last -1 is that
-        # of padding, which stands at index -1
-        places = [
-            [own[node] if 0 <= node < len(own) else -1 for node in row] + [-1] for own, row in step
+        # what was left out of the merged tree, or of what was verified of it, stands nowhere
+        rows = [
+            {node: own[place] for node, place in places.items() if place < len(own)}
+            for own, places in zip(result.places, state.places or [{}] * num_rows, strict=True)
         ]
         members = []
         of_members = state.where or [[[]] * num_rows] * len(self.members)
         for member, before, where in zip(self.members, state.members, of_members, strict=True):
-            nodes = [[place[at] for at in row] for place, row in zip(places, where, strict=True)]
+            nodes = [
+                [place.get(node, -1) for node in row]
+                for place, row in zip(rows, where, strict=True)
+            ]
             told = replace(result, own=torch.tensor(nodes, dtype=torch.long, device=device))
             members.append(member.observe(before, told))
         for trie, rates, new in zip(state.tries, state.rates, result.new_tokens, strict=False):

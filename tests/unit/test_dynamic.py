@@ -184,7 +184,7 @@ def test_settings_are_checked(
     _, heads, output = medusa
     with pytest.raises(ValueError, match="num_nodes must be at least 2"):
         HeadsDrafter(heads, output, Grown(1))
-    with pytest.raises(ValueError, match="3 positive ones, one per head"):
+    with pytest.raises(ValueError, match="temperatures must be positive, one per head"):
         HeadsDrafter(heads, output, Grown(8, temperatures=[1.0, 1.0]))
     with pytest.raises(ValueError, match="temperatures must be"):
         HeadsDrafter(heads, output, Grown(8, temperatures=[1.0, 0.0, 1.0]))

@@ -142,5 +142,5 @@ def test_settings_are_checked(tiny_llama: LlamaForCausalLM) -> None:
     heads = build(tiny_llama, "hydra")
     with pytest.raises(ValueError, match="width must be at least 1, got 0"):
         drafter_of(tiny_llama, heads, 8, width=0)
-    with pytest.raises(ValueError, match="3 positive ones, one per head"):
+    with pytest.raises(ValueError, match="temperatures must be positive, one per head"):
         drafter_of(tiny_llama, heads, 8, temperatures=[1.0, 1.0])
