@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 import torch
@@ -96,9 +96,7 @@ class Conversation:
         self.tokenizer = decoder.tokenizer
         self.cache = TreeCache()
         self._encode = Encoder(self.tokenizer)
-        self._plain = SpecDecoder(
-            decoder.base, None, tokenizer=self.tokenizer, compile=decoder.compile
-        )
+        self._plain = replace(decoder, drafter=None)
         self.messages: list[dict[str, str]] = []
         if config.system:
             self.set_system(config.system)

@@ -127,9 +127,6 @@ def split_rules(
     return max_length, tuple(eos), others
 
 
-Decoded = Tensor | GenerateDecoderOnlyOutput
-
-
 @dataclass(eq=False, repr=False)
 class SpecDecoder:
     """A base model and a drafter, ready to decode.
@@ -252,7 +249,7 @@ class SpecDecoder:
         stop_strings: str | list[str] | None = None,
         seed: int | None = None,
         **model_kwargs: Any,
-    ) -> Decoded:
+    ) -> Tensor | GenerateDecoderOnlyOutput:
         """Serve ``model.generate(..., custom_generate=self)``.
 
         The names in this signature matter: ``generate`` hands over those that are not its own

@@ -346,6 +346,5 @@ def copy_for_row(called: Any, row: int, what: str) -> Any:
 
 def _changed(processor: Any, **attributes: object) -> Any:
     changed = copy.copy(processor)
-    for name, value in attributes.items():
-        setattr(changed, name, value)
+    vars(changed).update(attributes)
     return changed

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -100,19 +101,14 @@ class DraftHeadsDrafter:
         with capture_hidden(self.draft, self._inner.taps) as captured:
             heads = self._read(state, captured)
             certain = list(cache.lengths)
-            chains = [[token] for token in heads.root.tolist()]
+            roots = zip(cache.texts, heads.root.tolist(), strict=True)
+            chains = [[text[-1], token] for text, token in roots]
             for _ in range(self.num_passes - 1):
                 heads = self._pass(cache, heads, chains, captured)
             cache.forward.cache.shorten(certain)
         ends = self._inner.propose(heads).tokens.tolist()
-        texts = zip(cache.texts, chains, ends, limits, strict=True)
-        return pack(
-            [
-                self._hang([text[-1], *chain], end, limit, cache.vocab_size)
-                for text, chain, end, limit in texts
-            ],
-            root.device,
-        )
+        rows = map(self._hang, chains, ends, limits, repeat(cache.vocab_size))
+        return pack(list(rows), root.device)
 
     def _read(self, state: DraftHeadsState, captured: Captured) -> HeadsState:
         """Let the draft model and its heads read what they have not; return where heads stand."""
@@ -167,20 +163,13 @@ class DraftHeadsDrafter:
             new_tokens: per row what the draft model says after each of them.
             captured: the pass's hidden states.
         """
-        device = heads.root.device
-        # of the tree and its tokens heads are told nothing but the path
+        device, hidden = heads.root.device, dict(captured.at)
         root = torch.tensor([new[-1] for new in new_tokens], device=device)
-        result = StepResult(
-            tree=self.tree,
-            tokens=root[:, None],
-            base_tokens=root[:, None],
-            hidden=dict(captured.at),
-            path=padded(paths, max(map(len, paths))).to(device),
-            num_accepted=torch.tensor([len(path) - 1 for path in paths], device=device),
-            next_root=root,
-            new_tokens=new_tokens,
-        )
-        return self._inner.observe(heads, result)
+        path = padded(paths, max(map(len, paths))).to(device)
+        num_accepted = torch.tensor([len(path) - 1 for path in paths], device=device)
+        nothing = root[:, None]  # of the tree and its tokens heads are told the path alone
+        told = StepResult(self.tree, nothing, nothing, hidden, path, num_accepted, root, new_tokens)
+        return self._inner.observe(heads, told)
 
     def _hang(self, chain: list[int], end: list[int], limit: int, vocab_size: int) -> OneTree:
         """Return a chain with the heads' tree below its end, cut at a depth.

@@ -143,8 +143,6 @@ class DraftCache:
             return self.forward.read(tokens, counts)
         logits = self.forward.verify(tokens, Tree.chain(width - 1))
         cache.extend(counts)
-        if len(counts) == 1:
-            return logits[:, -1]
         rows = torch.arange(len(counts), device=logits.device)
         return logits[rows, torch.tensor(counts, device=logits.device) - 1]
 

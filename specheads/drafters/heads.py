@@ -111,12 +111,9 @@ class HeadsDrafter:
             self.max_depth, self.width = min(heads.num_heads, shape.num_nodes - 1), shape.width
             # more ranks than nodes can never be used
             self.num_ranks = min(shape.num_ranks, shape.num_nodes - 1, heads.num_outputs)
-            given, expected = (
-                shape.temperatures or [1.0] * heads.num_heads,
-                "positive, one per head",
-            )
+            given = shape.temperatures or [1.0] * heads.num_heads
             fitting = len(given) == heads.num_heads and min(given) > 0
-            check(fitting, "temperatures", given, expected)
+            check(fitting, "temperatures", given, "positive, one per head")
             if any(each != 1 for each in given):
                 self._scales = torch.tensor([1 / each for each in given], device=self.device)
         if heads.sequential:

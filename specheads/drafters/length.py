@@ -307,12 +307,6 @@ class AdaptiveLength:
         return right > self._bars[len(probs)]
 
     def observe(self, state: TextRates, num_proposed: int, num_accepted: int) -> TextRates:
-        """Return the state after a step.
-
-        Raises:
-            ValueError: if more were accepted than proposed.
-        """
-        if not 0 <= num_accepted <= num_proposed:
-            raise ValueError(f"{num_accepted} tokens accepted of {num_proposed} proposed")
+        """Return the state after a step."""
         tried = range(min(num_accepted + 1, num_proposed))
         return state.after({depth: depth < num_accepted for depth in tried}, self.memory)
