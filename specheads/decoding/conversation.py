@@ -27,7 +27,6 @@ from specheads.models.base import context_length
 from specheads.system.terminal import harmless
 
 OnStep = Callable[[list[int]], None]
-NO_LIMIT = 1 << 30
 
 
 class StopTurnError(Exception):
@@ -175,7 +174,7 @@ class Conversation:
         Raises:
             ConfigError: if none.
         """
-        context = context_length(self.decoder.base) or NO_LIMIT
+        context = context_length(self.decoder.base) or 1 << 30
         if len(prompt) >= context:
             raise ConfigError(
                 f"the conversation is {len(prompt)} tokens, but the base model's context is"

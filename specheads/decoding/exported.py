@@ -217,13 +217,7 @@ def check_drafter(decode: DecodeConfig, *, has_heads: bool) -> list[str]:
     return names
 
 
-def choose_drafter(
-    subject: Subject,
-    decode: DecodeConfig,
-    *,
-    draft: Draft | None = None,
-    trust_remote_code: bool = False,
-) -> Chosen:
+def choose_drafter(subject: Subject, decode: DecodeConfig, *, draft: Draft | None = None) -> Chosen:
     """Make the drafter that ``decode`` asks for; several are merged into one tree.
 
     With ``decode.draft_tokens=0`` the costs of the draft model are clocked first, for a second or
@@ -234,7 +228,6 @@ def choose_drafter(
         subject: the base model, its tokenizer, and its heads, if any.
         decode: the settings.
         draft: the model of ``decode.draft``, if it is loaded already.
-        trust_remote_code: run modelling code that comes with a draft model.
 
     Raises:
         ConfigError: if something asked for is not there, does not fit the base model, or cannot be
@@ -242,7 +235,7 @@ def choose_drafter(
     """
     names = check_drafter(decode, has_heads=subject.export is not None)
     if draft is None and any(DRAFTERS[name] == "draft" for name in names):
-        draft = draft_model(subject, decode, trust_remote_code=trust_remote_code)
+        draft = draft_model(subject, decode)
     members = [_member(name, subject, decode, draft) for name in names]
     if len(members) == 1:
         return members[0]
@@ -257,9 +250,7 @@ def choose_drafter(
     return Chosen("+".join(names), merged, num_nodes, models)
 
 
-def draft_model(
-    subject: Subject, decode: DecodeConfig, *, trust_remote_code: bool = False
-) -> Draft:
+def draft_model(subject: Subject, decode: DecodeConfig) -> Draft:
     """Load ``decode.draft`` with the base's dtype, where the base reads its tokens.
 
     Returns:
@@ -269,11 +260,7 @@ def draft_model(
         ConfigError: if it cannot be loaded, or has another tokenizer.
     """
     path = decode.draft
-    options: dict[str, Any] = {
-        "dtype": subject.base.dtype,
-        "device": input_device(subject.base),
-        "trust_remote_code": trust_remote_code,
-    }
+    options: dict[str, Any] = {"dtype": subject.base.dtype, "device": input_device(subject.base)}
     if not Path(path).is_dir() or is_plain_model(path):
         return load_draft(path, tokenizer=subject.tokenizer, where="decode.draft", **options)
     export = load_export(path, **options)

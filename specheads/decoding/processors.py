@@ -291,8 +291,6 @@ def _for_row(
     """Return the processor for one row's own text."""
     kind, padding = type(processor), num_prompt_tokens - len(prompts[row])
     if kind in LENGTHS:
-        if not padding:
-            return processor
         name = LENGTHS[kind]
         return _changed(processor, **{name: getattr(processor, name) - padding})
     if kind is theirs.RepetitionPenaltyLogitsProcessor:

@@ -402,5 +402,4 @@ def _ask(
 def _draft_probs(probs_of: Sequence[Tensor], vocab_size: int) -> Tensor:
     """Return [B, n + 1, V] of the base's vocabulary from n times [B, V']; the last are zeros."""
     probs = torch.stack([*probs_of, torch.zeros_like(probs_of[0])], dim=1)
-    missing = vocab_size - probs.shape[-1]
-    return F.pad(probs, (0, missing)) if missing > 0 else probs
+    return F.pad(probs, (0, max(0, vocab_size - probs.shape[-1])))

@@ -185,15 +185,9 @@ class HeadsDrafter:
             memory=None if state.memory is None else state.memory.select(rows),
         )
 
-    def _walk(self, state: HeadsState) -> Walk:
+    def _walk(self, state: HeadsState) -> Any:
         """Return sequential heads at the roots."""
-        found: Walk = state.predict.begin(state.hidden, state.root.to(self.device), state.memory)
-        return found
-
-    def _at_once(self, state: HeadsState) -> Tensor:
-        """Return the logits of parallel heads, [D, B, V']."""
-        logits: Tensor = state.predict(state.hidden)
-        return logits[: self.max_depth]
+        return state.predict.begin(state.hidden, state.root.to(self.device), state.memory)
 
     def _fill(self, state: HeadsState) -> Tensor:
         """Return the guesses [B, N - 1] at the nodes of the static tree."""
@@ -201,7 +195,7 @@ class HeadsDrafter:
         found = []
         for number, level in enumerate(self._levels, start=1):
             # parallel heads have one level, in which all of them guess
-            logits = walk.logits() if walk else self._at_once(state)
+            logits = walk.logits() if walk else state.predict(state.hidden)[: self.max_depth]
             best = logits.topk(level.num_ranks, dim=-1).indices
             best = (best if walk else best.transpose(0, 1)).flatten(1)
             tokens = self.heads.token_ids(best.index_select(1, level.slots))
@@ -212,7 +206,7 @@ class HeadsDrafter:
 
     def _grow_at_once(self, state: HeadsState) -> tuple[RowTrees, Tensor]:
         """Grow trees of parallel heads; return them and the guesses [B, N - 1]."""
-        logits = self._at_once(state).float()
+        logits = state.predict(state.hidden)[: self.max_depth].float()
         if self._scales is not None:
             logits = logits * self._scales[: self.max_depth, None, None]
         log_probs, places = best_guesses(logits, self.num_ranks)  # [D, B, R]

@@ -59,8 +59,7 @@ class Rates:
 
     def of(self, kind: Kind) -> float:
         """Return the rate of a kind, in 0..1."""
-        found = self._known.get(kind)
-        return _prior(kind) if found is None else found[0]
+        return self._known[kind][0] if kind in self._known else _prior(kind)
 
     def learn(self, kind: Kind, right: bool) -> None:
         """Take note of one guess that was right, or not."""
