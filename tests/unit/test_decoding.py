@@ -32,6 +32,7 @@ from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
 from specheads.models.support import tree_support
 from specheads.verification.sampling import Sampler
+from tests.sampled import drawn
 from tests.scripted import MODELS, VOCAB, ScriptedDrafter, build, pretend_rounding
 
 TREES = {
@@ -320,8 +321,8 @@ def test_long_texts_outgrow_the_cache_unharmed(llama: PreTrainedModel) -> None:
     ids = prompt(30)
     plain = plain_decode(llama, ids, max_new_tokens=226, sampler=Sampler(1.0, seed=1))
     full = llama(plain.sequences[:, :-1]).logits[0, 29:]
-    noise = Sampler(1.0, seed=1)
-    assert noise(full[None], torch.arange(30, 256)[None])[0].tolist() == plain.new_tokens
+    chosen = drawn(Sampler(1.0, seed=1), full[None], torch.arange(30, 256)[None])
+    assert chosen[0].tolist() == plain.new_tokens
     drafter = ScriptedDrafter(TREES["grown"], plain.sequences[0].tolist(), 0.8)
     result = decode(llama, drafter, ids, max_new_tokens=226, sampler=Sampler(1.0, seed=1))
     assert result.sequences.equal(plain.sequences)
