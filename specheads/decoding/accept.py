@@ -190,8 +190,7 @@ def follow_on_host(
     width = tree.max_depth + 1
     path = padded(paths, width)
     gained = [[row[node] for node in nodes] for row, nodes in zip(drawn, paths, strict=True)]
-    longest = max(map(len, paths))
-    tied = near_ties(path[:, :longest]).long().tolist()
+    tied = near_ties(path[:, : max(map(len, paths))]).long().tolist()
     num_accepted = torch.tensor([len(nodes) - 1 for nodes in paths])
     next_root = torch.tensor([tokens[-1] for tokens in gained])
     return (path, num_accepted, next_root, gained), tied

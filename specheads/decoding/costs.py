@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -254,8 +255,8 @@ class Blank:
 
     def propose(self, state: Tensor) -> Candidates:
         """Return the root and padding, which is read like any token and never accepted."""
-        padding = state.new_full((len(state), self.num_tokens), -1)
-        return Candidates(torch.cat([state[:, None], padding], dim=1), Tree.chain(self.num_tokens))
+        tokens = F.pad(state[:, None], (0, self.num_tokens), value=-1)
+        return Candidates(tokens, Tree.chain(self.num_tokens))
 
     def observe(self, state: Tensor, result: StepResult) -> Tensor:
         """Return the new roots."""
@@ -335,15 +336,6 @@ def drafting_costs(steps: Mapping[int, float], verify: CostCurve) -> tuple[float
         products = sum(n * each for n, each in zip(sizes, over, strict=True))
         return max(0.0, products / sum(n * n for n in sizes)), 0.0
     return slope, overhead
-
-
-def best_length(speedups: Sequence[float]) -> int:
-    """Return the number of guesses with the largest speed-up; of equals the smallest.
-
-    Args:
-        speedups: of 1, 2, ... guesses.
-    """
-    return 1 + max(range(len(speedups)), key=speedups.__getitem__)
 
 
 _NUM_TOKENS, _REPEATS, _PROMPT = 16, 5, 16

@@ -26,6 +26,7 @@ import torch
 from torch import FloatTensor, LongTensor, Tensor, nn
 from transformers import LogitsProcessorList, PreTrainedTokenizerBase
 from transformers.generation import logits_process as theirs
+from transformers.generation import stopping_criteria
 
 from specheads.attention.tree import RowTrees, Tree, batched
 from specheads.drafters.contract import Candidates
@@ -90,6 +91,10 @@ STATELESS = {
     theirs.NoRepeatNGramLogitsProcessor,
     theirs.RepetitionPenaltyLogitsProcessor,
     theirs.SequenceBiasLogitsProcessor,
+    stopping_criteria.EosTokenCriteria,
+    stopping_criteria.MaxLengthCriteria,
+    stopping_criteria.MaxTimeCriteria,
+    stopping_criteria.StopStringCriteria,
 }
 
 
@@ -122,8 +127,6 @@ class RowProcessors:
 
         It has their temperature, top-k and top-p; what looks at the text, and rarer cuts, it lacks.
         """
-        if sampler.temperature == 0:
-            return sampler
         top_k, top_p = sampler.top_k, sampler.top_p
         for each in (*self.rows[0], *self.rest):
             if type(each) is theirs.TopKLogitsWarper:
@@ -313,13 +316,11 @@ def _for_row(
     if kind is theirs.PrefixConstrainedLogitsProcessor:
         allowed = processor._prefix_allowed_tokens_fn
         return _changed(processor, _prefix_allowed_tokens_fn=lambda _row, ids: allowed(row, ids))
-    if kind in STATELESS:
-        return processor
     return copy_for_row(processor, row, "logits processor")
 
 
 def copy_for_row(called: Any, row: int, what: str) -> Any:
-    """Return a copy of what may keep a state, for any row but the first; models are shared.
+    """Return a copy, for any row but the first, of what may keep a state; models are shared.
 
     Args:
         called: a logits processor, a stopping criterion.
@@ -329,7 +330,7 @@ def copy_for_row(called: Any, row: int, what: str) -> Any:
     Raises:
         ValueError: if it cannot be copied.
     """
-    if row == 0:
+    if row == 0 or type(called) in STATELESS:
         return called
     heavy = (nn.Module, PreTrainedTokenizerBase)
     memo = {id(v): v for v in getattr(called, "__dict__", {}).values() if isinstance(v, heavy)}

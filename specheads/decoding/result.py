@@ -8,13 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-    PreTrainedModel,
-    StopStringCriteria,
-)
+from transformers import PreTrainedModel
 
 from specheads.attention.cache import TreeCache
 from specheads.decoding.processors import copy_for_row
@@ -25,8 +19,6 @@ from specheads.verification.sampling import Sampler
 
 OnTokens = Callable[[int, list[int]], None]
 Stopping = Callable[..., Tensor]  # transformers: (input_ids [B, T], scores) -> [B] bool
-# exact types: a subclass may do anything
-_STATELESS = {EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria}
 
 
 @dataclass
@@ -175,12 +167,8 @@ class Output:
         self.rows.append(DecodedRow())
         self.texts.append(list(prompt))
         self.limits.append(max_new_tokens)
-        self.criteria.append(
-            [
-                each if type(each) in _STATELESS else copy_for_row(each, row, "stopping criterion")
-                for each in self._rules
-            ]
-        )
+        own = [copy_for_row(each, row, "stopping criterion") for each in self._rules]
+        self.criteria.append(own)
         if self.kept is not None:
             self.kept.append([])
 

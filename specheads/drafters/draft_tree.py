@@ -83,13 +83,11 @@ class DraftTreeDrafter:
         width: int = WIDTH,
         min_gain: float = 0.0,
     ) -> None:
-        self.draft, self.num_nodes, self.max_depth = draft, num_nodes, max_depth
-        self.num_ranks, self.width, self.min_gain = num_ranks, width, min_gain
+        self.draft, self.num_nodes, self.width, self.min_gain = draft, num_nodes, width, min_gain
+        self.max_depth = min(max_depth, num_nodes - 1)
+        self.num_ranks = min(num_ranks, num_nodes - 1)
         at_least(self, num_nodes=2, max_depth=1, num_ranks=1, width=1, min_gain=0)
         check_reads_trees(draft)
-        self.max_depth, self.num_ranks = (
-            min(each, num_nodes - 1) for each in (max_depth, num_ranks)
-        )
         self._latest: DraftCache | None = None  # a conversation may go on
 
     def start(self, prefill: Prefill) -> DraftCache:
