@@ -166,6 +166,8 @@ def _walk_down(
             first = tied[i].index(1)
             text = [*rows.texts[i], *gained[i][:first]]
             scores[i, path[i, first]] = chooser.settle(rows.numbers[i], text)[0].to(scores)
+        # only the first near-tie is settled: what it gives may lead down another path, so the walk
+        # is begun anew
         scored = scored._replace(scores=scores)
 
 

@@ -86,7 +86,8 @@ class DraftCache:
                 self.forward.cache, previous.forward.cache = held, self.forward.cache
                 held.tokens = previous.texts
                 held.align(self.texts)
-                held.tokens = []  # kept here
+                # the texts are kept here, where they grow without the cache being told
+                held.tokens = []
 
     @property
     def lengths(self) -> list[int]:

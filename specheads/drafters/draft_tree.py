@@ -209,6 +209,7 @@ class SampledTreeDrafter:
                 draws = noise[:, num_read : inner.num_nodes]  # each inner node has its own
                 guesses = sample_siblings(probs_of[-1], level.num_ranks, draws)
             num_read = inner.num_nodes
+            # a node with fewer children takes the front: more guesses begin as fewer ones do
             tokens_of.append(guesses.flatten(1).index_select(1, level.slots))
             read = torch.cat([read, level.with_children(tokens_of[-1])], dim=1)
         tokens = torch.cat(tokens_of, dim=1)

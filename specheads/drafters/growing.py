@@ -140,6 +140,8 @@ def grow(
     kept = every.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes].sort(dim=1).values
     above = _starts_above(tuple(level.shape[1] for level in below), roots.device)
     flat = torch.cat(below, dim=1).gather(1, kept)
+    # kept is ascending, so that bisection finds each parent's new place; it is kept for certain,
+    # since no child is worth more than its parent
     parents = torch.searchsorted(kept, above[kept] + flat // num_ranks)
     parents[:, 0] = -1
     return parents, torch.cat(tokens, dim=1).gather(1, kept), every.gather(1, kept)

@@ -141,6 +141,7 @@ class Trie:
         """Return per node how likely its whole path is to be accepted; 1 for probes."""
         values = [1.0] * len(self.kinds)
         for above, children in enumerate(self.children):
+            # at most one sibling is right: a rate counts for what the better ones leave over
             left = values[above]
             for rate, child in self._siblings(children.values(), rates):
                 values[child] = left * rate

@@ -213,6 +213,8 @@ def reject(
         if draft is not None and sampling == "without_replacement":
             drawn_from = draft
         elif draft is not None and sampling != "none":
+            # only the first sibling was drawn from it: what was refused says nothing of the others,
+            # which would have stood here whatever was drawn
             drawn_from = torch.where(untested[:, None], draft, drawn_from)
         drawn_from = drawn_from * lenience
         ratio = (residual.gather(1, index) / drawn_from.gather(1, index))[:, 0]
