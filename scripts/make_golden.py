@@ -173,7 +173,8 @@ def choice_gap(export: Export, case: dict[str, Any], new: list[int]) -> float:
     sampler = Sampler(temperature=case["temperature"], seed=case["seed"])
     with torch.no_grad():
         logits = export.base(ids).logits[0, len(prompt) - 1 : -1]
-    scores = sampler.scores(logits[None], torch.arange(len(prompt), ids.shape[1])[None], [0])[0]
+    chain = Tree.chain(len(logits) - 1)
+    scores = sampler.tree_scores(logits[None], chain, [len(prompt) - 1])[0]
     best = scores.topk(2, dim=-1)
     assert best.indices[:, 0].tolist() == new
     return float((best.values[:, 0] - best.values[:, 1]).min())

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from specheads.drafters.lookahead import NgramPool
-from specheads.drafters.lookup import NgramDrafter, NgramRow, SuffixAutomaton
+from specheads.drafters.lookup import NgramRow, SuffixAutomaton
 
 State = TypeVar("State")
 Tokens = NDArray[np.integer[Any]]
@@ -183,18 +183,14 @@ class NgramProposer(Proposer[NgramRow]):
     max_ngram = 8  # longest suffix to look up; shorter ones are tried after it
     min_ngram = 1
 
-    def __init__(self, vllm_config: Any) -> None:
-        super().__init__(vllm_config)
-        self._drafter = NgramDrafter(self.max_ngram, self.num_tokens, self.min_ngram)
-
     def _begin(self) -> NgramRow:
-        return NgramRow()
+        return NgramRow(self.max_ngram, self.num_tokens, self.min_ngram)
 
     def _extend(self, state: NgramRow, new: list[int]) -> None:
-        self._drafter.extend(state, new)
+        state.extend(new)
 
     def _guess(self, state: NgramRow, limit: int) -> list[int]:
-        return self._drafter.look_up(state)[:limit]
+        return state.look_up()[:limit]
 
 
 class SuffixProposer(Proposer[SuffixAutomaton]):
@@ -211,8 +207,7 @@ class SuffixProposer(Proposer[SuffixAutomaton]):
         return SuffixAutomaton()
 
     def _extend(self, state: SuffixAutomaton, new: list[int]) -> None:
-        for token in new:
-            state.extend(token)
+        state.extend(new)
 
     def _guess(self, state: SuffixAutomaton, limit: int) -> list[int]:
         here = state.match

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specheads.verification.sampling import Sampler
+from tests.sampled import drawn
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class PublishedLookahead:
             position_ids=at,
             use_cache=False,
         ).logits
-        said = self.sampler(logits, at + 1)[0].tolist()
+        said = drawn(self.sampler, logits, at + 1)[0].tolist()
         last = len(self.window) - 1
         row = [said[i] for (r, _), i in sorted(place.items()) if r == last]
         return (

@@ -9,8 +9,16 @@ from torch import Tensor
 
 from specheads.attention.tree import Tree
 from specheads.drafters.contract import Candidates, Prefill, StepResult
-from specheads.verification.rejection import sample_siblings, sample_top_and_one
-from specheads.verification.sampling import draft_noise
+from specheads.verification.acceptance import sample_siblings, sample_top_and_one
+from specheads.verification.sampling import Sampler, draft_noise, gumbel_noise
+
+
+def drawn(sampler: Sampler, logits: Tensor, positions: Tensor) -> Tensor:
+    """Return what the base model draws from logits [B, ..., V] at positions [B, ...]."""
+    if sampler.temperature == 0:
+        return logits.argmax(-1)
+    noise = gumbel_noise(sampler.seed, positions, logits.shape[-1])
+    return (sampler.warp(logits) + noise).argmax(-1)
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,17 @@ from specheads.attention.tree import Tree
 from specheads.decoding.choose import Chooser
 from specheads.decoding.result import Rows
 from specheads.drafters.contract import Candidates, StepResult
-from specheads.verification.acceptance import merge_siblings, walk, walk_on_host
-from specheads.verification.lossy import check_lenience, lenient, lenient_greedy, typical
-from specheads.verification.rejection import Randomness, block, reject
+from specheads.drafters.growing import padded
+from specheads.system.errors import at_least, one_of, within
+from specheads.verification.acceptance import (
+    block,
+    lenient_greedy,
+    merge_siblings,
+    reject,
+    typical,
+    walk,
+    walk_on_host,
+)
 from specheads.verification.sampling import Chance
 
 RULES = ("exact", "walk", "lossy_typical", "lossy_lenient")
@@ -37,9 +45,9 @@ class Acceptance:
             siblings, block verification for sampled chains.
             walk: sample-and-walk for all; with a seed, the tokens of plain decoding even where
             candidates are sampled.
-            lossy_typical, lossy_lenient: NOT the base model's distribution, see
-            :mod:`specheads.verification.lossy`. At temperature 0 they compare likelihoods at
-            temperature 1.
+            lossy_typical, lossy_lenient: NOT the base model's distribution, see ``typical`` and
+            ``reject`` in :mod:`specheads.verification.acceptance`. At temperature 0 they compare
+            likelihoods at temperature 1.
         epsilon: of lossy_typical; larger is stricter.
         delta: of lossy_typical; larger is stricter.
         lenience: of lossy_lenient; 1 is exact, smaller accepts more.
@@ -51,13 +59,9 @@ class Acceptance:
     lenience: float = 0.5
 
     def __post_init__(self) -> None:
-        if self.rule not in RULES:
-            raise ValueError(f"acceptance rule must be one of {RULES}, got {self.rule!r}")
-        if self.epsilon < 0 or self.delta < 0:
-            raise ValueError(
-                f"epsilon and delta must be at least 0, got {self.epsilon} and {self.delta}"
-            )
-        check_lenience(self.lenience)
+        one_of("acceptance rule", self.rule, *RULES)
+        at_least(self, epsilon=0, delta=0)
+        within(self, lenience="(0, 1]")
 
     @property
     def lossless(self) -> bool:
@@ -70,7 +74,7 @@ class Acceptance:
         return self.rule == "walk" or (self.rule == "exact" and (greedy or not sampled))
 
     def decide(
-        self, candidates: Candidates, base_probs: Tensor, chance: Randomness, *, greedy: bool
+        self, candidates: Candidates, base_probs: Tensor, chance: Chance, *, greedy: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Apply the rule.
 
@@ -97,15 +101,8 @@ class Acceptance:
         if sampling == "none":
             tokens, tree = merge_siblings(tokens, tree)
         if self.rule == "lossy_lenient":
-            return lenient(
-                tokens,
-                tree,
-                base_probs,
-                draft_probs,
-                chance,
-                lenience=self.lenience,
-                sampling=sampling,
-            )
+            lenience = self.lenience
+            return reject(tokens, tree, base_probs, draft_probs, chance, sampling, lenience)
         if sampling == "chain" and draft_probs is not None:
             return block(tokens, base_probs, draft_probs, chance)
         return reject(tokens, tree, base_probs, draft_probs, chance, sampling)
@@ -138,22 +135,11 @@ def accept(
         base_tokens, processed, followed = _apply_rule(
             candidates, logits, chooser, rows, acceptance
         )
-    path, num_accepted, next_root, new_tokens = followed
-    result = StepResult(
-        tree=candidates.tree,
-        tokens=candidates.tokens,
-        base_tokens=base_tokens,
-        hidden=hidden,
-        path=path,
-        num_accepted=num_accepted,
-        next_root=next_root,
-        new_tokens=new_tokens,
-        own=candidates.own,
-    )
-    return result, processed
+    tree, tokens, own = candidates.tree, candidates.tokens, candidates.own
+    return StepResult(tree, tokens, base_tokens, hidden, *followed, own), processed
 
 
-# path [B, D+1], num_accepted [B], next_root [B], tokens gained
+# path [B, D+1], num_accepted [B], next_root [B], tokens gained: as they stand in a StepResult
 Followed = tuple[Tensor, Tensor, Tensor, list[list[int]]]
 
 
@@ -180,6 +166,8 @@ def _walk_down(
             first = tied[i].index(1)
             text = [*rows.texts[i], *gained[i][:first]]
             scores[i, path[i, first]] = chooser.settle(rows.numbers[i], text)[0].to(scores)
+        # only the first near-tie is settled: what it gives may lead down another path, so the walk
+        # is begun anew
         scored = scored._replace(scores=scores)
 
 
@@ -202,10 +190,9 @@ def follow_on_host(
     above = [parents] * len(drawn) if isinstance(tree, Tree) else parents
     paths = walk_on_host(candidates.tokens.tolist(), above, drawn)
     width = tree.max_depth + 1
-    path = torch.tensor([nodes + [-1] * (width - len(nodes)) for nodes in paths])
+    path = padded(paths, width)
     gained = [[row[node] for node in nodes] for row, nodes in zip(drawn, paths, strict=True)]
-    longest = max(map(len, paths))
-    tied = near_ties(path[:, :longest]).long().tolist()
+    tied = near_ties(path[:, : max(map(len, paths))]).long().tolist()
     num_accepted = torch.tensor([len(nodes) - 1 for nodes in paths])
     next_root = torch.tensor([tokens[-1] for tokens in gained])
     return (path, num_accepted, next_root, gained), tied

@@ -70,11 +70,11 @@ class Chooser:
         Returns:
             The tokens, and the logits [B, V] after processors.
         """
-        scored = self._after(logits, rows.numbers, rows.texts)
+        scored = self._after(logits, rows)
         tokens = scored.scores.argmax(-1)
         if self.replay is None:
             return tokens.tolist(), scored.processed
-        ties = self._near_ties(logits, scored.before, scored.scores, rows.numbers, rows.texts)
+        ties = self._near_ties(logits, scored.before, scored.scores, rows)
         chosen, tied = torch.stack([tokens, ties]).tolist()
         for i, (row, text, going) in enumerate(zip(*rows, strict=True)):
             if tied[i] and going:
@@ -95,7 +95,7 @@ class Chooser:
         if self.processors is not None and not self.processors.stateless:
             return self._on_paths(candidates, logits, rows)
         before, processed = self.processed_at_nodes(candidates, logits, rows)
-        scores = self._noised(self.sampler, processed, candidates.tree, rows.numbers, rows.texts)
+        scores = self._noised(self.sampler, processed, candidates.tree, rows)
         return Scored(before, processed, scores)
 
     def processed_at_nodes(
@@ -121,12 +121,12 @@ class Chooser:
         for i, (row, text, going) in enumerate(zip(*rows, strict=True)):
             prefix = list(text)
             here = [0]  # the nodes with this prefix: several if equal siblings were not merged
+            alone = Rows([row], [prefix], [going])
             while here and going:
                 at_node = logits[i : i + 1, here[0]]
-                found = self._after(at_node, [row], [prefix])
-                if self.replay is not None and self._near_ties(
-                    at_node, found.before, found.scores, [row], [prefix]
-                ):
+                found = self._after(at_node, alone)
+                tied = self.replay and self._near_ties(at_node, found.before, found.scores, alone)
+                if tied:
                     found = found._replace(scores=self.settle(row, prefix))
                 for whole, part in zip(every, found, strict=True):
                     whole[i, here] = part.float()
@@ -139,27 +139,20 @@ class Chooser:
                 ]
         return every
 
-    def _after(
-        self, logits: Tensor, numbers: Sequence[int], texts: Sequence[Sequence[int]]
-    ) -> Scored:
-        """Return scores [B, V] after texts of the rows ``numbers``."""
+    def _after(self, logits: Tensor, rows: Rows) -> Scored:
+        """Return scores [B, V] after the texts of ``rows``."""
         before = processed = logits
         if self.processors is not None:
-            before, processed = self.processors.after(logits, numbers, texts)
+            before, processed = self.processors.after(logits, rows.numbers, rows.texts)
         root = Tree.chain(0).to(logits.device)
-        scores = self._noised(self.sampler, processed[:, None], root, numbers, texts)[:, 0]
+        scores = self._noised(self.sampler, processed[:, None], root, rows)[:, 0]
         return Scored(before, processed, scores)
 
     @staticmethod
-    def _noised(
-        sampler: Sampler,
-        logits: Tensor,
-        tree: Tree | RowTrees,
-        numbers: Sequence[int],
-        texts: Sequence[Sequence[int]],
-    ) -> Tensor:
+    def _noised(sampler: Sampler, logits: Tensor, tree: Tree | RowTrees, rows: Rows) -> Tensor:
         """Return scores [B, N, V] at the nodes of a tree whose root is each text's last token."""
-        return sampler.tree_scores(logits, tree, [len(text) - 1 for text in texts], numbers)
+        roots = [len(text) - 1 for text in rows.texts]
+        return sampler.tree_scores(logits, tree, roots, rows.numbers)
 
     def near_ties(self, logits: Tensor, scored: Scored, rows: Rows, path: Tensor) -> Tensor:
         """Tell which nodes of ``path`` [B, D+1] are to be settled; [B, D+1] bool."""
@@ -167,9 +160,7 @@ class Chooser:
             return torch.zeros_like(path, dtype=torch.bool)
         each, nodes = torch.arange(path.shape[0], device=path.device)[:, None], path.clamp(min=0)
         before = scored.before[each, nodes] if self._cuts else None
-        ties = self._near_ties(
-            logits[each, nodes], before, scored.scores[each, nodes], rows.numbers, rows.texts
-        )
+        ties = self._near_ties(logits[each, nodes], before, scored.scores[each, nodes], rows)
         return ties & (path >= 0)
 
     @property
@@ -180,12 +171,7 @@ class Chooser:
         return cut and sampler.temperature > 0
 
     def _near_ties(
-        self,
-        logits: Tensor,
-        before: Tensor | None,
-        scores: Tensor,
-        numbers: Sequence[int],
-        texts: Sequence[Sequence[int]],
+        self, logits: Tensor, before: Tensor | None, scores: Tensor, rows: Rows
     ) -> Tensor:
         """Tell it along paths [B, D+1, V], or of single nodes [B, V], that follow the texts.
 
@@ -208,13 +194,13 @@ class Chooser:
         bare = replace(sampler, temperature=1.0, top_k=0, top_p=1.0)
         along = left.scores if logits.dim() == 3 else left.scores[:, None]
         path = Tree.chain(along.shape[1] - 1).to(logits.device)
-        noised = self._noised(bare, along, path, numbers, texts).view_as(left.scores)
+        noised = self._noised(bare, along, path, rows).view_as(left.scores)
         return left.undecided(noised) & ~scores.amax(-1).isposinf()
 
     def settle(self, row: int, text: Sequence[int]) -> Tensor:
         """Return scores [1, V] after a text from plain decoding's logits, beyond any doubt."""
         assert self.replay is not None
-        scores = self._after(self.replay(row, text), [row], [text]).scores
+        scores = self._after(self.replay(row, text), Rows([row], [text], [True])).scores
         return scores.scatter(-1, scores.argmax(-1, keepdim=True), float("inf"))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 import torch
@@ -20,12 +20,13 @@ from specheads.attention.cache import TreeCache
 from specheads.config import ChatConfig, ConfigError
 from specheads.data.chat import Encoder
 from specheads.data.schema import Record
+from specheads.decoding.choose import EXACT_DTYPES
 from specheads.decoding.generate import SpecDecoder, decode_prompts
+from specheads.drafters.draft_model import num_shared
 from specheads.models.base import context_length
 from specheads.system.terminal import harmless
 
 OnStep = Callable[[list[int]], None]
-NO_LIMIT = 1 << 30
 
 
 class StopTurnError(Exception):
@@ -94,9 +95,7 @@ class Conversation:
         self.tokenizer = decoder.tokenizer
         self.cache = TreeCache()
         self._encode = Encoder(self.tokenizer)
-        self._plain = SpecDecoder(
-            decoder.base, None, tokenizer=self.tokenizer, compile=decoder.compile
-        )
+        self._plain = replace(decoder, drafter=None)
         self.messages: list[dict[str, str]] = []
         if config.system:
             self.set_system(config.system)
@@ -152,7 +151,7 @@ class Conversation:
         limit = min(self.config.max_new_tokens, self._room(prompt))
         turn = self._decode(self.decoder, self.config, prompt, limit, on_step)
         if turn.new_tokens:
-            answer = {"role": "assistant", "content": self.text(turn.new_tokens)}
+            answer = {"role": "assistant", "content": text_of(self.tokenizer, turn.new_tokens)}
             self.messages = [*messages, answer]
         return turn
 
@@ -169,17 +168,13 @@ class Conversation:
             limit = len(turn.new_tokens)
         return self._decode(self._plain, turn.config, turn.prompt, limit, on_step)
 
-    def text(self, tokens: Sequence[int]) -> str:
-        """Return tokens as text, without special ones."""
-        return text_of(self.tokenizer, tokens)
-
     def _room(self, prompt: list[int]) -> int:
         """Return how many tokens the context still takes.
 
         Raises:
             ConfigError: if none.
         """
-        context = context_length(self.decoder.base) or NO_LIMIT
+        context = context_length(self.decoder.base) or 1 << 30
         if len(prompt) >= context:
             raise ConfigError(
                 f"the conversation is {len(prompt)} tokens, but the base model's context is"
@@ -195,16 +190,15 @@ class Conversation:
         limit: int,
         on_step: OnStep | None,
     ) -> Turn:
-        turn = Turn(prompt, len(prompt) - self._num_known(prompt), config)
-        start = first = last = time.perf_counter()
+        held = self.cache.tokens[0] if self.cache.tokens else []
+        # the last token is always read
+        turn = Turn(prompt, len(prompt) - num_shared(held, prompt[:-1]), config)
+        times = [time.perf_counter()]
 
         def hand_out(row: int, tokens: list[int]) -> None:
-            nonlocal first, last
-            last = time.perf_counter()
+            times.append(time.perf_counter())
             if turn.new_tokens:
                 turn.accept_lengths.append(len(tokens))
-            else:
-                first = last
             turn.new_tokens += tokens
             if on_step is not None:
                 on_step(tokens)
@@ -219,15 +213,11 @@ class Conversation:
         except BaseException:
             self.cache.reset()  # a pass may have been cut off in its middle
             raise
-        turn.prefill_seconds, turn.decode_seconds = first - start, last - first
+        first = times[:2][-1]
+        turn.prefill_seconds, turn.decode_seconds = first - times[0], times[-1] - first
         full = len(turn.new_tokens) == self._room(prompt)
         turn.context_full = full and not turn.finished
         return turn
-
-    def _num_known(self, prompt: list[int]) -> int:
-        """Return how many tokens of ``prompt`` the cache holds; the last one is always read."""
-        held = self.cache.tokens[0] if self.cache.tokens else []
-        return first_difference(held, prompt[:-1])
 
 
 def text_of(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
@@ -237,12 +227,6 @@ def text_of(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
     )
     assert isinstance(text, str)
     return text
-
-
-def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """Return how many tokens, from the front, two texts have in common."""
-    pairs = enumerate(zip(ours, theirs, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
 
 
 _BACKGROUNDS = (223, 153, 157, 225, 229, 189)  # pale, of the 256-colour palette
@@ -259,6 +243,9 @@ class StepPrinter:
         write: gets pieces of text; they join to the whole text.
         color: give each step a background of its own.
         safe: write control characters as escapes, for a terminal that would obey them.
+
+    Attributes:
+        text: all that was shown so far, without colours.
     """
 
     def __init__(
@@ -274,7 +261,7 @@ class StepPrinter:
         self.color = color
         self.safe = safe
         self._tokens: list[int] = []
-        self._shown = ""
+        self.text = ""
         self._num_steps = 0
 
     def __call__(self, row: int, tokens: list[int]) -> None:
@@ -288,19 +275,11 @@ class StepPrinter:
         """Show what was held back; it will not be completed."""
         self._show(text_of(self.tokenizer, self._tokens))
 
-    @property
-    def text(self) -> str:
-        """All text shown so far, without colours."""
-        return self._shown
-
     def _show(self, text: str) -> None:
-        piece = text[len(self._shown) :]
-        if not piece:
-            return
-        self._shown = text
-        if self.safe:
-            piece = harmless(piece)
-        self.write(self._paint(piece) if self.color else piece)
+        if piece := text[len(self.text) :]:
+            self.text = text
+            piece = harmless(piece) if self.safe else piece
+            self.write(self._paint(piece) if self.color else piece)
 
     def _paint(self, piece: str) -> str:
         start = f"\x1b[30;48;5;{_BACKGROUNDS[self._num_steps % len(_BACKGROUNDS)]}m"
@@ -339,12 +318,9 @@ def comparison(fast: Turn, plain: Turn, dtype: torch.dtype) -> str:
         rows.append("too short to compare speeds")
     ours, theirs = fast.new_tokens, plain.new_tokens
     num = len(theirs) if plain.stopped else max(len(ours), len(theirs))
-    same = first_difference(ours, theirs)
-    if same >= num:
-        rows.append(f"all {num} tokens are equal")
-    else:
-        rows.append(f"the first {same} of {num} tokens are equal{_why_not_all(fast, dtype)}")
-    return "\n".join(rows)
+    same = num_shared(ours, theirs)
+    equal = f"the first {same} of {num} tokens are equal{_why_not_all(fast, dtype)}"
+    return "\n".join([*rows, f"all {num} tokens are equal" if same >= num else equal])
 
 
 def _why_not_all(turn: Turn, dtype: torch.dtype) -> str:
@@ -353,7 +329,7 @@ def _why_not_all(turn: Turn, dtype: torch.dtype) -> str:
         return f": decode.acceptance={decode.acceptance} is not the base's distribution"
     if decode.draft_sampling == "sampled" and turn.config.temperature > 0:
         return ": decode.draft_sampling=sampled keeps the distribution, not the tokens of a seed"
-    if dtype in (torch.float32, torch.float64):
+    if dtype in EXACT_DTYPES:
         return ", which must not be: please report it"
     name = str(dtype).removeprefix("torch.")
     return f": in {name} near-ties fall either way, see docs/decoding.md"

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -48,13 +49,7 @@ class CostCurve:
 
     @staticmethod
     def through(clocked: Mapping[int, Sequence[float]]) -> CostCurve:
-        """Build the curve from the costs of some sizes, each clocked some times.
-
-        Raises:
-            ValueError: if there are none.
-        """
-        if not clocked:
-            raise ValueError("clocked must hold at least 1 size, got 0")
+        """Build the curve from the costs of some sizes, each clocked some times."""
         sizes = tuple(sorted(clocked))
         costs = [clocked[size] for size in sizes]
         return CostCurve(sizes, tuple(map(median, costs)), tuple(never_falling(costs)))
@@ -146,20 +141,14 @@ def runner(
         temperature: of the sampling, whose noise costs time at every node.
     """
     sampler = Sampler(temperature=temperature)
+    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampler": sampler}
 
     def run(after_step: Callable[[], None]) -> None:
         def tick(row: int, tokens: list[int]) -> None:
             if row == 0:
                 after_step()
 
-        decode(
-            base,
-            drafter,
-            input_ids,
-            max_new_tokens=max_new_tokens,
-            sampler=sampler,
-            on_tokens=tick,
-        )
+        decode(base, drafter, input_ids, on_tokens=tick, **settings)
 
     return run
 
@@ -266,8 +255,8 @@ class Blank:
 
     def propose(self, state: Tensor) -> Candidates:
         """Return the root and padding, which is read like any token and never accepted."""
-        padding = state.new_full((len(state), self.num_tokens), -1)
-        return Candidates(torch.cat([state[:, None], padding], dim=1), Tree.chain(self.num_tokens))
+        tokens = F.pad(state[:, None], (0, self.num_tokens), value=-1)
+        return Candidates(tokens, Tree.chain(self.num_tokens))
 
     def observe(self, state: Tensor, result: StepResult) -> Tensor:
         """Return the new roots."""
@@ -312,23 +301,20 @@ def clock_drafts(
     lengths = clocked_lengths(max_tokens)
     drafters: list[Drafter | None] = [None, *map(Blank, lengths)]
     drafters += [make(n) for make in makes.values() for n in lengths]
-    runs = [
-        runner(base, each, prompt, max_new_tokens=max_new_tokens, temperature=temperature)
-        for each in drafters
-    ]
+    limits: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+    runs = [runner(base, each, prompt, **limits) for each in drafters]
     clocked, starts = clock_texts(runs, repeats=repeats)
-    costs = ratios(clocked)
-    units = [median(each) for each in ratios([clocked[0], *starts])[1:]]
-    blank = {n + 1: cost for n, cost in zip(lengths, costs[1 : 1 + len(lengths)], strict=True)}
-    verify = CostCurve.through({1: costs[0], **blank})
+    plain, *costs = ratios(clocked)
+    start, *units = map(median, ratios([clocked[0], *starts])[1:])
+    blank = {n + 1: cost for n, cost in zip(lengths, costs[: len(lengths)], strict=True)}
+    verify = CostCurve.through({1: plain, **blank})
     found = {}
     for i, name in enumerate(makes, start=1):
-        own = costs[1 + i * len(lengths) : 1 + (i + 1) * len(lengths)]
-        steps = {n: median(cost) for n, cost in zip(lengths, own, strict=True)}
+        own = slice(i * len(lengths), (i + 1) * len(lengths))
+        steps = dict(zip(lengths, map(median, costs[own]), strict=True))
         draft, overhead = drafting_costs(steps, verify)
-        own_starts = units[1 + i * len(lengths) : 1 + (i + 1) * len(lengths)]
-        draft_start = max(0.0, median(own_starts) - units[0])
-        found[name] = DraftCosts(verify, draft, steps, overhead, units[0], draft_start)
+        draft_start = max(0.0, median(units[own]) - start)
+        found[name] = DraftCosts(verify, draft, steps, overhead, start, draft_start)
     return found
 
 
@@ -352,15 +338,6 @@ def drafting_costs(steps: Mapping[int, float], verify: CostCurve) -> tuple[float
     return slope, overhead
 
 
-def best_length(speedups: Sequence[float]) -> int:
-    """Return the number of guesses with the largest speed-up; of equals the smallest.
-
-    Args:
-        speedups: of 1, 2, ... guesses.
-    """
-    return 1 + max(range(len(speedups)), key=speedups.__getitem__)
-
-
 _NUM_TOKENS, _REPEATS, _PROMPT = 16, 5, 16
 
 
@@ -372,17 +349,9 @@ def step_costs(base: PreTrainedModel, draft: PreTrainedModel, max_tokens: int) -
         draft: draft model.
         max_tokens: longest chain.
     """
-    vocab_size = min(input_embedding(model).shape[0] for model in (base, draft))
-    prompt = torch.arange(_PROMPT, device=input_device(base))[None] % vocab_size
-    costs = clock_drafts(
-        base,
-        {"draft": lambda n: DraftModelDrafter(draft, FixedLength(n))},
-        prompt,
-        max_tokens=max_tokens,
-        max_new_tokens=_NUM_TOKENS,
-        repeats=_REPEATS,
-    )["draft"]
-    return costs.by_nodes(max_tokens)
+    makes: dict[str, Make] = {"": lambda n: DraftModelDrafter(draft, FixedLength(n))}
+    limits = {"max_tokens": max_tokens, "max_new_tokens": _NUM_TOKENS, "repeats": _REPEATS}
+    return clock_drafts(base, makes, _prompt(base, draft), **limits)[""].by_nodes(max_tokens)
 
 
 def verify_costs(base: PreTrainedModel, max_nodes: int) -> list[float]:
@@ -392,14 +361,11 @@ def verify_costs(base: PreTrainedModel, max_nodes: int) -> list[float]:
         base: base model.
         max_nodes: largest tree, root included.
     """
-    prompt = _prompt(base)
-    sizes = [length + 1 for length in clocked_lengths(max(1, max_nodes - 1))]
-    runs = [
-        runner(base, None if size == 1 else Blank(size - 1), prompt, max_new_tokens=_NUM_TOKENS)
-        for size in (1, *sizes)
-    ]
+    lengths = clocked_lengths(max(1, max_nodes - 1))
+    drafters = [None, *map(Blank, lengths)]
+    runs = [runner(base, each, _prompt(base), max_new_tokens=_NUM_TOKENS) for each in drafters]
     costs = ratios(clock_steps(runs, repeats=_REPEATS))
-    curve = CostCurve.through(dict(zip((1, *sizes), costs, strict=True)))
+    curve = CostCurve.through({n + 1: cost for n, cost in zip((0, *lengths), costs, strict=True)})
     return [curve.at(max(1, n)) for n in range(max_nodes + 1)]
 
 
@@ -442,7 +408,7 @@ def member_costs(
     return found
 
 
-def _prompt(base: PreTrainedModel) -> Tensor:
-    """Return tokens that mean nothing, [1, P]."""
-    vocab_size = input_embedding(base).shape[0]
-    return torch.arange(_PROMPT, device=input_device(base))[None] % vocab_size
+def _prompt(*models: PreTrainedModel) -> Tensor:
+    """Return tokens that mean nothing, [1, P], for the first of some models."""
+    vocab_size = min(input_embedding(model).shape[0] for model in models)
+    return torch.arange(_PROMPT, device=input_device(models[0]))[None] % vocab_size

@@ -2,15 +2,15 @@
 
 A checkpoint is an export, or a base model without heads; ``decode.drafter`` names one drafter or
 several that are merged. A new name is a line in ``specheads.config.commands.DRAFTERS``, which says
-what it needs, and one in ``BUILDERS``, which makes it.
+what it needs, and one in :func:`_member`, which makes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -66,24 +66,23 @@ def tree_kind(export: Export, decode: DecodeConfig) -> str:
         return decode.tree
     if decode.num_nodes:
         return "dynamic"
-    static = export.config.get("tree", {}).get("measured_on") or {}
-    dynamic = dynamic_settings(export)
-    return "dynamic" if dynamic.get("speedup", 0) > static.get("speedup", 0) else "static"
+    speedups = [each.get("speedup", 0) for each in (dynamic_settings(export), _measured_on(export))]
+    return "dynamic" if speedups[0] > speedups[1] else "static"
+
+
+def _measured_on(export: Export) -> dict[str, Any]:
+    found: dict[str, Any] = export.config.get("tree", {}).get("measured_on") or {}
+    return found
 
 
 def dynamic_settings(export: Export) -> dict[str, Any]:
     """Return what tree_search found about dynamic trees; empty where it was not run."""
-    measured_on = export.config.get("tree", {}).get("measured_on") or {}
-    found = measured_on.get("dynamic") or {}
-    assert isinstance(found, dict)
-    return found
+    return _measured_on(export).get("dynamic") or {}
 
 
 def acceptance_rule(decode: DecodeConfig) -> Acceptance:
     """Return the rule that ``decode`` asks for."""
-    return Acceptance(
-        decode.acceptance, epsilon=decode.epsilon, delta=decode.delta, lenience=decode.lenience
-    )
+    return Acceptance(decode.acceptance, decode.epsilon, decode.delta, decode.lenience)
 
 
 @dataclass(frozen=True)
@@ -178,22 +177,28 @@ class Chosen:
         name: as in ``decode.drafter``; of ``auto``, what that was.
         drafter: proposes.
         num_nodes: of its largest tree, root included.
-        extra_parameters: of all models beside the base.
+        models: all that it runs beside the base.
     """
 
     name: str
     drafter: Drafter
     num_nodes: int
-    extra_parameters: int = 0
+    models: Sequence[nn.Module | Heads] = ()
+
+    @property
+    def extra_parameters(self) -> int:
+        """Of all models beside the base."""
+        return sum(map(num_parameters, {id(model): model for model in self.models}.values()))
 
 
-def drafter_names(decode: DecodeConfig, *, has_heads: bool) -> list[str]:
-    """Return what ``decode.drafter`` names; ``auto`` is a draft model if one is given, else heads.
+def check_drafter(decode: DecodeConfig, *, has_heads: bool) -> list[str]:
+    """Return what ``decode.drafter`` names, if it can be made together; nothing need be loaded.
 
-    Where there is neither, it is what needs no training: the text's own suffixes.
+    ``auto`` is a draft model if one is given, else heads; where there is neither, what needs no
+    training: the text's own suffixes.
 
     Raises:
-        ConfigError: for heads where there are none.
+        ConfigError: for heads where there are none, and naming what does not go together.
     """
     if decode.drafter == "auto":
         return ["draft" if decode.draft else "heads" if has_heads else "suffix"]
@@ -203,17 +208,8 @@ def drafter_names(decode: DecodeConfig, *, has_heads: bool) -> list[str]:
             f"decode.drafter={decode.drafter} needs the heads of an export, but the checkpoint is a"
             " base model alone"
         )
-    return names
-
-
-def check_drafter(decode: DecodeConfig, *, has_heads: bool) -> list[str]:
-    """Return :func:`drafter_names`, if they can be made together; nothing need be loaded.
-
-    Raises:
-        ConfigError: naming what does not go together.
-    """
-    names = drafter_names(decode, has_heads=has_heads)
-    if decode.draft_sampling == "sampled" and len(names) > 1 and runs_draft(names):
+    drafted = any(DRAFTERS[name] == "draft" for name in names)
+    if decode.draft_sampling == "sampled" and len(names) > 1 and drafted:
         raise ConfigError(
             f"decode.drafter={decode.drafter} merges guesses, which sampled ones cannot be:"
             " decode.draft_sampling must be greedy or coupled, got 'sampled'"
@@ -221,18 +217,7 @@ def check_drafter(decode: DecodeConfig, *, has_heads: bool) -> list[str]:
     return names
 
 
-def runs_draft(names: Iterable[str]) -> bool:
-    """Return whether one of some drafters runs a draft model."""
-    return any(DRAFTERS[name] == "draft" for name in names)
-
-
-def choose_drafter(
-    subject: Subject,
-    decode: DecodeConfig,
-    *,
-    draft: Draft | None = None,
-    trust_remote_code: bool = False,
-) -> Chosen:
+def choose_drafter(subject: Subject, decode: DecodeConfig, *, draft: Draft | None = None) -> Chosen:
     """Make the drafter that ``decode`` asks for; several are merged into one tree.
 
     With ``decode.draft_tokens=0`` the costs of the draft model are clocked first, for a second or
@@ -243,32 +228,29 @@ def choose_drafter(
         subject: the base model, its tokenizer, and its heads, if any.
         decode: the settings.
         draft: the model of ``decode.draft``, if it is loaded already.
-        trust_remote_code: run modelling code that comes with a draft model.
 
     Raises:
         ConfigError: if something asked for is not there, does not fit the base model, or cannot be
             merged.
     """
     names = check_drafter(decode, has_heads=subject.export is not None)
-    if draft is None and runs_draft(names):
-        draft = draft_model(subject, decode, trust_remote_code=trust_remote_code)
-    members = [BUILDERS[name](subject, decode, draft) for name in names]
-    drafters, sizes = [each.drafter for each in members], [each.num_nodes for each in members]
-    models = {id(model): model for each in members for model in each.models}
-    name, extra = "+".join(names), sum(map(num_parameters, models.values()))
+    if draft is None and any(DRAFTERS[name] == "draft" for name in names):
+        draft = draft_model(subject, decode)
+    members = [_member(name, subject, decode, draft) for name in names]
     if len(members) == 1:
-        return Chosen(name, drafters[0], sizes[0], extra)
+        return members[0]
+    drafters, sizes = [each.drafter for each in members], [each.num_nodes for each in members]
     num_nodes = decode.num_nodes or sum(size - 1 for size in sizes) + 1
     costs: list[StepCosts] = []
     if not decode.num_nodes:
         alone = None if draft is None else model_of(draft)
         costs = member_costs(subject.base, names, drafters, sizes, alone, max_nodes=num_nodes)
-    return Chosen(name, HybridDrafter(drafters, decode.num_nodes, costs=costs), num_nodes, extra)
+    merged = HybridDrafter(drafters, decode.num_nodes, costs=costs)
+    models = [model for each in members for model in each.models]
+    return Chosen("+".join(names), merged, num_nodes, models)
 
 
-def draft_model(
-    subject: Subject, decode: DecodeConfig, *, trust_remote_code: bool = False
-) -> Draft:
+def draft_model(subject: Subject, decode: DecodeConfig) -> Draft:
     """Load ``decode.draft`` with the base's dtype, where the base reads its tokens.
 
     Returns:
@@ -278,11 +260,7 @@ def draft_model(
         ConfigError: if it cannot be loaded, or has another tokenizer.
     """
     path = decode.draft
-    options: dict[str, Any] = {
-        "dtype": subject.base.dtype,
-        "device": input_device(subject.base),
-        "trust_remote_code": trust_remote_code,
-    }
+    options: dict[str, Any] = {"dtype": subject.base.dtype, "device": input_device(subject.base)}
     if not Path(path).is_dir() or is_plain_model(path):
         return load_draft(path, tokenizer=subject.tokenizer, where="decode.draft", **options)
     export = load_export(path, **options)
@@ -295,89 +273,49 @@ def model_of(draft: Draft) -> PreTrainedModel:
     return draft.base if isinstance(draft, Export) else draft
 
 
-class Built(NamedTuple):
-    """A drafter alone.
-
-    Attributes:
-        drafter: proposes.
-        num_nodes: of its largest tree, root included.
-        models: all that it runs beside the base.
-    """
-
-    drafter: Drafter
-    num_nodes: int
-    models: Sequence[nn.Module | Heads] = ()
-
-
-def _heads(subject: Subject, decode: DecodeConfig, draft: Draft | None) -> Built:
-    assert subject.export is not None
-    heads = exported_drafter(subject.export, decode)
-    return Built(heads, heads.num_nodes, [subject.export.heads])
-
-
-def _lookup(subject: Subject, decode: DecodeConfig, draft: Draft | None) -> Built:
-    return Built(NgramDrafter(LOOKUP_NGRAM, LOOKUP_TOKENS), LOOKUP_TOKENS + 1)
-
-
-def _suffix(subject: Subject, decode: DecodeConfig, draft: Draft | None) -> Built:
-    suffix = SuffixDrafter()
-    return Built(suffix, suffix.num_nodes)
-
-
-def _lookahead(subject: Subject, decode: DecodeConfig, draft: Draft | None) -> Built:
-    window, ngram, guesses = decode.window, decode.ngram, decode.guesses
-    lookahead = LookaheadDrafter(window, ngram, guesses, fixed_size=decode.compile)
-    return Built(lookahead, (ngram - 1) * (window + guesses))
-
-
-def _draft(subject: Subject, decode: DecodeConfig, draft: Draft | None) -> Built:
+def _member(name: str, subject: Subject, decode: DecodeConfig, draft: Draft | None) -> Chosen:
+    """Make the one drafter ``name``."""
+    base, num_tokens, num_nodes = subject.base, decode.draft_tokens, decode.num_nodes
+    if name == "heads":
+        assert subject.export is not None
+        heads = exported_drafter(subject.export, decode)
+        return Chosen(name, heads, heads.num_nodes, [subject.export.heads])
+    if name == "lookup":
+        return Chosen(name, NgramDrafter(LOOKUP_NGRAM, LOOKUP_TOKENS), LOOKUP_TOKENS + 1)
+    if name == "suffix":
+        suffix = SuffixDrafter()
+        return Chosen(name, suffix, suffix.num_nodes)
+    if name == "lookahead":
+        window, ngram, guesses = decode.window, decode.ngram, decode.guesses
+        lookahead = LookaheadDrafter(window, ngram, guesses, fixed_size=decode.compile)
+        return Chosen(name, lookahead, (ngram - 1) * (window + guesses))
     assert draft is not None
-    model = model_of(draft)
-    length: Length = FixedLength(decode.draft_tokens or ADAPTIVE_TOKENS)
-    if not decode.draft_tokens:
-        costs = step_costs(subject.base, model, ADAPTIVE_TOKENS)
-        length = AdaptiveLength(costs, ADAPTIVE_TOKENS, chances=CALIBRATED)
-    chain = DraftModelDrafter(model, length, sampling=decode.draft_sampling)
-    return Built(chain, length.max_tokens + 1, [model])
-
-
-def _draft_heads(subject: Subject, decode: DecodeConfig, draft: Draft | None) -> Built:
-    if not isinstance(draft, Export) or not draft.heads.for_draft_model:
-        raise ConfigError(
-            f"decode.drafter=draft_heads needs Medusa or Hydra heads of a draft model:"
-            f" decode.draft={decode.draft} is no export of such heads"
-        )
-    output = output_layer(draft.base)
-    heads = DraftHeadsDrafter(
-        draft.base, draft.heads, output, draft.tree, max_tokens=decode.draft_tokens
-    )
-    num_nodes = (NUM_PASSES - 1) * (draft.tree.max_depth + 1) + draft.tree.num_nodes + 1
-    return Built(heads, num_nodes, [draft.base, draft.heads])
-
-
-def _draft_tree(subject: Subject, decode: DecodeConfig, draft: Draft | None) -> Built:
-    assert draft is not None
-    model, num_nodes = model_of(draft), decode.num_nodes or TREE_NODES
-    depth = decode.draft_tokens or TREE_DEPTH
-    if decode.draft_sampling == "greedy":
-        gain = 0.0 if decode.draft_tokens else step_costs(subject.base, model, 2).draft
+    model, sampling = model_of(draft), decode.draft_sampling
+    if name == "draft":
+        length: Length = FixedLength(num_tokens or ADAPTIVE_TOKENS)
+        if not num_tokens:
+            costs = step_costs(base, model, ADAPTIVE_TOKENS)
+            length = AdaptiveLength(costs, ADAPTIVE_TOKENS, chances=CALIBRATED)
+        chain = DraftModelDrafter(model, length, sampling=sampling)
+        return Chosen(name, chain, length.max_tokens + 1, [model])
+    if name == "draft_heads":
+        if not isinstance(draft, Export) or not draft.heads.for_draft_model:
+            raise ConfigError(
+                f"decode.drafter=draft_heads needs Medusa or Hydra heads of a draft model:"
+                f" decode.draft={decode.draft} is no export of such heads"
+            )
+        tree, output = draft.tree, output_layer(model)
+        own = DraftHeadsDrafter(model, draft.heads, output, tree, max_tokens=num_tokens)
+        size = (NUM_PASSES - 1) * (tree.max_depth + 1) + tree.num_nodes + 1
+        return Chosen(name, own, size, [model, draft.heads])
+    num_nodes, depth = num_nodes or TREE_NODES, num_tokens or TREE_DEPTH
+    if sampling == "greedy":
+        gain = 0.0 if num_tokens else step_costs(base, model, 2).draft
         grown = DraftTreeDrafter(model, num_nodes, max_depth=depth, min_gain=gain)
-        return Built(grown, num_nodes, [model])
+        return Chosen(name, grown, num_nodes, [model])
     shape, _ = sequoia_tree(ASSUMED_RATES, num_nodes, depth)
-    coupled = decode.draft_sampling == "coupled"
-    sampling = "coupled" if coupled else "without_replacement"
-    return Built(SampledTreeDrafter(model, shape, sampling=sampling), num_nodes, [model])
-
-
-BUILDERS: dict[str, Callable[[Subject, DecodeConfig, Draft | None], Built]] = {
-    "heads": _heads,
-    "draft": _draft,
-    "draft_tree": _draft_tree,
-    "draft_heads": _draft_heads,
-    "lookup": _lookup,
-    "suffix": _suffix,
-    "lookahead": _lookahead,
-}
+    fixed = SampledTreeDrafter(model, shape, coupled=sampling == "coupled")
+    return Chosen(name, fixed, num_nodes, [model])
 
 
 def num_parameters(model: nn.Module | Heads) -> int:

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import LongTensor, Tensor
@@ -39,12 +40,14 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from specheads.attention.cache import TreeCache
+from specheads.config.commands import TextSettings
 from specheads.decoding.accept import Acceptance
 from specheads.decoding.loop import decode
 from specheads.decoding.result import DecodeResult, OnTokens
 from specheads.drafters.contract import Drafter
 from specheads.models.base import end_tokens, input_device
 from specheads.models.support import tree_support
+from specheads.system.errors import check
 from specheads.verification.sampling import Sampler
 
 # what generate() hands on for its own forward passes
@@ -64,21 +67,20 @@ def check_settings(
     Raises:
         ValueError: one line.
     """
-    if (config.num_beams or 1) > 1:
-        raise ValueError(f"num_beams must be 1, got {config.num_beams}")
+    check((config.num_beams or 1) == 1, "num_beams", config.num_beams, "1")
     mode = config.get_generation_mode()
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise ValueError(f"{mode.value} is not available: the drafter proposes, the base decides")
-    for name in ("output_attentions", "output_hidden_states"):
-        if getattr(config, name, None):
-            raise ValueError(f"{name} is not available with a tree of guesses")
-    if (config.guidance_scale or 1) != 1:
-        raise ValueError("guidance_scale is not available: it reads every token a second time")
-    if config.cache_implementation not in (None, "dynamic"):
-        raise ValueError(
-            f"cache_implementation must be 'dynamic', got {config.cache_implementation!r}:"
-            " decoding brings a cache of its own"
-        )
+    plain = mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+    tree, twice = "a step reads a tree of guesses", "it reads every token a second time"
+    for name, given, why in (
+        (mode.value, not plain, "the drafter proposes, the base decides"),
+        ("output_attentions", config.output_attentions, tree),
+        ("output_hidden_states", config.output_hidden_states, tree),
+        ("guidance_scale", (config.guidance_scale or 1) != 1, twice),
+    ):
+        if given:
+            raise ValueError(f"{name} is not available: {why}")
+    cache = config.cache_implementation
+    check(cache in (None, "dynamic"), "cache_implementation", cache, "'dynamic'")
     others = {name for name, value in model_kwargs.items() if value is not None} - _OF_A_PASS
     if others:
         raise ValueError(f"{', '.join(sorted(others))}: only input_ids can be continued")
@@ -125,9 +127,7 @@ def split_rules(
     return max_length, tuple(eos), others
 
 
-Decoded = Tensor | GenerateDecoderOnlyOutput
-
-
+@dataclass(eq=False, repr=False)
 class SpecDecoder:
     """A base model and a drafter, ready to decode.
 
@@ -151,28 +151,19 @@ class SpecDecoder:
         ValueError: if the base model cannot verify a tree.
     """
 
-    def __init__(
-        self,
-        base: PreTrainedModel,
-        drafter: Drafter | None,
-        streamer: BaseStreamer | None = None,
-        seed: int | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        acceptance: Acceptance | None = None,
-        *,
-        compile: bool = False,
-    ) -> None:
-        if drafter is not None:
-            tree_support(base)
-        self.base = base
-        self.drafter = drafter
-        self.streamer = streamer
-        self.seed = seed
-        self.tokenizer = tokenizer
-        self.acceptance = acceptance
-        self.compile = compile
-        self.on_tokens: OnTokens | None = None
-        self.last_result: DecodeResult | None = None
+    base: PreTrainedModel
+    drafter: Drafter | None
+    streamer: BaseStreamer | None = None
+    seed: int | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    acceptance: Acceptance | None = None
+    compile: bool = field(default=False, kw_only=True)
+    on_tokens: OnTokens | None = field(default=None, init=False)
+    last_result: DecodeResult | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if self.drafter is not None:
+            tree_support(self.base)
 
     def generate(
         self,
@@ -215,8 +206,7 @@ class SpecDecoder:
             ValueError: for what a tree of guesses does not go with (beams, other assistants,
                 attentions, hidden states), and what ``generate`` refuses.
         """
-        if input_ids.dim() != 2:
-            raise ValueError(f"input_ids must be [B, P], got {list(input_ids.shape)}")
+        check(input_ids.dim() == 2, "input_ids", list(input_ids.shape), "[B, P]")
         input_ids = input_ids.to(device := input_device(self.base))
         if (mask := settings.get("attention_mask")) is not None:
             settings["attention_mask"] = mask.to(device)
@@ -259,7 +249,7 @@ class SpecDecoder:
         stop_strings: str | list[str] | None = None,
         seed: int | None = None,
         **model_kwargs: Any,
-    ) -> Decoded:
+    ) -> Tensor | GenerateDecoderOnlyOutput:
         """Serve ``model.generate(..., custom_generate=self)``.
 
         The names in this signature matter: ``generate`` hands over those that are not its own
@@ -318,8 +308,7 @@ class SpecDecoder:
         # generate() has put temperature, top-k and top-p among the processors
         if not config.do_sample:
             return Sampler()
-        if seed is None:
-            seed = self.seed
+        seed = self.seed if seed is None else seed
         if seed is None:
             seed = int(torch.randint(2**62, ()))
         return Sampler(temperature=1.0, seed=seed)
@@ -329,18 +318,6 @@ class SpecDecoder:
             self.streamer.put(torch.tensor(tokens))
         if self.on_tokens is not None:
             self.on_tokens(row, tokens)
-
-
-class TextSettings(Protocol):
-    """How tokens are chosen, as the settings of ``generate`` and ``chat`` say it alike."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    no_repeat_ngram_size: int
-    seed: int
 
 
 def decode_prompts(

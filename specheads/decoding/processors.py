@@ -19,38 +19,14 @@ import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import Any, cast
 
 import torch
 from torch import FloatTensor, LongTensor, Tensor, nn
-from transformers import (
-    EncoderNoRepeatNGramLogitsProcessor,
-    EncoderRepetitionPenaltyLogitsProcessor,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    ExponentialDecayLengthPenalty,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    LogitsProcessorList,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    PrefixConstrainedLogitsProcessor,
-    PreTrainedTokenizerBase,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
-from transformers.generation.logits_process import TopHLogitsWarper
+from transformers import LogitsProcessorList, PreTrainedTokenizerBase
+from transformers.generation import logits_process as theirs
+from transformers.generation import stopping_criteria
 
 from specheads.attention.tree import RowTrees, Tree, batched
 from specheads.drafters.contract import Candidates
@@ -58,23 +34,23 @@ from specheads.verification.sampling import Sampler, Survivors
 
 # they look at the logits alone: one call serves all nodes of all rows
 PREFIX_FREE = {
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    MinPLogitsWarper,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopHLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
+    theirs.EpsilonLogitsWarper,
+    theirs.EtaLogitsWarper,
+    theirs.InfNanRemoveLogitsProcessor,
+    theirs.LogitNormalization,
+    theirs.MinPLogitsWarper,
+    theirs.SuppressTokensLogitsProcessor,
+    theirs.TemperatureLogitsWarper,
+    theirs.TopHLogitsWarper,
+    theirs.TopKLogitsWarper,
+    theirs.TopPLogitsWarper,
+    theirs.TypicalLogitsWarper,
 }
 # of these it is known how far rounding moves the edge
-CUTS = (MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
+CUTS = (theirs.MinPLogitsWarper, theirs.TopKLogitsWarper, theirs.TopPLogitsWarper)
 
 
-class PromptPenalty(EncoderRepetitionPenaltyLogitsProcessor):
+class PromptPenalty(theirs.LogitsProcessor):
     """A penalty on one row's prompt, for any number of that row's nodes.
 
     In transformers 5.17 the original would change the first node's scores only.
@@ -84,49 +60,42 @@ class PromptPenalty(EncoderRepetitionPenaltyLogitsProcessor):
         prompt: [P], without padding.
     """
 
-    def __init__(self, processor: EncoderRepetitionPenaltyLogitsProcessor, prompt: Tensor) -> None:
-        self.__dict__.update(vars(processor))
-        self.encoder_input_ids = cast(LongTensor, prompt[None])
+    def __init__(
+        self, processor: theirs.EncoderRepetitionPenaltyLogitsProcessor, prompt: Tensor
+    ) -> None:
+        self.processor, self.prompt = copy.copy(processor), prompt
 
     def __call__(self, input_ids: LongTensor, scores: FloatTensor) -> FloatTensor:
         """Return the scores [R, V] of R nodes."""
-        every = copy.copy(self)
-        every.encoder_input_ids = cast(
-            LongTensor, self.encoder_input_ids.expand(scores.shape[0], -1)
-        )
-        return super(PromptPenalty, every).__call__(input_ids, scores)
+        self.processor.encoder_input_ids = cast(LongTensor, self.prompt.expand(len(scores), -1))
+        return self.processor(input_ids, scores)
 
 
 # the attribute in which a processor keeps a length of the padded text
 LENGTHS: dict[type, str] = {
-    ExponentialDecayLengthPenalty: "regulation_start",
-    ForcedEOSTokenLogitsProcessor: "max_length",
-    MinLengthLogitsProcessor: "min_length",
-    MinNewTokensLengthLogitsProcessor: "prompt_length_to_skip",
-    SuppressTokensAtBeginLogitsProcessor: "begin_index",
+    theirs.ExponentialDecayLengthPenalty: "regulation_start",
+    theirs.ForcedEOSTokenLogitsProcessor: "max_length",
+    theirs.MinLengthLogitsProcessor: "min_length",
+    theirs.MinNewTokensLengthLogitsProcessor: "prompt_length_to_skip",
+    theirs.SuppressTokensAtBeginLogitsProcessor: "begin_index",
 }
 # they know the prompts, each for its own row
-OF_ONE_ROW = {
-    EncoderNoRepeatNGramLogitsProcessor,
-    EncoderRepetitionPenaltyLogitsProcessor,
-    PromptPenalty,
-}
+OF_ONE_ROW = {theirs.EncoderNoRepeatNGramLogitsProcessor, PromptPenalty}
 # exact types: a subclass may do anything
 STATELESS = {
     *PREFIX_FREE,
     *LENGTHS,
     *OF_ONE_ROW,
-    ForcedBOSTokenLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
+    theirs.ForcedBOSTokenLogitsProcessor,
+    theirs.NoBadWordsLogitsProcessor,
+    theirs.NoRepeatNGramLogitsProcessor,
+    theirs.RepetitionPenaltyLogitsProcessor,
+    theirs.SequenceBiasLogitsProcessor,
+    stopping_criteria.EosTokenCriteria,
+    stopping_criteria.MaxLengthCriteria,
+    stopping_criteria.MaxTimeCriteria,
+    stopping_criteria.StopStringCriteria,
 }
-
-
-def process(processors: LogitsProcessorList, ids: Tensor, logits: Tensor) -> Tensor:
-    """Apply processors to logits [R, V] after the tokens [R, T]."""
-    return processors(cast(LongTensor, ids), cast(FloatTensor, logits.float()))
 
 
 @dataclass(frozen=True)
@@ -150,21 +119,19 @@ class RowProcessors:
     @property
     def temperature(self) -> float:
         """What the scores are divided by, 1 without a temperature among the processors."""
-        warpers = (p for p in (*self.rows[0], *self.rest) if type(p) is TemperatureLogitsWarper)
-        return math.prod(warper.temperature for warper in warpers)
+        every, kind = (*self.rows[0], *self.rest), theirs.TemperatureLogitsWarper
+        return math.prod(each.temperature for each in every if type(each) is kind)
 
     def imitated(self, sampler: Sampler) -> Sampler:
         """Return a sampler that draws as ``sampler`` does behind these processors, or nearly so.
 
         It has their temperature, top-k and top-p; what looks at the text, and rarer cuts, it lacks.
         """
-        if sampler.temperature == 0:
-            return sampler
         top_k, top_p = sampler.top_k, sampler.top_p
         for each in (*self.rows[0], *self.rest):
-            if type(each) is TopKLogitsWarper:
+            if type(each) is theirs.TopKLogitsWarper:
                 top_k = min(top_k or each.top_k, each.top_k)
-            elif type(each) is TopPLogitsWarper:
+            elif type(each) is theirs.TopPLogitsWarper:
                 top_p = min(top_p, each.top_p)
         temperature = sampler.temperature * self.temperature
         return replace(sampler, temperature=temperature, top_k=top_k, top_p=top_p)
@@ -184,18 +151,18 @@ class RowProcessors:
             tokens: with the scores that ``rest`` is applied to, and the slack of the logits.
         """
         for each in self.rows[0]:
-            if type(each) is TemperatureLogitsWarper:  # the scores are divided already
+            if type(each) is theirs.TemperatureLogitsWarper:  # the scores are divided already
                 tokens.slack = tokens.slack / each.temperature
         for each in self.rest:
-            if type(each) is TemperatureLogitsWarper:
+            if type(each) is theirs.TemperatureLogitsWarper:
                 tokens.temper(each.temperature)
-            elif type(each) is TopKLogitsWarper:
+            elif type(each) is theirs.TopKLogitsWarper:
                 tokens.top_k(each.top_k)
-            elif type(each) is TopPLogitsWarper:
+            elif type(each) is theirs.TopPLogitsWarper:
                 tokens.top_p(each.top_p, each.min_tokens_to_keep)
-            elif type(each) is MinPLogitsWarper:
+            elif type(each) is theirs.MinPLogitsWarper:
                 tokens.min_p(each.min_p, each.min_tokens_to_keep)
-            elif type(each) is not LogitNormalization:  # which moves all of them alike
+            elif type(each) is not theirs.LogitNormalization:  # which moves all of them alike
                 tokens.other(partial(self._alone, each))
 
     @property
@@ -213,13 +180,9 @@ class RowProcessors:
             rows: [R], the row of the batch that each text belongs to.
             texts: [R], without padding.
         """
-        scores = logits.float()
-        if not self.prefix_free:
-            scores = scores.clone()
-            for members, ids in self._alike(rows, texts, scores.device):
-                block = process(self.rows[rows[members[0]]], ids, scores[members])
-                scores[members] = block.to(scores)
-        return scores, self._finish(scores)
+        roots = Candidates(torch.zeros(len(rows), 1, dtype=torch.long), Tree.chain(0))
+        before, scores = self.at_nodes(roots, logits[:, None], rows, texts)
+        return before[:, 0], scores[:, 0]
 
     def at_nodes(
         self,
@@ -242,24 +205,24 @@ class RowProcessors:
         Raises:
             ValueError: if a processor has to be asked about accepted nodes only.
         """
-        if not self.stateless:
+        tree = candidates.tree
+        if not self.stateless and tree.num_nodes > 1:
             raise ValueError("at_nodes needs stateless processors: ask along the accepted path")
         if self.prefix_free:
             return logits, self._finish(logits)
-        tree = candidates.tree
         tokens = candidates.inputs.clamp(min=0).to(logits.device)
         lines = batched(tree, tree.ancestors).to(logits.device).expand(len(rows), -1, -1)
         scores = logits.float().clone()
         levels = _levels(tree, len(rows))
-        for members, ids in self._alike(rows, texts, logits.device, levels):
+        for members, ids in self._alike(rows, texts, levels):
             for depth, start, end in levels[members[0]]:
                 path = lines[members, start:end, 1 : depth + 1]  # [r, n, depth]
                 guessed = tokens[members].gather(1, path.flatten(1)).view_as(path)
-                before = ids[:, None].expand(-1, end - start, -1)
+                before = ids.to(logits.device)[:, None].expand(-1, end - start, -1)
                 prefix = torch.cat([before, guessed], dim=-1).flatten(0, 1)
                 block = scores[members, start:end]
-                head = self.rows[rows[members[0]]]
-                processed = process(head, prefix, block.flatten(0, 1))
+                looking: Any = self.rows[rows[members[0]]]  # at the text
+                processed = looking(prefix, block.flatten(0, 1))
                 scores[members, start:end] = processed.view_as(block).to(scores)
         return scores, self._finish(scores)
 
@@ -274,19 +237,15 @@ class RowProcessors:
         return cast(Tensor, processor(unused, flat.float())).view_as(scores)
 
     def _alike(
-        self,
-        rows: Sequence[int],
-        texts: Sequence[Sequence[int]],
-        device: torch.device,
-        *also: Sequence[Hashable],
+        self, rows: Sequence[int], texts: Sequence[Sequence[int]], levels: Sequence[Hashable]
     ) -> Iterator[tuple[list[int], Tensor]]:
         """Group texts that can be processed in one call; give their indices and ids [r, T]."""
         groups: dict[Hashable, list[int]] = {}
-        for index, (row, text) in enumerate(zip(rows, texts, strict=True)):
-            alike = (id(self.rows[row]), len(text), *(each[index] for each in also))
+        for index, (row, text, of_tree) in enumerate(zip(rows, texts, levels, strict=True)):
+            alike = (id(self.rows[row]), len(text), of_tree)
             groups.setdefault(alike if self.stateless else index, []).append(index)
         for members in groups.values():
-            yield members, torch.tensor([list(texts[i]) for i in members], device=device)
+            yield members, torch.tensor([list(texts[i]) for i in members])
 
 
 def _levels(tree: Tree | RowTrees, num_rows: int) -> list[tuple[tuple[int, int, int], ...]]:
@@ -297,9 +256,8 @@ def _levels(tree: Tree | RowTrees, num_rows: int) -> list[tuple[tuple[int, int, 
 
 
 def _runs(depths: list[int]) -> tuple[tuple[int, int, int], ...]:
-    starts = [i for i, depth in enumerate(depths) if i == 0 or depth != depths[i - 1]]
-    ends = [*starts[1:], len(depths)]
-    return tuple((depths[i], i, end) for i, end in zip(starts, ends, strict=True))
+    runs = [(depth, [*nodes]) for depth, nodes in groupby(range(len(depths)), depths.__getitem__)]
+    return tuple((depth, nodes[0], nodes[-1] + 1) for depth, nodes in runs)
 
 
 def bind(
@@ -336,37 +294,33 @@ def _for_row(
     """Return the processor for one row's own text."""
     kind, padding = type(processor), num_prompt_tokens - len(prompts[row])
     if kind in LENGTHS:
-        if not padding:
-            return processor
         name = LENGTHS[kind]
         return _changed(processor, **{name: getattr(processor, name) - padding})
-    if kind is RepetitionPenaltyLogitsProcessor:
+    if kind is theirs.RepetitionPenaltyLogitsProcessor:
         ignored = processor.prompt_ignore_length
         if ignored is None:
             return processor
         if isinstance(ignored, Tensor):
             ignored = int(ignored[row])
         return _changed(processor, prompt_ignore_length=max(0, ignored - padding))
-    if kind is EncoderRepetitionPenaltyLogitsProcessor:
+    if kind is theirs.EncoderRepetitionPenaltyLogitsProcessor:
         known = processor.encoder_input_ids
         # num_return_sequences repeats the rows, but not what this one was given
         return PromptPenalty(processor, known[row * len(known) // len(prompts), padding:])
-    if kind is EncoderNoRepeatNGramLogitsProcessor:
+    if kind is theirs.EncoderNoRepeatNGramLogitsProcessor:
         if padding:  # which it has taken for text
             return kind(processor.ngram_size, torch.tensor([list(prompts[row])]))
         ngrams = processor.generated_ngrams
         own = ngrams[row * len(ngrams) // len(prompts)]
         return _changed(processor, generated_ngrams=[own], batch_size=1)
-    if kind is PrefixConstrainedLogitsProcessor:
+    if kind is theirs.PrefixConstrainedLogitsProcessor:
         allowed = processor._prefix_allowed_tokens_fn
         return _changed(processor, _prefix_allowed_tokens_fn=lambda _row, ids: allowed(row, ids))
-    if kind in STATELESS:
-        return processor
     return copy_for_row(processor, row, "logits processor")
 
 
 def copy_for_row(called: Any, row: int, what: str) -> Any:
-    """Return a copy of what may keep a state, for any row but the first; models are shared.
+    """Return a copy, for any row but the first, of what may keep a state; models are shared.
 
     Args:
         called: a logits processor, a stopping criterion.
@@ -376,7 +330,7 @@ def copy_for_row(called: Any, row: int, what: str) -> Any:
     Raises:
         ValueError: if it cannot be copied.
     """
-    if row == 0:
+    if row == 0 or type(called) in STATELESS:
         return called
     heavy = (nn.Module, PreTrainedTokenizerBase)
     memo = {id(v): v for v in getattr(called, "__dict__", {}).values() if isinstance(v, heavy)}
@@ -391,6 +345,5 @@ def copy_for_row(called: Any, row: int, what: str) -> Any:
 
 def _changed(processor: Any, **attributes: object) -> Any:
     changed = copy.copy(processor)
-    for name, value in attributes.items():
-        setattr(changed, name, value)
+    vars(changed).update(attributes)
     return changed

@@ -8,24 +8,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-    PreTrainedModel,
-    StopStringCriteria,
-)
+from transformers import PreTrainedModel
 
 from specheads.attention.cache import TreeCache
 from specheads.decoding.processors import copy_for_row
 from specheads.models.base import context_length
 from specheads.models.forward import check_sides
+from specheads.system.errors import check
 from specheads.verification.sampling import Sampler
 
 OnTokens = Callable[[int, list[int]], None]
 Stopping = Callable[..., Tensor]  # transformers: (input_ids [B, T], scores) -> [B] bool
-# exact types: a subclass may do anything
-_STATELESS = {EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria}
 
 
 @dataclass
@@ -36,7 +29,6 @@ class DecodedRow:
         new_tokens: the end-of-sequence token included.
         accept_lengths: per step the tokens it emitted; they sum to one less than ``new_tokens``, as
             the prefill gives one.
-        step_ids: per new token the step that gave it; 0 is the prefill.
         finished: ended by an end-of-sequence token or a stopping criterion, not by the limit.
         num_replays: near-ties that were settled by replaying the text plainly.
         num_replay_passes: forward passes of the base model that replays took, which are no steps.
@@ -44,7 +36,6 @@ class DecodedRow:
 
     new_tokens: list[int] = field(default_factory=list)
     accept_lengths: list[int] = field(default_factory=list)
-    step_ids: list[int] = field(default_factory=list)
     finished: bool = False
     num_replays: int = 0
     num_replay_passes: int = 0
@@ -91,11 +82,6 @@ class DecodeResult:
     def accept_lengths(self) -> list[int]:
         """The tokens per step of the only row."""
         return self._only_row.accept_lengths
-
-    @property
-    def step_ids(self) -> list[int]:
-        """The steps of the only row's tokens."""
-        return self._only_row.step_ids
 
     @property
     def finished(self) -> bool:
@@ -181,12 +167,8 @@ class Output:
         self.rows.append(DecodedRow())
         self.texts.append(list(prompt))
         self.limits.append(max_new_tokens)
-        self.criteria.append(
-            [
-                each if type(each) in _STATELESS else copy_for_row(each, row, "stopping criterion")
-                for each in self._rules
-            ]
-        )
+        own = [copy_for_row(each, row, "stopping criterion") for each in self._rules]
+        self.criteria.append(own)
         if self.kept is not None:
             self.kept.append([])
 
@@ -228,7 +210,6 @@ class Output:
         for token in tokens[: self.budget(row)]:
             decoded.new_tokens.append(token)
             self.texts[row].append(token)
-            decoded.step_ids.append(self.num_calls)
             kept += 1
             if token in self.eos_token_ids or self._stops(row):
                 decoded.finished = True
@@ -325,18 +306,13 @@ def read_prompts(
             padding, more tokens than the model has positions, or a batch that a position threshold
             of the model divides.
     """
-    if input_ids.dim() != 2 or input_ids.shape[0] < 1:
-        raise ValueError(
-            f"input_ids must be [B, P] with at least 1 row, got {list(input_ids.shape)}"
-        )
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    shape = list(input_ids.shape)
+    check(len(shape) == 2 and shape[0] > 0, "input_ids", shape, "[B, P] with at least 1 row")
+    check(max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "at least 1")
     rows: list[list[int]] = input_ids.tolist()
     if attention_mask is not None:
-        if attention_mask.shape != input_ids.shape:
-            raise ValueError(
-                f"attention_mask is {list(attention_mask.shape)}, input_ids {list(input_ids.shape)}"
-            )
+        given = list(attention_mask.shape)
+        check(given == shape, "shape of attention_mask", given, f"that of input_ids, {shape}")
         masks: list[list[int]] = attention_mask.long().tolist()
         for i, mask in enumerate(masks):
             if mask != sorted(mask):
@@ -344,12 +320,12 @@ def read_prompts(
         rows = [row[mask.count(0) :] for row, mask in zip(rows, masks, strict=True)]
     context = context_length(model)
     for i, row in enumerate(rows):
-        if not row:
-            raise ValueError(f"input_ids row {i} must hold at least 1 token, got 0")
-        if context is not None and len(row) + max_new_tokens > context:
+        check(bool(row), f"length of input_ids row {i}", 0, "at least 1 token")
+        whole = len(row) + max_new_tokens
+        if context is not None and whole > context:
             raise ValueError(
-                f"prompt of {len(row)} plus max_new_tokens {max_new_tokens} is "
-                f"{len(row) + max_new_tokens} tokens, but the model's context is {context}"
+                f"prompt of {len(row)} plus max_new_tokens {max_new_tokens} is {whole} tokens, but"
+                f" the model's context is {context}"
             )
     check_sides(model, rows, max_new_tokens)
     return rows

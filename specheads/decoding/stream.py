@@ -18,42 +18,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.attention.cache import TreeCache
-from specheads.attention.tree import RowTrees, Tree
 from specheads.decoding.choose import make_chooser
 from specheads.decoding.loop import next_tokens
 from specheads.decoding.result import DecodedRow, Output
 from specheads.models.forward import ModelPass, pad_rows, thresholds, undisturbed
 from specheads.models.support import tree_support
 from specheads.verification.sampling import Sampler
-
-
-@dataclass(frozen=True)
-class SeededRows(Sampler):
-    """A sampler whose row b draws with ``seeds[b]``, whatever its place in the batch."""
-
-    seeds: Sequence[int] = ()
-
-    def scores(
-        self, logits: Tensor, positions: Tensor, rows: Sequence[int] | None = None
-    ) -> Tensor:
-        """See :meth:`Sampler.scores`."""
-        return super().scores(logits, positions, self._rows(len(logits), rows))
-
-    def tree_scores(
-        self,
-        logits: Tensor,
-        tree: Tree | RowTrees,
-        root_positions: Sequence[int],
-        rows: Sequence[int] | None = None,
-    ) -> Tensor:
-        """See :meth:`Sampler.tree_scores`."""
-        return super().tree_scores(
-            logits, tree, root_positions, self._rows(len(root_positions), rows)
-        )
-
-    def _rows(self, num_rows: int, rows: Sequence[int] | None) -> list[int]:
-        # row r draws with seed + r, and seed is 0
-        return [self.seeds[row] for row in (range(num_rows) if rows is None else rows)]
 
 
 @dataclass(frozen=True)
@@ -100,14 +70,13 @@ class PlainStream:
         self._thresholds = thresholds(model)
         self.model = model
         self.batch_size = batch_size
-        self._jobs: list[Job] = []
+        self._jobs: dict[int, Job] = {}  # by row of the output
         self._seeds: list[int] = []
         self._output = Output([], model.device, 0, eos_token_ids=eos_token_ids)
-        seeded = SeededRows(sampler.temperature, sampler.top_k, sampler.top_p, seeds=self._seeds)
+        seeded = replace(sampler, seeds=self._seeds)
         self._chooser = make_chooser(model, self._output, seeded, rounding=support.rounding)
         self._base: ModelPass | None = None
         self._rows: list[int] = []  # of the cache: which jobs they belong to
-        self._last: list[int] = []  # their latest tokens
         self._ended: list[int] = []
 
     @property
@@ -143,16 +112,14 @@ class PlainStream:
             return
         if self.num_fitting(jobs) < len(jobs):
             raise ValueError(f"{len(jobs)} jobs lie on other sides of {self._thresholds} than rows")
-        rows = list(range(len(self._jobs), len(self._jobs) + len(jobs)))
-        for job in jobs:
-            self._jobs.append(job)
+        rows = list(range(len(self._seeds), len(self._seeds) + len(jobs)))
+        for row, job in zip(rows, jobs, strict=True):
+            self._jobs[row] = job
             self._seeds.append(job.seed)
             self._output.add(job.ids, job.limit)
         base = ModelPass(self.model, TreeCache(), chain_only=self._chain_only)
         counts = [len(job.ids) for job in jobs]
-        rows, chosen = self._emit(
-            base, pad_rows([job.ids for job in jobs], base.device), counts, rows
-        )
+        rows = self._emit(base, pad_rows([job.ids for job in jobs], base.device), counts, rows)
         if not rows:
             return
         if self._base is None:
@@ -160,40 +127,37 @@ class PlainStream:
         else:
             self._base.cache.join(base.cache)
         self._rows += rows
-        self._last += chosen
 
     @torch.inference_mode()
     def step(self) -> None:
         """Give every row its next token; there has to be one."""
         assert self._base is not None
-        tokens = pad_rows([[token] for token in self._last], self._base.device)
-        self._rows, self._last = self._emit(self._base, tokens, [1] * len(self._rows), self._rows)
+        last = [self._output.texts[row][-1:] for row in self._rows]
+        tokens = pad_rows(last, self._base.device)
+        self._rows = self._emit(self._base, tokens, [1] * len(last), self._rows)
         if not self._rows:
             self._base = None
 
     def _emit(
         self, base: ModelPass, tokens: Tensor, counts: list[int], rows: list[int]
-    ) -> tuple[list[int], list[int]]:
-        """Read tokens, choose the next ones; return the rows that go on, and their tokens."""
+    ) -> list[int]:
+        """Read tokens, choose the next ones; return the rows that go on."""
         logits = base.read_next(tokens, counts, partial(self._output.texts.__getitem__, rows[0]))
         chosen = next_tokens(self._output, self._chooser, logits, rows)
         self._output.emit(rows, [[token] for token in chosen])
         kept = [i for i, row in enumerate(rows) if self._output.budget(row)]
-        if len(kept) == len(rows):
-            return rows, chosen
         self._ended += [row for row in rows if not self._output.budget(row)]
-        if kept:
+        if 0 < len(kept) < len(rows):
             base.cache.select(torch.tensor(kept))
-        return [rows[i] for i in kept], [chosen[i] for i in kept]
+        return [rows[i] for i in kept]
 
     def take_ended(self) -> list[tuple[Job, DecodedRow]]:
         """Return the jobs that have ended since the last call, and what they were continued with.
 
         Nothing is kept of them here.
         """
-        ended = [(self._jobs[row], self._output.rows[row]) for row in self._ended]
+        ended = [(self._jobs.pop(row), self._output.rows[row]) for row in self._ended]
         for row in self._ended:
-            self._jobs[row] = replace(self._jobs[row], ids=[], owner=None)
             self._output.texts[row], self._output.rows[row] = [], DecodedRow()
         self._ended = []
         return ended

@@ -26,7 +26,7 @@ class Candidates:
         tree: their shape, shared or per row, with N nodes; it may differ from step to step.
         draft_probs: what sampled candidates were drawn from, [B, N, V]: row i is the distribution
             of the first child of node i. None for deterministic candidates.
-        sampling: how siblings were drawn from it, see :mod:`specheads.verification.rejection`.
+        sampling: how siblings were drawn from it, see :mod:`specheads.verification.acceptance`.
         probes: [B, N] what the base model reads, where it reads more than ``tokens``: a node whose
             token is negative and whose probe is not is read, never accepted, and
             ``StepResult.base_tokens`` says what follows it. None: the tokens.
@@ -110,6 +110,14 @@ class StepResult:
     def last_node(self) -> Tensor:
         """[B], the last accepted node."""
         return self.path.gather(1, self.num_accepted[:, None])[:, 0]
+
+    @property
+    def places(self) -> list[Sequence[int]]:
+        """[B][n], ``own`` as numbers; of a tree that is its own every node in its place."""
+        if self.own is None:
+            return [range(self.tree.num_nodes)] * len(self.new_tokens)
+        places: list[Sequence[int]] = self.own.tolist()
+        return places
 
 
 class Drafter(Protocol):

@@ -9,7 +9,8 @@ prefix, and sample-and-walk stays exact.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -17,13 +18,14 @@ from transformers import PreTrainedModel
 
 from specheads.attention.tree import Tree
 from specheads.drafters.contract import Candidates, Prefill, StepResult
-from specheads.drafters.draft_model import DraftCache, DraftRows
+from specheads.drafters.draft_model import DraftCache
 from specheads.drafters.draft_tree import check_reads_trees
-from specheads.drafters.growing import OneTree, pack
+from specheads.drafters.growing import OneTree, pack, padded
 from specheads.drafters.heads import HeadsState, static_drafter
 from specheads.models.forward import pad_rows
 from specheads.models.kinds import Heads
 from specheads.models.output import Captured, OutputLayer, capture_hidden
+from specheads.system.errors import at_least, check
 from specheads.verification.acceptance import walk_on_host
 
 NUM_PASSES = 2
@@ -34,15 +36,13 @@ class DraftHeadsState:
     """Where the rows stand.
 
     Attributes:
-        rows: the draft model's view of them.
+        cache: the draft model's view of them.
         heads: where its heads stand, behind the last token that it has read; its root is what the
             draft model says there. None before it has read any.
-        num_read: per row how many tokens that were.
     """
 
-    rows: DraftRows
+    cache: DraftCache
     heads: HeadsState | None = None
-    num_read: list[int] = field(default_factory=list)
 
 
 class DraftHeadsDrafter:
@@ -76,90 +76,76 @@ class DraftHeadsDrafter:
         num_passes: int = NUM_PASSES,
         max_tokens: int = 0,
     ) -> None:
-        if not heads.for_draft_model:  # MTP modules read tokens that are not certain yet
-            raise ValueError(
-                f"the heads of a draft model must be Medusa or Hydra heads, got {heads.kind}"
-            )
-        if num_passes < 1 or max_tokens < 0:
-            raise ValueError(
-                "num_passes must be at least 1 and max_tokens at least 0, got"
-                f" {num_passes} and {max_tokens}"
-            )
-        check_reads_trees(draft)
-        self.draft, self.heads, self.tree = draft, heads, tree
+        # MTP modules read tokens that are not certain yet
+        check(heads.for_draft_model, "heads of a draft model", heads.kind, "Medusa or Hydra heads")
+        self.draft, self.tree = draft, tree
         self.num_passes, self.max_tokens = num_passes, max_tokens
+        at_least(self, num_passes=1, max_tokens=0)
+        check_reads_trees(draft)
         self._inner = static_drafter(draft, heads, output, tree)
         self._latest: DraftCache | None = None  # a conversation may go on
 
     def start(self, prefill: Prefill) -> DraftHeadsState:
         """Start behind the prompt; the draft model reads it with the first guesses."""
-        state = DraftRows.start(self.draft, prefill, self._latest)
-        self._latest = state.cache
-        return DraftHeadsState(state)
+        self._latest = DraftCache(self.draft, prefill, self._latest)
+        return DraftHeadsState(self._latest)
 
     @torch.inference_mode()
     def propose(self, state: DraftHeadsState) -> Candidates:
         """Decode with the heads for some passes, and let them guess once more."""
-        rows, root = state.rows, state.rows.root
+        cache, root = state.cache, state.cache.root
         deepest = self.num_passes * (self.tree.max_depth + 1)
-        deepest = min(deepest, self.max_tokens or deepest)
-        limits = rows.limits([deepest] * len(rows.rows))
+        limits = cache.limits([min(deepest, self.max_tokens or deepest)] * len(root))
         if not any(limits):
             return Candidates(root[:, None], Tree.chain(0).to(root.device))
         with capture_hidden(self.draft, self._inner.taps) as captured:
             heads = self._read(state, captured)
-            certain = list(rows.cache.lengths)
-            chains = [[token] for token in heads.root.tolist()]
+            certain = list(cache.lengths)
+            roots = zip(cache.texts, heads.root.tolist(), strict=True)
+            chains = [[text[-1], token] for text, token in roots]
             for _ in range(self.num_passes - 1):
-                heads = self._pass(rows, heads, chains, captured)
-            rows.cache.forward.cache.shorten(certain)
+                heads = self._pass(cache, heads, chains, captured)
+            cache.forward.cache.shorten(certain)
         ends = self._inner.propose(heads).tokens.tolist()
-        texts = zip(rows.cache.texts, chains, ends, limits, strict=True)
-        return pack(
-            [
-                self._hang([text[-1], *chain], end, limit, rows.vocab_size)
-                for text, chain, end, limit in texts
-            ],
-            root.device,
-        )
+        rows = map(self._hang, chains, ends, limits, repeat(cache.vocab_size))
+        return pack(list(rows), root.device)
 
     def _read(self, state: DraftHeadsState, captured: Captured) -> HeadsState:
         """Let the draft model and its heads read what they have not; return where heads stand."""
-        rows, cache = state.rows, state.rows.cache
+        cache = state.cache
         lengths = [len(text) for text in cache.texts]
-        if state.heads is not None and state.num_read == lengths:
+        if state.heads is not None and cache.lengths == lengths:
             return state.heads  # asked twice
         before = [min(*each) for each in zip(cache.lengths, (n - 1 for n in lengths), strict=True)]
-        said = rows.shared(cache.sync()).argmax(-1)
+        said = cache.shared(cache.sync()).argmax(-1)
         unread = [text[n:] for text, n in zip(cache.texts, before, strict=True)]
         tokens, counts = pad_rows(unread, said.device), [len(each) for each in unread]
         if state.heads is None:
             prefill = Prefill(cache.texts, tokens, counts, dict(captured.at), said)
-            heads = self._inner.start(prefill)
+            state.heads = self._inner.start(prefill)
         else:
             paths = [[*range(count)] for count in counts]
             new = [[*each[1:], last] for each, last in zip(unread, said.tolist(), strict=True)]
-            heads = self._follow(state.heads, paths, new, captured)
-        state.heads, state.num_read = heads, lengths
-        return heads
+            state.heads = self._follow(state.heads, paths, new, captured)
+        return state.heads
 
     def _pass(
-        self, rows: DraftRows, heads: HeadsState, chains: list[list[int]], captured: Captured
+        self, cache: DraftCache, heads: HeadsState, chains: list[list[int]], captured: Captured
     ) -> HeadsState:
         """Verify what the heads guess behind the chains, which grow by what the draft model says.
 
         The cache is to be shortened after.
         """
         guesses = self._inner.propose(heads)
-        cache = rows.cache.forward
-        said = rows.shared(cache.verify(guesses.tokens, self.tree)).argmax(-1).tolist()
+        said = cache.shared(cache.forward.verify(guesses.tokens, self.tree)).argmax(-1).tolist()
         parents = [self.tree.parents.tolist()] * len(said)
         paths = walk_on_host(guesses.tokens.tolist(), parents, said)
         new = [[row[node] for node in path] for row, path in zip(said, paths, strict=True)]
         for chain, more in zip(chains, new, strict=True):
             chain += more
         found = self._follow(heads, paths, new, captured)
-        cache.cache.commit(_padded(paths), [len(path) for path in paths])
+        counts = [len(path) for path in paths]
+        cache.forward.cache.commit(padded(paths, max(counts)), counts)
         return found
 
     def _follow(
@@ -177,20 +163,13 @@ class DraftHeadsDrafter:
             new_tokens: per row what the draft model says after each of them.
             captured: the pass's hidden states.
         """
-        device = heads.root.device
-        # of the tree and its tokens heads are told nothing but the path
+        device, hidden = heads.root.device, dict(captured.at)
         root = torch.tensor([new[-1] for new in new_tokens], device=device)
-        result = StepResult(
-            tree=self.tree,
-            tokens=root[:, None],
-            base_tokens=root[:, None],
-            hidden=dict(captured.at),
-            path=_padded(paths).to(device),
-            num_accepted=torch.tensor([len(path) - 1 for path in paths], device=device),
-            next_root=root,
-            new_tokens=new_tokens,
-        )
-        return self._inner.observe(heads, result)
+        path = padded(paths, max(map(len, paths))).to(device)
+        num_accepted = torch.tensor([len(path) - 1 for path in paths], device=device)
+        nothing = root[:, None]  # of the tree and its tokens heads are told the path alone
+        told = StepResult(self.tree, nothing, nothing, hidden, path, num_accepted, root, new_tokens)
+        return self._inner.observe(heads, told)
 
     def _hang(self, chain: list[int], end: list[int], limit: int, vocab_size: int) -> OneTree:
         """Return a chain with the heads' tree below its end, cut at a depth.
@@ -212,18 +191,12 @@ class DraftHeadsDrafter:
 
     def observe(self, state: DraftHeadsState, result: StepResult) -> DraftHeadsState:
         """Append the tokens gained."""
-        return replace(state, rows=state.rows.observe(result))
+        state.cache.observe(result)
+        return state
 
     def select(self, state: DraftHeadsState, rows: Tensor) -> DraftHeadsState:
         """Keep some rows."""
-        if state.heads is None:
-            return DraftHeadsState(state.rows.select(rows))
-        heads = self._inner.select(state.heads, rows.to(state.heads.root.device))
-        num_read = [state.num_read[row] for row in rows.tolist()]
-        return DraftHeadsState(state.rows.select(rows), heads, num_read)
-
-
-def _padded(paths: Sequence[Sequence[int]]) -> Tensor:
-    """Return paths as [B, D+1], padded with -1."""
-    width = max(map(len, paths))
-    return torch.tensor([[*path, *[-1] * (width - len(path))] for path in paths])
+        state.cache.select(rows)
+        if state.heads is not None:
+            state.heads = self._inner.select(state.heads, rows.to(state.heads.root.device))
+        return state

@@ -13,7 +13,7 @@ in which the logits after a token that is there already are needed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,71 +22,82 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.attention.cache import TreeCache
-from specheads.attention.tree import Tree
+from specheads.attention.tree import RowTrees, Tree
 from specheads.drafters.contract import Candidates, Prefill, StepResult
 from specheads.drafters.length import Length
 from specheads.models.base import context_length, input_embedding
 from specheads.models.forward import ModelPass, pad_rows
 from specheads.models.support import tree_support
-from specheads.verification.sampling import Sampler, draft_noise, noise_ahead
+from specheads.system.errors import one_of
+from specheads.verification.sampling import draft_noise, noise_ahead
 
 # tokens that are read as a tree that happens to be a chain, whose mask need not be built anew
 MAX_CHAIN = 32
 
 
+def num_shared(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """Return how many tokens, from the front, two texts have in common."""
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+
+
 class DraftCache:
-    """The rows' texts in a draft model, made by :meth:`start`.
+    """The rows' texts in a draft model, and how the base model's tokens are drawn.
+
+    It is changed in place; nothing is read before a drafter proposes.
+
+    Args:
+        draft: the draft model, in eval mode.
+        prefill: as the drafter got it.
+        previous: where a conversation goes on behind a cache of the base's, what it holds is taken
+            over as far as it is the same text; ``previous`` reads its own text again should anyone
+            ask it.
 
     Attributes:
         forward: the model's passes. Whatever is verified behind the text (``forward.verify``)
             without a commit leaves no trace.
         texts: per row all certain tokens, the root included.
+        root: [B], the last of them.
+        rows: which rows of the batch these are, for their seeds.
+        sampler: how the base model's tokens are drawn.
+        vocab_size: V of the base model; 0: that of the draft model.
         room: tokens that the model was made for; None where its config does not say.
+
+    Raises:
+        ConfigError: for a model that cannot be decoded step by step, or not so many rows.
     """
 
-    def __init__(self, draft: PreTrainedModel, texts: Sequence[Sequence[int]]) -> None:
-        support = tree_support(draft)
-        support.check_batch(len(texts))
+    def __init__(
+        self, draft: PreTrainedModel, prefill: Prefill, previous: DraftCache | None = None
+    ) -> None:
+        support, self.root = tree_support(draft), prefill.root
+        roots = self.root.tolist()
+        self.texts = [[*ids, root] for ids, root in zip(prefill.ids, roots, strict=True)]
+        support.check_batch(len(self.texts))
         self.forward = ModelPass(draft, TreeCache(), chain_only=support.kind == "chain")
-        self.texts = [list(text) for text in texts]
+        self.rows = list(range(len(self.texts)))
+        self.sampler, self.vocab_size = prefill.sampler, prefill.vocab_size
         self.room = context_length(draft)
         self._num_embeddings = input_embedding(draft).shape[0]
-
-    @staticmethod
-    def start(
-        draft: PreTrainedModel, prefill: Prefill, previous: DraftCache | None = None
-    ) -> DraftCache:
-        """Start behind a prefill; nothing is read yet.
-
-        Args:
-            draft: the draft model, in eval mode.
-            prefill: as the drafter got it.
-            previous: where a conversation goes on behind a cache of the base's, what it holds is
-                taken over as far as it is the same text; ``previous`` reads its own text again
-                should anyone ask it.
-
-        Raises:
-            ConfigError: for a model that cannot be decoded step by step, or not so many rows.
-        """
-        roots = prefill.root.tolist()
-        texts = [[*ids, root] for ids, root in zip(prefill.ids, roots, strict=True)]
-        cache = DraftCache(draft, texts)
-        goes_on = any(
-            num < len(ids) for num, ids in zip(prefill.num_tokens, prefill.ids, strict=True)
-        )
-        if previous is not None and goes_on and len(previous.texts) == len(texts):
+        goes_on = [*map(len, prefill.ids)] != list(prefill.num_tokens)
+        if previous is not None and goes_on and len(previous.texts) == len(self.texts):
             held = previous.forward.cache
             if held.lengths:
-                cache.forward.cache, previous.forward.cache = held, cache.forward.cache
+                self.forward.cache, previous.forward.cache = held, self.forward.cache
                 held.tokens = previous.texts
-                held.align(texts)
-                held.tokens = []  # kept here
-        return cache
+                held.align(self.texts)
+                # the texts are kept here, where they grow without the cache being told
+                held.tokens = []
 
     @property
     def lengths(self) -> list[int]:
         """Per row the tokens in the cache; those behind the row's text are guesses."""
         return self.forward.cache.lengths or [0] * len(self.texts)
+
+    def _forget(self, behind: Sequence[int]) -> None:
+        """Keep at most so many tokens of each row."""
+        if held := self.forward.cache.lengths:
+            self.forward.cache.shorten([min(*each) for each in zip(held, behind, strict=True)])
 
     def follow(
         self,
@@ -103,134 +114,86 @@ class DraftCache:
         Returns:
             Per row how many guesses came true.
         """
-        matched = [0] * len(self.texts)
-        if drafted is not None:
-            for row, (new, guesses) in enumerate(zip(new_tokens, drafted, strict=True)):
-                for ours, theirs in zip(guesses, new, strict=False):
-                    if ours != theirs:
-                        break
-                    matched[row] += 1
-        if self.forward.cache.lengths:
-            self.forward.cache.shorten(
-                [
-                    min(length, len(text) + num)
-                    for length, text, num in zip(self.lengths, self.texts, matched, strict=True)
-                ]
-            )
+        matched = list(map(num_shared, new_tokens, drafted or [()] * len(self.texts)))
+        self._forget([len(text) + num for text, num in zip(self.texts, matched, strict=True)])
         for text, new in zip(self.texts, new_tokens, strict=True):
             text.extend(new)
         return matched
 
-    @torch.inference_mode()
-    def sync(self, new_tokens: Sequence[Sequence[int]] | None = None) -> Tensor:
-        """Read what has not been read; return the logits after each row's last certain token.
+    def observe(self, result: StepResult) -> DraftCache:
+        """Append the tokens gained."""
+        self.follow(result.new_tokens)
+        self.root = result.next_root
+        return self
 
-        Args:
-            new_tokens: per row tokens to append before, as :meth:`follow` does.
+    @torch.inference_mode()
+    def sync(self) -> Tensor:
+        """Read what has not been read; return the logits after each row's last certain token.
 
         Returns:
             [B, V] of the draft model, on its output's device.
         """
-        if new_tokens is not None:
-            self.follow(new_tokens)
-        cache = self.forward.cache
-        if cache.lengths and any(
-            length >= len(text) for length, text in zip(cache.lengths, self.texts, strict=True)
-        ):
-            cache.shorten(
-                [
-                    min(length, len(text) - 1)
-                    for length, text in zip(cache.lengths, self.texts, strict=True)
-                ]
-            )
+        # the last token is read again where its logits are gone
+        self._forget([len(text) - 1 for text in self.texts])
         unread = [text[n:] for text, n in zip(self.texts, self.lengths, strict=True)]
         counts = [len(tokens) for tokens in unread]
         tokens = pad_rows(unread, self.forward.device).clamp_(max=self._num_embeddings - 1)
-        width = tokens.shape[1]
+        width, cache = tokens.shape[1], self.forward.cache
         plain = width == 1 or width > MAX_CHAIN or self.forward.reaches_threshold(width)
         if plain or not cache.lengths:
             return self.forward.read(tokens, counts)
         logits = self.forward.verify(tokens, Tree.chain(width - 1))
         cache.extend(counts)
-        if len(counts) == 1:
-            return logits[:, -1]
         rows = torch.arange(len(counts), device=logits.device)
         return logits[rows, torch.tensor(counts, device=logits.device) - 1]
 
     @torch.inference_mode()
-    def read(self, tokens: Tensor, going: Sequence[bool] | None = None) -> Tensor:
+    def read(self, tokens: Tensor, going: Sequence[bool]) -> Tensor:
         """Read a guess behind each row's text, and the guesses read there before.
 
         Args:
             tokens: [B], of the draft model's vocabulary.
-            going: which rows; the others stay as they are, and their logits mean nothing. None:
-                all.
+            going: which rows; the others stay as they are, and their logits mean nothing.
 
         Returns:
             Logits [B, V] after the guesses.
         """
-        counts = [1] * len(self.texts) if going is None else [int(goes) for goes in going]
-        return self.forward.read(tokens[:, None], counts)
+        return self.forward.read(tokens[:, None], list(map(int, going)))
 
-    def select(self, rows: Tensor) -> None:
+    def verify_again(self, tokens: Tensor, tree: Tree | RowTrees) -> Tensor:
+        """Return the logits [B, N, V'] at a tree whose root is the last token held.
+
+        The cache is left as it was.
+
+        Args:
+            tokens: [B, N], node 0 the last certain token.
+            tree: their shape.
+        """
+        held = self.forward.cache
+        held.crop(-1)
+        # the root may be a token that only the base model has
+        logits = self.forward.verify(tokens.clamp(max=self._num_embeddings - 1), tree)
+        held.extend([1] * len(held.lengths))
+        return logits
+
+    def select(self, rows: Tensor) -> DraftCache:
         """Keep the rows ``rows`` [R] (long), in that order."""
         if self.forward.cache.lengths:
             self.forward.cache.select(rows)
-        self.texts = [self.texts[row] for row in rows.tolist()]
-
-
-@dataclass
-class DraftRows:
-    """Where the rows of a batch stand, for drafters with a draft model.
-
-    Attributes:
-        cache: the draft model's view of the texts, root included.
-        root: [B], the last certain token.
-        rows: which rows of the batch these are, for their seeds.
-        sampler: how the base model's tokens are drawn.
-        vocab_size: V of the base model; 0: that of the draft model.
-    """
-
-    cache: DraftCache
-    root: Tensor
-    rows: list[int]
-    sampler: Sampler
-    vocab_size: int
-
-    @staticmethod
-    def start(
-        draft: PreTrainedModel, prefill: Prefill, previous: DraftCache | None = None
-    ) -> DraftRows:
-        """Start behind the prompt; nothing is read yet.
-
-        Args:
-            draft: the draft model.
-            prefill: as the drafter got it.
-            previous: of the text before, see :meth:`DraftCache.start`.
-        """
-        cache = DraftCache.start(draft, prefill, previous)
-        rows = list(range(len(prefill.ids)))
-        return DraftRows(cache, prefill.root, rows, prefill.sampler, prefill.vocab_size)
-
-    def observe(self, result: StepResult) -> DraftRows:
-        """Append the tokens gained."""
-        self.cache.follow(result.new_tokens)
-        return replace(self, root=result.next_root)
-
-    def select(self, rows: Tensor) -> DraftRows:
-        """Keep some rows."""
-        self.cache.select(rows)
-        kept = [self.rows[row] for row in rows.tolist()]
-        return replace(self, root=self.root[rows.to(self.root.device)], rows=kept)
+        self.texts, self.rows = (
+            [each[i] for i in rows.tolist()] for each in (self.texts, self.rows)
+        )
+        self.root = self.root[rows.to(self.root.device)]
+        return self
 
     def limits(self, wanted: Sequence[int]) -> list[int]:
         """Return per row how deep its guesses may be: the draft model has positions for no more."""
-        if (room := self.cache.room) is None:
+        if self.room is None:
             return list(wanted)
         # the deepest guess is not read
         return [
-            max(0, min(limit, room - len(text) + 1))
-            for limit, text in zip(wanted, self.cache.texts, strict=True)
+            max(0, min(limit, self.room - len(text) + 1))
+            for limit, text in zip(wanted, self.texts, strict=True)
         ]
 
     def shared(self, logits: Tensor) -> Tensor:
@@ -249,13 +212,14 @@ class DraftRows:
             coupled: the noise that the base model draws with at the same positions; else noise that
                 nothing else uses.
         """
-        sampler, size, device = self.sampler, logits.shape[-1], logits.device
-        after = [len(text) for text in self.cache.texts]  # where the first guess stands
+        seed, size, device = self.sampler.seed, logits.shape[-1], logits.device
+        after = [len(text) for text in self.texts]  # where the first guess stands
         if coupled:
             whole = max(size, self.vocab_size)  # the base keeps noise of its own vocabulary
-            return noise_ahead(sampler.seed, after, num, whole, device, self.rows)[..., :size]
+            seeds = [seed + row for row in self.rows]
+            return noise_ahead(seeds, after, num, whole, device)[..., :size]
         roots = torch.tensor(after, device=device) - 1
-        return draft_noise(sampler.seed, roots, num, size, self.rows)
+        return draft_noise(seed, roots, num, size, self.rows)
 
 
 SAMPLINGS = ("greedy", "sampled", "coupled")
@@ -266,18 +230,16 @@ class DraftState:
     """Where the rows of one batch stand.
 
     Attributes:
-        rows: the draft model's view of them.
+        cache: the draft model's view of them.
         lengths: per row the state of the rule that says how long drafts are.
         ended: which rows gained nothing lately, and will gain nothing any more.
-        drafted: [B, n], the guesses of this step; None before they are made.
-        counts: per row how many of them are its own.
+        drafted: [B, n], the guesses of this step, padded with -1; None before it was asked for any.
     """
 
-    rows: DraftRows
+    cache: DraftCache
     lengths: list[Any]
     ended: list[bool]
     drafted: Tensor | None = None
-    counts: list[int] | None = None
 
 
 class DraftModelDrafter:
@@ -312,8 +274,7 @@ class DraftModelDrafter:
     taps: tuple[str, ...] = ()
 
     def __init__(self, draft: PreTrainedModel, length: Length, *, sampling: str = "greedy") -> None:
-        if sampling not in SAMPLINGS:
-            raise ValueError(f"sampling must be one of {SAMPLINGS}, got {sampling!r}")
+        one_of("sampling", sampling, *SAMPLINGS)
         tree_support(draft)  # so that it is refused before the base reads anything
         self.draft, self.length, self.sampling = draft, length, sampling
         self._latest: DraftCache | None = None
@@ -325,35 +286,34 @@ class DraftModelDrafter:
 
     def start(self, prefill: Prefill) -> DraftState:
         """Take the texts; they are read with the first proposal."""
-        rows = DraftRows.start(self.draft, prefill, self._latest)
-        self._latest, num_rows = rows.cache, len(rows.rows)
-        lengths = [self.length.start() for _ in range(num_rows)]
-        return DraftState(rows, lengths, [False] * num_rows)
+        self._latest = cache = DraftCache(self.draft, prefill, self._latest)
+        lengths = [self.length.start() for _ in cache.rows]
+        return DraftState(cache, lengths, [False] * len(lengths))
 
     @torch.inference_mode()
     def propose(self, state: DraftState) -> Candidates:
         """One pass of the draft model per token, for all rows that go on."""
-        rows, root = state.rows, state.rows.root[:, None]
-        limits = rows.limits(
+        cache, length, sampler = state.cache, self.length, state.cache.sampler
+        root = cache.root[:, None]
+        limits = cache.limits(
             [
-                0 if ended else self.length.limit(each)
+                0 if ended else length.limit(each)
                 for each, ended in zip(state.lengths, state.ended, strict=True)
             ]
         )
-        state.counts, state.drafted = [0] * len(limits), None
+        state.drafted = root[:, :0]
         if not any(limits):
             return Candidates(root, Tree.chain(0).to(root.device))
-        counts, length, sampler = state.counts, self.length, rows.sampler
-        known = rows.vocab_size or None  # outputs that the base model does not have are cut
-        logits = rows.cache.sync()[:, :known]
+        known = cache.vocab_size or None  # outputs that the base model does not have are cut
+        logits = cache.sync()[:, :known]
         noise = None
         if self.sampling != "greedy" and sampler.temperature > 0:
-            noise = rows.noise(max(limits), logits, coupled=self.sampling == "coupled")
+            noise = cache.noise(max(limits), logits, coupled=self.sampling == "coupled")
         keeps_probs = noise is not None and self.sampling == "sampled"
         tokens_of: list[Tensor] = []
         probs_of: list[Tensor] = []
         said: list[tuple[list[float], list[float]]] = [([], []) for _ in limits]
-        going = [limit > 0 for limit in limits]
+        counts, going = [0] * len(limits), [limit > 0 for limit in limits]
         while True:
             if noise is None:
                 tokens = logits.argmax(-1)
@@ -372,7 +332,7 @@ class DraftModelDrafter:
                     _ask(length, probs, tokens, said, going)
             if not any(going):
                 break
-            logits = rows.cache.read(tokens, going)[:, :known]
+            logits = cache.read(tokens, going)[:, :known]
         drafted = torch.stack(tokens_of, dim=1).to(root.device)
         if min(counts) < len(tokens_of):
             level = torch.arange(len(tokens_of), device=root.device)
@@ -383,38 +343,33 @@ class DraftModelDrafter:
         tokens = torch.cat([root, drafted], dim=1)
         if not keeps_probs:
             return Candidates(tokens, tree)
-        return Candidates(tokens, tree, _draft_probs(probs_of, rows.vocab_size), "chain")
+        return Candidates(tokens, tree, _draft_probs(probs_of, cache.vocab_size), "chain")
 
     def observe(self, state: DraftState, result: StepResult) -> DraftState:
         """Note what was gained; it is read with the next proposal."""
-        counts, new_tokens = state.counts, result.new_tokens
-        drafted = None
-        if counts is not None and state.drafted is not None:
-            guesses = state.drafted.tolist()
-            drafted = [row[:num] for row, num in zip(guesses, counts, strict=True)]
-        matched = state.rows.cache.follow(new_tokens, drafted)
-        state.ended = [not new for new in new_tokens]
-        own = None if result.own is None else result.own.tolist()
-        if counts is not None:  # else it was not asked
-            for row, (new, num_proposed, num) in enumerate(
-                zip(new_tokens, counts, matched, strict=True)
-            ):
-                if not new or (own is not None and max(own[row], default=-1) < 0):
+        drafted, new_tokens = None, result.new_tokens
+        if state.drafted is not None:
+            drafted = [[token for token in row if token >= 0] for row in state.drafted.tolist()]
+        matched = state.cache.follow(new_tokens, drafted)
+        state.cache.root = result.next_root
+        if drafted is not None:  # else it was not asked
+            for row, own in enumerate(result.places):
+                num_new, num_proposed, num = len(new_tokens[row]), len(drafted[row]), matched[row]
+                if not num_new or max(own, default=-1) < 0:
                     continue  # it has ended, or only other rows of the batch wanted guesses
                 if not self.deterministic:
                     # a token drawn in place of a refused guess may be the same one
-                    num = min(num, len(new) - 1)
-                if num == len(new):  # what was drafted behind that, nobody has verified
+                    num = min(num, num_new - 1)
+                if num == num_new:  # what was drafted behind that, nobody has verified
                     num_proposed = num
                 state.lengths[row] = self.length.observe(state.lengths[row], num_proposed, num)
-        rows = replace(state.rows, root=result.next_root)
-        return DraftState(rows, state.lengths, state.ended)
+        return DraftState(state.cache, state.lengths, [not new for new in new_tokens])
 
     def select(self, state: DraftState, rows: Tensor) -> DraftState:
         """Keep some rows."""
         kept = rows.tolist()
         return DraftState(
-            state.rows.select(rows),
+            state.cache.select(rows),
             [state.lengths[row] for row in kept],
             [state.ended[row] for row in kept],
         )
@@ -448,5 +403,4 @@ def _ask(
 def _draft_probs(probs_of: Sequence[Tensor], vocab_size: int) -> Tensor:
     """Return [B, n + 1, V] of the base's vocabulary from n times [B, V']; the last are zeros."""
     probs = torch.stack([*probs_of, torch.zeros_like(probs_of[0])], dim=1)
-    missing = vocab_size - probs.shape[-1]
-    return F.pad(probs, (0, missing)) if missing > 0 else probs
+    return F.pad(probs, (0, max(0, vocab_size - probs.shape[-1])))

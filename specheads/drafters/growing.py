@@ -18,16 +18,16 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specheads.attention.tree import RowTrees, Tree
-from specheads.drafters.contract import Candidates
+from specheads.drafters.contract import Candidates, Prefill, StepResult
 
 NUM_RANKS = 10  # guesses per node that a tree may use, as measured for static trees
 # Nodes of a level below which guesses are asked for. Trees of up to 32 nodes of Hydra heads on the
@@ -51,7 +51,6 @@ class Grown:
 
     Attributes:
         num_nodes: N of every tree, root included.
-        max_depth: the deepest node; None is the number of heads.
         num_ranks: guesses per node to choose from.
         temperatures: one per head, by which its logits are divided, where the head was measured to
             be too sure of itself (above 1) or not sure enough; None leaves them.
@@ -60,7 +59,6 @@ class Grown:
     """
 
     num_nodes: int
-    max_depth: int | None = None
     num_ranks: int = NUM_RANKS
     temperatures: Sequence[float] | None = None
     width: int = WIDTH
@@ -88,11 +86,7 @@ def best_trees(log_probs: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
         node below the root stands in a row's guesses laid end to end, ``d * R + r`` for guess r at
         depth d + 1.
 
-    Raises:
-        ValueError: if ``num_nodes`` < 1.
     """
-    if num_nodes < 1:
-        raise ValueError(f"num_nodes must be at least 1, got {num_nodes}")
     depth, num_rows, num_ranks = log_probs.shape
     slots = torch.arange(depth * num_ranks, device=log_probs.device).view(depth, 1, 1, -1)
     levels = zip(log_probs[:, :, None], slots, strict=True)
@@ -146,6 +140,8 @@ def grow(
     kept = every.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes].sort(dim=1).values
     above = _starts_above(tuple(level.shape[1] for level in below), roots.device)
     flat = torch.cat(below, dim=1).gather(1, kept)
+    # kept is ascending, so that bisection finds each parent's new place; it is kept for certain,
+    # since no child is worth more than its parent
     parents = torch.searchsorted(kept, above[kept] + flat // num_ranks)
     parents[:, 0] = -1
     return parents, torch.cat(tokens, dim=1).gather(1, kept), every.gather(1, kept)
@@ -159,9 +155,7 @@ def _starts_above(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(above, device=device)
 
 
-def best_tree_on_host(
-    log_probs: Sequence[Sequence[float]], num_nodes: int
-) -> tuple[list[int], list[int]]:
+def best_tree_on_host(log_probs: Sequence[Sequence[float]], num_nodes: int) -> OneTree:
     """Do for one row what :func:`best_trees` does, with a heap: on a CPU at a third of the time.
 
     Args:
@@ -172,27 +166,39 @@ def best_tree_on_host(
         parents [N] and slots [N - 1], as :func:`best_trees` gives them.
     """
     num_ranks = len(log_probs[0])
-    # (minus the value, order of arrival, depth, rank, the parent's value, the parent's number)
-    frontier: list[tuple[float, int, int, int, float, int]] = []
-    if num_nodes > 1:
-        frontier.append((-log_probs[0][0], 0, 0, 0, 0.0, 0))
-    found: list[tuple[int, int, int, int]] = []  # depth, number, rank, the parent's number
+    # minus the value, order of arrival, depth, rank, the parent's value, the parent's number
+    frontier = [(-log_probs[0][0], 0, 0, 0, 0.0, 0)]
+    found = [(0, 0, 0, -1)]  # depth, number, the parent's number, slot
     arrived = 1
-    while frontier and len(found) + 1 < num_nodes:
+    while frontier and len(found) < num_nodes:
         negative, _, depth, rank, above, parent = heapq.heappop(frontier)
-        found.append((depth, len(found) + 1, rank, parent))
+        number = len(found)
+        found.append((depth + 1, number, parent, depth * num_ranks + rank))
         if rank + 1 < num_ranks:
             value = above + log_probs[depth][rank + 1]
             heapq.heappush(frontier, (-value, arrived, depth, rank + 1, above, parent))
         if depth + 1 < len(log_probs):
             value = log_probs[depth + 1][0] - negative
-            heapq.heappush(frontier, (-value, arrived + 1, depth + 1, 0, -negative, len(found)))
+            heapq.heappush(frontier, (-value, arrived + 1, depth + 1, 0, -negative, number))
         arrived += 2
-    found.sort()
-    place = {number: i for i, (_, number, _, _) in enumerate(found, start=1)}
-    place[0] = 0
-    parents = [-1, *(place[parent] for _, _, _, parent in found)]
-    return parents, [depth * num_ranks + rank for depth, _, rank, _ in found]
+    slots, parents = by_depth(found)
+    return parents, slots[1:]
+
+
+def by_depth(found: Iterable[tuple[int, int, int, int]]) -> OneTree:
+    """Sort the nodes of a tree that were found in another order, parents before children.
+
+    Args:
+        found: of every node its depth, its number, its parent's number, and a token or the like;
+            the root has number 0.
+
+    Returns:
+        The tokens, and the parents' places, -1 for the root.
+    """
+    nodes = sorted(found)
+    place = {number: i for i, (_, number, _, _) in enumerate(nodes)}
+    parents = [-1, *(place[above] for _, _, above, _ in nodes[1:])]
+    return [token for *_, token in nodes], parents
 
 
 def grow_on_host(
@@ -302,10 +308,42 @@ class _GrowingRow:
     def tree(self) -> OneTree:
         """Return tokens and parents of the best nodes, sorted by depth."""
         order = sorted(range(len(self.found)), key=self.found.__getitem__)
-        kept = sorted(order[: self.most])
-        place = {0: 0} | {index + 1: node for node, index in enumerate(kept, start=1)}
-        parents = [-1, *(place[self.found[index][3]] for index in kept)]
-        return [self.root, *(self.found[index][4] for index in kept)], parents
+        nodes = [(0, 0, 0, self.root)]
+        for index in order[: self.most]:
+            _, depth, _, above, token = self.found[index]
+            nodes.append((depth + 1, index + 1, above, token))
+        return by_depth(nodes)
+
+
+@dataclass(frozen=True)
+class TextRows:
+    """Where the rows of a batch stand, for drafters that follow their texts in Python.
+
+    Attributes:
+        rows: what is known of each row's text; its ``extend`` is told the tokens that follow.
+        device: where candidates go.
+    """
+
+    rows: list[Any]
+    device: torch.device
+
+    @staticmethod
+    def start(prefill: Prefill, begin: Callable[[], Any]) -> TextRows:
+        """Read the prompts; ``begin`` makes a row without text."""
+        rows = [begin() for _ in prefill.ids]
+        for row, ids, root in zip(rows, prefill.ids, prefill.root.tolist(), strict=True):
+            row.extend([*ids, root])
+        return TextRows(rows, prefill.root.device)
+
+    def observe(self, result: StepResult) -> TextRows:
+        """Read the tokens gained."""
+        for row, new_tokens in zip(self.rows, result.new_tokens, strict=True):
+            row.extend(new_tokens)
+        return self
+
+    def select(self, rows: Tensor) -> TextRows:
+        """Keep some rows."""
+        return TextRows([self.rows[row] for row in rows.tolist()], self.device)
 
 
 def pack(
@@ -335,12 +373,14 @@ def pack(
             tree = RowTrees.from_lists(parents, depth)
         else:
             tree = RowTrees.from_parents(torch.tensor(parents, device=device), depth)
+    tokens = padded([row for row, _ in rows], width).to(device)
+    probes = None if inputs is None else padded(inputs, width).to(device)
+    return Candidates(tokens, tree, probes=probes)
 
-    def padded(lists: Sequence[Sequence[int]]) -> Tensor:
-        return torch.tensor([[*row, *[-1] * (width - len(row))] for row in lists], device=device)
 
-    tokens = padded([row for row, _ in rows])
-    return Candidates(tokens, tree, probes=None if inputs is None else padded(inputs))
+def padded(rows: Iterable[Sequence[int]], width: int) -> Tensor:
+    """Return rows [B, width], padded with -1 on the right."""
+    return torch.tensor([[*row, *[-1] * (width - len(row))] for row in rows])
 
 
 def _depth_of_last(parents: Sequence[int]) -> int:

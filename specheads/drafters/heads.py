@@ -32,7 +32,9 @@ from specheads.drafters.growing import (
     on_host,
 )
 from specheads.models.base import input_device
+from specheads.models.forward import pad_rows
 from specheads.models.output import side_by_side
+from specheads.system.errors import at_least, check
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -105,12 +107,15 @@ class HeadsDrafter:
             self.max_depth, self.num_ranks = shape.max_depth, shape.max_rank + 1
             self._levels = levels_of(shape, heads.sequential, self.device)
         else:
-            self.max_depth, self.width = check_grown(shape, heads), shape.width
+            at_least(shape, num_nodes=2, num_ranks=1, width=1)
+            self.max_depth, self.width = min(heads.num_heads, shape.num_nodes - 1), shape.width
             # more ranks than nodes can never be used
             self.num_ranks = min(shape.num_ranks, shape.num_nodes - 1, heads.num_outputs)
-            if any(each != 1 for each in shape.temperatures or ()):
-                scales = [1 / each for each in shape.temperatures or ()]
-                self._scales = torch.tensor(scales, device=self.device)
+            given = shape.temperatures or [1.0] * heads.num_heads
+            fitting = len(given) == heads.num_heads and min(given) > 0
+            check(fitting, "temperatures", given, "positive, one per head")
+            if any(each != 1 for each in given):
+                self._scales = torch.tensor([1 / each for each in given], device=self.device)
         if heads.sequential:
             self._steps = heads.steps(output, embed, self.max_depth)
 
@@ -149,34 +154,27 @@ class HeadsDrafter:
         if isinstance(self.shape, Tree):
             tree: Tree | RowTrees = self.shape
             guesses = self._fill(state)
-        elif self.heads.sequential:
-            tree, guesses = self._grow(state)
         else:
-            tree, guesses = self._grow_at_once(state)
+            grow = self._grow if self.heads.sequential else self._grow_at_once
+            tree, guesses = grow(state)
         return Candidates(torch.cat([root[:, None], guesses.to(root.device)], dim=1), tree)
 
     def observe(self, state: HeadsState, result: StepResult) -> HeadsState:
         """Move to the last accepted node."""
-        hidden, path = side_by_side(result.hidden, self.taps), result.path
-        if state.memory is not None:
-            # per row the accepted nodes, as many as tokens were gained
-            counts = [len(new) for new in result.new_tokens]
-            width = max(1, *counts)
-            nodes = path[:, :width].clamp(min=0).to(hidden.device)
-            if len(hidden) == 1:
-                hidden = hidden.index_select(1, nodes[0])
-            else:
-                hidden = hidden[torch.arange(len(hidden), device=hidden.device)[:, None], nodes]
-            padded = [[*new, *[0] * (width - len(new))] for new in result.new_tokens]
-            tokens = torch.tensor(padded, device=self.device)
-            memory, last = state.memory.append(hidden.to(self.device), counts, tokens)
-            return replace(state, root=result.next_root, hidden=last, memory=memory)
-        if len(hidden) == 1 and path.device.type == "cpu":  # nothing to wait for
-            accepted = hidden[:, path[0].tolist()[int(result.num_accepted)]]
+        hidden, memory = side_by_side(result.hidden, self.taps), state.memory
+        counts, nodes = [len(new) for new in result.new_tokens], result.last_node[:, None]
+        if memory is not None:  # per row the accepted nodes, as many as tokens were gained
+            nodes = result.path[:, : max(counts)].clamp(min=0)
+        nodes = nodes.to(hidden.device)
+        if len(hidden) == 1:
+            hidden = hidden.index_select(1, nodes[0])
         else:
-            rows = torch.arange(len(hidden), device=hidden.device)
-            accepted = hidden[rows, result.last_node.to(hidden.device)]
-        return replace(state, root=result.next_root, hidden=accepted.to(self.device))
+            hidden = hidden[torch.arange(len(hidden), device=hidden.device)[:, None], nodes]
+        hidden = hidden.to(self.device)
+        last = hidden[:, 0]
+        if memory is not None:
+            memory, last = memory.append(hidden, counts, pad_rows(result.new_tokens, self.device))
+        return replace(state, root=result.next_root, hidden=last, memory=memory)
 
     def select(self, state: HeadsState, rows: Tensor) -> HeadsState:
         """Keep some rows."""
@@ -187,15 +185,9 @@ class HeadsDrafter:
             memory=None if state.memory is None else state.memory.select(rows),
         )
 
-    def _walk(self, state: HeadsState) -> Walk:
+    def _walk(self, state: HeadsState) -> Any:
         """Return sequential heads at the roots."""
-        found: Walk = state.predict(state.hidden, state.root.to(self.device), state.memory)
-        return found
-
-    def _at_once(self, state: HeadsState) -> Tensor:
-        """Return the logits of parallel heads, [D, B, V']."""
-        logits: Tensor = state.predict(state.hidden)
-        return logits[: self.max_depth]
+        return state.predict(state.hidden, state.root.to(self.device), state.memory)
 
     def _fill(self, state: HeadsState) -> Tensor:
         """Return the guesses [B, N - 1] at the nodes of the static tree."""
@@ -203,19 +195,18 @@ class HeadsDrafter:
         found = []
         for number, level in enumerate(self._levels, start=1):
             # parallel heads have one level, in which all of them guess
-            logits = walk.logits() if walk else self._at_once(state)
+            logits = walk.logits() if walk else state.predict(state.hidden)[: self.max_depth]
             best = logits.topk(level.num_ranks, dim=-1).indices
             best = (best if walk else best.transpose(0, 1)).flatten(1)
             tokens = self.heads.token_ids(best.index_select(1, level.slots))
             found.append(tokens)
             if walk and number < len(self._levels):
-                inner = tokens if level.inner is None else tokens.index_select(1, level.inner)
-                walk.descend(inner, level.parents)
+                walk.descend(level.with_children(tokens), level.parents)
         return torch.cat(found, dim=1) if len(found) > 1 else found[0]
 
     def _grow_at_once(self, state: HeadsState) -> tuple[RowTrees, Tensor]:
         """Grow trees of parallel heads; return them and the guesses [B, N - 1]."""
-        logits = self._at_once(state).float()
+        logits = state.predict(state.hidden)[: self.max_depth].float()
         if self._scales is not None:
             logits = logits * self._scales[: self.max_depth, None, None]
         log_probs, places = best_guesses(logits, self.num_ranks)  # [D, B, R]
@@ -317,42 +308,13 @@ def check_tree(tree: Tree, heads: Heads) -> None:
     """Refuse a tree that the heads cannot fill.
 
     Raises:
-        ValueError: if it is deeper than the heads or wider than the tokens they can guess.
+        ConfigError: if it is deeper than the heads or wider than the tokens they can guess.
     """
-    if tree.max_depth > heads.num_heads:
-        raise ValueError(f"tree has depth {tree.max_depth}, but there are {heads.num_heads} heads")
-    if tree.max_rank < heads.num_outputs:
-        return
-    guessed = "the vocabulary" if heads.token_map is None else "the heads guess among"
-    raise ValueError(f"tree has rank {tree.max_rank}, {guessed} {heads.num_outputs} tokens")
-
-
-def check_grown(shape: Grown, heads: Heads) -> int:
-    """Refuse a shape that the heads cannot grow; return the depth of its deepest node.
-
-    Raises:
-        ValueError: if a number is out of range, or the number of temperatures is not that of heads.
-    """
-    max_depth = heads.num_heads if shape.max_depth is None else shape.max_depth
-    if not 1 <= max_depth <= heads.num_heads:
-        raise ValueError(
-            f"max_depth must be in 1..{heads.num_heads}, the number of heads, got {max_depth}"
-        )
-    if shape.num_nodes < 2 or shape.num_ranks < 1:
-        raise ValueError(
-            f"num_nodes must be at least 2 and num_ranks at least 1, got {shape.num_nodes} and "
-            f"{shape.num_ranks}"
-        )
-    if shape.width < 1:
-        raise ValueError(f"width must be at least 1, got {shape.width}")
-    temperatures = shape.temperatures
-    if temperatures is not None and len(temperatures) != heads.num_heads:
-        raise ValueError(
-            f"{len(temperatures)} temperatures for {heads.num_heads} heads: one per head"
-        )
-    if temperatures is not None and min(temperatures) <= 0:
-        raise ValueError(f"temperatures must be positive, got {list(temperatures)}")
-    return min(max_depth, shape.num_nodes - 1)
+    depth, rank, num_heads = tree.max_depth, tree.max_rank, heads.num_heads
+    check(depth <= num_heads, "depth of tree", depth, f"at most {num_heads}, one per head")
+    among = "of the vocabulary" if heads.token_map is None else "that the heads guess among"
+    expected = f"below the {heads.num_outputs} tokens {among}"
+    check(rank < heads.num_outputs, "rank in tree", rank, expected)
 
 
 @dataclass(frozen=True)
@@ -372,6 +334,10 @@ class Level:
     inner: Tensor | None
     parents: Tensor | None
 
+    def with_children(self, tokens: Tensor) -> Tensor:
+        """Return those of the level's tokens [B, M] that stand at inner nodes, [B, I]."""
+        return tokens if self.inner is None else tokens.index_select(1, self.inner)
+
 
 def levels_of(tree: Tree, sequential: bool, device: torch.device) -> list[Level]:
     """Return the levels of a tree, from depth 1 on; of parallel heads all of them as one."""
@@ -379,25 +345,22 @@ def levels_of(tree: Tree, sequential: bool, device: torch.device) -> list[Level]
         num_ranks = tree.max_rank + 1
         every = ((tree.depths - 1) * num_ranks + tree.ranks)[1:]
         return [Level(num_ranks, every.to(device), None, None)]
+
+    def index(places: list[int], num_all: int) -> Tensor | None:
+        if places == [*range(num_all)]:
+            return None
+        return torch.tensor(places, dtype=torch.long, device=device)
+
     above: list[tuple[int, ...]] = [()]
-    levels = []
+    levels, parents_of = [], {choice[:-1] for choice in tree.choices}
     for depth in range(1, tree.max_depth + 1):
         nodes = [choice for choice in tree.choices if len(choice) == depth]
         num_ranks = 1 + max(node[-1] for node in nodes)
         places = [above.index(node[:-1]) for node in nodes]
         slots = [place * num_ranks + node[-1] for place, node in zip(places, nodes, strict=True)]
-        with_children = {choice[:-1] for choice in tree.choices if len(choice) == depth + 1}
-        inner = [i for i, node in enumerate(nodes) if node in with_children]
-        parents = [places[i] for i in inner]
-        levels.append(
-            Level(
-                num_ranks,
-                torch.tensor(slots, device=device),
-                None if len(inner) == len(nodes) else torch.tensor(inner, device=device),
-                None
-                if parents == list(range(len(above)))
-                else torch.tensor(parents, device=device),
-            )
-        )
+        inner = [i for i, node in enumerate(nodes) if node in parents_of]
+        parents = index([places[i] for i in inner], len(above))
+        at = torch.tensor(slots, device=device)
+        levels.append(Level(num_ranks, at, index(inner, len(nodes)), parents))
         above = [nodes[i] for i in inner]
     return levels

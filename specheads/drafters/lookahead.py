@@ -31,6 +31,8 @@ from torch import Tensor
 
 from specheads.attention.tree import RowTrees
 from specheads.drafters.contract import Candidates, Prefill, StepResult
+from specheads.drafters.growing import TextRows
+from specheads.system.errors import at_least
 
 
 class NgramPool:
@@ -72,14 +74,6 @@ class LookaheadRow:
     reads: bool = True
 
 
-@dataclass(frozen=True)
-class LookaheadState:
-    """The rows, and the device where candidates go."""
-
-    rows: list[LookaheadRow]
-    device: torch.device
-
-
 class Node(NamedTuple):
     """A node of a row's tree; ``token`` is -1 in the window."""
 
@@ -102,39 +96,28 @@ class LookaheadDrafter:
     Args:
         window: W, columns.
         ngram: N, tokens of an n-gram; a step accepts at most N - 1.
-        guesses: G, n-grams kept under each token, and guessed at once.
-        pool_from_text: enter the n-grams of prompt and output too.
+        guesses: G, n-grams kept under each token, of the window and of the text, and guessed at
+            once.
         fixed_size: pad all trees to the largest number of nodes, for compiled passes.
 
     Raises:
-        ValueError: for W or N below 2, or G below 1.
+        ConfigError: for W or N below 2, or G below 1.
     """
 
     taps: tuple[str, ...] = ()
     deterministic = True
 
     def __init__(
-        self,
-        window: int = 7,
-        ngram: int = 4,
-        guesses: int = 7,
-        *,
-        pool_from_text: bool = True,
-        fixed_size: bool = False,
+        self, window: int = 7, ngram: int = 4, guesses: int = 7, *, fixed_size: bool = False
     ) -> None:
-        if window < 2 or ngram < 2 or guesses < 1:
-            raise ValueError(
-                "window and ngram must be at least 2 and guesses at least 1, got"
-                f" {window}, {ngram} and {guesses}"
-            )
         self.window, self.ngram, self.guesses = window, ngram, guesses
-        self.pool_from_text = pool_from_text
+        at_least(self, window=2, ngram=2, guesses=1)
         self.max_depth = window + ngram - 3
         # while it fills, the window has fewer rows of more columns
         sizes = [(rows + 1) * (self.max_depth + 1 - rows) for rows in range(ngram - 1)]
         self.num_nodes = max(sizes) + guesses * (ngram - 1) if fixed_size else 0
 
-    def start(self, prefill: Prefill) -> LookaheadState:
+    def start(self, prefill: Prefill) -> TextRows:
         """Fill row 0 with tokens of the prompt."""
         rows = []
         for ids, root in zip(prefill.ids, prefill.root.tolist(), strict=True):
@@ -144,35 +127,34 @@ class LookaheadDrafter:
             row = LookaheadRow(deque(maxlen=self.ngram), [first], NgramPool(self.guesses))
             self._extend(row, text)
             rows.append(row)
-        return LookaheadState(rows, prefill.root.device)
+        return TextRows(rows, prefill.root.device)
 
-    def propose(self, state: LookaheadState) -> Candidates:
+    def propose(self, state: TextRows) -> Candidates:
         """Plant the windows, and the guesses beside them."""
         planted = [self._plant(row) for row in state.rows]
-        num_nodes = max(self.num_nodes, *map(len, planted)) if planted else 0
-        for nodes in planted:
-            deepest = nodes[-1]
-            padding = Node(deepest.depth, deepest.parent, -1, -1)  # nodes stay sorted by depth
-            nodes += [padding] * (num_nodes - len(nodes))
+        num_nodes = max(self.num_nodes, *map(len, planted))
+        for nodes in planted:  # padding stands beside the deepest: nodes stay sorted by depth
+            nodes += [nodes[-1]._replace(token=-1, probe=-1)] * (num_nodes - len(nodes))
         _, parents, tokens, probes = torch.tensor(planted, device=state.device).unbind(-1)
         tree = RowTrees.from_parents(parents.contiguous(), self.max_depth)
         return Candidates(tokens.contiguous(), tree, probes=probes.contiguous())
 
-    def observe(self, state: LookaheadState, result: StepResult) -> LookaheadState:
+    def observe(self, state: TextRows, result: StepResult) -> TextRows:
         """Harvest the window's n-grams and those of the new tokens; move the window on."""
-        said = result.base_tokens.tolist()
-        own = None if result.own is None else result.own.tolist()
-        for i, (row, new_tokens) in enumerate(zip(state.rows, result.new_tokens, strict=True)):
-            places = _verified(row.last, len(said[i]), None if own is None else own[i])
-            row.last, row.reads = [], bool(places)
-            if places:
-                self._advance(row, [said[i][place] for place in places])
+        rows = zip(
+            state.rows, result.base_tokens.tolist(), result.places, result.new_tokens, strict=True
+        )
+        for row, said, own, new_tokens in rows:
+            places = [own[node] if node < len(own) else -1 for node in row.last]
+            row.last, row.reads = [], bool(places) and -1 not in places
+            if row.reads:
+                self._advance(row, [said[place] for place in places])
             self._extend(row, new_tokens)
         return state
 
-    def select(self, state: LookaheadState, rows: Tensor) -> LookaheadState:
+    def select(self, state: TextRows, rows: Tensor) -> TextRows:
         """Keep some rows."""
-        return LookaheadState([state.rows[row] for row in rows.tolist()], state.device)
+        return state.select(rows)
 
     def _plant(self, row: LookaheadRow) -> list[Node]:
         """Return the nodes of the row's tree, sorted by depth."""
@@ -217,13 +199,6 @@ class LookaheadDrafter:
     def _extend(self, row: LookaheadRow, new_tokens: Sequence[int]) -> None:
         for token in new_tokens:
             row.text.append(token)
-            if self.pool_from_text and len(row.text) == self.ngram:
+            if len(row.text) == self.ngram:
                 first, *rest = row.text
                 row.pool.add(first, tuple(rest))
-
-
-def _verified(nodes: Sequence[int], num_nodes: int, own: Sequence[int] | None) -> list[int]:
-    """Return where nodes stand in the verified tree; nothing if one of them was left out."""
-    own = range(num_nodes) if own is None else own
-    places = [own[node] if node < len(own) else -1 for node in nodes]
-    return places if -1 not in places else []

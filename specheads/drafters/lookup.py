@@ -13,34 +13,53 @@ decoding (Hu et al., arXiv:2411.10666).
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from functools import partial
+from itertools import cycle, islice
 
-import torch
 from torch import Tensor
 
 from specheads.drafters.contract import Candidates, Prefill, StepResult
-from specheads.drafters.growing import pack
+from specheads.drafters.growing import OneTree, TextRows, by_depth, pack
+from specheads.system.errors import at_least, check, within
+
+# Prompt lookup at its best on the embedded model's calibration answers: longer matches first, any
+# match rather than none, ten tokens at once.
+LOOKUP_NGRAM, LOOKUP_TOKENS = 8, 10
 
 
-@dataclass
 class NgramRow:
-    """One row's tokens and where its n-grams ended last.
+    """One row's text, and where its n-grams ended last; arguments as :class:`NgramDrafter` has.
 
     Attributes:
         tokens: prompt and output, the root included.
         ends: n-gram -> index of the token after its latest occurrence that has one.
     """
 
-    tokens: list[int] = field(default_factory=list)
-    ends: dict[tuple[int, ...], int] = field(default_factory=dict)
+    def __init__(self, max_ngram: int, num_tokens: int, min_ngram: int) -> None:
+        expected = f"in 1..{max_ngram} (max_ngram)"
+        check(1 <= min_ngram <= max_ngram, "min_ngram", min_ngram, expected)
+        check(num_tokens >= 1, "num_tokens", num_tokens, "at least 1")
+        self.max_ngram, self.num_tokens, self.min_ngram = max_ngram, num_tokens, min_ngram
+        self.tokens: list[int] = []
+        self.ends: dict[tuple[int, ...], int] = {}
 
+    def extend(self, new_tokens: Sequence[int]) -> None:
+        """Append tokens; an n-gram is entered once the token after it is known."""
+        for token in new_tokens:
+            index = len(self.tokens)
+            for n in range(self.min_ngram, min(self.max_ngram, index) + 1):
+                self.ends[tuple(self.tokens[index - n :])] = index
+            self.tokens.append(token)
 
-@dataclass(frozen=True)
-class NgramState:
-    """The rows, and the device where candidates go."""
-
-    rows: list[NgramRow]
-    device: torch.device
+    def look_up(self) -> list[int]:
+        """Return what followed the longest suffix that occurred before; [] if none did."""
+        for n in range(min(self.max_ngram, len(self.tokens)), self.min_ngram - 1, -1):
+            end = self.ends.get(tuple(self.tokens[-n:]))
+            if end is not None:  # a repeat may copy its own copy
+                copied = self.tokens[end : end + self.num_tokens]
+                return list(islice(cycle(copied), self.num_tokens))
+        return []
 
 
 class NgramDrafter:
@@ -52,68 +71,32 @@ class NgramDrafter:
         min_ngram: shortest suffix to look up.
 
     Raises:
-        ValueError: if one is below 1, or ``min_ngram`` above ``max_ngram``.
+        ConfigError: if one is below 1, or ``min_ngram`` above ``max_ngram``.
     """
 
     taps: tuple[str, ...] = ()
     deterministic = True
 
     def __init__(self, max_ngram: int = 3, num_tokens: int = 10, min_ngram: int = 1) -> None:
-        if not 1 <= min_ngram <= max_ngram:
-            raise ValueError(f"min_ngram must be in 1..{max_ngram} (max_ngram), got {min_ngram}")
-        if num_tokens < 1:
-            raise ValueError(f"num_tokens must be at least 1, got {num_tokens}")
-        self.max_ngram = max_ngram
-        self.min_ngram = min_ngram
-        self.num_tokens = num_tokens
+        self._begin = partial(NgramRow, max_ngram, num_tokens, min_ngram)
+        self._begin()  # for its errors
 
-    def start(self, prefill: Prefill) -> NgramState:
+    def start(self, prefill: Prefill) -> TextRows:
         """Index the prompts."""
-        rows = [NgramRow() for _ in prefill.ids]
-        for row, ids, root in zip(rows, prefill.ids, prefill.root.tolist(), strict=True):
-            self.extend(row, [*ids, root])
-        return NgramState(rows, prefill.root.device)
+        return TextRows.start(prefill, self._begin)
 
-    def propose(self, state: NgramState) -> Candidates:
+    def propose(self, state: TextRows) -> Candidates:
         """Look up the longest suffix that occurred before; shorter chains are padded."""
-        chains = [[row.tokens[-1], *self.look_up(row)] for row in state.rows]
+        chains = [[row.tokens[-1], *row.look_up()] for row in state.rows]
         return pack([(chain, range(-1, len(chain) - 1)) for chain in chains], state.device)
 
-    def look_up(self, row: NgramRow) -> list[int]:
-        """Return what followed the longest suffix of a row that occurred before; [] if none."""
-        tokens, ends = row.tokens, row.ends
-        guesses: list[int] = []
-        for n in range(min(self.max_ngram, len(tokens)), self.min_ngram - 1, -1):
-            end = ends.get(tuple(tokens[-n:]))
-            if end is not None:
-                for source in range(end, end + self.num_tokens):  # a repeat may copy its own copy
-                    known = source - len(tokens)
-                    guesses.append(tokens[source] if known < 0 else guesses[known])
-                break
-        return guesses
-
-    def observe(self, state: NgramState, result: StepResult) -> NgramState:
+    def observe(self, state: TextRows, result: StepResult) -> TextRows:
         """Index the new tokens."""
-        for row, new_tokens in zip(state.rows, result.new_tokens, strict=True):
-            self.extend(row, new_tokens)
-        return state
+        return state.observe(result)
 
-    def select(self, state: NgramState, rows: Tensor) -> NgramState:
+    def select(self, state: TextRows, rows: Tensor) -> TextRows:
         """Keep some rows."""
-        return NgramState([state.rows[row] for row in rows.tolist()], state.device)
-
-    def extend(self, row: NgramRow, new_tokens: list[int]) -> None:
-        """Append tokens; an n-gram is entered once the token after it is known."""
-        for token in new_tokens:
-            index = len(row.tokens)
-            for n in range(self.min_ngram, min(self.max_ngram, index) + 1):
-                row.ends[tuple(row.tokens[index - n :])] = index
-            row.tokens.append(token)
-
-
-# Prompt lookup at its best on the embedded model's calibration answers: longer matches first, any
-# match rather than none, ten tokens at once.
-LOOKUP_NGRAM, LOOKUP_TOKENS = 8, 10
+        return state.select(rows)
 
 
 # How many suffixes a new token is counted for, the longest first. Other texts never have so many
@@ -135,15 +118,21 @@ class SuffixAutomaton:
         count: how often the substrings occurred, overlapping ones included (not kept for state 0).
         latest: index after their latest occurrence.
         last: the state of the whole text.
+        token: the text's last one.
     """
 
     def __init__(self) -> None:
         self.follow: list[dict[int, int]] = [{}]
         self.link, self.length, self.count, self.latest = [-1], [0], [0], [0]
-        self.last = 0
+        self.last, self.token = 0, -1
 
-    def extend(self, token: int) -> None:
-        """Append a token to the text."""
+    def extend(self, new_tokens: Sequence[int]) -> None:
+        """Append tokens to the text."""
+        for token in new_tokens:
+            self._append(token)
+
+    def _append(self, token: int) -> None:
+        self.token = token
         follow, link, length = self.follow, self.link, self.length
         end = length[self.last] + 1
         new = self._add(end, {}, 0, 0)
@@ -202,112 +191,64 @@ class SuffixAutomaton:
         return [(count[each] / total, token, each) for token, each in ordered]
 
 
-@dataclass(frozen=True)
-class SuffixState:
-    """Per row the automaton of its text and the text's last token; where candidates go."""
-
-    rows: list[tuple[SuffixAutomaton, int]]
-    device: torch.device
-
-
 class SuffixDrafter:
     """Proposes the likeliest continuations of the longest suffix that occurred before, as a tree.
 
     How likely a continuation is: the share of the suffix's earlier occurrences that went on so.
 
     Args:
-        num_nodes: N of the largest tree, root included.
-        max_depth: deepest node; None is num_nodes - 1, a chain where only one thing followed.
-        min_match: shortest suffix to follow; a plain step where none is as long.
+        num_nodes: N of the largest tree, root included; a chain where only one thing followed.
         per_match: a suffix of n tokens is followed for at most per_match * n tokens, since short
-            ones match by chance; None follows all as far as the tree goes.
+            ones match by chance.
         min_share: leave out what followed less often than this, as a share of the occurrences.
 
     Raises:
-        ValueError: if a number is out of range.
+        ConfigError: if a number is out of range.
     """
 
     taps: tuple[str, ...] = ()
     deterministic = True
 
     def __init__(
-        self,
-        num_nodes: int = 16,
-        *,
-        max_depth: int | None = None,
-        min_match: int = 1,
-        per_match: float | None = 3.0,
-        min_share: float = 0.3,
+        self, num_nodes: int = 16, *, per_match: float = 3.0, min_share: float = 0.3
     ) -> None:
-        if num_nodes < 2:
-            raise ValueError(f"num_nodes must be at least 2, got {num_nodes}")
-        max_depth = num_nodes - 1 if max_depth is None else max_depth
-        if max_depth < 1 or min_match < 1:
-            raise ValueError(
-                f"max_depth and min_match must be at least 1, got {max_depth} and {min_match}"
-            )
-        if per_match is not None and per_match * min_match < 1:
-            raise ValueError(
-                f"per_match must be at least 1 / min_match, or nothing follows a match of"
-                f" {min_match}, got {per_match}"
-            )
-        if not 0 <= min_share <= 1:
-            raise ValueError(f"min_share must be in 0..1, got {min_share}")
-        self.num_nodes, self.max_depth = num_nodes, max_depth
-        self.min_match, self.per_match, self.min_share = min_match, per_match, min_share
+        self.num_nodes, self.per_match, self.min_share = num_nodes, per_match, min_share
+        at_least(self, num_nodes=2, per_match=1)
+        within(self, min_share="[0, 1]")
 
-    def start(self, prefill: Prefill) -> SuffixState:
+    def start(self, prefill: Prefill) -> TextRows:
         """Read the prompts."""
-        rows = []
-        for ids, root in zip(prefill.ids, prefill.root.tolist(), strict=True):
-            automaton = SuffixAutomaton()
-            for token in (*ids, root):
-                automaton.extend(token)
-            rows.append((automaton, root))
-        return SuffixState(rows, prefill.root.device)
+        return TextRows.start(prefill, SuffixAutomaton)
 
-    def propose(self, state: SuffixState) -> Candidates:
+    def propose(self, state: TextRows) -> Candidates:
         """Follow each row's match."""
-        return pack([self._tree(*row) for row in state.rows], state.device)
+        return pack([self._tree(row) for row in state.rows], state.device)
 
-    def _tree(self, automaton: SuffixAutomaton, root: int) -> tuple[list[int], list[int]]:
+    def _tree(self, automaton: SuffixAutomaton) -> OneTree:
         """Return tokens and parents of the most frequent continuations, best first."""
         start = automaton.match
-        matched, depth = automaton.length[start], self.max_depth
-        if matched < self.min_match:
-            return [root], [-1]
-        if self.per_match is not None:
-            depth = min(depth, int(self.per_match * matched))
-        found: list[tuple[int, int, int, int]] = []  # depth, number, token, the parent's number
+        depth = min(self.num_nodes - 1, int(self.per_match * automaton.length[start]))
+        found: list[tuple[int, int, int, int]] = []  # depth, number, the parent's number, token
         # minus the share, depth, order of arrival, token, state, the parent's number
         frontier: list[tuple[float, int, int, int, int, int]] = []
-        arrived, share, here, number, below = 0, 1.0, start, 0, 1
-        while True:
-            if below <= depth:
-                for part, token, state in automaton.continuations(here):
-                    if share * part < self.min_share:
-                        break
-                    arrived += 1
-                    heapq.heappush(frontier, (-share * part, below, arrived, token, state, number))
-            if not frontier or len(found) + 1 == self.num_nodes:
-                break
+        frontier.append((-1.0, 0, 0, automaton.token, start, 0))
+        arrived = 0
+        while frontier and len(found) < self.num_nodes:
             negative, level, _, token, here, above = heapq.heappop(frontier)
-            share, number, below = -negative, len(found) + 1, level + 1
-            found.append((level, number, token, above))
-        found.sort()
-        place = {0: 0} | {each[1]: i for i, each in enumerate(found, start=1)}
-        tokens = [root, *(token for _, _, token, _ in found)]
-        return tokens, [-1, *(place[above] for _, _, _, above in found)]
+            number = len(found)
+            found.append((level, number, above, token))
+            for part, token, state in automaton.continuations(here) if level < depth else ():
+                if -negative * part < self.min_share:
+                    break
+                arrived += 1
+                child = (negative * part, level + 1, arrived, token, state, number)
+                heapq.heappush(frontier, child)
+        return by_depth(found)
 
-    def observe(self, state: SuffixState, result: StepResult) -> SuffixState:
+    def observe(self, state: TextRows, result: StepResult) -> TextRows:
         """Read the new tokens."""
-        for i, ((automaton, _), new) in enumerate(zip(state.rows, result.new_tokens, strict=True)):
-            for token in new:
-                automaton.extend(token)
-            if new:
-                state.rows[i] = automaton, new[-1]
-        return state
+        return state.observe(result)
 
-    def select(self, state: SuffixState, rows: Tensor) -> SuffixState:
+    def select(self, state: TextRows, rows: Tensor) -> TextRows:
         """Keep some rows."""
-        return SuffixState([state.rows[row] for row in rows.tolist()], state.device)
+        return state.select(rows)

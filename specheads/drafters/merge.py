@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -31,6 +31,7 @@ from specheads.attention.tree import batched
 from specheads.drafters.contract import Candidates, Drafter, Prefill, StepResult
 from specheads.drafters.growing import on_host, pack
 from specheads.drafters.length import StepCosts
+from specheads.system.errors import check
 
 # A kind of guesses: who proposes them (a bit per drafter), at which depth, with which rank among
 # their siblings, the best of those that the drafters give it, and how far the farthest of these
@@ -58,8 +59,7 @@ class Rates:
 
     def of(self, kind: Kind) -> float:
         """Return the rate of a kind, in 0..1."""
-        found = self._known.get(kind)
-        return _prior(kind) if found is None else found[0]
+        return self._known[kind][0] if kind in self._known else _prior(kind)
 
     def learn(self, kind: Kind, right: bool) -> None:
         """Take note of one guess that was right, or not."""
@@ -85,13 +85,14 @@ class Trie:
         parents: per node the one above; -1 for the root.
         children: per node its children's numbers, by token; by -1 - token where they are probes.
         kinds: per node what is to be learned about it; None for the root and for probes.
+        depths: per node.
     """
 
     def __init__(self, root: int) -> None:
         self.inputs, self.tokens, self.parents = [root], [root], [-1]
         self.children: list[dict[int, int]] = [{}]
         self.kinds: list[Kind | None] = [None]
-        self._depths = [0]
+        self.depths = [0]
 
     def add(
         self, member: int, tokens: Sequence[int], parents: Sequence[int], inputs: Sequence[int]
@@ -128,22 +129,19 @@ class Trie:
                 self.parents.append(above)
                 self.children.append({})
                 self.kinds.append(None)
-                self._depths.append(self._depths[above] + 1)
+                self.depths.append(self.depths[above] + 1)
             where.append(at)
             if not probed:
                 rank = ranks[above] = ranks.get(above, -1) + 1
                 members, _, best, reach = self.kinds[at] or (0, 0, rank, far)
-                self.kinds[at] = members | bit, self._depths[at], min(best, rank), max(reach, far)
+                self.kinds[at] = members | bit, self.depths[at], min(best, rank), max(reach, far)
         return where
-
-    def depth(self, nodes: Sequence[int]) -> int:
-        """Return the depth of the deepest of some nodes; -1 stands for none."""
-        return max((self._depths[node] for node in nodes if node >= 0), default=0)
 
     def values(self, rates: Rates) -> list[float]:
         """Return per node how likely its whole path is to be accepted; 1 for probes."""
         values = [1.0] * len(self.kinds)
         for above, children in enumerate(self.children):
+            # at most one sibling is right: a rate counts for what the better ones leave over
             left = values[above]
             for rate, child in self._siblings(children.values(), rates):
                 values[child] = left * rate
@@ -153,9 +151,7 @@ class Trie:
     def _siblings(self, nodes: Iterable[int], rates: Rates) -> list[tuple[float, int]]:
         """Return rates and numbers of the guesses among siblings, the likeliest first."""
         found = [(rates.of(kind), node) for node in nodes if (kind := self.kinds[node]) is not None]
-        if len(found) > 1:
-            found.sort(key=lambda each: (-each[0], each[1]))
-        return found
+        return sorted(found, key=lambda each: (-each[0], each[1]))
 
     def promise(self, values: Sequence[float]) -> float:
         """Return the expected accept length of the first nodes, of which these are the values."""
@@ -182,22 +178,15 @@ class Trie:
             costs: of a step of n nodes, with n from 1 on at index n: keep as many as give the most
                 tokens for the cost, and no more than there are costs for. Empty: do not look at it.
         """
-        kept: set[int] | None = None
-        if num_nodes or costs:
-            free, rest = self._ranked(values)
-            if num_nodes:
-                del rest[num_nodes - 1 :]
-            if costs:
-                del rest[self._fastest(values, free, rest, costs)[0] :]
-            kept = free.union(rest)
-        order = [0]
+        free, rest = self._ranked(values)
+        if num_nodes:
+            del rest[num_nodes - 1 :]
+        if costs:
+            del rest[self._fastest(values, free, rest, costs)[0] :]
+        kept, order = free.union(rest), [0]
         for node in order:  # which grows
-            below: list[int] = list(self.children[node].values())
-            if kept is not None:
-                below = [child for child in below if child in kept]
-            if len(below) > 1:
-                below.sort(key=lambda child: -values[child])
-            order += below
+            below = [child for child in self.children[node].values() if child in kept]
+            order += sorted(below, key=lambda child: -values[child])
         return order
 
     def best(self, values: Sequence[float], costs: Sequence[float]) -> tuple[float, float]:
@@ -309,21 +298,6 @@ class DrafterValues:
 
 
 @dataclass
-class _Step:
-    """What was proposed last.
-
-    Attributes:
-        tries: per row all guesses, those that were left out too.
-        where: [members][B][n], where each member's nodes stand in the tries; -1 for padding.
-        places: per row and node of its trie the place in the merged tree; -1 where left out.
-    """
-
-    tries: list[Trie]
-    where: list[list[list[int]]]
-    places: list[list[int]]
-
-
-@dataclass
 class HybridState:
     """The members' states, what each row's text has taught, and the step in between.
 
@@ -331,13 +305,25 @@ class HybridState:
         members: their states.
         rates: per row.
         values: per row, of asking members that cost something.
-        step: from a proposal to its result; else None.
+        tries: from a proposal to its result: per row all guesses, those that were left out too.
+        where: likewise [members][B][n], where each member's nodes stand in the tries; -1 for
+            padding.
+        places: likewise per row, by nodes of its trie, where they stand in the merged tree; not of
+            those that were left out.
     """
 
     members: list[Any]
     rates: list[Rates]
     values: list[DrafterValues]
-    step: _Step | None = None
+    tries: list[Trie] = field(default_factory=list)
+    where: list[list[list[int]]] = field(default_factory=list)
+    places: list[dict[int, int]] = field(default_factory=list)
+
+
+_UNSAMPLED = (
+    "deterministic, to be merged: what was drawn would no longer be distributed as the acceptance"
+    " rule assumes"
+)
 
 
 class HybridDrafter:
@@ -348,7 +334,8 @@ class HybridDrafter:
     verified: nodes go to whoever is right of late, as where copying and generating alternate.
 
     With costs, members are asked the cheapest first, and those that cost something only where they
-    have paid: where the text repeats itself, heads do not run at all.
+    have paid: where the text repeats itself, heads do not run at all. A member alone is proposed
+    the part of its tree that gives the most tokens for the cost.
 
     Args:
         members: deterministic drafters; hybrids as well.
@@ -374,15 +361,13 @@ class HybridDrafter:
         *,
         costs: Sequence[StepCosts] = (),
     ) -> None:
-        if not members:
-            raise ValueError("a hybrid needs at least one member, got none")
-        if num_nodes < 0 or num_nodes == 1:
-            raise ValueError(f"num_nodes must be 0 (all) or at least 2, got {num_nodes}")
-        if costs and len(costs) != len(members):
-            raise ValueError(f"{len(costs)} costs for {len(members)} members: one for each")
+        check(bool(members), "members", members, "at least one member")
+        check(num_nodes == 0 or num_nodes > 1, "num_nodes", num_nodes, "0 (all) or at least 2")
+        expected = f"one for each of {len(members)} members"
+        check(not costs or len(costs) == len(members), "costs", len(costs), expected)
         for member in members:
-            if not member.deterministic:
-                raise ValueError(_why_not_sampled(member))
+            name = f"candidates of {type(member).__name__}"
+            check(member.deterministic, name, "sampled ones", _UNSAMPLED)
         self.members = tuple(members)
         self.num_nodes = num_nodes
         self._prices = [each.draft for each in costs] or [0.0] * len(members)
@@ -412,8 +397,8 @@ class HybridDrafter:
                 continue
             member, price = self.members[number], self._prices[number]
             candidates = member.propose(state.members[number])
-            if candidates.sampling != "none":
-                raise ValueError(_why_not_sampled(member))
+            name = f"candidates of {type(member).__name__}"
+            check(candidates.sampling == "none", name, candidates.sampling, _UNSAMPLED)
             tokens: list[list[int]] = candidates.tokens.tolist()
             inputs = tokens if candidates.probes is None else candidates.probes.tolist()
             tree = candidates.tree
@@ -430,12 +415,12 @@ class HybridDrafter:
                 own = trie.add(number, tokens[row], parents[row], inputs[row])
                 where[number][row] = own
                 if price:
-                    cost = price * trie.depth(own)
+                    cost = price * max(trie.depths[node] for node in own if node >= 0)
                     spent[row] += cost
                     gained = trie.promise(trie.values(rates)) - trie.promise(before)
                     state.values[row].learn(number, gained, cost, trie.chance(before))
-        merged, places = self._merge(tries, spent, state.rates, device)
-        state.step = _Step(tries, where, places)
+        state.tries, state.where = tries, where
+        merged, state.places = self._merge(tries, spent, state.rates, device)
         return merged
 
     def _asked(
@@ -457,15 +442,13 @@ class HybridDrafter:
         spent: Sequence[float],
         rates: Sequence[Rates],
         device: torch.device,
-    ) -> tuple[Candidates, list[list[int]]]:
-        """Return what is to be verified, and per row and node of its trie the place in it."""
+    ) -> tuple[Candidates, list[dict[int, int]]]:
+        """Return what is to be verified, and per row where in it nodes of its trie stand."""
         rows, inputs, places = [], [], []
         for trie, paid, each in zip(tries, spent, rates, strict=True):
             costs = [paid + cost for cost in self._verify]
             order = trie.order(trie.values(each), self.num_nodes, costs)
-            place = [-1] * len(trie.inputs)
-            for new, node in enumerate(order):
-                place[node] = new
+            place = {node: new for new, node in enumerate(order)}
             places.append(place)
             parents = [-1, *(place[trie.parents[node]] for node in order[1:])]
             rows.append(([trie.tokens[node] for node in order], parents))
@@ -479,24 +462,21 @@ class HybridDrafter:
         """Tell every member, and where its nodes were; learn who was right."""
         num_rows, device = len(state.rates), result.tokens.device
         # without a proposal, as where another hybrid has not asked this one, there are no nodes
-        step = state.step or _Step([], [[[]] * num_rows] * len(self.members), [[]] * num_rows)
-        own: list[Sequence[int]] = [
-            range(result.tree.num_nodes)
-        ] * num_rows  # the tree is its own, or the front of it
-        if result.own is not None:
-            own = result.own.tolist()
-        # per row and node of its trie the place in the tree that was verified; the last -1 is that
-        # of padding, which stands at index -1
-        places = [
-            [there[node] if 0 <= node < len(there) else -1 for node in row] + [-1]
-            for there, row in zip(own, step.places, strict=True)
+        # what was left out of the merged tree, or of what was verified of it, stands nowhere
+        rows = [
+            {node: own[place] for node, place in places.items() if place < len(own)}
+            for own, places in zip(result.places, state.places or [{}] * num_rows, strict=True)
         ]
         members = []
-        for member, before, where in zip(self.members, state.members, step.where, strict=True):
-            nodes = [[place[at] for at in row] for place, row in zip(places, where, strict=True)]
+        of_members = state.where or [[[]] * num_rows] * len(self.members)
+        for member, before, where in zip(self.members, state.members, of_members, strict=True):
+            nodes = [
+                [place.get(node, -1) for node in row]
+                for place, row in zip(rows, where, strict=True)
+            ]
             told = replace(result, own=torch.tensor(nodes, dtype=torch.long, device=device))
             members.append(member.observe(before, told))
-        for trie, rates, new in zip(step.tries, state.rates, result.new_tokens, strict=False):
+        for trie, rates, new in zip(state.tries, state.rates, result.new_tokens, strict=False):
             trie.learn(rates, new)
         return HybridState(members, state.rates, state.values)
 
@@ -510,10 +490,3 @@ class HybridDrafter:
         return HybridState(
             members, [state.rates[row] for row in kept], [state.values[row] for row in kept]
         )
-
-
-def _why_not_sampled(member: Drafter) -> str:
-    return (
-        f"{type(member).__name__} samples its candidates, and a hybrid merges only deterministic"
-        " ones: what was drawn would no longer be distributed as the acceptance rule assumes"
-    )

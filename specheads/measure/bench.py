@@ -19,7 +19,6 @@ from specheads.decoding.exported import (
     check_drafter,
     choose_drafter,
     draft_model,
-    drafter_names,
     dynamic_settings,
     exported_drafter,
     model_of,
@@ -398,7 +397,7 @@ def asked_for(
     Raises:
         ConfigError: for a drafter that is unknown, lacks its model, or cannot be made.
     """
-    names = ["+".join(drafter_names(decode, has_heads=has_heads)), *drafters]
+    names = ["+".join(check_drafter(decode, has_heads=has_heads)), *drafters]
     found = [replace(decode, drafter=name) for name in dict.fromkeys(names) if name != "heads"]
     for each in found:
         check_drafter(each, has_heads=has_heads)

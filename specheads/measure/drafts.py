@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 
 from specheads.decoding.costs import (
     DraftCosts,
-    best_length,
     clock_drafts,
     expected_tokens,
     leviathan_speedup,
@@ -332,7 +331,8 @@ class Prospect:
     @property
     def num_tokens(self) -> int:
         """The draft length that promises most."""
-        return best_length([row["predicted"] for row in self.lengths])
+        predicted = [row["predicted"] for row in self.lengths]
+        return 1 + predicted.index(max(predicted))
 
 
 def compare_drafts(

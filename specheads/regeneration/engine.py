@@ -26,7 +26,7 @@ from specheads.data.schema import Record
 from specheads.decoding.exported import exported_drafter
 from specheads.decoding.loop import decode
 from specheads.decoding.result import DecodedRow
-from specheads.decoding.stream import Job, PlainStream, SeededRows
+from specheads.decoding.stream import Job, PlainStream
 from specheads.drafters.contract import Drafter
 from specheads.models.base import (
     check_tokenizer,
@@ -55,6 +55,7 @@ from specheads.regeneration.dialogue import (
 )
 from specheads.regeneration.endpoint import Client
 from specheads.system import hardware
+from specheads.verification.sampling import Sampler
 
 POOL = 32  # batches whose records are sorted by length together
 HELD = 2.0  # seconds for which answers are held back at most, so that many are written together
@@ -198,9 +199,9 @@ class Engine:
         limit = min(self.sampling.max_new_tokens, self.context - len(talk.ids))
         return Job(talk.ids, limit, record_seed(self.sampling.seed, talk.id), talk)
 
-    def _sampler(self, seeds: Sequence[int]) -> SeededRows:
+    def _sampler(self, seeds: Sequence[int]) -> Sampler:
         sampling = self.sampling
-        return SeededRows(sampling.temperature, sampling.top_k, sampling.top_p, seeds=seeds)
+        return Sampler(sampling.temperature, sampling.top_k, sampling.top_p, seeds=seeds)
 
     def decode(self, jobs: Sequence[Job]) -> list[DecodedRow]:
         """Continue prompts with the drafter, those of one limit together."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from specheads.attention.tree import RowTrees, Tree
+from specheads.system.errors import at_least, within
 
 _MASK = (1 << 64) - 1
 _POSITION_STEP = 0xD1B54A32D192ED03 - (1 << 64)  # odd, far from multiples of the token step
@@ -123,12 +124,11 @@ def gumbel(keys: Tensor, num: int) -> Tensor:
 
 
 def noise_ahead(
-    seed: int,
+    seeds: Sequence[int],
     starts: Sequence[int],
     num: int,
     vocab_size: int,
     device: torch.device,
-    rows: Sequence[int] | None = None,
 ) -> Tensor:
     """Return the noise of :func:`gumbel_noise` at ``num`` positions from each row's start on.
 
@@ -136,27 +136,25 @@ def noise_ahead(
     a few hundred numbers cost as much as on some thousands.
 
     Args:
-        seed: row b uses ``seed + b``.
+        seeds: [B], of each row.
         starts: [B], the first position of each row.
         num: positions per row.
         vocab_size: V.
         device: of the noise.
-        rows: [B], which rows these are.
 
     Returns:
         [B, num, V] float32.
     """
-    numbers = range(len(starts)) if rows is None else rows
     size = min(64, _KEPT_NOISE // vocab_size)
     if size < 2 * num:
         positions = torch.tensor(starts, device=device)[:, None] + torch.arange(num, device=device)
-        return gumbel_noise(seed, positions, vocab_size, numbers)
+        return gumbel_noise(0, positions, vocab_size, seeds)
     pieces = []
-    for row, start in zip(numbers, starts, strict=True):
+    for seed, start in zip(seeds, starts, strict=True):
         block, first = divmod(start, size)
-        noise = _noise_block(seed + row, block, size, vocab_size, device)[first : first + num]
+        noise = _noise_block(seed, block, size, vocab_size, device)[first : first + num]
         if len(noise) < num:
-            following = _noise_block(seed + row, block + 1, size, vocab_size, device)
+            following = _noise_block(seed, block + 1, size, vocab_size, device)
             noise = torch.cat([noise, following[: num - len(noise)]])
         pieces.append(noise)
     return torch.stack(pieces) if len(pieces) > 1 else pieces[0][None]
@@ -181,6 +179,7 @@ _SUMS = 1e-5  # of float32 sums of probabilities over a vocabulary, relative
 class Chance:
     """The random choices of one verify step, as rules for sampled candidates ask for them.
 
+    Rules take any object with ``accept`` and ``draw``, so that tests can go through every outcome.
     Each is a function of seed, row, root position and site alone. Root positions differ between
     the steps of a row, so no choice is made twice.
 
@@ -220,21 +219,19 @@ class Sampler:
         temperature: 0 is greedy.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the fewest tokens that together reach this probability; 1 keeps all.
-        seed: of the noise; unused when greedy.
+        seed: of the noise; row b of a batch draws with ``seed + b``. Unused when greedy.
+        seeds: per row, in place of that.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    seeds: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be at least 0, got {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        at_least(self, temperature=0, top_k=0)
+        within(self, top_p="(0, 1]")
 
     def warp(self, logits: Tensor) -> Tensor:
         """Apply temperature, then top-k, then top-p, as transformers does; [..., V] to float32."""
@@ -259,27 +256,6 @@ class Sampler:
         """Return the distributions that are drawn from, [..., V] float32; greedy: the model's."""
         return self.warped(logits).softmax(-1)
 
-    def scores(
-        self, logits: Tensor, positions: Tensor, rows: Sequence[int] | None = None
-    ) -> Tensor:
-        """Return what a draw is the argmax of.
-
-        Args:
-            logits: [B, ..., V].
-            positions: [B, ...], the absolute position of each token that is drawn.
-            rows: [B], which rows of the batch these are, for their seeds.
-
-        Returns:
-            [B, ..., V]; the logits themselves when greedy.
-        """
-        if self.temperature == 0:
-            return logits
-        return self.warp(logits) + gumbel_noise(self.seed, positions, logits.shape[-1], rows)
-
-    def __call__(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """Draw one token per row of logits, [B, ..., V] to [B, ...]; see :meth:`scores`."""
-        return self.scores(logits, positions).argmax(-1)
-
     def tree_scores(
         self,
         logits: Tensor,
@@ -287,7 +263,7 @@ class Sampler:
         root_positions: Sequence[int],
         rows: Sequence[int] | None = None,
     ) -> Tensor:
-        """Return the scores after every node of a tree: as node by node, but faster.
+        """Return what draws after every node of a tree are the argmax of: warped logits and noise.
 
         Nodes of one depth stand at one position and share its noise.
 
@@ -298,13 +274,15 @@ class Sampler:
             rows: [B], which rows of the batch these are, for their seeds.
 
         Returns:
-            [B, N, V].
+            [B, N, V]; the logits themselves when greedy.
         """
         if self.temperature == 0:
             return logits
         starts = [root + 1 for root in root_positions]
+        numbers = range(len(starts)) if rows is None else rows
+        seeds = [self.seeds[row] if self.seeds else self.seed + row for row in numbers]
         num, vocab_size = tree.max_depth + 1, logits.shape[-1]
-        noise = noise_ahead(self.seed, starts, num, vocab_size, logits.device, rows)
+        noise = noise_ahead(seeds, starts, num, vocab_size, logits.device)
         if isinstance(tree, Tree):
             return self.warp(logits) + noise[:, tree.depths]
         each = torch.arange(len(noise), device=logits.device)[:, None]

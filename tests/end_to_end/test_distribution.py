@@ -21,7 +21,7 @@ from specheads.attention.tree import Tree
 from specheads.decoding import accept
 from specheads.decoding.accept import Acceptance
 from specheads.decoding.loop import decode, plain_decode
-from specheads.verification import rejection
+from specheads.verification import acceptance
 from specheads.verification.sampling import Chance, Sampler
 from tests.sampled import SampledDrafter
 
@@ -140,19 +140,19 @@ def repeat_choices(patch: pytest.MonkeyPatch) -> None:
 BREAKS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "residual": (
         "siblings of parallel heads",
-        lambda patch: patch.setattr(rejection, "subtract", lambda residual, drawn_from: residual),
+        lambda patch: patch.setattr(acceptance, "subtract", lambda residual, drawn_from: residual),
     ),
     "renormalisation of siblings": (
         "siblings of parallel heads",
-        lambda patch: patch.setattr(rejection, "without", lambda draft, index: draft),
+        lambda patch: patch.setattr(acceptance, "without", lambda draft, index: draft),
     ),
     "residual of top and one": (
         "top and one",
-        lambda patch: patch.setattr(rejection, "subtract", lambda residual, drawn_from: residual),
+        lambda patch: patch.setattr(acceptance, "subtract", lambda residual, drawn_from: residual),
     ),
     "residual of a block": (
         "block",
-        lambda patch: patch.setattr(rejection, "normalise", lambda weights, otherwise: otherwise),
+        lambda patch: patch.setattr(acceptance, "normalise", lambda weights, otherwise: otherwise),
     ),
     "noise of its own for every step": ("block", repeat_choices),
     "cache commit": ("siblings of parallel heads", keep_in_place),

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 from specheads.decoding.loop import decode
 from specheads.drafters import draft_model
 from specheads.drafters.draft_model import DraftModelDrafter
-from specheads.drafters.length import ConfidentLength
+from specheads.drafters.length import CALIBRATED, AdaptiveLength, StepCosts
 from specheads.verification.sampling import Sampler
 from tests.end_to_end.test_distribution import (
     BATCH,
@@ -40,7 +40,9 @@ def counts_of(base: LlamaForCausalLM, num_rows: int) -> Tensor:
     prompt = torch.tensor([PROMPT]).repeat(BATCH, 1)
     counts = torch.zeros(VOCAB**COUNTED, dtype=torch.long)
     place = VOCAB ** torch.arange(COUNTED - 1, -1, -1)
-    drafter = DraftModelDrafter(draft, ConfidentLength(3, threshold=0.2), sampling="sampled")
+    # ends where the draft gave its tokens together less than a probability of about 0.2
+    length = AdaptiveLength(StepCosts(0.066, [0] + [1] * 5), 3, chances=CALIBRATED)
+    drafter = DraftModelDrafter(draft, length, sampling="sampled")
     for seed in range(0, num_rows, BATCH):
         result = decode(
             base,
@@ -81,8 +83,7 @@ def take_back(patch: pytest.MonkeyPatch) -> None:
 
     def shorter(self: DraftModelDrafter, state: draft_model.DraftState) -> draft_model.Candidates:
         found = propose(self, state)
-        assert state.counts is not None
-        counts = torch.tensor(state.counts)
+        counts = (found.tokens[:, 1:] >= 0).sum(1)
         unsure = (counts < self.length.max_tokens).long()
         level = torch.arange(found.tokens.shape[1])
         kept = level <= (counts - unsure)[:, None]

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from specheads.attention.tree import RowTrees, Tree, default_tree
-from specheads.verification.acceptance import merge_siblings, walk, walk_on_host
-from specheads.verification.rejection import reject
+from specheads.verification.acceptance import merge_siblings, reject, walk, walk_on_host
 from tests.enumeration import (
     Outcomes,
     Rule,

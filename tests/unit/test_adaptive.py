@@ -74,7 +74,7 @@ def test_each_depth_is_learned() -> None:
     seen = TextRates()
     for _ in range(50):
         seen = seen.after({0: True, 1: False}, NEVER_FADING)
-    first, second, third, fourth = seen.estimate(range(4), lambda depth: 0.7, weight=2.0)
+    first, second, third, fourth = seen.estimate([0.7] * 4, weight=2.0)
     assert first > 0.95 and second < 0.05
     # what was never reached is what was foreseen, scaled by how the text does on the whole
     assert third == fourth == pytest.approx(0.7 * (50 + 2) / (100 * 0.7 + 2))
@@ -83,9 +83,9 @@ def test_each_depth_is_learned() -> None:
 def test_the_prior_rules_until_something_is_seen() -> None:
     """A text would start with drafts as if nothing, or everything, were ever accepted."""
     prior = [0.9, 0.5, 0.2]
-    assert TextRates().estimate(range(3), prior.__getitem__, weight=4.0) == prior
+    assert TextRates().estimate(prior, weight=4.0) == prior
     seen = TextRates().after(dict.fromkeys(range(3), True), NEVER_FADING)
-    certain = seen.estimate(range(3), lambda depth: 0.9, weight=0.1)
+    certain = seen.estimate([0.9] * 3, weight=0.1)
     assert max(certain) <= 1
 
 
@@ -147,22 +147,20 @@ def test_without_chances_only_the_limit_ends_a_draft() -> None:
 def test_wrong_settings_are_refused() -> None:
     """Costs read beyond what was measured, or rates that are none, give lengths all the same."""
     costs = StepCosts(0.1, [0, 1, 1.1])
-    with pytest.raises(ValueError, match="verify must reach 3 nodes for max_tokens 2, got 2"):
+    with pytest.raises(ValueError, match="measured up to 3 nodes for max_tokens 2, got 2"):
         AdaptiveLength(costs, 2)
-    with pytest.raises(ValueError, match="prior has 2 rates for max_tokens 1"):
+    with pytest.raises(ValueError, match="prior must be 1 rates, one per token, got 2"):
         AdaptiveLength(costs, 1, prior=[0.5, 0.5])
-    with pytest.raises(ValueError, match=r"must lie in \[0, 1\]"):
-        AdaptiveLength(costs, 1, prior=1.5)
+    with pytest.raises(ValueError, match=r"prior and chances must be in \[0, 1\]"):
+        AdaptiveLength(costs, 1, prior=[1.5])
     with pytest.raises(ValueError, match="max_tokens must be at least 1"):
         AdaptiveLength(costs, 0)
-    with pytest.raises(ValueError, match="weight and memory must be positive"):
+    with pytest.raises(ValueError, match="memory must be positive"):
         AdaptiveLength(costs, 1, memory=0)
     with pytest.raises(ValueError, match="costs must be finite and at least 0"):
         StepCosts(-0.1, [0, 1])
     with pytest.raises(ValueError, match="cost of 1 node"):
         StepCosts(0.1, [1])
-    with pytest.raises(ValueError, match="3 tokens accepted of 2 proposed"):
-        AdaptiveLength(costs, 1).observe(TextRates(), 2, 3)
 
 
 def test_with_confidence_the_limit_only_says_whether_to_draft() -> None:
@@ -177,6 +175,6 @@ def test_with_confidence_the_limit_only_says_whether_to_draft() -> None:
 
 def test_an_unmeasured_draft_model_is_taken_at_its_word() -> None:
     """Bins that are shifted by one draft on where the draft model itself has doubts."""
-    length = AdaptiveLength(StepCosts(0.3, [0] + [1] * 7), 5, prior=0.5, chances=CALIBRATED)
+    length = AdaptiveLength(StepCosts(0.3, [0] + [1] * 7), 5, prior=[0.5] * 5, chances=CALIBRATED)
     bar = best_length([0.5] * 5, length.costs)[1] * 0.3 / 0.5
     assert length.goes_on([bar + 0.02], [0.0]) and not length.goes_on([bar - 0.02], [0.0])

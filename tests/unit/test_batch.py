@@ -85,7 +85,7 @@ def test_every_row_is_the_row_decoded_alone(name: str, sampler: Sampler) -> None
         assert [row.new_tokens for row in result.rows] == truth
         assert result.sequences[:, : ids.shape[1]].equal(ids)
         for row in result.rows:
-            assert sum(row.accept_lengths) == NUM_NEW - 1 and len(row.step_ids) == NUM_NEW
+            assert sum(row.accept_lengths) == NUM_NEW - 1
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["dropped", "kept"])
@@ -266,8 +266,11 @@ def test_bad_batches_are_refused(llama: PreTrainedModel) -> None:
     ids = torch.ones(2, 3, dtype=torch.long)
     for mask, message in (
         (torch.tensor([[1, 1, 0], [1, 1, 1]]), "attention_mask row 0 is not left padding"),
-        (torch.tensor([[1, 1, 1], [0, 0, 0]]), "row 1 must hold at least 1 token, got 0"),
-        (torch.ones(2, 4), r"attention_mask is \[2, 4\], input_ids \[2, 3\]"),
+        (
+            torch.tensor([[1, 1, 1], [0, 0, 0]]),
+            "row 1 must be at least 1 token, got 0",
+        ),
+        (torch.ones(2, 4), r"attention_mask must be that of input_ids, \[2, 3\], got \[2, 4\]"),
     ):
         with pytest.raises(ValueError, match=message):
             plain_decode(llama, ids, attention_mask=mask, max_new_tokens=3)

@@ -11,7 +11,14 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specheads.config import ChatConfig, ConfigError
 from specheads.data.chat import Encoder
-from specheads.decoding.conversation import Conversation, StopTurnError, Turn, comparison, summary
+from specheads.decoding.conversation import (
+    Conversation,
+    StopTurnError,
+    Turn,
+    comparison,
+    summary,
+    text_of,
+)
 from specheads.decoding.generate import SpecDecoder
 from specheads.drafters.lookup import SuffixDrafter
 
@@ -106,7 +113,7 @@ def test_a_turn_that_is_stopped_stays(talks: Conversation) -> None:
 
     turn = talks.ask(QUESTIONS[0], stop)
     assert turn.stopped and turn.new_tokens == seen
-    assert talks.messages[-1]["content"] == talks.text(seen)
+    assert talks.messages[-1]["content"] == text_of(talks.tokenizer, seen)
     assert seen == from_scratch(talks, talks.config)[: len(seen)]
     assert talks.plainly(turn).new_tokens == seen
     after = talks.ask(QUESTIONS[1])

@@ -57,7 +57,7 @@ def test_logits_are_those_after_the_text(seed: int, num_rows: int, draft: PreTra
         return [chance.randrange(VOCAB) for _ in range(chance.randint(at_least, at_most))]
 
     texts = [tokens(2, 9) for _ in range(num_rows)]
-    cache = DraftCache.start(draft, prefill_of(texts))
+    cache = DraftCache(draft, prefill_of(texts))
     for _ in range(12):
         num_rows = len(texts)
         drafted: list[list[int]] = [[] for _ in texts]
@@ -90,9 +90,10 @@ def test_logits_are_those_after_the_text(seed: int, num_rows: int, draft: PreTra
             kept = chance.sample(range(len(texts)), 2)
             cache.select(torch.tensor(kept))
             texts = [texts[row] for row in kept]
+    cache.follow([[3], [4], [5]][: len(texts)])
     check(
         draft,
-        cache.sync([[3], [4], [5]][: len(texts)]),
+        cache.sync(),
         [[*text, token] for text, token in zip(texts, (3, 4, 5), strict=False)],
     )
     assert cache.lengths == [len(text) + 1 for text in texts]
@@ -103,27 +104,29 @@ def test_trees_behind_the_text_leave_no_trace(draft: PreTrainedModel) -> None:
     from specheads.attention.tree import Tree
 
     texts = [[1, 2, 3, 4], [5, 6]]
-    cache = DraftCache.start(draft, prefill_of(texts))
+    cache = DraftCache(draft, prefill_of(texts))
     with torch.inference_mode():
         cache.sync()
         logits = cache.forward.verify(torch.tensor([[7, 8, 9]] * 2), Tree.chain(2))
     check(draft, logits[:, -1], [[*text, 7, 8, 9] for text in texts])
-    check(draft, cache.sync([[7], [9, 7]]), [[*texts[0], 7], [*texts[1], 9, 7]])
+    cache.follow([[7], [9, 7]])
+    check(draft, cache.sync(), [[*texts[0], 7], [*texts[1], 9, 7]])
 
 
 def test_a_conversation_takes_the_cache_over(draft: PreTrainedModel) -> None:
     """Prevents two texts in one cache: the earlier state must still be right, if anyone asks."""
     texts = [[1, 2, 3, 4], [5, 6, 7]]
-    first = DraftCache.start(draft, prefill_of(texts))
+    first = DraftCache(draft, prefill_of(texts))
     logits = first.sync()
     longer = [[1, 2, 3, 4, 9, 8], [5, 6, 1, 1, 2]]
-    second = DraftCache.start(draft, prefill_of(longer, [3, 2]), first)
+    second = DraftCache(draft, prefill_of(longer, [3, 2]), first)
     assert second.lengths == [4, 2] and first.lengths == [0, 0]
     check(draft, second.sync(), longer)
     torch.testing.assert_close(first.sync(), logits, rtol=1e-3, atol=1e-4)
-    check(draft, second.sync([[1], [2]]), [[*longer[0], 1], [*longer[1], 2]])
-    other = DraftCache.start(draft, prefill_of(longer), second)  # nothing was known beforehand
+    second.follow([[1], [2]])
+    check(draft, second.sync(), [[*longer[0], 1], [*longer[1], 2]])
+    other = DraftCache(draft, prefill_of(longer), second)  # nothing was known beforehand
     assert other.lengths == [0, 0]
-    fewer = DraftCache.start(draft, prefill_of(longer[:1], [3]), second)
+    fewer = DraftCache(draft, prefill_of(longer[:1], [3]), second)
     assert fewer.lengths == [0]
     check(draft, fewer.sync(), longer[:1])

@@ -137,7 +137,7 @@ def test_the_chain_is_the_draft_models_own_text(
         assert set(paths_of(candidates, row)) == expected
         chains.append(len(chain))
     assert max(chains) > num_passes or num_passes == 1, "no guess of the heads was ever right"
-    assert state.rows.cache.lengths == [len(text) for text in texts]
+    assert state.cache.lengths == [len(text) for text in texts]
     again = drafter.propose(state)
     assert again.tokens.equal(candidates.tokens)
 
@@ -205,5 +205,5 @@ def test_settings_are_checked(draft: PreTrainedModel, heads: MedusaHeads) -> Non
     output = output_layer(draft)
     with pytest.raises(ValueError, match="num_passes must be at least 1"):
         DraftHeadsDrafter(draft, heads, output, TREE, num_passes=0)
-    with pytest.raises(ValueError, match="tree has depth 3, but there are 2 heads"):
+    with pytest.raises(ValueError, match="at most 2, one per head, got 3"):
         DraftHeadsDrafter(draft, heads, output, Tree.chain(3))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import pytest
@@ -10,8 +9,15 @@ import torch
 from torch import Tensor
 
 from specheads.attention.tree import Tree
-from specheads.drafters.length import ConfidentLength, EntropyLength, FixedLength, Length
-from specheads.verification.rejection import block, reject
+from specheads.drafters.length import (
+    CALIBRATED,
+    AdaptiveLength,
+    EntropyLength,
+    FixedLength,
+    Length,
+    StepCosts,
+)
+from specheads.verification.acceptance import block, reject
 from tests.enumeration import DRAFT_SITES, Outcomes, ToyModel, distance, expected_accepted, verified
 
 EXACT, BROKEN = 1e-9, 1e-3
@@ -65,7 +71,7 @@ class StoppingChain:
 
 LENGTHS: dict[str, Length] = {
     "fixed": FixedLength(3),
-    "confident": ConfidentLength(3, threshold=0.35),
+    "confident": AdaptiveLength(StepCosts(0.3, [0, 1, 1, 1, 1]), 3, chances=CALIBRATED),
     "entropy": EntropyLength(3, threshold=0.55),
 }
 
@@ -111,26 +117,20 @@ def test_taking_a_drawn_token_back_is_not_exact(rule: str) -> None:
 
 
 def test_a_draft_ends_where_it_gets_unsure() -> None:
-    """Prevents a product over the wrong tokens, and an entropy of the wrong one."""
-    confident = ConfidentLength(8, threshold=0.25)
-    assert confident.goes_on([0.5, 0.5], [1.0, 1.0])
-    assert not confident.goes_on([0.5, 0.49], [0.0, 0.0])
+    """Prevents the entropy of a wrong token."""
     entropy = EntropyLength(8, threshold=0.5, scale=0.25)  # 1 - sqrt(H / 4) = 0.5 at H = 1
     assert entropy.goes_on([0.1, 0.1], [9.0, 0.99])
     assert not entropy.goes_on([0.9, 0.9], [0.0, 1.01])
     assert entropy.goes_on([1.0], [-1e-9])  # rounding's doing
-    for length in (confident, entropy):
-        assert length.asks and length.limit(length.start()) == length.max_tokens == 8
-    assert ConfidentLength(3, threshold=0.0).goes_on([0.0], [math.log(7)])
+    assert entropy.asks and entropy.limit(entropy.start()) == entropy.max_tokens == 8
 
 
 def test_numbers_out_of_range_are_refused() -> None:
     """Prevents a draft of no tokens that nobody asked for, and thresholds in percent."""
-    for make in (FixedLength, ConfidentLength, EntropyLength):
+    for make in (FixedLength, EntropyLength):
         with pytest.raises(ValueError, match=r"tokens must be at least 1, got 0"):
             make(0)
-    for share in (ConfidentLength, EntropyLength):
-        with pytest.raises(ValueError, match=r"threshold must be in \[0, 1\], got 40"):
-            share(4, threshold=40)
+    with pytest.raises(ValueError, match=r"threshold must be in \[0, 1\], got 40"):
+        EntropyLength(4, threshold=40)
     with pytest.raises(ValueError, match="scale must be positive, got 0"):
         EntropyLength(4, scale=0)

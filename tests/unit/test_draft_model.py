@@ -17,7 +17,14 @@ from specheads.config import ConfigError
 from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import Candidates, Prefill, StepResult
 from specheads.drafters.draft_model import DraftModelDrafter
-from specheads.drafters.length import ConfidentLength, EntropyLength, FixedLength, Length
+from specheads.drafters.length import (
+    CALIBRATED,
+    AdaptiveLength,
+    EntropyLength,
+    FixedLength,
+    Length,
+    StepCosts,
+)
 from specheads.verification.sampling import Sampler, draft_noise, gumbel_noise
 from tests.drafter_laws import (
     check_greedy_identity,
@@ -27,7 +34,7 @@ from tests.zoo import VOCAB, build
 
 LENGTHS: dict[str, Length] = {
     "fixed": FixedLength(3),
-    "confident": ConfidentLength(4, threshold=0.1),
+    "confident": AdaptiveLength(StepCosts(0.03, [0] + [1] * 6), 4, chances=CALIBRATED),
     "entropy": EntropyLength(4, threshold=0.5, scale=0.08),
 }
 
@@ -191,7 +198,7 @@ def test_the_draft_model_has_a_dtype_of_its_own(
     """Prevents probabilities of unequal dtypes in one comparison, and a crash over them."""
     other = copy.deepcopy(draft).to(dtype)
     for sampling in ("greedy", "sampled", "coupled"):
-        drafter = DraftModelDrafter(other, ConfidentLength(3), sampling=sampling)
+        drafter = DraftModelDrafter(other, EntropyLength(3), sampling=sampling)
         for sampler in (Sampler(), Sampler(1.0, seed=3)):
             result = decode(base, drafter, ROWS[0], max_new_tokens=12, sampler=sampler)
             if sampler.temperature == 0 or sampling != "sampled":

@@ -147,7 +147,7 @@ def test_the_tree_is_the_best_of_all_prefixes(temperature: float, draft: PreTrai
             values = every_prefix(draft, text, num_ranks, max_depth, temperature or 1.0)
             best = sorted(values, key=values.__getitem__, reverse=True)[1:num_nodes]
             assert sorted(paths_of(candidates, row)) == sorted(best)
-        assert state.cache.lengths == [len(text) for text in texts]
+        assert state.lengths == [len(text) for text in texts]
 
 
 def test_a_level_that_gains_too_little_is_not_read(

@@ -17,7 +17,7 @@ from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.draft_tree import DraftTreeDrafter, SampledTreeDrafter
 from specheads.drafters.growing import Grown
 from specheads.drafters.heads import HeadsDrafter, embedding
-from specheads.drafters.length import ConfidentLength, CutDrafter, FixedLength, StepCosts
+from specheads.drafters.length import CALIBRATED, AdaptiveLength, FixedLength, StepCosts
 from specheads.drafters.lookahead import LookaheadDrafter
 from specheads.drafters.lookup import NgramDrafter, SuffixDrafter
 from specheads.drafters.merge import HybridDrafter
@@ -31,9 +31,9 @@ from tests.zoo import VOCAB, build
 
 MIXED = Tree.from_choices([(0,), (1,), (2,), (0, 0), (1, 0), (1, 1), (1, 0, 0)])
 WIDE = Tree.from_choices([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
-CONFIDENT = ConfidentLength(4, threshold=0.1)
-FREE = StepCosts(0.0, [0, 1, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0])
 BY_NODES = [0] + [1 + n / 20 for n in range(24)]
+FREE = StepCosts(0.0, BY_NODES)
+CONFIDENT = AdaptiveLength(StepCosts(0.05, BY_NODES), 4, chances=CALIBRATED)
 LOOPING = 4  # a seed whose model repeats itself
 KINDS: dict[str, dict[str, Any]] = {
     "medusa": {},
@@ -111,18 +111,15 @@ DETERMINISTIC: dict[str, tuple[Callable[[], Drafter], float]] = {
         for name, shape in {"static": default_tree(3, 14), "grown": Grown(12)}.items()
     },
     "medusa, two nodes": (partial(of_heads, "medusa", Grown(2)), 1),
-    "medusa, shallow": (partial(of_heads, "medusa", Grown(40, max_depth=2)), 1),
-    "cut heads": (lambda: CutDrafter(of_heads("medusa"), FREE, memory=5), 1),
-    "cut chain": (lambda: CutDrafter(DraftModelDrafter(build("llama"), FixedLength(4)), FREE), 2),
+    "cut heads": (lambda: HybridDrafter([of_heads("medusa")], costs=[FREE]), 1),
     "draft": (lambda: DraftModelDrafter(draft(0.015), FixedLength(3)), 1.5),
     "coupled": (lambda: DraftModelDrafter(draft(0.015), CONFIDENT, sampling="coupled"), 1.5),
     "tree": (lambda: DraftTreeDrafter(draft(0.04), 12, max_depth=4, width=3), 2),
     "stopping": (lambda: DraftTreeDrafter(draft(0.04), 12, max_depth=4, width=3, min_gain=0.5), 2),
-    "fixed tree": (lambda: SampledTreeDrafter(draft(0.04), MIXED, sampling="none"), 1.5),
-    "coupled tree": (lambda: SampledTreeDrafter(draft(0.04), MIXED, sampling="coupled"), 1.5),
+    "coupled tree": (lambda: SampledTreeDrafter(draft(0.04), MIXED, coupled=True), 1.5),
     "lookup": (NgramDrafter, 1),
     "suffix": (lambda: SuffixDrafter(8, per_match=2.0), 1),
-    "whole suffix": (lambda: SuffixDrafter(8, per_match=None), 1),
+    "whole suffix": (lambda: SuffixDrafter(8, per_match=99.0), 1),
     "hybrid": (lambda: HybridDrafter([of_heads("medusa"), NgramDrafter()], 4), 1),
     "windowed": (windowed, 1),
     "cut windowed": (partial(windowed, 4), 1),
@@ -133,7 +130,6 @@ SAMPLED: dict[str, Callable[[], Drafter]] = {
     "fixed": lambda: DraftModelDrafter(draft(0.015), FixedLength(3), sampling="sampled"),
     "confident": lambda: DraftModelDrafter(draft(0.015), CONFIDENT, sampling="sampled"),
     "without_replacement": lambda: SampledTreeDrafter(draft(0.04), MIXED),
-    "top_and_one": lambda: SampledTreeDrafter(draft(0.04), MIXED, sampling="top_and_one"),
 }
 
 

@@ -104,9 +104,9 @@ def test_tree_must_fit_the_heads(tiny_llama: LlamaForCausalLM) -> None:
     """Prevents a tree deeper than the heads from indexing past them."""
     heads = MedusaHeads(2, 1, 32, 272)
     output = output_layer(tiny_llama)
-    with pytest.raises(ValueError, match="tree has depth 3, but there are 2 heads"):
+    with pytest.raises(ValueError, match="at most 2, one per head, got 3"):
         HeadsDrafter(heads, output, Tree.chain(3))
-    with pytest.raises(ValueError, match="rank 272, the vocabulary 272 tokens"):
+    with pytest.raises(ValueError, match="below the 272 tokens of the vocabulary, got 272"):
         HeadsDrafter(heads, output, Tree.from_choices([(272,)]))
 
 

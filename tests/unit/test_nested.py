@@ -13,8 +13,9 @@ from specheads.attention.cache import TreeCache
 from specheads.attention.tree import batched
 from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import Candidates, Drafter, Prefill, StepResult
-from specheads.drafters.length import CutDrafter, StepCosts
-from specheads.drafters.lookahead import LookaheadDrafter, LookaheadState
+from specheads.drafters.growing import TextRows
+from specheads.drafters.length import StepCosts
+from specheads.drafters.lookahead import LookaheadDrafter
 from specheads.drafters.lookup import NgramDrafter, SuffixDrafter
 from specheads.drafters.merge import HybridDrafter
 from tests.ragged import ROWS, new_tokens, padded
@@ -29,18 +30,18 @@ class Checked(LookaheadDrafter):
         self.base, self.num_told = base, 0
         self.proposed: Candidates | None = None
 
-    def start(self, prefill: Prefill) -> LookaheadState:
+    def start(self, prefill: Prefill) -> TextRows:
         """Note the texts."""
         roots = prefill.root.tolist()
         self.texts = [[*ids, root] for ids, root in zip(prefill.ids, roots, strict=True)]
         return super().start(prefill)
 
-    def propose(self, state: LookaheadState) -> Candidates:
+    def propose(self, state: TextRows) -> Candidates:
         """Note the nodes."""
         self.proposed = super().propose(state)
         return self.proposed
 
-    def observe(self, state: LookaheadState, result: StepResult) -> LookaheadState:
+    def observe(self, state: TextRows, result: StepResult) -> TextRows:
         """Compare."""
         if self.proposed is not None:
             for row in range(len(self.texts)):
@@ -67,10 +68,10 @@ class Checked(LookaheadDrafter):
 FREE = StepCosts(0.0, [0.0, 1.0, 1.02, 1.04, 1.06, 1.1])
 DEAR = StepCosts(0.2, FREE.verify)
 NESTS: dict[str, Callable[[Drafter], Drafter]] = {
-    "hybrid of cut": lambda it: HybridDrafter([NgramDrafter(), CutDrafter(it, FREE)]),
-    "cut of hybrid": lambda it: CutDrafter(HybridDrafter([NgramDrafter(), it]), FREE),
+    "hybrid of cut": lambda it: HybridDrafter([NgramDrafter(), HybridDrafter([it], costs=[FREE])]),
+    "cut of hybrid": lambda it: HybridDrafter([HybridDrafter([NgramDrafter(), it])], costs=[FREE]),
     "lazy hybrid of cut": lambda it: HybridDrafter(
-        [SuffixDrafter(6), CutDrafter(it, FREE)], costs=[FREE, DEAR]
+        [SuffixDrafter(6), HybridDrafter([it], costs=[FREE])], costs=[FREE, DEAR]
     ),
 }
 

@@ -183,7 +183,7 @@ def test_processors_of_unknown_type_have_a_state_per_row() -> None:
     assert copied.seen == [[7], [7, 8], [7, 8, 9]]
     assert copied.model is processor.model, "a model is shared, not copied"
     with pytest.raises(ValueError, match="accepted path"):
-        bound.at_nodes(Candidates(torch.zeros(2, 1), Tree.chain(0)), torch.zeros(2, 1, 4), [], [])
+        bound.at_nodes(Candidates(torch.zeros(2, 2), Tree.chain(1)), torch.zeros(2, 2, 4), [], [])
 
 
 def test_what_cannot_be_copied_is_refused_for_a_batch_only() -> None:

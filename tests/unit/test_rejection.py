@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from specheads.attention.tree import RowTrees, Tree
-from specheads.verification import rejection
-from specheads.verification.rejection import block, reject, sample_siblings, sample_top_and_one
+from specheads.verification import acceptance
+from specheads.verification.acceptance import block, reject, sample_siblings, sample_top_and_one
 from tests.enumeration import (
     Outcomes,
     Rule,
@@ -99,13 +99,13 @@ def swapped(rule: Rule) -> Rule:
 FLAT = Tree.from_choices([(0,), (1,)])
 BREAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "the residual is the base distribution": lambda patch: patch.setattr(
-        rejection, "subtract", lambda residual, drawn_from: residual
+        acceptance, "subtract", lambda residual, drawn_from: residual
     ),
     "siblings count as drawn anew": lambda patch: patch.setattr(
-        rejection, "without", lambda draft, index: draft
+        acceptance, "without", lambda draft, index: draft
     ),
     "siblings are not normalised": lambda patch: patch.setattr(
-        rejection, "without", lambda draft, index: draft.scatter(1, index, 0.0)
+        acceptance, "without", lambda draft, index: draft.scatter(1, index, 0.0)
     ),
 }
 
@@ -140,7 +140,7 @@ def test_a_broken_block_shows(broken: str, monkeypatch: pytest.MonkeyPatch) -> N
     """Prevents block verification with the residual, or the weights, of another rule."""
     rule, tree, sampling, _, vocab_size = CASES["block"]
     if broken == "residual":
-        monkeypatch.setattr(rejection, "normalise", lambda weights, otherwise: otherwise)
+        monkeypatch.setattr(acceptance, "normalise", lambda weights, otherwise: otherwise)
     else:
         accept = Outcomes.accept
         monkeypatch.setattr(Outcomes, "accept", lambda self, p, site: accept(self, p**2, site))
@@ -205,7 +205,7 @@ def sampled_last(
         drawn_from = draft_probs[:, 0] if node == last else point
         ratio = (residual / drawn_from).gather(1, index)[:, 0].clamp(max=1)
         accepted = (at == 0) & chance.accept(torch.where(at == 0, ratio, 0.0), node)
-        left = rejection.subtract(residual, drawn_from)
+        left = acceptance.subtract(residual, drawn_from)
         residual = torch.where((at == 0)[:, None] & ~accepted[:, None], left, residual)
         at = torch.where(accepted, node, at)
     residual = torch.where(at[:, None] > 0, base_probs[torch.arange(len(at)), at], residual)

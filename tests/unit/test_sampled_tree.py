@@ -19,7 +19,7 @@ from specheads.decoding.loop import decode
 from specheads.drafters import draft_model, draft_tree
 from specheads.drafters.contract import Candidates
 from specheads.drafters.draft_tree import SampledTreeDrafter, sequoia_tree
-from specheads.verification.rejection import sample_siblings, sample_top_and_one
+from specheads.verification.acceptance import sample_siblings
 from specheads.verification.sampling import Sampler, draft_noise, gumbel_noise
 from tests.end_to_end.test_distribution import excess
 from tests.enumeration import (
@@ -131,15 +131,8 @@ def enumerated(
             drawn = [one_place(probs[:, i], num, site) for i, site in enumerate(sites)]
             return torch.stack(drawn, dim=1)
 
-        def top_and_one(probs: Tensor, num: int, noise: Tensor) -> tuple[Tensor, Tensor]:
-            best = probs.topk(num - 1, dim=-1).indices
-            rest = probs.scatter(-1, best, 0.0)
-            rest = (rest / rest.sum(-1, keepdim=True)).nan_to_num(0.0)
-            return torch.cat([siblings(rest, 1, noise), best], dim=-1), rest
-
         patch.setattr(draft_model, "draft_noise", numbers)
         patch.setattr(draft_tree, "sample_siblings", siblings)
-        patch.setattr(draft_tree, "sample_top_and_one", top_and_one)
         texts = [PROMPT + model.text(context) for context in contexts.tolist()]
         prefill = prefill_of(texts, sampler, VOCAB_SIZE)
         candidates = drafter.propose(drafter.start(prefill))
@@ -149,22 +142,17 @@ def enumerated(
     return fill
 
 
-def error(
-    sampling: str, tree: Tree, patch: pytest.MonkeyPatch, broken: str = "", top_k: int = 0
-) -> float:
+def error(tree: Tree, patch: pytest.MonkeyPatch, broken: str = "", top_k: int = 0) -> float:
     """Return the total variation distance of decoded tokens to the base model's."""
     model = PrefixModel(VOCAB_SIZE, seed=1, longest=6)
-    drafter = SampledTreeDrafter(tiny_draft(), tree, sampling=sampling)
+    drafter = SampledTreeDrafter(tiny_draft(), tree)
     if broken:
-        drafter._levels = [
-            replace(level, families=[BREAKS[broken](each) for each in level.families])
-            for level in drafter._levels
-        ]
+        BREAKS[broken](drafter)
 
     def rule(
         tokens: Tensor, tree: Tree, base_probs: Tensor, draft_probs: Tensor, chance: Outcomes
     ) -> tuple[Tensor, Tensor, Tensor]:
-        candidates = Candidates(tokens, tree, draft_probs, sampling)
+        candidates = Candidates(tokens, tree, draft_probs, "without_replacement")
         return Acceptance().decide(candidates, base_probs, chance, greedy=False)
 
     step = verified(model, tree, enumerated(drafter, model, Exact(1.0, top_k), patch), rule)
@@ -172,9 +160,19 @@ def error(
     return distance(model, step, num_tokens=3)
 
 
-BREAKS: dict[str, Callable[[draft_tree.Family], draft_tree.Family]] = {
-    "siblings in another order": lambda each: replace(each, children=each.children.flip(0)),
-    "distributions of other nodes": lambda each: replace(each, nodes=each.nodes.flip(0) + 1),
+def reorder(drafter: SampledTreeDrafter) -> None:
+    """Break the order of siblings."""
+    drafter._levels = [replace(each, slots=each.slots.flip(0)) for each in drafter._levels]
+
+
+def misplace(drafter: SampledTreeDrafter) -> None:
+    """Break whose distributions they are."""
+    drafter._inner = drafter._inner.flip(0)
+
+
+BREAKS: dict[str, Callable[[SampledTreeDrafter], None]] = {
+    "siblings in another order": reorder,
+    "distributions of other nodes": misplace,
 }
 DEEP = Tree.from_choices([(0,), (1,), (0, 0), (1, 0), (1, 1)])
 WIDE = Tree.from_choices([(0,), (1,), (2,), (0, 0), (1, 0)])  # more than a top-k may leave
@@ -182,29 +180,25 @@ CHAINS = Tree.from_choices([(0,), (1,), (0, 0), (0, 0, 0)])
 
 
 @pytest.mark.parametrize("tree", [DEEP, CHAINS, WIDE], ids=["deep", "chains", "wide"])
-@pytest.mark.parametrize("sampling", ["without_replacement", "top_and_one"])
-def test_the_distribution_is_the_base_models(
-    sampling: str, tree: Tree, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_distribution_is_the_base_models(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prevents every bias, however small, of the drafter and its rule together."""
-    assert error(sampling, tree, monkeypatch, top_k=2 if tree is WIDE else 0) < 1e-9
+    assert error(tree, monkeypatch, top_k=2 if tree is WIDE else 0) < 1e-9
 
 
 @pytest.mark.parametrize("broken", BREAKS)
 def test_what_is_broken_shows(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prevents an enumeration that anything would pass."""
-    assert error("without_replacement", DEEP, monkeypatch, broken) > 1e-3
+    assert error(DEEP, monkeypatch, broken) > 1e-3
 
 
 NUM_ROWS = 6_000
 
 
-@pytest.mark.parametrize("sampling", ["without_replacement", "top_and_one"])
-def test_the_engine_keeps_the_distribution(sampling: str) -> None:
+def test_the_engine_keeps_the_distribution() -> None:
     """Prevents noise that is not independent, where the enumeration has outcomes in its place."""
     sizes: dict[str, Any] = {"vocab_size": 4, "hidden_size": 16, "intermediate_size": 16}
     base = build("llama", num_hidden_layers=1, **sizes)
-    drafter = SampledTreeDrafter(near(base, 0.2), DEEP, sampling=sampling)
+    drafter = SampledTreeDrafter(near(base, 0.2), DEEP)
     texts = torch.tensor(list(itertools.product(range(4), repeat=3)))
     prompt = torch.tensor([PROMPT])
     with torch.no_grad():
@@ -230,7 +224,7 @@ def test_the_engine_keeps_the_distribution(sampling: str) -> None:
 
 
 def slow_tree(
-    draft: PreTrainedModel, text: list[int], tree: Tree, sampling: str, sampler: Sampler
+    draft: PreTrainedModel, text: list[int], tree: Tree, coupled: bool, sampler: Sampler
 ) -> list[int]:
     """Fill a tree node by node, each from a pass of its own without a cache."""
     choices = [(), *tree.choices]
@@ -240,67 +234,57 @@ def slow_tree(
     for site, choice in enumerate(inner):
         logits = says(draft, text + found[choice])
         num = sum(1 for other in choices if other and other[:-1] == choice)
-        if sampling == "none" or sampler.temperature == 0:
+        if sampler.temperature == 0:
             children = logits.topk(num).indices
-        elif sampling == "coupled":
+        elif coupled:
             noise = gumbel_noise(sampler.seed, position + 1 + len(choice), len(logits))[0]
             children = (sampler.warp(logits) + noise).topk(num).indices
         else:
             noise = draft_noise(sampler.seed, position, len(inner), len(logits))[0, site]
-            probs = sampler.probs(logits)
-            if sampling == "top_and_one":
-                children = sample_top_and_one(probs, num, noise)[0]
-            else:
-                children = sample_siblings(probs, num, noise)
+            children = sample_siblings(sampler.probs(logits), num, noise)
         for rank, token in enumerate(children.tolist()):
             found[(*choice, rank)] = [*found[choice], token]
     return [found[choice][-1] for choice in tree.choices]
 
 
 @pytest.mark.parametrize("tree", [TREE, MIXED, Tree.chain(3)], ids=["best", "mixed", "chain"])
-@pytest.mark.parametrize("sampling", draft_tree.SAMPLINGS)
+@pytest.mark.parametrize("coupled", [False, True])
 def test_each_node_continues_its_own_path(
-    sampling: str, tree: Tree, draft: PreTrainedModel
+    coupled: bool, tree: Tree, draft: PreTrainedModel
 ) -> None:
     """A distribution of another node is sampled exactly all the same, and accepts less."""
     texts = [[3, 5, 8, 2, 9, 11], [7, 1, 4], [6, 2, 2, 40]]
     for sampler in (Sampler(1.0, seed=5), Sampler(0.7, top_k=9, top_p=0.95, seed=1), Sampler()):
-        drafter = SampledTreeDrafter(draft, tree, sampling=sampling)
+        drafter = SampledTreeDrafter(draft, tree, coupled=coupled)
         state = drafter.start(prefill_of(texts, sampler))
         candidates = drafter.propose(state)
         for row, text in enumerate(texts):
             own = replace(sampler, seed=sampler.seed + row)
-            expected = slow_tree(draft, text, tree, sampling, own)
+            expected = slow_tree(draft, text, tree, coupled, own)
             assert candidates.tokens[row].tolist() == [text[-1], *expected]
-        assert state.cache.lengths == [len(text) for text in texts]
+        assert state.lengths == [len(text) for text in texts]
         drawn = sampler.temperature > 0 and not drafter.deterministic
-        assert candidates.sampling == (sampling if drawn else "none")
-        if candidates.draft_probs is not None and sampling == "without_replacement":
+        assert candidates.sampling == ("without_replacement" if drawn else "none")
+        if candidates.draft_probs is not None:
             for node in set(tree.parents[1:].tolist()):
                 path = [int(i) for i in tree.ancestors[node] if i > 0]
                 probs = sampler.probs(says(draft, texts[0] + candidates.tokens[0, path].tolist()))
                 torch.testing.assert_close(candidates.draft_probs[0, node], probs)
 
 
-@pytest.mark.parametrize("sampling", ["without_replacement", "top_and_one"])
-def test_samples_depend_on_the_text_alone(
-    sampling: str, base: PreTrainedModel, draft: PreTrainedModel
-) -> None:
+def test_samples_depend_on_the_text_alone(base: PreTrainedModel, draft: PreTrainedModel) -> None:
     """Prevents guesses from a cache that holds what was refused; they are only accepted less."""
-    make = partial(SampledTreeDrafter, draft, MIXED, sampling=sampling)
-    check_fresh(base, make, Sampler(1.0, seed=3))
+    check_fresh(base, partial(SampledTreeDrafter, draft, MIXED), Sampler(1.0, seed=3))
 
 
-@pytest.mark.parametrize("sampling", ["without_replacement", "top_and_one"])
 def test_siblings_that_cannot_be_drawn_are_padding(
-    sampling: str, base: PreTrainedModel, draft: PreTrainedModel
+    base: PreTrainedModel, draft: PreTrainedModel
 ) -> None:
     """Prevents tokens of no probability in place of siblings for which nothing is left."""
-    drafter = SampledTreeDrafter(draft, MIXED, sampling=sampling)
-    sampler = Sampler(1.0, top_k=1 if sampling == "top_and_one" else 2, seed=5)
+    drafter = SampledTreeDrafter(draft, MIXED)
+    sampler = Sampler(1.0, top_k=2, seed=5)
     candidates = drafter.propose(drafter.start(prefill_of([[3, 5, 8], [7, 1]], sampler)))
-    padding = 1 if sampling == "top_and_one" else 3  # the one that is drawn, or the last
-    assert (candidates.tokens[:, padding] == -1).all()
+    assert (candidates.tokens[:, 3] == -1).all()
     assert (candidates.tokens[:, 2] >= 0).all()
     for rule in ("exact", "walk"):
         settings: dict[str, Any] = {"acceptance": Acceptance(rule), "max_new_tokens": 12}
@@ -309,29 +293,25 @@ def test_siblings_that_cannot_be_drawn_are_padding(
         assert alone.new_tokens == together.rows[0].new_tokens
 
 
-def test_coupled_guesses_are_better_than_the_best(
+def test_coupled_guesses_are_better_than_others(
     base: PreTrainedModel, draft: PreTrainedModel
 ) -> None:
     """Prevents noise of another position, with which coupled guesses are worse than the best."""
-    lengths = {}
-    for sampling in ("none", "coupled"):
-        drafter = SampledTreeDrafter(draft, MIXED, sampling=sampling)
-        prompt = ROWS[0].repeat(12, 1)
+    prompt, lengths = ROWS[0].repeat(12, 1), []
+    for coupled in (False, True):
+        drafter = SampledTreeDrafter(draft, MIXED, coupled=coupled)
         settings: dict[str, Any] = {"max_new_tokens": 24, "sampler": Sampler(1.5, seed=2)}
-        lengths[sampling] = decode(base, drafter, prompt, **settings).accept_length
-    assert lengths["coupled"] > lengths["none"] + 0.2
+        found = decode(base, drafter, prompt, acceptance=Acceptance("walk"), **settings)
+        lengths.append(found.accept_length)
+    assert lengths[1] > lengths[0] + 0.2
 
 
 def test_settings_are_checked(draft: PreTrainedModel) -> None:
     """Ranks without those before them are never drawn, and a wide tree runs out of tokens."""
-    gap = Tree.from_choices([(0,), (2,)])
-    assert SampledTreeDrafter(draft, gap, sampling="none").deterministic
-    with pytest.raises(ValueError, match=r"node \(2,\) without the sibling before it"):
-        SampledTreeDrafter(draft, gap)
-    with pytest.raises(ValueError, match="sampling must be one of"):
-        SampledTreeDrafter(draft, TREE, sampling="chain")
-    with pytest.raises(ValueError, match="no guesses"):
+    with pytest.raises(ValueError, match=r"lack the sibling drawn before them, got \[\(2,\)\]"):
+        SampledTreeDrafter(draft, Tree.from_choices([(0,), (2,)]))
+    with pytest.raises(ValueError, match="at least 2: a guess"):
         SampledTreeDrafter(draft, Tree.chain(0))
     wide = Tree.from_choices([(rank,) for rank in range(65)])
-    with pytest.raises(ValueError, match="rank 64, the draft model 64 tokens"):
+    with pytest.raises(ValueError, match="ranks must be below the draft's 64 tokens, got 64"):
         SampledTreeDrafter(draft, wide)

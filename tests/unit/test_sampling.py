@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from specheads.attention.tree import default_tree
+from specheads.attention.tree import Tree, default_tree
 from specheads.verification.sampling import Sampler, gumbel_noise, noise_ahead
+from tests.sampled import drawn
 
 
 def chi_squared_limit(dof: int) -> float:
@@ -66,10 +67,10 @@ def test_draws_follow_the_softmax(settings: tuple[float, int, float]) -> None:
     sampler = Sampler(temperature, top_k, top_p, seed=11)
     logits = torch.randn(8) * 1.5
     num = 20_000
-    drawn = sampler(logits.expand(1, num, 8), torch.arange(num)[None])
+    found = drawn(sampler, logits.expand(1, num, 8), torch.arange(num)[None])
     probs = sampler.warp(logits).softmax(-1).double()
     kept = probs > 0
-    counts = drawn.flatten().bincount(minlength=8).double()
+    counts = found.flatten().bincount(minlength=8).double()
     assert counts[~kept].sum() == 0
     expected = probs[kept] * num
     statistic = ((counts[kept] - expected) ** 2 / expected).sum()
@@ -92,8 +93,9 @@ def test_drawing_a_tree_is_drawing_its_nodes(temperature: float) -> None:
     sampler = Sampler(temperature, seed=2)
     logits = torch.randn(2, tree.num_nodes, 30)
     start = [5, 17]
-    drawn = sampler.tree_scores(logits, tree, start).argmax(-1)
-    assert drawn.equal(sampler(logits, torch.tensor(start)[:, None] + tree.depths + 1))
+    found = sampler.tree_scores(logits, tree, start).argmax(-1)
+    positions = torch.tensor(start)[:, None] + tree.depths + 1
+    assert found.equal(drawn(sampler, logits, positions))
 
 
 @pytest.mark.parametrize("vocab_size", [5, 300, 9000])
@@ -104,7 +106,7 @@ def test_noise_made_ahead_is_the_positions_own(vocab_size: int) -> None:
             starts, rows = [start, start + 3], [4, 0]
             positions = torch.tensor(starts)[:, None] + torch.arange(num)
             for _ in range(2):  # made, then kept
-                found = noise_ahead(7, starts, num, vocab_size, torch.device("cpu"), rows)
+                found = noise_ahead([11, 7], starts, num, vocab_size, torch.device("cpu"))
                 assert found.equal(gumbel_noise(7, positions, vocab_size, rows))
 
 
@@ -123,7 +125,7 @@ def test_near_ties_are_seen(temperature: float) -> None:
 def test_greedy_takes_the_best() -> None:
     """Prevents noise at temperature 0."""
     logits = torch.randn(1, 9, 30)
-    assert Sampler()(logits, torch.arange(9)[None]).equal(logits.argmax(-1))
+    assert Sampler().tree_scores(logits, Tree.chain(8), [0]).equal(logits)
 
 
 @pytest.mark.parametrize(

@@ -180,16 +180,19 @@ def test_parallel_heads_of_every_form_draft(tiny_llama: LlamaForCausalLM) -> Non
             expected = ranked[len(choice) - 1, :, choice[-1]]
             assert candidates.tokens[:, node].equal(expected)
         if heads.token_map is not None:
-            with pytest.raises(ValueError, match="rank 90, the heads guess among 90 tokens"):
+            with pytest.raises(
+                ValueError,
+                match="below the 90 tokens that the heads guess among, got 90",
+            ):
                 static_drafter(tiny_llama, heads, output, Tree.from_choices([(90,)]))
 
 
 def test_a_tree_must_fit_the_heads(tiny_llama: LlamaForCausalLM) -> None:
     """A tree deeper than the heads would index past them in the middle of a text."""
     heads, output = build(tiny_llama, "everything"), output_layer(tiny_llama)
-    with pytest.raises(ValueError, match="tree has depth 4, but there are 3 heads"):
+    with pytest.raises(ValueError, match="at most 3, one per head, got 4"):
         static_drafter(tiny_llama, heads, output, Tree.chain(4))
-    with pytest.raises(ValueError, match="rank 90, the heads guess among 90 tokens"):
+    with pytest.raises(ValueError, match="below the 90 tokens that the heads guess among, got 90"):
         static_drafter(tiny_llama, heads, output, Tree.from_choices([(90,)]))
     assert embedding(tiny_llama, build(tiny_llama, "markov")) is None
     with pytest.raises(ValueError, match="embed, which is None"):

@@ -87,7 +87,7 @@ def test_rates_that_rise_are_looked_through() -> None:
 
 def test_settings_are_checked() -> None:
     """Prevents shapes from numbers that mean nothing."""
-    with pytest.raises(ValueError, match=r"rates must lie in \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"rates must be in \[0, 1\]"):
         sequoia_tree([1.2], 4, 2)
     with pytest.raises(ValueError, match="num_nodes must be at least 1"):
         sequoia_tree([0.5], 0, 2)
