@@ -137,8 +137,12 @@ def _answer_all(
 ) -> None:
     names = ("temperature", "top_k", "top_p", "seed", "max_new_tokens")
     drawn = {name: getattr(config, name) for name in names} | {"specheads": __version__}
-    ask = _ask_engine if client is None else partial(_ask_server, client)
-    outcomes = ask(config, who, drawn)
+    if client is None:
+        from specheads.regeneration.engine import load_engine
+
+        outcomes: Asker = load_engine(config, who, drawn).answer
+    else:
+        outcomes = _ask_server(client, config, who, drawn)
     num_tokens, start = 0, time.monotonic()
     with progress_bar("record", seconds=60, total=len(records)) as bar:
         for outcome in outcomes(records):
@@ -147,23 +151,6 @@ def _answer_all(
             rate = num_tokens / max(time.monotonic() - start, 1e-9)
             bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
             bar.update(len(outcome.answered) + len(outcome.quarantined))
-
-
-def _ask_engine(config: RegenerateConfig, who: Answering, drawn: dict[str, Any]) -> Asker:
-    from specheads.data.schema import tokenizer_digest
-    from specheads.regeneration.engine import load_engine
-
-    engine = load_engine(config, who)
-    made = {
-        "model": who.model,
-        "revision": config.revision,
-        "digest": who.digest,
-        "tuned": who.tuned,
-        "quantization": who.quantization,
-        "dtype": str(engine.base.dtype).removeprefix("torch."),
-    }
-    digest = tokenizer_digest(engine.turns.tokenizer)
-    return partial(engine.answer, generation=made | drawn, tokenizer_digest=digest)
 
 
 def _ask_server(

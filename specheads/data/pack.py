@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, Self
 
@@ -91,6 +91,23 @@ def collate(rows: Sequence[Sequence[Encoded]], seq_len: int, pad_token_id: int) 
             start = stop
         batch["position_ids"][b, start:] = torch.arange(seq_len - start)
     return {**batch, "ids": [document.id for documents in rows for document in documents]}
+
+
+def number_of(*numbers: int) -> int:
+    """Return a number below 2^63 that depends on all of ``numbers``."""
+    # hashed, not added: seed 1 in epoch 0 must not be seed 0 in epoch 1
+    text = ":".join(map(str, numbers)).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
+
+
+def digest_of(documents: Iterable[Encoded], start: str = "") -> str:
+    """Return 16 digits that depend on names, tokens and labels of documents, and their order."""
+    digest = hashlib.sha256(start.encode())
+    for document in documents:
+        digest.update(f"{document.id}\0{len(document.input_ids)}\n".encode())
+        digest.update(document.input_ids.tobytes())
+        digest.update(document.labels.tobytes())
+    return digest.hexdigest()[:16]
 
 
 class PackedBatches:
@@ -192,9 +209,7 @@ class PackedBatches:
     def _load_epoch(self, epoch: int) -> None:
         if epoch == self._epoch:
             return
-        # hashed, not added: seed 1 in epoch 0 must not be seed 0 in epoch 1
-        seed = hashlib.sha256(f"{self.seed}:{epoch}".encode()).digest()[:8]
-        generator = torch.Generator().manual_seed(int.from_bytes(seed, "big") >> 1)
+        generator = torch.Generator().manual_seed(number_of(self.seed, epoch))
         shuffled = torch.randperm(len(self.documents), generator=generator).tolist()
         packed = pack_lengths([self._lengths[i] for i in shuffled], self.seq_len)
         order = torch.randperm(len(packed), generator=generator).tolist()
@@ -203,12 +218,7 @@ class PackedBatches:
 
     @cached_property
     def _fingerprint(self) -> str:
-        digest = hashlib.sha256(f"{self.seq_len}\n".encode())
-        for document in self.documents:
-            digest.update(f"{document.id}\0{len(document.input_ids)}\n".encode())
-            digest.update(document.input_ids.tobytes())
-            digest.update(document.labels.tobytes())
-        return digest.hexdigest()[:16]
+        return digest_of(self.documents, f"{self.seq_len}\n")
 
 
 class Mapped:
