@@ -22,6 +22,7 @@ from specheads.config import ConfigError
 from specheads.data.chat import Encoded
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.base import input_embedding
+from specheads.models.forward import undisturbed
 from specheads.models.output import packed_hidden
 from specheads.system import dist
 
@@ -288,14 +289,10 @@ def check_isolation(
     lengths = ([7, 5, 3], [4, 11])
     ids = torch.randint(0, weight.shape[0], (2, 15), generator=generator)
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
-    training = model.training
-    model.eval()
-    try:
+    with undisturbed(model):
         packed = _hidden(model, ids, positions)
         parts = [part for row, sizes in zip(ids, lengths, strict=True) for part in row.split(sizes)]
         alone = [_hidden(model, part[None], torch.arange(len(part))[None])[0] for part in parts]
-    finally:
-        model.train(training)
     expected = torch.cat(alone).view_as(packed)
     error = float((packed - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
     if weight.dtype != torch.float32:

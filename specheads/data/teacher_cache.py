@@ -22,7 +22,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,10 @@ from transformers import PreTrainedModel
 from specheads.config import ConfigError, ModelConfig, RunError
 from specheads.data.chat import Encoded
 from specheads.data.pack import Batch, Mapped, PackedBatches, collate, pack_lengths
+from specheads.data.schema import json_digest
 from specheads.losses.fused import rows_at_once
 from specheads.models.base import input_device
+from specheads.models.forward import undisturbed
 from specheads.models.names import base_digest
 from specheads.models.output import OutputLayer, packed_hidden
 from specheads.system.files import whole_file
@@ -137,20 +139,20 @@ class Plan:
         values = {"format_version": 1, "made_of": self.made_of, **self.settings}
         return json.dumps(values | {"lengths": self.lengths, "shards": shards}).encode() + b"\n"
 
-    def missing(self) -> list[int]:
-        """Return the numbers of the shards that are still to be written.
+    def missing(self) -> list[Shard]:
+        """Return the shards that are still to be written.
 
         Raises:
             ConfigError: if one is there with another size than it was written with.
         """
-        numbers = []
-        for number, shard in enumerate(self.shards):
+        missing = []
+        for shard in self.shards:
             path = self.folder / shard.file
             if not path.is_file():
-                numbers.append(number)
+                missing.append(shard)
             elif (found := path.stat().st_size) != shard.bytes:
                 raise _damaged(path, f"it has {found:,} bytes of {shard.bytes:,}")
-        return numbers
+        return missing
 
     def describe(self) -> str:
         """Return a few words: what is stored, how large it is, and where."""
@@ -168,7 +170,7 @@ class Plan:
 
 def still_missing(*plans: Plan) -> str:
     """Return how much of these caches is still to be written, in a few words."""
-    missing = sum(plan.shards[number].bytes for plan in plans for number in plan.missing())
+    missing = sum(shard.bytes for plan in plans for shard in plan.missing())
     return f"{readable(missing)} still to be written" if missing else "complete"
 
 
@@ -218,12 +220,9 @@ def plan_features(
     """
     if dtype == "auto":
         dtype = "bfloat16" if given_as == torch.bfloat16 else "float32"
+    given = str(given_as).removeprefix("torch.")
+    settings = {"hidden_size": hidden_size, "dtype": dtype, "given_as": given}
     made_of = {**made_of, "documents": _documents_digest(documents), "dtype": dtype}
-    settings = {
-        "hidden_size": hidden_size,
-        "dtype": dtype,
-        "given_as": str(given_as).removeprefix("torch."),
-    }
     return _plan("features", folder, documents, made_of, settings, shard_bytes)
 
 
@@ -274,36 +273,35 @@ def _plan(
     folder = Path(folder).expanduser()
     lengths = [len(document.input_ids) for document in documents]
     plan = Plan(kind, folder, made_of, settings, lengths, [])
-    if (folder / INDEX).is_file():
-        return _stored_plan(plan)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{plan.key}={folder} is a file; a folder is expected")
-    row = plan.token_bytes
-    first = tokens = 0
-    for document, length in enumerate([*lengths, math.inf]):
-        if tokens and (tokens + length) * row > shard_bytes:
-            name = f"{_KINDS[kind][1]}-{len(plan.shards):05d}.safetensors"
-            plan.shards.append(_shard(plan, name, (first, document), tokens))
-            first, tokens = document, 0
-        tokens += 0 if math.isinf(length) else int(length)
+    if (folder / INDEX).is_file():
+        places = _stored_places(plan)
+    else:
+        places, first, tokens = [], 0, 0.0
+        for document, length in enumerate([*lengths, math.inf]):
+            if tokens and (tokens + length) * plan.token_bytes > shard_bytes:
+                name = f"{_KINDS[kind][1]}-{len(places):05d}.safetensors"
+                places.append((name, (first, document)))
+                first, tokens = document, 0.0
+            tokens += length
+    for name, inside in places:
+        count = sum(lengths[slice(*inside)])
+        size = header_bytes(plan, count) + count * plan.token_bytes
+        plan.shards.append(Shard(name, inside, count, size))
     return plan
 
 
-def _shard(plan: Plan, file: str, documents: tuple[int, int], tokens: int) -> Shard:
-    size = header_bytes(plan, tokens) + tokens * plan.token_bytes
-    return Shard(file, documents, tokens, size)
-
-
-def _stored_plan(plan: Plan) -> Plan:
-    """Return ``plan`` with the shards of the index in its folder, which has to be of the same."""
+def _stored_places(plan: Plan) -> list[tuple[str, tuple[int, int]]]:
+    """Return name and documents of the shards of the index in the folder, if it is of the same."""
     path = plan.folder / INDEX
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         there = dict(values["made_of"])
-        shards = [
-            _shard(plan, str(s["file"]), (int(first), int(stop)), int(s["tokens"]))
-            for s in values["shards"]
-            for first, stop in [s["documents"]]
+        found = [
+            (str(shard["file"]), (int(first), int(stop)))
+            for shard in values["shards"]
+            for first, stop in [shard["documents"]]
         ]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
@@ -319,7 +317,7 @@ def _stored_plan(plan: Plan) -> Plan:
             f"{plan.key}={plan.folder} was made with another {differences};"
             " name another folder, or delete this one"
         )
-    return replace(plan, shards=shards)
+    return found
 
 
 def _short(value: str | None) -> str:
@@ -338,8 +336,7 @@ def _documents_digest(documents: Sequence[Encoded]) -> str:
 
 def metadata(plan: Plan, sha256: str) -> dict[str, str]:
     """Return what a shard says about itself: its cache, and the digest of its numbers."""
-    made_of = json.dumps(plan.made_of, sort_keys=True).encode()
-    return {"made_of": hashlib.sha256(made_of).hexdigest(), "sha256": sha256}
+    return {"made_of": json_digest(plan.made_of).hex(), "sha256": sha256}
 
 
 def header_bytes(plan: Plan, tokens: int) -> int:
@@ -394,17 +391,15 @@ def write_cache(
         if not missing:
             return
         _check_room(plan, missing)
-        for number in set(range(len(plan.shards))) - set(missing):
-            _check_contents(plan, plan.shards[number])
+        for shard in plan.shards:
+            if shard not in missing:
+                _check_contents(plan, shard)
         if not (plan.folder / INDEX).is_file():
             with whole_file(plan.folder / INDEX) as path:
                 path.write_bytes(plan.index())
-        done, total = 0, sum(plan.shards[number].tokens for number in missing)
-        training = base.training
-        base.eval()
-        try:
-            for number in missing:
-                shard = plan.shards[number]
+        done, total = 0, sum(shard.tokens for shard in missing)
+        with undisturbed(base):
+            for shard in missing:
                 inside = [documents[i] for i in range(*shard.documents)]
                 starts = _starts([len(document.input_ids) for document in inside])
                 tensors = {
@@ -425,8 +420,6 @@ def write_cache(
                         progress(plan.kind, done, total)
                 with whole_file(plan.folder / shard.file) as path:
                     save_file(tensors, path, metadata=metadata(plan, _contents_sha256(tensors)))
-        finally:
-            base.train(training)
 
 
 def _hidden_states(
@@ -492,8 +485,8 @@ def _contents_sha256(tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _check_room(plan: Plan, missing: Sequence[int]) -> None:
-    needed = len(plan.index()) + sum(plan.shards[number].bytes for number in missing)
+def _check_room(plan: Plan, missing: Sequence[Shard]) -> None:
+    needed = len(plan.index()) + sum(shard.bytes for shard in missing)
     free = shutil.disk_usage(plan.folder).free
     if needed + _FREE_MARGIN > free:
         _, _, smaller, setting = _KINDS[plan.kind]
@@ -546,7 +539,7 @@ class TeacherCache:
             ConfigError: if a shard is missing, damaged, or of another cache; names it.
         """
         if missing := plan.missing():
-            path = plan.folder / plan.shards[missing[0]].file
+            path = plan.folder / missing[0].file
             raise ConfigError(f"{path} is missing, and {len(missing) - 1} more shards with it")
         self.plan = plan
         self._shards: list[dict[str, Any]] = []  # slices of the tensors
