@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specheads.config import ConfigError
 from specheads.data.rendering import is_generated, render
-from specheads.data.schema import Dropped, Record, RecordError, check_share, tokenizer_digest
+from specheads.data.schema import Dropped, Record, RecordError, Tally, naming, tokenizer_digest
 from specheads.losses.cross_entropy import IGNORE
 from specheads.system.terminal import harmless
 
@@ -80,19 +80,20 @@ class Encoder:
 
     def __call__(self, record: Record) -> Encoded:
         """Encode one record."""
-        if self.is_stored(record):
-            ids, learned = self._stored_ids(record), [False] * len(record["tokens"]["ids"])
-            for start, stop in record["tokens"]["answers"]:
-                learned[start:stop] = [True] * (stop - start)
-        elif "messages" in record:
-            ids, learned = self._encode_chat(record)
-        elif "completion" in record:
-            prompt, answer = self._encode_pair(record["prompt"], record["completion"])
-            ids = prompt + answer
-            learned = [False] * len(prompt) + [True] * len(answer)
-        else:
-            ids = [*self._prefix, *self._plain(record["text"]), self._eos]
-            learned = [True] * len(ids)
+        with naming(f"record {record['id']}", record):
+            if self.is_stored(record):
+                ids, learned = self._stored_ids(record), [False] * len(record["tokens"]["ids"])
+                for start, stop in record["tokens"]["answers"]:
+                    learned[start:stop] = [True] * (stop - start)
+            elif "messages" in record:
+                ids, learned = self._encode_chat(record)
+            elif "completion" in record:
+                prompt, answer = self._encode_pair(record["prompt"], record["completion"])
+                ids = prompt + answer
+                learned = [False] * len(prompt) + [True] * len(answer)
+            else:
+                ids = [*self._prefix, *self._plain(record["text"]), self._eos]
+                learned = [True] * len(ids)
         input_ids = np.asarray(ids, dtype=np.int32)
         labels = np.where(np.asarray(learned, dtype=bool), input_ids, np.int32(IGNORE))
         return Encoded(str(record["id"]), str(record["kind"]), input_ids, labels)
@@ -103,12 +104,13 @@ class Encoder:
         ``messages``: all but an answer that ends them, with the generation prompt;
         ``prompt``/``completion``: the prompt; ``text``: the whole text.
         """
-        if self.is_stored(record):
-            return self._stored_ids(record)[: record["tokens"]["answers"][-1][0]]
-        if "messages" in record:
-            messages = record["messages"]
-            answered = messages[-1]["role"] == "assistant"
-            return self._render(messages[:-1] if answered else messages, record, True)
+        with naming(f"record {record['id']}", record):
+            if self.is_stored(record):
+                return self._stored_ids(record)[: record["tokens"]["answers"][-1][0]]
+            if "messages" in record:
+                messages = record["messages"]
+                answered = messages[-1]["role"] == "assistant"
+                return self._render(messages[:-1] if answered else messages, True)
         text = record["prompt"] if "completion" in record else record["text"]
         return [*self._prefix, *self._plain(text)]
 
@@ -128,7 +130,6 @@ class Encoder:
         ids: list[int] = record["tokens"]["ids"]
         if max(ids) >= len(self.tokenizer):
             raise RecordError(
-                f"record {record['id']}",
                 "with a token id beyond the vocabulary",
                 f"tokens.ids holds {max(ids)}, {self.name} has {len(self.tokenizer)} tokens",
             )
@@ -152,7 +153,8 @@ class Encoder:
                 f"tokenizer {self.name} has no chat template, which records with messages need"
                 f" (record {record['id']}); give prompt and completion, or a tokenizer with one"
             )
-        ids, learned = self._by_markers(record) if self._marked else self._by_steps(record)
+        encode = self._by_markers if self._marked else self._by_steps
+        ids, learned = encode(record["messages"])
         self._trim(ids, learned)
         ends = [t for t, flag in enumerate(learned) if flag][-1:]
         closed = bool(ends) and ids[ends[0]] in self._special
@@ -160,8 +162,8 @@ class Encoder:
             ids, learned = [*ids, self._eos], [*learned, True]  # else nothing teaches it to end
         return ids, learned
 
-    def _by_markers(self, record: Record) -> tuple[list[int], list[bool]]:
-        text, spans = self._apply(record["messages"], record, return_assistant_tokens_mask=True)
+    def _by_markers(self, messages: Sequence[Any]) -> tuple[list[int], list[bool]]:
+        text, spans = self._apply(messages, return_assistant_tokens_mask=True)
         out = self.tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
@@ -174,29 +176,26 @@ class Encoder:
             closing = ids[t] == self._eos and ids[t - 1] not in self._special
             learned[t] = learned[t] or (learned[t - 1] and (rest_of_character or closing))
         if not any(learned) and any(
-            m["role"] == "assistant" and m["content"].strip() for m in record["messages"]
+            m["role"] == "assistant" and m["content"].strip() for m in messages
         ):
             raise RecordError(
-                f"record {record['id']}",
                 "whose answers the chat template does not mark",
                 f"the chat template of {self.name} marks no token of the answers as generated;"
                 " check its generation block",
             )
         return ids, learned
 
-    def _by_steps(self, record: Record) -> tuple[list[int], list[bool]]:
-        messages = record["messages"]
-        ids = self._render(messages, record, False)
+    def _by_steps(self, messages: Sequence[Any]) -> tuple[list[int], list[bool]]:
+        ids = self._render(messages, False)
         learned = [False] * len(ids)
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._render(messages[:i], record, True) if i else []
-            after = self._render(messages[: i + 1], record, False)
+            before = self._render(messages[:i], True)
+            after = self._render(messages[: i + 1], False)
             for part in (before, after):
                 if ids[: len(part)] != part:
                     raise RecordError(
-                        f"record {record['id']}",
                         "whose earlier messages the chat template rewrites",
                         f"the chat template of {self.name} rewrites earlier messages when later"
                         f" ones follow (message {i}), so the answer's tokens cannot be told"
@@ -208,35 +207,30 @@ class Encoder:
 
     def _trim(self, ids: list[int], learned: list[bool]) -> None:
         # many templates put a line break behind the closing token; decoding stops before it
-        stop = len(ids)
-        while stop:
-            if not learned[stop - 1]:
-                stop -= 1
-                continue
-            start = stop
-            while start and learned[start - 1]:
-                start -= 1
+        for start, stop in runs(learned):
             closing = [t for t in range(start, stop) if ids[t] in self._special]
             if closing and not str(self.tokenizer.decode(ids[closing[-1] + 1 : stop])).strip():
                 learned[closing[-1] + 1 : stop] = [False] * (stop - closing[-1] - 1)
-            stop = start
 
-    def _render(self, messages: Sequence[Any], record: Record, prompt: bool) -> list[int]:
+    def _render(self, messages: Sequence[Any], prompt: bool) -> list[int]:
         if not messages:
             return []
-        return self._plain(self._apply(messages, record, add_generation_prompt=prompt)[0])
+        return self._plain(self._apply(messages, add_generation_prompt=prompt)[0])
 
-    def _apply(
-        self, messages: Sequence[Any], record: Record, **options: bool
-    ) -> tuple[str, list[tuple[int, int]]]:
+    def _apply(self, messages: Sequence[Any], **options: bool) -> tuple[str, list[tuple[int, int]]]:
         try:
             return render(self.tokenizer, messages, **options)
         except _REFUSALS as error:
             raise RecordError(
-                f"record {record['id']}",
                 "that the chat template refuses",
                 f"the chat template of {self.name} refuses it: {error or type(error).__name__}",
             ) from None
+
+
+def runs(learned: Sequence[bool]) -> list[tuple[int, int]]:
+    """Return [start, stop) of every run of learned tokens."""
+    cuts = [t for t, (a, b) in enumerate(pairwise([False, *learned, False])) if a != b]
+    return list(zip(cuts[::2], cuts[1::2], strict=True))
 
 
 def _added_before(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -342,7 +336,7 @@ class Documents:
         if not learned or (not _says_something(record) and self.encoder.is_special(encoded)):
             counts["unlabelled"] += 1
             reason = "with empty answers" if learned else "with nothing to learn"
-            raise RecordError(f"record {record['id']}", reason)
+            raise RecordError(reason, where=f"record {record['id']}", row=record)
         if len(encoded.input_ids) <= self.seq_len:
             found = [encoded]
         elif "text" in record:
@@ -384,8 +378,9 @@ def encode_records(
     if not records:
         raise ConfigError("the data set is empty")
     found: list[Encoded] = []
-    errors: list[RecordError] = []
+    tally = Tally(max_bad_fraction, Dropped() if dropped is None else dropped)
     counts, total = documents.counts, len(records)
+    tally.total = total
     for number, record in enumerate(records):
         if progress and number % 1000 == 0:
             progress("tokenize", number, total)
@@ -395,13 +390,11 @@ def encode_records(
         except RecordError as error:
             if max_bad_fraction == 0 and counts["refused"] > refused:
                 raise
-            errors.append(error)
-            if dropped is not None:
-                dropped.add(error, record)
+            tally.add(error)
     if progress:
         progress("tokenize", total, total)
     if found or counts["refused"] == total:
-        check_share(errors, total, max_bad_fraction, "encoding the records")
+        tally.check("encoding the records")
     if not found:
         masked, long = counts["unlabelled"], counts["too_long"]
         raise NothingLearnedError(
@@ -416,10 +409,9 @@ def encode_records(
 
 
 def _says_something(record: Record) -> bool:
+    answers = [record.get("completion", record.get("text", ""))]
     if "messages" in record:
         answers = [m["content"] for m in record["messages"] if m["role"] == "assistant"]
-    else:
-        answers = [record["completion"] if "completion" in record else record["text"]]
     return any(answer.strip() for answer in answers)
 
 

@@ -21,7 +21,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,8 @@ from specheads.models.output import OutputLayer, packed_hidden
 from specheads.system.files import whole_file
 
 INDEX = "index.json"
-SHARD_BYTES = 256 << 20  # of the numbers in one shard, which is held in memory while it fills
+# of the numbers in one shard, which is held in memory while it fills; one document may have more
+SHARD_BYTES = 256 << 20
 STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int8: "I8", torch.int32: "I32"}
 _SHA256_LENGTH = 64
@@ -55,8 +56,6 @@ _KINDS = {
     "features": ("features.dir", "features", "features.dtype", "dtype"),
     "stored teacher": ("draft.stored", "top", "draft.stored_top_k", "top_k"),
 }
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -202,7 +201,6 @@ def plan_features(
     hidden_size: int,
     given_as: torch.dtype,
     dtype: str = "auto",
-    shard_bytes: int = SHARD_BYTES,
 ) -> Plan:
     """Lay a feature cache out before anything is run, or read the layout of the one that is there.
 
@@ -213,7 +211,6 @@ def plan_features(
         hidden_size: d.
         given_as: the dtype of the base's hidden states.
         dtype: the stored dtype: float32, bfloat16, int8; auto loses nothing.
-        shard_bytes: the most bytes of numbers in one shard, unless one document has more.
 
     Raises:
         ConfigError: if ``folder`` holds a cache that was made of something else, naming that.
@@ -223,7 +220,7 @@ def plan_features(
     given = str(given_as).removeprefix("torch.")
     settings = {"hidden_size": hidden_size, "dtype": dtype, "given_as": given}
     made_of = {**made_of, "documents": _documents_digest(documents), "dtype": dtype}
-    return _plan("features", folder, documents, made_of, settings, shard_bytes)
+    return _plan("features", folder, documents, made_of, settings)
 
 
 def plan_top_logits(
@@ -233,7 +230,6 @@ def plan_top_logits(
     *,
     vocab_size: int,
     top_k: int,
-    shard_bytes: int = SHARD_BYTES,
 ) -> Plan:
     """Lay a stored teacher out before anything is run, or read the layout of the one there.
 
@@ -244,7 +240,6 @@ def plan_top_logits(
         vocab_size: V, the first tokens of the base's vocabulary that are looked at;
             log-probabilities are over them.
         top_k: tokens per position, below V.
-        shard_bytes: the most bytes of numbers in one shard, unless one document has more.
 
     Raises:
         ConfigError: if ``folder`` holds what was made of something else, naming that; if it is a
@@ -259,7 +254,7 @@ def plan_top_logits(
         "stored_top_k": str(top_k),
     }
     settings = {"top_k": top_k, "vocab_size": vocab_size}
-    return _plan("stored teacher", folder, documents, made_of, settings, shard_bytes)
+    return _plan("stored teacher", folder, documents, made_of, settings)
 
 
 def _plan(
@@ -268,7 +263,6 @@ def _plan(
     documents: Sequence[Encoded],
     made_of: dict[str, str],
     settings: dict[str, Any],
-    shard_bytes: int,
 ) -> Plan:
     folder = Path(folder).expanduser()
     lengths = [len(document.input_ids) for document in documents]
@@ -280,7 +274,7 @@ def _plan(
     else:
         places, first, tokens = [], 0, 0.0
         for document, length in enumerate([*lengths, math.inf]):
-            if tokens and (tokens + length) * plan.token_bytes > shard_bytes:
+            if tokens and (tokens + length) * plan.token_bytes > SHARD_BYTES:
                 name = f"{_KINDS[kind][1]}-{len(places):05d}.safetensors"
                 places.append((name, (first, document)))
                 first, tokens = document, 0.0
@@ -364,7 +358,6 @@ def write_cache(
     *,
     output: OutputLayer | None = None,
     autocast: bool = False,
-    progress: Progress | None = None,
 ) -> None:
     """Run the base over the documents and write every shard that is not there yet.
 
@@ -378,7 +371,6 @@ def write_cache(
             training.
         output: the base's output layer; only a stored teacher needs it.
         autocast: run under bfloat16 autocast, as in training.
-        progress: called with a title, tokens done and tokens to do.
 
     Raises:
         ConfigError: if the disk has too little room, or a shard that is there is damaged.
@@ -397,7 +389,6 @@ def write_cache(
         if not (plan.folder / INDEX).is_file():
             with whole_file(plan.folder / INDEX) as path:
                 path.write_bytes(plan.index())
-        done, total = 0, sum(shard.tokens for shard in missing)
         with undisturbed(base):
             for shard in missing:
                 inside = [documents[i] for i in range(*shard.documents)]
@@ -415,9 +406,6 @@ def write_cache(
                         _check_finite(found["log_probs"], "logits", inside[i])
                     for name, values in found.items():
                         tensors[name][starts[i] : starts[i + 1]] = values
-                    done += len(states)
-                    if progress:
-                        progress(plan.kind, done, total)
                 with whole_file(plan.folder / shard.file) as path:
                     save_file(tensors, path, metadata=metadata(plan, _contents_sha256(tensors)))
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from specheads.config import ConfigError
-from specheads.data.chat import Encoder
+from specheads.data.chat import Encoder, runs
 from specheads.data.rendering import render
 from specheads.data.schema import Record, RecordError, json_digest, tokenizer_digest
 from specheads.losses.cross_entropy import IGNORE
@@ -165,9 +164,7 @@ def span_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Record], dict[
 
     def encode(record: Record) -> dict[str, Any]:
         encoded = encoder(record)
-        learned = [label != IGNORE for label in encoded.labels.tolist()]
-        cuts = [i for i, (a, b) in enumerate(pairwise([False, *learned, False])) if a != b]
-        spans = [[start, stop] for start, stop in zip(cuts[::2], cuts[1::2], strict=True)]
+        spans = [list(span) for span in runs([label != IGNORE for label in encoded.labels])]
         return {"ids": encoded.input_ids.tolist(), "answers": spans, "tokenizer": digest}
 
     return encode
