@@ -7,7 +7,6 @@ cannot be reached.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from collections import Counter
@@ -41,25 +40,23 @@ class Row:
     Attributes:
         where: its place, for messages.
         name: the id that it has if it brings none.
-        held: what it holds, a RecordError where that cannot be read, or bytes: a line of JSON.
+        load: returns what it holds, or raises RecordError.
         place: where its reader finds the next one (plain JSON), None if its number says so.
     """
 
     where: str
     name: str
-    held: object
+    load: Callable[[], object]
     place: list[int] | None = None
 
     def parse(self) -> object:
-        """Return what it holds; lines are parsed here, so that ranks which share a file share that.
+        """Return what it holds; only here is it parsed: ranks that share a file share the work.
 
         Raises:
             RecordError: if it cannot be read.
         """
         with naming(self.where):
-            if isinstance(self.held, RecordError):
-                raise self.held
-            return _parsed(self.held) if isinstance(self.held, bytes) else self.held
+            return self.load()
 
 
 @dataclass(frozen=True)
@@ -145,22 +142,21 @@ def _lines(
         with path.open("rb", buffering=1 << 20) as file:
             file.seek(offset)
             while line := file.readline(max_bytes + 2):  # a line end may be two bytes
-                size = len(line)
+                passed = 0
                 # the rest of a line that is much too long is passed over piece by piece
                 while not line.endswith(b"\n") and (more := file.readline(1 << 20)):
-                    line, size = more, size + len(more)
-                offset, number = offset + size, number + 1
+                    line, passed = more, passed + len(line)
+                offset, number = offset + passed + len(line), number + 1
                 if number == 1:
                     line = line.removeprefix(_BOM)
-                if not line.strip() and size <= max_bytes:
+                if not line.strip() and passed + len(line) <= max_bytes:
                     continue
                 if row and place is None:
                     row -= 1
                     continue
-                held: object = line.rstrip(b"\r\n")
-                if size > max_bytes + 2 or len(line.rstrip(b"\r\n")) > max_bytes:
-                    held = _too_large(size, max_bytes)
-                yield Row(f"{path}:{number}", f"{path.name}:{number}", held, [offset, number])
+                content = line.rstrip(b"\r\n")
+                parse = partial(_line, content, passed + len(content), max_bytes)
+                yield Row(f"{path}:{number}", f"{path.name}:{number}", parse, [offset, number])
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
 
@@ -181,11 +177,8 @@ def _items(path: Path, max_bytes: int, row: int = 0, place: object = None) -> It
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {one_line(error)}") from None
     for i, item in enumerate(islice(items, row, None), row):
-        held = _fault(item) or item
-        if held is item and len(text) > max_bytes:  # else no item can be too large
-            size = len(json.dumps(item, ensure_ascii=False))
-            held = _too_large(size, max_bytes) if size > max_bytes else item
-        yield Row(f"{path}[{i}]", f"{path.name}[{i}]", held)
+        parse = partial(_item, item, max_bytes if len(text) > max_bytes else None)
+        yield Row(f"{path}[{i}]", f"{path.name}[{i}]", parse)
 
 
 def _table_rows(
@@ -214,37 +207,29 @@ def _table_rows(
                         row, number = row - size, number + size
                         continue
                     for batch in table.iter_batches(_BATCH, [group], columns=names):
-                        for value in _converted(batch, max_bytes):
+                        for i in range(batch.num_rows):
                             number += 1
                             if row:
                                 row -= 1
-                            else:
-                                yield Row(f"{file}:{number}", f"{name}:{number}", value)
+                                continue
+                            parse = partial(_table_row, batch.slice(i, 1), max_bytes)
+                            yield Row(f"{file}:{number}", f"{name}:{number}", parse)
         except OSError as error:  # ArrowInvalid is a ValueError, ArrowIOError an OSError
             raise ConfigError(f"cannot read {file}: {one_line(error.strerror or error)}") from None
         except (ArrowException, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read {file}: {first_line(error)}") from None
 
 
-def _converted(batch: Any, max_bytes: int) -> list[object]:
-    """Return the rows of an Arrow batch as Python's own, together where all of them are fine."""
-    if batch.nbytes <= max_bytes:
-        with contextlib.suppress(ValueError, OverflowError, RecursionError):  # of which row?
-            return [without_nulls(row) for row in batch.to_pylist()]
-    return [_one(batch.slice(i, 1), max_bytes) for i in range(batch.num_rows)]
-
-
-def _one(row: Any, max_bytes: int) -> object:
-    if row.nbytes > max_bytes:
-        return _too_large(row.nbytes, max_bytes)
+def _table_row(row: Any, max_bytes: int) -> object:
+    """Return the one row of an Arrow batch as Python's own objects."""
+    _check_size(row.nbytes, max_bytes)
     try:
         return without_nulls(row.to_pylist()[0])
     except UnicodeDecodeError as error:
-        return RecordError("not UTF-8", f"not UTF-8: {error}")
+        raise RecordError("not UTF-8", f"not UTF-8: {error}") from None
     except (ValueError, OverflowError, RecursionError) as error:
-        return RecordError(
-            "with a value that cannot be read", f"cannot be read: {first_line(error)}"
-        )
+        detail = f"cannot be read: {first_line(error)}"
+        raise RecordError("with a value that cannot be read", detail) from None
 
 
 def _hub_rows(data: DataConfig, split: str, row: int = 0, place: object = None) -> Iterator[Row]:
@@ -273,12 +258,8 @@ def _hub_rows(data: DataConfig, split: str, row: int = 0, place: object = None) 
         if row:
             found = found.skip(row)
         for number, values in enumerate(found, row + 1):
-            kept = {key: values[key] for key in values if key in keep}
-            size = sum(len(item) for _, item in _nested(kept) if isinstance(item, str | bytes))
-            too_large = size > data.max_row_bytes
-            held = _too_large(size, data.max_row_bytes) if too_large else without_nulls(kept)
             where = f"{data.path}/{split}:{number}"
-            yield Row(where, where, held)
+            yield Row(where, where, partial(_hub_row, values, keep, data.max_row_bytes))
     except ConfigError:
         raise
     except Exception as error:
@@ -288,6 +269,13 @@ def _hub_rows(data: DataConfig, split: str, row: int = 0, place: object = None) 
         raise ConfigError(
             f"{what}, data.subset={data.subset}, data.split={split}: {first_line(cause)}"
         ) from error
+
+
+def _hub_row(values: Mapping[str, Any], keep: set[str], max_bytes: int) -> object:
+    kept = {key: values[key] for key in values if key in keep}
+    texts = (item for _, item in _nested(kept) if isinstance(item, str | bytes))
+    _check_size(sum(map(len, texts)), max_bytes)
+    return without_nulls(kept)
 
 
 def _is_expected(error: Exception) -> bool:
@@ -340,7 +328,7 @@ def _loads(text: str) -> tuple[Any, bool]:
     """Parse JSON; a repeated key and NaN, which Python lets pass, become a RecordError in it.
 
     Returns:
-        The value, and whether :func:`_fault` has to look at it.
+        The value, and whether :func:`_check` has to look at it.
 
     Raises:
         ValueError: if it is not JSON.
@@ -366,7 +354,8 @@ def _loads(text: str) -> tuple[Any, bool]:
     return value, bool(faults) or text.count("[") + text.count("{") > MAX_DEPTH
 
 
-def _parsed(line: bytes) -> object:
+def _line(line: bytes, size: int, max_bytes: int) -> object:
+    _check_size(size, max_bytes)
     try:
         text = line.decode()
         value, suspect = _loads(text)
@@ -379,20 +368,26 @@ def _parsed(line: bytes) -> object:
         raise RecordError("nested too deeply", "nested too deeply to be read") from None
     except ValueError as error:  # a number of thousands of digits
         raise RecordError("not JSON", f"not JSON: {error}") from None
-    if suspect and (fault := _fault(value)):
-        raise fault
+    if suspect:
+        _check(value)
     return value
 
 
-def _fault(value: object) -> RecordError | None:
-    """Return what is wrong with a parsed value, None where it is fine."""
+def _item(value: object, max_bytes: int | None) -> object:
+    _check(value)
+    if max_bytes is not None:  # else no item can be too large
+        _check_size(len(json.dumps(value, ensure_ascii=False)), max_bytes)
+    return value
+
+
+def _check(value: object) -> None:
+    """Raise the RecordError that :func:`_loads` left in a value, or if it is nested too deeply."""
     for depth, item in _nested(value):
         if isinstance(item, RecordError):
-            return item
+            raise item
         if depth >= MAX_DEPTH and isinstance(item, dict | list):
             detail = f"more than {MAX_DEPTH} objects or lists in each other"
-            return RecordError("nested too deeply", detail)
-    return None
+            raise RecordError("nested too deeply", detail)
 
 
 def _nested(value: object) -> Iterator[tuple[int, object]]:
@@ -406,8 +401,10 @@ def _nested(value: object) -> Iterator[tuple[int, object]]:
             left += [(depth + 1, each) for each in inner]
 
 
-def _too_large(size: int, allowed: int) -> RecordError:
-    return RecordError("too large", f"{size:,} bytes, more than data.max_row_bytes={allowed:,}")
+def _check_size(size: int, allowed: int) -> None:
+    if size > allowed:
+        detail = f"{size:,} bytes, more than data.max_row_bytes={allowed:,}"
+        raise RecordError("too large", detail)
 
 
 def _names_and_sizes(*paths: Path) -> str:

@@ -290,15 +290,14 @@ def _wrong_tokens(tokens: object) -> str:
     """Return what is wrong with the stored tokens of a record, nothing where they are fine."""
     if not isinstance(tokens, dict):
         return f"tokens must be an object, got {tokens!r:.60}"
-    ids, answers, tokenizer = (tokens.get(key) for key in ("ids", "answers", "tokenizer"))
-    if not isinstance(ids, list) or not all(map(_is_count, ids)):
+    ids, spans, tokenizer = (tokens.get(key) for key in ("ids", "answers", "tokenizer"))
+    if not _are_counts(ids):
         return f"tokens.ids must be a list of token ids, got {ids!r:.60}"
     if not isinstance(tokenizer, str):
         return f"tokens.tokenizer must be the digest of the tokenizer, got {tokenizer!r:.60}"
-    spans = answers if isinstance(answers, list) else []
-    pairs = [isinstance(s, list) and len(s) == 2 and all(map(_is_count, s)) for s in spans]
-    if not spans or not all(pairs):
-        return f"tokens.answers must be a list of at least one [start, stop], got {answers!r:.60}"
+    pairs = isinstance(spans, list) and all(_are_counts(s) and len(s) == 2 for s in spans)
+    if not spans or not pairs:
+        return f"tokens.answers must be a list of at least one [start, stop], got {spans!r:.60}"
     end = 0
     for start, stop in spans:
         if not end <= start < stop <= len(ids):
@@ -310,8 +309,8 @@ def _wrong_tokens(tokens: object) -> str:
     return ""
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _are_counts(values: object) -> bool:
+    return isinstance(values, list) and all(type(n) is int and n >= 0 for n in values)
 
 
 def json_digest(value: object) -> bytes:

@@ -20,6 +20,7 @@ import copy
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,7 @@ def _lines(path: Path) -> Iterator[Row]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             value = {"prompt": line.rstrip("\r"), "question_id": number}
-            yield Row(f"{path}:{number}", f"{path.name}:{number}", value)
+            yield Row(f"{path}:{number}", f"{path.name}:{number}", partial(dict, value))
 
 
 def _question(row: Row, number: int) -> Question:

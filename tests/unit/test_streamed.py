@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -32,7 +33,7 @@ def numbers(n: int, *, with_places: bool) -> Reader:
     def read(row: int = 0, place: list[int] | None = None) -> Iterator[Row]:
         assert place is None or place == [row]
         for number in range(row, n):
-            yield Row("", "", number, [number + 1] if with_places else None)
+            yield Row("", "", partial(int, number), [number + 1] if with_places else None)
 
     return Reader("numbers", "numbers", read)
 
