@@ -262,27 +262,6 @@ class NothingLearnedError(ConfigError):
     """No record of a data set has a token to learn."""
 
 
-@dataclass(frozen=True)
-class EncodedRecords:
-    """The documents of a data set, and what happened to the records.
-
-    ``counts`` has ``records``, ``documents``, ``tokens``, ``learned`` (tokens with a label),
-    ``too_long`` (answers longer than a row, dropped), ``split`` (texts cut into several documents),
-    ``unlabelled`` (records without anything to learn, dropped), ``refused`` (records that cannot be
-    encoded, dropped) and ``retokenized`` (records whose stored ids are of another tokenizer or
-    template, so that their text was encoded anew).
-    """
-
-    documents: list[Encoded]
-    counts: dict[str, int]
-
-    def summary(self) -> str:
-        """Return one line about the counts, dropped records included."""
-        c = self.counts
-        line = f"{c['records']:,} records, {c['tokens']:,} tokens, {c['learned']:,} learned"
-        return line + "".join(f"; {c[key]:,} {note}" for key, note in _NOTES.items() if c[key])
-
-
 class Documents:
     """Turns records into documents that fit a row, and counts what becomes of them.
 
@@ -296,7 +275,12 @@ class Documents:
         learn_all: learn prompts too, as pre-training does.
 
     Attributes:
-        counts: so far; the keys are those of :class:`EncodedRecords`.
+        documents: those of a whole data set, see :func:`encode_records`.
+        counts: so far: ``records``, ``documents``, ``tokens``, ``learned`` (tokens with a label),
+            ``too_long`` (answers longer than a row, dropped), ``split`` (texts cut into several
+            documents), ``unlabelled`` (records without anything to learn, dropped), ``refused``
+            (records that cannot be encoded, dropped) and ``retokenized`` (records whose stored ids
+            are of another tokenizer or template, so that their text was encoded anew).
 
     Raises:
         ConfigError: if ``seq_len`` exceeds ``context``, or the tokenizer has no eos.
@@ -316,6 +300,13 @@ class Documents:
             )
         self.encoder, self.seq_len, self.learn_all = Encoder(tokenizer), seq_len, learn_all
         self.counts = dict.fromkeys(_COUNTS, 0)
+        self.documents: list[Encoded] = []
+
+    def summary(self) -> str:
+        """Return one line about the counts, dropped records included."""
+        c = self.counts
+        line = f"{c['records']:,} records, {c['tokens']:,} tokens, {c['learned']:,} learned"
+        return line + "".join(f"; {c[key]:,} {note}" for key, note in _NOTES.items() if c[key])
 
     def of(self, record: Record) -> list[Encoded]:
         """Return the documents of one record, none if it is longer than a row.
@@ -360,7 +351,7 @@ def encode_records(
     progress: Progress | None = None,
     max_bad_fraction: float = 0.0,
     dropped: Dropped | None = None,
-) -> EncodedRecords:
+) -> Documents:
     """Encode a data set for packed rows.
 
     Args:
@@ -371,13 +362,16 @@ def encode_records(
             that have nothing to learn; with 0 the first that is refused is raised.
         dropped: the collection to which those records are added.
 
+    Returns:
+        The encoder, which now holds the documents.
+
     Raises:
         ConfigError: if there are no records, or too many of them are refused.
         NothingLearnedError: if no record is left.
     """
     if not records:
         raise ConfigError("the data set is empty")
-    found: list[Encoded] = []
+    found = documents.documents
     tally = Tally(max_bad_fraction, Dropped() if dropped is None else dropped)
     counts, total = documents.counts, len(records)
     tally.total = total
@@ -405,7 +399,7 @@ def encode_records(
             else f"{long} of {total} records are longer than data.seq_len={documents.seq_len} and"
             " the others have nothing to learn; raise data.seq_len"
         )
-    return EncodedRecords(found, counts)
+    return documents
 
 
 def _says_something(record: Record) -> bool:

@@ -209,7 +209,7 @@ class StreamedBatches:
 
     Attributes:
         POOL: rows that are packed together, at the least.
-        counts: what became of this rank's records so far, as ``EncodedRecords.counts``.
+        counts: what became of this rank's records so far, as ``Documents.counts``.
         epoch: the epoch of the last record that was read, counted from 0.
         efficiency: share of the row positions of the present pool that hold documents.
     """

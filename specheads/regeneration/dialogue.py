@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from jinja2 import TemplateError
@@ -64,10 +65,10 @@ class Dialogue:
     def messages(self) -> list[dict[str, Any]]:
         """Return the conversation so far: up to the next answer that is due, or all of it."""
         found: list[dict[str, Any]] = []
-        for i, turn in enumerate(self.turns[: len(self.answers) + 1]):
+        for turn, answer in zip_longest(self.turns[: len(self.answers) + 1], self.answers):
             found += turn
-            if i < len(self.answers):
-                found.append({"role": "assistant", "content": self.answers[i].text})
+            if answer is not None:
+                found.append({"role": "assistant", "content": answer.text})
         return found
 
     def answered(self, generation: dict[str, Any], tokens: dict[str, Any] | None) -> Record:
@@ -230,21 +231,13 @@ class TurnEncoder:
             raise RecordError("token", f"token {largest} of {len(self.tokenizer)} was generated")
         talk.spans.append([len(talk.ids), len(talk.ids) + len(new_tokens)])
         talk.ids = [*talk.ids, *new_tokens]
-        talk.answers.append(
-            Answer(
-                self.text(new_tokens[:-1] if ended else new_tokens),
-                "stop" if ended else "length",
-                len(new_tokens),
-            )
-        )
+        text = self.text(new_tokens[:-1] if ended else new_tokens)
+        talk.answers.append(Answer(text, "stop" if ended else "length", len(new_tokens)))
 
     def text(self, tokens: Sequence[int]) -> str:
         """Return the text of an answer's tokens, special ones left out."""
-        return str(
-            self.tokenizer.decode(
-                list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-        )
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        return str(self.tokenizer.decode(list(tokens), **options))
 
     def _go_on(self, talk: Dialogue) -> None:
         between = self._between(talk)

@@ -92,18 +92,17 @@ class Client:
             ServerError: after the last retry.
             StoppedError: if the client was stopped meanwhile.
         """
-        pause = self.pause
         for attempt in range(self.retries + 1):
             try:
                 return self._try(path, body)
             except ServerError as error:
                 if not error.transient or attempt == self.retries:
                     raise
+                pause = min(self.pause * 2 ** min(attempt, 30), _LONGEST_PAUSE)
                 # without chance in it, all that failed together would come back together
-                wait = max(min(pause, _LONGEST_PAUSE) * random.uniform(0.5, 1.5), error.pause)
+                wait = max(pause * random.uniform(0.5, 1.5), error.pause)
             if self.stopped.wait(wait):
                 raise StoppedError
-            pause *= 2
         raise AssertionError
 
     def _try(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
@@ -233,6 +232,7 @@ def next_answer(client: Client, model: str, sampling: Sampling, talk: Dialogue) 
     Raises:
         ServerError: if the server gave none.
     """
+    is_chat = "messages" in talk.record
     body: dict[str, Any] = {
         "model": model,
         "temperature": sampling.temperature,
@@ -242,11 +242,8 @@ def next_answer(client: Client, model: str, sampling: Sampling, talk: Dialogue) 
     }
     if sampling.top_k:  # not every server knows it
         body["top_k"] = sampling.top_k
-    is_chat = "messages" in talk.record
-    if is_chat:
-        found = client.call("/chat/completions", body | {"messages": talk.messages()})
-    else:
-        found = client.call("/completions", body | {"prompt": talk.record["prompt"]})
+    body |= {"messages": talk.messages()} if is_chat else {"prompt": talk.record["prompt"]}
+    found = client.call("/chat/completions" if is_chat else "/completions", body)
     try:
         choice = found["choices"][0]
         text = _text(choice["message"]["content"] if is_chat else choice["text"])
