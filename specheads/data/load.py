@@ -92,6 +92,7 @@ def heldout_limit(data: DataConfig, name: str, ranks: set[int]) -> int:
         raise ConfigError(
             f"{name} holds {len(ranks)} distinct record; holding some out needs 2, or set {key}"
         )
+    # whatever the fraction, the lowest rank is held out and the highest is trained on
     return max(min(ranks), min(round(data.eval_fraction * 2**64), max(ranks) - 1))
 
 

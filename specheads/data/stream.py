@@ -94,6 +94,7 @@ def shuffled(
         while window := list(islice(rows, _window(seed, place, buffer))):
             generator = torch.Generator().manual_seed(number_of(seed, place.epoch, place.row))
             order = torch.randperm(len(window), generator=generator).tolist()
+            # counted over all epochs: else a rank could end every one of them a row short
             for position in range(place.taken, len(window)):
                 if (place.before + position) % world == rank:
                     yield window[order[position]], replace(place, taken=position + 1)

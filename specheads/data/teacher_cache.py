@@ -346,6 +346,7 @@ def header_bytes(plan: Plan, tokens: int) -> int:
         }
         offset = end
     length = len(json.dumps(entries, separators=(",", ":")))
+    # the header's length as 8 bytes, then the header, filled up so that the numbers are aligned
     return 8 + -(-length // 8) * 8
 
 

@@ -155,7 +155,7 @@ class AnswerFile:
             return {}
         lines = [line for _, line in read_lines(self.bad_path)]
         kept = [line for line in lines if not line["transient"] and line["id"] not in self.done]
-        if len(kept) < len(lines):
+        if len(kept) < len(lines):  # the others are tried again, and would be there twice
             with whole_file(self.bad_path) as fresh:
                 fresh.write_bytes(_lines(kept))
         return {line["id"]: line["reason"] for line in kept}

@@ -131,6 +131,7 @@ class Engine:
                 stream.step()
             if ended := stream.take_ended():
                 talks = [job.owner for job, _ in ended]
+                # begun conversations first, or they would pile up until the records are at an end
                 waiting.extendleft(self._settle(talks, [row for _, row in ended]))
             settled = len(self._outcome.answered) + len(self._outcome.quarantined)
             if settled >= size or time.monotonic() - start > HELD:
