@@ -54,7 +54,7 @@ def pack_lengths(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
             rows.append([])
         else:
             room = rooms[place]
-            row = open_rows[room].pop()  # all of one room are as good; saved places know the last
+            row = open_rows[room].pop()  # any would do, but saved places rely on this one
             if not open_rows[room]:
                 del open_rows[room], rooms[place]
         rows[row].append(item)

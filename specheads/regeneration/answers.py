@@ -22,25 +22,18 @@ from specheads.config import ConfigError, RunError
 from specheads.data.schema import Record, RecordError
 from specheads.regeneration.dialogue import prompt_digest
 from specheads.system.files import no_room, whole_file
+from specheads.verification.sampling import Sampler
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How answers are drawn.
+class Sampling(Sampler):
+    """How answers are drawn; each record has a seed of its own, see :func:`record_seed`.
 
     Attributes:
-        temperature: 0 is greedy.
-        top_k: 0 keeps all tokens.
-        top_p: 1 keeps all.
-        seed: each record's own is made from it, see :func:`record_seed`.
         max_new_tokens: the most tokens of one answer.
         keep_truncated: keep answers that reached the limit.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
     max_new_tokens: int = 512
     keep_truncated: bool = False
 

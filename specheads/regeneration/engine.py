@@ -113,7 +113,7 @@ class Engine:
     def _one_by_one(self, records: Sequence[Record]) -> Iterator[Outcome]:
         """Answer plainly: whenever rows have ended, the next dialogues take their places."""
         ends, size = self.turns.end_tokens, self.batch_size
-        stream = PlainStream(self.base, self._sampler([]), eos_token_ids=ends, batch_size=size)
+        stream = PlainStream(self.base, self.sampling, eos_token_ids=ends, batch_size=size)
         waiting: deque[Dialogue] = deque()
         pools, start = self._pools(records), time.monotonic()
         while True:
@@ -180,10 +180,6 @@ class Engine:
         limit = min(self.sampling.max_new_tokens, self.context - len(talk.ids))
         return Job(talk.ids, limit, record_seed(self.sampling.seed, talk.id), talk)
 
-    def _sampler(self, seeds: Sequence[int]) -> SeededRows:
-        sampling = self.sampling
-        return SeededRows(sampling.temperature, sampling.top_k, sampling.top_p, seeds=seeds)
-
     def decode(self, jobs: Sequence[Job]) -> list[DecodedRow]:
         """Continue prompts with the drafter, those of one limit together."""
         found: dict[int, DecodedRow] = {}
@@ -198,7 +194,8 @@ class Engine:
 
     def _decode(self, jobs: Sequence[Job]) -> tuple[DecodedRow, ...]:
         assert self.drafter is not None
-        longest = max(len(job.ids) for job in jobs)
+        drawn, longest = self.sampling, max(len(job.ids) for job in jobs)
+        seeds = [job.seed for job in jobs]
         padding = [longest - len(job.ids) for job in jobs]
         rows = [[0] * n + job.ids for n, job in zip(padding, jobs, strict=True)]
         mask = [[0] * n + [1] * (longest - n) for n in padding]
@@ -208,7 +205,7 @@ class Engine:
             torch.tensor(rows, device=self.base.device),
             attention_mask=torch.tensor(mask, device=self.base.device),
             max_new_tokens=jobs[0].limit,
-            sampler=self._sampler([job.seed for job in jobs]),
+            sampler=SeededRows(drawn.temperature, drawn.top_k, drawn.top_p, seeds=seeds),
             eos_token_ids=self.turns.end_tokens,
         ).rows
 
