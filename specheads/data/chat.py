@@ -486,15 +486,16 @@ def render_mask(
         color: mark by colours of the terminal, not by ``brackets``.
         brackets: what stands before and after a learned part.
     """
-    pieces: list[str] = []
-    for learned, group in groupby(segments(encoded, tokenizer), key=lambda segment: segment[1]):
-        texts = [(harmless(text), special) for text, _, special in group]
-        if color:
-            pieces += [_paint(text, learned, special) for text, special in texts]
-        else:
-            joined = "".join(text for text, _ in texts)
-            pieces.append(brackets[0] + joined + brackets[1] if learned else joined)
-    return "".join(pieces)
+    found = [
+        (harmless(text), kept, special) for text, kept, special in segments(encoded, tokenizer)
+    ]
+    if color:
+        return "".join(_paint(*segment) for segment in found)
+    shown, (before, after) = "", brackets
+    for learned, run in groupby(found, key=lambda segment: segment[1]):
+        text = "".join(segment[0] for segment in run)
+        shown += before + text + after if learned else text
+    return shown
 
 
 def _paint(text: str, learned: bool, special: bool) -> str:
