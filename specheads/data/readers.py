@@ -113,7 +113,7 @@ def json_reader(path: Path, max_bytes: int) -> Reader:
                 listed = file.read(4096).removeprefix(_BOM).lstrip().startswith(b"[")
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
-    rows = partial(_items if listed else _lines, path, max_bytes)
+    rows = partial(_items if listed else json_lines, path, max_bytes)
     return Reader(str(path), _names_and_sizes(path), rows, in_one_piece=listed)
 
 
@@ -130,7 +130,7 @@ def parquet_reader(path: Path, columns: Mapping[str, str], max_bytes: int) -> Re
     return Reader(str(path), _names_and_sizes(*paths), rows)
 
 
-def _lines(
+def json_lines(
     path: Path, max_bytes: int, row: int = 0, place: list[int] | None = None
 ) -> Iterator[Row]:
     """Yield the lines of a file that are not blank; none longer than ``max_bytes`` is held.

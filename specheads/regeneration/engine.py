@@ -11,8 +11,9 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,15 @@ from specheads.models.names import (
 )
 from specheads.models.support import tree_support
 from specheads.regeneration.answers import Outcome, Sampling, record_seed
-from specheads.regeneration.dialogue import Dialogue, TurnEncoder, check_answer, dialogue
-from specheads.regeneration.endpoint import Client
-from specheads.system import hardware
+from specheads.regeneration.dialogue import (
+    Dialogue,
+    TurnEncoder,
+    check_answer,
+    dialogue,
+    span_encoder,
+)
+from specheads.regeneration.endpoint import Client, ask_server
+from specheads.system import __version__, hardware
 
 POOL = 32  # batches whose records are sorted by length together
 HELD = 2.0  # seconds for which answers are held back at most, so that many are written together
@@ -306,7 +313,9 @@ def settings_of(config: RegenerateConfig, who: Answering) -> dict[str, Any]:
 
 def sampling_of(config: RegenerateConfig) -> Sampling:
     """Return how answers are drawn."""
-    return Sampling(**{field.name: getattr(config, field.name) for field in fields(Sampling)})
+    drawn = config.temperature, config.top_k, config.top_p, config.seed
+    limit, kept = config.max_new_tokens, config.keep_truncated
+    return Sampling(*drawn, max_new_tokens=limit, keep_truncated=kept)
 
 
 def load_engine(config: RegenerateConfig, who: Answering, drawn: dict[str, Any]) -> Engine:
@@ -332,13 +341,31 @@ def load_engine(config: RegenerateConfig, who: Answering, drawn: dict[str, Any])
         base = load_base_model(who.model, revision=revision, attn="auto", **on)
         check_tokenizer(tokenizer, base)
     turns = TurnEncoder(tokenizer, end_tokens(base, tokenizer))
-    made = {
-        "model": who.model,
-        "revision": revision,
-        "digest": who.digest,
-        "tuned": who.tuned,
-        "quantization": who.quantization,
-        "dtype": str(base.dtype).removeprefix("torch."),
-    }
+    made = {"model": who.model, "revision": revision, **asdict(who)}
+    made["dtype"] = str(base.dtype).removeprefix("torch.")
     sampling, size = sampling_of(config), config.batch_size
     return Engine(base, turns, sampling, made | drawn, drafter=drafter, batch_size=size)
+
+
+def asker(
+    config: RegenerateConfig, who: Answering, client: Client | None
+) -> Callable[[Sequence[Record]], Iterator[Outcome]]:
+    """Return what answers records: the server of ``client``, or the base model, loaded now."""
+    names = ("temperature", "top_k", "top_p", "seed", "max_new_tokens")
+    drawn = {name: getattr(config, name) for name in names} | {"specheads": __version__}
+    if client is None:
+        return load_engine(config, who, drawn).answer
+    encode, trust = None, config.trust_remote_code
+    if config.model:
+        encode = span_encoder(
+            load_tokenizer(config.model, revision=config.revision, trust_remote_code=trust)
+        )
+    return partial(
+        ask_server,
+        client,
+        who.model,
+        sampling_of(config),
+        generation={"model": who.model, "endpoint": client.url} | drawn,
+        concurrency=config.concurrency,
+        encode=encode,
+    )
