@@ -263,9 +263,7 @@ def one_pass(
 
 
 @torch.no_grad()
-def check_isolation(
-    model: PreTrainedModel, *, backward: bool = False, tolerance: float = 1e-3
-) -> None:
+def check_isolation(model: PreTrainedModel, *, backward: bool = False) -> None:
     """Check on a few tokens that ``model`` keeps packed documents apart.
 
     Models with ALiBi, recurrent or convolutional layers do not build their masks from positions,
@@ -274,7 +272,6 @@ def check_isolation(
     Args:
         model: a causal language model of transformers.
         backward: the model itself is going to be trained.
-        tolerance: largest allowed difference of hidden states, relative to their largest number.
 
     Raises:
         ConfigError: if a document's hidden states depend on its neighbours, or the attention
@@ -294,8 +291,8 @@ def check_isolation(
         alone = [_hidden(model, part[None], torch.arange(len(part))[None])[0] for part in parts]
     expected = torch.cat(alone).view_as(packed)
     error = float((packed - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
-    if weight.dtype != torch.float32:
-        tolerance = max(tolerance, 16 * torch.finfo(weight.dtype).eps)
+    # of hidden states, relative to their largest number
+    tolerance = max(1e-3, 16 * torch.finfo(weight.dtype).eps)
     if not error <= tolerance:
         raise ConfigError(
             f"{type(model).__name__} with model.attn={attention} does not keep packed documents"
