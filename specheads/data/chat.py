@@ -155,9 +155,13 @@ class Encoder:
             )
         encode = self._by_markers if self._marked else self._by_steps
         ids, learned = encode(record["messages"])
-        self._trim(ids, learned)
-        ends = [t for t, flag in enumerate(learned) if flag][-1:]
-        closed = bool(ends) and ids[ends[0]] in self._special
+        # many templates put a line break behind the closing token; decoding stops before it
+        for start, stop in runs(learned):
+            closing = [t for t in range(start, stop) if ids[t] in self._special]
+            if closing and not str(self.tokenizer.decode(ids[closing[-1] + 1 : stop])).strip():
+                learned[closing[-1] + 1 : stop] = [False] * (stop - closing[-1] - 1)
+        spans = runs(learned)
+        closed = bool(spans) and ids[spans[-1][1] - 1] in self._special
         if record["messages"][-1]["role"] == "assistant" and not closed:
             ids, learned = [*ids, self._eos], [*learned, True]  # else nothing teaches it to end
         return ids, learned
@@ -204,13 +208,6 @@ class Encoder:
                     )
             learned[len(before) : len(after)] = [True] * (len(after) - len(before))
         return ids, learned
-
-    def _trim(self, ids: list[int], learned: list[bool]) -> None:
-        # many templates put a line break behind the closing token; decoding stops before it
-        for start, stop in runs(learned):
-            closing = [t for t in range(start, stop) if ids[t] in self._special]
-            if closing and not str(self.tokenizer.decode(ids[closing[-1] + 1 : stop])).strip():
-                learned[closing[-1] + 1 : stop] = [False] * (stop - closing[-1] - 1)
 
     def _render(self, messages: Sequence[Any], prompt: bool) -> list[int]:
         if not messages:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -72,11 +73,9 @@ def read_questions(path: str | Path, begin: int = 0, end: int = 0) -> list[Quest
     found = [_question(row, number) for number, row in enumerate(_rows(path), 1)]
     if not found:
         raise ConfigError(f"{path} holds no questions")
-    seen = set[str]()
-    for question in found:
-        if str(question.id) in seen:
-            raise ConfigError(f"{path} has question_id {question.id!r} twice")
-        seen.add(str(question.id))
+    ((name, times),) = Counter(str(question.id) for question in found).most_common(1)
+    if times > 1:
+        raise ConfigError(f"{path} has question_id {name} twice")
     chosen = found[begin : end or None]
     if not chosen:
         raise ConfigError(f"{path} holds {len(found)} questions, none from begin={begin} on")
@@ -259,11 +258,9 @@ class QuestionPrompts:
 
 
 def _vicuna(question: Question, answers: Sequence[str]) -> str:
-    asked = zip(question.turns, [*answers, None], strict=False)
-    turns = [
-        f"USER: {turn} ASSISTANT:" + ("" if answer is None else f" {answer}</s>")
-        for turn, answer in asked
-    ]
+    said = [*(f" {answer}</s>" for answer in answers), ""]
+    asked = zip(question.turns, said, strict=False)
+    turns = [f"USER: {turn} ASSISTANT:{answer}" for turn, answer in asked]
     return f"{question.system or _VICUNA_SYSTEM} {''.join(turns)}"
 
 

@@ -247,12 +247,8 @@ def plan_top_logits(
     """
     if not 0 < top_k < vocab_size:
         raise ConfigError(f"draft.stored_top_k must be in 1..{vocab_size - 1}, got {top_k}")
-    made_of = {
-        **made_of,
-        "documents": _documents_digest(documents),
-        "vocabulary": str(vocab_size),
-        "stored_top_k": str(top_k),
-    }
+    chosen = {"vocabulary": str(vocab_size), "stored_top_k": str(top_k)}
+    made_of = {**made_of, "documents": _documents_digest(documents), **chosen}
     settings = {"top_k": top_k, "vocab_size": vocab_size}
     return _plan("stored teacher", folder, documents, made_of, settings)
 
