@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Self
 
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from specheads.config import ConfigError
 from specheads.data.chat import Encoded
+from specheads.data.schema import differences
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.base import input_embedding
 from specheads.models.forward import undisturbed
@@ -111,6 +112,15 @@ def digest_of(documents: Iterable[Encoded], start: str = "") -> str:
     return digest.hexdigest()[:16]
 
 
+def check_same(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raise ConfigError if an order of other data or settings is to be gone on with."""
+    if others := differences(there, here):
+        raise ConfigError(
+            f"the checkpoint was made with other training data or settings: {others}; its order"
+            " cannot be resumed"
+        )
+
+
 class PackedBatches:
     """An endless iterator over packed batches whose place can be saved and restored exactly.
 
@@ -194,12 +204,8 @@ class PackedBatches:
         Raises:
             ConfigError: if the state is of other data, another row length or another seed.
         """
-        for key, own in (("seed", self.seed), ("data", self._fingerprint)):
-            if state[key] != own:
-                raise ConfigError(
-                    f"the checkpoint was made with other training data or settings"
-                    f" ({key} {state[key]} there, {own} here), so the order cannot be resumed"
-                )
+        here = {"seed": self.seed, "data": self._fingerprint}
+        check_same({key: state[key] for key in here}, here)
         self._rows_taken = int(state["rows_taken"])
 
     def _row(self, number: int) -> list[int]:

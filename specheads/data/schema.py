@@ -17,6 +17,7 @@ import contextlib
 import difflib
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -317,6 +318,17 @@ def json_digest(value: object) -> bytes:
     """Return a sha256 of JSON, whatever the order of its keys."""
     line = json.dumps(value, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(line.encode("utf-8", "surrogatepass")).digest()
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """Return where settings differ, each as ``key (value there, value here)``; digests are cut."""
+
+    def shown(values: Mapping[str, Any], key: str) -> str:
+        value = str(values.get(key))
+        return value[:12] if re.fullmatch("[0-9a-f]{64}", value) else value
+
+    keys = [key for key in {**here, **there} if there.get(key) != here.get(key)]
+    return ", ".join(f"{key} ({shown(there, key)} there, {shown(here, key)} here)" for key in keys)
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:

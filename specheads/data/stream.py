@@ -24,7 +24,7 @@ import torch
 from specheads.config import ConfigError, DataConfig, RunError
 from specheads.data.chat import Documents, Encoded
 from specheads.data.load import content_rank, heldout_limit, read_part
-from specheads.data.pack import Batch, collate, digest_of, number_of, pack_lengths
+from specheads.data.pack import Batch, check_same, collate, digest_of, number_of, pack_lengths
 from specheads.data.readers import Reader, Row, open_reader
 from specheads.data.schema import (
     Dropped,
@@ -309,12 +309,7 @@ class StreamedBatches:
                 f"streamed data was shared by {there.get('world')} processes, this run has"
                 f" {self.world}; with data.streaming=true a run goes on with as many as before"
             )
-        for key, own in here.items():
-            if there.get(key) != own:
-                raise ConfigError(
-                    f"the checkpoint was made with other training data or settings ({key}"
-                    f" {there.get(key)} there, {own} here), so the order cannot be resumed"
-                )
+        check_same(there, here)
         self._tally.total = int(state["seen"])
         self._tally.reasons = Counter(state["reasons"])
         self.counts.update(state["counts"])

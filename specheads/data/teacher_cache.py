@@ -36,7 +36,7 @@ from transformers import PreTrainedModel
 from specheads.config import ConfigError, ModelConfig, RunError
 from specheads.data.chat import Encoded
 from specheads.data.pack import Batch, Mapped, PackedBatches, collate, pack_lengths
-from specheads.data.schema import json_digest
+from specheads.data.schema import differences, json_digest
 from specheads.losses.fused import rows_at_once
 from specheads.models.base import input_device
 from specheads.models.forward import undisturbed
@@ -297,22 +297,12 @@ def _stored_places(plan: Plan) -> list[tuple[str, tuple[int, int]]]:
         raise ConfigError(
             f"{path} is no {plan.kind} index ({error!r}); delete the folder"
         ) from None
-    differences = ", ".join(
-        f"{key} ({_short(there.get(key))} there, {_short(value)} here)"
-        for key, value in plan.made_of.items()
-        if there.get(key) != value
-    )
-    if differences:
+    if others := differences(there, plan.made_of):
         raise ConfigError(
-            f"{plan.key}={plan.folder} was made with another {differences};"
-            " name another folder, or delete this one"
+            f"{plan.key}={plan.folder} was made with another {others}; name another folder, or"
+            " delete this one"
         )
     return found
-
-
-def _short(value: str | None) -> str:
-    digest = value is not None and len(value) == _SHA256_LENGTH and " " not in value
-    return str(value)[:12] if digest else str(value)
 
 
 def _documents_digest(documents: Sequence[Encoded]) -> str:

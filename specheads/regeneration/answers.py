@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from specheads.config import ConfigError, RunError
-from specheads.data.schema import Record, RecordError
+from specheads.data.schema import Record, RecordError, differences
 from specheads.regeneration.dialogue import prompt_digest
 from specheads.system.files import no_room, whole_file
 from specheads.verification.sampling import Sampler
@@ -121,15 +121,9 @@ class AnswerFile:
                 fresh.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
             return
         found = _object(self.settings_path.read_bytes(), str(self.settings_path))
-        others = [
-            f"{key}={_shown(found, key)} there, {_shown(wanted, key)} here"
-            for key in dict.fromkeys([*wanted, *found])
-            if found.get(key) != wanted.get(key)
-        ]
-        if others:
+        if others := differences(found, wanted):
             raise ConfigError(
-                f"{self.path} was made with other settings: {'; '.join(others)};"
-                " choose another output="
+                f"{self.path} was made with other settings: {others}; choose another output="
             )
 
     def _read_done(self) -> dict[str, str]:
@@ -266,8 +260,3 @@ def _append(file: int, values: Iterable[Mapping[str, Any]]) -> None:
     while data:
         data = data[os.write(file, data) :]
     os.fsync(file)
-
-
-def _shown(settings: Mapping[str, Any], key: str) -> str:
-    value = settings.get(key)
-    return value[:12] if key.endswith("digest") and isinstance(value, str) else json.dumps(value)

@@ -121,9 +121,9 @@ def test_other_settings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         AnswerFile(path, other)
     text = str(caught.value)
-    assert "temperature=0.0 there, 0.7 here" in text and "seed=null there, 1 here" in text
-    assert f"model_digest={'a' * 12} there, {'b' * 12} here" in text and "max_new" not in text
-    with pytest.raises(ConfigError, match="temperature=0.0 there, null here"):
+    assert "temperature (0.0 there, 0.7 here)" in text and "seed (None there, 1 here)" in text
+    assert f"model_digest ({'a' * 12} there, {'b' * 12} here)" in text and "max_new" not in text
+    with pytest.raises(ConfigError, match="temperature .0.0 there, None here"):
         AnswerFile(path, {k: v for k, v in SETTINGS.items() if k != "temperature"})
     assert lines_of(path) == RECORDS
 

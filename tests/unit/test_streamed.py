@@ -205,7 +205,7 @@ def test_other_data_and_other_ranks_are_refused(
     state = stream.state_dict()
     with pytest.raises(ConfigError, match="shared by 1 processes, this run has 2"):
         opened(data, byte_tokenizer, world=2).load_state_dict(state)
-    with pytest.raises(ConfigError, match="settings .seed 3 there, 4 here"):
+    with pytest.raises(ConfigError, match="settings: seed .3 there, 4 here"):
         opened(data, byte_tokenizer, seed=4).load_state_dict(state)
     with pytest.raises(ConfigError, match="made without data.streaming"):
         stream.load_state_dict({"rows_taken": 3, "seed": 3, "data": "x"})
@@ -214,7 +214,7 @@ def test_other_data_and_other_ranks_are_refused(
     with pytest.raises(ConfigError, match="does not hold the rows that it held"):
         opened(data, byte_tokenizer).load_state_dict(state)
     Path(str(data.path)).write_text(text + "\n")
-    with pytest.raises(ConfigError, match="other training data or settings .data d.jsonl"):
+    with pytest.raises(ConfigError, match="other training data or settings: data .d.jsonl"):
         opened(data, byte_tokenizer).load_state_dict(state)
 
 
