@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specheads.config import ConfigError
 from specheads.data.rendering import is_generated, render
-from specheads.data.schema import Dropped, Record, RecordError, check_share, tokenizer_digest
+from specheads.data.schema import Dropped, Record, RecordError, Tally, naming, tokenizer_digest
 from specheads.losses.cross_entropy import IGNORE
 from specheads.system.terminal import harmless
 
@@ -80,19 +80,20 @@ class Encoder:
 
     def __call__(self, record: Record) -> Encoded:
         """Encode one record."""
-        if self.is_stored(record):
-            ids, learned = self._stored_ids(record), [False] * len(record["tokens"]["ids"])
-            for start, stop in record["tokens"]["answers"]:
-                learned[start:stop] = [True] * (stop - start)
-        elif "messages" in record:
-            ids, learned = self._encode_chat(record)
-        elif "completion" in record:
-            prompt, answer = self._encode_pair(record["prompt"], record["completion"])
-            ids = prompt + answer
-            learned = [False] * len(prompt) + [True] * len(answer)
-        else:
-            ids = [*self._prefix, *self._plain(record["text"]), self._eos]
-            learned = [True] * len(ids)
+        with naming(f"record {record['id']}", record):
+            if self.is_stored(record):
+                ids, learned = self._stored_ids(record), [False] * len(record["tokens"]["ids"])
+                for start, stop in record["tokens"]["answers"]:
+                    learned[start:stop] = [True] * (stop - start)
+            elif "messages" in record:
+                ids, learned = self._encode_chat(record)
+            elif "completion" in record:
+                prompt, answer = self._encode_pair(record["prompt"], record["completion"])
+                ids = prompt + answer
+                learned = [False] * len(prompt) + [True] * len(answer)
+            else:
+                ids = [*self._prefix, *self._plain(record["text"]), self._eos]
+                learned = [True] * len(ids)
         input_ids = np.asarray(ids, dtype=np.int32)
         labels = np.where(np.asarray(learned, dtype=bool), input_ids, np.int32(IGNORE))
         return Encoded(str(record["id"]), str(record["kind"]), input_ids, labels)
@@ -103,12 +104,13 @@ class Encoder:
         ``messages``: all but an answer that ends them, with the generation prompt;
         ``prompt``/``completion``: the prompt; ``text``: the whole text.
         """
-        if self.is_stored(record):
-            return self._stored_ids(record)[: record["tokens"]["answers"][-1][0]]
-        if "messages" in record:
-            messages = record["messages"]
-            answered = messages[-1]["role"] == "assistant"
-            return self._render(messages[:-1] if answered else messages, record, True)
+        with naming(f"record {record['id']}", record):
+            if self.is_stored(record):
+                return self._stored_ids(record)[: record["tokens"]["answers"][-1][0]]
+            if "messages" in record:
+                messages = record["messages"]
+                answered = messages[-1]["role"] == "assistant"
+                return self._render(messages[:-1] if answered else messages, True)
         text = record["prompt"] if "completion" in record else record["text"]
         return [*self._prefix, *self._plain(text)]
 
@@ -128,7 +130,6 @@ class Encoder:
         ids: list[int] = record["tokens"]["ids"]
         if max(ids) >= len(self.tokenizer):
             raise RecordError(
-                f"record {record['id']}",
                 "with a token id beyond the vocabulary",
                 f"tokens.ids holds {max(ids)}, {self.name} has {len(self.tokenizer)} tokens",
             )
@@ -152,16 +153,21 @@ class Encoder:
                 f"tokenizer {self.name} has no chat template, which records with messages need"
                 f" (record {record['id']}); give prompt and completion, or a tokenizer with one"
             )
-        ids, learned = self._by_markers(record) if self._marked else self._by_steps(record)
-        self._trim(ids, learned)
-        ends = [t for t, flag in enumerate(learned) if flag][-1:]
-        closed = bool(ends) and ids[ends[0]] in self._special
+        encode = self._by_markers if self._marked else self._by_steps
+        ids, learned = encode(record["messages"])
+        # many templates put a line break behind the closing token; decoding stops before it
+        for start, stop in runs(learned):
+            closing = [t for t in range(start, stop) if ids[t] in self._special]
+            if closing and not str(self.tokenizer.decode(ids[closing[-1] + 1 : stop])).strip():
+                learned[closing[-1] + 1 : stop] = [False] * (stop - closing[-1] - 1)
+        spans = runs(learned)
+        closed = bool(spans) and ids[spans[-1][1] - 1] in self._special
         if record["messages"][-1]["role"] == "assistant" and not closed:
             ids, learned = [*ids, self._eos], [*learned, True]  # else nothing teaches it to end
         return ids, learned
 
-    def _by_markers(self, record: Record) -> tuple[list[int], list[bool]]:
-        text, spans = self._apply(record["messages"], record, return_assistant_tokens_mask=True)
+    def _by_markers(self, messages: Sequence[Any]) -> tuple[list[int], list[bool]]:
+        text, spans = self._apply(messages, return_assistant_tokens_mask=True)
         out = self.tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
@@ -174,29 +180,26 @@ class Encoder:
             closing = ids[t] == self._eos and ids[t - 1] not in self._special
             learned[t] = learned[t] or (learned[t - 1] and (rest_of_character or closing))
         if not any(learned) and any(
-            m["role"] == "assistant" and m["content"].strip() for m in record["messages"]
+            m["role"] == "assistant" and m["content"].strip() for m in messages
         ):
             raise RecordError(
-                f"record {record['id']}",
                 "whose answers the chat template does not mark",
                 f"the chat template of {self.name} marks no token of the answers as generated;"
                 " check its generation block",
             )
         return ids, learned
 
-    def _by_steps(self, record: Record) -> tuple[list[int], list[bool]]:
-        messages = record["messages"]
-        ids = self._render(messages, record, False)
+    def _by_steps(self, messages: Sequence[Any]) -> tuple[list[int], list[bool]]:
+        ids = self._render(messages, False)
         learned = [False] * len(ids)
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._render(messages[:i], record, True) if i else []
-            after = self._render(messages[: i + 1], record, False)
+            before = self._render(messages[:i], True)
+            after = self._render(messages[: i + 1], False)
             for part in (before, after):
                 if ids[: len(part)] != part:
                     raise RecordError(
-                        f"record {record['id']}",
                         "whose earlier messages the chat template rewrites",
                         f"the chat template of {self.name} rewrites earlier messages when later"
                         f" ones follow (message {i}), so the answer's tokens cannot be told"
@@ -206,37 +209,25 @@ class Encoder:
             learned[len(before) : len(after)] = [True] * (len(after) - len(before))
         return ids, learned
 
-    def _trim(self, ids: list[int], learned: list[bool]) -> None:
-        # many templates put a line break behind the closing token; decoding stops before it
-        stop = len(ids)
-        while stop:
-            if not learned[stop - 1]:
-                stop -= 1
-                continue
-            start = stop
-            while start and learned[start - 1]:
-                start -= 1
-            closing = [t for t in range(start, stop) if ids[t] in self._special]
-            if closing and not str(self.tokenizer.decode(ids[closing[-1] + 1 : stop])).strip():
-                learned[closing[-1] + 1 : stop] = [False] * (stop - closing[-1] - 1)
-            stop = start
-
-    def _render(self, messages: Sequence[Any], record: Record, prompt: bool) -> list[int]:
+    def _render(self, messages: Sequence[Any], prompt: bool) -> list[int]:
         if not messages:
             return []
-        return self._plain(self._apply(messages, record, add_generation_prompt=prompt)[0])
+        return self._plain(self._apply(messages, add_generation_prompt=prompt)[0])
 
-    def _apply(
-        self, messages: Sequence[Any], record: Record, **options: bool
-    ) -> tuple[str, list[tuple[int, int]]]:
+    def _apply(self, messages: Sequence[Any], **options: bool) -> tuple[str, list[tuple[int, int]]]:
         try:
             return render(self.tokenizer, messages, **options)
         except _REFUSALS as error:
             raise RecordError(
-                f"record {record['id']}",
                 "that the chat template refuses",
                 f"the chat template of {self.name} refuses it: {error or type(error).__name__}",
             ) from None
+
+
+def runs(learned: Sequence[bool]) -> list[tuple[int, int]]:
+    """Return [start, stop) of every run of learned tokens."""
+    cuts = [t for t, (a, b) in enumerate(pairwise([False, *learned, False])) if a != b]
+    return list(zip(cuts[::2], cuts[1::2], strict=True))
 
 
 def _added_before(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -266,27 +257,6 @@ class NothingLearnedError(ConfigError):
     """No record of a data set has a token to learn."""
 
 
-@dataclass(frozen=True)
-class EncodedRecords:
-    """The documents of a data set, and what happened to the records.
-
-    ``counts`` has ``records``, ``documents``, ``tokens``, ``learned`` (tokens with a label),
-    ``too_long`` (answers longer than a row, dropped), ``split`` (texts cut into several documents),
-    ``unlabelled`` (records without anything to learn, dropped), ``refused`` (records that cannot be
-    encoded, dropped) and ``retokenized`` (records whose stored ids are of another tokenizer or
-    template, so that their text was encoded anew).
-    """
-
-    documents: list[Encoded]
-    counts: dict[str, int]
-
-    def summary(self) -> str:
-        """Return one line about the counts, dropped records included."""
-        c = self.counts
-        line = f"{c['records']:,} records, {c['tokens']:,} tokens, {c['learned']:,} learned"
-        return line + "".join(f"; {c[key]:,} {note}" for key, note in _NOTES.items() if c[key])
-
-
 class Documents:
     """Turns records into documents that fit a row, and counts what becomes of them.
 
@@ -300,7 +270,12 @@ class Documents:
         learn_all: learn prompts too, as pre-training does.
 
     Attributes:
-        counts: so far; the keys are those of :class:`EncodedRecords`.
+        documents: those of a whole data set, see :func:`encode_records`.
+        counts: so far: ``records``, ``documents``, ``tokens``, ``learned`` (tokens with a label),
+            ``too_long`` (answers longer than a row, dropped), ``split`` (texts cut into several
+            documents), ``unlabelled`` (records without anything to learn, dropped), ``refused``
+            (records that cannot be encoded, dropped) and ``retokenized`` (records whose stored ids
+            are of another tokenizer or template, so that their text was encoded anew).
 
     Raises:
         ConfigError: if ``seq_len`` exceeds ``context``, or the tokenizer has no eos.
@@ -320,6 +295,13 @@ class Documents:
             )
         self.encoder, self.seq_len, self.learn_all = Encoder(tokenizer), seq_len, learn_all
         self.counts = dict.fromkeys(_COUNTS, 0)
+        self.documents: list[Encoded] = []
+
+    def summary(self) -> str:
+        """Return one line about the counts, dropped records included."""
+        c = self.counts
+        line = f"{c['records']:,} records, {c['tokens']:,} tokens, {c['learned']:,} learned"
+        return line + "".join(f"; {c[key]:,} {note}" for key, note in _NOTES.items() if c[key])
 
     def of(self, record: Record) -> list[Encoded]:
         """Return the documents of one record, none if it is longer than a row.
@@ -340,7 +322,7 @@ class Documents:
         if not learned or (not _says_something(record) and self.encoder.is_special(encoded)):
             counts["unlabelled"] += 1
             reason = "with empty answers" if learned else "with nothing to learn"
-            raise RecordError(f"record {record['id']}", reason)
+            raise RecordError(reason, where=f"record {record['id']}", row=record)
         if len(encoded.input_ids) <= self.seq_len:
             found = [encoded]
         elif "text" in record:
@@ -363,7 +345,7 @@ def encode_records(
     *,
     max_bad_fraction: float = 0.0,
     dropped: Dropped | None = None,
-) -> EncodedRecords:
+) -> Documents:
     """Encode a data set for packed rows.
 
     Args:
@@ -373,15 +355,19 @@ def encode_records(
             that have nothing to learn; with 0 the first that is refused is raised.
         dropped: the collection to which those records are added.
 
+    Returns:
+        The encoder, which now holds the documents.
+
     Raises:
         ConfigError: if there are no records, or too many of them are refused.
         NothingLearnedError: if no record is left.
     """
     if not records:
         raise ConfigError("the data set is empty")
-    found: list[Encoded] = []
-    errors: list[RecordError] = []
-    counts, total = documents.counts, len(records)
+    found = documents.documents
+    tally = Tally(max_bad_fraction, Dropped() if dropped is None else dropped)
+    tally.total = len(records)
+    counts, total = documents.counts, tally.total
     for record in records:
         refused = counts["refused"]
         try:
@@ -389,11 +375,9 @@ def encode_records(
         except RecordError as error:
             if max_bad_fraction == 0 and counts["refused"] > refused:
                 raise
-            errors.append(error)
-            if dropped is not None:
-                dropped.add(error, record)
+            tally.add(error)
     if found or counts["refused"] == total:
-        check_share(errors, total, max_bad_fraction, "encoding the records")
+        tally.check("encoding the records")
     if not found:
         masked, long = counts["unlabelled"], counts["too_long"]
         raise NothingLearnedError(
@@ -404,14 +388,13 @@ def encode_records(
             else f"{long} of {total} records are longer than data.seq_len={documents.seq_len} and"
             " the others have nothing to learn; raise data.seq_len"
         )
-    return EncodedRecords(found, counts)
+    return documents
 
 
 def _says_something(record: Record) -> bool:
+    answers = [record.get("completion", record.get("text", ""))]
     if "messages" in record:
         answers = [m["content"] for m in record["messages"] if m["role"] == "assistant"]
-    else:
-        answers = [record["completion"] if "completion" in record else record["text"]]
     return any(answer.strip() for answer in answers)
 
 
@@ -492,15 +475,16 @@ def render_mask(
         color: mark by colours of the terminal, not by ``brackets``.
         brackets: what stands before and after a learned part.
     """
-    pieces: list[str] = []
-    for learned, group in groupby(segments(encoded, tokenizer), key=lambda segment: segment[1]):
-        texts = [(harmless(text), special) for text, _, special in group]
-        if color:
-            pieces += [_paint(text, learned, special) for text, special in texts]
-        else:
-            joined = "".join(text for text, _ in texts)
-            pieces.append(brackets[0] + joined + brackets[1] if learned else joined)
-    return "".join(pieces)
+    found = [
+        (harmless(text), kept, special) for text, kept, special in segments(encoded, tokenizer)
+    ]
+    if color:
+        return "".join(_paint(*segment) for segment in found)
+    shown, (before, after) = "", brackets
+    for learned, run in groupby(found, key=lambda segment: segment[1]):
+        text = "".join(segment[0] for segment in run)
+        shown += before + text + after if learned else text
+    return shown
 
 
 def _paint(text: str, learned: bool, special: bool) -> str:

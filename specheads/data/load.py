@@ -10,21 +10,20 @@ or ``text`` (everything is learned). It may bring its token ids along, see
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
 from specheads.config import ConfigError, DataConfig, mixture_parts
-from specheads.data.readers import Raw, Row, json_reader, open_reader
+from specheads.data.readers import Reader, Row, json_reader, open_reader
 from specheads.data.schema import (
     Dropped,
     Record,
     RecordError,
+    Tally,
     check_columns,
-    check_share,
+    json_digest,
     to_record,
 )
 
@@ -41,97 +40,40 @@ def read_part(data: DataConfig, split: str, dropped: Dropped) -> list[Record]:
         ConfigError: if there is no such data set, or too many of its records cannot be used.
     """
     check_columns(data.columns)
-    rows: Iterable[Raw] = open_reader(data, split).read()
-    if data.source == "hub" and data.streaming and data.max_records:
-        rows = islice(rows, data.max_records)
-    return _collect(rows, name_of(data, split), data.columns, data.max_bad_fraction, dropped)
-
-
-def name_of(data: DataConfig, split: str) -> str:
-    """Return what a part of a data set is called in messages."""
-    if data.source == "hub":
-        part = data.split if split == "train" else data.eval_split
-        return f"{data.path} ({part})"
-    return str(data.path if split == "train" or not data.eval_path else data.eval_path)
-
-
-def record_of(row: Row, columns: Mapping[str, str] | None, dropped: Dropped) -> Record:
-    """Return the record of a row.
-
-    Raises:
-        RecordError: if it is none.
-    """
-    if isinstance(row.value, RecordError):
-        raise row.value
-    return to_record(row.value, row.where, row.name, columns, dropped)
-
-
-class Tally:
-    """Counts rows, and those of which no record can be made.
-
-    Args:
-        allowed: the share of the rows that may be no records; with 0 the first of them is raised.
-        dropped: the collection to which those rows are added.
-    """
-
-    def __init__(self, allowed: float, dropped: Dropped) -> None:
-        self.allowed, self.dropped, self.total = allowed, dropped, 0
-        self.errors: list[RecordError] = []
-
-    def take(self, raw: Raw, make: Callable[[Row], Record | None]) -> Record | None:
-        """Return what ``make`` makes of a row, None where that is no record."""
-        self.total += 1
-        row = raw.parse()
-        try:
-            return make(row)
-        except RecordError as error:
-            if self.allowed == 0:
-                raise
-            self.errors.append(error)
-            self.dropped.add(error, None if isinstance(row.value, RecordError) else row.value)
-            return None
-
-    def check(self, what: str) -> None:
-        """Raise ConfigError if there were no rows, or too many that are no records."""
-        if not self.total:
-            raise ConfigError(f"{what} holds no records")
-        check_share(self.errors, self.total, self.allowed, what)
+    limit = data.max_records if data.source == "hub" and data.streaming else 0
+    tally = Tally(data.max_bad_fraction, dropped)
+    return _collect(open_reader(data, split), data.columns, tally, dropped, limit)
 
 
 def _collect(
-    rows: Iterable[Raw],
-    what: str,
+    reader: Reader,
     columns: Mapping[str, str] | None,
-    allowed: float,
+    tally: Tally,
     dropped: Dropped,
+    limit: int = 0,
 ) -> list[Record]:
-    """Turn rows into records with different ids."""
+    """Turn rows, of which there are ``limit`` if it is not 0, into records with different ids."""
     seen: dict[str, str] = {}
 
     def make(row: Row) -> Record:
-        record = record_of(row, columns, dropped)
+        value = row.parse()
+        record = to_record(value, row.where, row.name, columns, dropped)
         first = seen.setdefault(record["id"], row.where)
         if first != row.where:
-            raise RecordError(
-                row.where,
-                "with the id of an earlier one",
-                f"id {record['id']!r} is already at {first}",
-            )
+            reason, detail = "with the id of an earlier one", f"id {record['id']!r} is already at"
+            raise RecordError(reason, f"{detail} {first}", row.where, value)
         return record
 
-    tally = Tally(allowed, dropped)
-    found = [tally.take(raw, make) for raw in rows]
-    dropped.read[what] = tally.total
-    tally.check(what)
+    found = [tally.take(make, row) for row in islice(reader.read(), limit or None)]
+    dropped.read[reader.name] = tally.total
+    tally.check(reader.name)
     return [record for record in found if record is not None]
 
 
 def content_rank(record: Record) -> int:
     """Return a place in [0, 2**64) that depends on what is learned, not on names or lines."""
     content = {k: record[k] for k in ("messages", "prompt", "completion", "text") if k in record}
-    line = json.dumps(content, sort_keys=True, ensure_ascii=False)
-    digest = hashlib.sha256(line.encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(digest[:8], "big")
+    return int.from_bytes(json_digest(content)[:8], "big")
 
 
 def heldout_limit(data: DataConfig, name: str, ranks: set[int]) -> int:
@@ -150,6 +92,7 @@ def heldout_limit(data: DataConfig, name: str, ranks: set[int]) -> int:
         raise ConfigError(
             f"{name} holds {len(ranks)} distinct record; holding some out needs 2, or set {key}"
         )
+    # whatever the fraction, the lowest rank is held out and the highest is trained on
     return max(min(ranks), min(round(data.eval_fraction * 2**64), max(ranks) - 1))
 
 
@@ -241,8 +184,8 @@ def read_jsonl(path: str | Path) -> list[Record]:
     Raises:
         ConfigError: if the file is missing, empty, or a line is not a record; names file and line.
     """
-    rows = json_reader(Path(path), DataConfig().max_row_bytes).read()
-    return _collect(rows, str(path), None, 0, Dropped())
+    reader, dropped = json_reader(Path(path), DataConfig().max_row_bytes), Dropped()
+    return _collect(reader, None, Tally(0, dropped), dropped)
 
 
 def load_records(data: DataConfig, split: str, *, dropped: Dropped | None = None) -> list[Record]:
@@ -306,24 +249,19 @@ def _load_pycode(data: DataConfig, split: str) -> list[Record]:
         raise ConfigError(
             f"data.kinds: unknown {', '.join(unknown)}; there are {', '.join(pycode.KINDS)}"
         )
-    pairs: list[Record] = []
-    if data.documents < 1:
-        kinds = tuple(data.kinds) or pycode.KINDS
-        pairs = pycode.pairs(split, kinds, packages)
-    if data.documents == 0:
-        return pairs
-    documents = pycode.documents(split, packages)
-    if data.documents == 1:
+    kinds, share = tuple(data.kinds) or pycode.KINDS, data.documents
+    records = list(pycode.pairs(split, kinds, packages)) if share < 1 else []
+    documents = pycode.documents(split, packages) if share else []
+    if share == 1:
         return documents
     # characters stand for tokens: documents make up the asked share of the sum
-    budget = _size(pairs) * data.documents / (1 - data.documents)
-    chosen: list[Record] = []
+    budget = _size(records) * share / (1 - share)
     for document in sorted(documents, key=content_rank):
         if budget <= 0:
             break
         budget -= _size([document])
-        chosen.append(document)
-    return pairs + chosen
+        records.append(document)
+    return records
 
 
 def _size(records: Iterable[Record]) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Self
 
@@ -20,8 +20,10 @@ from transformers import PreTrainedModel
 
 from specheads.config import ConfigError
 from specheads.data.chat import Encoded
+from specheads.data.schema import differences
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.base import input_embedding
+from specheads.models.forward import undisturbed
 from specheads.models.output import packed_hidden
 from specheads.system import dist
 
@@ -53,7 +55,7 @@ def pack_lengths(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
             rows.append([])
         else:
             room = rooms[place]
-            row = open_rows[room].pop()
+            row = open_rows[room].pop()  # any would do, but saved places rely on this one
             if not open_rows[room]:
                 del open_rows[room], rooms[place]
         rows[row].append(item)
@@ -91,6 +93,32 @@ def collate(rows: Sequence[Sequence[Encoded]], seq_len: int, pad_token_id: int) 
             start = stop
         batch["position_ids"][b, start:] = torch.arange(seq_len - start)
     return {**batch, "ids": [document.id for documents in rows for document in documents]}
+
+
+def number_of(*numbers: int) -> int:
+    """Return a number below 2^63 that depends on all of ``numbers``."""
+    # hashed, not added: seed 1 in epoch 0 must not be seed 0 in epoch 1
+    text = ":".join(map(str, numbers)).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
+
+
+def digest_of(documents: Iterable[Encoded], start: str = "") -> str:
+    """Return 16 digits that depend on names, tokens and labels of documents, and their order."""
+    digest = hashlib.sha256(start.encode())
+    for document in documents:
+        digest.update(f"{document.id}\0{len(document.input_ids)}\n".encode())
+        digest.update(document.input_ids.tobytes())
+        digest.update(document.labels.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def check_same(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raise ConfigError if an order of other data or settings is to be gone on with."""
+    if others := differences(there, here):
+        raise ConfigError(
+            f"the checkpoint was made with other training data or settings: {others}; its order"
+            " cannot be resumed"
+        )
 
 
 class PackedBatches:
@@ -176,12 +204,8 @@ class PackedBatches:
         Raises:
             ConfigError: if the state is of other data, another row length or another seed.
         """
-        for key, own in (("seed", self.seed), ("data", self._fingerprint)):
-            if state[key] != own:
-                raise ConfigError(
-                    f"the checkpoint was made with other training data or settings"
-                    f" ({key} {state[key]} there, {own} here), so the order cannot be resumed"
-                )
+        here = {"seed": self.seed, "data": self._fingerprint}
+        check_same({key: state[key] for key in here}, here)
         self._rows_taken = int(state["rows_taken"])
 
     def _row(self, number: int) -> list[int]:
@@ -192,9 +216,7 @@ class PackedBatches:
     def _load_epoch(self, epoch: int) -> None:
         if epoch == self._epoch:
             return
-        # hashed, not added: seed 1 in epoch 0 must not be seed 0 in epoch 1
-        seed = hashlib.sha256(f"{self.seed}:{epoch}".encode()).digest()[:8]
-        generator = torch.Generator().manual_seed(int.from_bytes(seed, "big") >> 1)
+        generator = torch.Generator().manual_seed(number_of(self.seed, epoch))
         shuffled = torch.randperm(len(self.documents), generator=generator).tolist()
         packed = pack_lengths([self._lengths[i] for i in shuffled], self.seq_len)
         order = torch.randperm(len(packed), generator=generator).tolist()
@@ -203,12 +225,7 @@ class PackedBatches:
 
     @cached_property
     def _fingerprint(self) -> str:
-        digest = hashlib.sha256(f"{self.seq_len}\n".encode())
-        for document in self.documents:
-            digest.update(f"{document.id}\0{len(document.input_ids)}\n".encode())
-            digest.update(document.input_ids.tobytes())
-            digest.update(document.labels.tobytes())
-        return digest.hexdigest()[:16]
+        return digest_of(self.documents, f"{self.seq_len}\n")
 
 
 class Mapped:
@@ -240,22 +257,19 @@ def one_pass(
     rows: int,
     pad_token_id: int,
     max_rows: int = 0,
-    seed: int = 0,
 ) -> list[Batch]:
     """Return every document once, packed, in batches of at most ``rows`` rows; for evaluation.
 
-    With ``max_rows`` only that many rows, drawn by ``seed``: always the same ones.
+    With ``max_rows`` only that many rows, drawn at random but always the same ones.
     """
-    stream = PackedBatches(documents, seq_len=seq_len, rows=1, seed=seed, pad_token_id=pad_token_id)
+    stream = PackedBatches(documents, seq_len=seq_len, rows=1, seed=0, pad_token_id=pad_token_id)
     total = min(max_rows or stream.rows_per_epoch, stream.rows_per_epoch)
     packed = [stream._row(number) for number in range(total)]
     return [stream.lay_out(packed[first : first + rows]) for first in range(0, total, rows)]
 
 
 @torch.no_grad()
-def check_isolation(
-    model: PreTrainedModel, *, backward: bool = False, tolerance: float = 1e-3
-) -> None:
+def check_isolation(model: PreTrainedModel, *, backward: bool = False) -> None:
     """Check on a few tokens that ``model`` keeps packed documents apart.
 
     Models with ALiBi, recurrent or convolutional layers do not build their masks from positions,
@@ -264,7 +278,6 @@ def check_isolation(
     Args:
         model: a causal language model of transformers.
         backward: the model itself is going to be trained.
-        tolerance: largest allowed difference of hidden states, relative to their largest number.
 
     Raises:
         ConfigError: if a document's hidden states depend on its neighbours, or the attention
@@ -278,18 +291,14 @@ def check_isolation(
     lengths = ([7, 5, 3], [4, 11])
     ids = torch.randint(0, weight.shape[0], (2, 15), generator=generator)
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
-    training = model.training
-    model.eval()
-    try:
+    with undisturbed(model):
         packed = _hidden(model, ids, positions)
         parts = [part for row, sizes in zip(ids, lengths, strict=True) for part in row.split(sizes)]
         alone = [_hidden(model, part[None], torch.arange(len(part))[None])[0] for part in parts]
-    finally:
-        model.train(training)
     expected = torch.cat(alone).view_as(packed)
     error = float((packed - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
-    if weight.dtype != torch.float32:
-        tolerance = max(tolerance, 16 * torch.finfo(weight.dtype).eps)
+    # of hidden states, relative to their largest number
+    tolerance = max(1e-3, 16 * torch.finfo(weight.dtype).eps)
     if not error <= tolerance:
         raise ConfigError(
             f"{type(model).__name__} with model.attn={attention} does not keep packed documents"

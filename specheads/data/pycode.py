@@ -32,6 +32,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from email.message import Message
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -93,14 +94,9 @@ class Module:
 
     @property
     def split(self) -> str:
-        """``train`` or ``heldout``."""
-        return split_of(self.path)
-
-
-def split_of(path: str) -> str:
-    """``heldout`` for about 4% of module paths, by hash; ``train`` for the others."""
-    digest = hashlib.sha256(path.encode()).digest()
-    return "heldout" if int.from_bytes(digest[:4], "big") < HELDOUT_SHARE * 2**32 else "train"
+        """``heldout`` for about 4% of module paths, by hash; ``train`` for the others."""
+        digest = hashlib.sha256(self.path.encode()).digest()
+        return "heldout" if int.from_bytes(digest[:4], "big") < HELDOUT_SHARE * 2**32 else "train"
 
 
 def package_folders(packages: Sequence[str]) -> dict[str, Path]:
@@ -113,27 +109,26 @@ def package_folders(packages: Sequence[str]) -> dict[str, Path]:
     return folders
 
 
+def _metadata(package: str) -> Any:
+    try:
+        return importlib.metadata.metadata(_DISTRIBUTIONS.get(package, package))
+    except importlib.metadata.PackageNotFoundError:
+        return Message()
+
+
 def package_versions(packages: Sequence[str] = DEFAULT_PACKAGES) -> dict[str, str]:
     """The versions that decide what the corpus is; packages that are not installed are left out."""
-    versions = {"stdlib": ".".join(map(str, sys.version_info[:3]))}
-    for name in package_folders(packages):
-        if name in versions:
-            continue
-        try:
-            versions[name] = importlib.metadata.version(_DISTRIBUTIONS.get(name, name))
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "unknown"
-    return versions
+    versions = {
+        name: _metadata(name).get("Version", "unknown") for name in package_folders(packages)
+    }
+    return {**versions, "stdlib": ".".join(map(str, sys.version_info[:3]))}
 
 
 def licence_of(package: str) -> str:
     """What the package's metadata says its licence is, in one line."""
     if package == "stdlib":
         return "PSF-2.0"
-    try:
-        metadata = importlib.metadata.metadata(_DISTRIBUTIONS.get(package, package))
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+    metadata = _metadata(package)
     classifiers = metadata.get_all("Classifier") or []
     named = [text.split(" :: ")[-1] for text in classifiers if text.startswith("License ::")]
     stated = [*(metadata.get_all("License-Expression") or metadata.get_all("License") or []), ""]
@@ -152,13 +147,8 @@ def is_generated(text: str) -> bool:
     return digits > 0.15 * len(text) or text.count("\\x") + text.count("\\u") > 0.02 * len(text)
 
 
-def find_modules(packages: Sequence[str] = DEFAULT_PACKAGES) -> list[Module]:
-    """The corpus before splitting: readable, hand-written, parsable, without near-duplicates."""
-    return deduplicate(read_folders(package_folders(packages)))
-
-
 def read_folders(folders: dict[str, Path]) -> list[Module]:
-    """Every file under ``folders`` that belongs in the corpus, sorted by folder and path."""
+    """Every file under ``folders`` that is readable, hand-written and parsable, in order."""
     files = [
         (name, folder, file)
         for name, folder in folders.items()
@@ -461,8 +451,6 @@ def pairs(
     split: str, kinds: Sequence[str] = KINDS, packages: Sequence[str] = DEFAULT_PACKAGES
 ) -> list[Record]:
     """``{"id", "kind", "messages": [user, assistant]}``: kind after kind, each in hash order."""
-    if unknown := sorted(set(kinds) - set(KINDS)):
-        raise ValueError(f"unknown kind of pair {', '.join(unknown)}; there are {', '.join(KINDS)}")
     _, made = _load(tuple(packages))
     return [record for record in made[split] if record["kind"] in kinds]
 
@@ -503,7 +491,7 @@ def _load(packages: tuple[str, ...]) -> tuple[list[Module], dict[str, list[Recor
         "making the built-in corpus (data=pycode) from the Python source on this machine:"
         f" a few minutes, once; it is then kept in {file}"
     )
-    modules = find_modules(packages)
+    modules = deduplicate(read_folders(package_folders(packages)))
     made = make_pairs(modules)
     _store(file, {"modules": [[m.path, m.text] for m in modules], "pairs": made})
     return modules, made

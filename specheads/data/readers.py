@@ -9,15 +9,24 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from specheads.config import ConfigError, DataConfig
-from specheads.data.schema import CONTENTS, EXPECTED, RecordError, columns_advice, one_line, wanted
+from specheads.data.schema import (
+    CONTENTS,
+    EXPECTED,
+    RecordError,
+    columns_advice,
+    naming,
+    one_line,
+    wanted,
+)
 
 MAX_DEPTH = 64  # of objects and lists in a row; what reads them by recursion has a limit
 _BATCH = 256  # rows of a table that are converted at a time
@@ -26,44 +35,47 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row: its place for messages, the id it has if it brings none, and what it holds."""
+    """One row of a data set.
+
+    Attributes:
+        where: its place, for messages.
+        name: the id that it has if it brings none.
+        load: returns what it holds, or raises RecordError.
+        place: where its reader finds the next one (plain JSON), None if its number says so.
+    """
 
     where: str
     name: str
-    value: object  # a RecordError where it could not even be parsed
-
-
-@dataclass(frozen=True, slots=True)
-class Raw:
-    """A row, and where its reader finds the next one (plain JSON).
-
-    Lines are parsed only when they are asked for, so that ranks which share a file parse their own.
-    """
-
-    parse: Callable[[], Row]
+    load: Callable[[], object]
     place: list[int] | None = None
 
+    def parse(self) -> object:
+        """Return what it holds; only here is it parsed: ranks that share a file share the work.
 
-class Reader(Protocol):
+        Raises:
+            RecordError: if it cannot be read.
+        """
+        with naming(self.where):
+            return self.load()
+
+
+@dataclass(frozen=True)
+class Reader:
     """A data set that is read in order, from any row on, again and again.
 
     Attributes:
+        name: what it is called in messages.
         identity: changes when the data set does, as far as can be seen without reading it.
+        read: yields the rows from number ``row`` on, blank lines not counted; with ``place``, that
+            of the row before, it is found at once. Raises ConfigError if the data set as a whole
+            cannot be read.
+        in_one_piece: whether all of it is held while it is read.
     """
 
+    name: str
     identity: str
-
-    def read(self, row: int = 0, place: list[int] | None = None) -> Iterator[Raw]:
-        """Yield the rows from number ``row`` on.
-
-        Args:
-            row: rows to leave out, blank lines not counted.
-            place: ``Raw.place`` of the row before, with which ``row`` is found at once.
-
-        Raises:
-            ConfigError: if the data set as a whole cannot be read.
-        """
-        ...
+    read: Callable[..., Iterator[Row]]
+    in_one_piece: bool = False
 
 
 def open_reader(data: DataConfig, split: str) -> Reader:
@@ -75,242 +87,195 @@ def open_reader(data: DataConfig, split: str) -> Reader:
         ConfigError: if there are no such files, or it is a pipe or a device.
     """
     assert data.path is not None  # DataConfig checks it
+    heldout = split == "heldout"
     if data.source == "hub":
-        part = data.split if split == "train" else data.eval_split
-        return HubReader(data, part or data.split)
-    path = Path(data.path if split == "train" or not data.eval_path else data.eval_path)
+        part = (heldout and data.eval_split) or data.split
+        identity = f"{data.path} {data.subset} {part} {data.revision}"
+        return Reader(f"{data.path} ({part})", identity, partial(_hub_rows, data, part))
+    path = Path((heldout and data.eval_path) or data.path)
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise ConfigError(f"{path} is no regular file, and data is read more than once")
     if data.source == "parquet":
-        return ParquetReader(path, data.columns, data.max_row_bytes)
+        return parquet_reader(path, data.columns, data.max_row_bytes)
     return json_reader(path, data.max_row_bytes)
 
 
-def json_reader(path: Path, max_bytes: int) -> LineReader | ListReader:
+def json_reader(path: Path, max_bytes: int) -> Reader:
     """Return the reader of a file of JSON lines, or of a .json that holds a list.
 
     Raises:
         ConfigError: if a .json cannot be read.
     """
-    if path.suffix != ".json":
-        return LineReader(path, max_bytes)
+    listed = False
+    if path.suffix == ".json":  # many a .json holds lines; only a list is read in one piece
+        try:
+            with path.open("rb") as file:
+                listed = file.read(4096).removeprefix(_BOM).lstrip().startswith(b"[")
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+    rows = partial(_items if listed else json_lines, path, max_bytes)
+    return Reader(str(path), _names_and_sizes(path), rows, in_one_piece=listed)
+
+
+def parquet_reader(path: Path, columns: Mapping[str, str], max_bytes: int) -> Reader:
+    """Return the reader of a parquet file, or of all below a folder in the order of their names.
+
+    Raises:
+        ConfigError: if a folder holds no .parquet file.
+    """
+    paths = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
+    if not paths:
+        raise ConfigError(f"{path} holds no .parquet file")
+    rows = partial(_table_rows, path, paths, columns, max_bytes)
+    return Reader(str(path), _names_and_sizes(*paths), rows)
+
+
+def json_lines(
+    path: Path, max_bytes: int, row: int = 0, place: list[int] | None = None
+) -> Iterator[Row]:
+    """Yield the lines of a file that are not blank; none longer than ``max_bytes`` is held.
+
+    A place is a byte and the number of lines before it.
+    """
+    offset, number = place or (0, 0)
     try:
-        with path.open("rb") as file:
-            start = file.read(4096)
+        with path.open("rb", buffering=1 << 20) as file:
+            file.seek(offset)
+            while line := file.readline(max_bytes + 2):  # a line end may be two bytes
+                passed = 0
+                # the rest of a line that is much too long is passed over piece by piece
+                while not line.endswith(b"\n") and (more := file.readline(1 << 20)):
+                    line, passed = more, passed + len(line)
+                offset, number = offset + passed + len(line), number + 1
+                if number == 1:
+                    line = line.removeprefix(_BOM)
+                if not line.strip() and passed + len(line) <= max_bytes:
+                    continue
+                if row and place is None:
+                    row -= 1
+                    continue
+                content = line.rstrip(b"\r\n")
+                parse = partial(_line, content, passed + len(content), max_bytes)
+                yield Row(f"{path}:{number}", f"{path.name}:{number}", parse, [offset, number])
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
-    # many a .json holds lines; only a list has to be read in one piece
-    listed = start.removeprefix(_BOM).lstrip().startswith(b"[")
-    return ListReader(path, max_bytes) if listed else LineReader(path, max_bytes)
 
 
-class LineReader:
-    """The lines of a file that are not blank, each of them JSON."""
-
-    def __init__(self, path: Path, max_bytes: int) -> None:
-        """Take the file; a line of more than ``max_bytes`` is never held, nor parsed."""
-        self.path, self.max_bytes, self.identity = path, max_bytes, _names_and_sizes(path)
-
-    def read(self, row: int = 0, place: list[int] | None = None) -> Iterator[Raw]:
-        """Yield the lines; a place is a byte and the number of lines before it."""
-        offset, number = place or (0, 0)
-        try:
-            with self.path.open("rb", buffering=1 << 20) as file:
-                file.seek(offset)
-                while line := file.readline(self.max_bytes + 2):  # a line end may be two bytes
-                    size = len(line)
-                    # the rest of a line that is much too long is passed over piece by piece
-                    while not line.endswith(b"\n") and (more := file.readline(1 << 20)):
-                        line, size = more, size + len(more)
-                    offset, number = offset + size, number + 1
-                    if number == 1:
-                        line = line.removeprefix(_BOM)
-                    if not line.strip() and size <= self.max_bytes:
-                        continue
-                    if row and place is None:
-                        row -= 1
-                        continue
-                    yield Raw(partial(self._row, line, size, number), [offset, number])
-        except OSError as error:
-            raise ConfigError(f"cannot read {self.path}: {error.strerror or error}") from None
-
-    def _row(self, line: bytes, size: int, number: int) -> Row:
-        where, content = f"{self.path}:{number}", line.rstrip(b"\r\n")
-        value: object
-        if size > self.max_bytes + 2 or len(content) > self.max_bytes:
-            value = _too_large(where, size, self.max_bytes)
-        else:
-            value = _parsed(content, where)
-        return Row(where, f"{self.path.name}:{number}", value)
+def _items(path: Path, max_bytes: int, row: int = 0, place: object = None) -> Iterator[Row]:
+    """Yield the items of the list in a .json file."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+        items, _ = _loads(text)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{path} is not JSON: {error.msg} (line {error.lineno}, column {error.colno})"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {one_line(error)}") from None
+    for i, item in enumerate(islice(items, row, None), row):
+        parse = partial(_item, item, max_bytes if len(text) > max_bytes else None)
+        yield Row(f"{path}[{i}]", f"{path.name}[{i}]", parse)
 
 
-class ListReader:
-    """The items of the list in a .json file, which is read in one piece."""
+def _table_rows(
+    path: Path,
+    paths: list[Path],
+    columns: Mapping[str, str],
+    max_bytes: int,
+    row: int = 0,
+    place: object = None,
+) -> Iterator[Row]:
+    """Yield the rows of parquet files, of the columns that records are made of.
 
-    def __init__(self, path: Path, max_bytes: int) -> None:
-        """Take the file."""
-        self.path, self.max_bytes, self.identity = path, max_bytes, _names_and_sizes(path)
-
-    def read(self, row: int = 0, place: list[int] | None = None) -> Iterator[Raw]:
-        """Yield the items from number ``row`` on."""
-        del place
-        try:
-            text = self.path.read_bytes().decode("utf-8-sig")
-            items, _ = _loads(text)
-        except OSError as error:
-            raise ConfigError(f"cannot read {self.path}: {error.strerror or error}") from None
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{self.path} is not UTF-8 text: {error}") from None
-        except json.JSONDecodeError as error:
-            raise ConfigError(
-                f"{self.path} is not JSON: {error.msg} (line {error.lineno}, column {error.colno})"
-            ) from None
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{self.path} is not JSON: {one_line(error)}") from None
-        for i, item in enumerate(islice(items, row, None), row):
-            where = f"{self.path}[{i}]"
-            value = _checked(item, where, item)
-            if value is item and len(text) > self.max_bytes:  # else no item can be too large
-                size = len(json.dumps(item, ensure_ascii=False))
-                if size > self.max_bytes:
-                    value = _too_large(where, size, self.max_bytes)
-            yield Raw(partial(Row, where, f"{self.path.name}[{i}]", value))
-
-
-class ParquetReader:
-    """The rows of a parquet file, or of all below a folder in the order of their names.
-
-    Only the columns that records are made of are read.
+    Groups of rows before ``row`` are not read.
     """
+    from pyarrow import ArrowException, parquet
 
-    def __init__(self, path: Path, columns: Mapping[str, str], max_bytes: int) -> None:
-        """Take a file or a folder.
-
-        Raises:
-            ConfigError: if a folder holds no .parquet file.
-        """
-        self.path, self.columns, self.max_bytes = path, columns, max_bytes
-        self.paths = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
-        if not self.paths:
-            raise ConfigError(f"{path} holds no .parquet file")
-        self.identity = _names_and_sizes(*self.paths)
-
-    def read(self, row: int = 0, place: list[int] | None = None) -> Iterator[Raw]:
-        """Yield the rows; groups of rows before ``row`` are not read."""
-        del place
-        for file in self.paths:
-            row = max(0, row - (yield from self._rows(file, row)))
-
-    def _rows(self, file: Path, skipped: int) -> Generator[Raw, None, int]:
-        """Yield the rows of one file from number ``skipped`` on; return how many it has."""
-        from pyarrow import ArrowException, parquet
-
-        name = file.relative_to(self.path).as_posix() if self.path.is_dir() else file.name
-        number = 0
+    for file in paths:
+        name, number = (file.relative_to(path).as_posix() if path.is_dir() else file.name), 0
         try:
             # checksums are checked where a writer left them: nothing else finds an altered text
             with parquet.ParquetFile(file, page_checksum_verification=True) as table:
-                names = usable(table.schema_arrow.names, self.columns, str(file))
+                names = usable(table.schema_arrow.names, columns, str(file))
                 for group in range(table.num_row_groups):
                     size = table.metadata.row_group(group).num_rows
-                    if number + size <= skipped:
-                        number += size
+                    if size <= row:
+                        row, number = row - size, number + size
                         continue
                     for batch in table.iter_batches(_BATCH, [group], columns=names):
-                        for value in self._converted(batch, file, number):
+                        for i in range(batch.num_rows):
                             number += 1
-                            if number > skipped:
-                                where = f"{file}:{number}"
-                                yield Raw(partial(Row, where, f"{name}:{number}", value))
+                            if row:
+                                row -= 1
+                                continue
+                            parse = partial(_table_row, batch.slice(i, 1), max_bytes)
+                            yield Row(f"{file}:{number}", f"{name}:{number}", parse)
         except OSError as error:  # ArrowInvalid is a ValueError, ArrowIOError an OSError
             raise ConfigError(f"cannot read {file}: {one_line(error.strerror or error)}") from None
         except (ArrowException, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read {file}: {first_line(error)}") from None
-        return number
-
-    def _converted(self, batch: Any, file: Path, before: int) -> list[object]:
-        """Return the rows of a batch as Python's own objects, together where all of them are fine.
-
-        Args:
-            batch: an Arrow record batch.
-            file: the file that it was read from.
-            before: the number of rows of the file before the batch.
-        """
-        if batch.nbytes <= self.max_bytes:
-            try:
-                return [without_nulls(row) for row in batch.to_pylist()]
-            except (ValueError, OverflowError, RecursionError):  # some row; which one?
-                pass
-        return [
-            self._one(batch.slice(i, 1), f"{file}:{before + i + 1}") for i in range(batch.num_rows)
-        ]
-
-    def _one(self, row: Any, where: str) -> object:
-        if row.nbytes > self.max_bytes:
-            return _too_large(where, row.nbytes, self.max_bytes)
-        try:
-            return without_nulls(row.to_pylist()[0])
-        except UnicodeDecodeError as error:
-            return RecordError(where, "not UTF-8", f"not UTF-8: {error}")
-        except (ValueError, OverflowError, RecursionError) as error:
-            reason = "with a value that cannot be read"
-            return RecordError(where, reason, f"cannot be read: {first_line(error)}")
 
 
-class HubReader:
-    """The rows of a data set of the Hugging Face hub, or of a folder that datasets reads.
+def _table_row(row: Any, max_bytes: int) -> object:
+    """Return the one row of an Arrow batch as Python's own objects."""
+    _check_size(row.nbytes, max_bytes)
+    try:
+        return without_nulls(row.to_pylist()[0])
+    except UnicodeDecodeError as error:
+        raise RecordError("not UTF-8", f"not UTF-8: {error}") from None
+    except (ValueError, OverflowError, RecursionError) as error:
+        detail = f"cannot be read: {first_line(error)}"
+        raise RecordError("with a value that cannot be read", detail) from None
 
-    Code of the data set is never run.
+
+def _hub_rows(data: DataConfig, split: str, row: int = 0, place: object = None) -> Iterator[Row]:
+    """Yield the rows of a data set of the Hugging Face hub, or of a folder that datasets reads.
+
+    A stream still passes over those that are left out. Code of the data set is never run.
     """
+    import datasets
 
-    def __init__(self, data: DataConfig, split: str) -> None:
-        """Take the settings; the hub is asked when the first row is."""
-        self.data, self.split = data, split
-        self.identity = f"{data.path} {data.subset} {split} {data.revision}"
-
-    def read(self, row: int = 0, place: list[int] | None = None) -> Iterator[Raw]:
-        """Yield the rows; a stream still passes over those that are left out."""
-        del place
-        import datasets
-
-        data, split = self.data, self.split
-        assert data.path is not None
-        what = f"data.path={data.path}"
-        if not sys.stderr.isatty():
-            datasets.disable_progress_bars()
-        try:
-            found = datasets.load_dataset(
-                data.path,
-                name=data.subset,
-                split=split,
-                revision=data.revision,
-                streaming=data.streaming,
-            )
-            names = found.column_names
-            if names is not None:  # a stream may not know them
-                found = found.select_columns(usable(names, data.columns, what))
-            keep = wanted(data.columns)
-            if row:
-                found = found.skip(row)
-            for number, values in enumerate(found, row + 1):
-                yield Raw(partial(self._row, values, keep, number))
-        except ConfigError:
+    assert data.path is not None
+    what = f"data.path={data.path}"
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    try:
+        found = datasets.load_dataset(
+            data.path,
+            name=data.subset,
+            split=split,
+            revision=data.revision,
+            streaming=data.streaming,
+        )
+        names = found.column_names
+        if names is not None:  # a stream may not know them
+            found = found.select_columns(usable(names, data.columns, what))
+        keep = wanted(data.columns)
+        if row:
+            found = found.skip(row)
+        for number, values in enumerate(found, row + 1):
+            where = f"{data.path}/{split}:{number}"
+            yield Row(where, where, partial(_hub_row, values, keep, data.max_row_bytes))
+    except ConfigError:
+        raise
+    except Exception as error:
+        if not _is_expected(error):
             raise
-        except Exception as error:
-            if not _is_expected(error):
-                raise
-            cause = error.__cause__ or error
-            raise ConfigError(
-                f"{what}, data.subset={data.subset}, data.split={split}: {first_line(cause)}"
-            ) from error
+        cause = error.__cause__ or error
+        raise ConfigError(
+            f"{what}, data.subset={data.subset}, data.split={split}: {first_line(cause)}"
+        ) from error
 
-    def _row(self, values: Mapping[str, Any], keep: set[str], number: int) -> Row:
-        where = f"{self.data.path}/{self.split}:{number}"
-        kept = {key: values[key] for key in values if key in keep}
-        size = sum(len(item) for _, item in _nested(kept) if isinstance(item, str | bytes))
-        if size > self.data.max_row_bytes:
-            return Row(where, where, _too_large(where, size, self.data.max_row_bytes))
-        return Row(where, where, without_nulls(kept))
+
+def _hub_row(values: Mapping[str, Any], keep: set[str], max_bytes: int) -> object:
+    kept = {key: values[key] for key in values if key in keep}
+    texts = (item for _, item in _nested(kept) if isinstance(item, str | bytes))
+    _check_size(sum(map(len, texts)), max_bytes)
+    return without_nulls(kept)
 
 
 def _is_expected(error: Exception) -> bool:
@@ -359,67 +324,70 @@ def first_line(error: BaseException) -> str:
     return one_line(next(iter(str(error).strip().splitlines()), "") or type(error).__name__)
 
 
-class _Fault(str):
-    """Stands in a parsed text for what Python's decoder would let pass."""
-
-
 def _loads(text: str) -> tuple[Any, bool]:
-    """Parse JSON; a repeated key and NaN become a :class:`_Fault` in their place.
+    """Parse JSON; a repeated key and NaN, which Python lets pass, become a RecordError in it.
 
     Returns:
-        The value, and whether it needs a look by :func:`_checked`.
+        The value, and whether :func:`_check` has to look at it.
 
     Raises:
         ValueError: if it is not JSON.
         RecursionError: if it is nested too deeply for the decoder.
     """
-    faults = []
+    faults: list[RecordError] = []
 
-    def fault(what: str) -> _Fault:
-        faults.append(what)
-        return _Fault(what)
+    def fault(reason: str, detail: str = "") -> RecordError:
+        faults.append(RecordError(reason, detail))
+        return faults[-1]
 
     def once(pairs: list[tuple[str, Any]]) -> object:
         found = dict(pairs)
-        return found if len(found) == len(pairs) else fault("with a key twice")
+        if len(found) == len(pairs):
+            return found
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        return fault("with a key twice", f"the key {key!r:.60} stands in one object twice")
 
-    value = json.loads(
-        text,
-        object_pairs_hook=once,
-        parse_constant=lambda name: fault(f"with {name}, which JSON does not have"),
-    )
+    def constant(name: str) -> object:
+        return fault(f"with {name}, which JSON does not have")
+
+    value = json.loads(text, object_pairs_hook=once, parse_constant=constant)
     return value, bool(faults) or text.count("[") + text.count("{") > MAX_DEPTH
 
 
-def _parsed(line: bytes, where: str) -> object:
+def _line(line: bytes, size: int, max_bytes: int) -> object:
+    _check_size(size, max_bytes)
     try:
         text = line.decode()
         value, suspect = _loads(text)
     except json.JSONDecodeError as error:
         detail = f"not JSON: {error.msg} (column {error.colno}) in {one_line(text, 60)}"
-        return RecordError(where, "not JSON", detail)
+        raise RecordError("not JSON", detail) from None
     except UnicodeDecodeError as error:
-        byte = line[error.start]
-        return RecordError(
-            where, "not UTF-8", f"not UTF-8: byte 0x{byte:02x} at {error.start + 1}: {error.reason}"
-        )
+        raise RecordError("not UTF-8", f"not UTF-8: {error}") from None
     except RecursionError:
-        return RecordError(where, "nested too deeply", "nested too deeply to be read")
+        raise RecordError("nested too deeply", "nested too deeply to be read") from None
     except ValueError as error:  # a number of thousands of digits
-        return RecordError(where, "not JSON", f"not JSON: {one_line(error)}")
-    return _checked(value, where, text) if suspect else value
-
-
-def _checked(value: object, where: str, shown: object) -> object:
-    """Return a parsed value, or what is wrong with it."""
-    for depth, item in _nested(value):
-        if isinstance(item, _Fault):
-            return RecordError(where, item, f"{item}: {one_line(shown, 60)}")
-        if depth >= MAX_DEPTH and isinstance(item, dict | list):
-            return RecordError(
-                where, "nested too deeply", f"more than {MAX_DEPTH} objects or lists in each other"
-            )
+        raise RecordError("not JSON", f"not JSON: {error}") from None
+    if suspect:
+        _check(value)
     return value
+
+
+def _item(value: object, max_bytes: int | None) -> object:
+    _check(value)
+    if max_bytes is not None:  # else no item can be too large
+        _check_size(len(json.dumps(value, ensure_ascii=False)), max_bytes)
+    return value
+
+
+def _check(value: object) -> None:
+    """Raise the RecordError that :func:`_loads` left in a value, or if it is nested too deeply."""
+    for depth, item in _nested(value):
+        if isinstance(item, RecordError):
+            raise item
+        if depth >= MAX_DEPTH and isinstance(item, dict | list):
+            detail = f"more than {MAX_DEPTH} objects or lists in each other"
+            raise RecordError("nested too deeply", detail)
 
 
 def _nested(value: object) -> Iterator[tuple[int, object]]:
@@ -433,10 +401,10 @@ def _nested(value: object) -> Iterator[tuple[int, object]]:
             left += [(depth + 1, each) for each in inner]
 
 
-def _too_large(where: str, size: int, allowed: int) -> RecordError:
-    return RecordError(
-        where, "too large", f"{size:,} bytes, more than data.max_row_bytes={allowed:,}"
-    )
+def _check_size(size: int, allowed: int) -> None:
+    if size > allowed:
+        detail = f"{size:,} bytes, more than data.max_row_bytes={allowed:,}"
+        raise RecordError("too large", detail)
 
 
 def _names_and_sizes(*paths: Path) -> str:

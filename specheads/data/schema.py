@@ -13,15 +13,17 @@ on as they are, wherever the tokenizer is still the same one.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import json
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from specheads.config import ConfigError, RunError
 from specheads.system.files import whole_file
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Record = dict[str, Any]
+T = TypeVar("T")
+U = TypeVar("U")
 
 LONGEST_ROW = 1 << 16  # characters of a row that a quarantine file shows
 _LONGEST_LINE = 400
@@ -95,15 +99,31 @@ def wanted(columns: Mapping[str, str]) -> set[str]:
 
 
 class RecordError(ConfigError):
-    """One record that cannot be used. Its message names the place; ``reason`` is for counting.
+    """One record that cannot be used: the reason, for counting, its place, and the row as read.
 
-    Both are one line, whatever the record holds. ``detail`` is the message without the place.
+    Its texts are one line, whatever the record holds. Who finds the fault need not know place and
+    row: :func:`naming` adds them.
     """
 
-    def __init__(self, where: str, reason: str, detail: str = "") -> None:
-        self.where, self.reason = one_line(where), one_line(reason)
+    def __init__(
+        self, reason: str, detail: str = "", where: str = "", row: object | None = None
+    ) -> None:
+        self.reason, self.where, self.row = one_line(reason), one_line(where), row
         self.detail = one_line(detail) or self.reason
-        super().__init__(f"{self.where}: {self.detail}")
+        super().__init__(self.detail)
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.detail}" if self.where else self.detail
+
+
+@contextlib.contextmanager
+def naming(where: str, row: object | None = None) -> Iterator[None]:
+    """Let a RecordError of the block be of this place and this row; the outermost block decides."""
+    try:
+        yield
+    except RecordError as error:
+        error.where, error.row = one_line(where), row
+        raise
 
 
 def one_line(text: object, longest: int = _LONGEST_LINE) -> str:
@@ -114,10 +134,6 @@ def one_line(text: object, longest: int = _LONGEST_LINE) -> str:
     if not line.isprintable():
         line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
     return line if len(line) <= longest and len(cut) == len(text) else line[:longest] + " ..."
-
-
-class _UnusableError(Exception):
-    """Says what is wrong with a row: ``args`` are the reason, for counting, and the detail."""
 
 
 def to_record(
@@ -136,47 +152,43 @@ def to_record(
     Raises:
         RecordError: if the row is no record.
     """
-    try:
-        record, cut = _record(row, name, columns)
-    except _UnusableError as error:
-        raise RecordError(where, *error.args) from None
+    with naming(where, row):
+        if not isinstance(row, dict):
+            raise RecordError("not an object", f"expected an object, got {type(row).__name__}")
+        record, cut = _renamed(row, columns), False
+        for key in sorted(_content(record, row, columns)):
+            if key in ("messages", "conversations"):
+                cut = _check_turns(record, key)
+            else:
+                check_text(record[key], key)
+        kinds = {"messages": "chat", "completion": "completion", "text": "text"}
+        kind = next(kind for key, kind in kinds.items() if key in record)
+        check_text(record.setdefault("kind", kind), "kind")
+        if "tokens" in record and (detail := _wrong_tokens(record["tokens"])):
+            raise RecordError("with stored tokens that are wrong", detail)
+        value = record.get("id")
+        if value is None or value != value:  # a table without nulls writes "not a number"
+            value = name
+        elif type(value) in (int, float):
+            value = str(value)
+        record["id"] = check_text(value, "id")
     if cut:
         dropped.note(BEGAN_WITH_ANSWER, where)
     return record
 
 
-def _record(row: object, name: str, columns: Mapping[str, str] | None) -> tuple[Record, bool]:
-    """Return the record of a row, and whether an answer at its beginning was left out."""
-    if not isinstance(row, dict):
-        raise _UnusableError("not an object", f"expected an object, got {type(row).__name__}")
-    record, cut = _renamed(row, columns), False
+def _content(record: Record, row: Mapping[str, Any], columns: Mapping[str, str] | None) -> set[str]:
+    """Return the keys of the one content that ``record``, made of ``row``, has."""
     found = [keys for keys in CONTENTS if keys <= record.keys()]
-    if len(found) != 1:
-        reason = "with several contents" if found else "without a content"
-        meant = ", ".join(f"{key}: {key}" for key in sorted(found[0])) if found else ""
-        advice = f"say which is meant: 'data.columns={{{meant}}}'" if found else columns_advice(row)
-        keys = one_line(", ".join(sorted(map(str, row))) or "nothing", 200)
-        advice = "" if columns is None else f"; {advice}"
-        raise _UnusableError(reason, f"{EXPECTED}; found {keys}{advice}")
-    if found[0] == {"conversations"}:
-        cut = _turns_to_messages(record, "conversations")
-    elif found[0] == {"messages"}:
-        cut = _check_messages(record)
-    for key in found[0] & {"prompt", "completion", "text"}:
-        _check_text(record[key], key)
-    if "kind" not in record:
-        kinds = {"messages": "chat", "completion": "completion", "text": "text"}
-        record["kind"] = next(kind for key, kind in kinds.items() if key in record)
-    _check_text(record["kind"], "kind")
-    if "tokens" in record and (detail := _wrong_tokens(record["tokens"])):
-        raise _UnusableError("with stored tokens that are wrong", detail)
-    value = record.get("id")
-    if value is None or value != value:  # a table without nulls writes "not a number"
-        value = name
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        value = str(value)
-    record["id"] = _check_text(value, "id")
-    return record, cut
+    if len(found) == 1:
+        return found[0]
+    reason, advice = "without a content", columns_advice(row)
+    if found:
+        meant = ", ".join(f"{key}: {key}" for key in sorted(found[0]))
+        reason, advice = "with several contents", f"say which is meant: 'data.columns={{{meant}}}'"
+    keys = one_line(", ".join(sorted(map(str, row))) or "nothing", 200)
+    advice = "" if columns is None else f"; {advice}"
+    raise RecordError(reason, f"{EXPECTED}; found {keys}{advice}")
 
 
 def _renamed(row: Mapping[str, Any], columns: Mapping[str, str] | None) -> Record:
@@ -203,50 +215,45 @@ def _column(row: Mapping[str, Any], ours: str, theirs: str) -> Any:
     if first not in row and ours != "system":
         there = ", ".join(map(str, row))
         detail = f"no column {first}, which data.columns names; found {there}"
-        raise _UnusableError(f"without the column {first}", detail)
+        raise RecordError(f"without the column {first}", detail)
     if not more:
         return row.get(first)
-    parts = [_check_text(row[name], name) for name in (first, *more) if row.get(name) is not None]
+    parts = [check_text(row[name], name) for name in (first, *more) if row.get(name) is not None]
     return "\n\n".join(part for part in parts if part)
 
 
-def _check_text(value: object, key: str) -> str:
+def check_text(value: object, key: str, around: object = None) -> str:
+    """Return ``value`` if it is a text; ``around``: what to show where it is none."""
     if not isinstance(value, str):
+        shown = value if around is None else around
         reason = f"with a {key.split('.')[-1]} that is no string"
-        raise _UnusableError(reason, f"{key} must be a string, got {value!r:.60}")
+        raise RecordError(reason, f"{key} must be a string, got {shown!r:.60}")
     if not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError:
             detail = f"{key} holds half of a surrogate pair"
-            raise _UnusableError("with half a character", detail) from None
+            raise RecordError("with half a character", detail) from None
     return value
 
 
-def _check_messages(record: Record) -> bool:
-    messages = record["messages"]
-    if not isinstance(messages, list) or not messages:
-        raise _UnusableError(
-            "without messages", "messages must be a list with at least one message"
-        )
-    if isinstance(messages[0], dict) and "from" in messages[0] and "role" not in messages[0]:
-        return _turns_to_messages(record, "messages")
-    for position, message in enumerate(messages):
-        for key in ("role", "content"):
-            place = f"messages[{position}].{key}"
-            value = message.get(key) if isinstance(message, dict) else None
-            if not isinstance(value, str):
-                detail = f"{place} must be a string, got {message!r:.60}"
-                raise _UnusableError(f"with a {key} that is no string", detail)
-            _check_text(value, place)
-    return False
+def _check_turns(record: Record, key: str) -> bool:
+    """Check the messages of ``record``, or make messages of ShareGPT's turns.
 
-
-def _turns_to_messages(record: Record, key: str) -> bool:
-    """Put ShareGPT's turns as messages into ``record``; return whether an answer began them."""
-    turns = record.pop(key)
+    Returns:
+        Whether answers at the beginning, which nobody asked for, were left out.
+    """
+    turns, one = record[key], "message" if key == "messages" else "turn"
     if not isinstance(turns, list) or not turns:
-        raise _UnusableError("without turns", f"{key} must be a list with at least one turn")
+        raise RecordError(f"without {one}s", f"{key} must be a list with at least one {one}")
+    first = turns[0] if isinstance(turns[0], dict) else {}
+    if key == "messages" and ("from" not in first or "role" in first):
+        for position, message in enumerate(turns):
+            for part in ("role", "content"):
+                value = message.get(part) if isinstance(message, dict) else None
+                check_text(value, f"messages[{position}].{part}", message)
+        return False
+    del record[key]
     messages = [_message(turn, f"{key}[{i}]") for i, turn in enumerate(turns)]
     added, system = 0, record.pop("system", None)
     if isinstance(system, str) and system and messages[0]["role"] != "system":
@@ -256,14 +263,12 @@ def _turns_to_messages(record: Record, key: str) -> bool:
     while stop < len(messages) and messages[stop]["role"] == "assistant":
         stop += 1
     if stop == len(messages):
-        raise _UnusableError("without a user's turn", f"{key} has no turn of a user")
+        raise RecordError("without a user's turn", f"{key} has no turn of a user")
     before = "system" if start else "start"
     for place, message in enumerate(messages[stop:], stop - added):
         if before not in _MAY_FOLLOW.get(message["role"], ()):
             what = f"turn {place} of {key} puts {message['role']} after {before}"
-            raise _UnusableError(
-                "whose roles do not alternate", f"roles must alternate, but {what}"
-            )
+            raise RecordError("whose roles do not alternate", f"roles must alternate, but {what}")
         before = message["role"]
     record["messages"] = messages[:start] + messages[stop:]
     return stop > start
@@ -272,13 +277,13 @@ def _turns_to_messages(record: Record, key: str) -> bool:
 def _message(turn: object, place: str) -> dict[str, str]:
     if not isinstance(turn, dict):
         detail = f"{place} must be an object, got {turn!r:.60}"
-        raise _UnusableError("with a turn that is no object", detail)
+        raise RecordError("with a turn that is no object", detail)
     speaker = turn.get("from", turn.get("role"))
     role = _ROLES.get(speaker.lower()) if isinstance(speaker, str) else None
     if role is None:
         detail = f"{place}.from must be one of {', '.join(_ROLES)}, got {speaker!r:.60}"
-        raise _UnusableError("with an unknown role", detail)
-    content = _check_text(turn.get("value", turn.get("content")), f"{place}.value")
+        raise RecordError("with an unknown role", detail)
+    content = check_text(turn.get("value", turn.get("content")), f"{place}.value")
     return {"role": role, "content": content}
 
 
@@ -286,26 +291,44 @@ def _wrong_tokens(tokens: object) -> str:
     """Return what is wrong with the stored tokens of a record, nothing where they are fine."""
     if not isinstance(tokens, dict):
         return f"tokens must be an object, got {tokens!r:.60}"
-    ids, answers, tokenizer = (tokens.get(key) for key in ("ids", "answers", "tokenizer"))
-    if not isinstance(ids, list) or not all(map(_is_count, ids)):
+    ids, spans, tokenizer = (tokens.get(key) for key in ("ids", "answers", "tokenizer"))
+    if not _are_counts(ids):
         return f"tokens.ids must be a list of token ids, got {ids!r:.60}"
     if not isinstance(tokenizer, str):
         return f"tokens.tokenizer must be the digest of the tokenizer, got {tokenizer!r:.60}"
-    spans = answers if isinstance(answers, list) else []
-    pairs = [isinstance(s, list) and len(s) == 2 and all(map(_is_count, s)) for s in spans]
-    if not spans or not all(pairs):
-        return f"tokens.answers must be a list of at least one [start, stop], got {answers!r:.60}"
+    pairs = isinstance(spans, list) and all(_are_counts(s) and len(s) == 2 for s in spans)
+    if not spans or not pairs:
+        return f"tokens.answers must be a list of at least one [start, stop], got {spans!r:.60}"
+    end = 0
     for start, stop in spans:
-        if not start < stop <= len(ids):
-            return f"tokens.answers has [{start}, {stop}], which is no span of {len(ids)} ids"
-    for before, after in pairwise(spans):
-        if after[0] < before[1]:
-            return f"tokens.answers must rise without overlap, got {before} before {after}"
+        if not end <= start < stop <= len(ids):
+            return (
+                f"tokens.answers has [{start}, {stop}], which is no span of {len(ids)} ids behind"
+                f" {end}; they must rise without overlap"
+            )
+        end = stop
     return ""
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _are_counts(values: object) -> bool:
+    return isinstance(values, list) and all(type(n) is int and n >= 0 for n in values)
+
+
+def json_digest(value: object) -> bytes:
+    """Return a sha256 of JSON, whatever the order of its keys."""
+    line = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(line.encode("utf-8", "surrogatepass")).digest()
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """Return where settings differ, each as ``key (value there, value here)``; digests are cut."""
+
+    def shown(values: Mapping[str, Any], key: str) -> str:
+        value = str(values.get(key))
+        return value[:12] if re.fullmatch("[0-9a-f]{64}", value) else value
+
+    keys = [key for key in {**here, **there} if there.get(key) != here.get(key)]
+    return ", ".join(f"{key} ({shown(there, key)} there, {shown(here, key)} here)" for key in keys)
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -314,23 +337,19 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     That is the vocabulary and its rules, the special tokens and the chat template; not the
     folder's name, nor the padding and truncation that the last call asked for.
     """
+    vocabulary: object = [type(tokenizer).__name__, tokenizer.get_vocab()]
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if hasattr(backend, "to_str"):
+        rules = json.loads(backend.to_str())
+        vocabulary = {k: v for k, v in rules.items() if k not in ("truncation", "padding")}
     special = tokenizer.special_tokens_map.items()
     parts = {
-        "vocabulary": _vocabulary(tokenizer),
+        "vocabulary": vocabulary,
         # many programs set a missing pad token, which no conversation holds
         "special": {key: str(value) for key, value in special if key != "pad_token"},
         "template": tokenizer.chat_template,
     }
-    line = json.dumps(parts, sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(line.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> object:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or not hasattr(backend, "to_str"):
-        return [type(tokenizer).__name__, tokenizer.get_vocab()]
-    rules = json.loads(backend.to_str())
-    return {key: value for key, value in rules.items() if key not in ("truncation", "padding")}
+    return json_digest(parts).hex()
 
 
 @dataclass
@@ -352,9 +371,9 @@ class Dropped:
     def __bool__(self) -> bool:
         return bool(self.rows or self.notes or self.remarks)
 
-    def add(self, error: RecordError, row: object) -> None:
+    def add(self, error: RecordError) -> None:
         """Count a record that is left out."""
-        self.rows[error.where] = _entry(error, row)
+        self.rows[error.where] = _entry(error)
 
     def note(self, what: str, where: str) -> None:
         """Count something that was done to a record which is used, or not needed."""
@@ -400,8 +419,9 @@ class Dropped:
             lines.writelines(map(_line, self.rows.values()))
 
 
-def _entry(error: RecordError, row: object) -> dict[str, Any]:
+def _entry(error: RecordError) -> dict[str, Any]:
     """Return what a quarantine file says of a row, which is a cut text if long or no JSON."""
+    row = error.row
     try:
         text = json.dumps(row, default=str, allow_nan=False)
         shown = row if len(text) <= LONGEST_ROW else text[:LONGEST_ROW]
@@ -418,16 +438,52 @@ def _line(entry: dict[str, Any]) -> str:
     return json.dumps(about, default=str) + "\n"
 
 
-def check_share(errors: list[RecordError], total: int, allowed: float, what: str) -> None:
-    """Raise ConfigError if more than the share ``allowed`` of ``total`` records cannot be used."""
-    if len(errors) <= allowed * total:
-        return
-    reason, number = Counter(error.reason for error in errors).most_common(1)[0]
-    first = next(error for error in errors if error.reason == reason)
-    raise ConfigError(
-        f"{what}: {len(errors):,} of {total:,} records cannot be used, more than"
-        f" data.max_bad_fraction={allowed:g}; most often ({number:,}) {reason}, first: {first}"
-    )
+class Tally:
+    """Counts records, and by reason those that cannot be used.
+
+    Attributes:
+        allowed: the share of them that may be of no use; with 0 the first one is raised.
+        aside: what collects those.
+        total: records so far.
+        reasons: how many cannot be used, and why.
+    """
+
+    def __init__(self, allowed: float, aside: Dropped | Quarantine) -> None:
+        self.allowed, self.aside, self.total = allowed, aside, 0
+        self.reasons: Counter[str] = Counter()
+        self._first: dict[str, str] = {}
+
+    def add(self, error: RecordError) -> None:
+        """Count a record that cannot be used."""
+        self.reasons[error.reason] += 1
+        self._first.setdefault(error.reason, str(error))
+        self.aside.add(error)
+
+    def take(self, make: Callable[[U], T], item: U) -> T | None:
+        """Return what ``make`` makes of an item, None where that cannot be used."""
+        self.total += 1
+        try:
+            return make(item)
+        except RecordError as error:
+            if self.allowed == 0:
+                raise
+            self.add(error)
+            return None
+
+    def check(self, what: str, so_far: str = "") -> None:
+        """Raise ConfigError if there were no records, or too many that cannot be used."""
+        if not self.total:
+            raise ConfigError(f"{what} holds no records")
+        bad = self.reasons.total()
+        if bad <= self.allowed * self.total:
+            return
+        reason, number = self.reasons.most_common(1)[0]
+        # a run that goes on knows the numbers of the one before, not its messages
+        first = f", first: {self._first[reason]}" if reason in self._first else ""
+        raise ConfigError(
+            f"{what}: {bad:,} of {self.total:,} records{so_far} cannot be used, more than"
+            f" data.max_bad_fraction={self.allowed:g}; most often ({number:,}) {reason}{first}"
+        )
 
 
 class Quarantine:
@@ -443,16 +499,17 @@ class Quarantine:
 
     def __init__(self, dropped: Dropped, *, first: bool = True) -> None:
         """Take what was found before training; ``first``: its rows belong into this file."""
-        self.dropped, self.first, self.written = dropped, first, 0
+        self.dropped, self.written = dropped, 0
+        self._head = dropped.rows if first else {}
         self._path: Path | None = None
         self._waiting: list[str] = []  # rows that came before there was a file
         self._open = False
 
     def write_to(self, path: Path) -> None:
-        """Choose the file; it is written when the first batch is taken, or a place gone to."""
+        """Choose the file; it is begun when the first batch is taken, unless a place is gone to."""
         self._path, self._open = path, False
 
-    def add(self, error: RecordError, row: object) -> None:
+    def add(self, error: RecordError) -> None:
         """Append a row, unless it was known before training.
 
         Raises:
@@ -461,47 +518,34 @@ class Quarantine:
         if error.where in self.dropped.rows:
             return
         self.written += 1
-        self._waiting.append(_line(_entry(error, row)))
+        self._waiting.append(_line(_entry(error)))
         if self._open:
-            self._flush()
+            self.flush()
 
-    def start(self) -> None:
-        """Begin the file anew, unless it is open already."""
-        if self._open or self._path is None:
+    def flush(self) -> None:
+        """Write what waits for it, the first time into a new file."""
+        if self._path is None:
             return
-        if self.first and self.dropped.rows:
-            self.dropped.write(self._path)
-        else:
-            self._path.unlink(missing_ok=True)
-        self._open = True
-        self._flush()
+        try:
+            if not self._open:
+                self._path.unlink(missing_ok=True)
+                self._waiting[:0] = map(_line, self._head.values())
+                self._open = True
+            if self._waiting:
+                self._path.parent.mkdir(parents=True, exist_ok=True)  # on another host
+                with self._path.open("ab") as file:
+                    file.write("".join(self._waiting).encode())
+        except OSError as error:
+            raise RunError(f"cannot write {self._path}: {error.strerror}") from None
+        self._waiting.clear()
 
     def go_back(self, written: int) -> None:
         """Take back all but the first ``written`` rows that were added."""
         self.written = written
-        if self._path is None:
-            del self._waiting[written:]
-            return
         self._waiting.clear()
-        if not self._path.is_file():
-            self.start()
+        if self._path is None or not self._path.is_file():
             return
-        kept = written + (len(self.dropped.rows) if self.first else 0)
         with whole_file(self._path) as fresh, fresh.open("wb") as new, self._path.open("rb") as old:
-            for number, line in enumerate(old):
-                if number == kept or not line.endswith(b"\n"):
-                    break
-                new.write(line)
+            kept = islice(old, written + len(self._head))
+            new.writelines(line for line in kept if line.endswith(b"\n"))  # a kill may tear one
         self._open = True
-
-    def _flush(self) -> None:
-        assert self._path is not None
-        if not self._waiting:
-            return
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)  # on another host than the first
-            with self._path.open("ab") as file:
-                file.write("".join(self._waiting).encode())
-        except OSError as error:
-            raise RunError(f"cannot write {self._path}: {error.strerror}") from None
-        self._waiting.clear()

@@ -12,7 +12,6 @@ the pool's first row and the number of its rows that are behind; to go on, the p
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -24,17 +23,18 @@ import torch
 
 from specheads.config import ConfigError, DataConfig, RunError
 from specheads.data.chat import Documents, Encoded
-from specheads.data.load import (
+from specheads.data.load import content_rank, heldout_limit, read_part
+from specheads.data.pack import Batch, check_same, collate, digest_of, number_of, pack_lengths
+from specheads.data.readers import Reader, Row, open_reader
+from specheads.data.schema import (
+    Dropped,
+    Quarantine,
+    Record,
     Tally,
-    content_rank,
-    heldout_limit,
-    name_of,
-    read_part,
-    record_of,
+    check_columns,
+    naming,
+    to_record,
 )
-from specheads.data.pack import Batch, collate, pack_lengths
-from specheads.data.readers import ListReader, Raw, Reader, Row, open_reader
-from specheads.data.schema import Dropped, Quarantine, Record, RecordError, check_columns
 
 LOOKED_AT = 1000  # rows that are checked before a model is loaded
 _HELD_OUT = 1000  # records that are looked for in the data set itself
@@ -69,7 +69,7 @@ def shuffled(
     rank: int = 0,
     world: int = 1,
     limit: int = 0,
-) -> Iterator[tuple[Raw, Place]]:
+) -> Iterator[tuple[Row, Place]]:
     """Yield the rows of one rank without end, each with the place behind it.
 
     Within an epoch, no row comes twice and none is left out, over all ranks.
@@ -92,8 +92,9 @@ def shuffled(
         if limit:
             rows = islice(rows, limit - place.row)
         while window := list(islice(rows, _window(seed, place, buffer))):
-            generator = torch.Generator().manual_seed(_number(seed, place.epoch, place.row))
+            generator = torch.Generator().manual_seed(number_of(seed, place.epoch, place.row))
             order = torch.randperm(len(window), generator=generator).tolist()
+            # counted over all epochs: else a rank could end every one of them a row short
             for position in range(place.taken, len(window)):
                 if (place.before + position) % world == rank:
                     yield window[order[position]], replace(place, taken=position + 1)
@@ -109,13 +110,7 @@ def shuffled(
 
 
 def _window(seed: int, place: Place, buffer: int) -> int:
-    return buffer if place.row else 1 + _number(seed, place.epoch, -1) % buffer
-
-
-def _number(*numbers: int) -> int:
-    """Return a number below 2^63 that depends on all of ``numbers``."""
-    text = ":".join(map(str, numbers)).encode()
-    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
+    return buffer if place.row else 1 + number_of(seed, place.epoch, -1) % buffer
 
 
 class RecordStream:
@@ -145,9 +140,9 @@ class RecordStream:
                 the rows that were looked at cannot be used.
         """
         check_columns(data.columns)
-        self.data, self.name, self.reader = data, name_of(data, "train"), open_reader(data, "train")
-        self.dropped = dropped
-        if isinstance(self.reader, ListReader):
+        self.data, self.reader, self.dropped = data, open_reader(data, "train"), dropped
+        self.name = self.reader.name
+        if self.reader.in_one_piece:
             raise ConfigError(
                 f"{data.path} holds a list, which is read in one piece; data.streaming=true needs"
                 " one object per line"
@@ -161,31 +156,31 @@ class RecordStream:
             self._apart = {content_rank(record) for record in self.heldout}
         self._look(search=not given)
 
-    def record(self, row: Row, dropped: Dropped) -> Record | None:
-        """Return the record of a row, None if it is held out.
+    def record(self, row: Row, value: object, dropped: Dropped) -> Record | None:
+        """Return the record of a row that holds ``value``, None if it is held out.
 
         Raises:
             RecordError: if the row is no record.
         """
-        record = record_of(row, self.data.columns, dropped)
+        record = to_record(value, row.where, row.name, self.data.columns, dropped)
         rank = content_rank(record)
         return None if rank <= self._limit or rank in self._apart else record
 
     def _look(self, *, search: bool) -> None:
-        data, dropped, whole = self.data, self.dropped, True
+        data, name, whole = self.data, self.name, True
         wanted = round(data.eval_fraction * 2**64)
-        tally = Tally(data.max_bad_fraction, dropped)
+        tally = Tally(data.max_bad_fraction, self.dropped)
         found: list[tuple[int, Record]] = []  # held out
         lowest: tuple[int, Record] | None = None
         highest = -1
-        for raw in islice(self.reader.read(), data.max_records or None):
+        for row in islice(self.reader.read(), data.max_records or None):
             enough = not search or len(found) >= _HELD_OUT or (found and tally.total >= _FAR)
             if tally.total >= LOOKED_AT and enough:
                 whole = False
                 break
-            record = tally.take(raw, lambda row: self.record(row, dropped))
+            record = tally.take(lambda row: self.record(row, row.parse(), self.dropped), row)
             if tally.total == LOOKED_AT:
-                tally.check(f"the start of {self.name}")
+                tally.check(f"the start of {name}")
             if record is None or not search:
                 continue
             rank = content_rank(record)
@@ -194,12 +189,12 @@ class RecordStream:
                 lowest = rank, record
             if rank <= wanted:
                 found.append((rank, record))
-        tally.check(self.name)
-        dropped.read[self.name if whole else f"the start of {self.name}"] = tally.total
+        tally.check(name)
+        self.dropped.read[name if whole else f"the start of {name}"] = tally.total
         if not search:
             return
         if whole:
-            wanted = heldout_limit(data, self.name, {lowest[0], highest} if lowest else set())
+            wanted = heldout_limit(data, name, {lowest[0], highest} if lowest else set())
             assert lowest is not None
             found = [each for each in found if each[0] <= wanted] or [lowest]
         self._limit, self.heldout = wanted, [record for _, record in found]
@@ -217,7 +212,7 @@ class StreamedBatches:
 
     Attributes:
         POOL: rows that are packed together, at the least.
-        counts: what became of this rank's records so far, as ``EncodedRecords.counts``.
+        counts: what became of this rank's records so far, as ``Documents.counts``.
         epoch: the epoch of the last record that was read, counted from 0.
         efficiency: share of the row positions of the present pool that hold documents.
     """
@@ -254,8 +249,7 @@ class StreamedBatches:
         self.rank, self.world, self.pool = rank, world, max(self.POOL, rows)
         self.quarantine = Quarantine(stream.dropped, first=rank == 0)
         self.counts = documents.counts
-        self._reasons: Counter[str] = Counter()  # of bad rows, in the first epoch
-        self._seen = 0  # rows of the first epoch
+        self._tally = Tally(stream.data.max_bad_fraction, self.quarantine)  # of the first epoch
         self._go_to(Place())
         self._fill()
 
@@ -285,7 +279,7 @@ class StreamedBatches:
         Raises:
             RunError: if the data cannot be read any more, or too many rows of it cannot be used.
         """
-        self.quarantine.start()
+        self.quarantine.flush()
         rows = []
         for _ in range(self.rows):
             if self._taken == len(self._packed):
@@ -315,14 +309,9 @@ class StreamedBatches:
                 f"streamed data was shared by {there.get('world')} processes, this run has"
                 f" {self.world}; with data.streaming=true a run goes on with as many as before"
             )
-        for key, own in here.items():
-            if there.get(key) != own:
-                raise ConfigError(
-                    f"the checkpoint was made with other training data or settings ({key}"
-                    f" {there.get(key)} there, {own} here), so the order cannot be resumed"
-                )
-        self._seen = int(state["seen"])
-        self._reasons = Counter(state["reasons"])
+        check_same(there, here)
+        self._tally.total = int(state["seen"])
+        self._tally.reasons = Counter(state["reasons"])
         self.counts.update(state["counts"])
         self.quarantine.go_back(int(state["quarantined"]))
         self._go_to(Place(**state["place"]))
@@ -350,7 +339,7 @@ class StreamedBatches:
     def _go_to(self, place: Place) -> None:
         data = self.stream.data
         self._place = self._fruitful = place
-        self._ahead: tuple[Raw, Place] | None = None  # of the next epoch
+        self._ahead: tuple[Row, Place] | None = None  # of the next epoch
         self._rows = shuffled(
             self.stream.reader,
             place,
@@ -366,63 +355,44 @@ class StreamedBatches:
         self._begin = {
             "streamed": self._settings(),
             "place": asdict(self._place),
-            "seen": self._seen,
-            "reasons": dict(self._reasons),
+            "seen": self._tally.total,
+            "reasons": dict(self._tally.reasons),
             "counts": dict(self.counts),
             "quarantined": self.quarantine.written,
         }
+        name, later = self.stream.name, Tally(self._tally.allowed, Dropped())
         found: list[Encoded] = []
-        tokens, digest = 0, hashlib.sha256()
+        tokens = 0
         while tokens < self.pool * self.seq_len:
-            raw, place = self._ahead or next(self._rows)
+            row, place = self._ahead or next(self._rows)
             if place.epoch > self._place.epoch:
-                if not self._place.epoch:
-                    self._check(least=1)
+                if not self._place.epoch and self._tally.total:
+                    self._tally.check(name, " read so far")
                 if found:  # the epoch's last pool is packed as it is, so that no row repeats one
-                    self._ahead = raw, place
+                    self._ahead = row, place
                     break
             self._place, self._ahead = place, None
-            for document in self._documents_of(raw):
-                found.append(document)
-                tokens += len(document.input_ids)
-                digest.update(f"{document.id}\0{len(document.input_ids)}\n".encode())
-                digest.update(document.input_ids.tobytes())
-                digest.update(document.labels.tobytes())
+            # bad rows are counted once, not in every epoch
+            tally = later if place.epoch else self._tally
+            if documents := tally.take(self._documents_of, row):
+                found += documents
+                tokens += sum(len(document.input_ids) for document in documents)
                 self._fruitful = place
+            if not place.epoch and tally.total >= LOOKED_AT:
+                tally.check(name, " read so far")
             if place.epoch - self._fruitful.epoch > _EPOCHS * self.world:
-                raise ConfigError(f"{self.stream.name} has no record that rank {self.rank} learns")
+                raise ConfigError(f"{name} has no record that rank {self.rank} learns")
         packed = pack_lengths([len(document.input_ids) for document in found], self.seq_len)
-        number = int.from_bytes(digest.digest()[:7], "big")
+        # a resumed run reads the pool's rows anew and compares: the file may have changed
+        self._digest, self._taken = digest_of(found), 0
         # the seed is mixed with the contents, so that no two pools are shuffled alike
-        generator = torch.Generator().manual_seed(self.seed ^ number)
+        generator = torch.Generator().manual_seed(self.seed ^ int(self._digest[:14], 16))
         order = torch.randperm(len(packed), generator=generator).tolist()
         self._packed = [[found[i] for i in packed[row]] for row in order]
-        # a resumed run reads the pool's rows anew and compares: the file may have changed
-        self._digest, self._taken = digest.hexdigest()[:16], 0
 
-    def _documents_of(self, raw: Raw) -> list[Encoded]:
-        """Return the documents of a row; none if it is held out, too long or bad."""
-        row, first = raw.parse(), self._place.epoch == 0
-        self._seen += first
-        try:
-            record = self.stream.record(row, Dropped())  # repairs of all rows are not counted
+    def _documents_of(self, row: Row) -> list[Encoded]:
+        """Return the documents of a row; none if it is held out or too long."""
+        value = row.parse()
+        with naming(row.where, value):
+            record = self.stream.record(row, value, Dropped())  # repairs of all rows: not counted
             return [] if record is None else self.encoding.of(record)
-        except RecordError as error:
-            found = RecordError(row.where, error.reason, error.detail)
-            if self.stream.data.max_bad_fraction == 0:
-                raise found from None
-            if first:
-                self._reasons[found.reason] += 1
-                self.quarantine.add(found, None if row.value is error else row.value)
-                self._check(least=LOOKED_AT)
-            return []
-
-    def _check(self, *, least: int) -> None:
-        bad, allowed = self._reasons.total(), self.stream.data.max_bad_fraction
-        if self._seen < least or bad <= allowed * self._seen:
-            return
-        reason, number = self._reasons.most_common(1)[0]
-        raise ConfigError(
-            f"{self.stream.name}: {bad:,} of {self._seen:,} records read so far cannot be used,"
-            f" more than data.max_bad_fraction={allowed:g}; most often ({number:,}) {reason}"
-        )

@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -29,8 +31,8 @@ from transformers import PreTrainedTokenizerBase
 from specheads.config import ConfigError, DataConfig
 from specheads.data.chat import Encoder
 from specheads.data.load import read_jsonl
-from specheads.data.readers import ParquetReader, Row, json_reader
-from specheads.data.schema import Record, RecordError, one_line
+from specheads.data.readers import Row, json_reader, parquet_reader
+from specheads.data.schema import Record, RecordError, check_text, naming, one_line
 
 # SPEED-Bench is published with this in place of the texts that its licence keeps elsewhere
 _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
@@ -71,11 +73,9 @@ def read_questions(path: str | Path, begin: int = 0, end: int = 0) -> list[Quest
     found = [_question(row, number) for number, row in enumerate(_rows(path), 1)]
     if not found:
         raise ConfigError(f"{path} holds no questions")
-    seen = set[str]()
-    for question in found:
-        if str(question.id) in seen:
-            raise ConfigError(f"{path} has question_id {question.id!r} twice")
-        seen.add(str(question.id))
+    ((name, times),) = Counter(str(question.id) for question in found).most_common(1)
+    if times > 1:
+        raise ConfigError(f"{path} has question_id {name} twice")
     chosen = found[begin : end or None]
     if not chosen:
         raise ConfigError(f"{path} holds {len(found)} questions, none from begin={begin} on")
@@ -117,21 +117,21 @@ def messages(question: Question, answers: Sequence[str] = ()) -> list[dict[str, 
 def _is_suite(path: Path) -> bool:
     if path.suffix in (".txt", ".parquet") or path.is_dir():
         return True
-    first = next(_rows(path), None)
-    if first is None or not isinstance(first.value, dict):
+    try:
+        first = next(_rows(path)).parse()
+    except (StopIteration, RecordError):
         return False  # read_jsonl says what is wrong
-    keys = first.value.keys()
+    keys = first.keys() if isinstance(first, dict) else set()
     return "turns" in keys or "question_id" in keys or ("prompt" in keys and keys.isdisjoint(_OURS))
 
 
 def _rows(path: Path) -> Iterator[Row]:
     largest = DataConfig().max_row_bytes
     if path.suffix == ".txt":
-        yield from _lines(path)
-    elif path.suffix == ".parquet" or path.is_dir():
-        yield from (raw.parse() for raw in ParquetReader(path, _COLUMNS, largest).read())
-    else:
-        yield from (raw.parse() for raw in json_reader(path, largest).read())
+        return _lines(path)
+    if path.suffix == ".parquet" or path.is_dir():
+        return parquet_reader(path, _COLUMNS, largest).read()
+    return json_reader(path, largest).read()
 
 
 def _lines(path: Path) -> Iterator[Row]:
@@ -144,68 +144,61 @@ def _lines(path: Path) -> Iterator[Row]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             value = {"prompt": line.rstrip("\r"), "question_id": number}
-            yield Row(f"{path}:{number}", f"{path.name}:{number}", value)
+            yield Row(f"{path}:{number}", f"{path.name}:{number}", partial(dict, value))
 
 
 def _question(row: Row, number: int) -> Question:
-    value = row.value
-    if isinstance(value, RecordError):
-        raise value
-    try:
+    with naming(row.where):
+        value = row.parse()
         if not isinstance(value, dict):
-            raise ValueError(f"expected an object, got {type(value).__name__}")
-        system, turns = _turns(value)
+            raise RecordError(f"expected an object, got {type(value).__name__}")
+        said = _said(value)
         name = value.get("question_id", value.get("id", number))
         if isinstance(name, bool) or not isinstance(name, int | str) or name == "":
-            raise ValueError(f"question_id must be a whole number or a string, got {name!r:.60}")
+            raise RecordError(f"question_id must be a whole number or a string, got {name!r:.60}")
         category = _text(value.get("category", value.get("kind", "prompt")), "category")
-    except ValueError as error:
-        raise ConfigError(f"{row.where}: {error}") from None
-    return Question(name, category, turns, system)
+    return Question(name, category, tuple(said["user"]), "\n\n".join(said["system"]))
 
 
-def _turns(value: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """Return the system's message, and what is asked."""
+def _said(value: dict[str, Any]) -> dict[str, list[str]]:
+    """Return what is said in a question, by role; answers are left out."""
     key = next((key for key in ("turns", "prompt", "messages", "text") if key in value), None)
     if key is None:
         keys = one_line(", ".join(map(str, value)) or "nothing", 200)
-        raise ValueError(f"{_EXPECTED}; found {keys}")
+        raise RecordError(f"{_EXPECTED}; found {keys}")
     given = value[key]
     if isinstance(given, str) and key != "turns":
         given = [given]
     if not isinstance(given, list) or not given:
-        raise ValueError(f"{key} must be a list with at least one turn, got {given!r:.60}")
+        raise RecordError(f"{key} must be a list with at least one turn, got {given!r:.60}")
     said: dict[str, list[str]] = {"system": [], "user": []}
     for i, turn in enumerate(given):
-        place = f"{key}[{i}]"
-        role: Any = "user"
+        place, role, text = f"{key}[{i}]", "user", turn
         if key == "messages":
-            role = turn.get("role") if isinstance(turn, dict) else None
-            if not isinstance(role, str):
-                raise ValueError(f"{place} must be an object with a role, got {turn!r:.60}")
-            if role not in (*said, "assistant"):
-                raise ValueError(f"{place} has the role {role!r:.40}, not a user's")
-            place, turn = f"{place}.content", turn.get("content")
-        if role in said:
-            said[role].append(_text(turn, place))
-        if role in said and _PLACEHOLDER in turn:
-            raise ValueError(
+            role, text = (
+                turn.get(k) if isinstance(turn, dict) else "" for k in ("role", "content")
+            )
+            if role not in [*said, "assistant"]:
+                roles = "a role of system, user or assistant"
+                raise RecordError(f"{place} must be an object with {roles}, got {turn!r:.60}")
+            place += ".content"
+        if role == "assistant":
+            continue
+        said[role].append(_text(text, place))
+        if _PLACEHOLDER in text:
+            raise RecordError(
                 f"turn {i} stands for a text that SPEED-Bench does not hand on; run its prepare"
                 " script, and give the file that it writes"
             )
     if not said["user"]:
-        raise ValueError("no message is a user's")
-    return "\n\n".join(said["system"]), tuple(said["user"])
+        raise RecordError("no message is a user's")
+    return said
 
 
 def _text(value: object, key: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{key} must be a string that is not empty, got {value!r:.60}")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{key} holds half of a surrogate pair") from None
-    return value
+    if not check_text(value, key).strip():
+        raise RecordError(f"{key} must be a string that is not empty, got {value!r:.60}")
+    return str(value)
 
 
 KINDS = ("auto", "chat", "vicuna", "none")
@@ -265,11 +258,9 @@ class QuestionPrompts:
 
 
 def _vicuna(question: Question, answers: Sequence[str]) -> str:
-    asked = zip(question.turns, [*answers, None], strict=False)
-    turns = [
-        f"USER: {turn} ASSISTANT:" + ("" if answer is None else f" {answer}</s>")
-        for turn, answer in asked
-    ]
+    said = [*(f" {answer}</s>" for answer in answers), ""]
+    asked = zip(question.turns, said, strict=False)
+    turns = [f"USER: {turn} ASSISTANT:{answer}" for turn, answer in asked]
     return f"{question.system or _VICUNA_SYSTEM} {''.join(turns)}"
 
 

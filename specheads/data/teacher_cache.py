@@ -21,8 +21,8 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +36,17 @@ from transformers import PreTrainedModel
 from specheads.config import ConfigError, ModelConfig, RunError
 from specheads.data.chat import Encoded
 from specheads.data.pack import Batch, Mapped, PackedBatches, collate, pack_lengths
+from specheads.data.schema import differences, json_digest
 from specheads.losses.fused import rows_at_once
 from specheads.models.base import input_device
+from specheads.models.forward import undisturbed
 from specheads.models.names import base_digest
 from specheads.models.output import OutputLayer, packed_hidden
 from specheads.system.files import whole_file
 
 INDEX = "index.json"
-SHARD_BYTES = 256 << 20  # of the numbers in one shard, which is held in memory while it fills
+# of the numbers in one shard, which is held in memory while it fills; one document may have more
+SHARD_BYTES = 256 << 20
 STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int8: "I8", torch.int32: "I32"}
 _SHA256_LENGTH = 64
@@ -53,8 +56,6 @@ _KINDS = {
     "features": ("features.dir", "features", "features.dtype", "dtype"),
     "stored teacher": ("draft.stored", "top", "draft.stored_top_k", "top_k"),
 }
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -137,20 +138,20 @@ class Plan:
         values = {"format_version": 1, "made_of": self.made_of, **self.settings}
         return json.dumps(values | {"lengths": self.lengths, "shards": shards}).encode() + b"\n"
 
-    def missing(self) -> list[int]:
-        """Return the numbers of the shards that are still to be written.
+    def missing(self) -> list[Shard]:
+        """Return the shards that are still to be written.
 
         Raises:
             ConfigError: if one is there with another size than it was written with.
         """
-        numbers = []
-        for number, shard in enumerate(self.shards):
+        missing = []
+        for shard in self.shards:
             path = self.folder / shard.file
             if not path.is_file():
-                numbers.append(number)
+                missing.append(shard)
             elif (found := path.stat().st_size) != shard.bytes:
                 raise _damaged(path, f"it has {found:,} bytes of {shard.bytes:,}")
-        return numbers
+        return missing
 
     def describe(self) -> str:
         """Return a few words: what is stored, how large it is, and where."""
@@ -168,7 +169,7 @@ class Plan:
 
 def still_missing(*plans: Plan) -> str:
     """Return how much of these caches is still to be written, in a few words."""
-    missing = sum(plan.shards[number].bytes for plan in plans for number in plan.missing())
+    missing = sum(shard.bytes for plan in plans for shard in plan.missing())
     return f"{readable(missing)} still to be written" if missing else "complete"
 
 
@@ -200,7 +201,6 @@ def plan_features(
     hidden_size: int,
     given_as: torch.dtype,
     dtype: str = "auto",
-    shard_bytes: int = SHARD_BYTES,
 ) -> Plan:
     """Lay a feature cache out before anything is run, or read the layout of the one that is there.
 
@@ -211,20 +211,16 @@ def plan_features(
         hidden_size: d.
         given_as: the dtype of the base's hidden states.
         dtype: the stored dtype: float32, bfloat16, int8; auto loses nothing.
-        shard_bytes: the most bytes of numbers in one shard, unless one document has more.
 
     Raises:
         ConfigError: if ``folder`` holds a cache that was made of something else, naming that.
     """
     if dtype == "auto":
         dtype = "bfloat16" if given_as == torch.bfloat16 else "float32"
+    given = str(given_as).removeprefix("torch.")
+    settings = {"hidden_size": hidden_size, "dtype": dtype, "given_as": given}
     made_of = {**made_of, "documents": _documents_digest(documents), "dtype": dtype}
-    settings = {
-        "hidden_size": hidden_size,
-        "dtype": dtype,
-        "given_as": str(given_as).removeprefix("torch."),
-    }
-    return _plan("features", folder, documents, made_of, settings, shard_bytes)
+    return _plan("features", folder, documents, made_of, settings)
 
 
 def plan_top_logits(
@@ -234,7 +230,6 @@ def plan_top_logits(
     *,
     vocab_size: int,
     top_k: int,
-    shard_bytes: int = SHARD_BYTES,
 ) -> Plan:
     """Lay a stored teacher out before anything is run, or read the layout of the one there.
 
@@ -245,7 +240,6 @@ def plan_top_logits(
         vocab_size: V, the first tokens of the base's vocabulary that are looked at;
             log-probabilities are over them.
         top_k: tokens per position, below V.
-        shard_bytes: the most bytes of numbers in one shard, unless one document has more.
 
     Raises:
         ConfigError: if ``folder`` holds what was made of something else, naming that; if it is a
@@ -253,14 +247,10 @@ def plan_top_logits(
     """
     if not 0 < top_k < vocab_size:
         raise ConfigError(f"draft.stored_top_k must be in 1..{vocab_size - 1}, got {top_k}")
-    made_of = {
-        **made_of,
-        "documents": _documents_digest(documents),
-        "vocabulary": str(vocab_size),
-        "stored_top_k": str(top_k),
-    }
+    chosen = {"vocabulary": str(vocab_size), "stored_top_k": str(top_k)}
+    made_of = {**made_of, "documents": _documents_digest(documents), **chosen}
     settings = {"top_k": top_k, "vocab_size": vocab_size}
-    return _plan("stored teacher", folder, documents, made_of, settings, shard_bytes)
+    return _plan("stored teacher", folder, documents, made_of, settings)
 
 
 def _plan(
@@ -269,62 +259,50 @@ def _plan(
     documents: Sequence[Encoded],
     made_of: dict[str, str],
     settings: dict[str, Any],
-    shard_bytes: int,
 ) -> Plan:
     folder = Path(folder).expanduser()
     lengths = [len(document.input_ids) for document in documents]
     plan = Plan(kind, folder, made_of, settings, lengths, [])
-    if (folder / INDEX).is_file():
-        return _stored_plan(plan)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{plan.key}={folder} is a file; a folder is expected")
-    row = plan.token_bytes
-    first = tokens = 0
-    for document, length in enumerate([*lengths, math.inf]):
-        if tokens and (tokens + length) * row > shard_bytes:
-            name = f"{_KINDS[kind][1]}-{len(plan.shards):05d}.safetensors"
-            plan.shards.append(_shard(plan, name, (first, document), tokens))
-            first, tokens = document, 0
-        tokens += 0 if math.isinf(length) else int(length)
+    if (folder / INDEX).is_file():
+        places = _stored_places(plan)
+    else:
+        places, first, tokens = [], 0, 0.0
+        for document, length in enumerate([*lengths, math.inf]):
+            if tokens and (tokens + length) * plan.token_bytes > SHARD_BYTES:
+                name = f"{_KINDS[kind][1]}-{len(places):05d}.safetensors"
+                places.append((name, (first, document)))
+                first, tokens = document, 0.0
+            tokens += length
+    for name, inside in places:
+        count = sum(lengths[slice(*inside)])
+        size = header_bytes(plan, count) + count * plan.token_bytes
+        plan.shards.append(Shard(name, inside, count, size))
     return plan
 
 
-def _shard(plan: Plan, file: str, documents: tuple[int, int], tokens: int) -> Shard:
-    size = header_bytes(plan, tokens) + tokens * plan.token_bytes
-    return Shard(file, documents, tokens, size)
-
-
-def _stored_plan(plan: Plan) -> Plan:
-    """Return ``plan`` with the shards of the index in its folder, which has to be of the same."""
+def _stored_places(plan: Plan) -> list[tuple[str, tuple[int, int]]]:
+    """Return name and documents of the shards of the index in the folder, if it is of the same."""
     path = plan.folder / INDEX
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         there = dict(values["made_of"])
-        shards = [
-            _shard(plan, str(s["file"]), (int(first), int(stop)), int(s["tokens"]))
-            for s in values["shards"]
-            for first, stop in [s["documents"]]
+        found = [
+            (str(shard["file"]), (int(first), int(stop)))
+            for shard in values["shards"]
+            for first, stop in [shard["documents"]]
         ]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path} is no {plan.kind} index ({error!r}); delete the folder"
         ) from None
-    differences = ", ".join(
-        f"{key} ({_short(there.get(key))} there, {_short(value)} here)"
-        for key, value in plan.made_of.items()
-        if there.get(key) != value
-    )
-    if differences:
+    if others := differences(there, plan.made_of):
         raise ConfigError(
-            f"{plan.key}={plan.folder} was made with another {differences};"
-            " name another folder, or delete this one"
+            f"{plan.key}={plan.folder} was made with another {others}; name another folder, or"
+            " delete this one"
         )
-    return replace(plan, shards=shards)
-
-
-def _short(value: str | None) -> str:
-    digest = value is not None and len(value) == _SHA256_LENGTH and " " not in value
-    return str(value)[:12] if digest else str(value)
+    return found
 
 
 def _documents_digest(documents: Sequence[Encoded]) -> str:
@@ -338,8 +316,7 @@ def _documents_digest(documents: Sequence[Encoded]) -> str:
 
 def metadata(plan: Plan, sha256: str) -> dict[str, str]:
     """Return what a shard says about itself: its cache, and the digest of its numbers."""
-    made_of = json.dumps(plan.made_of, sort_keys=True).encode()
-    return {"made_of": hashlib.sha256(made_of).hexdigest(), "sha256": sha256}
+    return {"made_of": json_digest(plan.made_of).hex(), "sha256": sha256}
 
 
 def header_bytes(plan: Plan, tokens: int) -> int:
@@ -355,6 +332,7 @@ def header_bytes(plan: Plan, tokens: int) -> int:
         }
         offset = end
     length = len(json.dumps(entries, separators=(",", ":")))
+    # the header's length as 8 bytes, then the header, filled up so that the numbers are aligned
     return 8 + -(-length // 8) * 8
 
 
@@ -367,7 +345,6 @@ def write_cache(
     *,
     output: OutputLayer | None = None,
     autocast: bool = False,
-    progress: Progress | None = None,
 ) -> None:
     """Run the base over the documents and write every shard that is not there yet.
 
@@ -381,7 +358,6 @@ def write_cache(
             training.
         output: the base's output layer; only a stored teacher needs it.
         autocast: run under bfloat16 autocast, as in training.
-        progress: called with a title, tokens done and tokens to do.
 
     Raises:
         ConfigError: if the disk has too little room, or a shard that is there is damaged.
@@ -394,17 +370,14 @@ def write_cache(
         if not missing:
             return
         _check_room(plan, missing)
-        for number in set(range(len(plan.shards))) - set(missing):
-            _check_contents(plan, plan.shards[number])
+        for shard in plan.shards:
+            if shard not in missing:
+                _check_contents(plan, shard)
         if not (plan.folder / INDEX).is_file():
             with whole_file(plan.folder / INDEX) as path:
                 path.write_bytes(plan.index())
-        done, total = 0, sum(plan.shards[number].tokens for number in missing)
-        training = base.training
-        base.eval()
-        try:
-            for number in missing:
-                shard = plan.shards[number]
+        with undisturbed(base):
+            for shard in missing:
                 inside = [documents[i] for i in range(*shard.documents)]
                 starts = _starts([len(document.input_ids) for document in inside])
                 tensors = {
@@ -420,13 +393,8 @@ def write_cache(
                         _check_finite(found["log_probs"], "logits", inside[i])
                     for name, values in found.items():
                         tensors[name][starts[i] : starts[i + 1]] = values
-                    done += len(states)
-                    if progress:
-                        progress(plan.kind, done, total)
                 with whole_file(plan.folder / shard.file) as path:
                     save_file(tensors, path, metadata=metadata(plan, _contents_sha256(tensors)))
-        finally:
-            base.train(training)
 
 
 def _hidden_states(
@@ -492,8 +460,8 @@ def _contents_sha256(tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _check_room(plan: Plan, missing: Sequence[int]) -> None:
-    needed = len(plan.index()) + sum(plan.shards[number].bytes for number in missing)
+def _check_room(plan: Plan, missing: Sequence[Shard]) -> None:
+    needed = len(plan.index()) + sum(shard.bytes for shard in missing)
     free = shutil.disk_usage(plan.folder).free
     if needed + _FREE_MARGIN > free:
         _, _, smaller, setting = _KINDS[plan.kind]
@@ -546,7 +514,7 @@ class TeacherCache:
             ConfigError: if a shard is missing, damaged, or of another cache; names it.
         """
         if missing := plan.missing():
-            path = plan.folder / plan.shards[missing[0]].file
+            path = plan.folder / missing[0].file
             raise ConfigError(f"{path} is missing, and {len(missing) - 1} more shards with it")
         self.plan = plan
         self._shards: list[dict[str, Any]] = []  # slices of the tensors

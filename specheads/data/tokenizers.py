@@ -18,6 +18,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import CONFIG_MAPPING, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from specheads.config import ConfigError, RunError, TrainConfig
 from specheads.data.load import load_records
@@ -108,7 +109,8 @@ def _assemble(
     merges: list[tuple[str, str]], name: str, context: int | None
 ) -> PreTrainedTokenizerFast:
     # the learner orders bytes by the characters that stand for them; here id b is byte b
-    vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
+    characters = bytes_to_unicode()
+    vocabulary = {characters[byte]: byte for byte in range(256)}
     for left, right in merges:
         vocabulary.setdefault(left + right, len(vocabulary))  # two merges may spell one token
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
@@ -131,13 +133,6 @@ def _assemble(
     )
     made.name_or_path = name
     return made
-
-
-def byte_characters() -> list[str]:
-    """Return the character that the byte-level pre-tokenizer writes for each byte (GPT-2's)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
 def complete_init(init: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

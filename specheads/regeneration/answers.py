@@ -7,10 +7,10 @@ How answers are drawn, and what became of the records, is the same for all engin
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
-import mmap
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,28 +19,21 @@ from pathlib import Path
 from typing import Any, Self
 
 from specheads.config import ConfigError, RunError
-from specheads.data.schema import Record
+from specheads.data.schema import Record, RecordError, differences
 from specheads.regeneration.dialogue import prompt_digest
 from specheads.system.files import no_room, whole_file
+from specheads.verification.sampling import Sampler
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How answers are drawn.
+class Sampling(Sampler):
+    """How answers are drawn; each record has a seed of its own, see :func:`record_seed`.
 
     Attributes:
-        temperature: 0 is greedy.
-        top_k: 0 keeps all tokens.
-        top_p: 1 keeps all.
-        seed: each record's own is made from it, see :func:`record_seed`.
         max_new_tokens: the most tokens of one answer.
         keep_truncated: keep answers that reached the limit.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
     max_new_tokens: int = 512
     keep_truncated: bool = False
 
@@ -51,36 +44,28 @@ def record_seed(seed: int, record_id: str) -> int:
     return int.from_bytes(digest[:4], "big") >> 1
 
 
-@dataclass(frozen=True)
-class Quarantined:
-    """A record without an answer that could be used.
-
-    Attributes:
-        record: the record as it was read.
-        reason: one word, by which they are counted.
-        detail: what happened.
-        transient: whether it may go well another time; such records are tried again.
-    """
-
-    record: Record
-    reason: str
-    detail: str
-    transient: bool = False
-
-
 @dataclass
 class Outcome:
     """What became of some records.
 
     Attributes:
         answered: records with their new answers.
-        quarantined: those without.
+        quarantined: why others have none that could be used; their ``row`` is the record.
         num_tokens: generated for all of them, as far as anybody counted.
     """
 
     answered: list[Record] = field(default_factory=list)
-    quarantined: list[Quarantined] = field(default_factory=list)
+    quarantined: list[RecordError] = field(default_factory=list)
     num_tokens: int = 0
+
+    @contextlib.contextmanager
+    def quarantining(self, record: Record) -> Iterator[None]:
+        """Keep a RecordError of the block, which is about ``record``."""
+        try:
+            yield
+        except RecordError as error:
+            error.row = record
+            self.quarantined.append(error)
 
 
 class AnswerFile:
@@ -136,15 +121,9 @@ class AnswerFile:
                 fresh.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
             return
         found = _object(self.settings_path.read_bytes(), str(self.settings_path))
-        others = [
-            f"{key}={_shown(found, key)} there, {_shown(wanted, key)} here"
-            for key in dict.fromkeys([*wanted, *found])
-            if found.get(key) != wanted.get(key)
-        ]
-        if others:
+        if others := differences(found, wanted):
             raise ConfigError(
-                f"{self.path} was made with other settings: {'; '.join(others)};"
-                " choose another output="
+                f"{self.path} was made with other settings: {others}; choose another output="
             )
 
     def _read_done(self) -> dict[str, str]:
@@ -163,7 +142,7 @@ class AnswerFile:
             return {}
         lines = [line for _, line in read_lines(self.bad_path)]
         kept = [line for line in lines if not line["transient"] and line["id"] not in self.done]
-        if len(kept) < len(lines):
+        if len(kept) < len(lines):  # the others are tried again, and would be there twice
             with whole_file(self.bad_path) as fresh:
                 fresh.write_bytes(_lines(kept))
         return {line["id"]: line["reason"] for line in kept}
@@ -183,16 +162,21 @@ class AnswerFile:
                 )
         return [r for r in records if r["id"] not in self.done and r["id"] not in self.bad]
 
-    def append(self, answered: Sequence[Record], quarantined: Sequence[Quarantined] = ()) -> None:
+    def append(self, answered: Sequence[Record], quarantined: Sequence[RecordError] = ()) -> None:
         """Append whole lines to both files and force them onto the disk.
 
         Raises:
             RunError: if there is no room; what was there before is untouched.
         """
         bad = [
-            {key: item.record[key] for key in ("id", "kind")}
-            | {"reason": item.reason, "detail": item.detail, "transient": item.transient}
-            for item in quarantined
+            {
+                "id": error.row["id"],
+                "kind": error.row["kind"],
+                "reason": error.reason,
+                "detail": error.detail,
+                "transient": error.reason == "server",  # such records are tried again
+            }
+            for error in quarantined
         ]
         try:
             _append(self._file, answered)
@@ -209,10 +193,8 @@ class AnswerFile:
                 f"no room to write {self.path} (disk full?); what was written before is kept,"
                 " and the same command goes on"
             ) from None
-        for record in answered:
-            self.done[record["id"]] = prompt_digest(record)
-        for item in quarantined:
-            self.bad[item.record["id"]] = item.reason
+        self.done |= {record["id"]: prompt_digest(record) for record in answered}
+        self.bad |= {line["id"]: line["reason"] for line in bad}
 
     def reasons(self) -> str:
         """Return how many records are in quarantine and why, as a few words."""
@@ -238,10 +220,8 @@ def cut_torn_line(path: Path) -> int:
     if not path.exists():
         return 0
     with path.open("r+b") as file:
-        size = kept = file.seek(0, os.SEEK_END)
-        if size:
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as contents:
-                kept = contents.rfind(b"\n") + 1
+        kept = sum(len(line) for line in file if line.endswith(b"\n"))
+        size = file.tell()
         if kept < size:
             file.truncate(kept)
             os.fsync(file.fileno())
@@ -280,8 +260,3 @@ def _append(file: int, values: Iterable[Mapping[str, Any]]) -> None:
     while data:
         data = data[os.write(file, data) :]
     os.fsync(file)
-
-
-def _shown(settings: Mapping[str, Any], key: str) -> str:
-    value = settings.get(key)
-    return value[:12] if key.endswith("digest") and isinstance(value, str) else json.dumps(value)

@@ -6,36 +6,22 @@ or not the record had one there. An assistant that speaks before any user is lef
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import zip_longest
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from specheads.config import ConfigError
-from specheads.data.chat import Encoder
+from specheads.data.chat import Encoder, runs
 from specheads.data.rendering import render
-from specheads.data.schema import Record, tokenizer_digest
+from specheads.data.schema import Record, RecordError, json_digest, tokenizer_digest
 from specheads.losses.cross_entropy import IGNORE
 
 _ROLES = ("system", "user", "assistant")
 _STAND_IN = "9a41f0c7-the-answer"  # no text holds it by chance
-
-
-class UnusableRecordError(ValueError):
-    """A record that cannot be answered.
-
-    Attributes:
-        reason: one word, by which such records are counted.
-    """
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(detail)
-        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -79,10 +65,10 @@ class Dialogue:
     def messages(self) -> list[dict[str, Any]]:
         """Return the conversation so far: up to the next answer that is due, or all of it."""
         found: list[dict[str, Any]] = []
-        for i, turn in enumerate(self.turns[: len(self.answers) + 1]):
+        for turn, answer in zip_longest(self.turns[: len(self.answers) + 1], self.answers):
             found += turn
-            if i < len(self.answers):
-                found.append({"role": "assistant", "content": self.answers[i].text})
+            if answer is not None:
+                found.append({"role": "assistant", "content": answer.text})
         return found
 
     def answered(self, generation: dict[str, Any], tokens: dict[str, Any] | None) -> Record:
@@ -120,7 +106,7 @@ def dialogue(record: Record) -> Dialogue:
     """Take the answers out of ``record``, which holds messages, or prompt and completion.
 
     Raises:
-        UnusableRecordError: if no user speaks in it, or one with another role does.
+        RecordError: if no user speaks in it, or one with another role does.
     """
     if "messages" not in record:
         return Dialogue(record, [[]])
@@ -128,7 +114,7 @@ def dialogue(record: Record) -> Dialogue:
     for message in record["messages"]:
         role = message["role"]
         if role not in _ROLES:
-            raise UnusableRecordError("role", f"a message has the role {role!r}")
+            raise RecordError("role", f"a message has the role {role!r}")
         if role != "assistant":
             turns[-1].append(message)
         elif _asks(turns[-1]):
@@ -136,7 +122,7 @@ def dialogue(record: Record) -> Dialogue:
     while turns and not _asks(turns[-1]):
         turns.pop()
     if not turns:
-        raise UnusableRecordError("role", "no message is a user's")
+        raise RecordError("role", "no message is a user's")
     return Dialogue(record, turns)
 
 
@@ -148,25 +134,23 @@ def check_answer(talk: Dialogue, keep_truncated: bool) -> None:
     """Refuse the latest answer where nothing should be learned from it.
 
     Raises:
-        UnusableRecordError: if it is truncated, empty, or stopped by something else than its end.
+        RecordError: if it is truncated, empty, or stopped by something else than its end.
     """
     answer, number = talk.answers[-1], len(talk.answers)
     if answer.finish_reason == "length":
         if not keep_truncated:
             tokens = "" if answer.num_tokens is None else f" of {answer.num_tokens} tokens"
-            raise UnusableRecordError(
+            raise RecordError(
                 "truncated", f"answer {number} reached the limit{tokens} before its end"
             )
     elif answer.finish_reason != "stop":
-        raise UnusableRecordError(
-            "unfinished", f"answer {number} was stopped: {answer.finish_reason}"
-        )
+        raise RecordError("unfinished", f"answer {number} was stopped: {answer.finish_reason}")
     if not answer.text.strip():
-        raise UnusableRecordError("empty", f"answer {number} is empty")
+        raise RecordError("empty", f"answer {number} is empty")
     try:
         answer.text.encode()
     except UnicodeEncodeError:
-        raise UnusableRecordError("text", f"answer {number} holds half a character") from None
+        raise RecordError("text", f"answer {number} holds half a character") from None
 
 
 def span_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Record], dict[str, Any]]:
@@ -181,9 +165,7 @@ def span_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Record], dict[
 
     def encode(record: Record) -> dict[str, Any]:
         encoded = encoder(record)
-        learned = [label != IGNORE for label in encoded.labels.tolist()]
-        cuts = [i for i, (a, b) in enumerate(pairwise([False, *learned, False])) if a != b]
-        spans = [[start, stop] for start, stop in zip(cuts[::2], cuts[1::2], strict=True)]
+        spans = [list(span) for span in runs([label != IGNORE for label in encoded.labels])]
         return {"ids": encoded.input_ids.tolist(), "answers": spans, "tokenizer": digest}
 
     return encode
@@ -193,10 +175,9 @@ def prompt_digest(record: Record) -> str:
     """Return a short digest of all that answers depend on; a record's own answers do not count."""
     try:
         content: object = [record.get("prompt"), dialogue(record).turns]
-    except UnusableRecordError as error:
+    except RecordError as error:
         content = str(error)
-    line = json.dumps(content, sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(line.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    return json_digest(content).hex()[:16]
 
 
 class TurnEncoder:
@@ -224,7 +205,7 @@ class TurnEncoder:
         """Append what stands before the next answer to ``talk.ids``, and return all of them.
 
         Raises:
-            UnusableRecordError: if the chat template does not take the conversation.
+            RecordError: if the chat template does not take the conversation.
         """
         if "messages" not in talk.record:
             bare = {"id": talk.id, "prompt": talk.record["prompt"], "completion": ""}
@@ -237,36 +218,26 @@ class TurnEncoder:
                 messages = [*talk.turns[0], {"role": "assistant", "content": _STAND_IN}]
                 talk.ids = self.encoder.prompt({"id": talk.id, "messages": messages})
         except (ConfigError, TemplateError) as error:
-            raise UnusableRecordError("template", str(error)) from None
+            raise RecordError("template", str(error)) from None
         return talk.ids
 
     def add(self, talk: Dialogue, new_tokens: Sequence[int], *, ended: bool) -> None:
         """Append an answer's tokens, the one that ended it included.
 
         Raises:
-            UnusableRecordError: if a token stands for nothing: embeddings are often padded.
+            RecordError: if a token stands for nothing: embeddings are often padded.
         """
         if (largest := max(new_tokens)) >= len(self.tokenizer):
-            raise UnusableRecordError(
-                "token", f"token {largest} of {len(self.tokenizer)} was generated"
-            )
+            raise RecordError("token", f"token {largest} of {len(self.tokenizer)} was generated")
         talk.spans.append([len(talk.ids), len(talk.ids) + len(new_tokens)])
         talk.ids = [*talk.ids, *new_tokens]
-        talk.answers.append(
-            Answer(
-                self.text(new_tokens[:-1] if ended else new_tokens),
-                "stop" if ended else "length",
-                len(new_tokens),
-            )
-        )
+        text = self.text(new_tokens[:-1] if ended else new_tokens)
+        talk.answers.append(Answer(text, "stop" if ended else "length", len(new_tokens)))
 
     def text(self, tokens: Sequence[int]) -> str:
         """Return the text of an answer's tokens, special ones left out."""
-        return str(
-            self.tokenizer.decode(
-                list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-        )
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        return str(self.tokenizer.decode(list(tokens), **options))
 
     def _go_on(self, talk: Dialogue) -> None:
         between = self._between(talk)
@@ -292,5 +263,5 @@ class TurnEncoder:
         )
         _, found, behind = text.rpartition(_STAND_IN)
         if not found:
-            raise UnusableRecordError("template", "the chat template leaves earlier answers out")
+            raise RecordError("template", "the chat template leaves earlier answers out")
         return list(self.tokenizer(behind, add_special_tokens=False, verbose=False).input_ids)

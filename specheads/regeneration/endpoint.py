@@ -25,15 +25,9 @@ from functools import partial
 from typing import Any
 
 from specheads.config import ConfigError, RunError
-from specheads.data.schema import Record
-from specheads.regeneration.answers import Outcome, Quarantined, Sampling, record_seed
-from specheads.regeneration.dialogue import (
-    Answer,
-    Dialogue,
-    UnusableRecordError,
-    check_answer,
-    dialogue,
-)
+from specheads.data.schema import Record, RecordError
+from specheads.regeneration.answers import Outcome, Sampling, record_seed
+from specheads.regeneration.dialogue import Answer, Dialogue, check_answer, dialogue
 from specheads.system import __version__
 
 _LONGEST_PAUSE = 60.0  # seconds
@@ -98,18 +92,17 @@ class Client:
             ServerError: after the last retry.
             StoppedError: if the client was stopped meanwhile.
         """
-        pause = self.pause
         for attempt in range(self.retries + 1):
             try:
                 return self._try(path, body)
             except ServerError as error:
                 if not error.transient or attempt == self.retries:
                     raise
+                pause = min(self.pause * 2 ** min(attempt, 30), _LONGEST_PAUSE)
                 # without chance in it, all that failed together would come back together
-                wait = max(min(pause, _LONGEST_PAUSE) * random.uniform(0.5, 1.5), error.pause)
+                wait = max(pause * random.uniform(0.5, 1.5), error.pause)
             if self.stopped.wait(wait):
                 raise StoppedError
-            pause *= 2
         raise AssertionError
 
     def _try(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
@@ -239,6 +232,7 @@ def next_answer(client: Client, model: str, sampling: Sampling, talk: Dialogue) 
     Raises:
         ServerError: if the server gave none.
     """
+    is_chat = "messages" in talk.record
     body: dict[str, Any] = {
         "model": model,
         "temperature": sampling.temperature,
@@ -248,11 +242,8 @@ def next_answer(client: Client, model: str, sampling: Sampling, talk: Dialogue) 
     }
     if sampling.top_k:  # not every server knows it
         body["top_k"] = sampling.top_k
-    is_chat = "messages" in talk.record
-    if is_chat:
-        found = client.call("/chat/completions", body | {"messages": talk.messages()})
-    else:
-        found = client.call("/completions", body | {"prompt": talk.record["prompt"]})
+    body |= {"messages": talk.messages()} if is_chat else {"prompt": talk.record["prompt"]}
+    found = client.call("/chat/completions" if is_chat else "/completions", body)
     try:
         choice = found["choices"][0]
         text = _text(choice["message"]["content"] if is_chat else choice["text"])
@@ -301,7 +292,7 @@ def ask_server(
         RunError: if the server refuses all requests, never answered once, or has stopped answering.
     """
     todo: queue.SimpleQueue[Record] = queue.SimpleQueue()
-    done: queue.SimpleQueue[Dialogue | Quarantined | BaseException] = queue.SimpleQueue()
+    done: queue.SimpleQueue[Dialogue | BaseException] = queue.SimpleQueue()
     for record in records:
         todo.put(record)
     num_threads = min(concurrency, len(records))
@@ -317,17 +308,16 @@ def ask_server(
 
     for _ in range(num_threads):  # daemons: Ctrl-C must not wait for a slow answer
         threading.Thread(target=work, daemon=True).start()
-    health = _Health(client.url, num_threads)
-    held: list[Quarantined] = []  # until it is known that it was not the server
-    settled, failure = 0, None
+    health, settled = _Health(client.url, num_threads), 0
+    held: list[RecordError] = []  # until it is known that it was not the server
     try:
-        while settled < len(records) and failure is None:
-            outcome = Outcome()
+        while settled < len(records):
+            outcome, failure = Outcome(), None
             try:
                 for item in _take(done):
                     settled += 1
                     health.look_at(item)
-                    if isinstance(item, Quarantined):
+                    if isinstance(item, RecordError):
                         held.append(item)
                     elif isinstance(item, Dialogue):
                         _add_record(outcome, item, generation, encode)
@@ -339,28 +329,29 @@ def ask_server(
                 outcome.quarantined += held
                 held.clear()
             yield outcome
+            if failure is not None:
+                raise failure
     finally:
         client.stopped.set()
-    if failure is not None:
-        raise failure
 
 
 def _settle(
     client: Client, model: str, sampling: Sampling, record: Record
-) -> Dialogue | Quarantined:
+) -> Dialogue | RecordError:
     try:
         talk = dialogue(record)
         while not talk.finished:
             talk.answers.append(next_answer(client, model, sampling, talk))
             check_answer(talk, sampling.keep_truncated)
-    except UnusableRecordError as error:
-        return Quarantined(record, error.reason, str(error))
+        return talk
+    except RecordError as error:
+        found = error
     except ServerError as error:
         if error.hopeless:
             raise RunError(f"{client.url} refuses all requests: {error}") from None
-        reason = "server" if error.transient else "refused"
-        return Quarantined(record, reason, str(error), error.transient)
-    return talk
+        found = RecordError("server" if error.transient else "refused", str(error))
+    found.row = record
+    return found
 
 
 def _add_record(
@@ -371,12 +362,13 @@ def _add_record(
 ) -> None:
     outcome.num_tokens += sum(answer.num_tokens or 0 for answer in talk.answers)
     record = talk.answered(generation, None)
-    try:
-        if encode is not None:
-            record["tokens"] = encode(record)
+    with outcome.quarantining(talk.record):
+        try:
+            if encode is not None:
+                record["tokens"] = encode(record)
+        except ConfigError as error:
+            raise RecordError("template", str(error)) from None
         outcome.answered.append(record)
-    except ConfigError as error:
-        outcome.quarantined.append(Quarantined(talk.record, "template", str(error)))
 
 
 class _Health:
@@ -388,18 +380,19 @@ class _Health:
         self.num_failed = 0  # one after the other
         self.last = ""
 
-    def look_at(self, item: Dialogue | Quarantined | BaseException) -> None:
+    def look_at(self, item: Dialogue | BaseException) -> None:
         """Count, and give up where it is hopeless.
 
         Raises:
             RunError: if the server never answered, or has stopped answering.
         """
-        if isinstance(item, BaseException):
+        reason = item.reason if isinstance(item, RecordError) else ""
+        if isinstance(item, BaseException) and not reason:
             raise item
-        if isinstance(item, Quarantined) and item.reason in ("server", "refused"):
-            if item.transient or not self.answered:
-                self.num_failed, self.last = self.num_failed + 1, item.detail
-        elif isinstance(item, Dialogue) or item.reason != "role":  # good or bad, an answer came
+        if reason in ("server", "refused"):
+            if reason == "server" or not self.answered:
+                self.num_failed, self.last = self.num_failed + 1, str(item)
+        elif reason != "role":  # good or bad, an answer came
             self.answered, self.num_failed = True, 0
         if not self.answered and self.num_failed >= self.num_threads:
             self.check_end()
@@ -415,8 +408,8 @@ class _Health:
 
 
 def _take(
-    done: queue.SimpleQueue[Dialogue | Quarantined | BaseException],
-) -> Iterator[Dialogue | Quarantined | BaseException]:
+    done: queue.SimpleQueue[Dialogue | BaseException],
+) -> Iterator[Dialogue | BaseException]:
     """Wait for one item, then yield it and those that are there already."""
     yield done.get()
     with contextlib.suppress(queue.Empty):

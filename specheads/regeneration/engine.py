@@ -8,12 +8,12 @@ Below is who answers when ``regenerate`` is run: which weights, with which setti
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specheads.config import ConfigError, RegenerateConfig
-from specheads.data.schema import Record
+from specheads.data.schema import Record, RecordError, tokenizer_digest
 from specheads.decoding.exported import exported_drafter
 from specheads.decoding.loop import decode
 from specheads.decoding.result import DecodedRow
@@ -45,27 +45,20 @@ from specheads.models.names import (
     weight_files,
 )
 from specheads.models.support import tree_support
-from specheads.regeneration.answers import Outcome, Quarantined, Sampling, record_seed
+from specheads.regeneration.answers import Outcome, Sampling, record_seed
 from specheads.regeneration.dialogue import (
     Dialogue,
     TurnEncoder,
-    UnusableRecordError,
     check_answer,
     dialogue,
+    span_encoder,
 )
-from specheads.regeneration.endpoint import Client
-from specheads.system import hardware
+from specheads.regeneration.endpoint import Client, ask_server
+from specheads.system import __version__, hardware
 from specheads.verification.sampling import Sampler
 
 POOL = 32  # batches whose records are sorted by length together
 HELD = 2.0  # seconds for which answers are held back at most, so that many are written together
-
-
-@dataclass
-class _Talked(Outcome):
-    """An outcome before its dialogues have become records."""
-
-    talks: list[Dialogue] = field(default_factory=list)
 
 
 class Engine:
@@ -75,6 +68,7 @@ class Engine:
         base: the base model.
         turns: the encoder that gives the prompts' ids.
         sampling: how answers are drawn.
+        generation: JSON about all this, for every answered record.
         drafter: proposes; None decodes one token at a time. Its candidates are to be deterministic.
         batch_size: dialogues that are decoded together; 1 where the model takes no more.
 
@@ -87,6 +81,7 @@ class Engine:
         base: PreTrainedModel,
         turns: TurnEncoder,
         sampling: Sampling,
+        generation: dict[str, Any],
         *,
         drafter: Drafter | None = None,
         batch_size: int = 8,
@@ -94,53 +89,46 @@ class Engine:
         if drafter is not None and not drafter.deterministic:
             raise ValueError("drafter must be deterministic: a sampling one draws by row")
         self.base, self.turns, self.sampling, self.drafter = base, turns, sampling, drafter
+        self.generation, self.tokenizer_digest = generation, tokenizer_digest(turns.tokenizer)
         self.batch_size = batch_size if tree_support(base).kind == "tree" else 1
         self.context = context_length(base) or 1 << 40
+        self._outcome = Outcome()  # since the last one that was yielded
 
-    def answer(
-        self, records: Sequence[Record], generation: dict[str, Any], tokenizer_digest: str
-    ) -> Iterator[Outcome]:
+    def answer(self, records: Sequence[Record]) -> Iterator[Outcome]:
         """Answer records; yield what became of them, some at a time.
 
         Args:
             records: an order of which every beginning is a fair sample; neighbours are sorted by
                 length within :data:`POOL` batches.
-            generation: JSON about the engine, for every answered record.
-            tokenizer_digest: the digest of the tokenizer, stored beside the ids.
         """
         answers = self._one_by_one if self.drafter is None else self._by_batches
-        for outcome in answers(records):
-            for talk in outcome.talks:
-                tokens = {"ids": talk.ids, "answers": talk.spans, "tokenizer": tokenizer_digest}
-                outcome.answered.append(talk.answered(generation, tokens))
-            if outcome.answered or outcome.quarantined or outcome.num_tokens:
-                yield outcome
+        return answers(records)
 
-    def _pools(self, records: Sequence[Record]) -> Iterator[tuple[list[Dialogue], _Talked]]:
-        """Yield dialogues by length, some at a time, and what cannot be one of them."""
+    def _taken(self) -> Outcome:
+        found, self._outcome = self._outcome, Outcome()
+        return found
+
+    def _pools(self, records: Sequence[Record]) -> Iterator[list[Dialogue]]:
+        """Yield dialogues by length, some at a time."""
         size = self.batch_size * POOL
         for start in range(0, len(records), size):
-            outcome = _Talked()
             talks: list[Dialogue] = []
             for record in records[start : start + size]:
-                with _quarantining(record, outcome):
+                with self._outcome.quarantining(record):
                     talks.append(self._ask(dialogue(record)))
-            yield sorted(talks, key=lambda talk: (len(talk.turns), len(talk.ids))), outcome
+            yield sorted(talks, key=lambda talk: (len(talk.turns), len(talk.ids)))
 
-    def _one_by_one(self, records: Sequence[Record]) -> Iterator[_Talked]:
+    def _one_by_one(self, records: Sequence[Record]) -> Iterator[Outcome]:
         """Answer plainly: whenever rows have ended, the next dialogues take their places."""
         ends, size = self.turns.end_tokens, self.batch_size
-        stream = PlainStream(self.base, self._sampler([]), eos_token_ids=ends, batch_size=size)
+        stream = PlainStream(self.base, self.sampling, eos_token_ids=ends, batch_size=size)
         waiting: deque[Dialogue] = deque()
-        pools, outcome, more = self._pools(records), _Talked(), True
-        start = time.monotonic()
+        pools, start = self._pools(records), time.monotonic()
         while True:
-            while more and len(waiting) < stream.free:
-                found = next(pools, None)
-                more = found is not None
-                if found is not None:
-                    waiting += found[0]
-                    outcome.quarantined += found[1].quarantined
+            while len(waiting) < stream.free and (talks := next(pools, None)) is not None:
+                waiting += talks
+            if stream.free == size and not waiting:
+                break
             # a prompt alone is read as fast as a few together: let some rows become free
             if waiting and stream.free >= min(-(-size // 4), len(waiting)):
                 jobs = [self._job(talk) for talk in islice(waiting, stream.free)]
@@ -151,46 +139,47 @@ class Engine:
                 stream.step()
             if ended := stream.take_ended():
                 talks = [job.owner for job, _ in ended]
-                waiting.extendleft(self._settle(talks, [row for _, row in ended], outcome))
-            idle = stream.free == size and not waiting and not more
-            settled = len(outcome.talks) + len(outcome.quarantined)
-            if idle or settled >= size or time.monotonic() - start > HELD:
-                yield outcome
-                outcome, start = _Talked(), time.monotonic()
-            if idle:
-                return
+                # begun conversations first, or they would pile up until the records are at an end
+                waiting.extendleft(self._settle(talks, [row for _, row in ended]))
+            settled = len(self._outcome.answered) + len(self._outcome.quarantined)
+            if settled >= size or time.monotonic() - start > HELD:
+                yield self._taken()
+                start = time.monotonic()
+        yield self._taken()
 
-    def _by_batches(self, records: Sequence[Record]) -> Iterator[_Talked]:
+    def _by_batches(self, records: Sequence[Record]) -> Iterator[Outcome]:
         """Answer with heads, whose state belongs to a batch."""
-        for talks, outcome in self._pools(records):
-            yield outcome
+        for talks in self._pools(records):
             for i in range(0, len(talks), self.batch_size):
-                outcome, batch = _Talked(), talks[i : i + self.batch_size]
+                batch = talks[i : i + self.batch_size]
                 while batch:
-                    rows = self.decode([self._job(talk) for talk in batch])
-                    batch = self._settle(batch, rows, outcome)
-                yield outcome
+                    batch = self._settle(batch, self.decode([self._job(talk) for talk in batch]))
+                yield self._taken()
+        yield self._taken()
 
-    def _settle(
-        self, talks: list[Dialogue], rows: Sequence[DecodedRow], outcome: _Talked
-    ) -> list[Dialogue]:
+    def _settle(self, talks: list[Dialogue], rows: Sequence[DecodedRow]) -> list[Dialogue]:
         """Give dialogues their next answers; return those in which another one is due."""
+        outcome, waiting = self._outcome, list[Dialogue]()
         outcome.num_tokens += sum(len(row.new_tokens) for row in rows)
-        waiting: list[Dialogue] = []
         for talk, row in zip(talks, rows, strict=True):
-            with _quarantining(talk.record, outcome):
+            with outcome.quarantining(talk.record):
                 self.turns.add(talk, row.new_tokens, ended=row.finished)
                 check_answer(talk, self.sampling.keep_truncated)
-                if talk.finished:
-                    outcome.talks.append(talk)
-                else:
+                if not talk.finished:
                     waiting.append(self._ask(talk))
+                    continue
+                tokens = {
+                    "ids": talk.ids,
+                    "answers": talk.spans,
+                    "tokenizer": self.tokenizer_digest,
+                }
+                outcome.answered.append(talk.answered(self.generation, tokens))
         return waiting
 
     def _ask(self, talk: Dialogue) -> Dialogue:
         self.turns.ask(talk)
         if len(talk.ids) >= self.context:
-            raise UnusableRecordError(
+            raise RecordError(
                 "too_long", f"a prompt of {len(talk.ids)} tokens in a context of {self.context}"
             )
         return talk
@@ -198,10 +187,6 @@ class Engine:
     def _job(self, talk: Dialogue) -> Job:
         limit = min(self.sampling.max_new_tokens, self.context - len(talk.ids))
         return Job(talk.ids, limit, record_seed(self.sampling.seed, talk.id), talk)
-
-    def _sampler(self, seeds: Sequence[int]) -> Sampler:
-        sampling = self.sampling
-        return Sampler(sampling.temperature, sampling.top_k, sampling.top_p, seeds=seeds)
 
     def decode(self, jobs: Sequence[Job]) -> list[DecodedRow]:
         """Continue prompts with the drafter, those of one limit together."""
@@ -217,7 +202,8 @@ class Engine:
 
     def _decode(self, jobs: Sequence[Job]) -> tuple[DecodedRow, ...]:
         assert self.drafter is not None
-        longest = max(len(job.ids) for job in jobs)
+        drawn, longest = self.sampling, max(len(job.ids) for job in jobs)
+        seeds = [job.seed for job in jobs]
         padding = [longest - len(job.ids) for job in jobs]
         rows = [[0] * n + job.ids for n, job in zip(padding, jobs, strict=True)]
         mask = [[0] * n + [1] * (longest - n) for n in padding]
@@ -227,17 +213,9 @@ class Engine:
             torch.tensor(rows, device=self.base.device),
             attention_mask=torch.tensor(mask, device=self.base.device),
             max_new_tokens=jobs[0].limit,
-            sampler=self._sampler([job.seed for job in jobs]),
+            sampler=Sampler(drawn.temperature, drawn.top_k, drawn.top_p, seeds=seeds),
             eos_token_ids=self.turns.end_tokens,
         ).rows
-
-
-@contextlib.contextmanager
-def _quarantining(record: Record, outcome: Outcome) -> Iterator[None]:
-    try:
-        yield
-    except UnusableRecordError as error:
-        outcome.quarantined.append(Quarantined(record, error.reason, str(error)))
 
 
 @dataclass(frozen=True)
@@ -336,36 +314,59 @@ def settings_of(config: RegenerateConfig, who: Answering) -> dict[str, Any]:
 
 def sampling_of(config: RegenerateConfig) -> Sampling:
     """Return how answers are drawn."""
-    return Sampling(**{field.name: getattr(config, field.name) for field in fields(Sampling)})
+    drawn = config.temperature, config.top_k, config.top_p, config.seed
+    limit, kept = config.max_new_tokens, config.keep_truncated
+    return Sampling(*drawn, max_new_tokens=limit, keep_truncated=kept)
 
 
-def load_engine(config: RegenerateConfig, who: Answering) -> Engine:
-    """Load the base model, and the heads of ``checkpoint`` where there is one."""
+def load_engine(config: RegenerateConfig, who: Answering, drawn: dict[str, Any]) -> Engine:
+    """Load the base model, and the heads of ``checkpoint`` where there is one.
+
+    Args:
+        config: the settings.
+        who: whose answers they ask for.
+        drawn: JSON about how answers are drawn, for every answered record.
+    """
     device = hardware.pick_device(config.device)
     dtype = hardware.pick_dtype(config.dtype, device)
     hardware.pin_threads(config.threads)
-    trust = config.trust_remote_code
+    trust, revision = config.trust_remote_code, config.revision
+    on: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust}
     drafter = None
     if config.checkpoint:
-        export = load_export(
-            config.checkpoint,
-            base=None if who.tuned or not config.model else config.model,
-            dtype=dtype,
-            device=device,
-            trust_remote_code=trust,
-        )
+        original = None if who.tuned else config.model or None
+        export = load_export(config.checkpoint, base=original, **on)
         base, tokenizer, drafter = export.base, export.tokenizer, exported_drafter(export)
     else:
-        tokenizer = load_tokenizer(who.model, revision=config.revision, trust_remote_code=trust)
-        base = load_base_model(
-            who.model,
-            revision=config.revision,
-            dtype=dtype,
-            device=device,
-            attn="auto",
-            trust_remote_code=trust,
-        )
+        tokenizer = load_tokenizer(who.model, revision=revision, trust_remote_code=trust)
+        base = load_base_model(who.model, revision=revision, attn="auto", **on)
         check_tokenizer(tokenizer, base)
     turns = TurnEncoder(tokenizer, end_tokens(base, tokenizer))
-    size = config.batch_size
-    return Engine(base, turns, sampling_of(config), drafter=drafter, batch_size=size)
+    made = {"model": who.model, "revision": revision, **asdict(who)}
+    made["dtype"] = str(base.dtype).removeprefix("torch.")
+    sampling, size = sampling_of(config), config.batch_size
+    return Engine(base, turns, sampling, made | drawn, drafter=drafter, batch_size=size)
+
+
+def asker(
+    config: RegenerateConfig, who: Answering, client: Client | None
+) -> Callable[[Sequence[Record]], Iterator[Outcome]]:
+    """Return what answers records: the server of ``client``, or the base model, loaded now."""
+    names = ("temperature", "top_k", "top_p", "seed", "max_new_tokens")
+    drawn = {name: getattr(config, name) for name in names} | {"specheads": __version__}
+    if client is None:
+        return load_engine(config, who, drawn).answer
+    encode, trust = None, config.trust_remote_code
+    if config.model:
+        encode = span_encoder(
+            load_tokenizer(config.model, revision=config.revision, trust_remote_code=trust)
+        )
+    return partial(
+        ask_server,
+        client,
+        who.model,
+        sampling_of(config),
+        generation={"model": who.model, "endpoint": client.url} | drawn,
+        concurrency=config.concurrency,
+        encode=encode,
+    )

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.config import ConfigError, LossConfig, TrainConfig
-from specheads.data.chat import Documents, Encoded, EncodedRecords, Encoder, encode_records
+from specheads.data.chat import Documents, Encoded, Encoder, encode_records
 from specheads.data.load import load_records, read_jsonl
 from specheads.data.pack import GrowingBatches, PackedBatches, check_isolation, one_pass
 from specheads.data.schema import Dropped, Record
@@ -221,7 +221,7 @@ def load_data(
         context = bases.context_length(base)
         return Documents(tokenizer, seq_len=seq_len, context=context, learn_all=learn_all)
 
-    def encode(records: Sequence[Record], seq_len: int) -> EncodedRecords:
+    def encode(records: Sequence[Record], seq_len: int) -> Documents:
         bar = tqdm(records, desc="tokenize", disable=quiet, leave=False)
         share = wanted.max_bad_fraction
         return encode_records(bar, documents_of(seq_len), max_bad_fraction=share, dropped=dropped)

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from specheads.config import ConfigError, RunError
+from specheads.data.schema import RecordError
 from specheads.regeneration import answers as module
-from specheads.regeneration.answers import AnswerFile, Quarantined, cut_torn_line
+from specheads.regeneration.answers import AnswerFile, cut_torn_line
 
 SETTINGS = {"model_digest": "a" * 64, "temperature": 0.0, "max_new_tokens": 8}
 
@@ -54,7 +55,7 @@ def test_a_torn_line_is_cut_wherever_it_tore(tmp_path: Path) -> None:
 def test_a_torn_quarantine_is_cut_wherever_it_tore(tmp_path: Path) -> None:
     """A half-written reason must not keep a record from ever being answered or quarantined."""
     path = tmp_path / "out.jsonl"
-    bad = [Quarantined(record, "truncated", "é: too long") for record in RECORDS[:2]]
+    bad = [RecordError("truncated", "é: too long", row=record) for record in RECORDS[:2]]
     with AnswerFile(path, SETTINGS) as answers:
         answers.append([], bad)
     whole = answers.bad_path.read_bytes()
@@ -120,9 +121,9 @@ def test_other_settings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         AnswerFile(path, other)
     text = str(caught.value)
-    assert "temperature=0.0 there, 0.7 here" in text and "seed=null there, 1 here" in text
-    assert f"model_digest={'a' * 12} there, {'b' * 12} here" in text and "max_new" not in text
-    with pytest.raises(ConfigError, match="temperature=0.0 there, null here"):
+    assert "temperature (0.0 there, 0.7 here)" in text and "seed (None there, 1 here)" in text
+    assert f"model_digest ({'a' * 12} there, {'b' * 12} here)" in text and "max_new" not in text
+    with pytest.raises(ConfigError, match="temperature .0.0 there, None here"):
         AnswerFile(path, {k: v for k, v in SETTINGS.items() if k != "temperature"})
     assert lines_of(path) == RECORDS
 
@@ -169,8 +170,8 @@ def test_what_failed_for_a_time_is_tried_again(tmp_path: Path) -> None:
         answers.append(
             [],
             [
-                Quarantined(RECORDS[0], "server", "HTTP 500", transient=True),
-                Quarantined(RECORDS[1], "truncated", "..."),
+                RecordError("server", "HTTP 500", row=RECORDS[0]),
+                RecordError("truncated", "...", row=RECORDS[1]),
             ],
         )
         assert answers.left(RECORDS) == RECORDS[2:]

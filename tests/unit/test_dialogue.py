@@ -10,12 +10,12 @@ from transformers import PreTrainedTokenizerFast
 
 from specheads.config import ConfigError
 from specheads.data.chat import Encoder
+from specheads.data.schema import RecordError
 from specheads.losses.cross_entropy import IGNORE
 from specheads.regeneration.dialogue import (
     Answer,
     Dialogue,
     TurnEncoder,
-    UnusableRecordError,
     check_answer,
     check_answerable,
     dialogue,
@@ -101,7 +101,7 @@ def test_old_answers_leave_no_trace() -> None:
 def test_what_cannot_be_answered() -> None:
     """A tool's result belongs to a call that the new answer does not make."""
     for roles in (("system",), ("assistant",), ("user", "assistant", "tool")):
-        with pytest.raises(UnusableRecordError) as caught:
+        with pytest.raises(RecordError) as caught:
             dialogue(chat(*roles))
         assert caught.value.reason == "role"
     with pytest.raises(ConfigError, match="record t holds text"):
@@ -124,7 +124,7 @@ def test_answers_that_nothing_is_learned_from(answer: Answer, reason: str | None
     talk.answers.append(answer)
     if reason is None:
         return check_answer(talk, False)
-    with pytest.raises(UnusableRecordError) as caught:
+    with pytest.raises(RecordError) as caught:
         check_answer(talk, False)
     assert caught.value.reason == reason
     if reason == "truncated":
@@ -211,13 +211,13 @@ def test_templates_that_refuse(make_byte_tokenizer: MakeTokenizer) -> None:
     """One odd conversation among thousands must not end the run."""
     refusing = "{{ raise_exception('roles must alternate') if messages|length > 2 }}x"
     turns = TurnEncoder(make_byte_tokenizer(chat_template=refusing), [258])
-    with pytest.raises(UnusableRecordError, match="roles must alternate") as caught:
+    with pytest.raises(RecordError, match="roles must alternate") as caught:
         turns.ask(dialogue(chat("user", "user", "user")))
     assert caught.value.reason == "template"
     forgetting = "{{ messages[-1]['content'] }}"
     turns = TurnEncoder(make_byte_tokenizer(chat_template=forgetting), [258])
     talk = dialogue(chat("user", "assistant", "user"))
-    with pytest.raises(UnusableRecordError, match="leaves earlier answers out"):
+    with pytest.raises(RecordError, match="leaves earlier answers out"):
         say(turns, talk, ["one", "two"])
 
 
@@ -226,6 +226,6 @@ def test_tokens_that_stand_for_nothing(byte_tokenizer: PreTrainedTokenizerFast) 
     turns = TurnEncoder(byte_tokenizer, [258])
     talk = dialogue(chat("user"))
     turns.ask(talk)
-    with pytest.raises(UnusableRecordError, match="token 270 of 262") as caught:
+    with pytest.raises(RecordError, match="token 270 of 262") as caught:
         turns.add(talk, [65, 270, 258], ended=True)
     assert caught.value.reason == "token"

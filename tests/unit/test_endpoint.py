@@ -259,14 +259,14 @@ def test_a_record_that_fails_goes_to_quarantine(serve: Callable[[Script], Server
     system = {"id": "alone", "kind": "chat", "messages": [{"role": "system", "content": "x"}]}
     total = ask(server, [*chats(*names), system], retries=1)
     assert sorted(r["id"] for r in total.answered) == ["one", "two"]
-    assert {q.record["id"]: (q.reason, q.transient) for q in total.quarantined} == {
-        "long": ("truncated", False),
-        "filtered": ("unfinished", False),
-        "empty": ("empty", False),
-        "shapeless": ("refused", False),
-        "broken": ("server", True),
-        "bad": ("refused", False),
-        "alone": ("role", False),
+    assert {q.row["id"]: q.reason for q in total.quarantined} == {
+        "long": "truncated",
+        "filtered": "unfinished",
+        "empty": "empty",
+        "shapeless": "refused",
+        "broken": "server",
+        "bad": "refused",
+        "alone": "role",
     }
     asked = [body["messages"][0]["content"] for _, body, _ in server.seen]
     assert asked.count("broken") == 2 and asked.count("bad") == 1
@@ -314,7 +314,7 @@ def test_a_malformed_answer_costs_one_record(serve: Callable[[Script], Server], 
     total = ask(serve(script), chats("one", "odd", "two"), retries=1)
     assert sorted(record["id"] for record in total.answered) == ["one", "two"]
     (bad,) = total.quarantined
-    assert bad.record["id"] == "odd" and len(bad.detail) < 300
+    assert bad.row["id"] == "odd" and len(bad.detail) < 300
     assert bad.reason in ("server", "refused", "unfinished")
     assert f"{total.num_tokens:,.0f}" == "14"
 
@@ -399,7 +399,7 @@ def test_a_server_that_dies_ends_the_run(serve: Callable[[Script], Server]) -> N
             total.answered += outcome.answered
             total.quarantined += outcome.quarantined
     assert len(total.answered) == 10 and len(server.seen) < 100
-    assert all(item.transient for item in total.quarantined)
+    assert all(item.reason == "server" for item in total.quarantined)
 
 
 @pytest.mark.parametrize("code", [401, 404, 302])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from specheads.config import ConfigError, RunError
 from specheads.data import schema as dropped_module
 from specheads.data.readers import usable
-from specheads.data.schema import Dropped, RecordError, check_columns, check_share, to_record
+from specheads.data.schema import Dropped, RecordError, Tally, check_columns, to_record
 
 
 def say(*turns: str) -> list[dict[str, str]]:
@@ -220,9 +220,9 @@ def test_reasons_are_counted_once_and_written(
     assert not dropped and dropped.summary() == ""
     dropped.read["f"] = 1200
     for _ in range(2):
-        dropped.add(RecordError("f:1", "not JSON"), "{")
-        dropped.add(RecordError("f:2", "without a content", "long story"), {"a": 1})
-        dropped.add(RecordError("f:3", "not JSON"), "[")
+        dropped.add(RecordError("not JSON", where="f:1", row="{"))
+        dropped.add(RecordError("without a content", "long story", "f:2", {"a": 1}))
+        dropped.add(RecordError("not JSON", where="f:3", row="["))
         dropped.note("repaired", "f:4")
         dropped.remark("Part 1 is small")
     assert dropped.summary() == (
@@ -251,14 +251,15 @@ def test_reasons_are_counted_once_and_written(
 
 def test_too_many_bad_records_end_the_run() -> None:
     """A file in another format must not train on the few rows that happen to fit."""
-    errors = [
-        RecordError("f:1", "odd"),
-        RecordError("f:2", "not JSON"),
-        RecordError("f:5", "not JSON"),
-    ]
-    check_share(errors, 30, 0.1, "f")
+    for allowed in (0.1, 0.09):
+        tally = Tally(allowed, Dropped())
+        for where, reason in (("f:1", "odd"), ("f:2", "not JSON"), ("f:5", "not JSON")):
+            tally.add(RecordError(reason, where=where))
+        tally.total = 30
+        if allowed == 0.1:
+            tally.check("f")
     with pytest.raises(ConfigError) as caught:
-        check_share(errors, 30, 0.09, "f")
+        tally.check("f")
     assert str(caught.value) == (
         "f: 3 of 30 records cannot be used, more than data.max_bad_fraction=0.09;"
         " most often (2) not JSON, first: f:2: not JSON"

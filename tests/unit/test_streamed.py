@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from specheads.config import ConfigError, DataConfig, RunError
 from specheads.data.chat import Documents, encode_records
 from specheads.data.load import load_records
-from specheads.data.readers import Raw, Row
+from specheads.data.readers import Reader, Row
 from specheads.data.schema import Dropped
 from specheads.data.stream import Place, RecordStream, StreamedBatches, shuffled
 from tests.unit.test_sources import as_folder, as_hub, as_jsonl, as_parquet, write_lines
@@ -27,23 +27,20 @@ from tests.unit.test_sources import as_folder, as_hub, as_jsonl, as_parquet, wri
 MAKERS = {"jsonl": as_jsonl, "parquet": as_parquet, "folder": as_folder, "hub": as_hub}
 
 
-class Numbers:
-    """A reader of ``n`` rows that hold their own numbers; its places are those numbers."""
+def numbers(n: int, *, with_places: bool) -> Reader:
+    """Return a reader of ``n`` rows that hold their own numbers; its places are those numbers."""
 
-    def __init__(self, n: int, *, with_places: bool) -> None:
-        self.n, self.with_places, self.identity = n, with_places, "numbers"
-
-    def read(self, row: int = 0, place: list[int] | None = None) -> Iterator[Raw]:
-        """Yield the numbers from ``row`` on."""
+    def read(row: int = 0, place: list[int] | None = None) -> Iterator[Row]:
         assert place is None or place == [row]
-        for number in range(row, self.n):
-            at = [number + 1] if self.with_places else None
-            yield Raw(partial(Row, "", "", number), at)
+        for number in range(row, n):
+            yield Row("", "", partial(int, number), [number + 1] if with_places else None)
+
+    return Reader("numbers", "numbers", read)
 
 
-def numbers_of(taken: Iterable[tuple[Raw, Place]]) -> list[int]:
+def numbers_of(taken: Iterable[tuple[Row, Place]]) -> list[int]:
     """The numbers of the rows."""
-    return [cast(int, raw.parse().value) for raw, _ in taken]
+    return [cast(int, row.parse()) for row, _ in taken]
 
 
 @settings(max_examples=60)
@@ -59,7 +56,7 @@ def test_ranks_share_every_epoch_without_loss_or_repeat(
     n: int, buffer: int, world: int, limit: int, seed: int, with_places: bool
 ) -> None:
     """A rank that reads another's rows, or a window that is cut short, shows in no loss curve."""
-    reader, size = Numbers(n, with_places=with_places), min(n, limit or n)
+    reader, size = numbers(n, with_places=with_places), min(n, limit or n)
     options: dict[str, Any] = {"buffer": buffer, "seed": seed, "limit": limit}
     order = numbers_of(islice(shuffled(reader, Place(), **options), 3 * size))
     for epoch in range(3):
@@ -82,7 +79,7 @@ def test_every_place_is_gone_back_to(
     n: int, buffer: int, world: int, rank: int, at: int, with_places: bool
 ) -> None:
     """A resumed stream that is off by one row, or shuffled anew, looks like a normal one."""
-    reader = Numbers(n, with_places=with_places)
+    reader = numbers(n, with_places=with_places)
     options: dict[str, Any] = {"buffer": buffer, "seed": 1, "rank": rank % world, "world": world}
     whole = list(islice(shuffled(reader, Place(), **options), 2 * n + 2))
     at %= len(whole)
@@ -94,13 +91,13 @@ def test_every_place_is_gone_back_to(
 def test_epochs_are_shuffled_differently() -> None:
     """Rows that always meet in the same window in the same order are no shuffle."""
     rows = numbers_of(
-        islice(shuffled(Numbers(200, with_places=True), Place(), buffer=50, seed=0), 600)
+        islice(shuffled(numbers(200, with_places=True), Place(), buffer=50, seed=0), 600)
     )
     epochs = [rows[i : i + 200] for i in (0, 200, 400)]
     assert epochs[0] != epochs[1] != epochs[2]
     assert sum(a == b for a, b in zip(epochs[0], range(200), strict=True)) < 20
     with pytest.raises(ConfigError, match="no rows any more"):
-        next(shuffled(Numbers(0, with_places=True), Place(), buffer=5, seed=0))
+        next(shuffled(numbers(0, with_places=True), Place(), buffer=5, seed=0))
 
 
 def items(n: int) -> list[dict[str, Any]]:
@@ -208,7 +205,7 @@ def test_other_data_and_other_ranks_are_refused(
     state = stream.state_dict()
     with pytest.raises(ConfigError, match="shared by 1 processes, this run has 2"):
         opened(data, byte_tokenizer, world=2).load_state_dict(state)
-    with pytest.raises(ConfigError, match="settings .seed 3 there, 4 here"):
+    with pytest.raises(ConfigError, match="settings: seed .3 there, 4 here"):
         opened(data, byte_tokenizer, seed=4).load_state_dict(state)
     with pytest.raises(ConfigError, match="made without data.streaming"):
         stream.load_state_dict({"rows_taken": 3, "seed": 3, "data": "x"})
@@ -217,7 +214,7 @@ def test_other_data_and_other_ranks_are_refused(
     with pytest.raises(ConfigError, match="does not hold the rows that it held"):
         opened(data, byte_tokenizer).load_state_dict(state)
     Path(str(data.path)).write_text(text + "\n")
-    with pytest.raises(ConfigError, match="other training data or settings .data d.jsonl"):
+    with pytest.raises(ConfigError, match="other training data or settings: data .d.jsonl"):
         opened(data, byte_tokenizer).load_state_dict(state)
 
 

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from specheads.config import ConfigError, DataConfig, ModelConfig, RunError, TrainConfig
 from specheads.data import tokenizers
@@ -21,7 +22,6 @@ from specheads.data.tokenizers import (
     NUM_SPECIAL,
     SPECIAL,
     bpe_tokenizer,
-    byte_characters,
     byte_tokenizer,
     choose_tokenizer,
     complete_init,
@@ -78,7 +78,8 @@ def test_nothing_is_lost(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
 @BOTH
 def test_id_of_a_byte_is_the_byte(tokenizer: PreTrainedTokenizerFast) -> None:
     """The ids are documented; the learner's own order is that of the stand-in characters."""
-    assert tokenizer.convert_tokens_to_ids(byte_characters()) == list(range(256))
+    characters = [bytes_to_unicode()[byte] for byte in range(256)]
+    assert tokenizer.convert_tokens_to_ids(characters) == list(range(256))
     ids = {role: getattr(tokenizer, f"{role}_token_id") for role in ("pad", "bos", "eos")}
     assert len(set(ids.values())) == 3
     first = len(tokenizer) - NUM_SPECIAL
