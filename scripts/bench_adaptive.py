@@ -32,7 +32,7 @@ from specheads.measure.clock import (
     plain_method,
     prompts_of,
 )
-from specheads.measure.stats import ratio_ci95
+from specheads.measure.rows import ratio_ci95
 from specheads.models.base import end_tokens
 from specheads.models.draft import load_draft
 from specheads.system import hardware

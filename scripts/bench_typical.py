@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from specheads.decoding.accept import Acceptance
 from specheads.measure.clock import Decoded, Prompt, clock, drafted_method, plain_method
-from specheads.measure.stats import rep8
+from specheads.measure.rows import rep8
 from specheads.models.base import end_tokens
 from specheads.models.checkpoint import load_export
 from specheads.system import hardware

@@ -355,7 +355,7 @@ def methods_of(
 
 def accepted(decoded: Sequence[Decoded]) -> tuple[float, list[float]]:
     """Return the accept length of some texts and its 95% interval."""
-    from specheads.measure.stats import ratio_ci95
+    from specheads.measure.rows import ratio_ci95
 
     gained = [float(sum(text.accept_lengths)) for text in decoded]
     steps = [float(len(text.accept_lengths)) for text in decoded]
@@ -368,7 +368,7 @@ def accept_lengths(
 ) -> dict[str, Any]:
     """Decode once; return for ``t<temperature>`` the methods' accept lengths, plain's ``rep8``."""
     from specheads.measure.clock import clock
-    from specheads.measure.stats import rep8
+    from specheads.measure.rows import rep8
 
     found = {}
     for temperature in temperatures:

@@ -34,15 +34,17 @@ from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.length import FixedLength
 from specheads.measure.clock import Decoded, Prompt, Runs, clock, drafted_method, plain_method
 from specheads.measure.render import Columns, figure, interval, make_table
-from specheads.measure.rows import baseline_drift, disturbance, whole
-from specheads.measure.stats import (
+from specheads.measure.rows import (
     accept_length_ci95,
+    baseline_drift,
+    disturbance,
     mean_accept_length,
     ratio_ci95,
     rep8,
     rounded,
     speed,
     speedup,
+    whole,
 )
 from specheads.models.base import input_device, input_embedding
 from specheads.system import hardware

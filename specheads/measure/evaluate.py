@@ -36,8 +36,7 @@ from specheads.measure.clock import (
 from specheads.measure.drafts import Alpha, agreement
 from specheads.measure.hits import Texts
 from specheads.measure.plots import tree_svg
-from specheads.measure.rows import whole
-from specheads.measure.stats import accept_length_ci95, mean_accept_length, rep8, speed
+from specheads.measure.rows import accept_length_ci95, mean_accept_length, rep8, speed, whole
 from specheads.models.base import end_tokens
 from specheads.models.checkpoint import Export
 from specheads.models.forward import undisturbed

@@ -29,8 +29,7 @@ from specheads.drafters.contract import Drafter
 from specheads.drafters.growing import best_trees
 from specheads.drafters.heads import HeadsDrafter, embedding
 from specheads.measure.clock import Decoded, Prompt, pad_left
-from specheads.measure.rows import Clocked
-from specheads.measure.stats import ratio_ci95
+from specheads.measure.rows import Clocked, ratio_ci95
 from specheads.models.checkpoint import Export
 from specheads.models.kinds import Heads, Walk
 from specheads.models.output import OutputLayer, capture_hidden, output_layer, side_by_side

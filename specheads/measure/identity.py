@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from specheads.measure.stats import first_difference
 from specheads.models.adapters import in_float32
 from specheads.models.forward import replay
 from specheads.verification.sampling import Sampler, gumbel_noise
@@ -118,6 +117,14 @@ class Rounding:
             num_positions=num_positions,
             widths=self.widths,
         )
+
+
+def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
+    """Return the first index where the two differ (one of them may have ended), else None."""
+    for index, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return index
+    return None if len(left) == len(right) else min(len(left), len(right))
 
 
 def unit_in_last_place(number: float, dtype: torch.dtype) -> float:

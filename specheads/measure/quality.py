@@ -26,8 +26,9 @@ from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
 from specheads.losses.cross_entropy import IGNORE
 from specheads.measure.clock import Prompt
+from specheads.measure.identity import first_difference
 from specheads.measure.render import Columns, make_table
-from specheads.measure.stats import first_difference, mean_accept_length, ratio_ci95, rep8
+from specheads.measure.rows import mean_accept_length, ratio_ci95, rep8
 from specheads.models.base import context_length, input_device
 from specheads.verification.sampling import Sampler
 

@@ -38,7 +38,7 @@ from specheads.decoding.generate import SpecDecoder
 from specheads.decoding.result import DecodeResult
 from specheads.measure.clock import now
 from specheads.measure.render import Columns, figure, interval, make_table
-from specheads.measure.stats import Work, accept_length_ci95, mean_accept_length, ratio_ci95, speed
+from specheads.measure.rows import Work, accept_length_ci95, mean_accept_length, ratio_ci95, speed
 from specheads.models.base import context_length, end_tokens, input_device
 from specheads.system.files import whole_file
 

@@ -23,7 +23,7 @@ from specheads.measure.evaluate import (
     sample_texts,
     write_prompts,
 )
-from specheads.measure.stats import rep8
+from specheads.measure.rows import rep8
 from specheads.models.forward import undisturbed
 from specheads.verification.sampling import Sampler
 from tests.conftest import Medusa

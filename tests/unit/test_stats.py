@@ -4,9 +4,9 @@ from statistics import median
 
 import pytest
 
-from specheads.measure.stats import (
+from specheads.measure.identity import first_difference
+from specheads.measure.rows import (
     crossover,
-    first_difference,
     mean_accept_length,
     ratio_ci95,
     rep8,
