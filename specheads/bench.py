@@ -39,9 +39,9 @@ def run(config: BenchConfig) -> None:
     from specheads.measure import bench
     from specheads.measure.clock import prompt_file, prompts_of
     from specheads.measure.hits import accuracy_of
+    from specheads.measure.methods import Contest
     from specheads.measure.render import bench_text
     from specheads.measure.rows import failures, write_steps
-    from specheads.models.output import output_layer
     from specheads.system import hardware
 
     _check_outputs(config)
@@ -58,7 +58,7 @@ def run(config: BenchConfig) -> None:
     prompts, digest = prompts_of(base, subject.tokenizer, path, *limits)
     rule = acceptance_rule(decode)
     lossy = None if rule.lossless else rule
-    contest = bench.Contest.of(subject, config.max_new_tokens, compile=decode.compile)
+    contest = Contest.of(subject, config.max_new_tokens, compile=decode.compile)
     methods = contest.baselines(batched=max(sizes) > 1)
     if export:
         trees = [export.tree]
@@ -66,7 +66,7 @@ def run(config: BenchConfig) -> None:
             path = prompt_file("", config.checkpoint, "calibration.jsonl")
             texts, _ = prompts_of(base, subject.tokenizer, path, *limits)
             trees += bench.grown_trees(export, texts, contest.eos, config.tree_nodes)
-        methods += contest.of_trees(export.heads, output_layer(base), trees)
+        methods += contest.of_trees(export.heads, trees)
         methods += contest.of_export(export, decode, lossy)
     methods += contest.of_drafters(subject, asked, lossy)
     others = bench.load_others(subject, config.exports)

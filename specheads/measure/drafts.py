@@ -29,10 +29,12 @@ from specheads.decoding.costs import (
 )
 from specheads.decoding.exported import num_parameters
 from specheads.decoding.loop import plain_decode
+from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.length import FixedLength
-from specheads.measure.clock import Decoded, Prompt, Runs, clock, drafted_method, plain_method
+from specheads.measure.clock import Prompt, Runs, clock
+from specheads.measure.methods import Contest
 from specheads.measure.render import Columns, figure, interval, make_table
 from specheads.measure.rows import (
     accept_length_ci95,
@@ -368,11 +370,12 @@ def compare_drafts(
     found = prospects(base, drafts, prompts, settings, progress)
     predicted = hardware.sample()
     progress("measure")
-    limit, eos = settings.max_new_tokens, settings.eos_token_ids
-    methods = [plain_method(base, eos, limit)]
+    limit = settings.max_new_tokens
+    contest = Contest(base, settings.eos_token_ids, None, limit)
+    methods = [contest.ours()]
     for i, (name, each) in enumerate(found.items()):
         drafter = settings.drafter(drafts[name], each.num_tokens)
-        methods.append(drafted_method(f"draft_{i}", base, drafter, eos, limit))
+        methods.append(contest.ours(f"draft_{i}", drafter))
     runs = clock(
         methods,
         measured,
@@ -400,7 +403,7 @@ def compare_drafts(
     verify = next(iter(found.values())).costs.verify
     costs = zip(verify.sizes, verify.smoothed, strict=True)
     best = recommended(candidates)
-    texts = [each.tokens for each in plain.decoded]
+    texts = [each.new_tokens for each in plain.decoded]
     return {
         "disturbance": disturbance(watched),
         "base": {"parameters": size},
@@ -523,11 +526,11 @@ def figures(runs: Runs, plain: Runs, num_tokens: int, max_new_tokens: int) -> di
         "accept_length": round(mean_accept_length(lengths), 4),
         "accept_length_ci95": rounded(accept_length_ci95(lengths)),
         "acceptance_rate": round(accepted / proposed, 4) if proposed else 0.0,
-        "identical": sum(a.tokens == b.tokens for a, b in pairs),
+        "identical": sum(a.new_tokens == b.new_tokens for a, b in pairs),
     }
 
 
-def num_proposed(decoded: Decoded, num_tokens: int, max_new_tokens: int) -> int:
+def num_proposed(decoded: DecodedRow, num_tokens: int, max_new_tokens: int) -> int:
     """Return how many guesses were verified for one text; the limit cuts the last steps'."""
     left, proposed = max_new_tokens - 1, 0
     for gained in decoded.accept_lengths:

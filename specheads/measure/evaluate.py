@@ -18,23 +18,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specheads.attention.tree import Tree, default_tree
 from specheads.config import ConfigError, EvaluateConfig, TreeConfig
 from specheads.decoding.costs import clock_drafts, expected_tokens
+from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.heads import static_drafter
 from specheads.drafters.length import FixedLength
 from specheads.measure.calibrate import Calibration, Search, calibrate
 from specheads.measure.clock import (
-    Decoded,
     Prompt,
     Runs,
     clock,
-    drafted_method,
     max_prompt_length,
-    plain_method,
     read_prompts,
 )
 from specheads.measure.drafts import Alpha, agreement
 from specheads.measure.hits import Texts
+from specheads.measure.methods import Contest
 from specheads.measure.plots import tree_svg
 from specheads.measure.rows import accept_length_ci95, mean_accept_length, rep8, speed, whole
 from specheads.models.base import end_tokens
@@ -67,12 +66,8 @@ def decode_all(
     """
     if not prompts:
         raise ValueError("prompts must hold at least 1 prompt, got 0")
-    limit = evaluate.max_new_tokens
-    methods = [plain_method(base, eos_token_ids, limit)]
-    methods += [
-        drafted_method(name, base, drafter, eos_token_ids, limit)
-        for name, drafter in drafters.items()
-    ]
+    contest = Contest(base, eos_token_ids, None, evaluate.max_new_tokens)
+    methods = [contest.ours(), *(contest.ours(*each) for each in drafters.items())]
     return {
         f"t{temperature:g}": clock(methods, prompts, temperature, repeats=1, seed=SEED)
         for temperature in evaluate.temperatures
@@ -146,7 +141,7 @@ def _means(found: FiguresAt, *keys: str) -> dict[str, float]:
 
 
 def _plain_rep8(runs: Mapping[str, Runs]) -> float:
-    return _mean(rep8(each.tokens) for each in runs["plain"].decoded)
+    return _mean(rep8(each.new_tokens) for each in runs["plain"].decoded)
 
 
 def figures(
@@ -176,13 +171,13 @@ def figures(
         "accept_length_high": high,
         **{f"head_{i}/acceptance": share for i, share in shares.items()},
         "speedup": speed(whole(of)) / speed(whole(plain)),
-        "identical": float(sum(a.tokens == b.tokens for a, b in pairs)),
+        "identical": float(sum(a.new_tokens == b.new_tokens for a, b in pairs)),
         "compared": float(len(pairs)),
     }
 
 
 def conditional_acceptance(
-    decoded: Sequence[Decoded], max_new_tokens: int, max_depth: int
+    decoded: Sequence[DecodedRow], max_new_tokens: int, max_depth: int
 ) -> dict[int, float]:
     """Return for each head i in how many of the steps that accepted head i-1 it was accepted too.
 
@@ -202,7 +197,7 @@ def conditional_acceptance(
     for text in decoded:
         left = max_new_tokens - 1  # the prefill gives the first token
         for step, length in enumerate(text.accept_lengths):
-            ends = text.ended and step == len(text.accept_lengths) - 1
+            ends = text.finished and step == len(text.accept_lengths) - 1
             # head i was right where the step gained i + 2 tokens; it had the chance where the
             # head before it was right and the limit leaves room for as many
             for i in range(min(length, left - 1, max_depth)):
@@ -342,10 +337,10 @@ def sample_texts(
                 {
                     "prompt": tokenizer.decode(prompt.input_ids[0].tolist()),
                     "temperature": float(at.removeprefix("t")),
-                    "plain": tokenizer.decode(plain.tokens),
-                    "drafted": tokenizer.decode(drafted.tokens),
+                    "plain": tokenizer.decode(plain.new_tokens),
+                    "drafted": tokenizer.decode(drafted.new_tokens),
                     "accept_lengths": drafted.accept_lengths,
-                    "identical": plain.tokens == drafted.tokens,
+                    "identical": plain.new_tokens == drafted.new_tokens,
                 }
             )
             if len(found) >= num_samples:
@@ -463,7 +458,7 @@ def measure_draft(
             found[at] = {key.replace("head_", "depth_"): value for key, value in of.items()}
             sampler, limit = Sampler(temperature=temperature), evaluate.max_new_tokens - 1
             texts = [
-                agreement(base, draft, prompt.input_ids, text.tokens, sampler, limit)
+                agreement(base, draft, prompt.input_ids, text.new_tokens, sampler, limit)
                 for prompt, text in zip(prompts, both["plain"].decoded, strict=True)
             ]
             found[at] |= {"alpha": Alpha(texts).alpha, "rep8": _plain_rep8(both)}

@@ -28,7 +28,7 @@ from specheads.decoding.result import DecodedRow, DecodeResult
 from specheads.drafters.contract import Drafter
 from specheads.drafters.growing import best_trees
 from specheads.drafters.heads import HeadsDrafter, embedding
-from specheads.measure.clock import Decoded, Prompt, pad_left
+from specheads.measure.clock import Prompt, pad_left
 from specheads.measure.rows import Clocked, ratio_ci95
 from specheads.models.checkpoint import Export
 from specheads.models.kinds import Heads, Walk
@@ -395,7 +395,7 @@ def measure_accuracy(
     output: OutputLayer,
     tree: Tree,
     prompts: Sequence[Prompt],
-    texts: Mapping[float, Sequence[Decoded]],
+    texts: Mapping[float, Sequence[DecodedRow]],
 ) -> list[dict[str, Any]]:
     """Ask the heads at every position of texts that are there already; nothing is decoded again.
 
@@ -418,10 +418,10 @@ def measure_accuracy(
         hits, counted = [], []
         for prompt, text in zip(prompts, decoded, strict=True):
             ids = prompt.input_ids
-            whole = torch.cat([ids, ids.new_tensor([text.tokens])], dim=1)
-            asked = measure_hits(base, heads, output, whole, ids.shape[1], ended=text.ended)
+            whole = torch.cat([ids, ids.new_tensor([text.new_tokens])], dim=1)
+            asked = measure_hits(base, heads, output, whole, ids.shape[1], ended=text.finished)
             hits.append([asked])
-            counted.append(came_after(len(asked.ranks), heads.num_heads, len(text.tokens)))
+            counted.append(came_after(len(asked.ranks), heads.num_heads, len(text.new_tokens)))
         ranks = torch.cat([asked.ranks for (asked,) in hits])
         found.append(
             {

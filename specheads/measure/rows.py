@@ -132,7 +132,7 @@ def crossover(
 
 def whole(runs: Runs) -> Work:
     """Return all tokens per batch, and the median over repeats of the batch's seconds."""
-    tokens = [float(sum(len(runs.decoded[i].tokens) for i in rows)) for rows in runs.batches]
+    tokens = [float(sum(len(runs.decoded[i].new_tokens) for i in rows)) for rows in runs.batches]
     return tokens, [median(column) for column in zip(*runs.seconds, strict=True)]
 
 
@@ -144,7 +144,7 @@ def without_prefill(runs: Runs) -> Work | None:
     """
     if not runs.prefill:
         return None
-    texts = [[runs.decoded[i].tokens for i in rows] for rows in runs.batches]
+    texts = [[runs.decoded[i].new_tokens for i in rows] for rows in runs.batches]
     tokens = [float(sum(len(each) - bool(each) for each in rows)) for rows in texts]
     pairs = zip(runs.seconds, runs.prefill, strict=True)
     rest = [[a - b for a, b in zip(both, first, strict=True)] for both, first in pairs]
@@ -207,7 +207,7 @@ def make_row(
         "compared": identity.compared if identity else 0,
         "near_ties": identity.near_ties if identity else None,
         "divergences": [asdict(each) for each in identity.divergences] if identity else [],
-        "ended": sum(each.ended for each in of.decoded),
+        "ended": sum(each.finished for each in of.decoded),
         "num_replays": sum(each.num_replays for each in of.decoded),
         "num_replay_passes": sum(each.num_replay_passes for each in of.decoded),
         "per_kind": {
@@ -218,7 +218,7 @@ def make_row(
 
 
 def _mean_rep8(runs: Runs) -> float:
-    return round(sum(rep8(each.tokens) for each in runs.decoded) / len(runs.decoded), 4)
+    return round(sum(rep8(each.new_tokens) for each in runs.decoded) / len(runs.decoded), 4)
 
 
 def _decoding(of: Runs, plain: Runs) -> dict[str, Any]:
@@ -454,10 +454,10 @@ def step_records(clocked: Clocked, prompts: Sequence[Prompt]) -> Iterator[dict[s
                         "prompt": prompt.id,
                         "kind": prompt.kind,
                         "prompt_tokens": prompt.input_ids.shape[1],
-                        "new_tokens": len(text.tokens),
-                        "ended": text.ended,
+                        "new_tokens": len(text.new_tokens),
+                        "ended": text.finished,
                         "accept_lengths": text.accept_lengths,
-                        "tokens": text.tokens,
+                        "tokens": text.new_tokens,
                         "together": [prompts[i].id for i in rows],
                         "seconds": [round(repeat[index], 6) for repeat in of.seconds],
                         "prefill_seconds": [round(repeat[index], 6) for repeat in of.prefill],

@@ -25,9 +25,10 @@ from specheads.decoding.costs import (
     leviathan_speedup,
 )
 from specheads.decoding.loop import decode, plain_decode
+from specheads.decoding.result import DecodedRow
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.length import FixedLength
-from specheads.measure.clock import Decoded, Runs
+from specheads.measure.clock import Runs
 from specheads.measure.drafts import (
     Agreement,
     Alpha,
@@ -316,10 +317,10 @@ def test_predictions_agree_where_the_assumptions_hold() -> None:
 
 def test_figures_count_what_was_verified() -> None:
     """A rate over guesses that the limit forbade looks worse than the draft model is."""
-    text = Decoded(list(range(10)), [4, 4, 1], ended=False)  # limit 10: 3 + 3 + 0 guesses
+    text = DecodedRow(list(range(10)), [4, 4, 1])  # limit 10: 3 + 3 + 0 guesses
     assert num_proposed(text, 3, 10) == 6
-    runs = Runs(seconds=[[1.0, 3.0]], decoded=[text, Decoded([1, 2], [1], ended=True)])
-    plain = Runs(seconds=[[2.0, 2.0]], decoded=[text, Decoded([1, 3], [1], ended=True)])
+    runs = Runs(seconds=[[1.0, 3.0]], decoded=[text, DecodedRow([1, 2], [1], finished=True)])
+    plain = Runs(seconds=[[2.0, 2.0]], decoded=[text, DecodedRow([1, 3], [1], finished=True)])
     found = figures(runs, plain, 3, 10)
     assert found["speedup"] == 1 and found["identical"] == 1
     assert found["acceptance_rate"] == pytest.approx(6 / 9, abs=1e-4)
