@@ -38,7 +38,7 @@ def run(config: BenchConfig) -> None:
     from specheads.decoding.exported import acceptance_rule, is_plain_model, load_subject
     from specheads.measure import bench
     from specheads.measure.clock import prompt_file, prompts_of
-    from specheads.measure.hits import accuracy_of
+    from specheads.measure.hits import measure_accuracy
     from specheads.measure.methods import Contest
     from specheads.measure.render import bench_text
     from specheads.measure.rows import failures, write_steps
@@ -95,7 +95,10 @@ def run(config: BenchConfig) -> None:
     if config.steps:
         write_steps(Path(config.steps), clocked, prompts)
     if export:
-        result["heads"] = accuracy_of({"tree": export, **others}, prompts, clocked)
+        result["heads"] = {
+            name: measure_accuracy(each, prompts, clocked)
+            for name, each in {"tree": export, **others}.items()
+        }
         out.write_text(json.dumps(result, indent=1) + "\n")
     _write_pages(config, result)
     answer(result)

@@ -258,26 +258,20 @@ def prompts_of(
     path: Path,
     num_prompts: int,
     max_new_tokens: int,
+    *others: PreTrainedModel,
 ) -> tuple[list[Prompt], str]:
-    """Return :func:`read_prompts` of those that leave ``base`` room for the new tokens."""
-    longest = max_prompt_length(base, max_new_tokens)
-    return read_prompts(path, tokenizer, num_prompts, max_length=longest, device=base.device)
-
-
-def max_prompt_length(base: PreTrainedModel, max_new_tokens: int) -> int:
-    """Return the longest prompt that leaves room for the new tokens.
+    """Return :func:`read_prompts` of those that leave all models room for the new tokens.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: as that does, or if no prompt could leave room.
     """
-    context = context_length(base)
-    if context is None:
-        return 1 << 30
+    context = min(context_length(model) or 1 << 30 for model in (base, *others))
     if max_new_tokens >= context:
         raise ConfigError(
             f"max_new_tokens is {max_new_tokens}, but the base model's context is {context}"
         )
-    return context - max_new_tokens
+    longest = context - max_new_tokens
+    return read_prompts(path, tokenizer, num_prompts, max_length=longest, device=base.device)
 
 
 def now(device: torch.device) -> float:

@@ -7,8 +7,11 @@ finished run shows what :func:`final_evaluation` or :func:`final_draft_evaluatio
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -28,8 +31,7 @@ from specheads.measure.clock import (
     Prompt,
     Runs,
     clock,
-    max_prompt_length,
-    read_prompts,
+    prompts_of,
 )
 from specheads.measure.drafts import Alpha, agreement
 from specheads.measure.hits import Texts
@@ -59,13 +61,7 @@ def decode_all(
     evaluate: EvaluateConfig,
     eos_token_ids: tuple[int, ...],
 ) -> RunsAt:
-    """Decode all prompts once at every temperature, plainly and with each of ``drafters``.
-
-    Raises:
-        ValueError: if there are no prompts.
-    """
-    if not prompts:
-        raise ValueError("prompts must hold at least 1 prompt, got 0")
+    """Decode all prompts once at every temperature, plainly and with each of ``drafters``."""
     contest = Contest(base, eos_token_ids, None, evaluate.max_new_tokens)
     methods = [contest.ours(), *(contest.ours(*each) for each in drafters.items())]
     return {
@@ -100,9 +96,6 @@ def decode_heldout(
         temperatures; ``eval/identical``: the share of all texts that are plain decoding's. For
         each shape (``tree``, ``chain``) and temperature (``t0``, ``t1``) what :func:`figures`
         names, as ``eval/tree/t0/accept_length``; ``eval/t0/rep8`` of plain output.
-
-    Raises:
-        ValueError: if there are no prompts.
     """
     shapes = {
         "tree": default_tree(heads.num_heads, evaluate.num_nodes),
@@ -116,7 +109,7 @@ def decode_heldout(
         for name, tree in shapes.items()
     }
     rows = _means(found["tree"], "accept_length", "speedup")
-    rows["eval/identical"] = _mean(
+    rows["eval/identical"] = fmean(
         of["identical"] / of["compared"] for shape in found.values() for of in shape.values()
     )
     for at, runs_at in runs.items():
@@ -130,18 +123,13 @@ def _named(prompts: Sequence[Tensor]) -> list[Prompt]:
     return [Prompt(str(i), "heldout", ids) for i, ids in enumerate(prompts)]
 
 
-def _mean(values: Iterable[float]) -> float:
-    listed = list(values)
-    return sum(listed) / len(listed)
-
-
 def _means(found: FiguresAt, *keys: str) -> dict[str, float]:
     """Return means over the temperatures."""
-    return {f"eval/{key}": _mean(of[key] for of in found.values()) for key in keys}
+    return {f"eval/{key}": fmean(of[key] for of in found.values()) for key in keys}
 
 
 def _plain_rep8(runs: Mapping[str, Runs]) -> float:
-    return _mean(rep8(each.new_tokens) for each in runs["plain"].decoded)
+    return fmean(rep8(each.new_tokens) for each in runs["plain"].decoded)
 
 
 def figures(
@@ -192,8 +180,7 @@ def conditional_acceptance(
     Returns:
         Shares by head, without heads that no counted step reached.
     """
-    tried: dict[int, int] = {}
-    accepted: dict[int, int] = {}
+    tried, accepted = Counter[int](), Counter[int]()
     for text in decoded:
         left = max_new_tokens - 1  # the prefill gives the first token
         for step, length in enumerate(text.accept_lengths):
@@ -203,14 +190,14 @@ def conditional_acceptance(
             for i in range(min(length, left - 1, max_depth)):
                 if ends and i == length - 1:
                     continue
-                tried[i] = tried.get(i, 0) + 1
-                accepted[i] = accepted.get(i, 0) + (length >= i + 2)
+                tried[i] += 1
+                accepted[i] += length >= i + 2
             left -= length
     return {i: accepted[i] / count for i, count in sorted(tried.items())}
 
 
 def write_prompts(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Write records so that :func:`read_prompts`, and ``bench prompts=``, read these very prompts.
+    """Write records so that :func:`prompts_of`, and ``bench prompts=``, read these very prompts.
 
     Args:
         path: the .jsonl; replaced whole.
@@ -266,7 +253,8 @@ def final_evaluation(
         ConfigError: if no prompt fits, or the base ends every text with its first token.
     """
     base, tokenizer = export.base, export.tokenizer
-    prompts = _read(path, tokenizer, evaluate, base)
+    limits = evaluate.num_prompts, evaluate.max_new_tokens
+    prompts, _ = prompts_of(base, tokenizer, path, *limits)
     drafter = static_drafter(base, export.heads, output_layer(base), export.tree)
     with undisturbed(base, export.heads):
         runs = decode_all(base, {"tree": drafter}, prompts, evaluate, end_tokens(base, tokenizer))
@@ -276,21 +264,6 @@ def final_evaluation(
     }
     texts = sample_texts(prompts, runs, "tree", tokenizer, samples)
     return Outcome(_final(found, runs), texts, tree_picture(export))
-
-
-def _read(
-    path: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    evaluate: EvaluateConfig,
-    *models: PreTrainedModel,
-) -> list[Prompt]:
-    """Return the prompts of a file that leave all models room for the new tokens."""
-    longest = min(max_prompt_length(model, evaluate.max_new_tokens) for model in models)
-    device = models[0].device
-    found, _ = read_prompts(
-        path, tokenizer, evaluate.num_prompts, max_length=longest, device=device
-    )
-    return found
 
 
 def _final(found: FiguresAt, runs: RunsAt) -> dict[str, float]:
@@ -329,23 +302,20 @@ def sample_texts(
         ``prompt, temperature, plain, drafted, accept_lengths, identical``: texts, the tokens that
         each verify step gained, and whether the tokens are the same.
     """
-    found = []
-    for number, prompt in enumerate(prompts):
-        for at, of in runs.items():
-            plain, drafted = of["plain"].decoded[number], of[drafter].decoded[number]
-            found.append(
-                {
-                    "prompt": tokenizer.decode(prompt.input_ids[0].tolist()),
-                    "temperature": float(at.removeprefix("t")),
-                    "plain": tokenizer.decode(plain.new_tokens),
-                    "drafted": tokenizer.decode(drafted.new_tokens),
-                    "accept_lengths": drafted.accept_lengths,
-                    "identical": plain.new_tokens == drafted.new_tokens,
-                }
-            )
-            if len(found) >= num_samples:
-                return found[:num_samples]
-    return found
+    found = (
+        {
+            "prompt": tokenizer.decode(prompt.input_ids[0].tolist()),
+            "temperature": float(at.removeprefix("t")),
+            "plain": tokenizer.decode(plain.new_tokens),
+            "drafted": tokenizer.decode(drafted.new_tokens),
+            "accept_lengths": drafted.accept_lengths,
+            "identical": plain.new_tokens == drafted.new_tokens,
+        }
+        for number, prompt in enumerate(prompts)
+        for at, of in runs.items()
+        for plain, drafted in [(of["plain"].decoded[number], of[drafter].decoded[number])]
+    )
+    return list(islice(found, num_samples))
 
 
 def tree_picture(export: Export) -> str:
@@ -380,9 +350,6 @@ def decode_with_draft(
         ``eval/accept_length`` (choose by it), ``eval/alpha`` and ``eval/speedup``: means over the
         temperatures; and for each of them (``t0``, ``t1``) what :func:`measure_draft` names, as
         ``eval/chain/t0/accept_length``.
-
-    Raises:
-        ValueError: if there are no prompts.
     """
     found, _ = measure_draft(base, draft, _named(prompts), evaluate, eos_token_ids)
     rows = _means(found, "accept_length", "alpha", "speedup")
@@ -416,7 +383,8 @@ def final_draft_evaluation(
     Raises:
         ConfigError: if no prompt fits, or the base ends every text with its first token.
     """
-    prompts = _read(path, tokenizer, evaluate, base, draft)
+    limits = evaluate.num_prompts, evaluate.max_new_tokens
+    prompts, _ = prompts_of(base, tokenizer, path, *limits, draft)
     found, runs = measure_draft(base, draft, prompts, evaluate, end_tokens(base, tokenizer))
     texts = sample_texts(prompts, runs, "chain", tokenizer, samples)
     return Outcome(_final(found, runs), texts)
@@ -441,9 +409,6 @@ def measure_draft(
         ``depth_{i}/acceptance``, how often guess i is accepted where those before it were;
         ``rep8`` of plain output; at temperature 0 ``identical`` texts among those ``compared``.
         And the runs, by ``t<temperature>`` and method: ``plain`` and ``chain``.
-
-    Raises:
-        ValueError: if there are no prompts.
     """
     found: FiguresAt = {}
     with undisturbed(base, draft):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from specheads.config import ConfigError
 from specheads.decoding.loop import decode, plain_decode
 from specheads.decoding.result import DecodedRow, DecodeResult
 from specheads.drafters.contract import Drafter
-from specheads.drafters.growing import best_trees
+from specheads.drafters.growing import grow
 from specheads.drafters.heads import HeadsDrafter, embedding
 from specheads.measure.clock import Prompt, pad_left
 from specheads.measure.rows import Clocked, ratio_ci95
@@ -363,49 +363,16 @@ def acceptance(tree: Tree, hits: Sequence[Sequence[Hits]]) -> list[float]:
     return [paths[choice] / max(len(ranks), 1) for choice in tree.choices]
 
 
-def accuracy_of(
-    exports: Mapping[str, Export],
-    prompts: Sequence[Prompt],
-    clocked: Clocked,
-) -> dict[str, list[dict[str, Any]]]:
-    """Return :func:`measure_accuracy` of each export's heads, by the name of the export.
-
-    Args:
-        exports: heads on one base model.
-        prompts: what was continued.
-        clocked: by temperature and batch size, then by the method's name; plain decoding's texts of
-            batch 1 are looked at.
-    """
-    texts = {
-        temperature: runs["plain"].decoded
-        for (temperature, size), runs in clocked.items()
-        if size == 1
-    }
-    return {
-        name: measure_accuracy(
-            each.base, each.heads, output_layer(each.base), each.tree, prompts, texts
-        )
-        for name, each in exports.items()
-    }
-
-
 def measure_accuracy(
-    base: PreTrainedModel,
-    heads: Heads,
-    output: OutputLayer,
-    tree: Tree,
-    prompts: Sequence[Prompt],
-    texts: Mapping[float, Sequence[DecodedRow]],
+    export: Export, prompts: Sequence[Prompt], clocked: Clocked
 ) -> list[dict[str, Any]]:
     """Ask the heads at every position of texts that are there already; nothing is decoded again.
 
     Args:
-        base: base model.
-        heads: on it.
-        output: its output layer.
-        tree: whose nodes are to be counted.
+        export: the heads, and the tree whose nodes are to be counted.
         prompts: what was continued.
-        texts: per temperature what plain decoding made of the prompts.
+        clocked: by temperature and batch size, then by the method's name; plain decoding's texts of
+            batch 1 are looked at.
 
     Returns:
         Per temperature ``temperature``; ``heads``, for each head ``num_positions`` and ``top``,
@@ -413,10 +380,12 @@ def measure_accuracy(
         ``choices`` of the tree, and ``acceptance``, the share of its steps that accept each.
         Texts that are too short to ask a head about leave ``top`` empty.
     """
-    found = []
-    for temperature, decoded in texts.items():
+    base, heads, output, found = export.base, export.heads, output_layer(export.base), []
+    for (temperature, size), runs in clocked.items():
+        if size > 1:
+            continue
         hits, counted = [], []
-        for prompt, text in zip(prompts, decoded, strict=True):
+        for prompt, text in zip(prompts, runs["plain"].decoded, strict=True):
             ids = prompt.input_ids
             whole = torch.cat([ids, ids.new_tensor([text.new_tokens])], dim=1)
             asked = measure_hits(base, heads, output, whole, ids.shape[1], ended=text.finished)
@@ -427,8 +396,8 @@ def measure_accuracy(
             {
                 "temperature": temperature,
                 "heads": top_shares(ranks, torch.cat(counted)),
-                "choices": [list(choice) for choice in tree.choices],
-                "acceptance": [round(share, 4) for share in acceptance(tree, hits)],
+                "choices": [list(choice) for choice in export.tree.choices],
+                "acceptance": [round(share, 4) for share in acceptance(export.tree, hits)],
             }
         )
     return found
@@ -482,25 +451,23 @@ def dynamic_sizes(hits: Hits, max_nodes: int, temperatures: Sequence[float]) -> 
     Returns:
         [S, K] long, as :func:`static_sizes`.
     """
-    sizes = torch.full_like(hits.ranks, MISS)
     which = torch.tensor([TEMPERATURES.index(each) for each in temperatures])
-    norms = hits.norms.gather(2, which[None, :, None].expand(len(sizes), -1, 1))
+    norms = hits.norms.gather(2, which[None, :, None].expand(len(hits.norms), -1, 1))
     log_probs = (hits.logits / torch.tensor(temperatures)[:, None] - norms).clamp(max=0)
-    for chunk in torch.arange(len(sizes)).split(_CHUNK):
-        sizes[chunk] = _sizes_of(log_probs[chunk].transpose(0, 1), hits.ranks[chunk], max_nodes)
-    return sizes
-
-
-def _sizes_of(log_probs: Tensor, ranks: Tensor, max_nodes: int) -> Tensor:
-    num_heads, num_rows, num_ranks = log_probs.shape
-    parents, slots = best_trees(log_probs, max_nodes)
-    own = log_probs.transpose(0, 1).flatten(1).gather(1, slots)  # [S, N - 1], each node's
-    own = torch.cat([own.new_zeros(num_rows, 1), own], dim=1)
-    values = own
-    for _ in range(num_heads - 1):  # added up from the root down, as best_trees does
-        values = own + values.gather(1, parents.clamp(min=0))
-    slots = torch.cat([slots.new_full((num_rows, 1), -1), slots], dim=1)
-    return _sizes_needed(parents, values, slots, ranks + torch.arange(num_heads) * num_ranks)
+    num_heads, num_ranks = log_probs.shape[1:]
+    guesses, depth, found = torch.arange(num_ranks), min(num_heads, max_nodes - 1), []
+    for rows, ranks in zip(log_probs.split(_CHUNK), hits.ranks.split(_CHUNK), strict=True):
+        # parallel heads say the same below every node, so a guess is known by depth and rank
+        levels = ((level[:, None], guesses) for level in rows.unbind(1))
+        roots = torch.full((len(rows),), -1)
+        parents, tokens, values = grow(
+            lambda _, levels=levels: next(levels),  # type: ignore[misc]
+            roots,
+            max_nodes,
+            depth,
+        )
+        found.append(_sizes_needed(parents, values, tokens, ranks))
+    return torch.cat(found)
 
 
 def _sizes_needed(parents: Tensor, values: Tensor, guesses: Tensor, came: Tensor) -> Tensor:
@@ -652,15 +619,6 @@ def static_gains(hits: Sequence[Sequence[Hits]], max_nodes: int) -> Gains:
     )
 
 
-def dynamic_gains(
-    hits: Sequence[Sequence[Hits]], max_nodes: int, temperatures: Sequence[float]
-) -> Gains:
-    """Count what trees grown at each step gain; nothing of them is fitted but the temperatures."""
-    return count_gains(
-        hits, lambda _, text: dynamic_sizes(text, max_nodes, temperatures), max_nodes
-    )
-
-
 def drafter_gains(
     hits: Sequence[Sequence[Hits]], drafter: HeadsDrafter, temperatures: Sequence[float]
 ) -> Gains:
@@ -671,9 +629,10 @@ def drafter_gains(
         drafter: of the largest tree.
         temperatures: its own, one per head.
     """
+    most = drafter.num_nodes
     if drafter.heads.sequential:
-        return count_gains(hits, lambda _, text: grown_sizes(text, drafter), drafter.num_nodes)
-    return dynamic_gains(hits, drafter.num_nodes, temperatures)
+        return count_gains(hits, lambda _, text: grown_sizes(text, drafter), most)
+    return count_gains(hits, lambda _, text: dynamic_sizes(text, most, temperatures), most)
 
 
 def decoded_gains(
