@@ -4,9 +4,10 @@ How many tokens a tree gains is counted from texts (:mod:`specheads.measure.hits
 any machine; what its step costs is clocked (:mod:`specheads.decoding.costs`). Trees of all sizes
 are prefixes of one order of nodes, so the fastest is found by looking at every size.
 
-:func:`expect` says what speculation would bring before anything is trained (``dry_run=true``): the
-accept length is an assumption, named as such; the cost of a verify step is measured on this base
-model and machine. Where their ratio is below 1, training would be paid for nothing.
+:func:`describe_expected` says what speculation would bring before anything is trained
+(``dry_run=true``): the accept length is an assumption, named as such; the cost of a verify step is
+measured on this base model and machine. Where their ratio is below 1, training would be paid for
+nothing.
 """
 
 from __future__ import annotations
@@ -124,14 +125,12 @@ class Search:
         max_nodes: largest size.
         batch_size: rows of the clocked steps.
         repeats: of the clocking.
-        dynamic: measure trees grown at each step too.
     """
 
     num_nodes: int = 0
     max_nodes: int = 48
     batch_size: int = 1
     repeats: int = 5
-    dynamic: bool = False
 
 
 def calibrate(
@@ -188,18 +187,18 @@ def calibrate(
     def grown(size: int) -> HeadsDrafter:
         return dynamic_drafter(base, heads, output, size, temperatures=scales)
 
-    kinds = {"static": Kind(static_gains(hits, most), static)}
-    if search.dynamic:
-        scales = fit_temperatures(hits)
-        kinds["dynamic"] = Kind(drafter_gains(hits, grown(largest), scales), grown)
+    scales = fit_temperatures(hits)
+    kinds = {
+        "static": Kind(static_gains(hits, most), static),
+        "dynamic": Kind(drafter_gains(hits, grown(largest), scales), grown),
+    }
     plain = _clock_sizes(base, kinds, texts, search)
     fixed = search.num_nodes > 0
     found = {name: _summary(kind, median(plain), fixed=fixed) for name, kind in kinds.items()}
     measured_on |= {**found["static"], "plain_step_drift": round(max(plain) / min(plain), 4)}
     tree = Tree.from_choices(nodes[: measured_on["num_nodes"] - 1])
     measured_on["acceptance"] = [round(share, 4) for share in acceptance(tree, hits)]
-    if search.dynamic:
-        measured_on["dynamic"] = {**found["dynamic"], "temperatures": scales}
+    measured_on["dynamic"] = {**found["dynamic"], "temperatures": scales}
     return Calibration(tree, measured_on["accept_length"], measured_on)
 
 
@@ -347,28 +346,6 @@ def format_calibration(measured_on: dict[str, Any], depth: int) -> str:
     return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class Expected:
-    """Accept length and cost of one tree.
-
-    Attributes:
-        tree: which.
-        accept_length: expected tokens per verify step.
-        source: where that number comes from.
-        cost: of a verify step, in plain steps of this machine; one per round.
-    """
-
-    tree: Tree
-    accept_length: float
-    source: str
-    cost: list[float]
-
-    @property
-    def speedup(self) -> float:
-        """Expected, over plain decoding."""
-        return self.accept_length / median(self.cost)
-
-
 def published_rates(num_heads: int) -> list[list[float]]:
     """Return for every head the probability that its guess of each rank is right, [K][R].
 
@@ -435,7 +412,7 @@ def assumed(
     return found, 1 + known, f"{least}as measured for the heads of {start}"
 
 
-def expect(
+def describe_expected(
     base: PreTrainedModel,
     heads: Heads,
     output: OutputLayer,
@@ -444,7 +421,7 @@ def expect(
     evaluate: EvaluateConfig,
     *,
     start: str = "",
-) -> Expected:
+) -> str:
     """Clock verify steps of the tree at hand beside plain steps; heads need not be trained yet.
 
     Args:
@@ -457,29 +434,25 @@ def expect(
             48 at most.
         start: see :func:`assumed`.
 
+    Returns:
+        The lines about expected accept length and speed-up, and a warning where it is due.
+
     Raises:
         ConfigError: if ``start`` is no export.
-        ValueError: if there are no prompts.
     """
-    if not prompts:
-        raise ValueError("prompts must hold at least 1 prompt, got 0")
     shape, length, source = assumed(heads.num_heads, tree, evaluate, start)
     longest = max(prompts, key=lambda prompt: prompt.shape[1])
     with undisturbed(base, heads):
         drafters = [None, static_drafter(base, heads, output, shape)]
         tokens = min(evaluate.max_new_tokens, _NEW_TOKENS)
         runs = [runner(base, drafter, longest, max_new_tokens=tokens) for drafter in drafters]
-        cost = ratios(clock_steps(runs, repeats=_REPEATS))[1]
-    return Expected(shape, length, source, cost)
-
-
-def describe_expected(expected: Expected) -> str:
-    """Return the lines about expected accept length and speed-up, and a warning where it is due."""
-    nodes, cost, speedup = expected.tree.num_nodes, median(expected.cost), expected.speedup
+        costs = ratios(clock_steps(runs, repeats=_REPEATS))[1]
+    cost = median(costs)
+    speedup = length / cost
     text = (
-        f"speculation: a verify step of {nodes} nodes costs {cost:.2f} plain steps here"
-        f" ({min(expected.cost):.2f} to {max(expected.cost):.2f}); accept length"
-        f" {expected.accept_length:.2f} ({expected.source}): expected speed-up {speedup:.2f}"
+        f"speculation: a verify step of {shape.num_nodes} nodes costs {cost:.2f} plain steps here"
+        f" ({min(costs):.2f} to {max(costs):.2f}); accept length {length:.2f} ({source}): expected"
+        f" speed-up {speedup:.2f}"
     )
     if speedup < 1:
         text += (

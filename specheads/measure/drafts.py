@@ -11,12 +11,13 @@ clocked costs. On the other prompts all candidates then decode in turn with plai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -98,33 +99,16 @@ class Alpha:
         """
         return sum(sum(text.shared) for text in self.texts) / max(1, self.num_tokens)
 
-    @property
-    def acceptance_rate(self) -> float:
-        """Accepted over proposed of a chain that is verified one guess at a time.
-
-        That is alpha as practitioners count it; :meth:`chain` has it for longer drafts.
-        """
-        return self.chain(1).acceptance_rate
-
-    @property
-    def per_prompt(self) -> list[float]:
-        """Alpha of each prompt; 0 where a text had one token."""
-        return [sum(text.shared) / max(1, len(text.shared)) for text in self.texts]
-
-    def chain(self, num_tokens: int, *, sampled: bool = True) -> Gained:
+    def chain(self, num_tokens: int) -> Gained:
         """Return what chains of ``num_tokens`` guesses are expected to gain on these texts.
 
-        Args:
-            num_tokens: guesses per step, at least 1.
-            sampled: drawn from the draft and verified by speculative sampling; else the draft's
-                best ones.
+        Of one guess, accepted over proposed is alpha as practitioners count it.
         """
-        rates = ((text.kept if sampled else text.best, text.limit) for text in self.texts)
-        return total(replay_chain(each, num_tokens, limit) for each, limit in rates)
+        parts = [replay_chain(text.kept, num_tokens, text.limit) for text in self.texts]
+        return Gained(*map(sum, zip(*parts, strict=True)))
 
 
-@dataclass(frozen=True)
-class Gained:
+class Gained(NamedTuple):
     """Expected numbers of steps, proposed and accepted tokens, and tokens gained."""
 
     steps: float = 0.0
@@ -141,12 +125,6 @@ class Gained:
     def acceptance_rate(self) -> float:
         """Accepted over proposed."""
         return self.accepted / self.proposed if self.proposed else 0.0
-
-
-def total(parts: Iterable[Gained]) -> Gained:
-    """Add up texts."""
-    rows = [(each.steps, each.proposed, each.accepted, each.tokens) for each in parts]
-    return Gained(*map(sum, zip(*rows, strict=True))) if rows else Gained()
 
 
 def replay_chain(rates: Sequence[float], num_tokens: int, limit: int) -> Gained:
@@ -271,10 +249,7 @@ def agreement(
 
 def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
     """Bring a draft's logits [..., W] to ``vocab_size`` outputs: cut, or filled up with -inf."""
-    missing = vocab_size - logits.shape[-1]
-    if missing <= 0:
-        return logits[..., :vocab_size]
-    return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
+    return F.pad(logits, (0, vocab_size - logits.shape[-1]), value=-torch.inf)  # below 0 it cuts
 
 
 def _logits_before(model: PreTrainedModel, text: Sequence[int], num: int) -> Tensor:

@@ -224,8 +224,7 @@ def choose_tree(
     base.eval()
     heads.eval()
     with torch.inference_mode():
-        search = Search(tree.num_nodes, dynamic=True)
-        return calibrate(base, heads, output, texts, search)
+        return calibrate(base, heads, output, texts, Search(tree.num_nodes))
 
 
 def final_evaluation(

@@ -73,11 +73,9 @@ def measure(golden: Export, drafter: Drafter, prompts: list[Tensor]) -> Gains:
     return decoded_gains(golden.base, drafter, texts, golden.heads.num_heads)
 
 
-def dynamic_gains(hits: list[list[Hits]], num_nodes: int, temperatures: list[float]) -> Gains:
+def dynamic_gains(hits: list[list[Hits]], most: int, temperatures: list[float]) -> Gains:
     """Count what trees grown at each step gain."""
-    return count_gains(
-        hits, lambda _, text: dynamic_sizes(text, num_nodes, temperatures), num_nodes
-    )
+    return count_gains(hits, lambda _, text: dynamic_sizes(text, most, temperatures), most)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

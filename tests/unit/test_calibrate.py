@@ -106,7 +106,7 @@ def test_heads_that_never_hit_give_no_tree(medusa: Medusa, monkeypatch: pytest.M
 
 def test_the_size_asked_for_is_given(medusa: Medusa) -> None:
     """A pinned tree size must not be replaced by the fastest one. Clocks really."""
-    found = find(medusa, num_nodes=7, max_new_tokens=24, dynamic=True)
+    found = find(medusa, num_nodes=7, max_new_tokens=24)
     assert found.tree.num_nodes == 7 == found.measured_on["dynamic"]["num_nodes"]
     assert [size["num_nodes"] for size in found.measured_on["sizes"]] == [7]
     assert found.expected_accept_length == found.measured_on["sizes"][0]["accept_length"]
@@ -121,7 +121,7 @@ def test_batches_and_dynamic_trees_are_clocked(
 ) -> None:
     """A tree chosen for one row is too large for many, where every node counts B times."""
     clocked = clock(lambda nodes: 1 + 0.05 * nodes)
-    found = find(medusa, batch_size=4, dynamic=True)
+    found = find(medusa, batch_size=4)
     assert found.measured_on["plain_step_ms"] == 8 and found.measured_on["batch_size"] == 4
     assert clocked.count(8) == 2, "static and dynamic"
     dynamic = found.measured_on["dynamic"]
