@@ -214,11 +214,9 @@ class _Methods:
         ask: Callable[[Sequence[Any]], Iterator[tuple[int, Any]]],
     ) -> list[Any]:
         """Return the answers to all requests; ``ask`` yields them with their numbers."""
-        asked, found = [request.args for request in requests], dict[int, Any]()
-        for number, each in tqdm(
-            ask(asked), total=len(asked), unit="request", disable=quiet or None
-        ):
-            found[number] = each
+        asked = [request.args for request in requests]
+        bar = tqdm(ask(asked), total=len(asked), unit="request", disable=quiet or None)
+        found = dict(bar)
         for number, request in enumerate(asked):
             self.cache_hook.add_partial(kind, request, found[number])  # type: ignore[attr-defined]
         return [found[number] for number in range(len(asked))]
