@@ -103,7 +103,9 @@ class AnswerFile:
             # a run that was killed has left half a line behind the last line break
             if path.exists() and not (content := path.read_bytes()).endswith(b"\n"):
                 os.truncate(path, content.rfind(b"\n") + 1)
-        self.answers = {a["question_id"]: a for a in read_answers(self.path)} if begun else {}
+        # nothing is left where it was killed within the first answer
+        kept_any = begun and self.path.stat().st_size > 0
+        self.answers = {a["question_id"]: a for a in read_answers(self.path)} if kept_any else {}
         self.details = read_details(self.details_path)
 
     def _check_settings(self, path: Path, settings: Mapping[str, Any]) -> None:

@@ -22,11 +22,12 @@ from specheads.measure.clock import (
 from specheads.measure.identity import Divergence, Identity
 from specheads.measure.methods import Contest
 from specheads.measure.render import (
+    TEXT_COLUMNS,
+    crossover_lines,
     disturbance_lines,
-    format_batches,
     format_divergences,
-    format_kinds,
-    format_table,
+    kinds_table,
+    make_table,
 )
 from specheads.measure.rows import (
     baseline_drift,
@@ -143,7 +144,8 @@ def test_rows_hold_ratios_of_medians() -> None:
     assert row["identical"] is None and row["compared"] == 0
     assert row["per_kind"]["a"]["num_prompts"] == 2
     assert baseline_drift([runs]) == 4
-    assert "3.00x" in format_table(found) and "4.00 (3.00x)" in format_kinds(found)
+    assert "3.00x" in make_table(found, TEXT_COLUMNS).text()
+    assert "4.00 (3.00x)" in kinds_table(found).text()
 
 
 def test_rows_of_batches_count_their_prompts() -> None:
@@ -188,7 +190,7 @@ def test_crossover_is_found_per_method_and_temperature() -> None:
     assert (first["temperature"], first["batch"]) == (0.0, 4)
     assert first["interpolated"] == pytest.approx(2**1.5, abs=0.01)
     assert (second["batch"], second["interpolated"], second["largest_measured"]) == (None, None, 4)
-    table = format_batches(bench)
+    table = crossover_lines(bench)
     assert "tree at T=0: no faster than plain decoding from batch 4 (between sizes: 2.83)" in table
     assert "tree at T=1: faster than plain decoding up to batch 4" in table
 
