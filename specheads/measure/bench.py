@@ -94,16 +94,7 @@ def benchmark(
                 prefill=True,
             )
             clocked[temperature, size] = runs
-            started = runs["plain"].started
-            assert started is not None
-            watched.append(
-                {
-                    "temperature": temperature,
-                    "batch": size,
-                    "drift": round(report.baseline_drift([runs]), 4),
-                    **hardware.between(started, hardware.sample()),
-                }
-            )
+            watched.append(report.seen_beside(runs, temperature))
     # only now: the float32 copy that a divergence asks for would count as memory of the methods
     rounding = rounding_of(base, methods, prompts, clocked)
     rows = make_rows(base, methods, prompts, clocked, rounding, seed=plan.seed)

@@ -39,12 +39,12 @@ from specheads.measure.methods import Contest
 from specheads.measure.render import Columns, figure, interval, make_table
 from specheads.measure.rows import (
     accept_length_ci95,
-    baseline_drift,
     disturbance,
     mean_accept_length,
     ratio_ci95,
     rep8,
     rounded,
+    seen_beside,
     speed,
     speedup,
     whole,
@@ -360,12 +360,8 @@ def compare_drafts(
         tick=tick,
     )
     plain = runs["plain"]
-    assert plain.started is not None
-    watched: list[dict[str, Any]] = [
-        {"temperature": settings.temperature, "batch": 1, **hardware.between(*each)}
-        for each in ((begun, predicted), (plain.started, hardware.sample()))
-    ]
-    watched[1]["drift"] = round(baseline_drift([runs]), 4)
+    heat = settings.temperature
+    clocking = {"temperature": heat, "batch": 1, **hardware.between(begun, predicted)}
     size = num_parameters(base)
     candidates = []
     for i, (name, each) in enumerate(found.items()):
@@ -380,7 +376,7 @@ def compare_drafts(
     best = recommended(candidates)
     texts = [each.new_tokens for each in plain.decoded]
     return {
-        "disturbance": disturbance(watched),
+        "disturbance": disturbance([clocking, seen_beside(runs, heat)]),
         "base": {"parameters": size},
         "plain": {
             "seconds": [round(sum(repeat), 6) for repeat in plain.seconds],
@@ -496,8 +492,8 @@ def figures(runs: Runs, plain: Runs, num_tokens: int, max_new_tokens: int) -> di
     return {
         "num_prompts": len(lengths),
         "tokens_per_second": round(speed(whole(runs)), 3),
-        "speedup": round(ratio, 4),
-        "speedup_ci95": rounded(bounds),
+        "speedup": ratio,
+        "speedup_ci95": bounds,
         "accept_length": round(mean_accept_length(lengths), 4),
         "accept_length_ci95": rounded(accept_length_ci95(lengths)),
         "acceptance_rate": round(accepted / proposed, 4) if proposed else 0.0,

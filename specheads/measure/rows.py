@@ -14,8 +14,8 @@ import torch
 
 from specheads.measure.clock import Method, Prompt, Runs
 from specheads.measure.identity import Identity
+from specheads.system import hardware
 from specheads.system.files import whole_file
-from specheads.system.hardware import SHARE_LIMIT
 
 REP8_LIMIT = 0.25  # above it greedy text is mostly loops, and its speed says little
 LOOPING_HEADLINE = 0.7  # the temperature of the headline then
@@ -86,13 +86,13 @@ def speed(work: Work) -> float:
 
 
 def speedup(work: Work, other: Work) -> tuple[float, list[float]]:
-    """Return how many times as fast ``work`` is as ``other``, with its 95% interval.
+    """Return how many times as fast ``work`` is as ``other``, with its 95% interval, rounded.
 
     Both are of the same prompts in turn, so the interval is a bootstrap over prompts of the ratio
     itself, which is narrower than what two speeds with an interval each would let one say.
     """
     bounds = ratio_ci95([work[0], other[1]], [work[1], other[0]])
-    return speed(work) / speed(other), list(bounds)
+    return round(speed(work) / speed(other), 4), rounded(bounds)
 
 
 def accept_length_ci95(accept_lengths: Sequence[Sequence[int]]) -> list[float]:
@@ -177,7 +177,6 @@ def make_row(
     """
     of, plain = runs[method.name], runs["plain"]
     work = whole(of)
-    ratio, bounds = speedup(work, whole(plain))
     lengths = [each.accept_lengths for each in of.decoded]
     steps = Counter(length for each in lengths for length in each)
     return {
@@ -192,11 +191,9 @@ def make_row(
         "new_tokens": int(sum(work[0])),
         "seconds": [round(sum(repeat), 6) for repeat in of.seconds],
         "prefill_seconds": [round(sum(repeat), 6) for repeat in of.prefill],
-        "tokens_per_second": round(speed(work), 3),
-        "speedup_vs_plain": round(ratio, 4),
-        "speedup_vs_plain_ci95": rounded(bounds),
+        **_speeds(work, whole(plain)),
         "speedup_vs_hf_generate": round(speed(work) / speed(whole(runs["hf_generate"])), 4),
-        **_decoding(of, plain),
+        **_speeds(without_prefill(of), without_prefill(plain), "decode_"),
         "accept_length": round(mean_accept_length(lengths), 4),
         "accept_length_ci95": rounded(accept_length_ci95(lengths)),
         "accept_lengths": {str(length): steps[length] for length in sorted(steps)},
@@ -221,55 +218,61 @@ def _mean_rep8(runs: Runs) -> float:
     return round(sum(rep8(each.new_tokens) for each in runs.decoded) / len(runs.decoded), 4)
 
 
-def _decoding(of: Runs, plain: Runs) -> dict[str, Any]:
-    """Return the speed without prefill; None where it is unknown."""
-    own, other = without_prefill(of), without_prefill(plain)
-    found: dict[str, Any] = {
-        "decode_tokens_per_second": round(speed(own), 3) if own else None,
-        "decode_speedup_vs_plain": None,
-        "decode_speedup_vs_plain_ci95": None,
+def _speeds(own: Work | None, plain: Work | None, prefix: str = "") -> dict[str, Any]:
+    """Return the speed, and the speed-up over plain decoding; None where they are unknown."""
+    ratio, bounds = speedup(own, plain) if own and plain else (None, None)
+    return {
+        f"{prefix}tokens_per_second": round(speed(own), 3) if own else None,
+        f"{prefix}speedup_vs_plain": ratio,
+        f"{prefix}speedup_vs_plain_ci95": bounds,
     }
-    if own and other:
-        ratio, bounds = speedup(own, other)
-        found["decode_speedup_vs_plain"] = round(ratio, 4)
-        found["decode_speedup_vs_plain_ci95"] = rounded(bounds)
-    return found
 
 
 def _of_kind(of: Runs, plain: Runs, chosen: Sequence[int]) -> dict[str, Any]:
     """Return the figures of some prompts; of a batch nobody knows whose the seconds were."""
-    speeds: dict[str, Any] = dict.fromkeys(
-        ("tokens_per_second", "speedup_vs_plain", "speedup_vs_plain_ci95")
-    )
-    own = of.only(chosen)
-    if of.batch_size == 1:
-        ratio, bounds = speedup(whole(own), whole(plain.only(chosen)))
-        values = (round(speed(whole(own)), 3), round(ratio, 4), rounded(bounds))
-        speeds = dict(zip(speeds, values, strict=True))
+    own, alone = of.only(chosen), of.batch_size == 1
+    works = (whole(own), whole(plain.only(chosen))) if alone else (None, None)
     return {
         "num_prompts": len(chosen),
-        **speeds,
+        **_speeds(*works),
         "accept_length": round(mean_accept_length([e.accept_lengths for e in own.decoded]), 4),
         "rep8": _mean_rep8(own),
     }
 
 
-def baseline_drift(runs: Sequence[dict[str, Runs]]) -> float:
-    """Return slowest over fastest repeat of plain decoding; well above 1, something interfered.
+def seen_beside(runs: Mapping[str, Runs], temperature: float) -> dict[str, Any]:
+    """Return what was seen of other work on the machine, from the first clocked text until now.
 
     Args:
-        runs: per temperature and batch size, all methods.
+        runs: of all methods at one temperature and batch size, just clocked.
+        temperature: for the record.
+
+    Returns:
+        ``temperature``, ``batch``, ``drift``: slowest over fastest repeat of plain decoding (well
+        above 1, something interfered), and what :func:`specheads.system.hardware.between` says.
     """
-    totals = [[sum(repeat) for repeat in each["plain"].seconds] for each in runs]
-    return max(max(each) / min(each) for each in totals)
+    plain = runs["plain"]
+    assert plain.started is not None
+    return {
+        "temperature": temperature,
+        "batch": plain.batch_size,
+        "drift": round(baseline_drift(plain), 4),
+        **hardware.between(plain.started, hardware.sample()),
+    }
+
+
+def baseline_drift(plain: Runs) -> float:
+    """Return slowest over fastest repeat."""
+    totals = [sum(repeat) for repeat in plain.seconds]
+    return max(totals) / min(totals)
 
 
 def disturbance(watched: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return what the environment block says about other work on the machine.
 
     Args:
-        watched: per temperature and batch size ``drift`` of plain decoding, where it was clocked
-            more than once, and what :func:`specheads.system.hardware.between` returns.
+        watched: :func:`seen_beside` of every temperature and batch size; ``drift`` may be missing
+            where plain decoding was not clocked.
     """
     drift = max(each["drift"] for each in watched if "drift" in each)
     known = [each for each in watched if each["other_share"] is not None]
@@ -280,7 +283,7 @@ def disturbance(watched: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "baseline_drift": drift,
         "other_share": None if mean is None else round(mean, 4),
         "largest_other_share": worst,
-        "contended": drift > DRIFT_LIMIT or (worst or 0.0) > SHARE_LIMIT,
+        "contended": drift > DRIFT_LIMIT or (worst or 0.0) > hardware.SHARE_LIMIT,
         "watched": list(watched),
     }
 
@@ -395,12 +398,7 @@ def versus(runs: Mapping[str, Runs], name: str, other: str) -> dict[str, Any]:
         other: name of the method that it is compared with.
     """
     ratio, bounds = speedup(whole(runs[name]), whole(runs[other]))
-    return {
-        "method": name,
-        "other": other,
-        "speedup": round(ratio, 4),
-        "ci95": rounded(bounds),
-    }
+    return {"method": name, "other": other, "speedup": ratio, "ci95": bounds}
 
 
 def pairs(clocked: Clocked) -> list[dict[str, Any]]:

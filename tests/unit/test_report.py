@@ -143,7 +143,7 @@ def test_rows_hold_ratios_of_medians() -> None:
     assert (row["num_replays"], row["num_replay_passes"]) == (6, 27), "time that no step took"
     assert row["identical"] is None and row["compared"] == 0
     assert row["per_kind"]["a"]["num_prompts"] == 2
-    assert baseline_drift([runs]) == 4
+    assert baseline_drift(runs["plain"]) == 4
     assert "3.00x" in make_table(found, TEXT_COLUMNS).text()
     assert "4.00 (3.00x)" in kinds_table(found).text()
 
