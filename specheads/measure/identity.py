@@ -186,29 +186,6 @@ class Divergence:
     near_tie: bool
 
 
-@dataclass(frozen=True)
-class Identity:
-    """How many of the compared decodings are the same tokens, and how the others differ."""
-
-    compared: int
-    divergences: tuple[Divergence, ...]
-
-    @property
-    def identical(self) -> int:
-        """Same tokens from first to last."""
-        return self.compared - len(self.divergences)
-
-    @property
-    def near_ties(self) -> int:
-        """Differ first where rounding could decide."""
-        return sum(each.near_tie for each in self.divergences)
-
-    @property
-    def failures(self) -> list[Divergence]:
-        """Differ where it could not."""
-        return [each for each in self.divergences if not each.near_tie]
-
-
 def choice_scores(logits: Tensor, position: int, sampler: Sampler) -> Tensor:
     """Return the scores, in units of logits, whose largest is the token at ``position``, [V].
 
@@ -232,8 +209,8 @@ def compare(
     samplers: Sequence[Sampler],
     *,
     rounding: Rounding,
-) -> Identity:
-    """Compare decodings with plain ones, prompt by prompt; judge the first divergence of each.
+) -> list[Divergence]:
+    """Return the first divergence of each decoding that is not plain decoding's, judged.
 
     Args:
         names: of the prompts.
@@ -263,4 +240,4 @@ def compare(
         noise = rounding.noise
         near_tie = margin_dtype <= noise.shape and margin_fp32 <= noise.dtype
         found.append(Divergence(name, index, a, b, margin_fp32, margin_dtype, near_tie))
-    return Identity(len(prompts), tuple(found))
+    return found

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from specheads.measure.clock import Method, Prompt, Runs
-from specheads.measure.identity import Identity
+from specheads.measure.identity import Divergence
 from specheads.system import hardware
 from specheads.system.files import whole_file
 
@@ -157,7 +157,7 @@ def make_row(
     runs: Mapping[str, Runs],
     prompts: Sequence[Prompt],
     temperature: float,
-    identity: Identity | None,
+    divergences: Sequence[Divergence] | None,
     *,
     dtype: str,
     device: str,
@@ -171,7 +171,7 @@ def make_row(
         runs: of all methods at this temperature and batch size.
         prompts: those decoded.
         temperature: of the sampling.
-        identity: comparison with plain decoding; None where the draws differ by design.
+        divergences: from plain decoding; None where the draws differ by design.
         dtype: of the weights.
         device: of the weights.
     """
@@ -179,6 +179,10 @@ def make_row(
     work = whole(of)
     lengths = [each.accept_lengths for each in of.decoded]
     steps = Counter(length for each in lengths for length in each)
+    counted: dict[str, int | None] = {"identical": None, "compared": 0, "near_ties": None}
+    if divergences is not None:
+        identical, near = len(prompts) - len(divergences), sum(e.near_tie for e in divergences)
+        counted = {"identical": identical, "compared": len(prompts), "near_ties": near}
     return {
         "method": method.name,
         "drafter": method.drafter,
@@ -200,10 +204,8 @@ def make_row(
         "rep8": _mean_rep8(of),
         "peak_memory": of.peak_memory,
         "extra_parameters": method.extra_parameters,
-        "identical": identity.identical if identity else None,
-        "compared": identity.compared if identity else 0,
-        "near_ties": identity.near_ties if identity else None,
-        "divergences": [asdict(each) for each in identity.divergences] if identity else [],
+        **counted,
+        "divergences": [asdict(each) for each in divergences or ()],
         "ended": sum(each.finished for each in of.decoded),
         "num_replays": sum(each.num_replays for each in of.decoded),
         "num_replay_passes": sum(each.num_replay_passes for each in of.decoded),
