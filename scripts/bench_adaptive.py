@@ -24,13 +24,8 @@ from specheads.decoding.exported import choose_drafter, load_subject
 from specheads.drafters.contract import Drafter
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.length import EntropyLength, FixedLength
-from specheads.measure.clock import (
-    Prompt,
-    Runs,
-    clock,
-    prompts_of,
-)
-from specheads.measure.methods import Contest
+from specheads.measure.bench import Contest
+from specheads.measure.clock import Prompt, Runs, clock, prompts_of
 from specheads.measure.rows import ratio_ci95
 from specheads.models.draft import load_draft
 from specheads.system import hardware

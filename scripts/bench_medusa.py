@@ -26,7 +26,7 @@ from typing import Any
 import harness
 from harness import CORPUS, ROOT
 
-from specheads.measure.methods import Contest
+from specheads.measure.bench import Contest
 from specheads.models.checkpoint import read_config
 from specheads.system import hardware
 

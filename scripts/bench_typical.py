@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 from specheads.decoding.accept import Acceptance
 from specheads.decoding.result import DecodedRow
+from specheads.measure.bench import Contest
 from specheads.measure.clock import Prompt, clock
-from specheads.measure.methods import Contest
 from specheads.measure.rows import rep8
 from specheads.models.checkpoint import load_export
 from specheads.system import hardware

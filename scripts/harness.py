@@ -346,7 +346,7 @@ def methods_of(
         trees: static ones.
         limit: of the new tokens.
     """
-    from specheads.measure.methods import Contest
+    from specheads.measure.bench import Contest
 
     contest = Contest.of(model, limit)
     own = contest.of_trees(heads, trees) if heads is not None else []

@@ -23,8 +23,8 @@ from specheads.config import DecodeConfig
 from specheads.decoding.conversation import StepPrinter
 from specheads.decoding.exported import exported_drafter, tree_kind
 from specheads.decoding.loop import decode, plain_decode
+from specheads.measure.bench import Contest
 from specheads.measure.clock import Prompt
-from specheads.measure.methods import Contest
 from specheads.measure.rows import LOOPING_HEADLINE, REP8_LIMIT
 from specheads.models.base import end_tokens
 from specheads.models.checkpoint import Export

@@ -39,7 +39,6 @@ def run(config: BenchConfig) -> None:
     from specheads.measure import bench
     from specheads.measure.clock import prompt_file, prompts_of
     from specheads.measure.hits import measure_accuracy
-    from specheads.measure.methods import Contest
     from specheads.measure.render import bench_text
     from specheads.measure.rows import failures, write_steps
     from specheads.system import hardware
@@ -58,7 +57,7 @@ def run(config: BenchConfig) -> None:
     prompts, digest = prompts_of(base, subject.tokenizer, path, *limits)
     rule = acceptance_rule(decode)
     lossy = None if rule.lossless else rule
-    contest = Contest.of(subject, config.max_new_tokens, compile=decode.compile)
+    contest = bench.Contest.of(subject, config.max_new_tokens, compile=decode.compile)
     methods = contest.baselines(batched=max(sizes) > 1)
     if export:
         trees = [export.tree]

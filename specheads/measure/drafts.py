@@ -34,8 +34,8 @@ from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.length import FixedLength
+from specheads.measure.bench import Contest
 from specheads.measure.clock import Prompt, Runs, clock
-from specheads.measure.methods import Contest
 from specheads.measure.render import Columns, figure, interval, make_table
 from specheads.measure.rows import (
     accept_length_ci95,

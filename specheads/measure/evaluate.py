@@ -26,16 +26,11 @@ from specheads.drafters.contract import Drafter
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.heads import static_drafter
 from specheads.drafters.length import FixedLength
+from specheads.measure.bench import Contest
 from specheads.measure.calibrate import Calibration, Search, calibrate
-from specheads.measure.clock import (
-    Prompt,
-    Runs,
-    clock,
-    prompts_of,
-)
+from specheads.measure.clock import Prompt, Runs, clock, prompts_of
 from specheads.measure.drafts import Alpha, agreement
 from specheads.measure.hits import Texts
-from specheads.measure.methods import Contest
 from specheads.measure.plots import tree_svg
 from specheads.measure.rows import accept_length_ci95, mean_accept_length, rep8, speed, whole
 from specheads.models.base import end_tokens

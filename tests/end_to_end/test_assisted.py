@@ -12,8 +12,8 @@ from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.length import FixedLength
 from specheads.drafters.lookup import NgramDrafter
+from specheads.measure.bench import Contest, fixed_assistant, gained_by_passes
 from specheads.measure.clock import Batch
-from specheads.measure.methods import Contest, fixed_assistant, gained_by_passes
 from tests.ragged import ROWS, padded
 from tests.zoo import build, disturbed
 

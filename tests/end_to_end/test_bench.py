@@ -14,8 +14,8 @@ import torch
 from specheads.bench import run as bench
 from specheads.config import BenchConfig, ConfigError, RunError, TreeSearchConfig
 from specheads.decoding.result import DecodedRow
+from specheads.measure.bench import Contest
 from specheads.measure.clock import Batch, Method, read_prompts
-from specheads.measure.methods import Contest
 from specheads.models.base import load_tokenizer
 from specheads.models.checkpoint import load_export, read_config
 from specheads.models.manifest import write_manifest

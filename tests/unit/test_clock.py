@@ -14,14 +14,8 @@ from specheads.attention.tree import default_tree
 from specheads.decoding import loop
 from specheads.decoding.result import DecodedRow
 from specheads.drafters.heads import static_drafter
-from specheads.measure.clock import (
-    Batch,
-    Method,
-    Prompt,
-    clock,
-    prompt_file,
-)
-from specheads.measure.methods import Contest
+from specheads.measure.bench import Contest
+from specheads.measure.clock import Batch, Method, Prompt, clock, prompt_file
 from specheads.models.forward import ModelPass
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer

@@ -10,17 +10,9 @@ import torch
 from transformers import LlamaForCausalLM
 
 from specheads.decoding.result import DecodedRow
-from specheads.measure.bench import Plan, benchmark
-from specheads.measure.clock import (
-    Batch,
-    Method,
-    Prompt,
-    Runs,
-    clock,
-    make_batches,
-)
+from specheads.measure.bench import Contest, Plan, benchmark
+from specheads.measure.clock import Batch, Method, Prompt, Runs, clock, make_batches
 from specheads.measure.identity import Divergence
-from specheads.measure.methods import Contest
 from specheads.measure.render import (
     TEXT_COLUMNS,
     crossover_lines,
