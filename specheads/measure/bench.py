@@ -327,21 +327,14 @@ class Contest:
         if {name for each in asked for name in each.drafter.split("+")} & {"lookup", "suffix"}:
             methods.append(self.lookup(LOOKUP_TOKENS, LOOKUP_NGRAM))
         chosen = [choose_drafter(subject, each, draft=draft) for each in asked]
-        rules: list[tuple[Chosen, str, Acceptance | None]]
-        rules = [(each, each.name, None) for each in chosen]
+        rules: list[tuple[Chosen, Acceptance | None]] = [(each, None) for each in chosen]
         if lossy is not None and subject.export is None:
-            rules.append((chosen[0], f"{chosen[0].name}_{lossy.rule}", lossy))
-        return methods + [
-            self.ours(
-                name,
-                each.drafter,
-                each.num_nodes,
-                extra=each.extra_parameters,
-                rule=rule,
-                kind=each.name,
-            )
-            for each, name, rule in rules
-        ]
+            rules.append((chosen[0], lossy))
+        for each, rule in rules:
+            name, extra = f"{each.name}_{rule.rule}" if rule else each.name, each.extra_parameters
+            more: dict[str, Any] = {"rule": rule, "extra": extra, "kind": each.name}
+            methods.append(self.ours(name, each.drafter, each.num_nodes, **more))
+        return methods
 
     def of_others(self, others: Mapping[str, Export]) -> list[Method]:
         """Return for each export its tree, called ``<name>/tree``, and that of each step.

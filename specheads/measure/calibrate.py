@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from specheads.attention.tree import Choice, Tree, grow_tree
 from specheads.config import EvaluateConfig, TreeConfig
-from specheads.decoding.costs import CostCurve, clock_steps, ratios, runner
+from specheads.decoding.costs import CostCurve, best_length, clock_steps, ratios, runner
 from specheads.drafters.contract import Drafter
 from specheads.drafters.heads import HeadsDrafter, dynamic_drafter, static_drafter
 from specheads.measure.hits import (
@@ -88,9 +88,13 @@ class Kind:
         return self.gains.tokens.shape[1] + 1
 
     def fastest(self) -> tuple[int, CostCurve]:
-        """Return the number of nodes with the most tokens per second, and the cost curve."""
+        """Return the number of nodes with the most tokens per second, and the cost curve.
+
+        All sizes are looked at; of equals it is the smallest.
+        """
         curve = CostCurve.through(self.clocked)
-        return fastest(self.gains.lengths(), curve), curve
+        lengths = enumerate(self.gains.lengths(), start=2)
+        return best_length([length / curve.at(size) for size, length in lengths]) + 1, curve
 
     def worth_clocking(self) -> list[int]:
         """Return the fastest size and those halfway to its neighbours, if any of them is new.
@@ -103,17 +107,6 @@ class Kind:
         right = min((size for size in curve.sizes if size > best), default=best)
         sizes = {(left + best) // 2, best, (best + right) // 2}
         return sorted(sizes) if sizes - set(curve.sizes) else []
-
-
-def fastest(lengths: Sequence[float], curve: CostCurve) -> int:
-    """Return the number of nodes with the most tokens per second; of equals the smallest.
-
-    Args:
-        lengths: expected accept length of 2, 3, ... nodes; all of them are looked at.
-        curve: cost in plain steps.
-    """
-    speedups = [length / curve.at(size) for size, length in enumerate(lengths, start=2)]
-    return 2 + max(range(len(speedups)), key=speedups.__getitem__)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -143,8 +144,7 @@ def read_prompts(
         if 0 < len(ids) <= max_length:
             prompt = Prompt(record["id"], record["kind"], torch.tensor([ids], device=device))
             by_kind.setdefault(prompt.kind, []).append(prompt)
-    rounds = range(max(map(len, by_kind.values()), default=0))
-    ordered = [by_kind[kind][i] for i in rounds for kind in by_kind if i < len(by_kind[kind])]
+    ordered = [each for row in zip_longest(*by_kind.values()) for each in row if each is not None]
     if not ordered:
         raise ConfigError(f"{path} has no prompt of at most {max_length} tokens")
     chosen = ordered[:num_prompts]

@@ -138,12 +138,7 @@ def replay_chain(rates: Sequence[float], num_tokens: int, limit: int) -> Gained:
         rates: per token of the text the probability that its guess is accepted.
         num_tokens: guesses per step; fewer where ``limit`` leaves no room for them.
         limit: tokens that the text had room for, at least as many as there are rates.
-
-    Raises:
-        ValueError: if ``num_tokens`` is below 1.
     """
-    if num_tokens < 1:
-        raise ValueError(f"num_tokens must be at least 1, got {num_tokens}")
     length = len(rates)
     starts = [1.0, *[0.0] * (length + num_tokens)]  # probability that a step starts here
     steps = proposed = accepted = 0.0

@@ -410,17 +410,16 @@ def measure_draft(
         runs = decode_all(base, {"chain": drafter}, prompts, evaluate, eos_token_ids)
         for temperature in evaluate.temperatures:
             at = f"t{temperature:g}"
-            both = runs[at]
-            of = figures(both, "chain", evaluate, NUM_TOKENS)
+            of = figures(runs[at], "chain", evaluate, NUM_TOKENS)
             if temperature > 0:
                 del of["identical"], of["compared"]
             found[at] = {key.replace("head_", "depth_"): value for key, value in of.items()}
             sampler, limit = Sampler(temperature=temperature), evaluate.max_new_tokens - 1
             texts = [
                 agreement(base, draft, prompt.input_ids, text.new_tokens, sampler, limit)
-                for prompt, text in zip(prompts, both["plain"].decoded, strict=True)
+                for prompt, text in zip(prompts, runs[at]["plain"].decoded, strict=True)
             ]
-            found[at] |= {"alpha": Alpha(texts).alpha, "rep8": _plain_rep8(both)}
+            found[at] |= {"alpha": Alpha(texts).alpha, "rep8": _plain_rep8(runs[at])}
     return found, runs
 
 
@@ -438,14 +437,10 @@ def describe_costs_of_drafting(
         prompt: [1, P], continued by both.
         evaluate: how many new tokens.
     """
-
-    def make(num_tokens: int) -> DraftModelDrafter:
-        return DraftModelDrafter(draft, FixedLength(num_tokens))
-
     with undisturbed(base, draft):
         costs = clock_drafts(
             base,
-            {"draft": make},
+            {"draft": lambda n: DraftModelDrafter(draft, FixedLength(n))},
             prompt,
             max_tokens=NUM_TOKENS,
             max_new_tokens=evaluate.max_new_tokens,

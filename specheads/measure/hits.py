@@ -14,7 +14,6 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +22,8 @@ from transformers import PreTrainedModel
 
 from specheads.attention.tree import Choice, Tree
 from specheads.config import ConfigError
-from specheads.decoding.loop import decode, plain_decode
-from specheads.decoding.result import DecodedRow, DecodeResult
+from specheads.decoding.loop import decode
+from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
 from specheads.drafters.growing import grow
 from specheads.drafters.heads import HeadsDrafter, embedding
@@ -158,18 +157,21 @@ class Texts:
     seed: int = 0
 
     def decode(
-        self, run: Callable[..., DecodeResult], progress: Progress = iter
+        self, base: PreTrainedModel, drafter: Drafter | None, progress: Progress
     ) -> Iterator[tuple[int, DecodedRow]]:
-        """Yield the number of a prompt and what ``run`` made of it, for all texts.
+        """Yield the number of a prompt and what came of it, for all texts.
 
         Args:
-            run: decodes a batch, given its ids and the settings of both loops.
+            base: base model.
+            drafter: proposes; None decodes plainly.
             progress: wraps the batches of prompts, to show a bar.
         """
         for first in progress(range(0, len(self.prompts), ROWS)):
             input_ids, attention_mask = pad_left(self.prompts[first : first + ROWS])
             for temperature in self.temperatures:
-                result = run(
+                result = decode(
+                    base,
+                    drafter,
                     input_ids,
                     attention_mask=attention_mask,
                     max_new_tokens=self.max_new_tokens,
@@ -195,7 +197,7 @@ def collect_hits(
     if not texts.prompts:
         raise ValueError("prompts must hold at least 1 prompt, got 0")
     found: list[list[Hits]] = [[] for _ in texts.prompts]
-    for number, row in texts.decode(partial(plain_decode, base), progress):
+    for number, row in texts.decode(base, None, progress):
         prompt = texts.prompts[number]
         whole = torch.cat([prompt, prompt.new_tensor([row.new_tokens])], dim=1)
         found[number].append(
@@ -655,7 +657,7 @@ def decoded_gains(
         progress: wraps the batches of prompts, to show a bar.
     """
     tokens, steps = torch.zeros(2, len(texts.prompts), 1, dtype=torch.long)
-    for number, row in texts.decode(partial(decode, base, drafter), progress):
+    for number, row in texts.decode(base, drafter, progress):
         root = 0
         known = texts.max_new_tokens - (0 if row.finished else num_heads + 1)
         for length in row.accept_lengths:

@@ -21,6 +21,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -121,10 +122,8 @@ class Rounding:
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
     """Return the first index where the two differ (one of them may have ended), else None."""
-    for index, (a, b) in enumerate(zip(left, right, strict=False)):
-        if a != b:
-            return index
-    return None if len(left) == len(right) else min(len(left), len(right))
+    pairs = enumerate(zip_longest(left, right))
+    return next((index for index, (a, b) in pairs if a != b), None)
 
 
 def unit_in_last_place(number: float, dtype: torch.dtype) -> float:

@@ -160,10 +160,12 @@ class _Methods:
             plans = [_plan(settings, self._max_gen_toks) for _, settings in asked]
             order = sorted(range(len(asked)), key=lambda n: repr(plans[n]))
             for _, alike in groupby(order, lambda n: repr(plans[n])):
-                for numbers in _batches(sorted(alike), self._batch_size, plans):
+                every = sorted(alike)
+                plan = plans[every[0]]
+                sampled = bool(plan["settings"]["temperature"])
+                for numbers in _batches(every, self._batch_size, sampled=sampled):
                     contexts = [asked[n][0] for n in numbers]
-                    seed = self._seed + numbers[0]
-                    continued = self._generate(contexts, plans[numbers[0]], seed)
+                    continued = self._generate(contexts, plan, self._seed + numbers[0])
                     yield from zip(numbers, continued, strict=True)
 
         return self._run("generate_until", requests, disable_tqdm, write)
@@ -312,19 +314,14 @@ def rolling_windows(
         yield whole[max(0, stop - max_length) : start + 1], list(ids[start:stop])
 
 
-def _batches(
-    numbers: Sequence[int], size: int, plans: Sequence[Mapping[str, Any]]
-) -> Iterator[list[int]]:
+def _batches(numbers: Sequence[int], size: int, *, sampled: bool) -> Iterator[Sequence[int]]:
     """Group neighbours; where texts are sampled, only requests whose seeds follow each other."""
-    batch: list[int] = []
-    for n in numbers:
-        sampled = bool(plans[n]["settings"]["temperature"])
-        if batch and (len(batch) == size or (sampled and n != batch[-1] + 1)):
-            yield batch
-            batch = []
-        batch.append(n)
-    if batch:
-        yield batch
+    runs: list[Sequence[int]] = [numbers]
+    if sampled:
+        following = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+        runs = [[number for _, number in run] for _, run in following]
+    for run in runs:
+        yield from (run[i : i + size] for i in range(0, len(run), size))
 
 
 def _plan(settings: Mapping[str, Any], max_gen_toks: int) -> dict[str, Any]:

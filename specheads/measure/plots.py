@@ -12,7 +12,6 @@ import io
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from html import escape
 from typing import Any
 
@@ -209,27 +208,24 @@ def draw(result: Mapping[str, Any]) -> dict[str, str]:
     colors = {method: _COLORS[i % len(_COLORS)] for i, method in enumerate(methods)}
     at = f"T={temperature:g}"
     found = {
-        "speed": _draw("speed", partial(_speed, rows=alone, colors=colors)),
-        "kinds": _draw("kinds", partial(_kinds, rows=both, colors=colors, at=at)),
+        "speed": _draw("speed", lambda axes: _speed(axes, alone, colors)),
+        "kinds": _draw("kinds", lambda axes: _kinds(axes, both, colors, at)),
     }
     small = (7.0, 3.8)
     if any(row.get("accept_lengths") for row in both):
-        found["lengths"] = _draw(
-            "lengths", partial(_lengths, rows=both, colors=colors, at=at), small
-        )
+        found["lengths"] = _draw("lengths", lambda axes: _lengths(axes, both, colors, at), small)
     if len({row["batch"] for row in rows}) > 1:
-        paint = partial(_batches, rows=here, colors=colors, at=at)
-        found["batches"] = _draw("batches", paint, panels=2)
+        found["batches"] = _draw("batches", lambda axes: _batches(axes, here, colors, at), panels=2)
     static = [row for row in alone if is_static_tree(row["method"])]
     if len({row["tree_nodes"] for row in static}) > 1:
-        found["sizes"] = _draw("sizes", partial(_sizes, rows=static), small)
+        found["sizes"] = _draw("sizes", lambda axes: _sizes(axes, static), small)
     heads = {
         name: next(each for each in measured if each["temperature"] == temperature)
         for name, measured in result.get("heads", {}).items()
     }
     if heads:
         size = (4.0 * len(heads) + 1, 3.8)
-        found["heads"] = _draw("heads", partial(_heads, heads=heads, at=at), size, len(heads))
+        found["heads"] = _draw("heads", lambda axes: _heads(axes, heads, at), size, len(heads))
         found["tree"] = "\n".join(_trees(heads, at))
     return found
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from specheads.attention.tree import Tree
-from specheads.decoding.costs import CostCurve
 from specheads.measure import calibrate as module
-from specheads.measure.calibrate import Calibration, Kind, Search, calibrate, fastest
+from specheads.measure.calibrate import Calibration, Kind, Search, calibrate
 from specheads.measure.hits import Gains, Hits, Texts, static_gains
 from tests.conftest import Medusa
 from tests.conftest import three_prompts as prompts
@@ -131,12 +130,15 @@ def test_batches_and_dynamic_trees_are_clocked(
 
 def test_the_fastest_of_all_sizes() -> None:
     """An index off by one names the neighbour of the fastest."""
-    curve = CostCurve.through({2: [1.0], 4: [1.0], 6: [2.0]})
-    assert fastest([1.5, 1.6, 1.7, 1.8, 1.9], curve) == 4
-    assert fastest([1.5, 1.5, 1.5], curve) == 2, "of equals the smallest"
-    gains = Gains(torch.tensor([[15, 16, 17, 40]]), torch.tensor([[10, 10, 10, 10]]))
-    kind = Kind(gains, lambda size: None, {2: [1.0], 4: [1.0], 6: [2.0]})  # type: ignore[arg-type,return-value]
-    assert kind.fastest()[0] == 5 and kind.worth_clocking() == [4, 5]
+
+    def kind(*tokens: int) -> Kind:
+        gains = Gains(torch.tensor([tokens]), torch.full((1, len(tokens)), 10))
+        return Kind(gains, lambda size: None, {2: [1.0], 4: [1.0], 6: [2.0]})  # type: ignore[arg-type,return-value]
+
+    assert kind(15, 16, 17, 18, 19).fastest()[0] == 4
+    assert kind(15, 15, 15).fastest()[0] == 2, "of equals the smallest"
+    assert kind(15, 16, 17, 40).fastest()[0] == 5
+    assert kind(15, 16, 17, 40).worth_clocking() == [4, 5]
 
 
 def test_expectations_come_from_prompts_that_were_not_grown_from() -> None:
