@@ -38,7 +38,6 @@ from specheads.data.readers import LineReader
 from specheads.data.schema import RecordError
 from specheads.data.suites import Question, QuestionPrompts
 from specheads.decoding.generate import SpecDecoder
-from specheads.decoding.result import DecodeResult
 from specheads.measure.clock import now
 from specheads.measure.render import Columns, figure, interval, make_table
 from specheads.measure.rows import Work, accept_length_ci95, mean_accept_length, ratio_ci95, speed
@@ -276,37 +275,17 @@ def answer(decoder: SpecDecoder, question: Question, number: int, asked: Asked) 
         TooLongError: if a turn does not fit the base model's context.
         ConfigError: if the chat template refuses the conversation.
     """
-    assert decoder.tokenizer is not None
     turns: list[Turn] = []
     for i in range(len(question.turns)):
         ids = asked.prompts.ids(question, [turn.text for turn in turns])
-        limit = min(asked.max_new_tokens, _room(decoder, ids, f"{question.id}, turn {i}"))
-        result, seconds, prefill = decode_prompt(
+        _, turn = decode_turn(
             decoder,
             torch.tensor([ids], device=input_device(decoder.base)),
-            limit,
+            min(asked.max_new_tokens, _room(decoder, ids, f"{question.id}, turn {i}")),
             temperature=asked.temperature,
             seed=asked.seed + number,
         )
-        new_tokens, num_passes, lengths = count_tokens(decoder, result)
-        text = decoder.tokenizer.decode(
-            result.new_tokens[:new_tokens],
-            skip_special_tokens=True,
-            clean_up_tokenization_spaces=False,
-        )
-        turns.append(
-            Turn(
-                text=str(text).strip(),
-                new_tokens=new_tokens,
-                num_passes=num_passes,
-                accept_lengths=lengths,
-                wall_time=seconds,
-                prefill_time=prefill,
-                num_emitted=len(result.new_tokens),
-                num_prompt_tokens=len(ids),
-                limit=limit,
-            )
-        )
+        turns.append(turn)
     return turns
 
 
@@ -369,33 +348,24 @@ def answer_all(
     return left_out
 
 
-def count_tokens(decoder: SpecDecoder, result: DecodeResult) -> tuple[int, int, list[int]]:
-    """Return new tokens, forward passes and accept lengths, as an answer file counts them.
-
-    The token that ends an answer is no token of it: Spec-Bench counts a baseline's tokens in its
-    text, which has none, and a method that counted it would be faster by nothing but that. Of
-    plain decoding every pass gains a token; with a drafter the prefill's belongs to no step.
-    """
-    assert decoder.tokenizer is not None
-    ends = end_tokens(decoder.base, decoder.tokenizer)
-    unsaid = result.finished and result.new_tokens[-1] in ends
-    num_passes = result.num_steps + 1
-    lengths = [1] * num_passes if decoder.drafter is None else list(result.accept_lengths)
-    return len(result.new_tokens) - int(unsaid), num_passes, lengths
-
-
-def decode_prompt(
+def decode_turn(
     decoder: SpecDecoder,
     input_ids: Tensor,
     max_new_tokens: int,
     *,
     temperature: float = 0.0,
     seed: int = 0,
-) -> tuple[DecodeResult, float, float]:
-    """Decode one prompt [1, P]; return the result, the seconds, and those until the first token."""
-    assert decoder.tokenizer is not None
+) -> tuple[Tensor, Turn]:
+    """Decode one prompt [1, P]; return its sequence [1, P + L] and what an answer file says of it.
+
+    The token that ends an answer is no token of it: Spec-Bench counts a baseline's tokens in its
+    text, which has none, and a method that counted it would be faster by nothing but that. Of
+    plain decoding every pass gains a token; with a drafter the prefill's belongs to no step.
+    """
+    tokenizer, device = decoder.tokenizer, decoder.base.device
+    assert tokenizer is not None
     times: list[float] = []
-    pad, device = decoder.tokenizer.pad_token_id, decoder.base.device
+    ends, pad = end_tokens(decoder.base, tokenizer), tokenizer.pad_token_id
     drawn: dict[str, Any] = {"top_k": 0, "top_p": 1.0} if temperature > 0 else {}
     start = now(device)
     result = decoder.generate(
@@ -405,11 +375,26 @@ def decode_prompt(
         temperature=temperature,
         seed=seed,
         on_tokens=lambda row, tokens: times.append(time.perf_counter()),
-        eos_token_id=list(end_tokens(decoder.base, decoder.tokenizer)) or None,
+        eos_token_id=list(ends) or None,
         pad_token_id=pad if isinstance(pad, int) else 0,
         **drawn,
     )
-    return result, now(device) - start, times[0] - start
+    seconds, tokens = now(device) - start, result.new_tokens
+    said = tokens[:-1] if result.finished and tokens[-1] in ends else tokens
+    text = tokenizer.decode(said, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    num_passes = result.num_steps + 1
+    lengths = [1] * num_passes if decoder.drafter is None else list(result.accept_lengths)
+    return result.sequences, Turn(
+        text=str(text).strip(),
+        new_tokens=len(said),
+        num_passes=num_passes,
+        accept_lengths=lengths,
+        wall_time=seconds,
+        prefill_time=times[0] - start,
+        num_emitted=len(tokens),
+        num_prompt_tokens=input_ids.shape[1],
+        limit=max_new_tokens,
+    )
 
 
 def _room(decoder: SpecDecoder, ids: list[int], where: str) -> int:
@@ -461,10 +446,10 @@ def forward(
         raise ValueError("model is not the base model of decoder: model=decoder.base")
     if inputs.input_ids.shape[0] != 1:
         raise ValueError(f"inputs must hold 1 prompt, got {inputs.input_ids.shape[0]}")
-    result, _, _ = decode_prompt(
+    sequences, turn = decode_turn(
         decoder, inputs.input_ids, max_new_tokens, temperature=temperature, seed=seed
     )
-    return (result.sequences, *count_tokens(decoder, result))
+    return sequences, turn.new_tokens, turn.num_passes, turn.accept_lengths
 
 
 MT_BENCH = (
