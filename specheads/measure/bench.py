@@ -133,6 +133,7 @@ class Contest:
             kind or None,
             tree_nodes,
             extra,
+            # sampled candidates are verified by rejection: other texts of the same distribution
             seeded=lossless and deterministic,
             lossless=lossless,
             compiled=self.compile,
@@ -496,6 +497,7 @@ def rounding_of(
         if size == 1
         for prompt, decoded in zip(prompts, runs["plain"].decoded, strict=True)
     ]
+    # all nodes of a batch go through one matrix product, whose shape decides how it rounds
     widths = {method.tree_nodes * size for method in methods for _, size in clocked}
     compiled = any(method.compiled for method in methods)
     return Rounding(base, texts, sorted(widths), compiled=compiled)

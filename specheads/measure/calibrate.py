@@ -222,6 +222,7 @@ def _clock_sizes(
         ]
         seconds = clock_steps(runs, repeats=search.repeats)
         plain += seconds[0]
+        # in plain steps of the same round, so that a slow minute of the machine cancels out
         for (kind, size), costs in zip(trees, ratios(seconds)[1:], strict=True):
             kind.clocked.setdefault(size, []).extend(costs)
         wanted = {name: kind.worth_clocking() for name, kind in kinds.items()}

@@ -150,6 +150,7 @@ def replay_chain(rates: Sequence[float], num_tokens: int, limit: int) -> Gained:
         for i in range(start, start + depth):
             if i == length:  # the text ended within the guesses
                 break
+            # refused: the base's own token stands here, and the next step starts behind it
             starts[i + 1] += alive * (1 - rates[i])
             alive *= rates[i]
             accepted += alive

@@ -557,8 +557,10 @@ def gained(sizes_needed: Tensor, sizes: Tensor, *, ended: bool) -> tuple[Tensor,
         tokens [M] and steps [M], long.
     """
     num_positions = len(sizes_needed)
-    accepted = (sizes_needed[..., None] <= sizes).sum(1)  # [S, M]
+    # sizes never fall along a path: as many as are small enough, so deep it is accepted; [S, M]
+    accepted = (sizes_needed[..., None] <= sizes).sum(1)
     root, tokens, steps = torch.zeros(3, len(sizes), dtype=torch.long)
+    # each size goes from root to root in strides of its own; those that are through wait
     while num_positions and bool((live := root < num_positions).any()):
         new = accepted.gather(0, root.clamp(max=num_positions - 1)[None])[0] + 1
         counted = torch.minimum(new, num_positions - root) if ended else new

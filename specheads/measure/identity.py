@@ -230,6 +230,7 @@ def compare(
         if a is None or b is None:
             found.append(Divergence(name, index, a, b, None, None, near_tie=False))
             continue
+        # up to here both are the same text, so one replay of it gives the logits both chose from
         before = torch.tensor([left[:index]], dtype=prompt.dtype, device=prompt.device)
         ids = torch.cat([prompt, before], dim=1)
         in_dtype = replay(rounding.base, ids, prompt.shape[1])[0]
