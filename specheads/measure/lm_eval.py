@@ -96,8 +96,8 @@ class _Methods:
             dtype=hardware.pick_dtype(dtype_name("dtype", str(given["dtype"]), "auto"), place),
             device=place,
         )
-        self.base = self.decoder.base
-        self.tokenizer: Any = self.decoder.tokenizer
+        assert self.decoder.tokenizer is not None
+        self.base, self.tokenizer = self.decoder.base, self.decoder.tokenizer
         self._device = input_device(self.base)
         self._max_gen_toks, self._seed = int(given["max_gen_toks"]), int(given["seed"])
         self._about = {"checkpoint": checkpoint, "decode": decode}
