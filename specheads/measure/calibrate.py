@@ -268,9 +268,7 @@ _NEW_TOKENS = 48  # per clocked text
 
 def format_sizes(measured_on: dict[str, Any]) -> str:
     """Return the measured sizes as a table of plain text."""
-    kinds: dict[str, dict[str, Any]] = {"static tree": measured_on}
-    if "dynamic" in measured_on:
-        kinds["tree grown at each step"] = measured_on["dynamic"]
+    kinds = {"static tree": measured_on, "tree grown at each step": measured_on["dynamic"]}
     sizes = {
         name: {each["num_nodes"]: each for each in kind["sizes"]} for name, kind in kinds.items()
     }
@@ -301,9 +299,7 @@ def format_calibration(measured_on: dict[str, Any], depth: int) -> str:
         return "do not speculate here: no guess of any head was right"
     lines = []
     checked = measured_on.get("measured", {})
-    for name, kind in (("static", measured_on), ("dynamic", measured_on.get("dynamic"))):
-        if not kind:
-            continue
+    for name, kind in (("static", measured_on), ("dynamic", measured_on["dynamic"])):
         low, high = kind["accept_length_ci95"]
         deep = f", depth {depth}" if name == "static" else ""
         lines.append(
@@ -320,7 +316,7 @@ def format_calibration(measured_on: dict[str, Any], depth: int) -> str:
             )
     if not checked:
         lines.append("not measured on other prompts: none were given")
-    static, dynamic = measured_on["speedup"], measured_on.get("dynamic", {}).get("speedup", 0.0)
+    static, dynamic = measured_on["speedup"], measured_on["dynamic"]["speedup"]
     if max(static, dynamic) <= 1:
         lines.append(
             f"do not speculate here: the fastest tree is expected at {max(static, dynamic):.2f}x "

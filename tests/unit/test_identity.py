@@ -86,7 +86,7 @@ def test_margins_are_those_of_the_weights_at_hand(
     index = 7
     other = [*plain[:index], (plain[index] + 11) % 256, *plain[index + 1 :]]
     found = judge(model, [prompt], [plain], [other], [sampler])
-    (divergence,) = found.divergences
+    (divergence,) = found
 
     text = torch.cat([prompt, torch.tensor([plain[:index]])], dim=1)
     logits = deepcopy(model).double()(input_ids=text).logits[0, -1]
