@@ -11,6 +11,7 @@ import importlib.util
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -124,7 +125,7 @@ def examine_installation(*, imports: bool = True) -> list[Part]:
     tried = try_imports(usable) if imports else {}
     for each, part in packages.items():
         if reason := tried.get(each.module):
-            command = pip(f"--force-reinstall {quoted(wanted[each.name])}")
+            command = pip(f"--force-reinstall {shlex.quote(wanted[each.name])}")
             problem = f"cannot be imported: {reason}"
             packages[each] = replace(part, problem=problem, command=command)
     found = packages.values()
@@ -181,7 +182,7 @@ def _package(package: Package, requirement: str, has_gpu: bool) -> Part:
             found = ""
     except (importlib.metadata.PackageNotFoundError, ValueError):
         found = ""
-    command, problem = pip(quoted(requirement) + flags), ""
+    command, problem = pip(shlex.quote(requirement) + flags), ""
     if found and not _new_enough(found, requirement):
         problem = f"needs {requirement}"
     else:
@@ -210,11 +211,6 @@ def pip(arguments: str) -> str:
     if not has_pip and shutil.which("uv"):
         return f"uv pip install --python {python} {arguments}"
     return f"{python} -m pip install {arguments}"
-
-
-def quoted(requirement: str) -> str:
-    """Return a requirement as a shell takes it."""
-    return requirement if re.fullmatch(r"[\w.-]+", requirement) else f"'{requirement}'"
 
 
 def _compiler() -> Part:
@@ -248,7 +244,7 @@ def _flex(compiler: Part) -> Part:
     try:
         from torch.nn.attention import flex_attention
     except (ImportError, OSError):
-        return Part(name, use, command=pip(quoted(requirements().get("torch", "torch"))))
+        return Part(name, use, command=pip(shlex.quote(requirements().get("torch", "torch"))))
     problem = "" if compiler.ok else "runs without being compiled on a CPU: no compiler"
     return Part(name, use, f"in torch, as {flex_attention.__name__}", problem)
 
