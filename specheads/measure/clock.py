@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 
@@ -92,14 +93,9 @@ class Runs:
 
     def only(self, chosen: Sequence[int]) -> Runs:
         """Return what was done with some prompts; no seconds where batches held others too."""
-        alone = self.batch_size == 1
-        seconds, prefill = (
-            [[repeat[i] for i in chosen] for repeat in repeats] if alone else []
-            for repeats in (self.seconds, self.prefill)
-        )
-        return replace(
-            self, seconds=seconds, prefill=prefill, decoded=[self.decoded[i] for i in chosen]
-        )
+        clocked = self.seconds if self.batch_size == 1 else []
+        seconds = [[repeat[i] for i in chosen] for repeat in clocked]
+        return Runs(seconds, [self.decoded[i] for i in chosen], batch_size=self.batch_size)
 
 
 def pad_left(prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -231,7 +227,10 @@ def prompt_file(given: str, checkpoint: str, name: str) -> Path:
     own = Path(checkpoint) / name
     if own.is_file():
         return own
-    if not _is_embedded(checkpoint):
+    base = checkpoint
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # what loading will refuse
+        base = json.loads((Path(checkpoint) / "config.json").read_text())["base"]["name"]
+    if base != "tinycode":
         of_run = Path(checkpoint).parent / "prompts.jsonl"  # held out, and calibrated on
         kept = f"; the run kept {of_run} to calibrate on" if of_run.is_file() else ""
         print(
@@ -239,17 +238,6 @@ def prompt_file(given: str, checkpoint: str, name: str) -> Path:
             file=sys.stderr,
         )
     return tinycode_dir() / name
-
-
-def _is_embedded(checkpoint: str) -> bool:
-    """Return whether the base is the embedded model, as far as can be told before it is loaded."""
-    if checkpoint == "tinycode":
-        return True
-    try:
-        base = json.loads((Path(checkpoint) / "config.json").read_text())["base"]
-        return bool(base["name"] == "tinycode")
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
 
 
 def prompts_of(

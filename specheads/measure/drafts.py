@@ -41,8 +41,8 @@ from specheads.measure.rows import (
     accept_length_ci95,
     disturbance,
     mean_accept_length,
+    mean_rep8,
     ratio_ci95,
-    rep8,
     rounded,
     seen_beside,
     speed,
@@ -370,14 +370,13 @@ def compare_drafts(
     verify = next(iter(found.values())).costs.verify
     costs = zip(verify.sizes, verify.smoothed, strict=True)
     best = recommended(candidates)
-    texts = [each.new_tokens for each in plain.decoded]
     return {
         "disturbance": disturbance([clocking, seen_beside(runs, heat)]),
         "base": {"parameters": size},
         "plain": {
             "seconds": [round(sum(repeat), 6) for repeat in plain.seconds],
-            "new_tokens": sum(map(len, texts)),
-            "rep8": round(sum(map(rep8, texts)) / len(texts), 4),
+            "new_tokens": sum(len(each.new_tokens) for each in plain.decoded),
+            "rep8": mean_rep8(plain),
         },
         "verify_cost": {str(n): round(cost, 4) for n, cost in costs},
         "candidates": candidates,

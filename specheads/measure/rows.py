@@ -201,7 +201,7 @@ def make_row(
         "accept_length": round(mean_accept_length(lengths), 4),
         "accept_length_ci95": rounded(accept_length_ci95(lengths)),
         "accept_lengths": {str(length): steps[length] for length in sorted(steps)},
-        "rep8": _mean_rep8(of),
+        "rep8": mean_rep8(of),
         "peak_memory": of.peak_memory,
         "extra_parameters": method.extra_parameters,
         **counted,
@@ -216,7 +216,7 @@ def make_row(
     }
 
 
-def _mean_rep8(runs: Runs) -> float:
+def mean_rep8(runs: Runs) -> float:
     return round(sum(rep8(each.new_tokens) for each in runs.decoded) / len(runs.decoded), 4)
 
 
@@ -238,7 +238,7 @@ def _of_kind(of: Runs, plain: Runs, chosen: Sequence[int]) -> dict[str, Any]:
         "num_prompts": len(chosen),
         **_speeds(*works),
         "accept_length": round(mean_accept_length([e.accept_lengths for e in own.decoded]), 4),
-        "rep8": _mean_rep8(own),
+        "rep8": mean_rep8(own),
     }
 
 
