@@ -217,6 +217,7 @@ def make_row(
 
 
 def mean_rep8(runs: Runs) -> float:
+    """Return the mean over texts of :func:`rep8`, rounded."""
     return round(sum(rep8(each.new_tokens) for each in runs.decoded) / len(runs.decoded), 4)
 
 
