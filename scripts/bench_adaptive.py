@@ -24,16 +24,9 @@ from specheads.decoding.exported import choose_drafter, load_subject
 from specheads.drafters.contract import Drafter
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.length import EntropyLength, FixedLength
-from specheads.measure.clock import (
-    Prompt,
-    Runs,
-    clock,
-    drafted_method,
-    plain_method,
-    prompts_of,
-)
-from specheads.measure.stats import ratio_ci95
-from specheads.models.base import end_tokens
+from specheads.measure.bench import Contest
+from specheads.measure.clock import Prompt, Runs, clock, prompts_of
+from specheads.measure.rows import ratio_ci95
 from specheads.models.draft import load_draft
 from specheads.system import hardware
 from specheads.system.files import tinycode_dir
@@ -82,7 +75,7 @@ def of_clock(runs: Mapping[str, Runs], prompts: Sequence[Prompt]) -> dict[str, A
         found[name] = {
             "speedup": speedup,
             "ci95": ratio_ci95([theirs], [ours]),
-            "identical": sum(own.tokens == plain.tokens for own, plain in texts),
+            "identical": sum(own.new_tokens == plain.new_tokens for own, plain in texts),
         }
     return found
 
@@ -94,7 +87,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     limit = given.max_new_tokens
     subject = load_subject(given.base, dtype="float32", device="cpu")
     draft = load_draft(given.draft, tokenizer=subject.tokenizer, where="--draft", device=CPU)
-    eos = end_tokens(subject.base, subject.tokenizer)
 
     def read(name: str, number: int) -> list[Prompt]:
         path = tinycode_dir() / name
@@ -102,11 +94,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         return [prompt for prompt in found if prompt.kind in given.kinds]
 
     def clocked(rules: Mapping[str, Drafter], prompts: list[Prompt], repeats: int) -> Any:
-        methods = [plain_method(subject.base, eos, limit)]
-        for name, drafter in rules.items():
-            nodes = max(given.lengths) + 1
-            one = drafted_method(name, subject.base, drafter, eos, limit, tree_nodes=nodes)
-            methods.append(one)
+        contest, nodes = Contest.of(subject, limit), max(given.lengths) + 1
+        drafted = [contest.ours(name, drafter, nodes) for name, drafter in rules.items()]
+        methods = [contest.ours(), *drafted]
         return of_clock(clock(methods, prompts, 0.0, repeats=repeats), prompts)
 
     calibration, prompts = (

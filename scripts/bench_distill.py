@@ -37,7 +37,7 @@ from harness import CORPUS, ROOT
 
 from specheads.config.training import DRAFT_LOSSES
 from specheads.measure.clock import prompts_of
-from specheads.measure.drafts import measure_alpha
+from specheads.measure.drafts import Alpha, measure_alpha
 from specheads.models.base import end_tokens, load_base_model, load_tokenizer
 from specheads.models.draft import load_draft
 from specheads.system import hardware
@@ -151,12 +151,14 @@ def measure_alphas(export: Path, prompts: Path, given: Settings) -> dict[str, An
             seed=0,
             eos_token_ids=end_tokens(base, tokenizer),
         )
-        pairs = list(zip(measured.per_prompt, texts, strict=True))
-        of_kind = {kind: [alpha for alpha, text in pairs if text.kind == kind] for kind in kinds}
+        pairs = list(zip(measured.texts, texts, strict=True))
+        of_kind = {
+            kind: [Alpha([one]).alpha for one, text in pairs if text.kind == kind] for kind in kinds
+        }
         found[f"t{temperature:g}"] = {
             "alpha": round(measured.alpha, 4),
             "num_tokens": measured.num_tokens,
-            "chain_of_4": round(measured.chain(4, sampled=temperature > 0).accept_length, 4),
+            "chain_of_4": round(measured.chain(4).accept_length, 4),
             "per_kind": {kind: round(statistics.mean(of), 4) for kind, of in of_kind.items()},
         }
     return found

@@ -26,9 +26,7 @@ from typing import Any
 import harness
 from harness import CORPUS, ROOT
 
-from specheads.measure.bench import measure_rows
-from specheads.measure.clock import drafted_method
-from specheads.models.base import end_tokens
+from specheads.measure.bench import Contest
 from specheads.models.checkpoint import read_config
 from specheads.system import hardware
 
@@ -175,9 +173,7 @@ def clock_training(runs: Path, arm: Arm) -> list[float]:
 def accept_length(folder: Path, num_prompts: int) -> dict[str, Any]:
     """Decode with the export's tree alone: ``t0`` and ``t1``, each with its interval."""
     export, prompts, _ = harness.open_export(folder, num_prompts, MAX_NEW_TOKENS)
-    eos, nodes = end_tokens(export.base, export.tokenizer), export.tree.num_nodes
-    drafter = harness.tree_drafter(export)
-    method = drafted_method("tree", export.base, drafter, eos, MAX_NEW_TOKENS, tree_nodes=nodes)
+    (method,) = Contest.of(export, MAX_NEW_TOKENS).of_trees(export.heads, [export.tree])
     found = harness.accept_lengths([method], prompts, TEMPERATURES)
     return {temperature: each["tree"] for temperature, each in found.items()}
 
@@ -189,7 +185,7 @@ def measure(folder: Path, num_prompts: int, repeats: int) -> list[dict[str, Any]
     return [
         row
         for temperature in TEMPERATURES
-        for row in measure_rows(export.base, methods, prompts, temperature, repeats=repeats)
+        for row in harness.measure_rows(export.base, methods, prompts, temperature, repeats=repeats)
     ]
 
 

@@ -38,6 +38,8 @@ from typing import Any
 import harness
 import torch
 import torch.nn.functional as F
+from bench_step import HEADS as OF_HEADS
+from bench_step import Phases
 from harness import ROOT
 from omegaconf import OmegaConf
 
@@ -49,10 +51,8 @@ from specheads.data.schema import Record
 from specheads.decoding.costs import clock_steps, runner
 from specheads.decoding.exported import Subject, load_subject
 from specheads.drafters.heads import static_drafter
-from specheads.measure.bench import measure_rows
 from specheads.measure.calibrate import calibrate
-from specheads.measure.clock import HEADS as OF_HEADS
-from specheads.measure.clock import Phases, Prompt, prompts_of
+from specheads.measure.clock import Prompt, prompts_of
 from specheads.measure.hits import Texts, collect_hits, grow_static
 from specheads.models.base import end_tokens, load_tokenizer
 from specheads.models.mtp import VARIANTS
@@ -329,7 +329,9 @@ def measure(row: dict[str, Any], export: Path, num_nodes: int, given: Settings) 
         row["rows"] = [
             found
             for heat in TEMPERATURES
-            for found in measure_rows(model.base, methods, prompts, heat, repeats=given.repeats)
+            for found in harness.measure_rows(
+                model.base, methods, prompts, heat, repeats=given.repeats
+            )
         ]
 
 

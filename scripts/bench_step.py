@@ -15,34 +15,45 @@ Times are medians with quartiles, in one process. On a machine that is not idle 
 
 from __future__ import annotations
 
+import contextlib
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import harness
 import torch
 from harness import spread
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from specheads.attention.cache import TreeCache
 from specheads.attention.tree import default_tree
 from specheads.decoding import loop
 from specheads.decoding.loop import plain_decode
-from specheads.measure.clock import FORWARD, HEADS, PHASES, Phases, Prompt
+from specheads.decoding.result import Output
+from specheads.drafters.heads import HeadsDrafter
+from specheads.measure.clock import Prompt, now
+from specheads.models import forward
 from specheads.models.base import context_length, end_tokens
 from specheads.models.checkpoint import Export
 from specheads.models.forward import ModelPass
+from specheads.models.head_cache import LayerCache
+from specheads.models.heads import Steps, Walk
+from specheads.models.output import OutputLayer
 from specheads.system import hardware
 from specheads.verification.sampling import Sampler
 
 SHARE_LIMIT, MS_LIMIT = 0.08, 0.3  # of the overhead: one of the two is to be kept
 VERIFY_LIMIT, GROWTH_LIMIT = 1.05, 1.10
 REST = "rest of the loop"
+FORWARD, HEADS = "base forward", "heads"
+PHASES = (FORWARD, HEADS, "propose", "verify", "accept", "emit", "commit", "observe", "replay")
 
 
 @dataclass
@@ -97,6 +108,94 @@ def clock_steps(decode: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[
 def differences(times: Sequence[float]) -> list[float]:
     """Return the milliseconds from each time to the next."""
     return [1e3 * (after - before) for before, after in pairwise(times)]
+
+
+class Phases:
+    """Clocks nested calls, each without what it calls that is clocked too, step by step.
+
+    Attributes:
+        steps: per step the seconds of every phase, and of the whole as ``step``.
+
+    Args:
+        device: waited for before every look at the clock.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.steps: list[dict[str, float]] = []
+        self._step: dict[str, float] | None = None  # the one that is going on
+        self._begin = 0.0
+        self._open: list[list[Any]] = []  # [name, seconds of clocked calls inside]
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function``, clocked as ``name``; a call of propose begins a step."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = now(self.device)
+            if name == "propose":
+                if self._step is not None:
+                    self.steps.append({**self._step, "step": start - self._begin})
+                self._step, self._begin = dict.fromkeys(PHASES, 0.0), start
+            outer = [each[0] for each in self._open]
+            self._open.append([name, 0.0])
+            try:
+                return function(*args, **kwargs)
+            finally:
+                total = now(self.device) - start
+                _, inside = self._open.pop()
+                if self._open:
+                    self._open[-1][1] += total
+                if self._step is not None:  # before the first step there is the prefill
+                    label = "replay" if name == FORWARD and "accept" in outer else name
+                    self._step[label] += total - inside
+
+        return run
+
+    @contextlib.contextmanager
+    def watching(
+        self,
+        base: PreTrainedModel,
+        drafter: HeadsDrafter,
+        *,
+        compile: bool = False,
+    ) -> Iterator[None]:
+        """Clock the phases of one text decoded while open; its last step is left out.
+
+        Args:
+            base: base model.
+            drafter: that decodes.
+            compile: the passes are compiled ones.
+        """
+        snapshot, compiled_forward = drafter.heads.snapshot, forward._compiled_forward
+
+        def clocked_forward(mode: str | None) -> Callable[..., Tensor]:
+            return self.timed(FORWARD, compiled_forward(mode))
+
+        def clocked_snapshot(output: OutputLayer) -> Callable[[Tensor], Tensor]:
+            return self.timed(HEADS, snapshot(output))
+
+        places: list[tuple[Any, str, str]] = [
+            (loop, "propose", "propose"),
+            (loop, "accept", "accept"),
+            (ModelPass, "verify", "verify"),
+            (Output, "emit", "emit"),
+            (TreeCache, "commit", "commit"),
+            (drafter, "observe", "observe"),
+            (Steps, "begin", HEADS),
+            (Walk, "logits", HEADS),
+            (Walk, "descend", HEADS),
+            (LayerCache, "append", HEADS),
+        ]
+        if not compile:  # a forward in place of the model's own would be compiled with it
+            places.append((base, "forward", FORWARD))
+        with contextlib.ExitStack() as stack:
+            for owner, attribute, name in places:
+                clocked = self.timed(name, getattr(owner, attribute))
+                stack.enter_context(patch.object(owner, attribute, clocked))
+            stack.enter_context(patch.object(drafter.heads, "snapshot", clocked_snapshot))
+            stack.enter_context(patch.object(forward, "_compiled_forward", clocked_forward))
+            yield
+        self._step = None  # nothing tells where it ended
 
 
 def measure_budget(

@@ -22,9 +22,10 @@ import torch
 from transformers import PreTrainedModel
 
 from specheads.decoding.accept import Acceptance
-from specheads.measure.clock import Decoded, Prompt, clock, drafted_method, plain_method
-from specheads.measure.stats import rep8
-from specheads.models.base import end_tokens
+from specheads.decoding.result import DecodedRow
+from specheads.measure.bench import Contest
+from specheads.measure.clock import Prompt, clock
+from specheads.measure.rows import rep8
 from specheads.models.checkpoint import load_export
 from specheads.system import hardware
 
@@ -45,7 +46,10 @@ class Settings:
 
 @torch.inference_mode()
 def distance(
-    base: PreTrainedModel, prompts: Sequence[Prompt], texts: Sequence[Decoded], temperature: float
+    base: PreTrainedModel,
+    prompts: Sequence[Prompt],
+    texts: Sequence[DecodedRow],
+    temperature: float,
 ) -> dict[str, float]:
     """Return what the base thinks of the texts, at the temperature they were decoded at.
 
@@ -55,9 +59,9 @@ def distance(
     """
     nats = entropy = others = count = 0.0
     for prompt, text in zip(prompts, texts, strict=True):
-        if not text.tokens:
+        if not text.new_tokens:
             continue
-        tokens = prompt.input_ids.new_tensor(text.tokens)
+        tokens = prompt.input_ids.new_tensor(text.new_tokens)
         ids = torch.cat([prompt.input_ids[0], tokens])[None]
         logits = base(input_ids=ids, use_cache=False).logits[0, -len(tokens) - 1 : -1].float()
         log_probs = (logits / temperature).log_softmax(-1)
@@ -74,16 +78,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     hardware.pin_threads(0)
     limit = given.max_new_tokens
     export, prompts, digest = harness.open_export(given.checkpoint, given.num_prompts, limit)
-    base, eos = export.base, end_tokens(export.base, export.tokenizer)
+    base, contest = export.base, Contest.of(export, limit)
     drafter, nodes = harness.tree_drafter(export), export.tree.num_nodes
     rules = {"exact": Acceptance()}
     for epsilon in THRESHOLDS:
         typical = Acceptance("lossy_typical", epsilon=epsilon, delta=math.sqrt(epsilon))
         rules[f"typical_{epsilon:g}"] = typical
-    methods = [plain_method(base, eos, limit)]
-    for name, rule in rules.items():
-        more = {"tree_nodes": nodes, "acceptance": rule}
-        methods.append(drafted_method(name, base, drafter, eos, limit, **more))
+    drafted = [contest.ours(name, drafter, nodes, rule=rule) for name, rule in rules.items()]
+    methods = [contest.ours(), *drafted]
     runs = clock(methods, prompts, given.temperature, repeats=given.repeats)
     plain = runs["plain"]
     # not clocked beside them: a speed-up of greedy decoding would be of other texts
@@ -91,14 +93,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     judge = load_export(given.checkpoint, dtype=torch.float32, device="cpu").base
     rows: list[dict[str, Any]] = []
     for name, of in [*runs.items(), ("greedy", greedy)]:
-        tokens, of_plain = (sum(len(t.tokens) for t in r.decoded) for r in (of, plain))
+        tokens, of_plain = (sum(len(t.new_tokens) for t in r.decoded) for r in (of, plain))
         pairs = zip(of.seconds, plain.seconds, strict=True) if name in runs else ()
         ratios = [tokens / sum(ours) / (of_plain / sum(theirs)) for ours, theirs in pairs]
         length, bounds = harness.accepted(of.decoded)
         found = distance(judge, prompts, of.decoded, given.temperature)
         row = {"method": name, "speedup_vs_plain": ratios, "accept_length": length}
         row |= {"accept_length_ci95": bounds, **found}
-        rows.append(row | {"rep8": statistics.fmean(rep8(t.tokens) for t in of.decoded)})
+        rows.append(row | {"rep8": statistics.fmean(rep8(t.new_tokens) for t in of.decoded)})
     harness.show(rows)
     document = harness.report(given, rows=rows)
     document["settings"] |= {

@@ -39,12 +39,13 @@ from specheads.system.files import whole_file  # noqa: E402
 from specheads.system.hardware import environment, peak_memory, pick_dtype, quiet_loading  # noqa: E402
 
 if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM
+    from transformers import LlamaForCausalLM, PreTrainedModel
 
     from specheads.attention.tree import Tree
     from specheads.decoding.exported import Subject
+    from specheads.decoding.result import DecodedRow
     from specheads.drafters.heads import HeadsDrafter
-    from specheads.measure.clock import Decoded, Method, Prompt
+    from specheads.measure.clock import Method, Prompt
     from specheads.models.checkpoint import Export
     from specheads.models.kinds import Heads
 
@@ -346,16 +347,43 @@ def methods_of(
         limit: of the new tokens.
     """
     from specheads.measure.bench import Contest
-    from specheads.models.output import output_layer
 
     contest = Contest.of(model, limit)
-    own = contest.of_trees(heads, output_layer(model.base), trees) if heads is not None else []
+    own = contest.of_trees(heads, trees) if heads is not None else []
     return contest.baselines() + own
 
 
-def accepted(decoded: Sequence[Decoded]) -> tuple[float, list[float]]:
+def measure_rows(
+    base: PreTrainedModel,
+    methods: Sequence[Method],
+    prompts: Sequence[Prompt],
+    temperature: float,
+    *,
+    repeats: int,
+    tick: Callable[[], object] = lambda: None,
+) -> list[dict[str, Any]]:
+    """Clock ``methods`` at one temperature, batch 1; return a row of bench.json for each of them.
+
+    Args:
+        base: base model.
+        methods: plain decoding among them.
+        prompts: disjoint from those the tree was chosen on.
+        temperature: of the sampling.
+        repeats: clocked rounds over all prompts.
+        tick: called after every decoded prompt.
+    """
+    from specheads.measure.bench import make_rows, rounding_of
+    from specheads.measure.clock import clock
+
+    runs = clock(methods, prompts, temperature, repeats=repeats, tick=tick)
+    clocked = {(temperature, 1): runs}
+    rounding = rounding_of(base, methods, prompts, clocked)
+    return make_rows(base, methods, prompts, clocked, rounding)
+
+
+def accepted(decoded: Sequence[DecodedRow]) -> tuple[float, list[float]]:
     """Return the accept length of some texts and its 95% interval."""
-    from specheads.measure.stats import ratio_ci95
+    from specheads.measure.rows import ratio_ci95
 
     gained = [float(sum(text.accept_lengths)) for text in decoded]
     steps = [float(len(text.accept_lengths)) for text in decoded]
@@ -368,7 +396,7 @@ def accept_lengths(
 ) -> dict[str, Any]:
     """Decode once; return for ``t<temperature>`` the methods' accept lengths, plain's ``rep8``."""
     from specheads.measure.clock import clock
-    from specheads.measure.stats import rep8
+    from specheads.measure.rows import rep8
 
     found = {}
     for temperature in temperatures:
@@ -378,7 +406,7 @@ def accept_lengths(
             length, bounds = accepted(run.decoded)
             figures[name] = {"accept_length": length, "ci95": bounds}
         if figures.pop("plain", None):
-            repeated = statistics.mean(rep8(text.tokens) for text in runs["plain"].decoded)
+            repeated = statistics.mean(rep8(text.new_tokens) for text in runs["plain"].decoded)
             figures["rep8"] = round(repeated, 4)
         found[f"t{temperature:g}"] = figures
     return found

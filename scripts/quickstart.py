@@ -23,7 +23,7 @@ from specheads.config import DecodeConfig
 from specheads.decoding.conversation import StepPrinter
 from specheads.decoding.exported import exported_drafter, tree_kind
 from specheads.decoding.loop import decode, plain_decode
-from specheads.measure.bench import Contest, measure_rows
+from specheads.measure.bench import Contest
 from specheads.measure.clock import Prompt
 from specheads.measure.rows import LOOPING_HEADLINE, REP8_LIMIT
 from specheads.models.base import end_tokens
@@ -65,14 +65,16 @@ def measure(export: Export, prompts: list[Prompt]) -> list[dict[str, Any]]:
     methods = harness.methods_of(export, export.heads, [export.tree], MAX_NEW_TOKENS)
     if tree_kind(export, DecodeConfig()) == "dynamic":
         contest = Contest.of(export, MAX_NEW_TOKENS)
-        methods += contest.of_export(export, DecodeConfig(tree="dynamic"), None)
+        methods += contest.of_export(export, DecodeConfig(tree="dynamic"))
     rows: list[dict[str, Any]] = []
     for heat in (0.0, 1.0, LOOPING_HEADLINE):
         if heat == LOOPING_HEADLINE and rows[0]["rep8"] <= REP8_LIMIT:
             break  # greedy text does not loop, so its figures mean something
         total = len(methods) * len(prompts)
         with tqdm(total=total, desc=f"decoding, T={heat:g}", unit="text") as bar:
-            rows += measure_rows(export.base, methods, prompts, heat, repeats=1, tick=bar.update)
+            rows += harness.measure_rows(
+                export.base, methods, prompts, heat, repeats=1, tick=bar.update
+            )
     return rows
 
 

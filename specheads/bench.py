@@ -38,10 +38,9 @@ def run(config: BenchConfig) -> None:
     from specheads.decoding.exported import acceptance_rule, is_plain_model, load_subject
     from specheads.measure import bench
     from specheads.measure.clock import prompt_file, prompts_of
-    from specheads.measure.hits import accuracy_of
+    from specheads.measure.hits import measure_accuracy
     from specheads.measure.render import bench_text
     from specheads.measure.rows import failures, write_steps
-    from specheads.models.output import output_layer
     from specheads.system import hardware
 
     _check_outputs(config)
@@ -66,7 +65,7 @@ def run(config: BenchConfig) -> None:
             path = prompt_file("", config.checkpoint, "calibration.jsonl")
             texts, _ = prompts_of(base, subject.tokenizer, path, *limits)
             trees += bench.grown_trees(export, texts, contest.eos, config.tree_nodes)
-        methods += contest.of_trees(export.heads, output_layer(base), trees)
+        methods += contest.of_trees(export.heads, trees)
         methods += contest.of_export(export, decode, lossy)
     methods += contest.of_drafters(subject, asked, lossy)
     others = bench.load_others(subject, config.exports)
@@ -95,7 +94,10 @@ def run(config: BenchConfig) -> None:
     if config.steps:
         write_steps(Path(config.steps), clocked, prompts)
     if export:
-        result["heads"] = accuracy_of({"tree": export, **others}, prompts, clocked)
+        result["heads"] = {
+            name: measure_accuracy(each, prompts, clocked)
+            for name, each in {"tree": export, **others}.items()
+        }
         out.write_text(json.dumps(result, indent=1) + "\n")
     _write_pages(config, result)
     answer(result)

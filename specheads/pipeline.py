@@ -25,7 +25,7 @@ from specheads.data.chat import Encoder
 from specheads.data.schema import Record
 from specheads.decoding.stream import continue_prompts
 from specheads.formats import card
-from specheads.measure.calibrate import Calibration, describe_expected, expect
+from specheads.measure.calibrate import Calibration, describe_expected
 from specheads.measure.evaluate import (
     choose_tree,
     decode_heldout,
@@ -194,11 +194,11 @@ class Speculation:
         parts = {"base": self.base, "heads": cast(nn.Module, self.heads)}
         say_plan(self.cfg, log, stages, parts, self.output.weight, notes)
         if dist.is_main():
-            expected = expect(
+            expected = describe_expected(
                 self.base, self.heads, self.output, self.prompts, self.cfg.tree, self.cfg.evaluate,
                 start=self.cfg.heads.start,
             )  # fmt: skip
-            log.say(describe_expected(expected))
+            log.say(expected)
 
     def export(
         self,

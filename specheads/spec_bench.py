@@ -195,10 +195,15 @@ def _answer_missing(
             questions,
             todo,
             files,
-            Asked(prompts, config.max_new_tokens, config.temperature, config.seed),
-            warmup=config.warmup,
-            skip_long=config.skip_long,
-            tick=bar.update,
+            Asked(
+                prompts,
+                config.max_new_tokens,
+                config.temperature,
+                config.seed,
+                config.warmup,
+                config.skip_long,
+            ),
+            bar.update,
         )
 
 

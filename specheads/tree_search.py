@@ -52,7 +52,7 @@ def run(config: TreeSearchConfig) -> None:
         export.heads,
         output_layer(export.base),
         texts,
-        Search(config.num_nodes, config.max_nodes, config.batch_size, config.repeats, dynamic=True),
+        Search(config.num_nodes, config.max_nodes, config.batch_size, config.repeats),
         progress=_bar("calibrate"),
     )
     tree, length = found.tree, found.expected_accept_length

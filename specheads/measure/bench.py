@@ -1,14 +1,23 @@
-"""Measure an export: plain, transformers' generate, prompt lookup and trees, in one process."""
+"""Measure an export, or drafters, beside plain decoding and transformers' own loops: one process.
+
+All methods of one comparison share process, weights, dtype, prompts, limit and rule of counting: a
+new token is one that stands after the prompt in the result, an end of text included. The baselines
+are plain decoding and transformers' own loops: generate, compiled generate, an assistant model,
+prompt lookup.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from transformers import PreTrainedModel
+from transformers import CompileConfig, PreTrainedModel
 
 from specheads.attention.tree import Tree
 from specheads.config import ConfigError, DecodeConfig
@@ -25,22 +34,13 @@ from specheads.decoding.exported import (
     num_parameters,
     tree_kind,
 )
+from specheads.decoding.loop import decode
+from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
 from specheads.drafters.heads import static_drafter
 from specheads.drafters.lookup import LOOKUP_NGRAM, LOOKUP_TOKENS, NgramDrafter
 from specheads.measure import rows as report
-from specheads.measure.clock import (
-    Method,
-    Prompt,
-    clock,
-    drafted_method,
-    hf_assisted_method,
-    hf_compiled_method,
-    hf_generate_method,
-    hf_lookup_method,
-    one_by_one_method,
-    plain_method,
-)
+from specheads.measure.clock import Batch, Method, Prompt, clock
 from specheads.measure.hits import Texts, collect_hits, grow_static
 from specheads.measure.identity import Rounding, compare
 from specheads.measure.render import disturbance_lines
@@ -49,7 +49,7 @@ from specheads.models.base import end_tokens
 from specheads.models.checkpoint import Export, load_export
 from specheads.models.draft import vocab_size
 from specheads.models.kinds import Heads
-from specheads.models.output import OutputLayer, output_layer
+from specheads.models.output import output_layer
 from specheads.system import hardware
 from specheads.verification.sampling import Sampler
 
@@ -58,7 +58,7 @@ HF_TOKENS = 4  # of transformers' assistant where our own draft's length adapts 
 
 @dataclass(frozen=True)
 class Contest:
-    """What all methods of one comparison share.
+    """What all methods of one comparison share, and the methods.
 
     Attributes:
         base: base model.
@@ -82,28 +82,177 @@ class Contest:
         eos, pad = end_tokens(base, tokenizer), tokenizer.pad_token_id
         return Contest(base, eos, pad, max_new_tokens, compile)
 
-    def drafted(
+    def ours(
         self,
-        name: str,
-        drafter: Drafter,
-        num_nodes: int,
+        name: str = "plain",
+        drafter: Drafter | None = None,
+        tree_nodes: int = 1,
         *,
-        extra: int = 0,
         rule: Acceptance | None = None,
+        extra: int = 0,
         kind: str = "",
     ) -> Method:
-        """Return the loop with a drafter of ``extra`` parameters; ``kind`` is its name."""
-        method = drafted_method(
+        """Return the decoding loop with a drafter; without one plain decoding.
+
+        Tokens are compared with plain decoding's where the rule is lossless and, when sampling, the
+        candidates are not themselves sampled.
+
+        Args:
+            name: of the method.
+            drafter: proposes.
+            tree_nodes: most tokens that a step verifies, the root included.
+            rule: of acceptance; exact if None.
+            extra: parameters of all models beside the base.
+            kind: what the drafter is called; by default after its class.
+        """
+        lossless, deterministic = rule is None or rule.lossless, True
+        if drafter is not None:
+            deterministic = drafter.deterministic
+            kind = kind or type(drafter).__name__.removesuffix("Drafter").lower()
+
+        def run(
+            batch: Batch, temperature: float, seed: int, limit: int = self.max_new_tokens
+        ) -> list[DecodedRow]:
+            result = decode(
+                self.base,
+                drafter,
+                batch.input_ids,
+                attention_mask=batch.attention_mask,
+                max_new_tokens=limit,
+                sampler=Sampler(temperature=temperature, seed=seed),
+                eos_token_ids=self.eos,
+                acceptance=rule,
+                compile=self.compile,
+            )
+            return list(result.rows)
+
+        return Method(
             name,
-            self.base,
-            drafter,
-            self.eos,
-            self.max_new_tokens,
-            tree_nodes=num_nodes,
-            acceptance=rule,
-            compile=self.compile,
+            run,
+            kind or None,
+            tree_nodes,
+            extra,
+            # sampled candidates are verified by rejection: other texts of the same distribution
+            seeded=lossless and deterministic,
+            lossless=lossless,
+            compiled=self.compile,
         )
-        return replace(method, extra_parameters=extra, drafter=kind or method.drafter)
+
+    def one_by_one(self) -> Method:
+        """Return plain decoding of the prompts of a batch one after the other.
+
+        What a batch gains by itself, before anything is drafted: a decoder that is slower than this
+        has no use for its batch. Of one prompt it would be ``plain`` again: it is left out there.
+        """
+        plain = self.ours()
+
+        def run(batch: Batch, temperature: float, seed: int, *limit: int) -> list[DecodedRow]:
+            return [
+                text
+                for i, row in enumerate(_rows(batch))
+                for text in plain.decode(row, temperature, seed + i, *limit)
+            ]
+
+        return replace(plain, name="one_by_one", in_batches=True, decode=run)
+
+    def generate(self, name: str = "hf_generate", **options: Any) -> Method:
+        """Return transformers' own ``generate``; it draws differently, so only T=0 compares tokens.
+
+        Prompts of a batch are padded to the longest, and rows that ended wait for the others.
+
+        Args:
+            name: of the method.
+            **options: more arguments of ``generate``.
+        """
+        if self.base.device.type == "cpu":  # generate() loads deepspeed, which announces its guess
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        padding = self.pad if self.pad is not None else next(iter(self.eos), 0)
+
+        def run(
+            batch: Batch, temperature: float, seed: int, limit: int = self.max_new_tokens
+        ) -> list[DecodedRow]:
+            torch.manual_seed(seed)
+            rows = self._generated(batch, temperature, limit, pad_token_id=padding, **options)
+            found = []
+            for tokens in rows:  # a row that ended was padded to the length of the longest
+                end = next((i + 1 for i, token in enumerate(tokens) if token in self.eos), None)
+                text = tokens[:end]
+                found.append(DecodedRow(text, [1] * (len(text) - 1), finished=end is not None))
+            return found
+
+        return Method(name, run, seeded=False, compiled="compile_config" in options)
+
+    def compiled_generate(self) -> Method:
+        """Return ``generate`` with transformers' static cache, for which it compiles its passes.
+
+        It does so by itself on a GPU; on other devices it has to be told.
+        """
+        on_gpu = self.base.device.type == "cuda"
+        how: Any = CompileConfig(mode="reduce-overhead" if on_gpu else "default")
+        how._compile_all_devices = True
+        return self.generate("hf_compiled", cache_implementation="static", compile_config=how)
+
+    def assisted(self, draft: PreTrainedModel, num_tokens: int) -> Method:
+        """Return ``generate(assistant_model=draft)`` with as many guesses at every step.
+
+        Its confidence threshold is 0 and its schedule constant, so that it drafts what a chain of
+        fixed length drafts here. It takes one prompt at a time: rows of a batch follow each other.
+
+        Args:
+            draft: the assistant; its generation settings are changed while it runs.
+            num_tokens: guesses per step.
+        """
+        found = self._speculating("hf_assisted", "hf assistant", num_tokens, assistant_model=draft)
+        return replace(found, extra_parameters=num_parameters(draft))
+
+    def lookup(self, num_tokens: int, ngram: int) -> Method:
+        """Return ``generate(prompt_lookup_num_tokens=...)``, one prompt at a time.
+
+        Args:
+            num_tokens: tokens copied per step.
+            ngram: longest match.
+        """
+        copied = {"prompt_lookup_num_tokens": num_tokens, "max_matching_ngram_size": ngram}
+        return self._speculating("hf_lookup", "hf prompt lookup", num_tokens, **copied)
+
+    def _speculating(self, name: str, kind: str, num_tokens: int, **options: Any) -> Method:
+        """Return transformers' own speculation, which takes one row at a time."""
+        # there is no padding; any other token than the end would be hidden from the assistant
+        options["pad_token_id"] = next(iter(self.eos), None)
+
+        def run(
+            batch: Batch, temperature: float, seed: int, limit: int = self.max_new_tokens
+        ) -> list[DecodedRow]:
+            texts = []
+            for i, row in enumerate(_rows(batch)):
+                torch.manual_seed(seed + i)
+                with (
+                    fixed_assistant(options.get("assistant_model"), num_tokens),
+                    _known_before_passes(self.base) as known,
+                ):
+                    (tokens,) = self._generated(row, temperature, limit, **options)
+                lengths = gained_by_passes(known, row.input_ids.shape[1], len(tokens))
+                texts.append(DecodedRow(tokens, lengths, finished=tokens[-1] in self.eos))
+            return texts
+
+        return Method(name, run, kind, num_tokens + 1, seeded=False)
+
+    def _generated(
+        self, batch: Batch, temperature: float, limit: int, **options: Any
+    ) -> list[list[int]]:
+        """Return what transformers' ``generate`` puts behind each row, drawn from all tokens."""
+        if temperature:
+            options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+        sequences = self.base.generate(  # type: ignore[operator]
+            batch.input_ids,
+            attention_mask=batch.attention_mask,
+            do_sample=temperature > 0,
+            eos_token_id=list(self.eos) or None,
+            max_new_tokens=limit,
+            **options,
+        )
+        tokens: list[list[int]] = sequences[:, batch.input_ids.shape[1] :].tolist()
+        return tokens
 
     def baselines(self, *, batched: bool = False) -> list[Method]:
         """Return plain decoding, generate and prompt lookup.
@@ -111,35 +260,30 @@ class Contest:
         Args:
             batched: there will be batches, to be measured beside decoding without them.
         """
-        base, eos, pad, limit = self.base, self.eos, self.pad, self.max_new_tokens
-        plain = plain_method(base, eos, limit, compile=self.compile)
-        generate = [hf_generate_method(base, eos, pad, limit)]
+        generate = [self.generate()]
         if self.compile:
-            generate.insert(0, replace(plain_method(base, eos, limit), name="plain_eager"))
-            generate.append(hf_compiled_method(base, eos, pad, limit))
+            eager = replace(self, compile=False).ours("plain_eager")
+            generate = [eager, *generate, self.compiled_generate()]
+        alone = [self.one_by_one()] if batched else []
         copying = NgramDrafter(max_ngram=LOOKUP_NGRAM, num_tokens=LOOKUP_TOKENS)
-        alone = [one_by_one_method(plain)] if batched else []
-        return [
-            plain,
-            *generate,
-            *alone,
-            self.drafted("prompt_lookup", copying, LOOKUP_TOKENS + 1),
-        ]
+        looking = self.ours("prompt_lookup", copying, LOOKUP_TOKENS + 1)
+        return [self.ours(), *generate, *alone, looking]
 
-    def of_trees(self, heads: Heads, output: OutputLayer, trees: Sequence[Tree]) -> list[Method]:
+    def of_trees(self, heads: Heads, trees: Sequence[Tree]) -> list[Method]:
         """Return heads with static trees, the first of which is called ``tree``."""
+        output, extra = output_layer(self.base), num_parameters(heads)
         return [
-            self.drafted(
+            self.ours(
                 f"tree_{tree.num_nodes}" if index else "tree",
                 static_drafter(self.base, heads, output, tree),
                 tree.num_nodes,
-                extra=num_parameters(heads),
+                extra=extra,
             )
             for index, tree in enumerate(trees)
         ]
 
     def of_export(
-        self, export: Export, decode: DecodeConfig, lossy: Acceptance | None
+        self, export: Export, decode: DecodeConfig, lossy: Acceptance | None = None
     ) -> list[Method]:
         """Return an export's heads with dynamic trees, and with a lossy rule.
 
@@ -150,12 +294,12 @@ class Contest:
         """
         extra, found = num_parameters(export.heads), []
         if decode.tree == "dynamic" or decode.num_nodes or dynamic_settings(export):
-            drafter: Any = exported_drafter(export, replace(decode, tree="dynamic"))
-            found.append(self.drafted("tree_dynamic", drafter, drafter.num_nodes, extra=extra))
+            drafter = exported_drafter(export, replace(decode, tree="dynamic"))
+            found.append(self.ours("tree_dynamic", drafter, drafter.num_nodes, extra=extra))
         if lossy is not None:
             drafter = exported_drafter(export, DecodeConfig(tree="static"))
             name, num_nodes = f"tree_{lossy.rule}", export.tree.num_nodes
-            found.append(self.drafted(name, drafter, num_nodes, extra=extra, rule=lossy))
+            found.append(self.ours(name, drafter, num_nodes, extra=extra, rule=lossy))
         return found
 
     def of_drafters(
@@ -173,75 +317,90 @@ class Contest:
         """
         if not asked:
             return []
-        base, eos, limit = self.base, self.eos, self.max_new_tokens
         decode, draft = asked[0], None
         methods = []
         if decode.draft:
             draft = draft_model(subject, decode)
-            num_tokens, alone = decode.draft_tokens or HF_TOKENS, model_of(draft)
-            if vocab_size(alone) == vocab_size(base):  # transformers takes no others
-                methods.append(hf_assisted_method(base, alone, num_tokens, eos, limit))
+            if vocab_size(model_of(draft)) == vocab_size(self.base):  # they take no others
+                num_tokens = decode.draft_tokens or HF_TOKENS
+                methods.append(self.assisted(model_of(draft), num_tokens))
         if {name for each in asked for name in each.drafter.split("+")} & {"lookup", "suffix"}:
-            methods.append(hf_lookup_method(base, LOOKUP_TOKENS, LOOKUP_NGRAM, eos, limit))
+            methods.append(self.lookup(LOOKUP_TOKENS, LOOKUP_NGRAM))
         chosen = [choose_drafter(subject, each, draft=draft) for each in asked]
-        rules: list[tuple[Chosen, str, Acceptance | None]]
-        rules = [(each, each.name, None) for each in chosen]
+        rules: list[tuple[Chosen, Acceptance | None]] = [(each, None) for each in chosen]
         if lossy is not None and subject.export is None:
-            rules.append((chosen[0], f"{chosen[0].name}_{lossy.rule}", lossy))
-        return methods + [
-            self.drafted(
-                name,
-                each.drafter,
-                each.num_nodes,
-                extra=each.extra_parameters,
-                rule=rule,
-                kind=each.name,
-            )
-            for each, name, rule in rules
-        ]
+            rules.append((chosen[0], lossy))
+        for each, rule in rules:
+            name, extra = f"{each.name}_{rule.rule}" if rule else each.name, each.extra_parameters
+            more: dict[str, Any] = {"rule": rule, "extra": extra, "kind": each.name}
+            methods.append(self.ours(name, each.drafter, each.num_nodes, **more))
+        return methods
 
     def of_others(self, others: Mapping[str, Export]) -> list[Method]:
         """Return for each export its tree, called ``<name>/tree``, and that of each step.
 
         The latter is measured where tree_search has chosen one.
         """
-        methods = []
-        for name, export in others.items():
-            kinds = {"tree": "static"}
-            kinds |= {"tree_dynamic": "dynamic"} if dynamic_settings(export) else {}
-            for method, kind in kinds.items():
-                drafter = exported_drafter(export, DecodeConfig(tree=kind))
-                num_nodes = getattr(drafter, "num_nodes", export.tree.num_nodes)
-                extra = num_parameters(export.heads)
-                methods.append(self.drafted(f"{name}/{method}", drafter, num_nodes, extra=extra))
-        return methods
+        return [
+            replace(method, name=f"{name}/{method.name}")
+            for name, export in others.items()
+            for method in (
+                *self.of_trees(export.heads, [export.tree]),
+                *self.of_export(export, DecodeConfig()),
+            )
+        ]
 
 
-def measure_rows(
-    base: PreTrainedModel,
-    methods: Sequence[Method],
-    prompts: Sequence[Prompt],
-    temperature: float,
-    *,
-    repeats: int,
-    seed: int = 0,
-    tick: Callable[[], object] = lambda: None,
-) -> list[dict[str, Any]]:
-    """Clock ``methods`` at one temperature, batch 1; return a row of bench.json for each of them.
+def _rows(batch: Batch) -> Iterator[Batch]:
+    """Yield each row as a batch of its own, without padding."""
+    for ids, mask in zip(batch.input_ids, batch.attention_mask.bool(), strict=True):
+        yield Batch(ids[mask][None], torch.ones_like(ids[mask])[None])
+
+
+@contextlib.contextmanager
+def fixed_assistant(draft: PreTrainedModel | None, num_tokens: int) -> Iterator[None]:
+    """While open, transformers drafts ``num_tokens`` with ``draft``, never fewer for lack of trust.
+
+    It reads that from the assistant's own generation settings; without one nothing changes.
+    """
+    settings = vars(draft.generation_config) if draft else {}
+    wanted = {
+        "num_assistant_tokens": num_tokens,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": 0.0,
+    }
+    with patch.dict(settings, wanted):
+        yield
+
+
+@contextlib.contextmanager
+def _known_before_passes(base: PreTrainedModel) -> Iterator[list[int]]:
+    """Note while open how many tokens the cache holds when a pass of ``base`` begins."""
+    known: list[int] = []
+
+    def note(module: torch.nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+        known.append(int(options["past_key_values"].get_seq_length()))
+
+    hook = base.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield known
+    finally:
+        hook.remove()
+
+
+def gained_by_passes(known: Sequence[int], num_prompt: int, num_new: int) -> list[int]:
+    """Return the tokens gained by each pass of transformers' assisted generation.
+
+    It does not say them itself. Behind a pass its cache holds all tokens but the last. The first
+    pass verifies guesses with the prompt, so that it counts as a step, which it does not here.
 
     Args:
-        base: base model.
-        methods: plain decoding among them.
-        prompts: disjoint from those the tree was chosen on.
-        temperature: of the sampling.
-        repeats: clocked rounds over all prompts.
-        seed: prompt n is sampled with ``seed + n``.
-        tick: called after every decoded prompt.
+        known: tokens in the cache before each pass, 0 before the first.
+        num_prompt: tokens of the prompt.
+        num_new: tokens that were returned behind it.
     """
-    runs = clock(methods, prompts, temperature, repeats=repeats, seed=seed, tick=tick)
-    clocked = {(temperature, 1): runs}
-    rounding = rounding_of(base, methods, prompts, clocked)
-    return make_rows(base, methods, prompts, clocked, rounding, seed=seed)
+    ends = [*(count + 1 for count in known[1:]), num_prompt + num_new]
+    return [end - start for start, end in zip([num_prompt, *ends], ends, strict=False)]
 
 
 @dataclass(frozen=True)
@@ -304,16 +463,7 @@ def benchmark(
                 prefill=True,
             )
             clocked[temperature, size] = runs
-            started = runs["plain"].started
-            assert started is not None
-            watched.append(
-                {
-                    "temperature": temperature,
-                    "batch": size,
-                    "drift": round(report.baseline_drift([runs]), 4),
-                    **hardware.between(started, hardware.sample()),
-                }
-            )
+            watched.append(report.seen_beside(runs, temperature))
     # only now: the float32 copy that a divergence asks for would count as memory of the methods
     rounding = rounding_of(base, methods, prompts, clocked)
     rows = make_rows(base, methods, prompts, clocked, rounding, seed=plan.seed)
@@ -341,11 +491,12 @@ def rounding_of(
 ) -> Rounding:
     """Return what will measure, if asked, how rounding moves logits along the plain texts."""
     texts = [
-        (prompt.input_ids, decoded.tokens)
+        (prompt.input_ids, decoded.new_tokens)
         for (_, size), runs in clocked.items()
         if size == 1
         for prompt, decoded in zip(prompts, runs["plain"].decoded, strict=True)
     ]
+    # all nodes of a batch go through one matrix product, whose shape decides how it rounds
     widths = {method.tree_nodes * size for method in methods for _, size in clocked}
     compiled = any(method.compiled for method in methods)
     return Rounding(base, texts, sorted(widths), compiled=compiled)
@@ -369,12 +520,12 @@ def make_rows(
     dtype, device = str(base.dtype).removeprefix("torch."), base.device.type
     rows = []
     for (temperature, _), runs in clocked.items():
-        plain = [decoded.tokens for decoded in clocked[temperature, 1]["plain"].decoded]
+        plain = [decoded.new_tokens for decoded in clocked[temperature, 1]["plain"].decoded]
         samplers = [Sampler(temperature=temperature, seed=seed + n) for n in range(len(prompts))]
         for method in (each for each in methods if each.name in runs):
             same = None
             if method.seeded or (temperature == 0 and method.lossless):
-                texts = [decoded.tokens for decoded in runs[method.name].decoded]
+                texts = [decoded.new_tokens for decoded in runs[method.name].decoded]
                 same = compare(names, ids, plain, texts, samplers, rounding=rounding)
             rows.append(
                 report.make_row(

@@ -4,9 +4,10 @@ How many tokens a tree gains is counted from texts (:mod:`specheads.measure.hits
 any machine; what its step costs is clocked (:mod:`specheads.decoding.costs`). Trees of all sizes
 are prefixes of one order of nodes, so the fastest is found by looking at every size.
 
-:func:`expect` says what speculation would bring before anything is trained (``dry_run=true``): the
-accept length is an assumption, named as such; the cost of a verify step is measured on this base
-model and machine. Where their ratio is below 1, training would be paid for nothing.
+:func:`describe_expected` says what speculation would bring before anything is trained
+(``dry_run=true``): the accept length is an assumption, named as such; the cost of a verify step is
+measured on this base model and machine. Where their ratio is below 1, training would be paid for
+nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from transformers import PreTrainedModel
 
 from specheads.attention.tree import Choice, Tree, grow_tree
 from specheads.config import EvaluateConfig, TreeConfig
-from specheads.decoding.costs import CostCurve, clock_steps, ratios, runner
+from specheads.decoding.costs import CostCurve, best_length, clock_steps, ratios, runner
 from specheads.drafters.contract import Drafter
 from specheads.drafters.heads import HeadsDrafter, dynamic_drafter, static_drafter
 from specheads.measure.hits import (
@@ -87,9 +88,13 @@ class Kind:
         return self.gains.tokens.shape[1] + 1
 
     def fastest(self) -> tuple[int, CostCurve]:
-        """Return the number of nodes with the most tokens per second, and the cost curve."""
+        """Return the number of nodes with the most tokens per second, and the cost curve.
+
+        All sizes are looked at; of equals it is the smallest.
+        """
         curve = CostCurve.through(self.clocked)
-        return fastest(self.gains.lengths(), curve), curve
+        lengths = enumerate(self.gains.lengths(), start=2)
+        return best_length([length / curve.at(size) for size, length in lengths]) + 1, curve
 
     def worth_clocking(self) -> list[int]:
         """Return the fastest size and those halfway to its neighbours, if any of them is new.
@@ -104,17 +109,6 @@ class Kind:
         return sorted(sizes) if sizes - set(curve.sizes) else []
 
 
-def fastest(lengths: Sequence[float], curve: CostCurve) -> int:
-    """Return the number of nodes with the most tokens per second; of equals the smallest.
-
-    Args:
-        lengths: expected accept length of 2, 3, ... nodes; all of them are looked at.
-        curve: cost in plain steps.
-    """
-    speedups = [length / curve.at(size) for size, length in enumerate(lengths, start=2)]
-    return 2 + max(range(len(speedups)), key=speedups.__getitem__)
-
-
 @dataclass(frozen=True)
 class Search:
     """Which trees are looked at, and how they are clocked.
@@ -124,14 +118,12 @@ class Search:
         max_nodes: largest size.
         batch_size: rows of the clocked steps.
         repeats: of the clocking.
-        dynamic: measure trees grown at each step too.
     """
 
     num_nodes: int = 0
     max_nodes: int = 48
     batch_size: int = 1
     repeats: int = 5
-    dynamic: bool = False
 
 
 def calibrate(
@@ -188,18 +180,18 @@ def calibrate(
     def grown(size: int) -> HeadsDrafter:
         return dynamic_drafter(base, heads, output, size, temperatures=scales)
 
-    kinds = {"static": Kind(static_gains(hits, most), static)}
-    if search.dynamic:
-        scales = fit_temperatures(hits)
-        kinds["dynamic"] = Kind(drafter_gains(hits, grown(largest), scales), grown)
+    scales = fit_temperatures(hits)
+    kinds = {
+        "static": Kind(static_gains(hits, most), static),
+        "dynamic": Kind(drafter_gains(hits, grown(largest), scales), grown),
+    }
     plain = _clock_sizes(base, kinds, texts, search)
     fixed = search.num_nodes > 0
     found = {name: _summary(kind, median(plain), fixed=fixed) for name, kind in kinds.items()}
     measured_on |= {**found["static"], "plain_step_drift": round(max(plain) / min(plain), 4)}
     tree = Tree.from_choices(nodes[: measured_on["num_nodes"] - 1])
     measured_on["acceptance"] = [round(share, 4) for share in acceptance(tree, hits)]
-    if search.dynamic:
-        measured_on["dynamic"] = {**found["dynamic"], "temperatures": scales}
+    measured_on["dynamic"] = {**found["dynamic"], "temperatures": scales}
     return Calibration(tree, measured_on["accept_length"], measured_on)
 
 
@@ -230,6 +222,7 @@ def _clock_sizes(
         ]
         seconds = clock_steps(runs, repeats=search.repeats)
         plain += seconds[0]
+        # in plain steps of the same round, so that a slow minute of the machine cancels out
         for (kind, size), costs in zip(trees, ratios(seconds)[1:], strict=True):
             kind.clocked.setdefault(size, []).extend(costs)
         wanted = {name: kind.worth_clocking() for name, kind in kinds.items()}
@@ -275,9 +268,7 @@ _NEW_TOKENS = 48  # per clocked text
 
 def format_sizes(measured_on: dict[str, Any]) -> str:
     """Return the measured sizes as a table of plain text."""
-    kinds: dict[str, dict[str, Any]] = {"static tree": measured_on}
-    if "dynamic" in measured_on:
-        kinds["tree grown at each step"] = measured_on["dynamic"]
+    kinds = {"static tree": measured_on, "tree grown at each step": measured_on["dynamic"]}
     sizes = {
         name: {each["num_nodes"]: each for each in kind["sizes"]} for name, kind in kinds.items()
     }
@@ -308,9 +299,7 @@ def format_calibration(measured_on: dict[str, Any], depth: int) -> str:
         return "do not speculate here: no guess of any head was right"
     lines = []
     checked = measured_on.get("measured", {})
-    for name, kind in (("static", measured_on), ("dynamic", measured_on.get("dynamic"))):
-        if not kind:
-            continue
+    for name, kind in (("static", measured_on), ("dynamic", measured_on["dynamic"])):
         low, high = kind["accept_length_ci95"]
         deep = f", depth {depth}" if name == "static" else ""
         lines.append(
@@ -327,7 +316,7 @@ def format_calibration(measured_on: dict[str, Any], depth: int) -> str:
             )
     if not checked:
         lines.append("not measured on other prompts: none were given")
-    static, dynamic = measured_on["speedup"], measured_on.get("dynamic", {}).get("speedup", 0.0)
+    static, dynamic = measured_on["speedup"], measured_on["dynamic"]["speedup"]
     if max(static, dynamic) <= 1:
         lines.append(
             f"do not speculate here: the fastest tree is expected at {max(static, dynamic):.2f}x "
@@ -345,28 +334,6 @@ def format_calibration(measured_on: dict[str, Any], depth: int) -> str:
             f"The machine was busy: plain steps varied {drift:.2f}x between rounds; search again."
         )
     return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class Expected:
-    """Accept length and cost of one tree.
-
-    Attributes:
-        tree: which.
-        accept_length: expected tokens per verify step.
-        source: where that number comes from.
-        cost: of a verify step, in plain steps of this machine; one per round.
-    """
-
-    tree: Tree
-    accept_length: float
-    source: str
-    cost: list[float]
-
-    @property
-    def speedup(self) -> float:
-        """Expected, over plain decoding."""
-        return self.accept_length / median(self.cost)
 
 
 def published_rates(num_heads: int) -> list[list[float]]:
@@ -435,7 +402,7 @@ def assumed(
     return found, 1 + known, f"{least}as measured for the heads of {start}"
 
 
-def expect(
+def describe_expected(
     base: PreTrainedModel,
     heads: Heads,
     output: OutputLayer,
@@ -444,7 +411,7 @@ def expect(
     evaluate: EvaluateConfig,
     *,
     start: str = "",
-) -> Expected:
+) -> str:
     """Clock verify steps of the tree at hand beside plain steps; heads need not be trained yet.
 
     Args:
@@ -457,29 +424,25 @@ def expect(
             48 at most.
         start: see :func:`assumed`.
 
+    Returns:
+        The lines about expected accept length and speed-up, and a warning where it is due.
+
     Raises:
         ConfigError: if ``start`` is no export.
-        ValueError: if there are no prompts.
     """
-    if not prompts:
-        raise ValueError("prompts must hold at least 1 prompt, got 0")
     shape, length, source = assumed(heads.num_heads, tree, evaluate, start)
     longest = max(prompts, key=lambda prompt: prompt.shape[1])
     with undisturbed(base, heads):
         drafters = [None, static_drafter(base, heads, output, shape)]
         tokens = min(evaluate.max_new_tokens, _NEW_TOKENS)
         runs = [runner(base, drafter, longest, max_new_tokens=tokens) for drafter in drafters]
-        cost = ratios(clock_steps(runs, repeats=_REPEATS))[1]
-    return Expected(shape, length, source, cost)
-
-
-def describe_expected(expected: Expected) -> str:
-    """Return the lines about expected accept length and speed-up, and a warning where it is due."""
-    nodes, cost, speedup = expected.tree.num_nodes, median(expected.cost), expected.speedup
+        costs = ratios(clock_steps(runs, repeats=_REPEATS))[1]
+    cost = median(costs)
+    speedup = length / cost
     text = (
-        f"speculation: a verify step of {nodes} nodes costs {cost:.2f} plain steps here"
-        f" ({min(expected.cost):.2f} to {max(expected.cost):.2f}); accept length"
-        f" {expected.accept_length:.2f} ({expected.source}): expected speed-up {speedup:.2f}"
+        f"speculation: a verify step of {shape.num_nodes} nodes costs {cost:.2f} plain steps here"
+        f" ({min(costs):.2f} to {max(costs):.2f}); accept length {length:.2f} ({source}): expected"
+        f" speed-up {speedup:.2f}"
     )
     if speedup < 1:
         text += (

@@ -11,12 +11,13 @@ clocked costs. On the other prompts all candidates then decode in turn with plai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -28,20 +29,24 @@ from specheads.decoding.costs import (
 )
 from specheads.decoding.exported import num_parameters
 from specheads.decoding.loop import plain_decode
+from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.length import FixedLength
-from specheads.measure.clock import Decoded, Prompt, Runs, clock, drafted_method, plain_method
+from specheads.measure.bench import Contest
+from specheads.measure.clock import Prompt, Runs, clock
 from specheads.measure.render import Columns, figure, interval, make_table
-from specheads.measure.rows import baseline_drift, disturbance, whole
-from specheads.measure.stats import (
+from specheads.measure.rows import (
     accept_length_ci95,
+    disturbance,
     mean_accept_length,
+    mean_rep8,
     ratio_ci95,
-    rep8,
     rounded,
+    seen_beside,
     speed,
     speedup,
+    whole,
 )
 from specheads.models.base import input_device, input_embedding
 from specheads.system import hardware
@@ -93,33 +98,16 @@ class Alpha:
         """
         return sum(sum(text.shared) for text in self.texts) / max(1, self.num_tokens)
 
-    @property
-    def acceptance_rate(self) -> float:
-        """Accepted over proposed of a chain that is verified one guess at a time.
-
-        That is alpha as practitioners count it; :meth:`chain` has it for longer drafts.
-        """
-        return self.chain(1).acceptance_rate
-
-    @property
-    def per_prompt(self) -> list[float]:
-        """Alpha of each prompt; 0 where a text had one token."""
-        return [sum(text.shared) / max(1, len(text.shared)) for text in self.texts]
-
-    def chain(self, num_tokens: int, *, sampled: bool = True) -> Gained:
+    def chain(self, num_tokens: int) -> Gained:
         """Return what chains of ``num_tokens`` guesses are expected to gain on these texts.
 
-        Args:
-            num_tokens: guesses per step, at least 1.
-            sampled: drawn from the draft and verified by speculative sampling; else the draft's
-                best ones.
+        Of one guess, accepted over proposed is alpha as practitioners count it.
         """
-        rates = ((text.kept if sampled else text.best, text.limit) for text in self.texts)
-        return total(replay_chain(each, num_tokens, limit) for each, limit in rates)
+        parts = [replay_chain(text.kept, num_tokens, text.limit) for text in self.texts]
+        return Gained(*map(sum, zip(*parts, strict=True)))
 
 
-@dataclass(frozen=True)
-class Gained:
+class Gained(NamedTuple):
     """Expected numbers of steps, proposed and accepted tokens, and tokens gained."""
 
     steps: float = 0.0
@@ -138,12 +126,6 @@ class Gained:
         return self.accepted / self.proposed if self.proposed else 0.0
 
 
-def total(parts: Iterable[Gained]) -> Gained:
-    """Add up texts."""
-    rows = [(each.steps, each.proposed, each.accepted, each.tokens) for each in parts]
-    return Gained(*map(sum, zip(*rows, strict=True))) if rows else Gained()
-
-
 def replay_chain(rates: Sequence[float], num_tokens: int, limit: int) -> Gained:
     """Return what chains of guesses are expected to gain along one text.
 
@@ -155,12 +137,7 @@ def replay_chain(rates: Sequence[float], num_tokens: int, limit: int) -> Gained:
         rates: per token of the text the probability that its guess is accepted.
         num_tokens: guesses per step; fewer where ``limit`` leaves no room for them.
         limit: tokens that the text had room for, at least as many as there are rates.
-
-    Raises:
-        ValueError: if ``num_tokens`` is below 1.
     """
-    if num_tokens < 1:
-        raise ValueError(f"num_tokens must be at least 1, got {num_tokens}")
     length = len(rates)
     starts = [1.0, *[0.0] * (length + num_tokens)]  # probability that a step starts here
     steps = proposed = accepted = 0.0
@@ -172,6 +149,7 @@ def replay_chain(rates: Sequence[float], num_tokens: int, limit: int) -> Gained:
         for i in range(start, start + depth):
             if i == length:  # the text ended within the guesses
                 break
+            # refused: the base's own token stands here, and the next step starts behind it
             starts[i + 1] += alive * (1 - rates[i])
             alive *= rates[i]
             accepted += alive
@@ -266,10 +244,7 @@ def agreement(
 
 def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
     """Bring a draft's logits [..., W] to ``vocab_size`` outputs: cut, or filled up with -inf."""
-    missing = vocab_size - logits.shape[-1]
-    if missing <= 0:
-        return logits[..., :vocab_size]
-    return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
+    return F.pad(logits, (0, vocab_size - logits.shape[-1]), value=-torch.inf)  # below 0 it cuts
 
 
 def _logits_before(model: PreTrainedModel, text: Sequence[int], num: int) -> Tensor:
@@ -366,11 +341,12 @@ def compare_drafts(
     found = prospects(base, drafts, prompts, settings, progress)
     predicted = hardware.sample()
     progress("measure")
-    limit, eos = settings.max_new_tokens, settings.eos_token_ids
-    methods = [plain_method(base, eos, limit)]
+    limit = settings.max_new_tokens
+    contest = Contest(base, settings.eos_token_ids, None, limit)
+    methods = [contest.ours()]
     for i, (name, each) in enumerate(found.items()):
         drafter = settings.drafter(drafts[name], each.num_tokens)
-        methods.append(drafted_method(f"draft_{i}", base, drafter, eos, limit))
+        methods.append(contest.ours(f"draft_{i}", drafter))
     runs = clock(
         methods,
         measured,
@@ -380,12 +356,8 @@ def compare_drafts(
         tick=tick,
     )
     plain = runs["plain"]
-    assert plain.started is not None
-    watched: list[dict[str, Any]] = [
-        {"temperature": settings.temperature, "batch": 1, **hardware.between(*each)}
-        for each in ((begun, predicted), (plain.started, hardware.sample()))
-    ]
-    watched[1]["drift"] = round(baseline_drift([runs]), 4)
+    heat = settings.temperature
+    clocking = {"temperature": heat, "batch": 1, **hardware.between(begun, predicted)}
     size = num_parameters(base)
     candidates = []
     for i, (name, each) in enumerate(found.items()):
@@ -398,14 +370,13 @@ def compare_drafts(
     verify = next(iter(found.values())).costs.verify
     costs = zip(verify.sizes, verify.smoothed, strict=True)
     best = recommended(candidates)
-    texts = [each.tokens for each in plain.decoded]
     return {
-        "disturbance": disturbance(watched),
+        "disturbance": disturbance([clocking, seen_beside(runs, heat)]),
         "base": {"parameters": size},
         "plain": {
             "seconds": [round(sum(repeat), 6) for repeat in plain.seconds],
-            "new_tokens": sum(map(len, texts)),
-            "rep8": round(sum(map(rep8, texts)) / len(texts), 4),
+            "new_tokens": sum(len(each.new_tokens) for each in plain.decoded),
+            "rep8": mean_rep8(plain),
         },
         "verify_cost": {str(n): round(cost, 4) for n, cost in costs},
         "candidates": candidates,
@@ -516,16 +487,16 @@ def figures(runs: Runs, plain: Runs, num_tokens: int, max_new_tokens: int) -> di
     return {
         "num_prompts": len(lengths),
         "tokens_per_second": round(speed(whole(runs)), 3),
-        "speedup": round(ratio, 4),
-        "speedup_ci95": rounded(bounds),
+        "speedup": ratio,
+        "speedup_ci95": bounds,
         "accept_length": round(mean_accept_length(lengths), 4),
         "accept_length_ci95": rounded(accept_length_ci95(lengths)),
         "acceptance_rate": round(accepted / proposed, 4) if proposed else 0.0,
-        "identical": sum(a.tokens == b.tokens for a, b in pairs),
+        "identical": sum(a.new_tokens == b.new_tokens for a, b in pairs),
     }
 
 
-def num_proposed(decoded: Decoded, num_tokens: int, max_new_tokens: int) -> int:
+def num_proposed(decoded: DecodedRow, num_tokens: int, max_new_tokens: int) -> int:
     """Return how many guesses were verified for one text; the limit cuts the last steps'."""
     left, proposed = max_new_tokens - 1, 0
     for gained in decoded.accept_lengths:

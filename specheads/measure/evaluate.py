@@ -7,8 +7,11 @@ finished run shows what :func:`final_evaluation` or :func:`final_draft_evaluatio
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -18,26 +21,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specheads.attention.tree import Tree, default_tree
 from specheads.config import ConfigError, EvaluateConfig, TreeConfig
 from specheads.decoding.costs import clock_drafts, expected_tokens
+from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.heads import static_drafter
 from specheads.drafters.length import FixedLength
+from specheads.measure.bench import Contest
 from specheads.measure.calibrate import Calibration, Search, calibrate
-from specheads.measure.clock import (
-    Decoded,
-    Prompt,
-    Runs,
-    clock,
-    drafted_method,
-    max_prompt_length,
-    plain_method,
-    read_prompts,
-)
+from specheads.measure.clock import Prompt, Runs, clock, prompts_of
 from specheads.measure.drafts import Alpha, agreement
 from specheads.measure.hits import Texts
 from specheads.measure.plots import tree_svg
-from specheads.measure.rows import whole
-from specheads.measure.stats import accept_length_ci95, mean_accept_length, rep8, speed
+from specheads.measure.rows import accept_length_ci95, mean_accept_length, rep8, speed, whole
 from specheads.models.base import end_tokens
 from specheads.models.checkpoint import Export
 from specheads.models.forward import undisturbed
@@ -61,19 +56,9 @@ def decode_all(
     evaluate: EvaluateConfig,
     eos_token_ids: tuple[int, ...],
 ) -> RunsAt:
-    """Decode all prompts once at every temperature, plainly and with each of ``drafters``.
-
-    Raises:
-        ValueError: if there are no prompts.
-    """
-    if not prompts:
-        raise ValueError("prompts must hold at least 1 prompt, got 0")
-    limit = evaluate.max_new_tokens
-    methods = [plain_method(base, eos_token_ids, limit)]
-    methods += [
-        drafted_method(name, base, drafter, eos_token_ids, limit)
-        for name, drafter in drafters.items()
-    ]
+    """Decode all prompts once at every temperature, plainly and with each of ``drafters``."""
+    contest = Contest(base, eos_token_ids, None, evaluate.max_new_tokens)
+    methods = [contest.ours(), *(contest.ours(*each) for each in drafters.items())]
     return {
         f"t{temperature:g}": clock(methods, prompts, temperature, repeats=1, seed=SEED)
         for temperature in evaluate.temperatures
@@ -106,9 +91,6 @@ def decode_heldout(
         temperatures; ``eval/identical``: the share of all texts that are plain decoding's. For
         each shape (``tree``, ``chain``) and temperature (``t0``, ``t1``) what :func:`figures`
         names, as ``eval/tree/t0/accept_length``; ``eval/t0/rep8`` of plain output.
-
-    Raises:
-        ValueError: if there are no prompts.
     """
     shapes = {
         "tree": default_tree(heads.num_heads, evaluate.num_nodes),
@@ -122,7 +104,7 @@ def decode_heldout(
         for name, tree in shapes.items()
     }
     rows = _means(found["tree"], "accept_length", "speedup")
-    rows["eval/identical"] = _mean(
+    rows["eval/identical"] = fmean(
         of["identical"] / of["compared"] for shape in found.values() for of in shape.values()
     )
     for at, runs_at in runs.items():
@@ -136,18 +118,13 @@ def _named(prompts: Sequence[Tensor]) -> list[Prompt]:
     return [Prompt(str(i), "heldout", ids) for i, ids in enumerate(prompts)]
 
 
-def _mean(values: Iterable[float]) -> float:
-    listed = list(values)
-    return sum(listed) / len(listed)
-
-
 def _means(found: FiguresAt, *keys: str) -> dict[str, float]:
     """Return means over the temperatures."""
-    return {f"eval/{key}": _mean(of[key] for of in found.values()) for key in keys}
+    return {f"eval/{key}": fmean(of[key] for of in found.values()) for key in keys}
 
 
 def _plain_rep8(runs: Mapping[str, Runs]) -> float:
-    return _mean(rep8(each.tokens) for each in runs["plain"].decoded)
+    return fmean(rep8(each.new_tokens) for each in runs["plain"].decoded)
 
 
 def figures(
@@ -177,13 +154,13 @@ def figures(
         "accept_length_high": high,
         **{f"head_{i}/acceptance": share for i, share in shares.items()},
         "speedup": speed(whole(of)) / speed(whole(plain)),
-        "identical": float(sum(a.tokens == b.tokens for a, b in pairs)),
+        "identical": float(sum(a.new_tokens == b.new_tokens for a, b in pairs)),
         "compared": float(len(pairs)),
     }
 
 
 def conditional_acceptance(
-    decoded: Sequence[Decoded], max_new_tokens: int, max_depth: int
+    decoded: Sequence[DecodedRow], max_new_tokens: int, max_depth: int
 ) -> dict[int, float]:
     """Return for each head i in how many of the steps that accepted head i-1 it was accepted too.
 
@@ -198,25 +175,24 @@ def conditional_acceptance(
     Returns:
         Shares by head, without heads that no counted step reached.
     """
-    tried: dict[int, int] = {}
-    accepted: dict[int, int] = {}
+    tried, accepted = Counter[int](), Counter[int]()
     for text in decoded:
         left = max_new_tokens - 1  # the prefill gives the first token
         for step, length in enumerate(text.accept_lengths):
-            ends = text.ended and step == len(text.accept_lengths) - 1
+            ends = text.finished and step == len(text.accept_lengths) - 1
             # head i was right where the step gained i + 2 tokens; it had the chance where the
             # head before it was right and the limit leaves room for as many
             for i in range(min(length, left - 1, max_depth)):
                 if ends and i == length - 1:
                     continue
-                tried[i] = tried.get(i, 0) + 1
-                accepted[i] = accepted.get(i, 0) + (length >= i + 2)
+                tried[i] += 1
+                accepted[i] += length >= i + 2
             left -= length
     return {i: accepted[i] / count for i, count in sorted(tried.items())}
 
 
 def write_prompts(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Write records so that :func:`read_prompts`, and ``bench prompts=``, read these very prompts.
+    """Write records so that :func:`prompts_of`, and ``bench prompts=``, read these very prompts.
 
     Args:
         path: the .jsonl; replaced whole.
@@ -243,8 +219,7 @@ def choose_tree(
     base.eval()
     heads.eval()
     with torch.inference_mode():
-        search = Search(tree.num_nodes, dynamic=True)
-        return calibrate(base, heads, output, texts, search)
+        return calibrate(base, heads, output, texts, Search(tree.num_nodes))
 
 
 def final_evaluation(
@@ -272,7 +247,8 @@ def final_evaluation(
         ConfigError: if no prompt fits, or the base ends every text with its first token.
     """
     base, tokenizer = export.base, export.tokenizer
-    prompts = _read(path, tokenizer, evaluate, base)
+    limits = evaluate.num_prompts, evaluate.max_new_tokens
+    prompts, _ = prompts_of(base, tokenizer, path, *limits)
     drafter = static_drafter(base, export.heads, output_layer(base), export.tree)
     with undisturbed(base, export.heads):
         runs = decode_all(base, {"tree": drafter}, prompts, evaluate, end_tokens(base, tokenizer))
@@ -282,21 +258,6 @@ def final_evaluation(
     }
     texts = sample_texts(prompts, runs, "tree", tokenizer, samples)
     return Outcome(_final(found, runs), texts, tree_picture(export))
-
-
-def _read(
-    path: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    evaluate: EvaluateConfig,
-    *models: PreTrainedModel,
-) -> list[Prompt]:
-    """Return the prompts of a file that leave all models room for the new tokens."""
-    longest = min(max_prompt_length(model, evaluate.max_new_tokens) for model in models)
-    device = models[0].device
-    found, _ = read_prompts(
-        path, tokenizer, evaluate.num_prompts, max_length=longest, device=device
-    )
-    return found
 
 
 def _final(found: FiguresAt, runs: RunsAt) -> dict[str, float]:
@@ -335,23 +296,20 @@ def sample_texts(
         ``prompt, temperature, plain, drafted, accept_lengths, identical``: texts, the tokens that
         each verify step gained, and whether the tokens are the same.
     """
-    found = []
-    for number, prompt in enumerate(prompts):
-        for at, of in runs.items():
-            plain, drafted = of["plain"].decoded[number], of[drafter].decoded[number]
-            found.append(
-                {
-                    "prompt": tokenizer.decode(prompt.input_ids[0].tolist()),
-                    "temperature": float(at.removeprefix("t")),
-                    "plain": tokenizer.decode(plain.tokens),
-                    "drafted": tokenizer.decode(drafted.tokens),
-                    "accept_lengths": drafted.accept_lengths,
-                    "identical": plain.tokens == drafted.tokens,
-                }
-            )
-            if len(found) >= num_samples:
-                return found[:num_samples]
-    return found
+    found = (
+        {
+            "prompt": tokenizer.decode(prompt.input_ids[0].tolist()),
+            "temperature": float(at.removeprefix("t")),
+            "plain": tokenizer.decode(plain.new_tokens),
+            "drafted": tokenizer.decode(drafted.new_tokens),
+            "accept_lengths": drafted.accept_lengths,
+            "identical": plain.new_tokens == drafted.new_tokens,
+        }
+        for number, prompt in enumerate(prompts)
+        for at, of in runs.items()
+        for plain, drafted in [(of["plain"].decoded[number], of[drafter].decoded[number])]
+    )
+    return list(islice(found, num_samples))
 
 
 def tree_picture(export: Export) -> str:
@@ -386,9 +344,6 @@ def decode_with_draft(
         ``eval/accept_length`` (choose by it), ``eval/alpha`` and ``eval/speedup``: means over the
         temperatures; and for each of them (``t0``, ``t1``) what :func:`measure_draft` names, as
         ``eval/chain/t0/accept_length``.
-
-    Raises:
-        ValueError: if there are no prompts.
     """
     found, _ = measure_draft(base, draft, _named(prompts), evaluate, eos_token_ids)
     rows = _means(found, "accept_length", "alpha", "speedup")
@@ -422,7 +377,8 @@ def final_draft_evaluation(
     Raises:
         ConfigError: if no prompt fits, or the base ends every text with its first token.
     """
-    prompts = _read(path, tokenizer, evaluate, base, draft)
+    limits = evaluate.num_prompts, evaluate.max_new_tokens
+    prompts, _ = prompts_of(base, tokenizer, path, *limits, draft)
     found, runs = measure_draft(base, draft, prompts, evaluate, end_tokens(base, tokenizer))
     texts = sample_texts(prompts, runs, "chain", tokenizer, samples)
     return Outcome(_final(found, runs), texts)
@@ -447,9 +403,6 @@ def measure_draft(
         ``depth_{i}/acceptance``, how often guess i is accepted where those before it were;
         ``rep8`` of plain output; at temperature 0 ``identical`` texts among those ``compared``.
         And the runs, by ``t<temperature>`` and method: ``plain`` and ``chain``.
-
-    Raises:
-        ValueError: if there are no prompts.
     """
     found: FiguresAt = {}
     with undisturbed(base, draft):
@@ -457,17 +410,16 @@ def measure_draft(
         runs = decode_all(base, {"chain": drafter}, prompts, evaluate, eos_token_ids)
         for temperature in evaluate.temperatures:
             at = f"t{temperature:g}"
-            both = runs[at]
-            of = figures(both, "chain", evaluate, NUM_TOKENS)
+            of = figures(runs[at], "chain", evaluate, NUM_TOKENS)
             if temperature > 0:
                 del of["identical"], of["compared"]
             found[at] = {key.replace("head_", "depth_"): value for key, value in of.items()}
             sampler, limit = Sampler(temperature=temperature), evaluate.max_new_tokens - 1
             texts = [
-                agreement(base, draft, prompt.input_ids, text.tokens, sampler, limit)
-                for prompt, text in zip(prompts, both["plain"].decoded, strict=True)
+                agreement(base, draft, prompt.input_ids, text.new_tokens, sampler, limit)
+                for prompt, text in zip(prompts, runs[at]["plain"].decoded, strict=True)
             ]
-            found[at] |= {"alpha": Alpha(texts).alpha, "rep8": _plain_rep8(both)}
+            found[at] |= {"alpha": Alpha(texts).alpha, "rep8": _plain_rep8(runs[at])}
     return found, runs
 
 
@@ -485,14 +437,10 @@ def describe_costs_of_drafting(
         prompt: [1, P], continued by both.
         evaluate: how many new tokens.
     """
-
-    def make(num_tokens: int) -> DraftModelDrafter:
-        return DraftModelDrafter(draft, FixedLength(num_tokens))
-
     with undisturbed(base, draft):
         costs = clock_drafts(
             base,
-            {"draft": make},
+            {"draft": lambda n: DraftModelDrafter(draft, FixedLength(n))},
             prompt,
             max_tokens=NUM_TOKENS,
             max_new_tokens=evaluate.max_new_tokens,

@@ -12,9 +12,8 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,14 +22,13 @@ from transformers import PreTrainedModel
 
 from specheads.attention.tree import Choice, Tree
 from specheads.config import ConfigError
-from specheads.decoding.loop import decode, plain_decode
-from specheads.decoding.result import DecodedRow, DecodeResult
+from specheads.decoding.loop import decode
+from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
-from specheads.drafters.growing import best_trees
+from specheads.drafters.growing import grow
 from specheads.drafters.heads import HeadsDrafter, embedding
-from specheads.measure.clock import Decoded, Prompt, pad_left
-from specheads.measure.rows import Clocked
-from specheads.measure.stats import ratio_ci95
+from specheads.measure.clock import Prompt, pad_left
+from specheads.measure.rows import Clocked, ratio_ci95
 from specheads.models.checkpoint import Export
 from specheads.models.kinds import Heads, Walk
 from specheads.models.output import OutputLayer, capture_hidden, output_layer, side_by_side
@@ -159,18 +157,21 @@ class Texts:
     seed: int = 0
 
     def decode(
-        self, run: Callable[..., DecodeResult], progress: Progress = iter
+        self, base: PreTrainedModel, drafter: Drafter | None, progress: Progress
     ) -> Iterator[tuple[int, DecodedRow]]:
-        """Yield the number of a prompt and what ``run`` made of it, for all texts.
+        """Yield the number of a prompt and what came of it, for all texts.
 
         Args:
-            run: decodes a batch, given its ids and the settings of both loops.
+            base: base model.
+            drafter: proposes; None decodes plainly.
             progress: wraps the batches of prompts, to show a bar.
         """
         for first in progress(range(0, len(self.prompts), ROWS)):
             input_ids, attention_mask = pad_left(self.prompts[first : first + ROWS])
             for temperature in self.temperatures:
-                result = run(
+                result = decode(
+                    base,
+                    drafter,
                     input_ids,
                     attention_mask=attention_mask,
                     max_new_tokens=self.max_new_tokens,
@@ -196,7 +197,7 @@ def collect_hits(
     if not texts.prompts:
         raise ValueError("prompts must hold at least 1 prompt, got 0")
     found: list[list[Hits]] = [[] for _ in texts.prompts]
-    for number, row in texts.decode(partial(plain_decode, base), progress):
+    for number, row in texts.decode(base, None, progress):
         prompt = texts.prompts[number]
         whole = torch.cat([prompt, prompt.new_tensor([row.new_tokens])], dim=1)
         found[number].append(
@@ -364,49 +365,16 @@ def acceptance(tree: Tree, hits: Sequence[Sequence[Hits]]) -> list[float]:
     return [paths[choice] / max(len(ranks), 1) for choice in tree.choices]
 
 
-def accuracy_of(
-    exports: Mapping[str, Export],
-    prompts: Sequence[Prompt],
-    clocked: Clocked,
-) -> dict[str, list[dict[str, Any]]]:
-    """Return :func:`measure_accuracy` of each export's heads, by the name of the export.
-
-    Args:
-        exports: heads on one base model.
-        prompts: what was continued.
-        clocked: by temperature and batch size, then by the method's name; plain decoding's texts of
-            batch 1 are looked at.
-    """
-    texts = {
-        temperature: runs["plain"].decoded
-        for (temperature, size), runs in clocked.items()
-        if size == 1
-    }
-    return {
-        name: measure_accuracy(
-            each.base, each.heads, output_layer(each.base), each.tree, prompts, texts
-        )
-        for name, each in exports.items()
-    }
-
-
 def measure_accuracy(
-    base: PreTrainedModel,
-    heads: Heads,
-    output: OutputLayer,
-    tree: Tree,
-    prompts: Sequence[Prompt],
-    texts: Mapping[float, Sequence[Decoded]],
+    export: Export, prompts: Sequence[Prompt], clocked: Clocked
 ) -> list[dict[str, Any]]:
     """Ask the heads at every position of texts that are there already; nothing is decoded again.
 
     Args:
-        base: base model.
-        heads: on it.
-        output: its output layer.
-        tree: whose nodes are to be counted.
+        export: the heads, and the tree whose nodes are to be counted.
         prompts: what was continued.
-        texts: per temperature what plain decoding made of the prompts.
+        clocked: by temperature and batch size, then by the method's name; plain decoding's texts of
+            batch 1 are looked at.
 
     Returns:
         Per temperature ``temperature``; ``heads``, for each head ``num_positions`` and ``top``,
@@ -414,22 +382,24 @@ def measure_accuracy(
         ``choices`` of the tree, and ``acceptance``, the share of its steps that accept each.
         Texts that are too short to ask a head about leave ``top`` empty.
     """
-    found = []
-    for temperature, decoded in texts.items():
+    base, heads, output, found = export.base, export.heads, output_layer(export.base), []
+    for (temperature, size), runs in clocked.items():
+        if size > 1:
+            continue
         hits, counted = [], []
-        for prompt, text in zip(prompts, decoded, strict=True):
+        for prompt, text in zip(prompts, runs["plain"].decoded, strict=True):
             ids = prompt.input_ids
-            whole = torch.cat([ids, ids.new_tensor([text.tokens])], dim=1)
-            asked = measure_hits(base, heads, output, whole, ids.shape[1], ended=text.ended)
+            whole = torch.cat([ids, ids.new_tensor([text.new_tokens])], dim=1)
+            asked = measure_hits(base, heads, output, whole, ids.shape[1], ended=text.finished)
             hits.append([asked])
-            counted.append(came_after(len(asked.ranks), heads.num_heads, len(text.tokens)))
+            counted.append(came_after(len(asked.ranks), heads.num_heads, len(text.new_tokens)))
         ranks = torch.cat([asked.ranks for (asked,) in hits])
         found.append(
             {
                 "temperature": temperature,
                 "heads": top_shares(ranks, torch.cat(counted)),
-                "choices": [list(choice) for choice in tree.choices],
-                "acceptance": [round(share, 4) for share in acceptance(tree, hits)],
+                "choices": [list(choice) for choice in export.tree.choices],
+                "acceptance": [round(share, 4) for share in acceptance(export.tree, hits)],
             }
         )
     return found
@@ -483,25 +453,23 @@ def dynamic_sizes(hits: Hits, max_nodes: int, temperatures: Sequence[float]) -> 
     Returns:
         [S, K] long, as :func:`static_sizes`.
     """
-    sizes = torch.full_like(hits.ranks, MISS)
     which = torch.tensor([TEMPERATURES.index(each) for each in temperatures])
-    norms = hits.norms.gather(2, which[None, :, None].expand(len(sizes), -1, 1))
+    norms = hits.norms.gather(2, which[None, :, None].expand(len(hits.norms), -1, 1))
     log_probs = (hits.logits / torch.tensor(temperatures)[:, None] - norms).clamp(max=0)
-    for chunk in torch.arange(len(sizes)).split(_CHUNK):
-        sizes[chunk] = _sizes_of(log_probs[chunk].transpose(0, 1), hits.ranks[chunk], max_nodes)
-    return sizes
-
-
-def _sizes_of(log_probs: Tensor, ranks: Tensor, max_nodes: int) -> Tensor:
-    num_heads, num_rows, num_ranks = log_probs.shape
-    parents, slots = best_trees(log_probs, max_nodes)
-    own = log_probs.transpose(0, 1).flatten(1).gather(1, slots)  # [S, N - 1], each node's
-    own = torch.cat([own.new_zeros(num_rows, 1), own], dim=1)
-    values = own
-    for _ in range(num_heads - 1):  # added up from the root down, as best_trees does
-        values = own + values.gather(1, parents.clamp(min=0))
-    slots = torch.cat([slots.new_full((num_rows, 1), -1), slots], dim=1)
-    return _sizes_needed(parents, values, slots, ranks + torch.arange(num_heads) * num_ranks)
+    num_heads, num_ranks = log_probs.shape[1:]
+    guesses, depth, found = torch.arange(num_ranks), min(num_heads, max_nodes - 1), []
+    for rows, ranks in zip(log_probs.split(_CHUNK), hits.ranks.split(_CHUNK), strict=True):
+        # parallel heads say the same below every node, so a guess is known by depth and rank
+        levels = ((level[:, None], guesses) for level in rows.unbind(1))
+        roots = torch.full((len(rows),), -1)
+        parents, tokens, values = grow(
+            lambda _, levels=levels: next(levels),  # type: ignore[misc]
+            roots,
+            max_nodes,
+            depth,
+        )
+        found.append(_sizes_needed(parents, values, tokens, ranks))
+    return torch.cat(found)
 
 
 def _sizes_needed(parents: Tensor, values: Tensor, guesses: Tensor, came: Tensor) -> Tensor:
@@ -589,8 +557,10 @@ def gained(sizes_needed: Tensor, sizes: Tensor, *, ended: bool) -> tuple[Tensor,
         tokens [M] and steps [M], long.
     """
     num_positions = len(sizes_needed)
-    accepted = (sizes_needed[..., None] <= sizes).sum(1)  # [S, M]
+    # sizes never fall along a path: as many as are small enough, so deep it is accepted; [S, M]
+    accepted = (sizes_needed[..., None] <= sizes).sum(1)
     root, tokens, steps = torch.zeros(3, len(sizes), dtype=torch.long)
+    # each size goes from root to root in strides of its own; those that are through wait
     while num_positions and bool((live := root < num_positions).any()):
         new = accepted.gather(0, root.clamp(max=num_positions - 1)[None])[0] + 1
         counted = torch.minimum(new, num_positions - root) if ended else new
@@ -653,15 +623,6 @@ def static_gains(hits: Sequence[Sequence[Hits]], max_nodes: int) -> Gains:
     )
 
 
-def dynamic_gains(
-    hits: Sequence[Sequence[Hits]], max_nodes: int, temperatures: Sequence[float]
-) -> Gains:
-    """Count what trees grown at each step gain; nothing of them is fitted but the temperatures."""
-    return count_gains(
-        hits, lambda _, text: dynamic_sizes(text, max_nodes, temperatures), max_nodes
-    )
-
-
 def drafter_gains(
     hits: Sequence[Sequence[Hits]], drafter: HeadsDrafter, temperatures: Sequence[float]
 ) -> Gains:
@@ -672,9 +633,10 @@ def drafter_gains(
         drafter: of the largest tree.
         temperatures: its own, one per head.
     """
+    most = drafter.num_nodes
     if drafter.heads.sequential:
-        return count_gains(hits, lambda _, text: grown_sizes(text, drafter), drafter.num_nodes)
-    return dynamic_gains(hits, drafter.num_nodes, temperatures)
+        return count_gains(hits, lambda _, text: grown_sizes(text, drafter), most)
+    return count_gains(hits, lambda _, text: dynamic_sizes(text, most, temperatures), most)
 
 
 def decoded_gains(
@@ -697,7 +659,7 @@ def decoded_gains(
         progress: wraps the batches of prompts, to show a bar.
     """
     tokens, steps = torch.zeros(2, len(texts.prompts), 1, dtype=torch.long)
-    for number, row in texts.decode(partial(decode, base, drafter), progress):
+    for number, row in texts.decode(base, drafter, progress):
         root = 0
         known = texts.max_new_tokens - (0 if row.finished else num_heads + 1)
         for length in row.accept_lengths:

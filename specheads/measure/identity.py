@@ -21,12 +21,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from specheads.measure.stats import first_difference
 from specheads.models.adapters import in_float32
 from specheads.models.forward import replay
 from specheads.verification.sampling import Sampler, gumbel_noise
@@ -120,6 +120,12 @@ class Rounding:
         )
 
 
+def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
+    """Return the first index where the two differ (one of them may have ended), else None."""
+    pairs = enumerate(zip_longest(left, right))
+    return next((index for index, (a, b) in pairs if a != b), None)
+
+
 def unit_in_last_place(number: float, dtype: torch.dtype) -> float:
     """Return the distance of neighbouring numbers of ``dtype`` around a positive ``number``."""
     return math.ldexp(torch.finfo(dtype).eps, math.frexp(number)[1] - 1) if number else 0.0
@@ -179,29 +185,6 @@ class Divergence:
     near_tie: bool
 
 
-@dataclass(frozen=True)
-class Identity:
-    """How many of the compared decodings are the same tokens, and how the others differ."""
-
-    compared: int
-    divergences: tuple[Divergence, ...]
-
-    @property
-    def identical(self) -> int:
-        """Same tokens from first to last."""
-        return self.compared - len(self.divergences)
-
-    @property
-    def near_ties(self) -> int:
-        """Differ first where rounding could decide."""
-        return sum(each.near_tie for each in self.divergences)
-
-    @property
-    def failures(self) -> list[Divergence]:
-        """Differ where it could not."""
-        return [each for each in self.divergences if not each.near_tie]
-
-
 def choice_scores(logits: Tensor, position: int, sampler: Sampler) -> Tensor:
     """Return the scores, in units of logits, whose largest is the token at ``position``, [V].
 
@@ -225,8 +208,8 @@ def compare(
     samplers: Sequence[Sampler],
     *,
     rounding: Rounding,
-) -> Identity:
-    """Compare decodings with plain ones, prompt by prompt; judge the first divergence of each.
+) -> list[Divergence]:
+    """Return the first divergence of each decoding that is not plain decoding's, judged.
 
     Args:
         names: of the prompts.
@@ -247,6 +230,7 @@ def compare(
         if a is None or b is None:
             found.append(Divergence(name, index, a, b, None, None, near_tie=False))
             continue
+        # up to here both are the same text, so one replay of it gives the logits both chose from
         before = torch.tensor([left[:index]], dtype=prompt.dtype, device=prompt.device)
         ids = torch.cat([prompt, before], dim=1)
         in_dtype = replay(rounding.base, ids, prompt.shape[1])[0]
@@ -256,4 +240,4 @@ def compare(
         noise = rounding.noise
         near_tie = margin_dtype <= noise.shape and margin_fp32 <= noise.dtype
         found.append(Divergence(name, index, a, b, margin_fp32, margin_dtype, near_tie))
-    return Identity(len(prompts), tuple(found))
+    return found

@@ -11,6 +11,7 @@ import importlib.util
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -105,8 +106,7 @@ for name in sys.argv[1:]:
     except BaseException as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         print("bad", name, text, flush=True)
-    else:
-        print("good", name, flush=True)
+print("end", flush=True)
 """
 _CPP = "#include <concepts>\n#include <span>\nint main() { return 0; }\n"
 
@@ -119,51 +119,32 @@ def examine_installation(*, imports: bool = True) -> list[Part]:
     """
     gpu, compiler = _gpu(), _compiler()
     python = Part("python", "everything", f"{platform.python_version()} at {sys.executable}")
-    found = look_up(has_gpu=gpu.ok, imports=imports)
-    return [python, *found, compiler, _headers(), _flex(compiler), gpu, _embedded()]
-
-
-def look_up(*, has_gpu: bool, imports: bool) -> list[Part]:
-    """Return a part for each of PACKAGES.
-
-    Args:
-        has_gpu: whether packages that need a GPU can be used.
-        imports: try to import what is installed; takes some seconds.
-    """
     wanted = {each.name: each.name for each in PACKAGES} | requirements()
-    parts = [_package(each, wanted[each.name], has_gpu) for each in PACKAGES]
-    tried = {}
-    if imports:
-        pairs = zip(PACKAGES, parts, strict=True)
-        tried = try_imports([each.module for each, part in pairs if part.ok and each.quick])
-    for i, package in enumerate(PACKAGES):
-        if reason := tried.get(package.module):
-            command = pip(f"--force-reinstall {quoted(wanted[package.name])}")
+    packages = {each: _package(each, wanted[each.name], gpu.ok) for each in PACKAGES}
+    usable = [each.module for each, part in packages.items() if part.ok and each.quick]
+    tried = try_imports(usable) if imports else {}
+    for each, part in packages.items():
+        if reason := tried.get(each.module):
+            command = pip(f"--force-reinstall {shlex.quote(wanted[each.name])}")
             problem = f"cannot be imported: {reason}"
-            parts[i] = replace(parts[i], problem=problem, command=command)
-    return parts
+            packages[each] = replace(part, problem=problem, command=command)
+    found = packages.values()
+    return [python, *found, compiler, _headers(), _flex(compiler), gpu, _embedded()]
 
 
 def try_imports(modules: Sequence[str]) -> dict[str, str]:
     """Import modules in another process; return module -> why not, empty where it works."""
-    found: dict[str, str] = {}
-    left = list(modules)
+    found, left = dict[str, str](), list(modules)
     while left:
         done = _run([sys.executable, "-c", _TRIAL, *left])
-        begun = ""
-        for line in done.stdout.splitlines():
-            word, _, rest = line.partition(" ")
-            name, _, reason = rest.partition(" ")
-            if name not in left:
-                continue  # something that an import has printed
-            if word == "try":
-                begun = name
-            elif word in ("good", "bad"):
-                found[name] = reason
-        if begun in left and begun not in found:
-            found[begun] = f"the process ended with {done.returncode}"
-        elif not begun:
+        said = re.findall(r"^(try|bad|end) ?(\S*) ?(.*)$", done.stdout, re.MULTILINE)
+        # an import may print what it likes
+        said = [each for each in said if each[1] in left or each[0] == "end"]
+        if not said:
             return found | dict.fromkeys(left, "no process can be started")
+        found |= {name: reason for word, name, reason in said if word != "end"}
+        if said[-1][0] == "try":
+            found[said[-1][1]] = f"the process ended with {done.returncode}"
         left = [name for name in left if name not in found]
     return found
 
@@ -201,7 +182,7 @@ def _package(package: Package, requirement: str, has_gpu: bool) -> Part:
             found = ""
     except (importlib.metadata.PackageNotFoundError, ValueError):
         found = ""
-    command, problem = pip(quoted(requirement) + flags), ""
+    command, problem = pip(shlex.quote(requirement) + flags), ""
     if found and not _new_enough(found, requirement):
         problem = f"needs {requirement}"
     else:
@@ -230,11 +211,6 @@ def pip(arguments: str) -> str:
     if not has_pip and shutil.which("uv"):
         return f"uv pip install --python {python} {arguments}"
     return f"{python} -m pip install {arguments}"
-
-
-def quoted(requirement: str) -> str:
-    """Return a requirement as a shell takes it."""
-    return requirement if re.fullmatch(r"[\w.-]+", requirement) else f"'{requirement}'"
 
 
 def _compiler() -> Part:
@@ -268,7 +244,7 @@ def _flex(compiler: Part) -> Part:
     try:
         from torch.nn.attention import flex_attention
     except (ImportError, OSError):
-        return Part(name, use, command=pip(quoted(requirements().get("torch", "torch"))))
+        return Part(name, use, command=pip(shlex.quote(requirements().get("torch", "torch"))))
     problem = "" if compiler.ok else "runs without being compiled on a CPU: no compiler"
     return Part(name, use, f"in torch, as {flex_attention.__name__}", problem)
 

@@ -14,60 +14,166 @@ the base model's own. In Python: ``register()``, or ``SpecheadsLM`` of this modu
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from itertools import groupby
+from typing import Any
+
+import torch
+from tqdm import tqdm
 
 from specheads.config import ConfigError, DecodeConfig, dtype_name, export_of
 from specheads.config.main import EXIT_USAGE
+from specheads.data.rendering import render
+from specheads.decoding.exported import load_decoder
+from specheads.measure.clock import pad_left
+from specheads.measure.quality import log_likelihood, logits_at
+from specheads.models.base import context_length, end_tokens, input_device
+from specheads.models.forward import groups_by_side
+from specheads.models.support import tree_support
+from specheads.system import hardware
 from specheads.system.terminal import stop
 
-if TYPE_CHECKING:
-    from specheads.measure.harness import Harness
-
 NAME = "specheads"
-_MISSING = "lm-eval is not installed: pip install lm-eval"
+# names that tasks give the limit, and what else they may ask a generation for
+_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+_OTHERS = ("repetition_penalty", "no_repeat_ngram_size")
+_UNLIMITED = 1 << 20  # context of a model that does not say
+# what --model_args may name beside the keys of decode
+_ARGUMENTS = {
+    "checkpoint": "",
+    "base": "",
+    "dtype": "auto",
+    "device": None,
+    "batch_size": 1,
+    "max_gen_toks": 256,
+    "max_length": 0,
+    "seed": 0,
+}
 
 
 class _Methods:
-    """The three methods of lm-eval's LM, in terms of text; made a subclass of it when asked for."""
+    """The methods of lm-eval's LM over our decoder; made a subclass of it when asked for.
 
-    harness: Harness
-    tokenizer: Any
+    Args:
+        max_batch_size: not needed; lm-eval hands it over.
+        **arguments: ``checkpoint``: an export, or a base model: a folder, a hub name, tinycode.
+            ``base``: where an export's base model is now, if it was moved. ``dtype``: of the
+            weights; auto is bfloat16 where the processor has it. ``device``: of the model; None, or
+            a GPU where there is none, takes what there is. ``batch_size``: rows decoded together;
+            ``auto`` is 8. Scored are texts one by one. ``max_gen_toks``: limit where a task names
+            none. ``max_length``: context; 0 is the model's own. ``seed``: request n of a call is
+            sampled with ``seed + n``, where a task samples. And keys of ``decode``: ``drafter``,
+            ``draft``, ``acceptance``, ``epsilon``, ...
 
-    def __init__(self, **arguments: Any) -> None:
-        """Load; see :func:`load`."""
+    Raises:
+        ConfigError: for arguments that are wrong, or what cannot be loaded.
+    """
+
+    def __init__(self, *, max_batch_size: Any = None, **arguments: Any) -> None:
         super().__init__()
-        self.harness = load(**arguments)
-        self.tokenizer = self.harness.tokenizer
-        self._device = self.harness.device
+        del max_batch_size
+        given = _ARGUMENTS | arguments
+        if not given["checkpoint"]:
+            raise ConfigError("--model_args needs checkpoint=<export or base model>")
+        decode = {key: value for key, value in arguments.items() if key not in _ARGUMENTS}
+        known = {field.name: field for field in fields(DecodeConfig)}
+        if unknown := sorted(decode.keys() - known.keys()):
+            listed = ", ".join([*_ARGUMENTS, *known])
+            raise ConfigError(f"--model_args: unknown key {unknown[0]}; there are {listed}")
+        device = str(given["device"] or "auto")
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            device = "auto"  # lm-eval asks for a GPU where its user asked for nothing
+        place = hardware.pick_device(device)
+        hardware.quiet_loading()
+        hardware.pin_threads(None)
+        checkpoint, batch_size = export_of(str(given["checkpoint"])), str(given["batch_size"])
+        self.decoder = load_decoder(
+            checkpoint,
+            DecodeConfig(**{key: _typed(key, value) for key, value in decode.items()}),
+            base=str(given["base"]),
+            dtype=hardware.pick_dtype(dtype_name("dtype", str(given["dtype"]), "auto"), place),
+            device=place,
+        )
+        assert self.decoder.tokenizer is not None
+        self.base, self.tokenizer = self.decoder.base, self.decoder.tokenizer
+        self._device = input_device(self.base)
+        self._max_gen_toks, self._seed = int(given["max_gen_toks"]), int(given["seed"])
+        self._about = {"checkpoint": checkpoint, "decode": decode}
+        context, length = context_length(self.base) or _UNLIMITED, int(given["max_length"])
+        if length > context:
+            raise ConfigError(f"max_length is {length}, but the model's context is {context}")
+        self._max_length = length or context
+        self._eos = end_tokens(self.base, self.tokenizer)
+        # a model that verifies chains only decodes its rows alone
+        rows = 8 if batch_size.startswith("auto") else int(batch_size)
+        self._batch_size = rows if tree_support(self.base).kind == "tree" else 1
+        self._lengths: list[int] = []
 
     def loglikelihood(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Score continuations."""
-        return self._run("loglikelihood", requests, disable_tqdm, self.harness.score_continuations)
+        """Return for each (context, continuation) its log-likelihood, and whether it is greedy.
+
+        Spaces at the end of a context count to the continuation, as words begin with them. An
+        empty context is the token that begins texts. Where both are too long, the beginning of the
+        context is left out.
+
+        Raises:
+            ValueError: for a continuation that is no token, or longer than the context.
+        """
+
+        def score(pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[int, tuple[float, bool]]]:
+            for n, pair in enumerate(pairs):
+                yield n, self._score(*self._split(*pair))
+
+        return self._run("loglikelihood", requests, disable_tqdm, score)
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """Score whole texts."""
+        """Return the log-likelihood of each whole text, read in windows of the context's length.
 
-        def score(asked: Sequence[tuple[str]], tick: Any) -> list[float]:
-            return self.harness.score_texts([text for (text,) in asked], tick)
+        Every token is predicted once; the last window reaches back as far as it can.
+        """
+
+        def score(asked: Sequence[tuple[str]]) -> Iterator[tuple[int, float]]:
+            for n, (text,) in enumerate(asked):
+                ids = list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+                windows = rolling_windows(ids, self._first_token(), self._max_length)
+                yield n, sum(self._score(before, after)[0] for before, after in windows)
 
         return self._run("loglikelihood_rolling", requests, disable_tqdm, score)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Continue prompts with the drafter."""
-        return self._run("generate_until", requests, disable_tqdm, self.harness.generate)
+        """Continue contexts with the drafter, each as its settings say.
+
+        A text goes on until one of their strings, or the end. The beginning of a context that
+        leaves no room for the new tokens is left out.
+
+        Raises:
+            ConfigError: for settings that this decoder does not have.
+        """
+
+        def write(asked: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[tuple[int, str]]:
+            plans = [_plan(settings, self._max_gen_toks) for _, settings in asked]
+            order = sorted(range(len(asked)), key=lambda n: repr(plans[n]))
+            for _, alike in groupby(order, lambda n: repr(plans[n])):
+                every = sorted(alike)
+                plan = plans[every[0]]
+                sampled = bool(plan["settings"]["temperature"])
+                for numbers in _batches(every, self._batch_size, sampled=sampled):
+                    contexts = [asked[n][0] for n in numbers]
+                    continued = self._generate(contexts, plan, self._seed + numbers[0])
+                    yield from zip(numbers, continued, strict=True)
+
+        return self._run("generate_until", requests, disable_tqdm, write)
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """Render few-shot examples for --apply_chat_template; a last answer is to be gone on."""
-        from specheads.data.rendering import render
-
         prompt = add_generation_prompt
         return render(
             self.tokenizer,
@@ -97,88 +203,150 @@ class _Methods:
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return what stands beside the scores."""
-        return self.harness.info()
+        """Return the arguments, and the accept length of everything generated so far."""
+        steps = len(self._lengths)
+        mean = sum(self._lengths) / steps if steps else None
+        return {**self._about, "accept_length": mean, "num_steps": steps}
 
     def _run(
-        self, kind: str, requests: Sequence[Any], quiet: bool, ask: Callable[..., list[Any]]
+        self,
+        kind: str,
+        requests: Sequence[Any],
+        quiet: bool,
+        ask: Callable[[Sequence[Any]], Iterator[tuple[int, Any]]],
     ) -> list[Any]:
-        from tqdm import tqdm
-
+        """Return the answers to all requests; ``ask`` yields them with their numbers."""
         asked = [request.args for request in requests]
-        with tqdm(total=len(asked), unit="request", disable=quiet or None) as bar:
-            found = ask(asked, bar.update)
-        for request, each in zip(asked, found, strict=True):
-            self.cache_hook.add_partial(kind, request, each)  # type: ignore[attr-defined]
-        return found
+        bar = tqdm(ask(asked), total=len(asked), unit="request", disable=quiet or None)
+        found = dict(bar)
+        for number, request in enumerate(asked):
+            self.cache_hook.add_partial(kind, request, found[number])  # type: ignore[attr-defined]
+        return [found[number] for number in range(len(asked))]
+
+    def encode(self, text: str) -> list[int]:
+        """Return a text's ids, with what the tokenizer puts before it unless the text has it."""
+        bos = self.tokenizer.bos_token
+        templated = isinstance(bos, str) and text.startswith(bos)
+        ids = self.tokenizer(text, add_special_tokens=not templated, verbose=False).input_ids
+        return list(ids)
+
+    def _first_token(self) -> int:
+        bos = self.tokenizer.bos_token_id
+        if isinstance(bos, int):
+            return bos
+        if not self._eos:
+            raise ConfigError("the tokenizer has neither a bos nor an eos token to begin a text")
+        return self._eos[0]
+
+    def _split(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        if not context:
+            ids = self.tokenizer(continuation, add_special_tokens=False, verbose=False).input_ids
+            return [self._first_token()], list(ids)
+        spaces = len(context) - len(context.rstrip())
+        if spaces:
+            context, continuation = context[:-spaces], context[-spaces:] + continuation
+        if not context:  # nothing but spaces
+            return self._split("", continuation)
+        before, whole = self.encode(context), self.encode(context + continuation)
+        return before, whole[len(before) :]
+
+    def _score(self, before: Sequence[int], after: Sequence[int]) -> tuple[float, bool]:
+        if not after or len(after) > self._max_length:
+            raise ValueError(
+                f"a continuation must be 1 to {self._max_length} tokens, got {len(after)}"
+            )
+        ids = [*before, *after][-(self._max_length + 1) :]  # the last token is only predicted
+        places = list(range(len(ids) - len(after) - 1, len(ids) - 1))
+        log_probs, best = log_likelihood(logits_at(self.base, ids[:-1], places), after)
+        return float(log_probs.double().sum()), bool(best.all())
+
+    def _generate(self, contexts: Sequence[str], plan: dict[str, Any], seed: int) -> list[str]:
+        limit, until = plan["limit"], plan["until"]
+        room = self._max_length - limit
+        if room < 1:
+            raise ConfigError(
+                f"a task asks for {limit} new tokens, but the model's context is {self._max_length}"
+            )
+        rows = [self.encode(context)[-room:] or [self._first_token()] for context in contexts]
+        if len(groups_by_side(self.base, [(len(r), len(r) + limit) for r in rows])) > 1:
+            alone = [self._generate([text], plan, seed + i) for i, text in enumerate(contexts)]
+            return [text for texts in alone for text in texts]
+        prompts = [torch.tensor([row], device=self._device) for row in rows]
+        input_ids, attention_mask = pad_left(prompts)
+        pad = self.tokenizer.pad_token_id
+        result = self.decoder.generate(
+            input_ids,
+            limit,
+            attention_mask=attention_mask,
+            stop_strings=until or None,
+            seed=seed,
+            eos_token_id=list(self._eos) or None,
+            pad_token_id=pad if isinstance(pad, int) else 0,
+            **plan["settings"],
+        )
+        self._lengths += [length for row in result.rows for length in row.accept_lengths]
+        texts = self.tokenizer.batch_decode(
+            [row.new_tokens for row in result.rows],
+            skip_special_tokens=True,
+            clean_up_tokenization_spaces=False,
+        )
+        return [_before_any(text, until) for text in texts]
 
 
-# what load takes beside the keys of decode
-_ARGUMENTS = {
-    "checkpoint": "",
-    "base": "",
-    "dtype": "auto",
-    "device": None,
-    "batch_size": 1,
-    "max_gen_toks": 256,
-    "max_length": 0,
-    "seed": 0,
-}
+def _before_any(text: str, terms: Sequence[str]) -> str:
+    """Return what stands before the first of ``terms``."""
+    return text[: min((at for term in terms if (at := text.find(term)) >= 0), default=len(text))]
 
 
-def load(checkpoint: str = "", *, max_batch_size: Any = None, **arguments: Any) -> Harness:
-    """Load what lm-eval's ``--model_args`` name.
+def rolling_windows(
+    ids: Sequence[int], first: int, max_length: int
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield (context, tokens to predict) so that every token is predicted once.
 
     Args:
-        checkpoint: an export, or a base model: a folder, a hub name, tinycode.
-        max_batch_size: not needed; lm-eval hands it over.
-        **arguments: ``base``: where an export's base model is now, if it was moved. ``dtype``: of
-            the weights; auto is bfloat16 where the processor has it. ``device``: of the model;
-            None, or a GPU where there is none, takes what there is. ``batch_size``: rows decoded
-            together; ``auto`` is 8. Scored are texts one by one. ``max_gen_toks``: limit where a
-            task names none. ``max_length``: context; 0 is the model's own. ``seed``: of the
-            sampling, where a task samples. And keys of ``decode``: ``drafter``, ``draft``,
-            ``acceptance``, ``epsilon``, ...
-
-    Raises:
-        ConfigError: for arguments that are wrong, or what cannot be loaded.
+        ids: a text.
+        first: the token before it.
+        max_length: tokens that the model reads at once.
     """
-    import torch
+    whole = [first, *ids]  # whole[i] predicts ids[i]
+    for start in range(0, len(ids), max_length):
+        stop = min(start + max_length, len(ids))
+        yield whole[max(0, stop - max_length) : start + 1], list(ids[start:stop])
 
-    from specheads.decoding.exported import load_decoder
-    from specheads.measure.harness import Harness
-    from specheads.system import hardware
 
-    del max_batch_size
-    if not checkpoint:
-        raise ConfigError("--model_args needs checkpoint=<export or base model>")
-    given = _ARGUMENTS | arguments
-    decode = {key: value for key, value in arguments.items() if key not in _ARGUMENTS}
-    known = {field.name: field for field in fields(DecodeConfig)}
-    if unknown := sorted(decode.keys() - known.keys()):
-        raise ConfigError(
-            f"--model_args: unknown key {unknown[0]}; there are {', '.join([*_ARGUMENTS, *known])}"
-        )
-    device = str(given["device"] or "auto")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        device = "auto"  # lm-eval asks for a GPU where its user asked for nothing
-    place = hardware.pick_device(device)
-    hardware.quiet_loading()
-    hardware.pin_threads(None)
-    checkpoint, batch_size = export_of(str(checkpoint)), str(given["batch_size"])
-    decoder = load_decoder(
-        checkpoint,
-        DecodeConfig(**{key: _typed(key, value) for key, value in decode.items()}),
-        base=str(given["base"]),
-        dtype=hardware.pick_dtype(dtype_name("dtype", str(given["dtype"]), "auto"), place),
-        device=place,
-    )
-    return Harness(
-        decoder,
-        batch_size=8 if batch_size.startswith("auto") else int(batch_size),
-        about={"checkpoint": checkpoint, "decode": decode},
-        **{key: int(given[key]) for key in ("max_gen_toks", "max_length", "seed")},
-    )
+def _batches(numbers: Sequence[int], size: int, *, sampled: bool) -> Iterator[Sequence[int]]:
+    """Group neighbours; where texts are sampled, only requests whose seeds follow each other."""
+    runs: list[Sequence[int]] = [numbers]
+    if sampled:
+        following = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+        runs = [[number for _, number in run] for _, run in following]
+    for run in runs:
+        yield from (run[i : i + size] for i in range(0, len(run), size))
+
+
+def _plan(settings: Mapping[str, Any], max_gen_toks: int) -> dict[str, Any]:
+    """Return limit, stop strings and sampling of one request."""
+    given = dict(settings)
+    limits = [int(given.pop(key)) for key in _LIMITS if given.get(key) is not None]
+    until = given.pop("until", None) or []
+    until = [until] if isinstance(until, str) else list(until)
+    sampled = given.pop("do_sample", None)
+    temperature = float(given.get("temperature") or 0.0)
+    if sampled and "temperature" not in given:
+        temperature = 1.0
+    chosen: dict[str, Any] = {"temperature": 0.0 if sampled is False else temperature}
+    if chosen["temperature"]:  # transformers' own defaults would cut the distribution
+        chosen |= {"top_k": int(given.get("top_k") or 0), "top_p": float(given.get("top_p") or 1.0)}
+        if given.get("min_p"):
+            chosen["min_p"] = float(given["min_p"])
+    chosen |= {key: given[key] for key in _OTHERS if given.get(key) is not None}
+    if unknown := sorted(given.keys() - {*_LIMITS, *_SAMPLING, *_OTHERS}):
+        raise ConfigError(f"a task asks generation for {unknown[0]}, which this decoder has not")
+    return {
+        "limit": limits[0] if limits else max_gen_toks,
+        "until": [term for term in until if term],
+        "settings": chosen,
+    }
 
 
 def _typed(key: str, value: Any) -> Any:
@@ -208,7 +376,7 @@ def register() -> type:
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "lm_eval":
             raise
-        raise ConfigError(_MISSING) from None
+        raise ConfigError("lm-eval is not installed: pip install lm-eval") from None
     known = globals().get("_registered")
     if known is None or not issubclass(known, model.LM):
         known = type("SpecheadsLM", (_Methods, model.LM), {"__doc__": _Methods.__doc__})

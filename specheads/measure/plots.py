@@ -11,8 +11,6 @@ import importlib.util
 import io
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from html import escape
 from typing import Any
 
@@ -29,26 +27,16 @@ _LEFT, _TOP, _MARGIN = 24.0, 84.0, 28.0
 _BLOCKS = " ▏▎▍▌▋▊▉█"  # eighths of a character
 
 
-@dataclass
-class _Node:
-    """A node and where it is drawn; ``height`` is that of everything below it together."""
-
-    choice: Choice
-    chance: float
-    children: list[_Node] = field(default_factory=list)
-    top: float = 0.0
-    height: float = 0.0
+Below = dict[Choice, list[tuple[Choice, float]]]  # node -> its children and their probabilities
 
 
-def _nested(tree: Tree, acceptance: Sequence[float]) -> _Node:
+def _below(tree: Tree, acceptance: Sequence[float]) -> Below:
     if len(acceptance) != len(tree.choices):
         raise ValueError(f"{len(acceptance)} probabilities for {len(tree.choices)} choices")
-    root = _Node((), 1.0)
-    nodes: dict[Choice, _Node] = {(): root}
+    below: Below = {choice: [] for choice in ((), *tree.choices)}
     for choice, chance in zip(tree.choices, acceptance, strict=True):
-        nodes[choice] = _Node(choice, chance)
-        nodes[choice[:-1]].children.append(nodes[choice])
-    return root
+        below[choice[:-1]].append((choice, chance))
+    return below
 
 
 def tree_text(tree: Tree, acceptance: Sequence[float]) -> str:
@@ -62,14 +50,14 @@ def tree_text(tree: Tree, acceptance: Sequence[float]) -> str:
         ValueError: if their numbers differ.
     """
     rows: list[tuple[str, float]] = []
+    below = _below(tree, acceptance)
 
-    def add(node: _Node, prefix: str) -> None:
-        for child in node.children:
-            last = child is node.children[-1]
-            rows.append((f"{prefix}{'└─' if last else '├─'}{child.choice[-1]} ", child.chance))
-            add(child, prefix + ("  " if last else "│ "))
+    def add(node: Choice, prefix: str) -> None:
+        for left, (child, chance) in enumerate(below[node], start=1 - len(below[node])):
+            rows.append((f"{prefix}{'├─' if left else '└─'}{child[-1]} ", chance))
+            add(child, prefix + ("│ " if left else "  "))
 
-    add(_nested(tree, acceptance), "")
+    add((), "")
     width = max((len(label) for label, _ in rows), default=0)
     lines = ["root"]
     for label, chance in rows:
@@ -106,17 +94,15 @@ def tree_svg(tree: Tree, acceptance: Sequence[float], *, title: str) -> str:
     Raises:
         ValueError: if their numbers differ.
     """
-    root = _nested(tree, acceptance)
-    _place(root, _TOP)
     shapes = [
         f'<text class="quiet" x="{_x(depth):.0f}" y="{_TOP - 14:.0f}">'
         f"{f'head {depth - 1}' if depth else 'root'}</text>"
         for depth in range(tree.max_depth + 1)
     ]
-    _draw_tree(root, shapes)
+    height = _draw_tree((), 1.0, _TOP, _below(tree, acceptance), shapes)
     return _SVG.format(
         width=max(_LEFT + _COLUMN * (tree.max_depth + 1), 520.0),
-        height=_TOP + root.height + _MARGIN,
+        height=_TOP + height + _MARGIN,
         left=_LEFT,
         title=escape(title),
         shapes="\n".join(shapes),
@@ -127,41 +113,31 @@ def _x(depth: int) -> float:
     return _LEFT + _COLUMN * depth
 
 
-def _place(node: _Node, top: float) -> None:
-    """Set the place of a node and of those below it, which stand below each other."""
-    node.top = below = top
-    for child in node.children:
-        _place(child, below)
-        below += child.height + _GAP
-    node.height = max(_WIDE * node.chance, _ROW, below - _GAP - top)
-
-
-def _draw_tree(node: _Node, shapes: list[str]) -> None:
-    x, thick = _x(len(node.choice)), _WIDE * node.chance
-    start = node.top
-    for child in node.children:
-        wide = _WIDE * child.chance
-        right = _x(len(child.choice))
-        middle = (x + right) / 2
+def _draw_tree(node: Choice, chance: float, top: float, below: Below, shapes: list[str]) -> float:
+    """Draw a node, and those below it beneath each other; return their height together."""
+    x, right, thick = _x(len(node)), _x(len(node) + 1), _WIDE * chance
+    middle, start, place = (x + right) / 2, top, top
+    for child, share in below[node]:
+        wide = _WIDE * share
         shapes.append(
             f'<path class="edge" d="M{x + 4:.1f} {start:.1f}C{middle:.1f} {start:.1f} '
-            f"{middle:.1f} {child.top:.1f} {right:.1f} {child.top:.1f}v{wide:.1f}"
-            f"C{middle:.1f} {child.top + wide:.1f} {middle:.1f} {start + wide:.1f} "
+            f"{middle:.1f} {place:.1f} {right:.1f} {place:.1f}v{wide:.1f}"
+            f"C{middle:.1f} {place + wide:.1f} {middle:.1f} {start + wide:.1f} "
             f'{x + 4:.1f} {start + wide:.1f}z"/>'
         )
         start += wide
-        _draw_tree(child, shapes)
+        place += _draw_tree(child, share, place, below, shapes) + _GAP
     shapes.append(
-        f'<rect class="node" x="{x:.1f}" y="{node.top:.1f}" width="4" '
-        f'height="{max(thick, 1):.1f}"/>'
+        f'<rect class="node" x="{x:.1f}" y="{top:.1f}" width="4" height="{max(thick, 1):.1f}"/>'
     )
-    if node.choice:
-        middle = node.top + max(thick / 2, 4) + 4
+    if node:
+        middle = top + max(thick / 2, 4) + 4
         shapes.append(
             f'<text class="label" x="{x + 8:.1f}" y="{middle:.1f}">'
-            f'<tspan class="rank">{node.choice[-1]}</tspan>'
-            f'<tspan dx="5">{node.chance:.2f}</tspan></text>'
+            f'<tspan class="rank">{node[-1]}</tspan>'
+            f'<tspan dx="5">{chance:.2f}</tspan></text>'
         )
+    return max(thick, _ROW, place - _GAP - top)
 
 
 # beside each other on white, and told apart by people who do not see red or green
@@ -209,27 +185,24 @@ def draw(result: Mapping[str, Any]) -> dict[str, str]:
     colors = {method: _COLORS[i % len(_COLORS)] for i, method in enumerate(methods)}
     at = f"T={temperature:g}"
     found = {
-        "speed": _draw("speed", partial(_speed, rows=alone, colors=colors)),
-        "kinds": _draw("kinds", partial(_kinds, rows=both, colors=colors, at=at)),
+        "speed": _draw("speed", lambda axes: _speed(axes, alone, colors)),
+        "kinds": _draw("kinds", lambda axes: _kinds(axes, both, colors, at)),
     }
     small = (7.0, 3.8)
     if any(row.get("accept_lengths") for row in both):
-        found["lengths"] = _draw(
-            "lengths", partial(_lengths, rows=both, colors=colors, at=at), small
-        )
+        found["lengths"] = _draw("lengths", lambda axes: _lengths(axes, both, colors, at), small)
     if len({row["batch"] for row in rows}) > 1:
-        paint = partial(_batches, rows=here, colors=colors, at=at)
-        found["batches"] = _draw("batches", paint, panels=2)
+        found["batches"] = _draw("batches", lambda axes: _batches(axes, here, colors, at), panels=2)
     static = [row for row in alone if is_static_tree(row["method"])]
     if len({row["tree_nodes"] for row in static}) > 1:
-        found["sizes"] = _draw("sizes", partial(_sizes, rows=static), small)
+        found["sizes"] = _draw("sizes", lambda axes: _sizes(axes, static), small)
     heads = {
         name: next(each for each in measured if each["temperature"] == temperature)
         for name, measured in result.get("heads", {}).items()
     }
     if heads:
         size = (4.0 * len(heads) + 1, 3.8)
-        found["heads"] = _draw("heads", partial(_heads, heads=heads, at=at), size, len(heads))
+        found["heads"] = _draw("heads", lambda axes: _heads(axes, heads, at), size, len(heads))
         found["tree"] = "\n".join(_trees(heads, at))
     return found
 

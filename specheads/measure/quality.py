@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,9 @@ from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
 from specheads.losses.cross_entropy import IGNORE
 from specheads.measure.clock import Prompt
+from specheads.measure.identity import first_difference
 from specheads.measure.render import Columns, make_table
-from specheads.measure.stats import first_difference, mean_accept_length, ratio_ci95, rep8
+from specheads.measure.rows import mean_accept_length, ratio_ci95, rep8
 from specheads.models.base import context_length, input_device
 from specheads.verification.sampling import Sampler
 
@@ -95,23 +95,7 @@ def divergence(original: Tensor, tuned: Tensor) -> tuple[Tensor, Tensor]:
 Tick = Callable[[], object]
 
 
-@dataclass(frozen=True)
-class Reading:
-    """What models make of one record's answers, given everything before each token.
-
-    Attributes:
-        num_tokens: of the answers, their ends included.
-        loss: nats over all of them, of the measured base.
-        original_loss: of the original; like the others None where there is none.
-        kl: KL(original || measured), summed.
-        same_best: tokens at which both find the same token the likeliest.
-    """
-
-    num_tokens: int
-    loss: float
-    original_loss: float | None = None
-    kl: float | None = None
-    same_best: int | None = None
+Reading = dict[str, float]  # what models make of one record's answers, summed over their tokens
 
 
 def read_answers(
@@ -120,7 +104,7 @@ def read_answers(
     documents: Sequence[Encoded],
     tick: Tick = lambda: None,
 ) -> list[Reading]:
-    """Read held-out records with one model or two.
+    """Read held-out records with one model or two, each token given everything before it.
 
     Args:
         base: measured.
@@ -128,27 +112,25 @@ def read_answers(
         documents: each with a token to predict, and no longer than the models' context.
         tick: called after each.
 
-    Raises:
-        ValueError: for a document without a token to predict.
+    Returns:
+        Of each document ``num_tokens`` of the answers, their ends included; over these ``loss``,
+        nats of the measured base; and with an original ``original_loss``, ``loss_difference``
+        (measured less original), ``kl``, KL(original || measured), and ``same_best``, the tokens at
+        which both find the same one the likeliest.
     """
     found = []
     for document in documents:
         ids: list[int] = document.input_ids.tolist()
         places = answer_places(document)
-        if not places:
-            raise ValueError(f"document {document.id} has 0 tokens to predict")
         tokens = [ids[place + 1] for place in places]
         logits = logits_at(base, ids, places)
-        reading = Reading(len(tokens), _loss(logits, tokens))
+        reading = {"num_tokens": float(len(tokens)), "loss": _loss(logits, tokens)}
         if original is not None:
             others = logits_at(original, ids, places)
             kl, same = divergence(others, logits)
-            reading = replace(
-                reading,
-                original_loss=_loss(others, tokens),
-                kl=float(kl.double().sum()),
-                same_best=int(same.sum()),
-            )
+            reading["original_loss"] = _loss(others, tokens)
+            reading["loss_difference"] = reading["loss"] - reading["original_loss"]
+            reading |= {"kl": float(kl.double().sum()), "same_best": float(same.sum())}
         found.append(reading)
         tick()
     return found
@@ -215,17 +197,9 @@ def summarise(readings: Sequence[Reading]) -> dict[str, Any]:
         less original), ``kl`` (per token) and ``same_best`` (share of the tokens). Each with
         ``_ci95``.
     """
-    tokens = [float(each.num_tokens) for each in readings]
+    columns = {key: [each[key] for each in readings] for key in readings[0]}
+    tokens = columns.pop("num_tokens")
     found: dict[str, Any] = {"num_records": len(readings), "num_tokens": int(sum(tokens))}
-    columns = {"loss": [each.loss for each in readings]}
-    pairs = [each for each in readings if each.original_loss is not None]
-    if pairs:
-        columns |= {
-            "original_loss": [each.original_loss or 0.0 for each in pairs],
-            "loss_difference": [each.loss - (each.original_loss or 0.0) for each in pairs],
-            "kl": [each.kl or 0.0 for each in pairs],
-            "same_best": [float(each.same_best or 0) for each in pairs],
-        }
     for key, values in columns.items():
         found |= _mean(key, values, tokens)
     for key in ("loss", "original_loss"):

@@ -110,7 +110,7 @@ _COLUMNS: Columns = {
     "nodes": lambda row: str(row["tree_nodes"]),
     "tokens/s": lambda row: f"{row['tokens_per_second']:.1f}",
 }
-# narrow ones, for a terminal
+# narrow ones, for a terminal; prefill is in milliseconds, rep8 of each method's own output
 TEXT_COLUMNS: Columns = {
     **_COLUMNS,
     "speed-up": lambda row: f"{row['speedup_vs_plain']:.2f}x",
@@ -163,14 +163,6 @@ def _drafted(rows: Iterable[Row]) -> list[Row]:
     return [row for row in _alone(rows) if row["drafter"]]
 
 
-def format_table(rows: Sequence[Row]) -> str:
-    """Return the rows of batch 1 as text; ``rep8`` is of each method's own output.
-
-    ``prefill`` is in milliseconds per prompt; ``decode`` is the speed-up without it.
-    """
-    return make_table(_alone(rows), TEXT_COLUMNS).text()
-
-
 def kinds_table(rows: Sequence[Row]) -> Table:
     """Return accept length and speed-up per kind of prompt, drafted methods at batch 1 only."""
 
@@ -186,11 +178,6 @@ def kinds_table(rows: Sequence[Row]) -> Table:
     return Table(["T", "method", *kinds], lines)
 
 
-def format_kinds(rows: Sequence[Row]) -> str:
-    """Return :func:`kinds_table` as text."""
-    return kinds_table(rows).text()
-
-
 def batches_table(rows: Sequence[Row]) -> Table:
     """Return every method's tokens per second and speed-up over plain decoding per batch size."""
     sizes = sorted({row["batch"] for row in rows})
@@ -204,11 +191,6 @@ def batches_table(rows: Sequence[Row]) -> Table:
         )
         lines.append([f"{temperature:g}", method, *cells])
     return Table(["T", "method", *(f"batch {size}" for size in sizes)], lines)
-
-
-def format_batches(rows: Sequence[Row]) -> str:
-    """Return :func:`batches_table` and :func:`crossover_lines` as text."""
-    return "\n".join([batches_table(rows).text(), *crossover_lines(rows)])
 
 
 def crossover_lines(rows: Sequence[Row]) -> list[str]:
@@ -348,12 +330,12 @@ def bench_text(result: Mapping[str, Any]) -> str:
     """
     rows = result["rows"]
     parts = [
-        format_table(rows),
-        f"\nAccept length (speed-up) per kind of prompt\n{format_kinds(rows)}",
+        make_table(_alone(rows), TEXT_COLUMNS).text(),
+        f"\nAccept length (speed-up) per kind of prompt\n{kinds_table(rows).text()}",
     ]
     if len(result["settings"]["batch_sizes"]) > 1:
         parts.append("\nTokens/s (speed-up over plain decoding in batches of that size)")
-        parts.append(format_batches(rows))
+        parts += [batches_table(rows).text(), *crossover_lines(rows)]
     if result["pairs"]:
         parts.append(f"\nSide by side (95%)\n{format_pairs(result['pairs'])}")
     if divergences := format_divergences(result):
@@ -372,16 +354,10 @@ class Block(str):
 Part = str | Sequence[str] | Table  # a paragraph, the items of a list, or a table
 
 
-@dataclass(frozen=True)
-class Section:
-    """A part of the page: what stands under a heading, in its order."""
-
-    title: str
-    parts: Sequence[Part]
-
-
-def sections(result: Mapping[str, Any], figures: Mapping[str, str] | None = None) -> list[Section]:
-    """Return the page of a bench.
+def sections(
+    result: Mapping[str, Any], figures: Mapping[str, str] | None = None
+) -> dict[str, list[Part]]:
+    """Return the page of a bench: headings, and what stands under each of them.
 
     Args:
         result: the content of bench.json. What an older one lacks is left out.
@@ -416,7 +392,7 @@ def sections(result: Mapping[str, Any], figures: Mapping[str, str] | None = None
     found["Settings"] = [Block(_lines(result["settings"]))]
     found["Environment"] = [Block(_lines(result["environment"]))]
     filled = {title: [part for part in parts if part] for title, parts in found.items()}
-    return [Section(title, parts) for title, parts in filled.items() if parts]
+    return {title: parts for title, parts in filled.items() if parts}
 
 
 _ABOUT_BATCHES = "Tokens per second, and speed-up over plain decoding in batches of that size."
@@ -482,9 +458,9 @@ def markdown_page(result: Mapping[str, Any]) -> str:
         result: the content of bench.json.
     """
     parts = [f"# Bench of {_literally(str(result['settings'].get('checkpoint', 'a model')))}", ""]
-    for section in sections(result):
-        parts += [f"## {_literally(section.title)}", ""]
-        for part in section.parts:
+    for heading, under in sections(result).items():
+        parts += [f"## {_literally(heading)}", ""]
+        for part in under:
             parts += [_markdown(part), ""]
     return "\n".join(parts)
 
@@ -528,11 +504,11 @@ def html_page(result: Mapping[str, Any]) -> str:
     """
     title = escape(f"Bench of {result['settings'].get('checkpoint', 'a model')}")
     parts = sections(result, draw(result))
-    links = "".join(f'<a href="#s{n}">{escape(each.title)}</a>' for n, each in enumerate(parts))
+    links = "".join(f'<a href="#s{n}">{escape(heading)}</a>' for n, heading in enumerate(parts))
     body = []
-    for number, section in enumerate(parts):
-        body.append(f'<h2 id="s{number}">{escape(section.title)}</h2>')
-        body += [_html(part, section.title) for part in section.parts]
+    for number, (heading, under) in enumerate(parts.items()):
+        body.append(f'<h2 id="s{number}">{escape(heading)}</h2>')
+        body += [_html(part, heading) for part in under]
     text = "\n".join(body)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'

@@ -10,20 +10,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 from specheads.measure.clock import Method, Prompt, Runs
-from specheads.measure.identity import Identity
-from specheads.measure.stats import (
-    Work,
-    accept_length_ci95,
-    crossover,
-    mean_accept_length,
-    rep8,
-    rounded,
-    speed,
-    speedup,
-)
+from specheads.measure.identity import Divergence
+from specheads.system import hardware
 from specheads.system.files import whole_file
-from specheads.system.hardware import SHARE_LIMIT
 
 REP8_LIMIT = 0.25  # above it greedy text is mostly loops, and its speed says little
 LOOPING_HEADLINE = 0.7  # the temperature of the headline then
@@ -31,9 +23,116 @@ DRIFT_LIMIT = 1.15  # slowest over fastest repeat of the baseline
 Clocked = Mapping[tuple[float, int], Mapping[str, Runs]]  # (temperature, batch) -> method -> runs
 
 
+def rep8(tokens: Sequence[int], n: int = 8) -> float:
+    """Return the share of ``n``-grams that have occurred before; loops are easy to draft."""
+    total = len(tokens) - n + 1
+    if total <= 0:
+        return 0.0
+    return 1 - len({tuple(tokens[i : i + n]) for i in range(total)}) / total
+
+
+def mean_accept_length(accept_lengths: Sequence[Sequence[int]]) -> float:
+    """Return tokens per verify step over all prompts; every step weighs the same.
+
+    Args:
+        accept_lengths: per prompt, the tokens gained by each of its verify steps.
+    """
+    steps = sum(len(lengths) for lengths in accept_lengths)
+    return sum(map(sum, accept_lengths)) / steps if steps else 0.0
+
+
+def ratio_ci95(
+    numerators: Sequence[Sequence[float]],
+    denominators: Sequence[Sequence[float]],
+    *,
+    seed: int = 0,
+    samples: int = 2000,
+) -> tuple[float, float]:
+    """Bootstrap over prompts the 95% interval of a product of ratios of sums.
+
+    Prompts are drawn with replacement, the same draw for every sum, because a prompt that is easy
+    for one method is often easy for the other. One pair gives an accept length (tokens over
+    steps); two pairs give a speed-up (tokens over seconds, times seconds over tokens).
+
+    Args:
+        numerators: lists of one value per prompt, [R][N].
+        denominators: as ``numerators``.
+        seed: of the draws.
+        samples: number of draws.
+
+    Raises:
+        ValueError: if the lists differ in length.
+    """
+    lengths = {len(values) for values in (*numerators, *denominators)}
+    if len(lengths) != 1:
+        raise ValueError(f"numerators and denominators have unequal lengths {sorted(lengths)}")
+    (num_prompts,) = lengths
+    generator = torch.Generator().manual_seed(seed)
+    draws = torch.randint(num_prompts, (samples, num_prompts), generator=generator)
+    ratio = torch.ones(samples, dtype=torch.float64)
+    for top, bottom in zip(numerators, denominators, strict=True):
+        ratio *= torch.tensor(top, dtype=torch.float64)[draws].sum(1)
+        ratio /= torch.tensor(bottom, dtype=torch.float64)[draws].sum(1).clamp_min(1e-12)
+    low, high = ratio.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return low, high
+
+
+Work = tuple[Sequence[float], Sequence[float]]  # tokens and seconds, of each batch or prompt
+
+
+def speed(work: Work) -> float:
+    """Return tokens per second over all of ``work``."""
+    return sum(work[0]) / sum(work[1])
+
+
+def speedup(work: Work, other: Work) -> tuple[float, list[float]]:
+    """Return how many times as fast ``work`` is as ``other``, with its 95% interval, rounded.
+
+    Both are of the same prompts in turn, so the interval is a bootstrap over prompts of the ratio
+    itself, which is narrower than what two speeds with an interval each would let one say.
+    """
+    bounds = ratio_ci95([work[0], other[1]], [work[1], other[0]])
+    return round(speed(work) / speed(other), 4), rounded(bounds)
+
+
+def accept_length_ci95(accept_lengths: Sequence[Sequence[int]]) -> list[float]:
+    """Return the 95% interval, over prompts, of :func:`mean_accept_length`."""
+    return list(ratio_ci95([list(map(sum, accept_lengths))], [list(map(len, accept_lengths))]))
+
+
+def rounded(values: Sequence[float]) -> list[float]:
+    """Round to the four digits of bench.json."""
+    return [round(value, 4) for value in values]
+
+
+def crossover(
+    batch_sizes: Sequence[int], speedups: Sequence[float]
+) -> tuple[int | None, float | None]:
+    """Return the smallest batch at which a method is no faster than plain decoding.
+
+    Args:
+        batch_sizes: measured, ascending.
+        speedups: over plain decoding at the same batch size.
+
+    Returns:
+        The first measured size whose speed-up is at most 1, None if there is none; and where the
+        line from the size before it (over the logarithm of the size) meets 1, None if no size is
+        before it.
+    """
+    before: tuple[int, float] | None = None
+    for size, speedup in zip(batch_sizes, speedups, strict=True):
+        if speedup <= 1:
+            if before is None:
+                return size, None
+            share = (before[1] - 1) / (before[1] - speedup)
+            return size, before[0] * (size / before[0]) ** share
+        before = size, speedup
+    return None, None
+
+
 def whole(runs: Runs) -> Work:
     """Return all tokens per batch, and the median over repeats of the batch's seconds."""
-    tokens = [float(sum(len(runs.decoded[i].tokens) for i in rows)) for rows in runs.batches]
+    tokens = [float(sum(len(runs.decoded[i].new_tokens) for i in rows)) for rows in runs.batches]
     return tokens, [median(column) for column in zip(*runs.seconds, strict=True)]
 
 
@@ -45,7 +144,7 @@ def without_prefill(runs: Runs) -> Work | None:
     """
     if not runs.prefill:
         return None
-    texts = [[runs.decoded[i].tokens for i in rows] for rows in runs.batches]
+    texts = [[runs.decoded[i].new_tokens for i in rows] for rows in runs.batches]
     tokens = [float(sum(len(each) - bool(each) for each in rows)) for rows in texts]
     pairs = zip(runs.seconds, runs.prefill, strict=True)
     rest = [[a - b for a, b in zip(both, first, strict=True)] for both, first in pairs]
@@ -58,7 +157,7 @@ def make_row(
     runs: Mapping[str, Runs],
     prompts: Sequence[Prompt],
     temperature: float,
-    identity: Identity | None,
+    divergences: Sequence[Divergence] | None,
     *,
     dtype: str,
     device: str,
@@ -72,15 +171,18 @@ def make_row(
         runs: of all methods at this temperature and batch size.
         prompts: those decoded.
         temperature: of the sampling.
-        identity: comparison with plain decoding; None where the draws differ by design.
+        divergences: from plain decoding; None where the draws differ by design.
         dtype: of the weights.
         device: of the weights.
     """
     of, plain = runs[method.name], runs["plain"]
     work = whole(of)
-    ratio, bounds = speedup(work, whole(plain))
     lengths = [each.accept_lengths for each in of.decoded]
     steps = Counter(length for each in lengths for length in each)
+    counted: dict[str, int | None] = {"identical": None, "compared": 0, "near_ties": None}
+    if divergences is not None:
+        identical, near = len(prompts) - len(divergences), sum(e.near_tie for e in divergences)
+        counted = {"identical": identical, "compared": len(prompts), "near_ties": near}
     return {
         "method": method.name,
         "drafter": method.drafter,
@@ -93,22 +195,18 @@ def make_row(
         "new_tokens": int(sum(work[0])),
         "seconds": [round(sum(repeat), 6) for repeat in of.seconds],
         "prefill_seconds": [round(sum(repeat), 6) for repeat in of.prefill],
-        "tokens_per_second": round(speed(work), 3),
-        "speedup_vs_plain": round(ratio, 4),
-        "speedup_vs_plain_ci95": rounded(bounds),
+        **_speeds(work, whole(plain)),
         "speedup_vs_hf_generate": round(speed(work) / speed(whole(runs["hf_generate"])), 4),
-        **_decoding(of, plain),
+        **_speeds(without_prefill(of), without_prefill(plain), "decode_"),
         "accept_length": round(mean_accept_length(lengths), 4),
         "accept_length_ci95": rounded(accept_length_ci95(lengths)),
         "accept_lengths": {str(length): steps[length] for length in sorted(steps)},
-        "rep8": _mean_rep8(of),
+        "rep8": mean_rep8(of),
         "peak_memory": of.peak_memory,
         "extra_parameters": method.extra_parameters,
-        "identical": identity.identical if identity else None,
-        "compared": identity.compared if identity else 0,
-        "near_ties": identity.near_ties if identity else None,
-        "divergences": [asdict(each) for each in identity.divergences] if identity else [],
-        "ended": sum(each.ended for each in of.decoded),
+        **counted,
+        "divergences": [asdict(each) for each in divergences or ()],
+        "ended": sum(each.finished for each in of.decoded),
         "num_replays": sum(each.num_replays for each in of.decoded),
         "num_replay_passes": sum(each.num_replay_passes for each in of.decoded),
         "per_kind": {
@@ -118,59 +216,66 @@ def make_row(
     }
 
 
-def _mean_rep8(runs: Runs) -> float:
-    return round(sum(rep8(each.tokens) for each in runs.decoded) / len(runs.decoded), 4)
+def mean_rep8(runs: Runs) -> float:
+    """Return the mean over texts of :func:`rep8`, rounded."""
+    return round(sum(rep8(each.new_tokens) for each in runs.decoded) / len(runs.decoded), 4)
 
 
-def _decoding(of: Runs, plain: Runs) -> dict[str, Any]:
-    """Return the speed without prefill; None where it is unknown."""
-    own, other = without_prefill(of), without_prefill(plain)
-    found: dict[str, Any] = {
-        "decode_tokens_per_second": round(speed(own), 3) if own else None,
-        "decode_speedup_vs_plain": None,
-        "decode_speedup_vs_plain_ci95": None,
+def _speeds(own: Work | None, plain: Work | None, prefix: str = "") -> dict[str, Any]:
+    """Return the speed, and the speed-up over plain decoding; None where they are unknown."""
+    ratio, bounds = speedup(own, plain) if own and plain else (None, None)
+    return {
+        f"{prefix}tokens_per_second": round(speed(own), 3) if own else None,
+        f"{prefix}speedup_vs_plain": ratio,
+        f"{prefix}speedup_vs_plain_ci95": bounds,
     }
-    if own and other:
-        ratio, bounds = speedup(own, other)
-        found["decode_speedup_vs_plain"] = round(ratio, 4)
-        found["decode_speedup_vs_plain_ci95"] = rounded(bounds)
-    return found
 
 
 def _of_kind(of: Runs, plain: Runs, chosen: Sequence[int]) -> dict[str, Any]:
     """Return the figures of some prompts; of a batch nobody knows whose the seconds were."""
-    speeds: dict[str, Any] = dict.fromkeys(
-        ("tokens_per_second", "speedup_vs_plain", "speedup_vs_plain_ci95")
-    )
-    own = of.only(chosen)
-    if of.batch_size == 1:
-        ratio, bounds = speedup(whole(own), whole(plain.only(chosen)))
-        values = (round(speed(whole(own)), 3), round(ratio, 4), rounded(bounds))
-        speeds = dict(zip(speeds, values, strict=True))
+    own, alone = of.only(chosen), of.batch_size == 1
+    works = (whole(own), whole(plain.only(chosen))) if alone else (None, None)
     return {
         "num_prompts": len(chosen),
-        **speeds,
+        **_speeds(*works),
         "accept_length": round(mean_accept_length([e.accept_lengths for e in own.decoded]), 4),
-        "rep8": _mean_rep8(own),
+        "rep8": mean_rep8(own),
     }
 
 
-def baseline_drift(runs: Sequence[dict[str, Runs]]) -> float:
-    """Return slowest over fastest repeat of plain decoding; well above 1, something interfered.
+def seen_beside(runs: Mapping[str, Runs], temperature: float) -> dict[str, Any]:
+    """Return what was seen of other work on the machine, from the first clocked text until now.
 
     Args:
-        runs: per temperature and batch size, all methods.
+        runs: of all methods at one temperature and batch size, just clocked.
+        temperature: for the record.
+
+    Returns:
+        ``temperature``, ``batch``, ``drift``: slowest over fastest repeat of plain decoding (well
+        above 1, something interfered), and what :func:`specheads.system.hardware.between` says.
     """
-    totals = [[sum(repeat) for repeat in each["plain"].seconds] for each in runs]
-    return max(max(each) / min(each) for each in totals)
+    plain = runs["plain"]
+    assert plain.started is not None
+    return {
+        "temperature": temperature,
+        "batch": plain.batch_size,
+        "drift": round(baseline_drift(plain), 4),
+        **hardware.between(plain.started, hardware.sample()),
+    }
+
+
+def baseline_drift(plain: Runs) -> float:
+    """Return slowest over fastest repeat."""
+    totals = [sum(repeat) for repeat in plain.seconds]
+    return max(totals) / min(totals)
 
 
 def disturbance(watched: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return what the environment block says about other work on the machine.
 
     Args:
-        watched: per temperature and batch size ``drift`` of plain decoding, where it was clocked
-            more than once, and what :func:`specheads.system.hardware.between` returns.
+        watched: :func:`seen_beside` of every temperature and batch size; ``drift`` may be missing
+            where plain decoding was not clocked.
     """
     drift = max(each["drift"] for each in watched if "drift" in each)
     known = [each for each in watched if each["other_share"] is not None]
@@ -181,7 +286,7 @@ def disturbance(watched: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "baseline_drift": drift,
         "other_share": None if mean is None else round(mean, 4),
         "largest_other_share": worst,
-        "contended": drift > DRIFT_LIMIT or (worst or 0.0) > SHARE_LIMIT,
+        "contended": drift > DRIFT_LIMIT or (worst or 0.0) > hardware.SHARE_LIMIT,
         "watched": list(watched),
     }
 
@@ -296,12 +401,7 @@ def versus(runs: Mapping[str, Runs], name: str, other: str) -> dict[str, Any]:
         other: name of the method that it is compared with.
     """
     ratio, bounds = speedup(whole(runs[name]), whole(runs[other]))
-    return {
-        "method": name,
-        "other": other,
-        "speedup": round(ratio, 4),
-        "ci95": rounded(bounds),
-    }
+    return {"method": name, "other": other, "speedup": ratio, "ci95": bounds}
 
 
 def pairs(clocked: Clocked) -> list[dict[str, Any]]:
@@ -355,10 +455,10 @@ def step_records(clocked: Clocked, prompts: Sequence[Prompt]) -> Iterator[dict[s
                         "prompt": prompt.id,
                         "kind": prompt.kind,
                         "prompt_tokens": prompt.input_ids.shape[1],
-                        "new_tokens": len(text.tokens),
-                        "ended": text.ended,
+                        "new_tokens": len(text.new_tokens),
+                        "ended": text.finished,
                         "accept_lengths": text.accept_lengths,
-                        "tokens": text.tokens,
+                        "tokens": text.new_tokens,
                         "together": [prompts[i].id for i in rows],
                         "seconds": [round(repeat[index], 6) for repeat in of.seconds],
                         "prefill_seconds": [round(repeat[index], 6) for repeat in of.prefill],

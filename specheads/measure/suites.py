@@ -22,9 +22,10 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.config import ConfigError
+from specheads.data.readers import LineReader
+from specheads.data.schema import RecordError
 from specheads.data.suites import Question, QuestionPrompts
 from specheads.decoding.generate import SpecDecoder
-from specheads.decoding.result import DecodeResult
 from specheads.measure.clock import now
 from specheads.measure.render import Columns, figure, interval, make_table
-from specheads.measure.stats import Work, accept_length_ci95, mean_accept_length, ratio_ci95, speed
+from specheads.measure.rows import Work, accept_length_ci95, mean_accept_length, ratio_ci95, speed
 from specheads.models.base import context_length, end_tokens, input_device
 from specheads.system.files import whole_file
 
@@ -74,26 +76,6 @@ class Turn:
     limit: int
 
 
-def as_answer(question: Question, turns: Sequence[Turn], model_id: str) -> Answer:
-    """Return the line of an answer file."""
-    choice = {
-        "index": 0,
-        "turns": [turn.text for turn in turns],
-        "decoding_steps": [turn.num_passes for turn in turns],
-        "new_tokens": [turn.new_tokens for turn in turns],
-        "wall_time": [turn.wall_time for turn in turns],
-        "accept_lengths": [length for turn in turns for length in turn.accept_lengths],
-    }
-    return {
-        "question_id": question.id,
-        "category": question.category,
-        "answer_id": uuid.uuid4().hex,
-        "model_id": model_id,
-        "choices": [choice],
-        "tstamp": time.time(),
-    }
-
-
 class AnswerFile:
     """``<folder>/<model_id>.jsonl``, its settings and details, to be gone on with.
 
@@ -116,9 +98,13 @@ class AnswerFile:
         kept.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(kept) as fresh:
             fresh.write_text(json.dumps(dict(settings), indent=1) + "\n")
-        _drop_torn_line(self.path)
-        _drop_torn_line(self.details_path)
-        self.answers = {a["question_id"]: a for a in read_answers(self.path)} if begun else {}
+        for path in (self.path, self.details_path):
+            # a run that was killed has left half a line behind the last line break
+            if path.exists() and not (content := path.read_bytes()).endswith(b"\n"):
+                os.truncate(path, content.rfind(b"\n") + 1)
+        # nothing is left where it was killed within the first answer
+        kept_any = begun and self.path.stat().st_size > 0
+        self.answers = {a["question_id"]: a for a in read_answers(self.path)} if kept_any else {}
         self.details = read_details(self.details_path)
 
     def _check_settings(self, path: Path, settings: Mapping[str, Any]) -> None:
@@ -152,14 +138,30 @@ class AnswerFile:
 
     def append(self, question: Question, turns: Sequence[Turn]) -> None:
         """Write an answer behind the others, at once and for good."""
-        columns = ("prefill_time", "num_emitted", "num_prompt_tokens", "limit")
         rows = [asdict(turn) for turn in turns]
+        of = {key: [row[key] for row in rows] for key in rows[0]}
+        beside = ("prefill_time", "num_emitted", "num_prompt_tokens", "limit")
         details = {
             "question_id": question.id,
             "question": question_digest(question),
-            **{key: [row[key] for row in rows] for key in columns},
+            **{key: of[key] for key in beside},
         }
-        answer = as_answer(question, turns, self.model_id)
+        choice = {
+            "index": 0,
+            "turns": of["text"],
+            "decoding_steps": of["num_passes"],
+            "new_tokens": of["new_tokens"],
+            "wall_time": of["wall_time"],
+            "accept_lengths": list(chain.from_iterable(of["accept_lengths"])),
+        }
+        answer = {
+            "question_id": question.id,
+            "category": question.category,
+            "answer_id": uuid.uuid4().hex,
+            "model_id": self.model_id,
+            "choices": [choice],
+            "tstamp": time.time(),
+        }
         # the answer last: a question counts as answered once it is there
         _append(self.details_path, details)
         _append(self.path, answer)
@@ -203,20 +205,12 @@ def read_details(path: Path) -> dict[int | str, dict[str, Any]]:
     return {each["question_id"]: each for each in found}
 
 
-def _lines(path: Path) -> list[tuple[str, Any]]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise ConfigError(f"cannot read {path}: {reason}") from None
-    found = []
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                found.append((f"{path}:{number}", json.loads(line)))
-            except ValueError as error:
-                raise ConfigError(f"{path}:{number}: not JSON: {error}") from None
-    return found
+def _lines(path: Path) -> Iterator[tuple[str, Any]]:
+    for raw in LineReader(path, 1 << 30).read():
+        row = raw.parse()
+        if isinstance(row.value, RecordError):
+            raise row.value
+        yield row.where, row.value
 
 
 def _checked(value: object, where: str) -> Answer:
@@ -243,16 +237,6 @@ def _append(path: Path, value: object) -> None:
         os.fsync(lines.fileno())
 
 
-def _drop_torn_line(path: Path) -> None:
-    """Cut off what a killed run left behind the last line break."""
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    if content and not content.endswith(b"\n"):
-        with path.open("r+b") as file:
-            file.truncate(content.rfind(b"\n") + 1)
-
-
 class TooLongError(ValueError):
     """A turn that leaves no room for an answer in the base model's context."""
 
@@ -266,12 +250,16 @@ class Asked:
         max_new_tokens: per turn; less where the context ends before.
         temperature: of the sampling; 0 is greedy.
         seed: question n of the suite is answered with ``seed + n``, all its turns alike.
+        warmup: times that each decoder answers a question before the first is clocked.
+        skip_long: leave out questions that do not fit the base model's context.
     """
 
     prompts: QuestionPrompts
     max_new_tokens: int
-    temperature: float = 0.0
-    seed: int = 0
+    temperature: float
+    seed: int
+    warmup: int
+    skip_long: bool
 
 
 def answer(decoder: SpecDecoder, question: Question, number: int, asked: Asked) -> list[Turn]:
@@ -287,37 +275,17 @@ def answer(decoder: SpecDecoder, question: Question, number: int, asked: Asked) 
         TooLongError: if a turn does not fit the base model's context.
         ConfigError: if the chat template refuses the conversation.
     """
-    assert decoder.tokenizer is not None
     turns: list[Turn] = []
     for i in range(len(question.turns)):
         ids = asked.prompts.ids(question, [turn.text for turn in turns])
-        limit = min(asked.max_new_tokens, _room(decoder, ids, f"{question.id}, turn {i}"))
-        result, seconds, prefill = decode_prompt(
+        _, turn = decode_turn(
             decoder,
             torch.tensor([ids], device=input_device(decoder.base)),
-            limit,
+            min(asked.max_new_tokens, _room(decoder, ids, f"{question.id}, turn {i}")),
             temperature=asked.temperature,
             seed=asked.seed + number,
         )
-        new_tokens, num_passes, lengths = count_tokens(decoder, result)
-        text = decoder.tokenizer.decode(
-            result.new_tokens[:new_tokens],
-            skip_special_tokens=True,
-            clean_up_tokenization_spaces=False,
-        )
-        turns.append(
-            Turn(
-                text=str(text).strip(),
-                new_tokens=new_tokens,
-                num_passes=num_passes,
-                accept_lengths=lengths,
-                wall_time=seconds,
-                prefill_time=prefill,
-                num_emitted=len(result.new_tokens),
-                num_prompt_tokens=len(ids),
-                limit=limit,
-            )
-        )
+        turns.append(turn)
     return turns
 
 
@@ -327,9 +295,6 @@ def answer_all(
     todo: Mapping[int, Sequence[str]],
     files: Mapping[str, AnswerFile],
     asked: Asked,
-    *,
-    warmup: int,
-    skip_long: bool,
     tick: Callable[[], object] = lambda: None,
 ) -> list[int | str]:
     """Answer what is missing, the decoders in turn, each first in every other question.
@@ -339,22 +304,20 @@ def answer_all(
         questions: of the suite.
         todo: place of a question -> names of the decoders that have not answered it.
         files: by the same names; every answer is written before the next question is asked.
-        asked: limit, temperature and seed of the answers.
-        warmup: times that each decoder answers a question before the first is clocked.
-        skip_long: leave out questions that do not fit the base model's context.
+        asked: how.
         tick: called after every question.
 
     Returns:
         The ids of the questions left out.
 
     Raises:
-        ConfigError: if a question does not fit, and ``skip_long`` is false.
+        ConfigError: if a question does not fit, and ``asked.skip_long`` is false.
     """
     left_out: list[int | str] = []
     fitting: list[tuple[int, Question]] = []
 
     def too_long(question: Question, error: TooLongError) -> None:
-        if not skip_long:
+        if not asked.skip_long:
             raise ConfigError(f"{error}; skip_long=true leaves such questions out") from None
         left_out.append(question.id)
         tick()
@@ -368,7 +331,7 @@ def answer_all(
         except TooLongError as error:
             too_long(question, error)
     for number, question in fitting[:1]:
-        for decoder in [decoders[name] for name in files] * warmup:
+        for decoder in [decoders[name] for name in files] * asked.warmup:
             with contextlib.suppress(TooLongError):  # of a later turn; the clocked one says it
                 answer(decoder, question, number, asked)
     for number, question in fitting:
@@ -385,39 +348,24 @@ def answer_all(
     return left_out
 
 
-def count_tokens(decoder: SpecDecoder, result: DecodeResult) -> tuple[int, int, list[int]]:
-    """Return new tokens, forward passes and accept lengths, as an answer file counts them.
-
-    The token that ends an answer is no token of it: Spec-Bench counts a baseline's tokens in its
-    text, which has none, and a method that counted it would be faster by nothing but that. Of
-    plain decoding every pass gains a token; with a drafter the prefill's belongs to no step.
-    """
-    assert decoder.tokenizer is not None
-    ends = end_tokens(decoder.base, decoder.tokenizer)
-    unsaid = result.finished and result.new_tokens[-1] in ends
-    num_passes = result.num_steps + 1
-    lengths = [1] * num_passes if decoder.drafter is None else list(result.accept_lengths)
-    return len(result.new_tokens) - int(unsaid), num_passes, lengths
-
-
-def decode_prompt(
+def decode_turn(
     decoder: SpecDecoder,
     input_ids: Tensor,
     max_new_tokens: int,
     *,
     temperature: float = 0.0,
     seed: int = 0,
-) -> tuple[DecodeResult, float, float]:
-    """Decode one prompt [1, P]; return the result, the seconds, and those until the first token."""
-    assert decoder.tokenizer is not None
-    first: list[float] = []
+) -> tuple[Tensor, Turn]:
+    """Decode one prompt [1, P]; return its sequence [1, P + L] and what an answer file says of it.
 
-    def on_tokens(row: int, tokens: list[int]) -> None:
-        del row, tokens
-        if not first:
-            first.append(time.perf_counter())
-
-    pad, device = decoder.tokenizer.pad_token_id, decoder.base.device
+    The token that ends an answer is no token of it: Spec-Bench counts a baseline's tokens in its
+    text, which has none, and a method that counted it would be faster by nothing but that. Of
+    plain decoding every pass gains a token; with a drafter the prefill's belongs to no step.
+    """
+    tokenizer, device = decoder.tokenizer, decoder.base.device
+    assert tokenizer is not None
+    times: list[float] = []
+    ends, pad = end_tokens(decoder.base, tokenizer), tokenizer.pad_token_id
     drawn: dict[str, Any] = {"top_k": 0, "top_p": 1.0} if temperature > 0 else {}
     start = now(device)
     result = decoder.generate(
@@ -426,12 +374,27 @@ def decode_prompt(
         attention_mask=torch.ones_like(input_ids),
         temperature=temperature,
         seed=seed,
-        on_tokens=on_tokens,
-        eos_token_id=list(end_tokens(decoder.base, decoder.tokenizer)) or None,
+        on_tokens=lambda row, tokens: times.append(time.perf_counter()),
+        eos_token_id=list(ends) or None,
         pad_token_id=pad if isinstance(pad, int) else 0,
         **drawn,
     )
-    return result, now(device) - start, first[0] - start
+    seconds, tokens = now(device) - start, result.new_tokens
+    said = tokens[:-1] if result.finished and tokens[-1] in ends else tokens
+    text = tokenizer.decode(said, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    num_passes = result.num_steps + 1
+    lengths = [1] * num_passes if decoder.drafter is None else list(result.accept_lengths)
+    return result.sequences, Turn(
+        text=str(text).strip(),
+        new_tokens=len(said),
+        num_passes=num_passes,
+        accept_lengths=lengths,
+        wall_time=seconds,
+        prefill_time=times[0] - start,
+        num_emitted=len(tokens),
+        num_prompt_tokens=input_ids.shape[1],
+        limit=max_new_tokens,
+    )
 
 
 def _room(decoder: SpecDecoder, ids: list[int], where: str) -> int:
@@ -483,10 +446,10 @@ def forward(
         raise ValueError("model is not the base model of decoder: model=decoder.base")
     if inputs.input_ids.shape[0] != 1:
         raise ValueError(f"inputs must hold 1 prompt, got {inputs.input_ids.shape[0]}")
-    result, _, _ = decode_prompt(
+    sequences, turn = decode_turn(
         decoder, inputs.input_ids, max_new_tokens, temperature=temperature, seed=seed
     )
-    return (result.sequences, *count_tokens(decoder, result))
+    return sequences, turn.new_tokens, turn.num_passes, turn.accept_lengths
 
 
 MT_BENCH = (
@@ -597,17 +560,15 @@ def accept_length(answers: Sequence[Answer]) -> dict[str, Any]:
         1, 2, ... guesses, the share of the steps that accepted at least as many.
     """
     lengths = [answer["choices"][0]["accept_lengths"] for answer in answers]
-    steps = sum(map(len, lengths))
-    if not steps:
-        return {"accept_length": 0.0, "accept_length_ci95": [0.0, 0.0], "accepted_at": []}
-    counts = [0] * (max(map(max, filter(None, lengths))) + 1)
-    for length in (length for each in lengths for length in each):
-        counts[length] += 1
-    at_least = list(accumulate(reversed(counts)))[::-1]  # steps of this length and more
+    steps = Counter(chain.from_iterable(lengths))
+    deeper = (
+        sum(number for length, number in steps.items() if length > guesses)
+        for guesses in range(1, max(steps, default=1))
+    )
     return {
         "accept_length": mean_accept_length(lengths),
         "accept_length_ci95": accept_length_ci95(lengths),
-        "accepted_at": [n / steps for n in at_least[2:]],
+        "accepted_at": [number / steps.total() for number in deeper],
     }
 
 

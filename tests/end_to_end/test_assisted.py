@@ -12,13 +12,8 @@ from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.length import FixedLength
 from specheads.drafters.lookup import NgramDrafter
-from specheads.measure.clock import (
-    Batch,
-    fixed_assistant,
-    gained_by_passes,
-    hf_assisted_method,
-    hf_lookup_method,
-)
+from specheads.measure.bench import Contest, fixed_assistant, gained_by_passes
+from specheads.measure.clock import Batch
 from tests.ragged import ROWS, padded
 from tests.zoo import build, disturbed
 
@@ -97,9 +92,9 @@ def test_steps_of_transformers_are_counted(
     """Shown with an accept length of 1, transformers' own speculation looks like none."""
     base, draft = pair
     if kind == "assistant":
-        method = hf_assisted_method(base, draft, 3, (), NUM_NEW)
+        method = Contest(base, (), None, NUM_NEW).assisted(draft, 3)
     else:
-        method = hf_lookup_method(base, 4, 2, (), NUM_NEW)
+        method = Contest(base, (), None, NUM_NEW).lookup(4, 2)
     passes: list[int] = []
     request.addfinalizer(base.register_forward_hook(lambda *_: passes.append(1)).remove)
     prompt = torch.cat([ROWS[0], ROWS[0]], dim=1)
@@ -107,7 +102,7 @@ def test_steps_of_transformers_are_counted(
         passes.clear()
         (found,) = method.decode(Batch(prompt, torch.ones_like(prompt)), temperature, 0)
         assert len(found.accept_lengths) == len(passes)
-        assert sum(found.accept_lengths) == len(found.tokens) == NUM_NEW
+        assert sum(found.accept_lengths) == len(found.new_tokens) == NUM_NEW
         assert 1 <= min(found.accept_lengths) <= max(found.accept_lengths) <= 5
     if kind == "assistant":  # the greedy draft often agrees
         (greedy,) = method.decode(Batch(prompt, torch.ones_like(prompt)), 0.0, 0)
@@ -129,14 +124,14 @@ def test_clocked_methods_decode_every_row(
     base, draft = pair
     end = plain_decode(base, ROWS[1], max_new_tokens=NUM_NEW).new_tokens[5]
     if kind == "assistant":
-        method = hf_assisted_method(base, draft, 3, (end,), NUM_NEW)
+        method = Contest(base, (end,), None, NUM_NEW).assisted(draft, 3)
     else:
-        method = hf_lookup_method(base, 4, 2, (end,), NUM_NEW)
+        method = Contest(base, (end,), None, NUM_NEW).lookup(4, 2)
     batch = padded(ROWS)
     found = method.decode(Batch(batch["input_ids"], batch["attention_mask"]), 0.0, 0)
     for prompt, each in zip(ROWS, found, strict=True):
         expected = plain_decode(base, prompt, max_new_tokens=NUM_NEW, eos_token_ids=(end,))
-        assert (each.tokens, each.ended) == (expected.new_tokens, expected.finished)
+        assert (each.new_tokens, each.finished) == (expected.new_tokens, expected.finished)
     drawn = [method.decode(Batch(ROWS[0], torch.ones_like(ROWS[0])), 1.0, s)[0] for s in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert not method.seeded

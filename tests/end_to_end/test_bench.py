@@ -13,8 +13,9 @@ import torch
 
 from specheads.bench import run as bench
 from specheads.config import BenchConfig, ConfigError, RunError, TreeSearchConfig
-from specheads.measure import bench as benchmark
-from specheads.measure.clock import Batch, Decoded, Method, read_prompts
+from specheads.decoding.result import DecodedRow
+from specheads.measure.bench import Contest
+from specheads.measure.clock import Batch, Method, read_prompts
 from specheads.models.base import load_tokenizer
 from specheads.models.checkpoint import load_export, read_config
 from specheads.models.manifest import write_manifest
@@ -95,18 +96,19 @@ def test_a_wrong_decoder_fails_the_bench(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A table of speed-ups of other outputs than plain decoding's must not leave with 0."""
-    make = benchmark.Contest.of_trees
+    make = Contest.of_trees
 
     def make_wrong(*args: Any, **kwargs: Any) -> list[Method]:
-        def decode(batch: Batch, temperature: float, seed: int) -> list[Decoded]:
-            decoded = tree.decode(batch, temperature, seed)
-            decoded[-1].tokens[5] = (decoded[-1].tokens[5] + 11) % 256
+        def decode(batch: Batch, temperature: float, seed: int, *prefill: int) -> list[DecodedRow]:
+            decoded = tree.decode(batch, temperature, seed, *prefill)
+            if not prefill:
+                decoded[-1].new_tokens[5] = (decoded[-1].new_tokens[5] + 11) % 256
             return decoded
 
         *others, tree = make(*args, **kwargs)
         return [*others, replace(tree, decode=decode)]
 
-    monkeypatch.setattr(benchmark.Contest, "of_trees", make_wrong)
+    monkeypatch.setattr(Contest, "of_trees", make_wrong)
     out = prompt_file.with_name("bench.json")
     with pytest.raises(RunError, match="tree at T=0, batch 1: prompt body-0 .* token 5 .*limit"):
         bench(

@@ -18,7 +18,8 @@ from transformers import LlamaForCausalLM
 from specheads.config import TrainConfig, register_schemas, to_config
 from specheads.config.training import DRAFT_LOSSES
 from specheads.data.tokenizers import byte_tokenizer, complete_init
-from specheads.measure.clock import Decoded, Prompt, Runs
+from specheads.decoding.result import DecodedRow
+from specheads.measure.clock import Prompt, Runs
 from specheads.models.base import build_from_init, load_tokenizer
 from specheads.models.mtp import MtpHeads, block_config
 from specheads.system.files import conf_dir
@@ -288,10 +289,10 @@ def test_the_table_from_the_first_step_to_the_last(
 def test_likelihood_and_entropy_by_the_definition(tiny_llama: LlamaForCausalLM) -> None:
     """Scored one position off, every text looks as unlikely as noise."""
     prompt = Prompt("p", "k", torch.tensor([[5, 9, 2]]))
-    texts = [Decoded([7, 11, 3], [3], True)]
+    texts = [DecodedRow([7, 11, 3], [3], finished=True)]
     found = typical.distance(tiny_llama, [prompt], texts, 0.7)
     ids, nats, entropy, others = [5, 9, 2], 0.0, 0.0, 0
-    for token in texts[0].tokens:
+    for token in texts[0].new_tokens:
         with torch.no_grad():
             logits = tiny_llama(input_ids=torch.tensor([ids])).logits[0, -1]
         p = (logits / 0.7).softmax(-1)
@@ -306,7 +307,7 @@ def test_likelihood_and_entropy_by_the_definition(tiny_llama: LlamaForCausalLM) 
 def test_the_clock_is_read_per_kind() -> None:
     """Seconds of one kind's prompts divided by another's, or repeats mistaken for prompts."""
     prompts = [Prompt(str(i), kind, torch.zeros(1, 1)) for i, kind in enumerate(["a", "b", "b"])]
-    texts = [Decoded([1], [1], True)] * 3
+    texts = [DecodedRow([1], [1], finished=True)] * 3
     runs = {
         "plain": Runs([[4.0, 6.0, 9.0], [4.0, 6.0, 9.0], [40.0, 6.0, 9.0]], texts),
         "rule": Runs([[2.0, 3.0, 3.0], [2.0, 3.0, 30.0], [2.0, 3.0, 3.0]], texts),

@@ -11,7 +11,7 @@ from tokenizers import processors
 from specheads.config import ConfigError
 from specheads.decoding.loop import plain_decode
 from specheads.measure import lm_eval
-from specheads.measure.harness import Harness, rolling_windows
+from specheads.measure.lm_eval import rolling_windows
 from specheads.verification.sampling import Sampler
 from tests import fake_lm_eval
 from tests.fake_lm_eval import Instance
@@ -52,8 +52,7 @@ def slow_score(model: Any, ids: list[int], num_after: int) -> tuple[float, bool]
 
 def test_likelihoods_are_the_base_models(lm: Any) -> None:
     """A context that is cut or begun otherwise than the base's own would be scored as another."""
-    harness: Harness = lm.harness
-    base, bytes_of = harness.decoder.base, lambda text: list(text.encode())
+    base, bytes_of = lm.base, lambda text: list(text.encode())
     pairs = [("def f(x):", "\n  return"), ("a = ", "1"), ("", "import os"), ("  ", "x")]
     found = lm.loglikelihood(requests(*pairs))
     expected = [
@@ -77,12 +76,11 @@ def test_likelihoods_are_the_base_models(lm: Any) -> None:
 
 def test_greedy_continuations_are_said_to_be(lm: Any) -> None:
     """is_greedy decides exact-match scores of whole tasks."""
-    harness: Harness = lm.harness
     with torch.no_grad():  # so that what is likeliest is text
-        weight = harness.decoder.base.get_output_embeddings().weight
+        weight = lm.base.get_output_embeddings().weight
         weight[128:] = 0
     ids = torch.tensor([list(b"a b a b")])
-    best = plain_decode(harness.decoder.base, ids, max_new_tokens=4).new_tokens
+    best = plain_decode(lm.base, ids, max_new_tokens=4).new_tokens
     text = bytes(best).decode()
     wrong = text[:-1] + chr((best[-1] + 1) % 128)
     found = lm.loglikelihood(requests(("a b a b", text), ("a b a b", wrong)))
@@ -94,12 +92,12 @@ def test_rolling_windows_predict_every_token_once(lm: Any) -> None:
     windows = list(rolling_windows(list(range(10)), -1, 4))  # lm-eval's own example
     assert windows == [([-1], [0, 1, 2, 3]), ([3], [4, 5, 6, 7]), ([5, 6, 7], [8, 9])]
     assert list(rolling_windows([], -1, 4)) == []
-    base, text = lm.harness.decoder.base, "def f(x): return x\n"
+    base, text = lm.base, "def f(x): return x\n"
     (score,) = lm.loglikelihood_rolling(requests((text,)))
     ids = [BOS, *text.encode()]
     assert score == pytest.approx(slow_score(base, ids, len(text))[0], rel=1e-4)
     assert lm.loglikelihood_rolling(requests(("",))) == [0]
-    long = lm.harness.score_texts(["x" * 600])[0]
+    long = lm.loglikelihood_rolling(requests(("x" * 600,)))[0]
     whole = [BOS, *b"x" * 600]
     parts = slow_score(base, whole[:513], 2)[0], slow_score(base, whole[601 - 513 :], 2)[0]
     assert long < sum(parts) < 0
@@ -107,29 +105,26 @@ def test_rolling_windows_predict_every_token_once(lm: Any) -> None:
 
 def test_generation_is_plain_decodings(lm: Any) -> None:
     """A harness whose texts depend on the drafter measures the drafter."""
-    harness: Harness = lm.harness
     contexts = ["def f(x):\n", "a b a b a b", "print(", "1, 2, 3,", "x"]
     asked = [(text, {"until": [], "max_gen_toks": 12, "do_sample": False}) for text in contexts]
     texts = lm.generate_until(requests(*asked))
     for context, text in zip(contexts, texts, strict=True):
         ids = torch.tensor([list(context.encode())])
-        new = plain_decode(
-            harness.decoder.base, ids, max_new_tokens=12, eos_token_ids=(EOS,)
-        ).new_tokens
-        assert text == harness.tokenizer.decode(new, skip_special_tokens=True)
+        new = plain_decode(lm.base, ids, max_new_tokens=12, eos_token_ids=(EOS,)).new_tokens
+        assert text == lm.tokenizer.decode(new, skip_special_tokens=True)
     info = lm.get_model_info()
     assert info["accept_length"] > 1 and info["num_steps"] < 12 * len(contexts)
     sampled = [(text, {"temperature": 0.8, "max_gen_toks": 9}) for text in contexts]
     drawn = lm.generate_until(requests(*sampled))
     for n, (context, text) in enumerate(zip(contexts, drawn, strict=True)):
         new = plain_decode(
-            harness.decoder.base,
+            lm.base,
             torch.tensor([list(context.encode())]),
             max_new_tokens=9,
             eos_token_ids=(EOS,),
             sampler=Sampler(temperature=0.8, seed=n),
         ).new_tokens
-        assert text == harness.tokenizer.decode(new, skip_special_tokens=True)
+        assert text == lm.tokenizer.decode(new, skip_special_tokens=True)
 
 
 def test_texts_end_before_their_stop_strings(lm: Any) -> None:
@@ -156,11 +151,11 @@ def test_chat_templates(lm: Any) -> None:
     said = [{"role": "user", "content": "one"}]
     text = lm.apply_chat_template(said)
     assert text == "<bos><|user|>one<|assistant|>"
-    assert lm.harness.encode("one") == [*b"one"]
+    assert lm.encode("one") == [*b"one"]
     template = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
     lm.tokenizer.backend_tokenizer.post_processor = template  # as Llama's does
-    assert lm.harness.encode("one") == [BOS, *b"one"]
-    assert lm.harness.encode(text)[:3] == [BOS, 260, ord("o")]
+    assert lm.encode("one") == [BOS, *b"one"]
+    assert lm.encode(text)[:3] == [BOS, 260, ord("o")]
     begun = [*said, {"role": "assistant", "content": "tw"}]
     assert lm.apply_chat_template(begun, add_generation_prompt=False).endswith("tw")
     assert lm.chat_template(False) is None and "generation" in lm.chat_template(True)
@@ -176,8 +171,8 @@ def test_arguments_are_settings(registry: dict[str, type], tiny_export: Path) ->
         f"checkpoint={tiny_export},drafter=suffix,acceptance=lossy_typical,epsilon=1,compile=false"
     )
     if not torch.cuda.is_available():  # lm-eval's default, whatever the machine has
-        assert lm_eval.load(str(tiny_export), device="cuda:0").device.type == "cpu"
-    acceptance = lossy.harness.decoder.acceptance
+        assert cls(checkpoint=str(tiny_export), device="cuda:0").base.device.type == "cpu"
+    acceptance = lossy.decoder.acceptance
     assert (acceptance.rule, acceptance.epsilon) == ("lossy_typical", 1.0)
     for arguments, message in {
         "": "needs checkpoint=",

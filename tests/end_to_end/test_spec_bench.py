@@ -242,9 +242,10 @@ def test_an_end_token_is_no_token_of_the_answer(tiny_export: Path) -> None:
     assert decoder.tokenizer is not None
     weight = decoder.base.get_output_embeddings().weight
     inputs = decoder.tokenizer(["def f(x):"], return_tensors="pt")
-    result, *_ = suites.decode_prompt(decoder, inputs.input_ids, 8)
+    sequence, _ = suites.decode_turn(decoder, inputs.input_ids, 8)
+    fourth = int(sequence[0, inputs.input_ids.shape[1] + 3])
     with torch.no_grad():  # from now on the fourth token ends the text
-        weight[[EOS, result.new_tokens[3]]] = weight[[result.new_tokens[3], EOS]]
+        weight[[EOS, fourth]] = weight[[fourth, EOS]]
     ended = load(str(tiny_export))
     with torch.no_grad():
         ended.base.get_output_embeddings().weight.copy_(weight)

@@ -23,8 +23,9 @@ from specheads.measure.hits import (
     Hits,
     Texts,
     collect_hits,
+    count_gains,
     decoded_gains,
-    dynamic_gains,
+    dynamic_sizes,
     fit_temperatures,
     grow_static,
     static_gains,
@@ -70,6 +71,11 @@ def measure(golden: Export, drafter: Drafter, prompts: list[Tensor]) -> Gains:
     """Decode the prompts."""
     texts = Texts(prompts, end_tokens(golden.base, golden.tokenizer), **SETTINGS)
     return decoded_gains(golden.base, drafter, texts, golden.heads.num_heads)
+
+
+def dynamic_gains(hits: list[list[Hits]], most: int, temperatures: list[float]) -> Gains:
+    """Count what trees grown at each step gain."""
+    return count_gains(hits, lambda _, text: dynamic_sizes(text, most, temperatures), most)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from specheads.attention.tree import Tree
-from specheads.decoding.costs import CostCurve
 from specheads.measure import calibrate as module
-from specheads.measure.calibrate import Calibration, Kind, Search, calibrate, fastest
+from specheads.measure.calibrate import Calibration, Kind, Search, calibrate
 from specheads.measure.hits import Gains, Hits, Texts, static_gains
 from tests.conftest import Medusa
 from tests.conftest import three_prompts as prompts
@@ -106,7 +105,7 @@ def test_heads_that_never_hit_give_no_tree(medusa: Medusa, monkeypatch: pytest.M
 
 def test_the_size_asked_for_is_given(medusa: Medusa) -> None:
     """A pinned tree size must not be replaced by the fastest one. Clocks really."""
-    found = find(medusa, num_nodes=7, max_new_tokens=24, dynamic=True)
+    found = find(medusa, num_nodes=7, max_new_tokens=24)
     assert found.tree.num_nodes == 7 == found.measured_on["dynamic"]["num_nodes"]
     assert [size["num_nodes"] for size in found.measured_on["sizes"]] == [7]
     assert found.expected_accept_length == found.measured_on["sizes"][0]["accept_length"]
@@ -121,7 +120,7 @@ def test_batches_and_dynamic_trees_are_clocked(
 ) -> None:
     """A tree chosen for one row is too large for many, where every node counts B times."""
     clocked = clock(lambda nodes: 1 + 0.05 * nodes)
-    found = find(medusa, batch_size=4, dynamic=True)
+    found = find(medusa, batch_size=4)
     assert found.measured_on["plain_step_ms"] == 8 and found.measured_on["batch_size"] == 4
     assert clocked.count(8) == 2, "static and dynamic"
     dynamic = found.measured_on["dynamic"]
@@ -131,12 +130,15 @@ def test_batches_and_dynamic_trees_are_clocked(
 
 def test_the_fastest_of_all_sizes() -> None:
     """An index off by one names the neighbour of the fastest."""
-    curve = CostCurve.through({2: [1.0], 4: [1.0], 6: [2.0]})
-    assert fastest([1.5, 1.6, 1.7, 1.8, 1.9], curve) == 4
-    assert fastest([1.5, 1.5, 1.5], curve) == 2, "of equals the smallest"
-    gains = Gains(torch.tensor([[15, 16, 17, 40]]), torch.tensor([[10, 10, 10, 10]]))
-    kind = Kind(gains, lambda size: None, {2: [1.0], 4: [1.0], 6: [2.0]})  # type: ignore[arg-type,return-value]
-    assert kind.fastest()[0] == 5 and kind.worth_clocking() == [4, 5]
+
+    def kind(*tokens: int) -> Kind:
+        gains = Gains(torch.tensor([tokens]), torch.full((1, len(tokens)), 10))
+        return Kind(gains, lambda size: None, {2: [1.0], 4: [1.0], 6: [2.0]})  # type: ignore[arg-type,return-value]
+
+    assert kind(15, 16, 17, 18, 19).fastest()[0] == 4
+    assert kind(15, 15, 15).fastest()[0] == 2, "of equals the smallest"
+    assert kind(15, 16, 17, 40).fastest()[0] == 5
+    assert kind(15, 16, 17, 40).worth_clocking() == [4, 5]
 
 
 def test_expectations_come_from_prompts_that_were_not_grown_from() -> None:

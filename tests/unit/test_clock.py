@@ -12,26 +12,18 @@ from transformers import LlamaForCausalLM
 
 from specheads.attention.tree import default_tree
 from specheads.decoding import loop
+from specheads.decoding.result import DecodedRow
 from specheads.drafters.heads import static_drafter
-from specheads.measure import clock as module
 from specheads.measure.bench import Contest
-from specheads.measure.clock import (
-    FORWARD,
-    HEADS,
-    PHASES,
-    Batch,
-    Decoded,
-    Method,
-    Phases,
-    Prompt,
-    clock,
-    prompt_file,
-)
+from specheads.measure.clock import Batch, Method, Prompt, clock, prompt_file
 from specheads.models.forward import ModelPass
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer
 from specheads.system.files import tinycode_dir
 from tests.ragged import ROWS
+from tests.scripts import load_script
+
+bench_step: Any = load_script("bench_step")
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -39,9 +31,9 @@ def test_compilation_is_not_clocked(compiled: bool) -> None:
     """Prevents a speed-up that is the time a compiler took for a length that came for the first."""
     calls: list[int] = []
 
-    def decode(batch: Batch, temperature: float, seed: int) -> list[Decoded]:
+    def decode(batch: Batch, temperature: float, seed: int) -> list[DecodedRow]:
         calls.append(batch.first)
-        return [Decoded([1, 2], [1], False)]
+        return [DecodedRow([1, 2], [1])]
 
     methods = [Method("plain", decode, compiled=compiled), Method("tree", decode)]
     prompts = [Prompt(str(i), "kind", torch.tensor([[i]])) for i in range(4)]
@@ -80,11 +72,11 @@ def test_compiled_methods_stand_beside_others(
     assert {"plain_eager", "hf_generate"} == set(methods) - forward
     batch = Batch(ROWS[0], torch.ones_like(ROWS[0]))
     (expected,) = methods["plain_eager"].decode(batch, 0.0, 0)
-    assert len(expected.tokens) == 6 and not traced
+    assert len(expected.new_tokens) == 6 and not traced
     for name in ("plain", "hf_compiled"):
         before = len(traced)
         (found,) = methods[name].decode(batch, 0.0, 0)
-        assert found.tokens == expected.tokens
+        assert found.new_tokens == expected.new_tokens
         assert len(traced) > before, f"{name} compiled nothing"
     without = Contest(tiny_llama, (), 0, 6).baselines()
     assert [each.name for each in without] == ["plain", "hf_generate", "prompt_lookup"]
@@ -113,12 +105,12 @@ def test_phases_add_up_to_their_step(
         clock += 100
         return forward(*args, **kwargs)
 
-    monkeypatch.setattr(module, "now", look)  # each look takes a second, a pass 100
+    monkeypatch.setattr(bench_step, "now", look)  # each look takes a second, a pass 100
     monkeypatch.setattr(tiny_llama, "forward", slow_forward)
     verify, propose = ModelPass.verify, loop.propose
     ids = torch.randint(0, 256, (1, 6))
     wanted = loop.decode(tiny_llama, drafter, ids, max_new_tokens=24)
-    phases = Phases(torch.device("cpu"))
+    phases = bench_step.Phases(torch.device("cpu"))
     for _ in range(2):
         with phases.watching(tiny_llama, drafter):
             found = loop.decode(tiny_llama, drafter, ids, max_new_tokens=24)
@@ -126,9 +118,10 @@ def test_phases_add_up_to_their_step(
     assert (ModelPass.verify, loop.propose) == (verify, propose), "the clocks are gone again"
     assert len(phases.steps) == 2 * (wanted.num_steps - 1), "the last of each text has no end"
     for step in phases.steps:
-        assert step.keys() == {*PHASES, "step"}
-        assert step[FORWARD] == 101 and 0 < step[HEADS] < 100 and 0 < step["verify"] < 100
-        phased = sum(step[name] for name in PHASES)
+        assert step.keys() == {*bench_step.PHASES, "step"}
+        assert step[bench_step.FORWARD] == 101
+        assert 0 < step[bench_step.HEADS] < 100 and 0 < step["verify"] < 100
+        phased = sum(step[name] for name in bench_step.PHASES)
         assert 0.9 * step["step"] < phased <= step["step"]
 
 

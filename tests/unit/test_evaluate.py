@@ -14,16 +14,17 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from specheads.attention.tree import Tree, default_tree
 from specheads.config import EvaluateConfig
 from specheads.decoding.loop import decode, plain_decode
+from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import StepResult
 from specheads.drafters.heads import HeadsDrafter
-from specheads.measure.clock import Decoded, Prompt, Runs, read_prompts
+from specheads.measure.clock import Prompt, Runs, read_prompts
 from specheads.measure.evaluate import (
     conditional_acceptance,
     decode_heldout,
     sample_texts,
     write_prompts,
 )
-from specheads.measure.stats import rep8
+from specheads.measure.rows import rep8
 from specheads.models.forward import undisturbed
 from specheads.verification.sampling import Sampler
 from tests.conftest import Medusa
@@ -85,19 +86,18 @@ def test_the_number_to_choose_by_is_the_mean_of_the_tree(medusa: Medusa) -> None
     assert row["eval/accept_length"] == sum(of_tree) / 2
     assert of_tree[0] != of_tree[1]
     assert row["eval/identical"] == 1 and row["eval/speedup"] > 0
-    with pytest.raises(ValueError, match="at least 1 prompt, got 0"):
-        decode_heldout(base, heads, output, [], EVALUATE, ())
 
 
 def test_what_an_end_hides_is_not_counted() -> None:
     """Counting guesses beyond the limit, or the end of a text, as misses slanders the heads."""
-    cut = Decoded([0] * 6, [3, 2], ended=False)  # 5 after the prefill's: then 2 were left
+    cut = DecodedRow([0] * 6, [3, 2])  # 5 after the prefill's: then 2 were left
     # step 1: heads 0 and 1 right, head 2 wrong; step 2: room for one guess, which was right
     assert conditional_acceptance([cut], 6, 3) == {0: 1.0, 1: 1.0, 2: 0.0}
     assert conditional_acceptance([cut], 6, 2) == {0: 1.0, 1: 1.0}  # a tree without head 2
-    ended = Decoded([0] * 6, [3, 2], ended=True)  # the end came by a guess of head 1, or after it
+    # the end came by a guess of head 1, or after it
+    ended = DecodedRow([0] * 6, [3, 2], finished=True)
     assert conditional_acceptance([ended], 90, 3) == {0: 1.0, 1: 1.0, 2: 0.0}
-    alone = Decoded([0] * 2, [1], ended=True)
+    alone = DecodedRow([0] * 2, [1], finished=True)
     assert conditional_acceptance([alone], 90, 3) == {}
 
 
@@ -166,7 +166,7 @@ class Letters:
 
 def runs(*texts: tuple[list[int], list[int]]) -> Runs:
     """Return runs that decoded these tokens with these accept lengths."""
-    return Runs(decoded=[Decoded(tokens, lengths, ended=True) for tokens, lengths in texts])
+    return Runs(decoded=[DecodedRow(tokens, lengths, finished=True) for tokens, lengths in texts])
 
 
 @pytest.mark.parametrize("num_samples", [0, 1, 3, 4, 9])

@@ -15,11 +15,12 @@ from transformers import LlamaForCausalLM
 from specheads.attention.tree import Tree
 from specheads.config import ConfigError
 from specheads.decoding.loop import decode, plain_decode
+from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
 from specheads.drafters.growing import best_trees
 from specheads.drafters.heads import dynamic_drafter, static_drafter
 from specheads.measure import hits as module
-from specheads.measure.clock import Decoded, Prompt
+from specheads.measure.clock import Prompt, Runs
 from specheads.measure.hits import (
     MISS,
     TEMPERATURES,
@@ -42,6 +43,7 @@ from specheads.measure.hits import (
     top_shares,
 )
 from specheads.models.blocks import prefix_sizes
+from specheads.models.checkpoint import Export
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
 from specheads.verification.sampling import Sampler
@@ -347,16 +349,17 @@ def test_shares_are_those_of_asking_every_position(
     texts = []
     for prompt in prompts:
         found = plain_decode(tiny_llama, prompt.input_ids, max_new_tokens=14)
-        texts.append(Decoded(found.new_tokens, [1] * 13, ended))
+        texts.append(DecodedRow(found.new_tokens, [1] * 13, finished=ended))
     tree = Tree.from_choices([(0,), (1,), (0, 0)])
-    (measured,) = measure_accuracy(
-        tiny_llama, heads, output_layer(tiny_llama), tree, prompts, {0.7: texts}
-    )
+    tokenizer: Any = None
+    export = Export(tiny_llama, heads, tokenizer, tree, {})
+    clocked = {(0.7, size): {"plain": Runs(decoded=texts)} for size in (1, 2)}
+    (measured,) = measure_accuracy(export, prompts, clocked)
     assert measured["temperature"] == 0.7
     hits = [[0] * 10 for _ in range(NUM_HEADS)]
     counts = [0] * NUM_HEADS
     for prompt, text in zip(prompts, texts, strict=True):
-        whole = prompt.input_ids[0].tolist() + text.tokens
+        whole = prompt.input_ids[0].tolist() + text.new_tokens
         start = prompt.input_ids.shape[1]
         # a text that was cut off hides what its last steps would have gained
         last = len(whole) - (1 if ended else NUM_HEADS + 1)

@@ -197,7 +197,7 @@ def test_a_tree_can_be_chosen(variant: str) -> None:
         heads,
         output_layer(base),
         Texts([torch.randint(VOCAB, (1, 5)) for _ in range(2)], max_new_tokens=16),
-        Search(max_nodes=4, repeats=1, dynamic=True),
+        Search(max_nodes=4, repeats=1),
     )
     assert found.expected_accept_length > 1.2 and found.tree.num_nodes > 1
     assert found.measured_on["dynamic"]["accept_length"] > 1.2

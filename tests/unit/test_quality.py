@@ -16,7 +16,6 @@ from specheads.drafters.lookup import SuffixDrafter
 from specheads.losses.cross_entropy import IGNORE
 from specheads.measure.clock import Prompt
 from specheads.measure.quality import (
-    Reading,
     agreement,
     answer_places,
     divergence,
@@ -49,22 +48,21 @@ def nudged(model: LlamaForCausalLM, std: float) -> LlamaForCausalLM:
 
 
 @torch.no_grad()
-def slow_reading(base: torch.nn.Module, original: torch.nn.Module, of: Encoded) -> Reading:
+def slow_reading(base: torch.nn.Module, original: torch.nn.Module, of: Encoded) -> dict[str, float]:
     """Read a document token by token, each from its prefix alone, in float64."""
     base, original = copy.deepcopy(base).double(), copy.deepcopy(original).double()
-    found = [0.0, 0.0, 0.0, 0]
-    count = 0
+    found = dict.fromkeys(("loss", "original_loss", "kl", "same_best", "num_tokens"), 0.0)
     for place, label in enumerate(of.labels.tolist()):
         if label == IGNORE or place == 0:
             continue
         prefix = torch.tensor([of.input_ids.tolist()[:place]])
         q, p = (model(input_ids=prefix).logits[0, -1].softmax(0) for model in (base, original))
-        count += 1
-        found[0] -= math.log(q[label])
-        found[1] -= math.log(p[label])
-        found[2] += sum(float(a) * math.log(a / b) for a, b in zip(p, q, strict=True))
-        found[3] += int(p.argmax() == q.argmax())
-    return Reading(count, *found)
+        found["num_tokens"] += 1
+        found["loss"] -= math.log(q[label])
+        found["original_loss"] -= math.log(p[label])
+        found["kl"] += sum(float(a) * math.log(a / b) for a, b in zip(p, q, strict=True))
+        found["same_best"] += int(p.argmax() == q.argmax())
+    return found
 
 
 def test_readings_are_those_of_the_definition(
@@ -80,24 +78,22 @@ def test_readings_are_those_of_the_definition(
     ]
     ticks: list[int] = []
     readings = read_answers(tuned, base, documents, lambda: ticks.append(1))
-    assert len(ticks) == 3 and [reading.num_tokens for reading in readings] == [3, 2, 4]
+    assert len(ticks) == 3 and [each["num_tokens"] for each in readings] == [3, 2, 4]
     for reading, of in zip(readings, documents, strict=True):
         slow = slow_reading(tuned, base, of)
-        assert reading.loss == pytest.approx(slow.loss, rel=1e-4)
-        assert reading.original_loss == pytest.approx(slow.original_loss, rel=1e-4)
-        assert reading.kl == pytest.approx(slow.kl, rel=1e-3)
-        assert reading.same_best == slow.same_best
-        assert reading.loss != reading.original_loss and reading.kl > 0
+        assert slow == pytest.approx({key: reading[key] for key in slow}, rel=1e-3)
+        assert reading["loss"] == pytest.approx(slow["loss"], rel=1e-4)
+        assert reading["original_loss"] == pytest.approx(slow["original_loss"], rel=1e-4)
+        assert reading["same_best"] == slow["same_best"]
+        assert reading["loss"] != reading["original_loss"] and reading["kl"] > 0
     found = summarise(readings)
     tokens = 9
-    assert found["perplexity"] == pytest.approx(math.exp(sum(r.loss for r in readings) / tokens))
-    assert found["kl"] == pytest.approx(sum(r.kl or 0 for r in readings) / tokens)
+    assert found["perplexity"] == pytest.approx(math.exp(sum(r["loss"] for r in readings) / tokens))
+    assert found["kl"] == pytest.approx(sum(r["kl"] for r in readings) / tokens)
     assert found["loss_difference"] == pytest.approx(found["loss"] - found["original_loss"])
     for key in ("perplexity", "original_perplexity", "kl", "same_best", "loss_difference"):
         low, high = found[f"{key}_ci95"]
         assert low <= found[key] <= high
-    with pytest.raises(ValueError, match="has 0 tokens to predict"):
-        read_answers(base, None, [document([1, 2], [0])])
 
 
 def test_the_original_is_at_no_distance_from_itself(
@@ -210,7 +206,7 @@ def test_answers_are_told_from_prompts() -> None:
 
 def test_the_table_names_what_was_not_measured() -> None:
     """A missing figure must be a sentence, not an empty table that looks like agreement."""
-    read = summarise([Reading(3, 2.0)])
+    read = summarise([{"num_tokens": 3.0, "loss": 2.0}])
     result = {
         "heldout": read, "texts": None, "lossy": None, "original": None, "rule": "exact",
         "why_no_original": "the base was not tuned",

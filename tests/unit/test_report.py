@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from specheads.measure.bench import Plan, benchmark
-from specheads.measure.clock import (
-    Batch,
-    Decoded,
-    Method,
-    Prompt,
-    Runs,
-    clock,
-    hf_generate_method,
-    make_batches,
-    one_by_one_method,
-    plain_method,
-)
-from specheads.measure.identity import Divergence, Identity
+from specheads.decoding.result import DecodedRow
+from specheads.measure.bench import Contest, Plan, benchmark
+from specheads.measure.clock import Batch, Method, Prompt, Runs, clock, make_batches
+from specheads.measure.identity import Divergence
 from specheads.measure.render import (
+    TEXT_COLUMNS,
+    crossover_lines,
     disturbance_lines,
-    format_batches,
     format_divergences,
-    format_kinds,
-    format_table,
+    kinds_table,
+    make_table,
 )
 from specheads.measure.rows import (
     baseline_drift,
@@ -48,9 +38,9 @@ from specheads.measure.rows import (
 def method(name: str, log: list[str], length: int = 1) -> Method:
     """Return a method that notes when it was called and gains ``length`` tokens per step."""
 
-    def run(batch: Batch, temperature: float, seed: int) -> list[Decoded]:
-        log.append(f"{name}{int(batch.input_ids[0, -1])}@{seed}")
-        text = Decoded(list(range(13)), [length] * (12 // length), ended=False)
+    def run(batch: Batch, temperature: float, seed: int, *prefill: int) -> list[DecodedRow]:
+        log.append(f"{name}{'*' * len(prefill)}{int(batch.input_ids[0, -1])}@{seed}")
+        text = DecodedRow(list(range(13)), [length] * (12 // length))
         return [text] * len(batch.input_ids)
 
     return Method(name, run, drafter="heads" if length > 1 else None)
@@ -105,13 +95,14 @@ def test_every_method_continues_a_batch_as_its_prompts(tiny_llama: LlamaForCausa
     uneven = [Prompt(str(n), "a", torch.randint(0, 256, (1, n))) for n in (7, 3, 5)]
     (batch,) = make_batches(uneven, 3)
     alone = [make_batches([prompt], 1)[0] for prompt in uneven]
-    plain = plain_method(tiny_llama, (), 12)
-    eos = (plain.decode(alone[1], 0.0, 0)[0].tokens[4],)  # ends one row before the others
-    for each in (plain_method(tiny_llama, eos, 12), hf_generate_method(tiny_llama, eos, 256, 12)):
+    plain = Contest(tiny_llama, (), 256, 12).ours()
+    eos = (plain.decode(alone[1], 0.0, 0)[0].new_tokens[4],)  # ends one row before the others
+    contest = Contest(tiny_llama, eos, 256, 12)
+    for each in (contest.ours(), contest.generate()):
         together = each.decode(batch, 0.0, 0)
         assert together == [each.decode(one, 0.0, 0)[0] for one in alone], each.name
-        assert together[1].ended and len(together[1].tokens) <= 5
-        assert any(not row.ended for row in together), "rows must end apart"
+        assert together[1].finished and len(together[1].new_tokens) <= 5
+        assert any(not row.finished for row in together), "rows must end apart"
     plain_drawn = plain.decode(batch, 1.0, 9)
     assert plain_drawn == [plain.decode(one, 1.0, 9 + i)[0] for i, one in enumerate(alone)]
 
@@ -127,8 +118,8 @@ def rows(runs: dict[str, Runs], log: list[str]) -> list[dict[str, Any]]:
 
 def test_rows_hold_ratios_of_medians() -> None:
     """Means over repeats would let one disturbed repeat make or break a speed-up."""
-    text = Decoded(list(range(13)), [1] * 12, ended=False)
-    tree = Decoded(list(range(13)), [4] * 3, False, num_replays=2, num_replay_passes=9)
+    text = DecodedRow(list(range(13)), [1] * 12)
+    tree = DecodedRow(list(range(13)), [4] * 3, num_replays=2, num_replay_passes=9)
     runs = {
         "plain": Runs([[3.0] * 3, [30.0, 3.0, 3.0], [3.0] * 3], [text] * 3),
         "hf_generate": Runs([[6.0] * 3] * 3, [text] * 3),
@@ -144,14 +135,15 @@ def test_rows_hold_ratios_of_medians() -> None:
     assert (row["num_replays"], row["num_replay_passes"]) == (6, 27), "time that no step took"
     assert row["identical"] is None and row["compared"] == 0
     assert row["per_kind"]["a"]["num_prompts"] == 2
-    assert baseline_drift([runs]) == 4
-    assert "3.00x" in format_table(found) and "4.00 (3.00x)" in format_kinds(found)
+    assert baseline_drift(runs["plain"]) == 4
+    assert "3.00x" in make_table(found, TEXT_COLUMNS).text()
+    assert "4.00 (3.00x)" in kinds_table(found).text()
 
 
 def test_rows_of_batches_count_their_prompts() -> None:
     """Seconds of a batch divided among its prompts would make up a speed per kind."""
-    text = Decoded(list(range(13)), [1] * 12, ended=False)
-    short = Decoded([1], [], ended=True)
+    text = DecodedRow(list(range(13)), [1] * 12)
+    short = DecodedRow([1], [], finished=True)
     runs = {
         name: Runs([[2.0, 1.0]], [text, short, text], batch_size=2)
         for name in ("plain", "hf_generate", "tree")
@@ -190,25 +182,22 @@ def test_crossover_is_found_per_method_and_temperature() -> None:
     assert (first["temperature"], first["batch"]) == (0.0, 4)
     assert first["interpolated"] == pytest.approx(2**1.5, abs=0.01)
     assert (second["batch"], second["interpolated"], second["largest_measured"]) == (None, None, 4)
-    table = format_batches(bench)
+    table = crossover_lines(bench)
     assert "tree at T=0: no faster than plain decoding from batch 4 (between sizes: 2.83)" in table
     assert "tree at T=1: faster than plain decoding up to batch 4" in table
 
 
 def test_failures_name_prompt_position_margin_and_limit() -> None:
     """A run that fails without saying where has to be run again."""
-    same = Identity(
-        4,
-        (
-            Divergence("body-1", 7, 3, 5, 0.01, 0.02, near_tie=True),
-            Divergence("body-2", 9, 3, 6, 0.75, 0.5, near_tie=False),
-            Divergence("edit-1", 2, None, 6, None, None, near_tie=False),
-        ),
-    )
-    text = Decoded(list(range(13)), [1] * 12, ended=False)
+    found = [
+        Divergence("body-1", 7, 3, 5, 0.01, 0.02, near_tie=True),
+        Divergence("body-2", 9, 3, 6, 0.75, 0.5, near_tie=False),
+        Divergence("edit-1", 2, None, 6, None, None, near_tie=False),
+    ]
+    text = DecodedRow(list(range(13)), [1] * 12)
     runs = {name: Runs([[1.0] * 3], [text] * 3) for name in ("plain", "hf_generate")}
-    row = make_row(method("plain", []), runs, prompts(), 0.7, same, dtype="bfloat16", device="cpu")
-    assert (row["identical"], row["compared"], row["near_ties"]) == (1, 4, 1)
+    row = make_row(method("plain", []), runs, prompts(), 0.7, found, dtype="bfloat16", device="cpu")
+    assert (row["identical"], row["compared"], row["near_ties"]) == (0, 3, 1)
     noise = {"shape": 0.25, "dtype": 0.375, "typical_shape": 0.0625, "num_positions": 99}
     result = {"settings": {"noise": noise}, "rows": [row]}
     first, second = failures(result)
@@ -223,17 +212,18 @@ def test_failures_name_prompt_position_margin_and_limit() -> None:
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_wrong_decoder_is_found_in_any_batch(tiny_llama: LlamaForCausalLM, wrong: bool) -> None:
     """Rows compared with those of another prompt, or not at all, let a broken batch pass."""
-    plain = plain_method(tiny_llama.bfloat16(), (), 6)
+    contest = Contest(tiny_llama.bfloat16(), (), 256, 6)
+    plain = contest.ours()
 
-    def decode(batch: Batch, temperature: float, seed: int) -> list[Decoded]:
-        decoded = plain.decode(batch, temperature, seed)
-        if wrong and len(decoded) == 2:
-            decoded[1].tokens[3] = (decoded[1].tokens[3] + 11) % 256
+    def decode(batch: Batch, temperature: float, seed: int, *prefill: int) -> list[DecodedRow]:
+        decoded = plain.decode(batch, temperature, seed, *prefill)
+        if wrong and len(decoded) == 2 and not prefill:
+            decoded[1].new_tokens[3] = (decoded[1].new_tokens[3] + 11) % 256
         return decoded
 
     methods = [
         Method("plain", decode),
-        hf_generate_method(tiny_llama, (), 256, 6),
+        contest.generate(),
         Method("tree", decode, "scripted", tree_nodes=4),
     ]
     asked = [Prompt(f"p{n}", "a", torch.randint(0, 256, (1, n))) for n in (4, 6, 5)]
@@ -284,8 +274,8 @@ def test_decoding_is_what_the_prefill_leaves() -> None:
 
     The two are clocked after each other, so each repeat's own prefill is taken off it.
     """
-    text = Decoded(list(range(13)), [1] * 12, ended=False)
-    tree = Decoded(list(range(13)), [4] * 3, ended=False)
+    text = DecodedRow(list(range(13)), [1] * 12)
+    tree = DecodedRow(list(range(13)), [4] * 3)
     runs = {
         "plain": Runs([[7.0] * 3], [text] * 3, prefill=[[1.0] * 3]),
         "hf_generate": Runs([[7.0] * 3], [text] * 3),
@@ -312,21 +302,19 @@ def test_decoding_is_what_the_prefill_leaves() -> None:
 def test_prefills_are_clocked_in_turn_where_asked() -> None:
     """Clocked beforehand, they would meet another machine than the decoding they are taken from."""
     log: list[str] = []
-    first = replace(method("x", log), prefill=method("x'", log).decode)
-    both = [first, method("y", log)]
+    both = [method("x", log), method("y", log)]
     runs = clock(both, prompts(), 0.0, repeats=2, prefill=True)
-    assert log[4:10] == ["x'0@0", "x0@0", "y0@0", "y1@1", "x'1@1", "x1@1"]
+    assert log[4:10] == ["x*0@0", "x0@0", "y*0@0", "y0@0", "y*1@1", "y1@1"]
     assert [len(each) for each in runs["x"].prefill] == [3, 3]
-    assert runs["y"].prefill == []
     log.clear()
     assert clock(both, prompts(), 0.0, repeats=1)["x"].prefill == []
-    assert not any("'" in entry for entry in log), "training decodes too, and pays for every pass"
+    assert not any("*" in entry for entry in log), "training decodes too, and pays for every pass"
 
 
 def test_without_a_batch_there_is_no_one_by_one(tiny_llama: LlamaForCausalLM) -> None:
     """A baseline of batches that read padding, or drew with other seeds, is no baseline."""
-    plain = plain_method(tiny_llama, (), 6)
-    alone = one_by_one_method(plain)
+    contest = Contest(tiny_llama, (), 256, 6)
+    plain, alone = contest.ours(), contest.one_by_one()
     asked = [Prompt(f"p{n}", "a", torch.randint(0, 256, (1, n))) for n in (4, 6, 5)]
     for size in (1, 2):
         runs = clock([plain, alone], asked, 0.7, repeats=1, batch_size=size)
@@ -334,8 +322,8 @@ def test_without_a_batch_there_is_no_one_by_one(tiny_llama: LlamaForCausalLM) ->
         if size > 1:
             assert runs["one_by_one"].decoded == runs["plain"].decoded
         assert runs["plain"].started is not None, "when the warm-up was over"
-    (first,) = alone.prefill(make_batches(asked[:1], 2)[0], 0.0, 0)  # type: ignore[misc]
-    assert len(first.tokens) == 1
+    (first,) = alone.decode(make_batches(asked[:1], 2)[0], 0.0, 0, 1)
+    assert len(first.new_tokens) == 1, "the prefill"
 
 
 def watched(share: float | None, drift: float = 1.0, batch: int = 1) -> dict[str, Any]:
@@ -378,7 +366,7 @@ def test_shares_are_weighed_by_their_time() -> None:
 
 def runs_of(seconds: list[list[float]], lengths: list[int]) -> Runs:
     """Return runs of prompts that got so many tokens."""
-    return Runs(seconds, [Decoded([1] * n, [n - 1], False) for n in lengths])
+    return Runs(seconds, [DecodedRow([1] * n, [n - 1]) for n in lengths])
 
 
 def test_the_ratio_is_of_tokens_per_second() -> None:

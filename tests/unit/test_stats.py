@@ -4,13 +4,8 @@ from statistics import median
 
 import pytest
 
-from specheads.measure.stats import (
-    crossover,
-    first_difference,
-    mean_accept_length,
-    ratio_ci95,
-    rep8,
-)
+from specheads.measure.identity import first_difference
+from specheads.measure.rows import crossover, mean_accept_length, ratio_ci95, rep8
 
 
 def test_rep8_counts_repeats_and_nothing_else() -> None:
