@@ -39,7 +39,7 @@ _PROVENANCE = "specheads.json"  # beside a draft model
 def run(config: ExportConfig) -> None:
     """Load, change, print, write."""
     records = _check(config)
-    from specheads.formats import Job, push, write
+    from specheads.formats import Job, card, write
     from specheads.formats.read import bring_in, is_foreign
     from specheads.models.checkpoint import read_config
     from specheads.models.manifest import read_provenance
@@ -67,16 +67,15 @@ def run(config: ExportConfig) -> None:
         info = read_config(output)
     if notes:
         print(f"wrote {output}: " + "\n".join(notes))
-    push.finish(output, form, info, push=config.push, private=config.private)
+    card.finish(output, form, info, push=config.push, private=config.private)
     answer({"output": str(output.resolve()), "format": form, "notes": notes, "push": config.push})
 
 
 def _check(config: ExportConfig) -> list[Record]:
     """Check the settings before anything is loaded; return the records to count, if any."""
     from specheads.data.load import read_jsonl
-    from specheads.formats import push
     from specheads.formats.serving import taken_for
-    from specheads.formats.write import FORMATS
+    from specheads.formats.write import FORMATS, check_push
     from specheads.system.hardware import pick_device
 
     one_of("format", config.format, *FORMATS)
@@ -113,7 +112,7 @@ def _check(config: ExportConfig) -> list[Record]:
             f"output={output} cannot be made: {error.strerror}; give a folder that can be written"
         ) from None
     if config.push:
-        push.check(config.push)
+        check_push(config.push)
     if config.lm_head == "low_rank":
         pick_device(config.device)
     if config.lm_head != "pruned":

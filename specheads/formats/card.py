@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specheads.config import ConfigError, RunError
+from specheads.formats import serving
 from specheads.formats.serving import Serving
-from specheads.formats.write import FORMATS, commands
+from specheads.formats.write import FORMATS, commands, upload
 from specheads.models.checkpoint import read_config
 from specheads.models.draft import read_provenance
 from specheads.models.manifest import read_json
@@ -90,6 +91,28 @@ def write(
         f"## Licence\n\n{_licence_text(_shown_base(info), licence)}",
     ]
     _save(folder / CARD, "\n\n".join(parts) + "\n")
+
+
+def finish(
+    folder: Path, form: str, info: dict[str, Any], *, push: str = "", private: bool = False
+) -> None:
+    """Write the card of a folder, print how it is served, and upload it if asked.
+
+    Args:
+        folder: that was just written, whole.
+        form: its format, a key of ``FORMATS``.
+        info: the config.json of the native export that it was made of, or the specheads.json of a
+            draft model.
+        push: ``organisation/name`` on the hub, see :func:`check_push`; empty: nowhere.
+        private: of a repository that is made for it.
+
+    Raises:
+        RunError: if the upload fails, or the disk is full; the folder stays.
+    """
+    write(folder, form, info, name=push)
+    print("\n".join(serving.lines(commands(form, folder, info))))
+    if push:
+        print(f"uploaded to {upload(folder, push, private=private)}")
 
 
 def check(folder: str | Path) -> None:

@@ -40,10 +40,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.config import ConfigError
-from specheads.formats import Job
-from specheads.formats.serving import Serving, base_name, vllm, without_heads
-from specheads.formats.vllm import text_copies
-from specheads.models.base import load_tokenizer, torch_dtype
+from specheads.formats.serving import Job, Serving, base_name, text_copies, vllm, without_heads
+from specheads.models.base import load_tokenizer
 from specheads.models.checkpoint import cast_tensors, load_export, load_heads, save_as, save_hf
 from specheads.models.compress import output_matrix
 from specheads.models.heads import MedusaHeads
@@ -133,7 +131,6 @@ def write(job: Job) -> list[str]:
     """Write an export in one of the four layouts."""
     heads = cast(MedusaHeads, load_heads(job.checkpoint))  # in the precision they are stored in
     tokenizer, tuned = load_tokenizer(job.checkpoint), job.info["base"]["tuned"]
-    dtype = None if job.dtype is None else torch_dtype(job.dtype)
     place = str(job.output.resolve() / "base") if tuned else base_name(job.info, "")
     base: Any = None
     if tuned or _NAMES[job.form].matrix:  # otherwise nothing of the base is written
@@ -146,13 +143,13 @@ def write(job: Job) -> list[str]:
             vars(config).pop("quantization_config", None)
             for key, value in _counts(heads).items():
                 setattr(config, key, value)
-            save_as(folder, type(base), config, base, tensors, tokenizer, dtype)
+            save_as(folder, type(base), config, base, tensors, tokenizer, job.dtype)
             return notes
-        notes = write_heads(job.form, folder, heads, output, dtype, place)
+        notes = write_heads(job.form, folder, heads, output, job.dtype, place)
         if job.form != "vllm_medusa":  # the original repository looks for it beside the heads
             tokenizer.save_pretrained(folder)
         if tuned:
-            save_hf(folder / "base", base, tokenizer, dtype)
+            save_hf(folder / "base", base, tokenizer, job.dtype)
             notes.append(f"these heads belong to the tuned base model, which is in {place}")
     return notes
 
@@ -370,7 +367,6 @@ class Layout:
         """
         output = output_layer(base)
         vocab_size, hidden_size = output.weight.shape
-        self.check_sizes(hidden_size, vocab_size)
         kept = self._kept(vocab_size)
         self._check_biases()
         names = {name for head in self.blocks for pair in head for name in pair if name}

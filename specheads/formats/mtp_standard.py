@@ -18,8 +18,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.config import ConfigError
-from specheads.formats import Job, serving
-from specheads.formats.serving import NATIVE_MTP, Serving
+from specheads.formats import serving
+from specheads.formats.serving import NATIVE_MTP, Job, Serving
 from specheads.models.checkpoint import load_export, save_as
 from specheads.models.kinds import Heads
 from specheads.models.mtp import MtpHeads, block_config

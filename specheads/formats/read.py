@@ -18,13 +18,7 @@ from specheads.attention.tree import Tree, default_tree
 from specheads.config import ConfigError
 from specheads.formats import hydra, medusa
 from specheads.formats.write import recorded_dtype
-from specheads.models.base import (
-    check_tokenizer,
-    load_base_model,
-    load_config,
-    load_tokenizer,
-    torch_dtype,
-)
+from specheads.models.base import check_tokenizer, load_base_model, load_config, load_tokenizer
 from specheads.models.checkpoint import save_export
 from specheads.models.manifest import (
     MANIFEST,
@@ -53,7 +47,7 @@ def is_foreign(checkpoint: str | Path) -> bool:
 
 
 def bring_in(
-    checkpoint: str, base: str, output: Path, *, dtype: str | None, allow_pickle: bool
+    checkpoint: str, base: str, output: Path, *, dtype: torch.dtype | None, allow_pickle: bool
 ) -> list[str]:
     """Write a native export of a foreign checkpoint, whole or not at all.
 
@@ -102,7 +96,7 @@ def bring_in(
         training={"recipe": "imported", "steps": None, "data": None, "from": folder.name},
         tuned_base=model if tuned else None,
         base_dtype=model.dtype,
-        dtype=None if dtype is None else torch_dtype(dtype),
+        dtype=dtype,
     )
     found = f" of {layout.files.where.name}"
     if around is not None:

@@ -7,21 +7,28 @@ read the entry.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from specheads.config import ConfigError
-from specheads.formats import Job, medusa, mtp_standard, serving, vllm
-from specheads.formats.serving import Serving
+import huggingface_hub
+from huggingface_hub.errors import LocalTokenNotFoundError
+
+from specheads.config import ConfigError, RunError
+from specheads.formats import medusa, mtp_standard, serving
+from specheads.formats.serving import Job, Serving
 from specheads.models import mtp_hf
 from specheads.models.base import load_base_model, load_config, load_tokenizer
-from specheads.models.checkpoint import load_export, save_plain_model
+from specheads.models.checkpoint import load_export, save_hf, save_plain_model
 from specheads.models.draft import save_draft
 from specheads.models.kinds import KINDS
+from specheads.models.manifest import first_line, write_json
 from specheads.models.mtp import MtpHeads
+from specheads.models.names import is_hub_error
+from specheads.system.files import whole_folder
 
 HEADS = tuple(KINDS)
 
@@ -144,6 +151,18 @@ def _serve_hf(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
     return [own, *serving.without_heads(info)]
 
 
+def _write_custom_class(job: Job) -> list[str]:
+    """Write what vLLM needs to guess from the text; an original base that is unchanged is not."""
+    notes = ["vLLM guesses from the text with it: the heads are not in it"]
+    with whole_folder(job.output) as folder:
+        if job.info["base"]["tuned"]:
+            export = load_export(job.checkpoint, device="cpu")
+            save_hf(folder, export.base, export.tokenizer, job.dtype)
+            notes.append("the tuned base model lies beside the settings")
+        write_json(folder / "speculative_config.json", serving.proposer_settings())
+    return notes
+
+
 # what to do with an export of a kind that a format has no place for
 _INSTEAD = {
     "hydra": "hydra, heads which read the tokens drafted before their own",
@@ -164,7 +183,7 @@ FORMATS = {
         kinds=HEADS,
         holds="the base alone, adapter merged",
         write=_write_plain,
-        serve=lambda place, base, info: vllm.text_copies(place),
+        serve=lambda place, base, info: serving.text_copies(place),
         card="The base model{base} as {kind} heads were trained with it, without them: an ordinary"
         " model folder.",
         title="The base model",
@@ -224,11 +243,85 @@ FORMATS = {
     "vllm_custom_class": Format(
         kinds=HEADS,
         holds="settings of text copies; a tuned base",
-        write=vllm.write,
-        serve=vllm.serve,
+        write=_write_custom_class,
+        serve=serving.custom_class,
         card="Settings with which vLLM guesses from the text, for the base model{base}. The {kind}"
         " heads that it was exported with are not used.",
         title="Settings of text copies for the base model",
         inside="",
     ),
 }
+
+_NAME = re.compile(r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?/[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?")
+_LONGEST = 96  # characters of a name, as the hub limits it
+_REFUSED = {
+    401: "the hub does not accept the token: set HF_TOKEN, or run `hf auth login`",
+    403: "the token may not write there: it needs the write permission for that organisation",
+}
+
+
+def check_push(push: str) -> None:
+    """Check the name, and that the hub knows who is asking, before anything is written.
+
+    Args:
+        push: ``organisation/name``.
+
+    Raises:
+        ConfigError: one line, if the name is none, nobody is logged in, the login is refused, or
+            the hub cannot be reached.
+    """
+    if not _NAME.fullmatch(push) or len(push) > _LONGEST or "--" in push or ".." in push:
+        raise ConfigError(f"push is {push!r:.120}, expected organisation/name, as the hub has it")
+    if push.endswith(".git"):
+        raise ConfigError(f"push is {push!r}: a repository's name must not end with .git")
+    try:
+        huggingface_hub.HfApi().whoami()
+    except Exception as error:
+        raise ConfigError(f"push={push}: {_reason(error)}") from None
+
+
+def upload(folder: str | Path, push: str, *, private: bool = False) -> str:
+    """Make the repository if there is none, and upload a folder in one commit.
+
+    Args:
+        folder: whole; it stays as it is.
+        push: ``organisation/name``.
+        private: of a repository that is made; one that is there stays as it is.
+
+    Returns:
+        Where it can be seen.
+
+    Raises:
+        RunError: one line, if the hub refuses or cannot be reached.
+    """
+    hub = huggingface_hub.HfApi()
+    try:
+        hub.create_repo(push, private=private, repo_type="model", exist_ok=True)
+        hub.upload_folder(
+            repo_id=push,
+            folder_path=str(folder),
+            repo_type="model",
+            commit_message="Export of specheads",
+            ignore_patterns=[".*", "**/.*"],  # what editors and systems leave behind
+        )
+    except Exception as error:
+        reason = _reason(error)
+        raise RunError(f"{folder} is written, but was not uploaded to {push}: {reason}") from None
+    return f"https://huggingface.co/{push}"
+
+
+def _reason(error: Exception) -> str:
+    """Return what went wrong in one line, without what a server says at length.
+
+    An error that the hub's client does not raise is a mistake of ours, and raised again.
+    """
+    if not is_hub_error(error):
+        raise error
+    if isinstance(error, LocalTokenNotFoundError):
+        return "nobody is logged in: set HF_TOKEN, or run `hf auth login`"
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is not None:
+        return _REFUSED.get(status, f"the hub answered {status}")
+    if {"TransportError", "ConnectionError"} & {kind.__name__ for kind in type(error).__mro__}:
+        return "the hub cannot be reached"
+    return first_line(error)

@@ -20,7 +20,7 @@ import pytest
 import torch
 from transformers import AutoConfig, LlamaForCausalLM
 
-from specheads.formats import vllm
+from specheads.formats import serving
 from specheads.models import mtp_hf
 from specheads.registration import register
 from specheads.vllm_proposer import (
@@ -392,10 +392,10 @@ def test_another_call_than_the_known_one_is_refused(kind: type) -> None:
     assert proposer.load_model(object()) is None
 
 
-@pytest.mark.parametrize("name", vllm.CLASSES)
+@pytest.mark.parametrize("name", serving.PROPOSERS)
 def test_the_written_settings_name_classes_that_vllm_can_make(name: str) -> None:
     """The class is imported by the name in the settings: a renamed one fails at the user's."""
-    written = vllm.settings(name)
+    written = serving.proposer_settings(name)
     assert written.keys() == {"method", "model", "num_speculative_tokens"}
     assert written["method"] == "custom_class" and written["num_speculative_tokens"] == 8
     module, _, found = written["model"].rpartition(".")
