@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specheads.config import ConfigError, DecodeConfig
-from specheads.config.commands import DRAFTERS
+from specheads.config import BenchConfig, ConfigError, DecodeConfig, QualityConfig
+from specheads.config.commands import DRAFTERS, TextSettings
 from specheads.decoding.accept import Acceptance
 from specheads.decoding.costs import member_costs, step_costs
 from specheads.decoding.generate import SpecDecoder
@@ -36,6 +36,7 @@ from specheads.models.draft import check_same_tokenizer, load_draft
 from specheads.models.kinds import Heads
 from specheads.models.manifest import MANIFEST, PROVENANCE, read_json
 from specheads.models.output import output_layer
+from specheads.system import hardware
 
 
 def exported_drafter(export: Export, decode: DecodeConfig | None = None) -> HeadsDrafter:
@@ -160,6 +161,28 @@ def load_subject(
         ) from None
     check_tokenizer(tokenizer, model)
     return Subject(model, tokenizer)
+
+
+def subject_of(
+    config: TextSettings | BenchConfig | QualityConfig, decode: DecodeConfig | None
+) -> Subject:
+    """Get the machine ready, and load what a command's settings name.
+
+    Args:
+        config: the settings.
+        decode: what is to draft, checked before anything is loaded; None: nothing is.
+
+    Raises:
+        ConfigError: if it cannot be loaded, or the checkpoint has not what drafts.
+    """
+    if decode is not None:
+        check_drafter(decode, has_heads=not is_plain_model(config.checkpoint))
+    threads = None if isinstance(config, TextSettings) else config.threads
+    spread = config.device_map if isinstance(config, TextSettings) else None
+    device, dtype, _ = hardware.prepare(config.device, config.dtype, threads)
+    return load_subject(
+        config.checkpoint, base=config.base, dtype=dtype, device=device, device_map=spread
+    )
 
 
 ADAPTIVE_TOKENS = 8  # longest draft where the length adapts itself
