@@ -9,7 +9,10 @@ model loops, and a tree made for loops is made for nothing else.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from specheads.attention.tree import Tree
     from specheads.drafters.contract import Drafter
     from specheads.measure.clock import Prompt
+    from specheads.measure.hits import Texts
     from specheads.models.checkpoint import Export
 
 
@@ -37,16 +41,17 @@ def run(config: TreeSearchConfig) -> None:
     from specheads.models.output import output_layer
     from specheads.system import hardware
 
-    picture = Path(config.checkpoint) / "tree.svg"
-    if config.out:
-        picture = check_folder("out", config.out)
+    picture = check_folder("out", config.out or Path(config.checkpoint) / "tree.svg")
     device, dtype, _ = hardware.prepare(config.device, config.dtype, config.threads)
     export = load_export(config.checkpoint, base=config.base or None, dtype=dtype, device=device)
     calibration, measured, digest = choose_prompts(config, export)
-    eos = end_tokens(export.base, export.tokenizer)
-    ids = [prompt.input_ids for prompt in calibration]
-    temperatures = sorted({config.temperature, 1.0})
-    texts = Texts(ids, eos, config.max_new_tokens, temperatures, config.seed)
+    texts = Texts(
+        [prompt.input_ids for prompt in calibration],
+        end_tokens(export.base, export.tokenizer),
+        config.max_new_tokens,
+        sorted({config.temperature, 1.0}),
+        config.seed,
+    )
     found = calibrate(
         export.base,
         export.heads,
@@ -58,7 +63,10 @@ def run(config: TreeSearchConfig) -> None:
     tree, length = found.tree, found.expected_accept_length
     measured_on = {**found.measured_on, "prompts_sha256": digest}
     if measured:
-        measured_on["measured"] = check(config, export, tree, measured_on, measured)
+        unseen = replace(texts, prompts=[prompt.input_ids for prompt in measured])
+        names = "".join(sorted(map(sha256_of, measured)))
+        about = {"num_prompts": len(measured), "prompts_sha256": _sha256(names)}
+        measured_on["measured"] = about | check(export, tree, measured_on, unseen)
     set_tree(config.checkpoint, tree, length, measured_on)
     acceptance = measured_on.get("acceptance", [])
     title = f"{tree.num_nodes} nodes: {length:.2f} tokens per verify step expected"
@@ -101,13 +109,11 @@ def choose_prompts(
     calibration, digest = read(path, config.num_prompts)
     if not config.num_measured:
         return calibration, [], digest
-    own = config.measured_prompts or not config.prompts
-    if own:
+    if own := config.measured_prompts or not config.prompts:
         path = prompt_file(config.measured_prompts, config.checkpoint, "prompts.jsonl")
         others, _ = read(path, config.num_measured)
     else:
-        both, _ = read(path, config.num_prompts + config.num_measured)
-        others = both[config.num_prompts :]
+        others = read(path, config.num_prompts + config.num_measured)[0][config.num_prompts :]
     known = {sha256_of(prompt) for prompt in calibration}
     measured = [prompt for prompt in others if sha256_of(prompt) not in known]
     if len(measured) < len(others):
@@ -123,57 +129,37 @@ def _bar(name: str) -> Callable[[Sequence[int]], Any]:
 
 def sha256_of(prompt: Prompt) -> str:
     """Return the hash of a prompt's tokens."""
-    import hashlib
-    import json
+    return _sha256(json.dumps(prompt.input_ids[0].tolist()))
 
-    return hashlib.sha256(json.dumps(prompt.input_ids[0].tolist()).encode()).hexdigest()
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def check(
-    config: TreeSearchConfig,
-    export: Export,
-    tree: Tree,
-    measured_on: dict[str, Any],
-    prompts: list[Prompt],
-) -> dict[str, Any]:
+    export: Export, tree: Tree, measured_on: dict[str, Any], unseen: Texts
+) -> dict[str, dict[str, Any]]:
     """Decode prompts that were not calibrated on, and compare accept lengths with the expected."""
-    import hashlib
-
     from specheads.drafters.heads import dynamic_drafter, static_drafter
-    from specheads.measure.hits import Texts, decoded_gains
-    from specheads.models.base import end_tokens
+    from specheads.measure.hits import decoded_gains
     from specheads.models.output import output_layer
 
     base, heads, output = export.base, export.heads, output_layer(export.base)
-    drafters: dict[str, Drafter] = {"static": static_drafter(base, heads, output, tree)}
-    expected = {"static": measured_on["accept_length"]}
+    drafters: dict[str, tuple[Drafter, float]] = {
+        "static": (static_drafter(base, heads, output, tree), measured_on["accept_length"])
+    }
     if grown := measured_on.get("dynamic"):
-        nodes, temperatures = grown["num_nodes"], grown["temperatures"]
-        drafters["dynamic"] = dynamic_drafter(base, heads, output, nodes, temperatures=temperatures)
-        expected["dynamic"] = grown["accept_length"]
-    texts = Texts(
-        [prompt.input_ids for prompt in prompts],
-        end_tokens(base, export.tokenizer),
-        config.max_new_tokens,
-        measured_on["temperatures"],
-        config.seed,
-    )
-    names = "".join(sorted(map(sha256_of, prompts)))
-    digest = hashlib.sha256(names.encode()).hexdigest()
-    result: dict[str, Any] = {"num_prompts": len(prompts), "prompts_sha256": digest}
-    for name, drafter in drafters.items():
-        gains = decoded_gains(
-            base,
-            drafter,
-            texts,
-            heads.num_heads,
-            progress=_bar(name),
-        )
+        nodes, scales = grown["num_nodes"], grown["temperatures"]
+        drafter = dynamic_drafter(base, heads, output, nodes, temperatures=scales)
+        drafters["dynamic"] = drafter, grown["accept_length"]
+    result = {}
+    for name, (drafter, expected) in drafters.items():
+        gains = decoded_gains(base, drafter, unseen, heads.num_heads, progress=_bar(name))
         (length,) = gains.lengths()
         result[name] = {
             "accept_length": round(length, 4),
             "accept_length_ci95": [round(bound, 4) for bound in gains.ci95(0)],
-            "relative_to_expected": round(length / expected[name] - 1, 4),
+            "relative_to_expected": round(length / expected - 1, 4),
         }
     return result
 
