@@ -22,10 +22,7 @@ from specheads.system.files import check_folder
 from specheads.system.terminal import progress_bar
 
 if TYPE_CHECKING:
-    from specheads.attention.tree import Tree
-    from specheads.drafters.contract import Drafter
     from specheads.measure.clock import Prompt
-    from specheads.measure.hits import Texts
     from specheads.models.checkpoint import Export
 
 
@@ -33,7 +30,7 @@ if TYPE_CHECKING:
 def run(config: TreeSearchConfig) -> None:
     """Load, measure, print, write."""
     from specheads.formats import card
-    from specheads.measure.calibrate import Search, calibrate, format_calibration, format_sizes
+    from specheads.measure import calibrate
     from specheads.measure.hits import Texts
     from specheads.measure.plots import tree_svg, tree_text
     from specheads.models.base import end_tokens
@@ -41,7 +38,8 @@ def run(config: TreeSearchConfig) -> None:
     from specheads.models.output import output_layer
     from specheads.system import hardware
 
-    picture = check_folder("out", config.out or Path(config.checkpoint) / "tree.svg")
+    own = Path(config.checkpoint) / "tree.svg"
+    picture = check_folder("out", config.out) if config.out else own
     device, dtype, _ = hardware.prepare(config.device, config.dtype, config.threads)
     export = load_export(config.checkpoint, base=config.base or None, dtype=dtype, device=device)
     calibration, measured, digest = choose_prompts(config, export)
@@ -52,12 +50,14 @@ def run(config: TreeSearchConfig) -> None:
         sorted({config.temperature, 1.0}),
         config.seed,
     )
-    found = calibrate(
+    found = calibrate.calibrate(
         export.base,
         export.heads,
         output_layer(export.base),
         texts,
-        Search(config.num_nodes, config.max_nodes, config.batch_size, config.repeats, dynamic=True),
+        calibrate.Search(
+            config.num_nodes, config.max_nodes, config.batch_size, config.repeats, dynamic=True
+        ),
         progress=_bar("calibrate"),
     )
     tree, length = found.tree, found.expected_accept_length
@@ -66,15 +66,17 @@ def run(config: TreeSearchConfig) -> None:
         unseen = replace(texts, prompts=[prompt.input_ids for prompt in measured])
         names = "".join(sorted(map(sha256_of, measured)))
         about = {"num_prompts": len(measured), "prompts_sha256": _sha256(names)}
-        measured_on["measured"] = about | check(export, tree, measured_on, unseen)
+        measured_on["measured"] = about | calibrate.check_expected(
+            export.base, export.heads, tree, measured_on, unseen, progress=_bar
+        )
     set_tree(config.checkpoint, tree, length, measured_on)
     acceptance = measured_on.get("acceptance", [])
     title = f"{tree.num_nodes} nodes: {length:.2f} tokens per verify step expected"
     picture.write_text(tree_svg(tree, acceptance, title=title), encoding="utf-8")
     if "sizes" in measured_on:
-        print(format_sizes(measured_on))
+        print(calibrate.format_sizes(measured_on))
     print("\n" + tree_text(tree, acceptance))
-    print("\n" + format_calibration(measured_on, tree.max_depth))
+    print("\n" + calibrate.format_calibration(measured_on, tree.max_depth))
     print(f"wrote the static tree into {config.checkpoint}, its picture to {picture}")
     answer(
         {
@@ -134,34 +136,6 @@ def sha256_of(prompt: Prompt) -> str:
 
 def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def check(
-    export: Export, tree: Tree, measured_on: dict[str, Any], unseen: Texts
-) -> dict[str, dict[str, Any]]:
-    """Decode prompts that were not calibrated on, and compare accept lengths with the expected."""
-    from specheads.drafters.heads import dynamic_drafter, static_drafter
-    from specheads.measure.hits import decoded_gains
-    from specheads.models.output import output_layer
-
-    base, heads, output = export.base, export.heads, output_layer(export.base)
-    drafters: dict[str, tuple[Drafter, float]] = {
-        "static": (static_drafter(base, heads, output, tree), measured_on["accept_length"])
-    }
-    if grown := measured_on.get("dynamic"):
-        nodes, scales = grown["num_nodes"], grown["temperatures"]
-        drafter = dynamic_drafter(base, heads, output, nodes, temperatures=scales)
-        drafters["dynamic"] = drafter, grown["accept_length"]
-    result = {}
-    for name, (drafter, expected) in drafters.items():
-        gains = decoded_gains(base, drafter, unseen, heads.num_heads, progress=_bar(name))
-        (length,) = gains.lengths()
-        result[name] = {
-            "accept_length": round(length, 4),
-            "accept_length_ci95": [round(bound, 4) for bound in gains.ci95(0)],
-            "relative_to_expected": round(length / expected - 1, 4),
-        }
-    return result
 
 
 def main() -> None:
