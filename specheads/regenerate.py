@@ -11,32 +11,26 @@ import hashlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specheads.config import ConfigError, InterruptedRunError, RegenerateConfig, RunError
 from specheads.config.main import answer, answers_json, hydra_main
-from specheads.system import __version__
 from specheads.system.signals import StopSignal
 from specheads.system.terminal import progress_bar
 
 if TYPE_CHECKING:
     from specheads.data.schema import Record
     from specheads.regeneration.answers import AnswerFile, Outcome
-    from specheads.regeneration.endpoint import Client
-    from specheads.regeneration.engine import Answering
-
-    Asker = Callable[[Sequence[Record]], Iterator[Outcome]]
 
 
 @answers_json
 def run(config: RegenerateConfig) -> None:
     """Check, load, answer, and say what came of it."""
+    from specheads.regeneration import engine
     from specheads.regeneration.answers import AnswerFile
     from specheads.regeneration.endpoint import Client
-    from specheads.regeneration.engine import settings_of, who_answers
     from specheads.system import hardware
 
     hardware.quiet_loading()
@@ -47,8 +41,8 @@ def run(config: RegenerateConfig) -> None:
     if config.endpoint:
         client = Client(config.endpoint, timeout=config.timeout, retries=config.retries)
     records = read_input(config)
-    who = who_answers(config, client)
-    with AnswerFile(output, settings_of(config, who)) as answers:
+    who = engine.who_answers(config, client)
+    with AnswerFile(output, engine.settings_of(config, who)) as answers:
         left, num_before = answers.left(records), len(answers.done)
         cut = f", {answers.num_cut} bytes of an unfinished line cut off" if answers.num_cut else ""
         _say(
@@ -59,7 +53,7 @@ def run(config: RegenerateConfig) -> None:
             _say(f"the answers are those of the tuned base {who.model}, not of its original")
         try:
             if left:
-                _answer_all(config, who, client, left, answers)
+                _append(engine.asker(config, who, client)(left), answers, len(left))
         except KeyboardInterrupt:
             raise InterruptedRunError(
                 f"interrupted: {output} holds {len(answers.done):,} records;"
@@ -128,66 +122,16 @@ def read_input(config: RegenerateConfig) -> list[Record]:
     return records[: config.limit] if config.limit else records
 
 
-def _answer_all(
-    config: RegenerateConfig,
-    who: Answering,
-    client: Client | None,
-    records: Sequence[Record],
-    answers: AnswerFile,
-) -> None:
-    names = ("temperature", "top_k", "top_p", "seed", "max_new_tokens")
-    drawn = {name: getattr(config, name) for name in names} | {"specheads": __version__}
-    ask = _ask_engine if client is None else partial(_ask_server, client)
-    outcomes = ask(config, who, drawn)
+def _append(outcomes: Iterable[Outcome], answers: AnswerFile, total: int) -> None:
+    """Write what becomes of records as it comes."""
     num_tokens, start = 0, time.monotonic()
-    with progress_bar("record", seconds=60, total=len(records)) as bar:
-        for outcome in outcomes(records):
+    with progress_bar("record", seconds=60, total=total) as bar:
+        for outcome in outcomes:
             answers.append(outcome.answered, outcome.quarantined)
             num_tokens += outcome.num_tokens
             rate = num_tokens / max(time.monotonic() - start, 1e-9)
             bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
             bar.update(len(outcome.answered) + len(outcome.quarantined))
-
-
-def _ask_engine(config: RegenerateConfig, who: Answering, drawn: dict[str, Any]) -> Asker:
-    from specheads.data.schema import tokenizer_digest
-    from specheads.regeneration.engine import load_engine
-
-    engine = load_engine(config, who)
-    made = {
-        "model": who.model,
-        "revision": config.revision,
-        "digest": who.digest,
-        "tuned": who.tuned,
-        "quantization": who.quantization,
-        "dtype": str(engine.base.dtype).removeprefix("torch."),
-    }
-    digest = tokenizer_digest(engine.turns.tokenizer)
-    return partial(engine.answer, generation=made | drawn, tokenizer_digest=digest)
-
-
-def _ask_server(
-    client: Client, config: RegenerateConfig, who: Answering, drawn: dict[str, Any]
-) -> Asker:
-    from specheads.models.base import load_tokenizer
-    from specheads.regeneration.dialogue import span_encoder
-    from specheads.regeneration.endpoint import ask_server
-    from specheads.regeneration.engine import sampling_of
-
-    encode = None
-    if config.model:
-        trust = config.trust_remote_code
-        tokenizer = load_tokenizer(config.model, revision=config.revision, trust_remote_code=trust)
-        encode = span_encoder(tokenizer)
-    return partial(
-        ask_server,
-        client,
-        who.model,
-        sampling_of(config),
-        generation={"model": who.model, "endpoint": client.url} | drawn,
-        concurrency=config.concurrency,
-        encode=encode,
-    )
 
 
 def _say(text: str) -> None:

@@ -12,8 +12,9 @@ import contextlib
 import hashlib
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specheads.config import ConfigError, RegenerateConfig
-from specheads.data.schema import Record
+from specheads.data.schema import Record, tokenizer_digest
 from specheads.decoding.exported import exported_drafter
 from specheads.decoding.loop import decode
 from specheads.decoding.result import DecodedRow
@@ -52,9 +53,10 @@ from specheads.regeneration.dialogue import (
     UnusableRecordError,
     check_answer,
     dialogue,
+    span_encoder,
 )
-from specheads.regeneration.endpoint import Client
-from specheads.system import hardware
+from specheads.regeneration.endpoint import Client, ask_server
+from specheads.system import __version__, hardware
 
 POOL = 32  # batches whose records are sorted by length together
 HELD = 2.0  # seconds for which answers are held back at most, so that many are written together
@@ -368,3 +370,31 @@ def load_engine(config: RegenerateConfig, who: Answering) -> Engine:
     turns = TurnEncoder(tokenizer, end_tokens(base, tokenizer))
     size = config.batch_size
     return Engine(base, turns, sampling_of(config), drafter=drafter, batch_size=size)
+
+
+def asker(
+    config: RegenerateConfig, who: Answering, client: Client | None
+) -> Callable[[Sequence[Record]], Iterator[Outcome]]:
+    """Return what answers records: the server of ``client``, or the base model, loaded now."""
+    names = ("temperature", "top_k", "top_p", "seed", "max_new_tokens")
+    drawn = {name: getattr(config, name) for name in names} | {"specheads": __version__}
+    if client is not None:
+        encode, trust = None, config.trust_remote_code
+        if config.model:
+            encode = span_encoder(
+                load_tokenizer(config.model, revision=config.revision, trust_remote_code=trust)
+            )
+        return partial(
+            ask_server,
+            client,
+            who.model,
+            sampling_of(config),
+            generation={"model": who.model, "endpoint": client.url} | drawn,
+            concurrency=config.concurrency,
+            encode=encode,
+        )
+    engine = load_engine(config, who)
+    made = {"model": who.model, "revision": config.revision, **asdict(who)}
+    made["dtype"] = str(engine.base.dtype).removeprefix("torch.")
+    digest = tokenizer_digest(engine.turns.tokenizer)
+    return partial(engine.answer, generation=made | drawn, tokenizer_digest=digest)
