@@ -8,6 +8,7 @@ process did not use itself others did, on the very processors that it may run on
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import platform
@@ -181,6 +182,19 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to keep large blocks instead of returning them to the system after each use.
+
+    Every step allocates the same temporaries; fetching their pages anew costs about a fifth of a
+    small training step on a CPU.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:  # musl has none
+        mmap_max, trim_threshold = -4, -1
+        mallopt(mmap_max, 0)
+        mallopt(trim_threshold, -1)
 
 
 def cpu_quota() -> float | None:

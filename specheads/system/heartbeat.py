@@ -18,11 +18,12 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 from specheads.system import dist
-from specheads.system.errors import InterruptedRunError, RunError
+from specheads.system.errors import EXIT_FAILED, EXIT_INTERRUPTED, InterruptedRunError, RunError
 
 _GONE, _DONE = "gone", "done"
 _LAUNCHER = {"rank": 0, "text": "or its launcher is gone", "code": 1}
@@ -154,11 +155,6 @@ def stop() -> None:
         _heart = None
 
 
-def gone() -> bool:
-    """Return whether another process is known to be gone."""
-    return _heart is not None and bool(_heart.gone)
-
-
 def is_collective(error: BaseException) -> bool:
     """Return whether ``error`` is one of torch's about other processes."""
     from torch.distributed import DistError
@@ -196,6 +192,37 @@ def wait_for_main() -> None:
     while not _heart.store.check([_DONE]):
         if _heart.gone:
             _heart.ending.set()
-            interrupted = _heart.gone["code"] == 75
+            interrupted = _heart.gone["code"] == EXIT_INTERRUPTED
             raise (InterruptedRunError if interrupted else RunError)(_heart.sentence())
         time.sleep(min(0.5, _heart.interval))
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Leave the block together with the other ranks, or tell them that this one cannot go on.
+
+    Raises:
+        RunError: if another rank is gone.
+    """
+    try:
+        yield
+        wait_for_main()
+    except BaseException as error:
+        code = getattr(error, "exit_code", None)
+        if code is None and dist.world_size() > 1 and is_collective(error):
+            raise explain(error) from error
+        if getattr(error, "on_every_rank", False) and not (_heart and _heart.gone):
+            _leave()
+        elif isinstance(error, KeyboardInterrupt):
+            announce(str(error), EXIT_INTERRUPTED)
+        else:
+            announce(
+                str(error) if code else f"{type(error).__name__}: {error}", code or EXIT_FAILED
+            )
+        raise
+    _leave()
+
+
+def _leave() -> None:
+    stop()
+    dist.shutdown()
