@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import operator
 import os
-from collections import ChainMap
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def compare_runs(runs: Sequence[TrainConfig]) -> list[str]:
         runs: those that have ended.
     """
     rows = [read_rows(Path(run.run_dir) / "metrics.jsonl") for run in runs]
-    found = [dict(ChainMap(*reversed(of_run))) for of_run in rows]
+    found: list[dict[str, Any]] = [reduce(operator.or_, of_run, {}) for of_run in rows]
     common = set.intersection(*map(set, found)) if len(found) > 1 else set()
     lengths = [key for key in common if key.startswith("final/accept_length/t")]
     lengths.sort(key=lambda key: float(key.rpartition("/t")[2]))

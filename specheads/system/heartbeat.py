@@ -52,8 +52,7 @@ class _Heart:
         self.interval = min(2.0, timeout / 4)
         self.gone: dict[str, Any] = {}  # rank, text and exit code of the first that is gone
         self.ending = threading.Event()  # this process has its own reason to end
-        everybody = range(dist.world_size())
-        self.watched = [r for r in everybody if r > 0] if dist.is_main() else [0]
+        self.watched = range(1, dist.world_size()) if dist.is_main() else range(1)
         now = time.monotonic()
         self.answered = now  # when the store last did
         self.changed = {rank: (0, now) for rank in self.watched}  # their counts, since when
@@ -216,9 +215,8 @@ def together() -> Iterator[None]:
         elif isinstance(error, KeyboardInterrupt):
             announce(str(error), EXIT_INTERRUPTED)
         else:
-            announce(
-                str(error) if code else f"{type(error).__name__}: {error}", code or EXIT_FAILED
-            )
+            text = str(error) if code else f"{type(error).__name__}: {error}"
+            announce(text, code or EXIT_FAILED)
         raise
     _leave()
 
