@@ -8,6 +8,7 @@ read the entry.
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,20 +16,38 @@ from pathlib import Path
 from typing import Any, cast
 
 import huggingface_hub
+import numpy as np
 from huggingface_hub.errors import LocalTokenNotFoundError
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 
-from specheads.config import ConfigError, RunError
+from specheads.attention.tree import Tree
+from specheads.config import ConfigError, ExportConfig, RunError
+from specheads.data.chat import Encoder, most_frequent
+from specheads.data.schema import Record
 from specheads.formats import medusa, mtp_standard, serving
 from specheads.formats.serving import Job, Serving
+from specheads.losses.cross_entropy import IGNORE
 from specheads.models import mtp_hf
-from specheads.models.base import load_base_model, load_config, load_tokenizer
-from specheads.models.checkpoint import load_export, save_hf, save_plain_model
+from specheads.models.base import load_base_model, load_config, load_tokenizer, torch_dtype
+from specheads.models.checkpoint import (
+    load_export,
+    load_heads,
+    read_config,
+    save_export,
+    save_hf,
+    save_plain_model,
+)
+from specheads.models.compress import low_rank_heads, pruned_heads, relative_errors
 from specheads.models.draft import save_draft
-from specheads.models.kinds import KINDS
+from specheads.models.heads import MedusaHeads
+from specheads.models.kinds import KINDS, Heads
 from specheads.models.manifest import first_line, write_json
 from specheads.models.mtp import MtpHeads
 from specheads.models.names import is_hub_error
 from specheads.system.files import whole_folder
+from specheads.system.hardware import pick_device
 
 HEADS = tuple(KINDS)
 
@@ -251,6 +270,136 @@ FORMATS = {
         inside="",
     ),
 }
+
+_PROMPTS = ("prompts.jsonl", "calibration.jsonl")  # what bench and tree_search read of an export
+
+
+def write_native(config: ExportConfig, records: list[Record]) -> None:
+    """Write an export of ours again, with smaller heads where they are asked for.
+
+    Args:
+        config: what to write, and how.
+        records: those in whose answers tokens are counted, of pruned heads.
+
+    Raises:
+        ConfigError: if the heads or the adapter are not there, or do not become smaller.
+        RunError: if the disk is full.
+    """
+    checkpoint, output = config.checkpoint, Path(config.output)
+    info = read_config(checkpoint)
+    base = info["base"]
+    number = "rank" if config.lm_head == "low_rank" else "num_kept"
+    asked = f"lm_head={config.lm_head} {number}={getattr(config, number)}"
+    _check_heads(config, info, asked)
+    tokenizer, heads = load_tokenizer(checkpoint), load_heads(checkpoint)
+    smaller, note = _smaller(config, heads, tokenizer, records)
+    if config.lm_head != "keep" and num_bytes(smaller) >= num_bytes(heads):
+        raise ConfigError(
+            f"{asked} makes no smaller heads of {checkpoint}: {size(heads)} before,"
+            f" {size(smaller)} after"
+        )
+    save_export(
+        output,
+        smaller,
+        base_name=base["name"],
+        base_digest=base["digest"],
+        base_revision=base["revision"],
+        base_dtype=base["dtype"],
+        base_quantization=base.get("quantization"),
+        tokenizer=tokenizer,
+        tree=Tree.from_json(info["tree"]["choices"]),
+        training=info.get("training", {}) | ({"compressed": note} if note else {}),
+        tuned_base=load_export(checkpoint, device="cpu").base if base["tuned"] else None,
+        merge=str(config.merge).lower(),
+        dtype=config.dtype,
+    )
+    for name in _PROMPTS:
+        if (Path(checkpoint) / name).is_file():
+            shutil.copyfile(Path(checkpoint) / name, output / name)
+    print(f"heads: {size(heads)} before, {size(smaller, config.dtype)} now")
+    print(
+        f"wrote {output}, with the tree of {checkpoint} and none of its measurements; find"
+        f" its own: python -m specheads.tree_search checkpoint={output}"
+    )
+
+
+def _check_heads(config: ExportConfig, info: dict[str, Any], asked: str) -> None:
+    """Refuse what cannot be done to the heads, from config.json alone."""
+    checkpoint, kept, kind = config.checkpoint, config.num_kept, info["kind"]
+    if config.merge and not info["base"].get("adapter"):
+        raise ConfigError(f"merge=true, but {checkpoint} has no separate adapter")
+    if config.lm_head != "keep" and not KINDS[kind].compressible:
+        raise ConfigError(f"{asked} is not for {kind.upper()} heads, which {checkpoint} has")
+    if config.lm_head != "pruned":
+        return
+    if kept > info["vocab_size"]:
+        raise ConfigError(
+            f"num_kept is {kept}, the vocabulary of {checkpoint} has {info['vocab_size']} tokens"
+        )
+    deepest = max((rank for path in info["tree"]["choices"] for rank in path), default=-1)
+    if kept <= deepest:
+        raise ConfigError(
+            f"num_kept is {kept}, but the tree of {checkpoint} takes the {deepest + 1} best"
+            " guesses of a head"
+        )
+
+
+def _smaller(
+    config: ExportConfig, heads: Heads, tokenizer: PreTrainedTokenizerBase, records: list[Record]
+) -> tuple[Heads, dict[str, Any]]:
+    """Return the heads that are asked for, and what the new export says about how they came."""
+    if config.lm_head == "keep":
+        return heads, {}
+    own = cast(MedusaHeads, heads)  # the compressible ones
+    try:
+        if config.lm_head == "pruned":
+            kept, coverage = _most_frequent(config, own, tokenizer, records)
+            return pruned_heads(own, kept), {"num_kept": config.num_kept, **coverage}
+        smaller = low_rank_heads(own.to(pick_device(config.device)), config.rank)
+        errors = relative_errors(own, smaller)
+    except ValueError as error:
+        raise ConfigError(f"{config.checkpoint}: {error}") from None
+    for i, relative in enumerate(errors):
+        print(f"head {i}: relative error of its output matrix {relative:.4f}")
+    return smaller, {"rank": config.rank, "relative_errors": errors}
+
+
+def _most_frequent(
+    config: ExportConfig,
+    heads: MedusaHeads,
+    tokenizer: PreTrainedTokenizerBase,
+    records: list[Record],
+) -> tuple[Tensor, dict[str, Any]]:
+    """Return the tokens to keep, and how much of the counted answers they are; prints that."""
+    encode = Encoder(tokenizer)
+    documents = [encode(record) for record in tqdm(records, unit="record", disable=None)]
+    learned = np.concatenate([document.labels for document in documents])
+    learned = learned[learned != IGNORE]
+    if not len(learned):
+        raise ConfigError(f"counted={config.counted}: its records hold no answers")
+    kept = most_frequent(documents, heads.vocab_size, config.num_kept)
+    share, seen = float(np.isin(learned, kept.numpy()).mean()), len(np.unique(learned))
+    print(
+        f"the {len(kept):,} kept tokens are {share:.2%} of the {len(learned):,} answer tokens of"
+        f" {config.counted}"
+    )
+    if seen < len(kept):
+        print(f"only {seen:,} different tokens occur there; the others are kept by their number")
+    return kept, {"counted_tokens": len(learned), "counted_share": share}
+
+
+def num_bytes(heads: Heads, dtype: str | None = None) -> int:
+    """Return the size of all tensors of ``heads``, as they are or in ``dtype``."""
+    tensors = heads.state_dict().values()
+    dtypes = (torch_dtype(dtype) if dtype and t.is_floating_point() else t.dtype for t in tensors)
+    return sum(t.numel() * each.itemsize for t, each in zip(tensors, dtypes, strict=True))
+
+
+def size(heads: Heads, dtype: str | None = None) -> str:
+    """Return how many parameters ``heads`` have and what they take, in words."""
+    parameters = sum(parameter.numel() for parameter in heads.parameters())
+    return f"{parameters:,} parameters in {num_bytes(heads, dtype) / 1e6:,.2f} MB"
+
 
 _NAME = re.compile(r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?/[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?")
 _LONGEST = 96  # characters of a name, as the hub limits it
