@@ -35,6 +35,7 @@ from specheads.models.checkpoint import Export, load_export
 from specheads.models.draft import check_same_tokenizer, load_draft
 from specheads.models.kinds import Heads
 from specheads.models.manifest import MANIFEST, PROVENANCE, read_json
+from specheads.models.names import base_digest, file_sha256
 from specheads.models.output import output_layer
 from specheads.system import hardware
 
@@ -115,6 +116,15 @@ def is_plain_model(checkpoint: str) -> bool:
         config = read_json(path / "config.json", f"{path} is no model", strict=False)
         return "model_type" in config and "format_version" not in config
     return not path.exists() and checkpoint.count("/") == 1 and checkpoint[0] not in "./~"
+
+
+def weights_digest(checkpoint: str) -> str:
+    """Return a digest of an export's or a folder's weights, or the name of a model on the hub."""
+    if not is_plain_model(checkpoint):
+        return file_sha256(Path(checkpoint) / MANIFEST)
+    if checkpoint == "tinycode" or Path(checkpoint).expanduser().is_dir():
+        return base_digest(checkpoint)
+    return checkpoint
 
 
 def load_subject(
