@@ -141,11 +141,9 @@ def write_draft(job: Job) -> list[str]:
         save_plain_model(job.output, model, tokenizer, dtype=job.dtype)
         trained_for = base["name"] or "a base model trained from scratch"
         return [f"a draft model for {trained_for}, AutoModelForCausalLM.from_pretrained loads it"]
-    save_draft(
-        job.output, model, tokenizer, base_name=base["name"], base_digest=base["digest"],
-        base_dtype=base["dtype"], base_revision=base.get("revision"), dtype=job.dtype,
-        training=info["training"], measured=info["measured"],
-    )  # fmt: skip
+    origin = {f"base_{key}": base.get(key) for key in ("name", "digest", "revision", "dtype")}
+    about = {key: info[key] for key in ("training", "measured")}
+    save_draft(job.output, model, tokenizer, dtype=job.dtype, **origin, **about)
     return ["a draft model, its origin beside it"]
 
 
@@ -301,10 +299,7 @@ def write_native(config: ExportConfig, records: list[Record]) -> None:
     save_export(
         output,
         smaller,
-        base_name=base["name"],
-        base_digest=base["digest"],
-        base_revision=base["revision"],
-        base_dtype=base["dtype"],
+        **{f"base_{key}": base[key] for key in ("name", "digest", "revision", "dtype")},
         base_quantization=base.get("quantization"),
         tokenizer=tokenizer,
         tree=Tree.from_json(info["tree"]["choices"]),

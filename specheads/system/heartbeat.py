@@ -63,7 +63,8 @@ class _Heart:
     def announce(self, rank: int, text: str, code: int) -> None:
         """Tell all processes that ``rank`` is gone; of several the first counts."""
         said = json.dumps({"rank": rank, "text": text, "code": code})
-        self.store.compare_set(_GONE, "", said)
+        with contextlib.suppress(RuntimeError, OSError):  # nobody may be left who could be told
+            self.store.compare_set(_GONE, "", said)
 
     def _beat(self) -> None:
         while not self.ending.wait(self.interval):
@@ -139,8 +140,7 @@ def start(timeout: float) -> None:
 def announce(text: str, code: int) -> None:
     """Tell the other processes that this one is ending, why, and with what exit code."""
     if _heart is not None and not _heart.gone:
-        with contextlib.suppress(RuntimeError, OSError):  # nobody may be left who could be told
-            _heart.announce(dist.rank(), f"stopped: {' '.join(text.split())}", code)
+        _heart.announce(dist.rank(), f"stopped: {' '.join(text.split())}", code)
         _heart.ending.set()
 
 
@@ -167,8 +167,7 @@ def explain(error: BaseException) -> RunError:
     if _heart is not None:
         _heart.gone = _heart.look()
         if _heart.gone not in ({}, _LAUNCHER) and dist.is_main():
-            with contextlib.suppress(RuntimeError, OSError):
-                _heart.announce(_heart.gone["rank"], _heart.gone["text"], 1)
+            _heart.announce(_heart.gone["rank"], _heart.gone["text"], 1)
         _heart.ending.set()
         if _heart.gone:
             return RunError(_heart.sentence())
