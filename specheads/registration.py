@@ -52,6 +52,7 @@ class _Finder:
             load(module)
             _fill(module)
 
+        # on this one loader, not on its class, which loads every module of every package
         vars(spec.loader)["exec_module"] = load_and_fill
         return spec
 

@@ -535,6 +535,7 @@ class Chat:
                 try:
                     return decode(self.on_step)
                 finally:
+                    # while keys are still ours: later the terminal would echo them into the text
                     self.typed += self.keys()
                     self.lines.type_ahead(self.typed.replace(PLAIN_KEY, ""))
                     self._printer.finish()

@@ -139,6 +139,7 @@ class Layout:
                 )
         width = sizes.get("head_dim") or sizes["hidden_size"] // sizes["num_attention_heads"]
         plain = _THETA ** -(torch.arange(0, width, 2).float() / width)
+        # stored in half precision mostly, hence the tolerance; another theta is off by far more
         for name, table in self.files.read(self.frequencies).items():
             if table.shape != plain.shape or not torch.allclose(table.float(), plain, rtol=1e-2):
                 raise ConfigError(

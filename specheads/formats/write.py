@@ -466,6 +466,7 @@ def _reason(error: Exception) -> str:
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status is not None:
         return _REFUSED.get(status, f"the hub answered {status}")
+    # by name: which network library lies below the hub's client changes with its version
     if {"TransportError", "ConnectionError"} & {kind.__name__ for kind in type(error).__mro__}:
         return "the hub cannot be reached"
     return first_line(error)

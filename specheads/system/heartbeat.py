@@ -116,6 +116,7 @@ class _Heart:
 
     def look(self) -> dict[str, Any]:
         """Find out within some beats who is gone, if anybody is."""
+        # a connection breaks at once, but that its rank was silent shows only after some beats
         deadline = time.monotonic() + 4 * self.interval
         while time.monotonic() < deadline and not self.gone:
             time.sleep(0.05)
