@@ -59,8 +59,9 @@ def run(config: SpecBenchConfig) -> None:
     ours, plain = model_ids(config, names, dtype)
     same = {key: getattr(config, key) for key in ("max_new_tokens", "temperature", "seed")}
     # what decides the answers and their times, but for the drafter
-    shared = {"weights": exported.weights_digest(config.checkpoint), "template": prompts.kind}
-    shared |= {**same, "dtype": dtype, "threads": config.threads}
+    weights = exported.weights_digest(config.checkpoint)
+    shared = {"weights": weights, "template": prompts.kind, **same}
+    shared |= {"dtype": dtype, "threads": config.threads}
     folder, how = Path(config.answers), shared | {"decode": asdict(decode)}
     files = {"drafted": suites.AnswerFile(folder, ours, how)}
     if config.plain and not config.baseline:

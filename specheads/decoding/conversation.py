@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -474,7 +475,7 @@ class Chat:
             self.compare()
         elif name in ("/temperature", "/seed"):
             try:
-                number = float(value) if name == "/temperature" else int(value)
+                number: Any = float(value) if name == "/temperature" else int(value)
             except ValueError:
                 raise ConfigError(f"{name} needs a number, got {value!r}") from None
             conversation.config = replace(conversation.config, **{name[1:]: number})

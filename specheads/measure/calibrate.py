@@ -515,8 +515,8 @@ def check_expected(
     }
     if grown := measured_on.get("dynamic"):
         nodes, scales = grown["num_nodes"], grown["temperatures"]
-        drafter = dynamic_drafter(base, heads, output, nodes, temperatures=scales)
-        drafters["dynamic"] = drafter, grown["accept_length"]
+        growing = dynamic_drafter(base, heads, output, nodes, temperatures=scales)
+        drafters["dynamic"] = growing, grown["accept_length"]
     result = {}
     for name, (drafter, expected) in drafters.items():
         gains = decoded_gains(base, drafter, unseen, heads.num_heads, progress=progress(name))
