@@ -92,9 +92,6 @@ def run(config: QualityConfig) -> None:
     }
     out.write_text(json.dumps(result, indent=1) + "\n")
     print(quality.format_quality(result))
-    if left_out:
-        why = ", ".join(f"{number} {reason}" for reason, number in left_out.items())
-        print(f"left out of the records: {why}")
     print(f"wrote {out}")
     answer(result)
 

@@ -77,7 +77,7 @@ def of_srun(environment: Mapping[str, str]) -> dict[str, str]:
         raise ConfigError(f"srun started this process without {missing[0]}; use torchrun instead")
     job = environment.get("SLURM_JOB_ID", "0")
     step = environment.get("SLURM_STEP_ID", "0")
-    # neighbouring jobs with a few steps each shall not share a port: numbers of jobs are 7 apart
+    # jobs are 7 ports apart, so that the first steps of neighbouring jobs do not share one
     number = int(job) * 7 + int(step) if job.isdigit() and step.isdigit() else 0
     # with --gpus-per-task=1 a process sees its own one, which is number 0 to it
     own = re.fullmatch(r"[^,]+", environment.get("CUDA_VISIBLE_DEVICES", ""))
