@@ -8,12 +8,14 @@ before the settings are known to be right.
 from __future__ import annotations
 
 import importlib.util
+import operator
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -23,7 +25,7 @@ from omegaconf import DictConfig
 from specheads.config import ConfigError, TrainConfig
 from specheads.config.main import hydra_main
 from specheads.runs.directory import check_run_dir, leaving_nothing
-from specheads.runs.metrics import compare_runs
+from specheads.runs.metrics import read_rows
 from specheads.system import dist, hardware, heartbeat
 from specheads.system.errors import EXIT_INTERRUPTED
 from specheads.system.files import conf_dir, recipes_dir
@@ -91,6 +93,33 @@ def train(cfg: TrainConfig) -> None:
         hardware.quiet_loading()
     with heartbeat.together():
         run(cfg)
+
+
+def compare_runs(runs: Sequence[TrainConfig]) -> list[str]:
+    """Return a table of a sweep's runs, the best first, and the line that names it.
+
+    They are compared by the accept length of their exports at the lowest temperature, which is what
+    training itself chooses weights by; where there is nothing to draft with, by the held-out loss.
+
+    Args:
+        runs: those that have ended.
+    """
+    rows = [read_rows(Path(run.run_dir) / "metrics.jsonl") for run in runs]
+    found: list[dict[str, float]] = [reduce(operator.or_, of_run, {}) for of_run in rows]
+    common = set.intersection(*map(set, found)) if len(found) > 1 else set()
+    lengths = [key for key in common if key.startswith("final/accept_length/t")]
+    lengths.sort(key=lambda key: float(key.rpartition("/t")[2]))
+    key = next(iter([*lengths, *common & {"heldout/loss"}]), "")
+    if not key:
+        return []
+    order = sorted(range(len(runs)), key=lambda i: found[i][key], reverse=bool(lengths))
+    shown = [key, *common & {key.replace("accept_length", "speedup")} - {key}]
+    lines = ["  ".join([*shown, "run"])]
+    for i in order:
+        lines.append("  ".join([*(f"{found[i][k]:{len(k)}.4f}" for k in shown), runs[i].name]))
+    best, figure = runs[order[0]], found[order[0]][key]
+    lines.append(f"best of {len(runs)} runs: {best.name}, {key} {figure:.4f}, {best.run_dir}")
+    return lines
 
 
 def _is_sweep() -> bool:

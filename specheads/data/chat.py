@@ -19,10 +19,8 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
-import torch
 from jinja2 import TemplateError
 from numpy.typing import NDArray
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from specheads.config import ConfigError
@@ -541,13 +539,3 @@ def pick(records: Sequence[Record], number: int, seed: int) -> list[Record]:
     chosen = set(firsts.values())
     others = [i for i in order if i not in chosen]
     return [records[i] for i in sorted([*chosen, *others[: max(0, number - len(chosen))]])]
-
-
-def most_frequent(documents: Sequence[Encoded], vocab_size: int, num_kept: int) -> Tensor:
-    """Return the ``num_kept`` ids that are learned most often, ties by id; [num_kept] long."""
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for document in documents:
-        learned = document.labels[document.labels != IGNORE]
-        counts += np.bincount(learned, minlength=vocab_size)
-    order = torch.from_numpy(counts).sort(descending=True, stable=True).indices
-    return order[:num_kept]

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import huggingface_hub
 import numpy as np
+import torch
 from huggingface_hub.errors import LocalTokenNotFoundError
 from torch import Tensor
 from tqdm import tqdm
@@ -24,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specheads.attention.tree import Tree
 from specheads.config import ConfigError, ExportConfig, RunError
-from specheads.data.chat import Encoder, most_frequent
+from specheads.data.chat import Encoder
 from specheads.data.schema import Record
 from specheads.formats import medusa, mtp_standard, serving
 from specheads.formats.serving import Job, Serving
@@ -372,7 +373,8 @@ def _most_frequent(
     learned = learned[learned != IGNORE]
     if not len(learned):
         raise ConfigError(f"counted={config.counted}: its records hold no answers")
-    kept = most_frequent(documents, heads.vocab_size, config.num_kept)
+    counts = np.bincount(learned, minlength=heads.vocab_size)
+    kept = torch.from_numpy(np.argsort(-counts, kind="stable")[: config.num_kept])  # ties by id
     share, seen = float(np.isin(learned, kept.numpy()).mean()), len(np.unique(learned))
     print(
         f"the {len(kept):,} kept tokens are {share:.2%} of the {len(learned):,} answer tokens of"

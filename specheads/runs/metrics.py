@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import operator
 import os
-from collections.abc import Mapping, Sequence
-from functools import reduce
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specheads.config import TrainConfig
 from specheads.system.files import no_room, whole_file
 
 SAVED = "log.json"  # in a checkpoint
@@ -33,33 +30,6 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
             if isinstance(row, dict) and isinstance(row.get("step"), int):
                 rows.append(row)
     return rows
-
-
-def compare_runs(runs: Sequence[TrainConfig]) -> list[str]:
-    """Return a table of a sweep's runs, the best first, and the line that names it.
-
-    They are compared by the accept length of their exports at the lowest temperature, which is what
-    training itself chooses weights by; where there is nothing to draft with, by the held-out loss.
-
-    Args:
-        runs: those that have ended.
-    """
-    rows = [read_rows(Path(run.run_dir) / "metrics.jsonl") for run in runs]
-    found: list[dict[str, Any]] = [reduce(operator.or_, of_run, {}) for of_run in rows]
-    common = set.intersection(*map(set, found)) if len(found) > 1 else set()
-    lengths = [key for key in common if key.startswith("final/accept_length/t")]
-    lengths.sort(key=lambda key: float(key.rpartition("/t")[2]))
-    key = next(iter([*lengths, *common & {"heldout/loss"}]), "")
-    if not key:
-        return []
-    order = sorted(range(len(runs)), key=lambda i: found[i][key], reverse=bool(lengths))
-    shown = [key, *common & {key.replace("accept_length", "speedup")} - {key}]
-    lines = ["  ".join([*shown, "run"])]
-    for i in order:
-        lines.append("  ".join([*(f"{found[i][k]:{len(k)}.4f}" for k in shown), runs[i].name]))
-    best, figure = runs[order[0]], found[order[0]][key]
-    lines.append(f"best of {len(runs)} runs: {best.name}, {key} {figure:.4f}, {best.run_dir}")
-    return lines
 
 
 class MetricsFile:

@@ -13,18 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.config import ConfigError, LossConfig, TrainConfig
-from specheads.data.chat import Documents, EncodedRecords, Encoder, encode_records, most_frequent
+from specheads.data.chat import Documents, Encoded, EncodedRecords, Encoder, encode_records
 from specheads.data.load import load_records, read_jsonl
 from specheads.data.pack import GrowingBatches, PackedBatches, check_isolation, one_pass
 from specheads.data.schema import Dropped, Record
 from specheads.data.stream import RecordStream, StreamedBatches
 from specheads.data.tokenizers import choose_tokenizer, complete_init
-from specheads.losses.cross_entropy import check_implementation, count_valid
+from specheads.losses.cross_entropy import IGNORE, check_implementation, count_valid
 from specheads.models.adapters import add_adapter, check_tunable, require_grad
 from specheads.models.base import (
     build_from_init,
@@ -425,6 +427,16 @@ def _start_from(start: str, heads: Heads) -> None:
                 f"heads.start={start} holds heads of {heads.kind}.{key}={there}, not {here}"
             )
     heads.load_state_dict(theirs)
+
+
+def most_frequent(documents: Sequence[Encoded], vocab_size: int, num_kept: int) -> Tensor:
+    """Return the ``num_kept`` ids that are learned most often, ties by id; [num_kept] long."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for document in documents:
+        learned = document.labels[document.labels != IGNORE]
+        counts += np.bincount(learned, minlength=vocab_size)
+    order = torch.from_numpy(counts).sort(descending=True, stable=True).indices
+    return order[:num_kept]
 
 
 @torch.no_grad()
