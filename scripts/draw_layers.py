@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- layers: python scripts/draw_layers.py -->", "<!-- end of layers -->"
 COMMANDS = "commands"  # every module at the root of the package that is not pipeline
-APART = {"__init__", "_moved", "registration"}  # doors: they import when they are asked
+APART = {"__init__", "registration"}  # doors: they import when they are asked
 
 
 def part_of(name: str) -> str:

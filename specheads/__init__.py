@@ -5,8 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from specheads._moved import forward_old_names
-from specheads.registration import register
+from specheads.registration import forward_old_names, register
 from specheads.system import __version__
 
 if TYPE_CHECKING:

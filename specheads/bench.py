@@ -14,10 +14,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specheads.config import BenchConfig, ConfigError, RunError
 from specheads.config.main import answer, answers_json, hydra_main
+from specheads.system.files import check_folder
 from specheads.system.terminal import progress_bar
 
 if TYPE_CHECKING:
@@ -35,22 +36,20 @@ def run(config: BenchConfig) -> None:
         RunError: at the end, if a decoding's tokens differ from plain decoding's and rounding is no
             explanation.
     """
-    from specheads.decoding.exported import acceptance_rule, is_plain_model, load_subject
+    from specheads.decoding.exported import acceptance_rule, is_plain_model, subject_of
     from specheads.measure import bench
     from specheads.measure.clock import prompt_file, prompts_of
     from specheads.measure.hits import measure_accuracy
-    from specheads.measure.render import bench_text
+    from specheads.measure.render import bench_text, html_page, markdown_page
     from specheads.measure.rows import failures, write_steps
-    from specheads.system import hardware
 
     _check_outputs(config)
     temperatures, sizes = {*config.temperatures, *ALWAYS}, {1, *config.batch_sizes}
     plan = bench.Plan(sorted(temperatures), config.repeats, sorted(sizes), config.seed)
     print(_announcement(config, plan), file=sys.stderr, flush=True)
-    device, dtype, _ = hardware.prepare(config.device, config.dtype, config.threads)
     decode, has_heads = config.decode, not is_plain_model(config.checkpoint)
     asked = bench.asked_for(decode, config.drafters, has_heads=has_heads)
-    subject = load_subject(config.checkpoint, base=config.base, dtype=dtype, device=device)
+    subject = subject_of(config, None)
     base, export = subject.base, subject.export
     limits = config.num_prompts, config.max_new_tokens
     path = prompt_file(config.prompts, config.checkpoint, "prompts.jsonl")
@@ -99,7 +98,12 @@ def run(config: BenchConfig) -> None:
             for name, each in {"tree": export, **others}.items()
         }
         out.write_text(json.dumps(result, indent=1) + "\n")
-    _write_pages(config, result)
+    if config.markdown:
+        Path(config.markdown).write_text(markdown_page(result), encoding="utf-8")
+    if config.report:
+        Path(config.report).write_text(html_page(result), encoding="utf-8")
+    written = [config.out, config.steps, config.markdown, config.report]
+    print(f"wrote {', '.join(path for path in written if path)}")
     answer(result)
     if failed := failures(result):
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
@@ -133,9 +137,7 @@ def _check_outputs(config: BenchConfig) -> None:
     from specheads.measure.plots import check_plots
 
     for name in ("out", "steps", "markdown", "report"):
-        path = Path(getattr(config, name))
-        if not path.parent.is_dir():
-            raise ConfigError(f"{name} is {path}, but there is no folder {path.parent}")
+        path = check_folder(name, getattr(config, name))
         if getattr(config, name) and path.is_dir():
             raise ConfigError(f"{name} is {path}, which is a folder")
     if config.report:
@@ -147,18 +149,6 @@ def _check_outputs(config: BenchConfig) -> None:
         if is_plain_model(config.checkpoint):
             raise ConfigError(f"card=true needs an export, {config.checkpoint} is a base model")
         card.check(config.checkpoint)
-
-
-def _write_pages(config: BenchConfig, result: dict[str, Any]) -> None:
-    """Write the pages that were asked for, and say what was written."""
-    from specheads.measure.render import html_page, markdown_page
-
-    if config.markdown:
-        Path(config.markdown).write_text(markdown_page(result), encoding="utf-8")
-    if config.report:
-        Path(config.report).write_text(html_page(result), encoding="utf-8")
-    written = [config.out, config.steps, config.markdown, config.report]
-    print(f"wrote {', '.join(path for path in written if path)}")
 
 
 def main() -> None:

@@ -9,11 +9,10 @@ standard error. ``prompts=<file>.jsonl`` decodes many in batches and writes a JS
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,32 +31,15 @@ Tokens = Sequence[int]
 def run(config: GenerateConfig) -> None:
     """Load, decode, print."""
     from specheads.data.chat import Encoder
-    from specheads.decoding.exported import (
-        check_drafter,
-        choose_drafter,
-        is_plain_model,
-        load_subject,
-        make_decoder,
-    )
+    from specheads.decoding.exported import choose_drafter, make_decoder, subject_of
     from specheads.models.base import context_length
     from specheads.models.support import tree_support
-    from specheads.system import hardware
 
-    if not config.plain:
-        check_drafter(config.decode, has_heads=not is_plain_model(config.checkpoint))
-    device, dtype, _ = hardware.prepare(config.device, config.dtype)
-    subject = load_subject(
-        config.checkpoint,
-        base=config.base,
-        dtype=dtype,
-        device=device,
-        device_map=config.device_map,
-    )
+    subject = subject_of(config, None if config.plain else config.decode)
     if tree_support(subject.base).kind == "chain":
         config = replace(config, batch_size=1)  # its rows can only be decoded alone
     records = _records(config, has_template=subject.tokenizer.chat_template is not None)
-    encode = Encoder(subject.tokenizer).prompt
-    prompts = [encode(record) for record in records]
+    prompts = list(map(Encoder(subject.tokenizer).prompt, records))
     context = context_length(subject.base) or 1 << 30
     for record, prompt in zip(records, prompts, strict=True):
         if len(prompt) >= context:
@@ -70,8 +52,7 @@ def run(config: GenerateConfig) -> None:
     drafter = None if config.plain else choose_drafter(subject, config.decode).drafter
     decoder = make_decoder(subject, config.decode, drafter)
     if config.prompts:
-        names = [record["id"] for record in records]
-        answer(_decode_all(config, decoder, names, prompts, limits))
+        answer(_decode_all(config, decoder, [record["id"] for record in records], prompts, limits))
     else:
         answer(_decode_one(config, decoder, prompts[0], limits[0]))
 
@@ -88,31 +69,23 @@ def _decode_one(
     # with json=true the text that is to be exact stands in the object
     safe = config.json or sys.stdout.isatty()
     printer = StepPrinter(decoder.tokenizer, write, color=color, safe=safe)
-    start = time.perf_counter()
-    stop = config.stop or None
+    start, stop = time.perf_counter(), config.stop or None
     result = decode_prompts(decoder, config, [prompt], limit, stop_strings=stop, on_tokens=printer)
     printer.finish()
     seconds = time.perf_counter() - start
+    rate = len(result.new_tokens) / seconds
     write("\n")
-    num_new = len(result.new_tokens)
     print(
-        f"{num_new} tokens in {result.num_steps} steps after the prompt: "
-        f"{result.accept_length:.2f} tokens per step, {num_new / seconds:.0f} tokens/s"
+        f"{len(result.new_tokens)} tokens in {result.num_steps} steps after the prompt: "
+        f"{result.accept_length:.2f} tokens per step, {rate:.0f} tokens/s"
         + (f", {result.num_replay_passes} passes for near-ties" if result.num_replays else "")
         + ("" if result.finished or limit == config.max_new_tokens else "; the context is full"),
         file=sys.stderr,
     )
-    return {
-        "text": printer.text,
-        "new_tokens": result.new_tokens,
-        "num_prompt_tokens": len(prompt),
-        "num_steps": result.num_steps,
-        "accept_length": result.accept_length,
-        "accept_lengths": result.accept_lengths,
-        "finished": result.finished,
-        "seconds": seconds,
-        "tokens_per_second": num_new / seconds,
-    }
+    names = ("new_tokens", "num_steps", "accept_length", "accept_lengths", "finished")
+    found = {name: getattr(result, name) for name in names}
+    found |= {"seconds": seconds, "tokens_per_second": rate}
+    return {"text": printer.text, "num_prompt_tokens": len(prompt), **found}
 
 
 def _decode_all(
@@ -123,50 +96,34 @@ def _decode_all(
     limits: Sequence[int],
 ) -> dict[str, Any]:
     """Write a line of JSON per prompt; return what ``json=true`` answers."""
-    from specheads.decoding.generate import decode_prompts
+    from specheads.decoding.generate import decode_many
 
     assert decoder.tokenizer is not None
-    start = time.perf_counter()
+    start, size = time.perf_counter(), config.batch_size
     lengths: list[int] = []
     rows: list[dict[str, Any]] = []
-    for batch in _batches(limits, config.batch_size):
-        texts, first = [prompts[i] for i in batch], batch[0]
-        more = {"stop_strings": config.stop or None, "seed": config.seed + first}
-        result = decode_prompts(decoder, config, texts, limits[first], **more)
-        for i, row in zip(batch, result.rows, strict=True):
-            lengths += row.accept_lengths
-            line = {
-                "id": names[i],
-                "text": decoder.tokenizer.decode(row.new_tokens, skip_special_tokens=True),
-                "num_tokens": len(row.new_tokens),
-                "num_steps": len(row.accept_lengths),
-                "finished": row.finished,
-            }
-            text = json.dumps(line, ensure_ascii=False) + "\n"
-            write(harmless(text) if config.json or sys.stdout.isatty() else text)
-            rows.append({**line, "new_tokens": row.new_tokens})
+    stop = config.stop or None
+    for i, row in decode_many(decoder, config, prompts, limits, size, stop_strings=stop):
+        lengths += row.accept_lengths
+        line = {
+            "id": names[i],
+            "text": decoder.tokenizer.decode(row.new_tokens, skip_special_tokens=True),
+            "num_tokens": len(row.new_tokens),
+            "num_steps": len(row.accept_lengths),
+            "finished": row.finished,
+        }
+        text = json.dumps(line, ensure_ascii=False) + "\n"
+        write(harmless(text) if config.json or sys.stdout.isatty() else text)
+        rows.append({**line, "new_tokens": row.new_tokens})
     seconds = time.perf_counter() - start
-    num_new = sum(len(row["new_tokens"]) for row in rows)
-    found = {
-        "rows": rows,
-        "accept_length": sum(lengths) / max(1, len(lengths)),
-        "seconds": seconds,
-        "tokens_per_second": num_new / seconds,
-    }
+    num_new = sum(row["num_tokens"] for row in rows)
+    length, rate = sum(lengths) / max(1, len(lengths)), num_new / seconds
     print(
-        f"{num_new} tokens for {len(prompts)} prompts in batches of {config.batch_size}: "
-        f"{found['accept_length']:.2f} tokens per step and prompt, "
-        f"{found['tokens_per_second']:.0f} tokens/s",
+        f"{num_new} tokens for {len(prompts)} prompts in batches of {size}: "
+        f"{length:.2f} tokens per step and prompt, {rate:.0f} tokens/s",
         file=sys.stderr,
     )
-    return found
-
-
-def _batches(limits: Sequence[int], size: int) -> Iterator[list[int]]:
-    """Group neighbours, as their seeds follow each other, of the same limit of new tokens."""
-    for _, group in itertools.groupby(range(len(limits)), limits.__getitem__):
-        members = list(group)
-        yield from (members[i : i + size] for i in range(0, len(members), size))
+    return {"rows": rows, "accept_length": length, "seconds": seconds, "tokens_per_second": rate}
 
 
 def _records(config: GenerateConfig, *, has_template: bool) -> list[Record]:

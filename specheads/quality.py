@@ -9,7 +9,6 @@ the base judges both. Writes quality.json.
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specheads.config import ConfigError, QualityConfig
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from specheads.decoding.exported import Subject
-    from specheads.measure.clock import Prompt
 
 
 @answers_json
@@ -33,78 +31,35 @@ def run(config: QualityConfig) -> None:
     """
     import json
 
-    from specheads.decoding.exported import check_drafter, is_plain_model, load_subject
-    from specheads.measure.clock import prompt_file
-    from specheads.measure.quality import format_quality
-    from specheads.system import hardware
+    from specheads.decoding.exported import acceptance_rule, choose_drafter, subject_of
+    from specheads.measure import quality
+    from specheads.measure.clock import prompt_file, prompts_of
+    from specheads.models.base import end_tokens
+    from specheads.system.hardware import environment
 
     out = check_folder("out", config.out)
     name, why_none = original_of(config)
-    if config.decode.acceptance != "exact":
-        check_drafter(config.decode, has_heads=not is_plain_model(config.checkpoint))
+    rule = acceptance_rule(config.decode)
     data = prompt_file(config.data, config.checkpoint, "prompts.jsonl")
     if not data.is_file():
         raise ConfigError(f"data is {data}, which is no file")
-    device, dtype, threads = hardware.prepare(config.device, config.dtype, config.threads)
-    subject = load_subject(config.checkpoint, base=config.base, dtype=dtype, device=device)
+    subject = subject_of(config, None if rule.lossless else config.decode)
+    base, tokenizer, limit = subject.base, subject.tokenizer, config.max_new_tokens
     original = load_original(config, name, subject) if name else None
-    digest, found = _measure(config, subject, original, data)
-    result: dict[str, Any] = {
-        "environment": hardware.environment(device),
-        "settings": {
-            **asdict(config),
-            # the embedded file and an export's own lie elsewhere on every machine
-            "data": config.data or f"{data.parent.name}/{data.name}",
-            "dtype": str(dtype).removeprefix("torch."),
-            "threads": threads,
-            "prompts_sha256": digest,
-        },
-        "original": name or None,
-        "why_no_original": why_none,
-        "rule": config.decode.acceptance,
-        **found,
-    }
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    print(format_quality(result))
-    if found["left_out"]:
-        why = ", ".join(f"{number} {reason}" for reason, number in found["left_out"].items())
-        print(f"left out of the records: {why}")
-    print(f"wrote {out}")
-    answer(result)
-
-
-def _measure(
-    config: QualityConfig, subject: Subject, original: PreTrainedModel | None, data: Path
-) -> tuple[str, dict[str, Any]]:
-    """Read records and continue prompts of ``data``; return the prompts' sha256 and the figures."""
-    from specheads.decoding.exported import acceptance_rule, choose_drafter
-    from specheads.measure.clock import prompts_of
-    from specheads.measure.quality import (
-        greedy_agreement,
-        lossy_cost,
-        read_answers,
-        read_documents,
-        summarise,
-    )
-    from specheads.models.base import end_tokens
-
-    base, tokenizer, rule = subject.base, subject.tokenizer, acceptance_rule(config.decode)
     models = [base] if original is None else [base, original]
-    documents, left_out = read_documents(data, tokenizer, models, config.num_records)
-    eos, limit = end_tokens(base, tokenizer), config.max_new_tokens
-    prompts: list[Prompt] = []
-    digest, rounds = "", (original is not None) + (not rule.lossless)
-    if config.num_prompts and rounds:
-        prompts, digest = prompts_of(base, tokenizer, data, config.num_prompts, limit)
+    documents, left_out = quality.read_documents(data, tokenizer, models, config.num_records)
+    rounds, eos = (original is not None) + (not rule.lossless), end_tokens(base, tokenizer)
+    number = config.num_prompts if rounds else 0
+    prompts, digest = prompts_of(base, tokenizer, data, number, limit) if number else ([], "")
     texts = lossy = None
     with progress_bar("text", total=len(documents) + rounds * len(prompts), leave=False) as bar:
-        readings = read_answers(base, original, documents, bar.update)
+        readings = quality.read_answers(base, original, documents, bar.update)
         if original is not None and prompts:
-            texts = greedy_agreement(
+            texts = quality.greedy_agreement(
                 base, original, prompts, max_new_tokens=limit, eos=eos, tick=bar.update
             )
         if not rule.lossless and prompts:
-            lossy = lossy_cost(
+            lossy = quality.lossy_cost(
                 base,
                 choose_drafter(subject, config.decode).drafter,
                 rule,
@@ -116,8 +71,29 @@ def _measure(
                 compile=config.decode.compile,
                 tick=bar.update,
             )
-    heldout = summarise(readings)
-    return digest, {"left_out": left_out, "heldout": heldout, "texts": texts, "lossy": lossy}
+    machine = environment(base.device)
+    result: dict[str, Any] = {
+        "environment": machine,
+        "settings": {
+            **asdict(config),
+            # the embedded file and an export's own lie elsewhere on every machine
+            "data": config.data or f"{data.parent.name}/{data.name}",
+            "dtype": str(base.dtype).removeprefix("torch."),
+            "threads": machine["threads"],
+            "prompts_sha256": digest,
+        },
+        "original": name or None,
+        "why_no_original": why_none,
+        "rule": config.decode.acceptance,
+        "left_out": left_out,
+        "heldout": quality.summarise(readings),
+        "texts": texts,
+        "lossy": lossy,
+    }
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    print(quality.format_quality(result))
+    print(f"wrote {out}")
+    answer(result)
 
 
 def original_of(config: QualityConfig) -> tuple[str, str]:
@@ -152,29 +128,28 @@ def load_original(config: QualityConfig, name: str, subject: Subject) -> PreTrai
     from specheads.models.draft import check_same_tokenizer
     from specheads.models.names import base_digest, check_recorded
 
-    recorded: dict[str, Any] = subject.export.config["base"] if subject.export else {}
-    revision = None
-    where = f"original={name}"
+    dtype, device, revision = subject.base.dtype, subject.base.device, None
+    given = bool(config.original)
     try:
-        if not config.original:  # written by whoever made the export
-            check_recorded(name, recorded["revision"])
+        if not given:  # written by whoever made the export
+            assert subject.export is not None
+            recorded = subject.export.config["base"]
             revision = recorded["revision"]
-        check_same_tokenizer(subject.tokenizer, load_tokenizer(name, revision=revision), where)
-        dtype, device = subject.base.dtype, subject.base.device
+            check_recorded(name, revision)
+        other = load_tokenizer(name, revision=revision)
+        check_same_tokenizer(subject.tokenizer, other, f"original={name}")
         original = load_base_model(name, revision=revision, dtype=dtype, device=device, attn="auto")
     except ConfigError as error:
-        if config.original:
+        if given:
             raise
         raise ConfigError(
             f"{config.checkpoint} was tuned from {name}: {error}; original=<model> says where it is"
         ) from None
-    if not config.original:
-        found = base_digest(name, revision=revision)
-        if found != recorded["digest"]:
-            raise ConfigError(
-                f"{config.checkpoint} was tuned from {name} with digest {recorded['digest'][:12]},"
-                f" now it has {found[:12]}; original={name} compares all the same"
-            )
+    if not given and (found := base_digest(name, revision=revision)) != recorded["digest"]:
+        raise ConfigError(
+            f"{config.checkpoint} was tuned from {name} with digest {recorded['digest'][:12]},"
+            f" now it has {found[:12]}; original={name} compares all the same"
+        )
     return original
 
 

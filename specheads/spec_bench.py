@@ -11,19 +11,14 @@ answers what is missing. For Spec-Bench's own harness there is :func:`forward`::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specheads.config import ConfigError, SpecBenchConfig
 from specheads.config.main import answer, answers_json, hydra_main
 from specheads.system.files import check_folder
-from specheads.system.terminal import progress_bar
-
-if TYPE_CHECKING:
-    from specheads.data.suites import Question, QuestionPrompts
-    from specheads.measure.suites import AnswerFile
 
 
 def __getattr__(name: str) -> Any:
@@ -46,30 +41,34 @@ def run(config: SpecBenchConfig) -> None:
     import json
 
     from specheads.data.suites import QuestionPrompts, read_questions
-    from specheads.decoding.exported import check_drafter, is_plain_model
-    from specheads.measure.suites import (
-        details_of,
-        format_scores,
-        read_answers,
-        read_details,
-        score,
-    )
+    from specheads.decoding import exported
+    from specheads.measure import suites
+    from specheads.measure.bench import answer_missing
+    from specheads.measure.render import suite_remarks
     from specheads.models.base import load_tokenizer
     from specheads.system import hardware
 
-    out = check_folder("out", config.out)
+    out, decode = check_folder("out", config.out), config.decode
     questions = read_questions(config.questions, config.begin, config.end)
-    baseline = read_answers(Path(config.baseline)) if config.baseline else []
-    names = check_drafter(config.decode, has_heads=not is_plain_model(config.checkpoint))
+    baseline = suites.read_answers(Path(config.baseline)) if config.baseline else []
+    names = exported.check_drafter(decode, has_heads=not exported.is_plain_model(config.checkpoint))
     device, torch_dtype, threads = hardware.prepare(config.device, config.dtype, config.threads)
     dtype = str(torch_dtype).removeprefix("torch.")
     tokenizer = load_tokenizer(config.checkpoint)
     prompts = QuestionPrompts(tokenizer, config.template)
     ours, plain = model_ids(config, names, dtype)
-    shared = _settings(config, prompts.kind, dtype)
-    files = _open_files(config, ours, plain, shared)
+    same = {key: getattr(config, key) for key in ("max_new_tokens", "temperature", "seed")}
+    # what decides the answers and their times, but for the drafter
+    weights = exported.weights_digest(config.checkpoint)
+    shared = {"weights": weights, "template": prompts.kind, **same}
+    shared |= {"dtype": dtype, "threads": config.threads}
+    folder, how = Path(config.answers), shared | {"decode": asdict(decode)}
+    files = {"drafted": suites.AnswerFile(folder, ours, how)}
+    if config.plain and not config.baseline:
+        how = shared | {"decode": {"compile": decode.compile}}
+        files["plain"] = suites.AnswerFile(folder, plain, how)
     before = hardware.sample()
-    left_out = _answer_missing(config, questions, files, prompts, dtype)
+    left_out = answer_missing(config, questions, files, prompts, dtype)
     others = None if left_out is None else hardware.between(before, hardware.sample())
     asked = {question.id for question in questions}
     found = {}
@@ -78,31 +77,30 @@ def run(config: SpecBenchConfig) -> None:
         found[name] = [each for each in file.answers.values() if each["question_id"] in asked]
     if not found["drafted"]:
         raise ConfigError(f"none of the {len(questions)} questions fits the base model's context")
-    details = read_details(files["drafted"].details_path)
+    details = suites.read_details(files["drafted"].details_path)
     against = Path(config.baseline or f"{config.answers}/{plain}.jsonl")
-    rows = score(
+    rows = suites.score(
         found["drafted"],
         baseline or found.get("plain", []),
         lambda text: len(tokenizer(text, verbose=False).input_ids),
         details,
-        read_details(details_of(against)),  # an earlier run of ours has them too
+        suites.read_details(suites.details_of(against)),  # an earlier run of ours has them too
     )
+    written = {name: str(file.path) for name, file in files.items()}
+    limits = [min(row["limit"]) for row in details.values()]
     result = {
         "environment": {**hardware.environment(device), "contention": others},
         "settings": {**asdict(config), **shared, "threads": threads, "drafter": "+".join(names)},
-        "answers": {name: str(file.path) for name, file in files.items()}
-        | ({"baseline": config.baseline} if config.baseline else {}),
+        "answers": written | ({"baseline": config.baseline} if config.baseline else {}),
         "num_questions": len(questions),
         "too_long": left_out or [],
-        "cut_by_context": sum(
-            min(row["limit"]) < config.max_new_tokens for row in details.values()
-        ),
+        "cut_by_context": sum(limit < config.max_new_tokens for limit in limits),
         "scores": rows,
     }
     out.write_text(json.dumps(result, indent=1) + "\n")
-    print(format_scores(rows))
+    print(suites.format_scores(rows))
     sides = [{a["question_id"] for a in each} for each in (*found.values(), baseline) if each]
-    for line in _remarks(config, result, all(side == sides[0] for side in sides)):
+    for line in suite_remarks(result, alike=all(side == sides[0] for side in sides)):
         print(line)
     print(f"answers: {', '.join(result['answers'].values())}; wrote {out}")
     answer(result)
@@ -119,121 +117,6 @@ def model_ids(config: SpecBenchConfig, names: Sequence[str], dtype: str) -> tupl
     if ours == plain:
         raise ConfigError(f"name is {ours}, which plain decoding's answers are called")
     return ours, plain
-
-
-def _settings(config: SpecBenchConfig, template: str, dtype: str) -> dict[str, Any]:
-    """Return what decides the answers and their times, but for the drafter."""
-    from specheads.decoding.exported import is_plain_model
-    from specheads.models.manifest import MANIFEST
-    from specheads.models.names import base_digest, file_sha256
-
-    weights = config.checkpoint
-    if not is_plain_model(weights):
-        weights = file_sha256(Path(weights) / MANIFEST)
-    elif weights == "tinycode" or Path(weights).expanduser().is_dir():  # not a name on the hub
-        weights = base_digest(weights)
-    same = {key: getattr(config, key) for key in ("max_new_tokens", "temperature", "seed")}
-    return {
-        "weights": weights,
-        "template": template,
-        **same,
-        "dtype": dtype,
-        "threads": config.threads,
-    }
-
-
-def _open_files(
-    config: SpecBenchConfig, ours: str, plain: str, shared: Mapping[str, Any]
-) -> dict[str, AnswerFile]:
-    """Open the drafter's answer file, and plain decoding's where there is no other baseline.
-
-    Raises:
-        ConfigError: if one of them was begun with other settings than ``shared`` and those of its
-            decoding.
-    """
-    from specheads.measure.suites import AnswerFile
-
-    folder, decode = Path(config.answers), config.decode
-    files = {"drafted": AnswerFile(folder, ours, {**shared, "decode": asdict(decode)})}
-    if config.plain and not config.baseline:
-        compiled = {"decode": {"compile": decode.compile}}
-        files["plain"] = AnswerFile(folder, plain, {**shared, **compiled})
-    return files
-
-
-def _answer_missing(
-    config: SpecBenchConfig,
-    questions: Sequence[Question],
-    files: Mapping[str, AnswerFile],
-    prompts: QuestionPrompts,
-    dtype: str,
-) -> list[int | str] | None:
-    """Load, and answer what is missing; return the ids of questions that are too long.
-
-    None where nothing is missing: then nothing is loaded.
-    """
-    from specheads.decoding.exported import load_decoder
-    from specheads.decoding.generate import SpecDecoder
-    from specheads.measure.suites import Asked, answer_all
-
-    todo = {
-        number: missing
-        for number, question in enumerate(questions)
-        if (missing := [name for name, file in files.items() if not file.has(question)])
-    }
-    if not todo:
-        return None
-    drafted = load_decoder(
-        config.checkpoint, config.decode, base=config.base, dtype=dtype, device=config.device
-    )
-    plain = SpecDecoder(
-        drafted.base, None, tokenizer=drafted.tokenizer, compile=config.decode.compile
-    )
-    with progress_bar("question", total=len(todo)) as bar:
-        return answer_all(
-            {"drafted": drafted, "plain": plain},
-            questions,
-            todo,
-            files,
-            Asked(
-                prompts,
-                config.max_new_tokens,
-                config.temperature,
-                config.seed,
-                config.warmup,
-                config.skip_long,
-            ),
-            bar.update,
-        )
-
-
-def _remarks(config: SpecBenchConfig, result: Mapping[str, Any], alike: bool) -> list[str]:
-    """Return what a reader of the table has to know."""
-    from specheads.system.hardware import SHARE_LIMIT
-
-    lines = []
-    overall = result["scores"][-1]
-    others = (result["environment"]["contention"] or {}).get("other_share") or 0.0
-    if others > SHARE_LIMIT:
-        lines.append(f"the machine was busy: others took {others:.0%} of the processors meanwhile")
-    if num_long := len(result["too_long"]):
-        total = result["num_questions"]
-        lines.append(
-            f"left out, longer than the base model's context: {num_long} of {total} questions"
-        )
-    if result["cut_by_context"]:
-        lines.append(f"answers that the context may have cut: {result['cut_by_context']}")
-    if not alike:
-        lines.append(
-            "the files do not answer the same questions: Spec-Bench's formula compares all of each,"
-            " the corrected columns those in both"
-        )
-    if different := overall["different"]:
-        shown = ", ".join(map(str, different[:5])) + (", ..." if len(different) > 5 else "")
-        lines.append(f"answers that differ from plain decoding's: {len(different)} ({shown})")
-    if config.decode.acceptance != "exact":
-        lines.append(f"decode.acceptance={config.decode.acceptance} is lossy: other answers")
-    return lines
 
 
 def main() -> None:

@@ -7,15 +7,15 @@ before the settings are known to be right.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import importlib.util
+import operator
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
+from functools import reduce
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -24,10 +24,11 @@ from omegaconf import DictConfig
 
 from specheads.config import ConfigError, TrainConfig
 from specheads.config.main import hydra_main
-from specheads.runs.directory import check_run_dir, discard, is_used, read_rows
+from specheads.runs.directory import check_run_dir, leaving_nothing, read_rows
 from specheads.system import dist, hardware, heartbeat
-from specheads.system.errors import EXIT_FAILED, EXIT_INTERRUPTED
+from specheads.system.errors import EXIT_INTERRUPTED
 from specheads.system.files import conf_dir, recipes_dir
+from specheads.system.hardware import keep_freed_memory
 from specheads.system.launch import read_launcher
 from specheads.system.signals import StopSignal
 from specheads.system.terminal import stop
@@ -54,48 +55,10 @@ def load_recipe(name: str) -> Recipe:
     return run
 
 
-def keep_freed_memory() -> None:
-    """Tell glibc to keep large blocks instead of returning them to the system after each use.
-
-    Every step allocates the same temporaries; fetching their pages anew costs about a fifth of a
-    small training step on a CPU.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # musl has none
-        mmap_max, trim_threshold = -4, -1
-        mallopt(mmap_max, 0)
-        mallopt(trim_threshold, -1)
-
-
 def say(line: str) -> None:
     """Print one line, on rank 0."""
     if dist.is_main():
         print(f"specheads: {line}", flush=True)
-
-
-@contextlib.contextmanager
-def leaving_nothing(cfg: DictConfig, began: float) -> Iterator[None]:
-    """Remove what is left of a run that comes to nothing, and a directory that stays empty.
-
-    Args:
-        cfg: the composed settings, not checked yet.
-        began: time of the start: a directory that is younger was made by Hydra, for this run.
-    """
-    run_dir, made = Path(cfg.run_dir), Path(HydraConfig.get().runtime.output_dir)
-    before = set(run_dir.iterdir()) if run_dir.is_dir() else set()
-    is_new = made.stat().st_ctime >= began
-    try:
-        yield
-    except BaseException:
-        if dist.is_main() and not is_used(run_dir):
-            discard(run_dir, before)
-        raise
-    finally:
-        if is_new and dist.is_main():
-            with contextlib.suppress(OSError):  # it holds something
-                made.rmdir()
 
 
 def train(cfg: TrainConfig) -> None:
@@ -118,25 +81,17 @@ def train(cfg: TrainConfig) -> None:
     hardware.pick_device(cfg.device)  # or a line why not, before anything is read
     run = load_recipe(cfg.recipe)
     check_run_dir(Path(cfg.run_dir), cfg.resume)
-    if cfg.resume:
-        from specheads.training.checkpoints import ready_to_resume
+    from specheads.training.checkpoints import ready_to_resume, seed_generators
 
+    if cfg.resume:
         cfg = ready_to_resume(cfg, say)
     keep_freed_memory()
     hardware.pin_threads(None)
-    from specheads.training.checkpoints import seed_generators
-
     seed_generators(cfg.seed)
     if not sys.stderr.isatty():
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
-    with _together():
+        hardware.quiet_loading()
+    with heartbeat.together():
         run(cfg)
-
-
-def _is_sweep() -> bool:
-    return HydraConfig.get().mode is RunMode.MULTIRUN
 
 
 def compare_runs(runs: Sequence[TrainConfig]) -> list[str]:
@@ -148,10 +103,8 @@ def compare_runs(runs: Sequence[TrainConfig]) -> list[str]:
     Args:
         runs: those that have ended.
     """
-    found: list[dict[str, float]] = [{} for _ in runs]
-    for run, figures in zip(runs, found, strict=True):
-        for row in read_rows(Path(run.run_dir) / "metrics.jsonl"):
-            figures |= row
+    rows = [read_rows(Path(run.run_dir) / "metrics.jsonl") for run in runs]
+    found: list[dict[str, float]] = [reduce(operator.or_, of_run, {}) for of_run in rows]
     common = set.intersection(*map(set, found)) if len(found) > 1 else set()
     lengths = [key for key in common if key.startswith("final/accept_length/t")]
     lengths.sort(key=lambda key: float(key.rpartition("/t")[2]))
@@ -168,40 +121,18 @@ def compare_runs(runs: Sequence[TrainConfig]) -> list[str]:
     return lines
 
 
-@contextlib.contextmanager
-def _together() -> Iterator[None]:
-    """Leave together with the other ranks, or tell them that this one cannot go on.
-
-    Raises:
-        RunError: if another rank is gone.
-    """
-    try:
-        yield
-        heartbeat.wait_for_main()
-    except BaseException as error:
-        own = hasattr(error, "exit_code")
-        if not own and dist.world_size() > 1 and heartbeat.is_collective(error):
-            raise heartbeat.explain(error) from error
-        if getattr(error, "on_every_rank", False) and not heartbeat.gone():
-            _leave()
-        elif isinstance(error, KeyboardInterrupt):
-            heartbeat.announce(str(error), EXIT_INTERRUPTED)
-        else:
-            code = getattr(error, "exit_code", None)
-            text = str(error) if code else f"{type(error).__name__}: {error}"
-            heartbeat.announce(text, code or EXIT_FAILED)
-        raise
-    _leave()
-
-
-def _leave() -> None:
-    heartbeat.stop()
-    dist.shutdown()
+def _is_sweep() -> bool:
+    return HydraConfig.get().mode is RunMode.MULTIRUN
 
 
 def main() -> None:
     """Compose, check, train; at the end of a sweep, compare its runs."""
     ended: list[TrainConfig] = []
+    began = time.time()
+
+    def around(cfg: DictConfig) -> AbstractContextManager[None]:
+        made = Path(HydraConfig.get().runtime.output_dir)
+        return leaving_nothing(Path(cfg.run_dir), made, began)
 
     def task(cfg: TrainConfig) -> None:
         if swept := HydraConfig.get().sweep.subdir if _is_sweep() else "":
@@ -213,8 +144,7 @@ def main() -> None:
     with StopSignal(at_once=True):
         try:
             try:
-                began = partial(leaving_nothing, began=time.time())
-                hydra_main("train", TrainConfig, task, around=began)
+                hydra_main("train", TrainConfig, task, around=around)
             finally:  # one of the runs may have failed
                 for line in compare_runs(ended):
                     say(line)

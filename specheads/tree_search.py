@@ -9,7 +9,10 @@ model loops, and a tree made for loops is made for nothing else.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +22,6 @@ from specheads.system.files import check_folder
 from specheads.system.terminal import progress_bar
 
 if TYPE_CHECKING:
-    from specheads.attention.tree import Tree
-    from specheads.drafters.contract import Drafter
     from specheads.measure.clock import Prompt
     from specheads.models.checkpoint import Export
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 def run(config: TreeSearchConfig) -> None:
     """Load, measure, print, write."""
     from specheads.formats import card
-    from specheads.measure.calibrate import Search, calibrate, format_calibration, format_sizes
+    from specheads.measure import calibrate
     from specheads.measure.hits import Texts
     from specheads.measure.plots import tree_svg, tree_text
     from specheads.models.base import end_tokens
@@ -37,36 +38,43 @@ def run(config: TreeSearchConfig) -> None:
     from specheads.models.output import output_layer
     from specheads.system import hardware
 
-    picture = Path(config.checkpoint) / "tree.svg"
-    if config.out:
-        picture = check_folder("out", config.out)
+    own = Path(config.checkpoint) / "tree.svg"
+    picture = check_folder("out", config.out) if config.out else own
     device, dtype, _ = hardware.prepare(config.device, config.dtype, config.threads)
     export = load_export(config.checkpoint, base=config.base or None, dtype=dtype, device=device)
     calibration, measured, digest = choose_prompts(config, export)
-    eos = end_tokens(export.base, export.tokenizer)
-    ids = [prompt.input_ids for prompt in calibration]
-    temperatures = sorted({config.temperature, 1.0})
-    texts = Texts(ids, eos, config.max_new_tokens, temperatures, config.seed)
-    found = calibrate(
+    texts = Texts(
+        [prompt.input_ids for prompt in calibration],
+        end_tokens(export.base, export.tokenizer),
+        config.max_new_tokens,
+        sorted({config.temperature, 1.0}),
+        config.seed,
+    )
+    found = calibrate.calibrate(
         export.base,
         export.heads,
         output_layer(export.base),
         texts,
-        Search(config.num_nodes, config.max_nodes, config.batch_size, config.repeats),
+        calibrate.Search(config.num_nodes, config.max_nodes, config.batch_size, config.repeats),
         progress=_bar("calibrate"),
     )
     tree, length = found.tree, found.expected_accept_length
     measured_on = {**found.measured_on, "prompts_sha256": digest}
     if measured:
-        measured_on["measured"] = check(config, export, tree, measured_on, measured)
+        unseen = replace(texts, prompts=[prompt.input_ids for prompt in measured])
+        names = "".join(sorted(map(sha256_of, measured)))
+        about = {"num_prompts": len(measured), "prompts_sha256": _sha256(names)}
+        measured_on["measured"] = about | calibrate.check_expected(
+            export.base, export.heads, tree, measured_on, unseen, progress=_bar
+        )
     set_tree(config.checkpoint, tree, length, measured_on)
     acceptance = measured_on.get("acceptance", [])
     title = f"{tree.num_nodes} nodes: {length:.2f} tokens per verify step expected"
     picture.write_text(tree_svg(tree, acceptance, title=title), encoding="utf-8")
     if "sizes" in measured_on:
-        print(format_sizes(measured_on))
+        print(calibrate.format_sizes(measured_on))
     print("\n" + tree_text(tree, acceptance))
-    print("\n" + format_calibration(measured_on, tree.max_depth))
+    print("\n" + calibrate.format_calibration(measured_on, tree.max_depth))
     print(f"wrote the static tree into {config.checkpoint}, its picture to {picture}")
     answer(
         {
@@ -101,13 +109,11 @@ def choose_prompts(
     calibration, digest = read(path, config.num_prompts)
     if not config.num_measured:
         return calibration, [], digest
-    own = config.measured_prompts or not config.prompts
-    if own:
+    if own := config.measured_prompts or not config.prompts:
         path = prompt_file(config.measured_prompts, config.checkpoint, "prompts.jsonl")
         others, _ = read(path, config.num_measured)
     else:
-        both, _ = read(path, config.num_prompts + config.num_measured)
-        others = both[config.num_prompts :]
+        others = read(path, config.num_prompts + config.num_measured)[0][config.num_prompts :]
     known = {sha256_of(prompt) for prompt in calibration}
     measured = [prompt for prompt in others if sha256_of(prompt) not in known]
     if len(measured) < len(others):
@@ -123,59 +129,11 @@ def _bar(name: str) -> Callable[[Sequence[int]], Any]:
 
 def sha256_of(prompt: Prompt) -> str:
     """Return the hash of a prompt's tokens."""
-    import hashlib
-    import json
-
-    return hashlib.sha256(json.dumps(prompt.input_ids[0].tolist()).encode()).hexdigest()
+    return _sha256(json.dumps(prompt.input_ids[0].tolist()))
 
 
-def check(
-    config: TreeSearchConfig,
-    export: Export,
-    tree: Tree,
-    measured_on: dict[str, Any],
-    prompts: list[Prompt],
-) -> dict[str, Any]:
-    """Decode prompts that were not calibrated on, and compare accept lengths with the expected."""
-    import hashlib
-
-    from specheads.drafters.heads import dynamic_drafter, static_drafter
-    from specheads.measure.hits import Texts, decoded_gains
-    from specheads.models.base import end_tokens
-    from specheads.models.output import output_layer
-
-    base, heads, output = export.base, export.heads, output_layer(export.base)
-    drafters: dict[str, Drafter] = {"static": static_drafter(base, heads, output, tree)}
-    expected = {"static": measured_on["accept_length"]}
-    if grown := measured_on.get("dynamic"):
-        nodes, temperatures = grown["num_nodes"], grown["temperatures"]
-        drafters["dynamic"] = dynamic_drafter(base, heads, output, nodes, temperatures=temperatures)
-        expected["dynamic"] = grown["accept_length"]
-    texts = Texts(
-        [prompt.input_ids for prompt in prompts],
-        end_tokens(base, export.tokenizer),
-        config.max_new_tokens,
-        measured_on["temperatures"],
-        config.seed,
-    )
-    names = "".join(sorted(map(sha256_of, prompts)))
-    digest = hashlib.sha256(names.encode()).hexdigest()
-    result: dict[str, Any] = {"num_prompts": len(prompts), "prompts_sha256": digest}
-    for name, drafter in drafters.items():
-        gains = decoded_gains(
-            base,
-            drafter,
-            texts,
-            heads.num_heads,
-            progress=_bar(name),
-        )
-        (length,) = gains.lengths()
-        result[name] = {
-            "accept_length": round(length, 4),
-            "accept_length_ci95": [round(bound, 4) for bound in gains.ci95(0)],
-            "relative_to_expected": round(length / expected[name] - 1, 4),
-        }
-    return result
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def main() -> None:

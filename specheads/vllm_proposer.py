@@ -18,7 +18,7 @@ Written for the call of vLLM 0.32 and 0.33; nothing of vLLM is imported here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -30,67 +30,6 @@ from specheads.drafters.lookup import NgramRow, SuffixAutomaton
 State = TypeVar("State")
 Tokens = NDArray[np.integer[Any]]
 SPARED = 8  # texts of requests that left the batch are kept for as many rows, or these
-
-
-class Texts(Generic[State]):
-    """What is known of each request's text, found again in whichever row the request stands now.
-
-    vLLM names no requests: it moves them between rows, and takes some out for a while. A text that
-    is the beginning of another one is the same request a step earlier, or as good as it.
-
-    Args:
-        begin: makes the state of an empty text.
-        extend: tells a state the tokens that follow.
-    """
-
-    def __init__(
-        self, begin: Callable[[], State], extend: Callable[[State, list[int]], None]
-    ) -> None:
-        self._begin, self._extend = begin, extend
-        self._known: dict[int, tuple[Tokens, State]] = {}  # by row, as they stood last
-        self._spared: list[tuple[Tokens, State]] = []  # the latest first
-
-    def update(self, texts: dict[int, Tokens], num_rows: int) -> dict[int, State]:
-        """Return the state of each row's text.
-
-        Args:
-            texts: row -> its tokens, for the rows in question.
-            num_rows: of the batch.
-        """
-        old = dict(self._known)
-        found = {row: old.pop(row) for row, text in texts.items() if _begins(text, old.get(row))}
-        moved = [*old.values(), *self._spared]
-        states = {}
-        for row, text in texts.items():
-            tokens, state = found.get(row) or _take(moved, text) or (text[:0], self._begin())
-            if new := text[len(tokens) :].tolist():
-                self._extend(state, new)
-            self._known[row] = text.copy(), state  # vLLM goes on writing into its own
-            states[row] = state
-        taken = {id(state) for state in states.values()}
-        self._known = {
-            row: each
-            for row, each in self._known.items()
-            if row < num_rows and (row in texts or id(each[1]) not in taken)
-        }
-        kept = taken | {id(state) for _, state in self._known.values()}
-        self._spared = [each for each in moved if id(each[1]) not in kept][: max(num_rows, SPARED)]
-        return states
-
-
-def _begins(text: Tokens, known: tuple[Tokens, Any] | None) -> bool:
-    """Return whether a known text is the beginning of ``text``, or all of it."""
-    if known is None or len(known[0]) > len(text):
-        return False
-    return bool(np.array_equal(text[: len(known[0])], known[0]))
-
-
-def _take(moved: list[tuple[Tokens, State]], text: Tokens) -> tuple[Tokens, State] | None:
-    """Return, and take away, the longest of some texts that ``text`` begins with."""
-    fitting = [number for number, each in enumerate(moved) if _begins(text, each)]
-    if not fitting:
-        return None
-    return moved.pop(max(fitting, key=lambda number: len(moved[number][0])))
 
 
 def read_rows(
@@ -130,6 +69,9 @@ def read_rows(
 class Proposer(Generic[State]):
     """What vLLM calls, for a way to guess that keeps a state per request.
 
+    vLLM names no requests: it moves them between rows, and takes some out for a while. What names
+    one is its text: all of it but the newest tokens is the text that it had when it was seen last.
+
     Args:
         vllm_config: vLLM's settings.
 
@@ -141,7 +83,8 @@ class Proposer(Generic[State]):
     def __init__(self, vllm_config: Any) -> None:
         self.num_tokens = int(vllm_config.speculative_config.num_speculative_tokens)
         self.max_length = int(vllm_config.model_config.max_model_len)
-        self._texts = Texts(self._begin, self._extend)
+        # by text, the latest last; requests of one text have a state each
+        self._known: dict[bytes, list[State]] = {}
 
     def propose(
         self,
@@ -153,7 +96,10 @@ class Proposer(Generic[State]):
         """Return a chain of guesses per row, empty where there is none."""
         del slot_mappings
         texts = read_rows(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
-        states = self._texts.update(texts, len(sampled_token_ids))
+        states = {row: self._read(text, len(sampled_token_ids[row])) for row, text in texts.items()}
+        num_rows = len(sampled_token_ids)
+        while sum(map(len, self._known.values())) > num_rows + max(num_rows, SPARED):
+            del self._known[next(iter(self._known))]
         found: list[list[int]] = [[] for _ in sampled_token_ids]
         for row, text in texts.items():
             # the step that verifies the guesses adds a token of its own
@@ -164,10 +110,25 @@ class Proposer(Generic[State]):
     def load_model(self, *args: object, **kwargs: object) -> None:
         """Do nothing: vLLM asks every proposer to load its model, and there is none."""
 
+    def _read(self, text: Tokens, num_new: int) -> State:
+        """Return the state of a text, ``num_new`` of whose tokens are new."""
+        before = text[:-num_new].tobytes()
+        if before in self._known:
+            state, known = self._known[before].pop(), len(text) - num_new
+            if not self._known[before]:
+                del self._known[before]
+        else:
+            state, known = self._begin(), 0
+        self._extend(state, text[known:].tolist())
+        self._known.setdefault(text.tobytes(), []).append(state)
+        return state
+
     def _begin(self) -> State:
+        """Return the state of an empty text."""
         raise NotImplementedError
 
     def _extend(self, state: State, new: list[int]) -> None:
+        """Tell a state the tokens that follow."""
         raise NotImplementedError
 
     def _guess(self, state: State, limit: int) -> list[int]:

@@ -21,12 +21,11 @@ from specheads.config.commands import (
     SpecBenchConfig,
     TreeSearchConfig,
 )
-from specheads.config.compose import explain, export_of, register_schemas, to_config
+from specheads.config.compose import export_of, register_schemas, to_config
 from specheads.config.data import DataConfig, FeaturesConfig, mixture_parts
 from specheads.config.training import (
     AdapterConfig,
     CheckpointConfig,
-    DraftConfig,
     EvaluateConfig,
     HeadsConfig,
     LogConfig,
@@ -39,7 +38,6 @@ from specheads.config.training import (
 )
 from specheads.system.errors import (
     DTYPES,
-    MISSING,
     ConfigError,
     InterruptedRunError,
     RunError,

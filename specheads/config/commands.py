@@ -196,14 +196,10 @@ class BenchConfig(MeasureSettings, CheckpointSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, num_prompts=1, repeats=1)
+        at_least(self, num_prompts=1, repeats=1, temperatures=0, batch_sizes=1)
         for name, suffix in (("steps", ".jsonl"), ("markdown", ".md"), ("report", ".html")):
             given: str = getattr(self, name)
             check(not given or given.endswith(suffix), name, given, f"a file name with {suffix}")
-        for temperature in self.temperatures:
-            check(temperature >= 0, "temperatures", temperature, "at least 0")
-        for size in self.batch_sizes:
-            check(size >= 1, "batch_sizes", size, "at least 1")
 
 
 @dataclass

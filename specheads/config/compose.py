@@ -125,6 +125,5 @@ def register_schemas() -> None:
     for module in _MODULES:
         for name, schema in vars(module).items():  # TreeSearchConfig is tree_search_schema
             if kind := re.fullmatch(r"(\w+)Config", name):
-                words = re.findall(r"[A-Z][a-z]+", kind[1])
-                key = "_".join(words).lower()
+                key = re.sub(r"\B(?=[A-Z])", "_", kind[1]).lower()
                 ConfigStore.instance().store(name=f"{key}_schema", node=schema)

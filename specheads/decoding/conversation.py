@@ -1,4 +1,4 @@
-"""A conversation that is decoded turn by turn, its KV cache kept; no terminal in it.
+"""A conversation that is decoded turn by turn, its KV cache kept, and the talk in a terminal.
 
 Every turn's prompt is the whole conversation, rendered by the chat template as ``generate`` renders
 a record of ``messages``. What the cache holds of it is not read again; where a template rewrites
@@ -8,10 +8,17 @@ is the one that ``generate`` gives for these messages.
 
 from __future__ import annotations
 
+import difflib
+import json
+import re
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -24,9 +31,21 @@ from specheads.decoding.choose import EXACT_DTYPES
 from specheads.decoding.generate import SpecDecoder, decode_prompts
 from specheads.drafters.draft_model import num_shared
 from specheads.models.base import context_length
-from specheads.system.terminal import harmless
+from specheads.system.terminal import (
+    DIM,
+    RESET,
+    Lines,
+    StatusLine,
+    ctrl_c,
+    harmless,
+    keys_of,
+    unescaped,
+    wants_color,
+    write,
+)
 
-OnStep = Callable[[list[int]], None]
+PLAIN_KEY = "\x10"  # Ctrl-P
+_EVERY = 0.1  # seconds between looks of the status line
 
 
 class StopTurnError(Exception):
@@ -71,6 +90,9 @@ class Turn:
         """Tokens after the first per second of decoding; 0 where there was one token at most."""
         num_tokens = len(self.new_tokens) - 1
         return num_tokens / self.decode_seconds if num_tokens > 0 and self.decode_seconds else 0.0
+
+
+OnStep = Callable[[Turn, list[int]], None]
 
 
 class Conversation:
@@ -139,8 +161,8 @@ class Conversation:
 
         Args:
             text: the user's message.
-            on_step: called with the new tokens of the prefill and of every verify step; may raise
-                :class:`StopTurnError`.
+            on_step: called behind the prefill and every verify step, with the turn as far as it is
+                and the step's tokens; may raise :class:`StopTurnError`.
 
         Raises:
             ConfigError: if the template refuses the messages, or they fill the context; then
@@ -200,8 +222,10 @@ class Conversation:
             if turn.new_tokens:
                 turn.accept_lengths.append(len(tokens))
             turn.new_tokens += tokens
+            turn.prefill_seconds = times[1] - times[0]
+            turn.decode_seconds = times[-1] - times[1]
             if on_step is not None:
-                on_step(tokens)
+                on_step(turn, tokens)
 
         try:
             result = decode_prompts(
@@ -213,8 +237,6 @@ class Conversation:
         except BaseException:
             self.cache.reset()  # a pass may have been cut off in its middle
             raise
-        first = times[:2][-1]
-        turn.prefill_seconds, turn.decode_seconds = first - times[0], times[-1] - first
         full = len(turn.new_tokens) == self._room(prompt)
         turn.context_full = full and not turn.finished
         return turn
@@ -262,14 +284,14 @@ class StepPrinter:
         self.safe = safe
         self._tokens: list[int] = []
         self.text = ""
-        self._num_steps = 0
+        self.num_steps = 0
 
     def __call__(self, row: int, tokens: list[int]) -> None:
         """Show one step's tokens; there is only one row."""
         assert row == 0
         self._tokens += tokens
         self._show(text_of(self.tokenizer, self._tokens).rstrip("\ufffd"))
-        self._num_steps += 1
+        self.num_steps += 1
 
     def finish(self) -> None:
         """Show what was held back; it will not be completed."""
@@ -282,7 +304,7 @@ class StepPrinter:
             self.write(self._paint(piece) if self.color else piece)
 
     def _paint(self, piece: str) -> str:
-        start = f"\x1b[30;48;5;{_BACKGROUNDS[self._num_steps % len(_BACKGROUNDS)]}m"
+        start = f"\x1b[30;48;5;{_BACKGROUNDS[self.num_steps % len(_BACKGROUNDS)]}m"
         # A background that is on at a line break would fill the rest of the line.
         return "\n".join(f"{start}{line}{_RESET}" if line else "" for line in piece.split("\n"))
 
@@ -333,3 +355,183 @@ def _why_not_all(turn: Turn, dtype: torch.dtype) -> str:
         return ", which must not be: please report it"
     name = str(dtype).removeprefix("torch.")
     return f": in {name} near-ties fall either way, see docs/decoding.md"
+
+
+HELP = """\
+/plain             decode the last answer one token at a time too, and compare
+                   (Ctrl-P does the same, and asks for it while an answer comes)
+/plain always      compare every answer from now on; /plain never ends that
+/temperature 0.7   0 is greedy
+/seed 1            of the answers from now on
+/system <text>     begin anew with this system message, or with none
+/undo              take back the last question and its answer
+/reset             begin anew
+/save <file>.jsonl append the conversation, as generate prompts=<file>.jsonl reads it
+/quit              leave (also Ctrl-D)
+Ctrl-C             ends an answer; what was written of it stays in the conversation
+\"\"\"                begins and ends a message of several lines
+//...              is a message that starts with /"""
+COMMANDS = tuple(sorted(set(re.findall(r"^/[a-z]+", HELP, re.MULTILINE))))
+
+
+class Chat:
+    """A conversation in a terminal, or over pipes: answers to standard output, the rest beside it.
+
+    Attributes:
+        last: the last answer, which can be compared with plain decoding.
+        typed: what was typed while it came.
+    """
+
+    def __init__(self, conversation: Conversation) -> None:
+        self.conversation = conversation
+        self.beside = conversation.config.beside
+        self.lines = Lines(COMMANDS, {r"\C-p": "/plain"})
+        self.last: Turn | None = None
+        self.typed = ""
+
+    def talk(self) -> None:
+        """Read messages and commands until the input or the user ends it."""
+        while True:
+            try:
+                text = self._message()
+                if text.startswith("/") and not text.startswith("//"):
+                    name, _, value = text.partition(" ")
+                    if name == "/quit":
+                        return
+                    self.command(name, value.strip())
+                elif text.strip():
+                    self.answer(text.removeprefix("/") if text.startswith("//") else text)
+            except EOFError:
+                return
+            except ConfigError as error:
+                self.note(str(error))
+            except KeyboardInterrupt:
+                self.note("\nCtrl-D or /quit leaves")
+
+    def note(self, text: str) -> None:
+        """Say something that is not the model's, on standard error."""
+        sys.stdout.flush()
+        text = harmless(text)
+        if wants_color(self.conversation.config.color, sys.stderr):
+            text = f"{DIM}{text}{RESET}"
+        print(text, file=unescaped(sys.stderr), flush=True)
+
+    def answer(self, text: str) -> None:
+        """Answer a message, and show how it went."""
+        turn = self._decoded(partial(self.conversation.ask, text))
+        if turn is not None:
+            self.last = turn
+            self.note(summary(turn))
+            if self.beside or PLAIN_KEY in self.typed:
+                self.compare()
+
+    def compare(self) -> None:
+        """Decode the last answer plainly too, and compare tokens and speeds."""
+        fast = self.last
+        if fast is None or not fast.new_tokens:
+            self.note("there is no answer to compare yet")
+            return
+        self.note("the same turn, one token at a time:")
+        plain = self._decoded(partial(self.conversation.plainly, fast))
+        if plain is not None:
+            self.note(comparison(fast, plain, self.conversation.decoder.base.dtype))
+
+    def command(self, name: str, value: str) -> None:
+        """Do what a line that begins with ``/`` asks for.
+
+        Raises:
+            ConfigError: if it cannot be done; nothing has changed then.
+        """
+        conversation = self.conversation
+        if name == "/help":
+            self.note(HELP)
+        elif name == "/plain" and value in ("always", "never"):
+            self.beside = value == "always"
+        elif name == "/plain":
+            self.compare()
+        elif name in ("/temperature", "/seed"):
+            try:
+                number: Any = float(value) if name == "/temperature" else int(value)
+            except ValueError:
+                raise ConfigError(f"{name} needs a number, got {value!r}") from None
+            conversation.config = replace(conversation.config, **{name[1:]: number})
+        elif name == "/save":
+            self._save(value)
+        elif name == "/undo":
+            self.last = None
+            self.note("taken back" if conversation.undo() else "there is nothing to take back")
+        elif name == "/system":
+            conversation.set_system(value)
+            self.last = None
+            self.note("a new conversation" + (", with this system message" if value else ""))
+        elif name == "/reset":
+            conversation.reset()
+            self.last = None
+            self.note("a new conversation")
+        else:
+            close = difflib.get_close_matches(name, COMMANDS, n=1)
+            advice = f"did you mean {close[0]}?" if close else "/help lists them"
+            self.note(f"unknown command {name}; {advice}")
+
+    def _save(self, path: str) -> None:
+        messages = self.conversation.messages
+        if not path.endswith(".jsonl") or not messages:
+            raise ConfigError(
+                "/save needs a file name that ends with .jsonl, and a conversation to write"
+            )
+        line = json.dumps({"id": "chat", "messages": messages}, ensure_ascii=False)
+        try:
+            with Path(path).expanduser().open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+        self.note(f"wrote {path}")
+
+    def _message(self) -> str:
+        first, more = ("> ", "... ") if self.lines.interactive else ("", "")
+        text = self.lines.read(first)
+        if text.strip() != '"""':
+            return text
+        block: list[str] = []
+        while (line := self.lines.read(more)).strip() != '"""':
+            block.append(line)
+        text = "\n".join(block)
+        return f"/{text}" if text.startswith("/") else text  # no command
+
+    def _decoded(self, decode: Callable[[OnStep], Turn]) -> Turn | None:
+        """Run a turn with its text, its status line and its keys; None where it was given up."""
+        color, safe = wants_color(self.conversation.config.color, sys.stdout), sys.stdout.isatty()
+        self._printer = StepPrinter(self.conversation.tokenizer, write, color=color, safe=safe)
+        self.typed, self._shown = "", 0.0
+        try:
+            with (
+                StatusLine(sys.stderr) as self.status,
+                keys_of(sys.stdin) as self.keys,
+                ctrl_c() as self.pressed,
+            ):
+                try:
+                    return decode(self.on_step)
+                finally:
+                    # while keys are still ours: later the terminal would echo them into the text
+                    self.typed += self.keys()
+                    self.lines.type_ahead(self.typed.replace(PLAIN_KEY, ""))
+                    self._printer.finish()
+                    if self._printer.num_steps:
+                        write("\n")
+        except KeyboardInterrupt:
+            self.note("given up in the middle of a pass: the question is not kept")
+        return None
+
+    def on_step(self, turn: Turn, tokens: list[int]) -> None:
+        """Show a step's text, how the turn goes, and take keys; end the turn after Ctrl-C."""
+        self._printer(0, tokens)
+        self.typed += self.keys()
+        if (now := time.perf_counter()) - self._shown > _EVERY:
+            self._shown = now
+            rate = f"{turn.tokens_per_second:.0f} tokens/s, " if turn.tokens_per_second else ""
+            length = f"{turn.accept_length:.2f} tokens per step, " if turn.accept_lengths else ""
+            asked = PLAIN_KEY in self.typed
+            hint = "comparing afterwards" if asked else "Ctrl-P compares with plain"
+            self.status.show(f"{rate}{length}{len(turn.new_tokens)} tokens; Ctrl-C ends, {hint}")
+        if self.pressed:
+            raise StopTurnError

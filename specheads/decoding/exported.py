@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specheads.config import ConfigError, DecodeConfig
-from specheads.config.commands import DRAFTERS
+from specheads.config import BenchConfig, ConfigError, DecodeConfig, QualityConfig
+from specheads.config.commands import DRAFTERS, TextSettings
 from specheads.decoding.accept import Acceptance
 from specheads.decoding.costs import member_costs, step_costs
 from specheads.decoding.generate import SpecDecoder
@@ -35,7 +35,9 @@ from specheads.models.checkpoint import Export, load_export
 from specheads.models.draft import check_same_tokenizer, load_draft
 from specheads.models.kinds import Heads
 from specheads.models.manifest import MANIFEST, PROVENANCE, read_json
+from specheads.models.names import base_digest, file_sha256
 from specheads.models.output import output_layer
+from specheads.system import hardware
 
 
 def exported_drafter(export: Export, decode: DecodeConfig | None = None) -> HeadsDrafter:
@@ -115,6 +117,15 @@ def is_plain_model(checkpoint: str) -> bool:
     return not path.exists() and checkpoint.count("/") == 1 and checkpoint[0] not in "./~"
 
 
+def weights_digest(checkpoint: str) -> str:
+    """Return a digest of an export's or a folder's weights, or the name of a model on the hub."""
+    if not is_plain_model(checkpoint):
+        return file_sha256(Path(checkpoint) / MANIFEST)
+    if checkpoint == "tinycode" or Path(checkpoint).expanduser().is_dir():
+        return base_digest(checkpoint)
+    return checkpoint
+
+
 def load_subject(
     checkpoint: str,
     *,
@@ -159,6 +170,28 @@ def load_subject(
         ) from None
     check_tokenizer(tokenizer, model)
     return Subject(model, tokenizer)
+
+
+def subject_of(
+    config: TextSettings | BenchConfig | QualityConfig, decode: DecodeConfig | None
+) -> Subject:
+    """Get the machine ready, and load what a command's settings name.
+
+    Args:
+        config: the settings.
+        decode: what is to draft, checked before anything is loaded; None: nothing is.
+
+    Raises:
+        ConfigError: if it cannot be loaded, or the checkpoint has not what drafts.
+    """
+    if decode is not None:
+        check_drafter(decode, has_heads=not is_plain_model(config.checkpoint))
+    threads = None if isinstance(config, TextSettings) else config.threads
+    spread = config.device_map if isinstance(config, TextSettings) else None
+    device, dtype, _ = hardware.prepare(config.device, config.dtype, threads)
+    return load_subject(
+        config.checkpoint, base=config.base, dtype=dtype, device=device, device_map=spread
+    )
 
 
 ADAPTIVE_TOKENS = 8  # longest draft where the length adapts itself

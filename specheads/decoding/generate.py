@@ -19,8 +19,9 @@ chat is what ``generate`` gives for the same conversation.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, cast
 
 import torch
@@ -43,7 +44,7 @@ from specheads.attention.cache import TreeCache
 from specheads.config.commands import TextSettings
 from specheads.decoding.accept import Acceptance
 from specheads.decoding.loop import decode
-from specheads.decoding.result import DecodeResult, OnTokens
+from specheads.decoding.result import DecodedRow, DecodeResult, OnTokens
 from specheads.drafters.contract import Drafter
 from specheads.models.base import end_tokens, input_device
 from specheads.models.support import tree_support
@@ -356,3 +357,31 @@ def decode_prompts(
         options["min_p"] = settings.min_p or None
     input_ids = torch.tensor(rows, device=decoder.base.device)
     return decoder.generate(input_ids, max_new_tokens, **(options | more))
+
+
+def decode_many(
+    decoder: SpecDecoder,
+    settings: TextSettings,
+    prompts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    batch_size: int,
+    **more: Any,
+) -> Iterator[tuple[int, DecodedRow]]:
+    """Decode prompts in batches; yield the number of each and what came of it.
+
+    Args:
+        decoder: decodes; with its tokenizer.
+        settings: how tokens are chosen; prompt n draws with their seed + n.
+        prompts: token ids.
+        limits: new tokens of each; batches are of neighbours, as seeds follow each other in a
+            batch, with the same limit.
+        batch_size: prompts of a batch at most.
+        **more: see :func:`decode_prompts`.
+    """
+    for limit, group in groupby(range(len(limits)), limits.__getitem__):
+        members = list(group)
+        for start in range(0, len(members), batch_size):
+            batch = members[start : start + batch_size]
+            texts, seed = [prompts[i] for i in batch], settings.seed + batch[0]
+            result = decode_prompts(decoder, settings, texts, limit, seed=seed, **more)
+            yield from zip(batch, result.rows, strict=True)

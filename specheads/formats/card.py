@@ -7,6 +7,7 @@ or config states it, and never guessed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,8 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specheads.config import ConfigError, RunError
+from specheads.formats import serving
 from specheads.formats.serving import Serving
-from specheads.formats.write import FORMATS, commands
+from specheads.formats.write import FORMATS, commands, upload
 from specheads.models.checkpoint import read_config
 from specheads.models.manifest import read_json, read_provenance
 from specheads.models.names import is_hub_error, keep_to_the_cache_if_unreachable
@@ -91,6 +93,28 @@ def write(
     _save(folder / CARD, "\n\n".join(parts) + "\n")
 
 
+def finish(
+    folder: Path, form: str, info: dict[str, Any], *, push: str = "", private: bool = False
+) -> None:
+    """Write the card of a folder, print how it is served, and upload it if asked.
+
+    Args:
+        folder: that was just written, whole.
+        form: its format, a key of ``FORMATS``.
+        info: the config.json of the native export that it was made of, or the specheads.json of a
+            draft model.
+        push: ``organisation/name`` on the hub, see :func:`check_push`; empty: nowhere.
+        private: of a repository that is made for it.
+
+    Raises:
+        RunError: if the upload fails, or the disk is full; the folder stays.
+    """
+    write(folder, form, info, name=push)
+    print("\n".join(serving.lines(commands(form, folder, info))))
+    if push:
+        print(f"uploaded to {upload(folder, push, private=private)}")
+
+
 def check(folder: str | Path) -> None:
     """Check that :func:`measured` will find a card whose part it can replace, or can write one.
 
@@ -137,13 +161,11 @@ def refresh(folder: str | Path) -> bool:
     Raises:
         RunError: if the disk is full.
     """
-    if not (Path(folder) / CARD).exists():
-        return False
-    try:
-        measured(folder)
-    except ConfigError:
-        return False
-    return True
+    with contextlib.suppress(ConfigError):
+        if (Path(folder) / CARD).exists():
+            measured(folder)
+            return True
+    return False
 
 
 def _about(folder: Path) -> dict[str, Any]:
@@ -502,9 +524,9 @@ def licence_of(name: str, revision: str | None = None) -> Licence:
     folder = tinycode_dir() if name == "tinycode" else Path(name).expanduser()
     found = None
     if folder.is_dir():
-        found = _of_card(folder / CARD) or _of_config(folder / "config.json")
+        found = _of_file(folder / CARD) or _of_file(folder / "config.json")
     elif not folder.is_absolute() and (card := _card_on_the_hub(name, revision)):
-        found = _of_card(card)
+        found = _of_file(card)
     return found or Licence(UNKNOWN)
 
 
@@ -521,37 +543,33 @@ def _card_on_the_hub(name: str, revision: str | None) -> Path | None:
         return None  # no card, no access, no network: the licence stays unknown
 
 
-def _of_card(file: Path) -> Licence | None:
-    """Return what the YAML at the head of a card says; None if it does not say it."""
+def _of_file(file: Path) -> Licence | None:
+    """Return what the YAML at the head of a card says, or a config; None if it does not say it.
+
+    A stranger's words are not copied as they are.
+    """
     import yaml
 
     try:
-        with file.open(encoding="utf-8") as card:
-            found = re.match(r"---\s*\n(.*?\n)---\s*(\n|$)", card.read(_MOST), re.DOTALL)
-        return _checked(yaml.safe_load(found[1]), file) if found else None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError):
+        if file.name == CARD:
+            with file.open(encoding="utf-8") as card:
+                found = re.match(r"---\s*\n(.*?\n)---\s*(\n|$)", card.read(_MOST), re.DOTALL)
+            about = yaml.safe_load(found[1]) if found else None
+        else:
+            about = read_json(file, "no config", strict=False)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError, ConfigError):
         return None
-
-
-def _of_config(file: Path) -> Licence | None:
-    try:
-        return _checked(read_json(file, "no config", strict=False), file)
-    except ConfigError:
-        return None
-
-
-def _checked(about: Any, file: Path) -> Licence | None:
-    """Return the licence in a mapping of keys; a stranger's words are not copied as they are."""
     if not isinstance(about, dict):
         return None
-    identifier = about.get("license")
-    if isinstance(identifier, list) and len(identifier) == 1:
-        identifier = identifier[0]
-    if not isinstance(identifier, str) or not _IDENTIFIER.fullmatch(identifier):
+
+    def stated(key: str, pattern: re.Pattern[str]) -> str:
+        value = about.get(key)
+        value = value[0] if isinstance(value, list) and len(value) == 1 else value
+        return value if isinstance(value, str) and pattern.fullmatch(value) else ""
+
+    if not (identifier := stated("license", _IDENTIFIER)):
         return None
-    name, link = about.get("license_name"), about.get("license_link")
-    name = name if isinstance(name, str) and _IDENTIFIER.fullmatch(name) else ""
-    link = link if isinstance(link, str) and _LINK.fullmatch(link) else ""
+    name, link = stated("license_name", _IDENTIFIER), stated("license_link", _LINK)
     return Licence(identifier.lower(), name, link, f"its {file.name}")
 
 

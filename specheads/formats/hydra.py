@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.config import ConfigError
-from specheads.formats.medusa import MOST_LAYERS, check_number, check_output, check_shape
+from specheads.formats.medusa import MOST_LAYERS, check_number, check_output, check_shape, times
 from specheads.models.blocks import FINAL_NORM, prefix_sizes
 from specheads.models.heads import MedusaHeads
 from specheads.models.manifest import TensorFiles
@@ -84,7 +83,6 @@ class Layout:
         """
         output = output_layer(base)
         vocab_size, hidden_size = output.weight.shape
-        self.check_sizes(hidden_size, vocab_size)
         self.notes += check_output("these heads have", output, "so are those of the heads now,")
         sizes = self._prefix_sizes(base)
         names = {name for head in self.blocks for block in head for name in block.values()}
@@ -104,9 +102,7 @@ class Layout:
             for j, block in enumerate(head[first:]):
                 for what in ("weight", "bias"):
                     state[f"heads.{i}.blocks.{j}.{what}"] = found[block[f"linear.{what}"]]
-            matrix, bias = (
-                _divided(found[pair[what]], output.scale) for what in ("weight", "bias")
-            )
+            matrix, bias = (times(found[pair[x]], 1 / output.scale) for x in ("weight", "bias"))
             state[f"heads.{i}.lm_head.weight"] = matrix
             if biased:
                 state[f"heads.{i}.markov.down.weight"] = bias.new_ones(vocab_size, 1)
@@ -143,6 +139,7 @@ class Layout:
                 )
         width = sizes.get("head_dim") or sizes["hidden_size"] // sizes["num_attention_heads"]
         plain = _THETA ** -(torch.arange(0, width, 2).float() / width)
+        # stored in half precision mostly, hence the tolerance; another theta is off by far more
         for name, table in self.files.read(self.frequencies).items():
             if table.shape != plain.shape or not torch.allclose(table.float(), plain, rtol=1e-2):
                 raise ConfigError(
@@ -226,8 +223,3 @@ def _check_whole(files: TensorFiles, head: int, blocks: list[dict[str, str]]) ->
             raise ConfigError(f"{files.where}: block {j} of head {head} is not whole")
     if len(blocks) > MOST_LAYERS:
         raise ConfigError(f"{files.where}: head {head} has {len(blocks)} layers")
-
-
-def _divided(tensor: Tensor, scale: float) -> Tensor:
-    """Return what the base's factor on its logits makes ``tensor`` of."""
-    return tensor if scale == 1.0 else (tensor.double() / scale).to(tensor.dtype)

@@ -40,10 +40,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.config import ConfigError
-from specheads.formats import Job
-from specheads.formats.serving import Serving, base_name, vllm, without_heads
-from specheads.formats.vllm import text_copies
-from specheads.models.base import load_tokenizer, torch_dtype
+from specheads.formats.serving import Job, Serving, base_name, text_copies, vllm, without_heads
+from specheads.models.base import load_tokenizer
 from specheads.models.checkpoint import cast_tensors, load_export, load_heads, save_as, save_hf
 from specheads.models.compress import output_matrix
 from specheads.models.heads import MedusaHeads
@@ -133,7 +131,6 @@ def write(job: Job) -> list[str]:
     """Write an export in one of the four layouts."""
     heads = cast(MedusaHeads, load_heads(job.checkpoint))  # in the precision they are stored in
     tokenizer, tuned = load_tokenizer(job.checkpoint), job.info["base"]["tuned"]
-    dtype = None if job.dtype is None else torch_dtype(job.dtype)
     place = str(job.output.resolve() / "base") if tuned else base_name(job.info, "")
     base: Any = None
     if tuned or _NAMES[job.form].matrix:  # otherwise nothing of the base is written
@@ -146,13 +143,13 @@ def write(job: Job) -> list[str]:
             vars(config).pop("quantization_config", None)
             for key, value in _counts(heads).items():
                 setattr(config, key, value)
-            save_as(folder, type(base), config, base, tensors, tokenizer, dtype)
+            save_as(folder, type(base), config, base, tensors, tokenizer, job.dtype)
             return notes
-        notes = write_heads(job.form, folder, heads, output, dtype, place)
+        notes = write_heads(job.form, folder, heads, output, job.dtype, place)
         if job.form != "vllm_medusa":  # the original repository looks for it beside the heads
             tokenizer.save_pretrained(folder)
         if tuned:
-            save_hf(folder / "base", base, tokenizer, dtype)
+            save_hf(folder / "base", base, tokenizer, job.dtype)
             notes.append(f"these heads belong to the tuned base model, which is in {place}")
     return notes
 
@@ -336,6 +333,7 @@ class Layout:
         matrices: per head the name of its output matrix; empty where they use the base's.
         token_map: name of the ids that the rows of the matrices stand for, if they are fewer.
         notes: what the user has to know, in lines.
+        kept: [V'] token ids that the heads can guess, once the sizes are checked; None: all.
     """
 
     files: TensorFiles
@@ -344,16 +342,17 @@ class Layout:
     matrices: list[str]
     token_map: str | None
     notes: list[str]
+    kept: Tensor | None = None
 
     def check_sizes(self, hidden_size: int, vocab_size: int) -> None:
-        """Hold the shapes of the heads to a base model's; nothing is read.
+        """Hold the shapes of the heads to a base model's; only the ids of ``token_map`` are read.
 
         Raises:
-            ConfigError: with the first tensor that is of another size.
+            ConfigError: with the first tensor that is of another size, or what is wrong with the
+                ids.
         """
-        rows = {vocab_size}
-        if self.token_map is not None and self._truncated(vocab_size) != vocab_size:
-            rows |= set(self.files.header[self.token_map][0][:1])
+        self.kept = self._kept(vocab_size)
+        rows = {vocab_size} if self.kept is None else {len(self.kept), vocab_size}
         for weight, bias in (pair for head in self.blocks for pair in head):
             check_shape(self.files, weight, (hidden_size, hidden_size))
             if bias is not None:
@@ -363,19 +362,17 @@ class Layout:
 
     @torch.no_grad()
     def read(self, base: PreTrainedModel) -> MedusaHeads:
-        """Read the heads, whose logits are the same over ``base``.
+        """Read the heads, whose logits are the same over ``base``; their sizes were checked.
 
         Raises:
-            ConfigError: if they are of other sizes than the base, or their logits cannot be had.
+            ConfigError: if their logits cannot be had.
         """
-        output = output_layer(base)
+        output, kept = output_layer(base), self.kept
         vocab_size, hidden_size = output.weight.shape
-        self.check_sizes(hidden_size, vocab_size)
-        kept = self._kept(vocab_size)
         self._check_biases()
         names = {name for head in self.blocks for pair in head for name in pair if name}
         found = self.files.read(names | set(self.matrices))
-        matrices = self._matrices(found, output, kept)
+        matrices = self._matrices(found, output)
         lm_head = "shared" if not matrices else "own" if kept is None else "pruned"
         with torch.device("meta"):
             heads = MedusaHeads(
@@ -392,13 +389,12 @@ class Layout:
         heads.load_state_dict(state, assign=True)
         return heads
 
-    def _matrices(
-        self, found: dict[str, Tensor], output: OutputLayer, kept: Tensor | None
-    ) -> list[Tensor]:
+    def _matrices(self, found: dict[str, Tensor], output: OutputLayer) -> list[Tensor]:
         """Return the matrices that, times the base's factor, give the logits of these heads.
 
         Empty where the base's own does.
         """
+        kept = self.kept
         if not self.matrices:
             return []
         self.notes += check_output("these heads have", output, "so are those of the heads now,")
@@ -422,7 +418,8 @@ class Layout:
 
     def _kept(self, vocab_size: int) -> Tensor | None:
         """Return the [V'] token ids that the heads can guess, as vLLM understands it; None: all."""
-        truncated, where, name = self._truncated(vocab_size), self.files.where, self.token_map
+        where, name = self.files.where, self.token_map
+        truncated = self.config.get("truncated_vocab_size") or vocab_size  # as vLLM's config says
         if name is None:
             if truncated != vocab_size:
                 raise ConfigError(
@@ -451,10 +448,6 @@ class Layout:
                 f" to {vocab_size - 1}, config.json says truncated_vocab_size is {truncated!r:.40}"
             )
         return kept
-
-    def _truncated(self, vocab_size: int) -> Any:
-        """Return how many tokens a vLLM config says the heads can guess."""
-        return self.config.get("truncated_vocab_size") or vocab_size
 
     def _check_biases(self) -> None:
         biases = {bias is not None for head in self.blocks for _, bias in head}

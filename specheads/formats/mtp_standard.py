@@ -15,22 +15,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.config import ConfigError
-from specheads.formats import Job, serving
-from specheads.formats.serving import NATIVE_MTP, Serving
+from specheads.formats import serving
+from specheads.formats.serving import NATIVE_MTP, Job, Serving
 from specheads.models.checkpoint import load_export, save_as
 from specheads.models.kinds import Heads
 from specheads.models.mtp import MtpHeads, block_config
-from specheads.models.mtp_hf import CLASSES, our_config, plain_config
+from specheads.models.mtp_hf import CLASSES, our_config
 from specheads.system.files import whole_folder
 
 _KNOWN = (*CLASSES, *NATIVE_MTP)  # types of base models
@@ -40,7 +33,6 @@ _IRRELEVANT = {
     "initializer_range", "num_nextn_predict_layers", "pad_token_id", "quantization_config",
     "tie_word_embeddings", "transformers_version", "use_cache",
 }  # fmt: skip
-_READ_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, StrictDataclassError)
 
 
 def write_export(job: Job) -> list[str]:
@@ -183,84 +175,6 @@ def unlisted_layers(base: PreTrainedModel, num_heads: int) -> list[int]:
         for layer in range(first, first + num_heads)
         if not any(re.search(pattern, f"model.layers.{layer}.eh_proj") for pattern in patterns)
     ]
-
-
-def read(folder: str | Path) -> MtpHeads:
-    """Read the heads of a folder in the standard, whoever wrote it, as transformers would.
-
-    Args:
-        folder: with ``num_mtp_layers`` in its config.
-
-    Returns:
-        sequential heads on the CPU, in the dtype of the files, in eval mode.
-
-    Raises:
-        ConfigError: if there are none, or not of a kind that can be read.
-    """
-    try:
-        from transformers.modeling_layers import MtpModel
-    except ImportError:
-        raise ConfigError("reading the MTP standard needs transformers >= 5.20") from None
-    folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder} is no model folder: it has no config.json")
-    try:
-        config = AutoConfig.from_pretrained(folder)
-        number = _number_of_layers(folder, config)
-        with torch.device("meta"):
-            base: Any = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
-        base.config.name_or_path = str(folder)
-        first = config.num_hidden_layers
-        base._keys_to_ignore_on_load_unexpected = {
-            rf"^model\.layers\.{layer}\." for layer in range(first, first + number)
-        }
-        loaded = MtpModel.from_pretrained(base, device_map={"": torch.device("cpu")})
-        return _heads_of(loaded, config, number)
-    except ConfigError:
-        raise
-    except _READ_ERRORS as error:
-        reason = str(error).strip().splitlines()[0]
-        if "ignore_mismatched_sizes" in reason:  # an option that nobody here can set
-            reason = "they have other shapes than its config asks for; the report above names them"
-        raise ConfigError(f"{folder}: its MTP layers cannot be read: {reason}") from None
-
-
-def _number_of_layers(folder: Path, config: PreTrainedConfig) -> int:
-    """Return how many MTP layers a folder holds.
-
-    Raises:
-        ConfigError: if it is not known how they are made, or there are none.
-    """
-    kind = plain_config(config).model_type
-    if kind not in _KNOWN:
-        raise ConfigError(
-            f"{folder} holds a model of type {config.model_type!r}, the MTP standard is known for"
-            f" {', '.join(_KNOWN)}"
-        )
-    number = getattr(config, "num_mtp_layers", None)
-    if not number:
-        raise ConfigError(f"{folder} holds no MTP layers: num_mtp_layers is {number}")
-    if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(f"{folder} is quantised: its MTP layers cannot be read")
-    return int(number)
-
-
-def _heads_of(loaded: Any, config: PreTrainedConfig, number: int) -> MtpHeads:
-    """Return the heads whose tensors transformers' MtpModel has loaded."""
-    block = block_config(plain_config(config))
-    if types := getattr(config, "mtp_layer_types", None):
-        if len(set(types)) > 1:
-            raise ConfigError(f"mtp_layer_types is {types}: layers of several kinds are not known")
-        block.layer_types = types[:1]
-    first = bool(getattr(config, "mtp_hidden_states_first", False))
-    heads = MtpHeads(number, block, config.vocab_size, variant="sequential", hidden_first=first)
-    state = {
-        name.replace(".mtp_block.", ".block.").replace(".post_norm.", ".norm."): tensor
-        for name, tensor in loaded.state_dict().items()
-        if name.startswith("layers.")
-    }
-    heads.load_state_dict(state, assign=True)
-    return heads.eval()
 
 
 def _standard_name(name: str, first: int) -> str:

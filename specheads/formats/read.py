@@ -52,7 +52,7 @@ def is_foreign(checkpoint: str | Path) -> bool:
 
 
 def bring_in(
-    checkpoint: str, base: str, output: Path, *, dtype: str | None, allow_pickle: bool
+    checkpoint: str, base: str, output: Path, *, dtype: torch.dtype | None, allow_pickle: bool
 ) -> list[str]:
     """Write a native export of a foreign checkpoint, whole or not at all.
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specheads.system import __version__
 from specheads.system.files import tinycode_dir
+
+if TYPE_CHECKING:
+    import torch
 
 # what was read and run of each engine, in November 2026
 CHECKED = {
@@ -24,6 +27,7 @@ CHECKED = {
     "TGI": "3.3.7, its files; archived in March 2026",
     "FasterDecoding/Medusa": "main, its files",
 }
+_ENGINES = ("vLLM", "SGLang", "TensorRT-LLM", "llama.cpp")
 ALONE = "one prompt at a time, a chain of guesses"
 _DRAFTED = 4  # tokens per step that a draft model is asked for
 _DRAFT = "a draft model (+recipe=distill) can be served there"
@@ -31,6 +35,27 @@ _DRAFT = "a draft model (+recipe=distill) can be served there"
 _OF_OTHERS = ("eagle-", "eagle3", "dflash", "dspark")
 DEEPSEEK = "deepseek_v3"
 NATIVE_MTP = (DEEPSEEK, "glm4_moe")  # bases whose MTP layers engines know by themselves
+# classes of specheads/vllm_proposer.py, which guess from the text, without heads
+PROPOSERS = ("SuffixProposer", "NgramProposer", "LookaheadPoolProposer")
+COPIED = 8  # tokens guessed per step at most; where nothing was written before, nothing is guessed
+
+
+class Job(NamedTuple):
+    """An export that is to be written in a format.
+
+    Attributes:
+        form: the format, a key of ``FORMATS``.
+        checkpoint: the export.
+        info: what its config.json holds, or the specheads.json of a draft model.
+        output: a new folder.
+        dtype: of the written tensors; None keeps theirs.
+    """
+
+    form: str
+    checkpoint: str
+    info: dict[str, Any]
+    output: Path
+    dtype: torch.dtype | None
 
 
 class Serving(NamedTuple):
@@ -184,6 +209,42 @@ def draft_model(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
     ]
 
 
+def proposer_settings(proposer: str = PROPOSERS[0]) -> dict[str, Any]:
+    """Return the value of vLLM's ``--speculative-config`` for one of ``PROPOSERS``."""
+    return {
+        "method": "custom_class",
+        "model": f"specheads.vllm_proposer.{proposer}",
+        "num_speculative_tokens": COPIED,
+    }
+
+
+def text_copies(place: str, note: str = "", needed: str = "") -> list[Serving]:
+    """Return how engines serve a plain model, guessing from the text where they can.
+
+    Args:
+        place: the model's folder or name.
+        note: for transformers.
+        needed: the beginning of vLLM's note.
+    """
+    needs = "needs specheads in vLLM's environment, and its first model runner: docs/serving.md"
+    return [
+        Serving(
+            "transformers",
+            f"{load(place)}.generate(**inputs, prompt_lookup_num_tokens={COPIED})",
+            note,
+        ),
+        vllm(place, proposer_settings(), needed + needs),
+        sglang(place, "NGRAM", num_draft_tokens=COPIED),
+        tensorrt(place, decoding_type="NGram", max_draft_len=COPIED, max_matching_ngram_size=4),
+        llama_cpp(f"base.gguf --spec-type ngram-simple --spec-ngram-simple-size-m {COPIED}", place),
+    ]
+
+
+def custom_class(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
+    """Return how engines serve the base model that the settings are for."""
+    return text_copies(base, needed="the settings in speculative_config.json; ")
+
+
 def without_heads(info: dict[str, Any], removed: str = "") -> list[Serving]:
     """Return why engines cannot use the heads of a format that is none of theirs.
 
@@ -193,27 +254,20 @@ def without_heads(info: dict[str, Any], removed: str = "") -> list[Serving]:
     """
     kind = info["kind"]
     if kind == "mtp":
-        return _without_mtp(info)
+        fits = info.get("variant") == "sequential" and info.get("lm_head") == "shared"
+        other = "it has no place for MTP heads that are parallel or have their own matrix"
+        unknown = unknown_mtp(info) if fits else dict.fromkeys(_ENGINES, other)
+        reads = "format=mtp_standard is what it reads"
+        return [Serving(engine, "", unknown.get(engine, reads)) for engine in _ENGINES]
     gone = removed or {
         "medusa": "0.33 removed Medusa heads; format=vllm_medusa is for 0.28 to 0.32",
         "hydra": "it has no Hydra method",
     }.get(kind, f"it has no method for {kind} heads")
     no_method = f"it has no Medusa or Hydra method; {_DRAFT}"
-    return [
-        Serving("vLLM", "", f"{gone}; format=vllm_custom_class guesses without heads"),
-        Serving("SGLang", "", no_method),
-        Serving("TensorRT-LLM", "", f"Medusa left with its TensorRT backend in 2026; {_DRAFT}"),
-        Serving("llama.cpp", "", no_method),
-    ]
-
-
-def _without_mtp(info: dict[str, Any]) -> list[Serving]:
-    engines = ("vLLM", "SGLang", "TensorRT-LLM", "llama.cpp")
-    if info.get("variant") != "sequential" or info.get("lm_head") != "shared":
-        other = "it has no place for MTP heads that are parallel or have their own matrix"
-        return [Serving(engine, "", other) for engine in engines]
-    reads, unknown = "format=mtp_standard is what it reads", unknown_mtp(info)
-    return [Serving(engine, "", unknown.get(engine, reads)) for engine in engines]
+    left = f"Medusa left with its TensorRT backend in 2026; {_DRAFT}"
+    gone += "; format=vllm_custom_class guesses without heads"
+    notes = (gone, no_method, left, no_method)
+    return [Serving(engine, "", note) for engine, note in zip(_ENGINES, notes, strict=True)]
 
 
 def unknown_mtp(info: dict[str, Any]) -> dict[str, str]:

@@ -7,20 +7,50 @@ read the entry.
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from specheads.config import ConfigError
-from specheads.formats import Job, medusa, mtp_standard, serving, vllm
-from specheads.formats.serving import Serving
+import huggingface_hub
+import numpy as np
+import torch
+from huggingface_hub.errors import LocalTokenNotFoundError
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from specheads.attention.tree import Tree
+from specheads.config import ConfigError, ExportConfig, RunError
+from specheads.data.chat import Encoder
+from specheads.data.schema import Record
+from specheads.formats import medusa, mtp_standard, serving
+from specheads.formats.serving import Job, Serving
+from specheads.losses.cross_entropy import IGNORE
 from specheads.models import mtp_hf
-from specheads.models.base import load_base_model, load_config, load_tokenizer
-from specheads.models.checkpoint import KINDS, load_export, save_plain_model
+from specheads.models.adapters import merge_adapter
+from specheads.models.base import load_base_model, load_config, load_tokenizer, torch_dtype
+from specheads.models.checkpoint import (
+    KINDS,
+    load_export,
+    load_heads,
+    read_config,
+    save_export,
+    save_hf,
+    save_plain_model,
+)
+from specheads.models.compress import low_rank_heads, pruned_heads, relative_errors
 from specheads.models.draft import save_draft
+from specheads.models.heads import MedusaHeads
+from specheads.models.kinds import Heads
+from specheads.models.manifest import first_line, write_json
 from specheads.models.mtp import MtpHeads
+from specheads.models.names import is_hub_error
+from specheads.system.files import whole_folder
+from specheads.system.hardware import pick_device
 
 HEADS = tuple(KINDS)
 
@@ -139,6 +169,18 @@ def _serve_hf(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
     return [own, *serving.without_heads(info)]
 
 
+def _write_custom_class(job: Job) -> list[str]:
+    """Write what vLLM needs to guess from the text; an original base that is unchanged is not."""
+    notes = ["vLLM guesses from the text with it: the heads are not in it"]
+    with whole_folder(job.output) as folder:
+        if job.info["base"]["tuned"]:
+            export = load_export(job.checkpoint, device="cpu")
+            save_hf(folder, export.base, export.tokenizer, job.dtype)
+            notes.append("the tuned base model lies beside the settings")
+        write_json(folder / "speculative_config.json", serving.proposer_settings())
+    return notes
+
+
 # what to do with an export of a kind that a format has no place for
 _INSTEAD = {
     "hydra": "hydra, heads which read the tokens drafted before their own",
@@ -159,7 +201,7 @@ FORMATS = {
         kinds=HEADS,
         holds="the base alone, adapter merged",
         write=_write_plain,
-        serve=lambda place, base, info: vllm.text_copies(place),
+        serve=lambda place, base, info: serving.text_copies(place),
         card="The base model{base} as {kind} heads were trained with it, without them: an ordinary"
         " model folder.",
         title="The base model",
@@ -219,11 +261,207 @@ FORMATS = {
     "vllm_custom_class": Format(
         kinds=HEADS,
         holds="settings of text copies; a tuned base",
-        write=vllm.write,
-        serve=vllm.serve,
+        write=_write_custom_class,
+        serve=serving.custom_class,
         card="Settings with which vLLM guesses from the text, for the base model{base}. The {kind}"
         " heads that it was exported with are not used.",
         title="Settings of text copies for the base model",
         inside="",
     ),
 }
+
+_PROMPTS = ("prompts.jsonl", "calibration.jsonl")  # what bench and tree_search read of an export
+
+
+def write_native(config: ExportConfig, records: list[Record]) -> None:
+    """Write an export of ours again, with smaller heads where they are asked for.
+
+    Args:
+        config: what to write, and how.
+        records: those in whose answers tokens are counted, of pruned heads.
+
+    Raises:
+        ConfigError: if the heads or the adapter are not there, or do not become smaller.
+        RunError: if the disk is full.
+    """
+    checkpoint, output = config.checkpoint, Path(config.output)
+    info = read_config(checkpoint)
+    number = "rank" if config.lm_head == "low_rank" else "num_kept"
+    asked = f"lm_head={config.lm_head} {number}={getattr(config, number)}"
+    _check_heads(config, info, asked)
+    tokenizer, heads = load_tokenizer(checkpoint), load_heads(checkpoint)
+    smaller, note = _smaller(config, heads, tokenizer, records)
+    if config.lm_head != "keep" and num_bytes(smaller) >= num_bytes(heads):
+        raise ConfigError(
+            f"{asked} makes no smaller heads of {checkpoint}: {size(heads)} before,"
+            f" {size(smaller)} after"
+        )
+    tuned = load_export(checkpoint, device="cpu").base if info["base"]["tuned"] else None
+    if config.merge and tuned is not None:
+        merge_adapter(tuned)
+    training = info.get("training", {}) | ({"compressed": note} if note else {})
+    tree, info = Tree.from_choices(info["tree"]["choices"]), {**info, "training": training}
+    save_export(output, smaller, tokenizer, tree, info, tuned_base=tuned, dtype=config.dtype)
+    for name in _PROMPTS:
+        if (Path(checkpoint) / name).is_file():
+            shutil.copyfile(Path(checkpoint) / name, output / name)
+    print(f"heads: {size(heads)} before, {size(smaller, config.dtype)} now")
+    print(
+        f"wrote {output}, with the tree of {checkpoint} and none of its measurements; find"
+        f" its own: python -m specheads.tree_search checkpoint={output}"
+    )
+
+
+def _check_heads(config: ExportConfig, info: dict[str, Any], asked: str) -> None:
+    """Refuse what cannot be done to the heads, from config.json alone."""
+    checkpoint, kept, kind = config.checkpoint, config.num_kept, info["kind"]
+    if config.merge and not info["base"].get("adapter"):
+        raise ConfigError(f"merge=true, but {checkpoint} has no separate adapter")
+    if config.lm_head != "keep" and not KINDS[kind].compressible:
+        raise ConfigError(f"{asked} is not for {kind.upper()} heads, which {checkpoint} has")
+    if config.lm_head != "pruned":
+        return
+    if kept > info["vocab_size"]:
+        raise ConfigError(
+            f"num_kept is {kept}, the vocabulary of {checkpoint} has {info['vocab_size']} tokens"
+        )
+    deepest = max((rank for path in info["tree"]["choices"] for rank in path), default=-1)
+    if kept <= deepest:
+        raise ConfigError(
+            f"num_kept is {kept}, but the tree of {checkpoint} takes the {deepest + 1} best"
+            " guesses of a head"
+        )
+
+
+def _smaller(
+    config: ExportConfig, heads: Heads, tokenizer: PreTrainedTokenizerBase, records: list[Record]
+) -> tuple[Heads, dict[str, Any]]:
+    """Return the heads that are asked for, and what the new export says about how they came."""
+    if config.lm_head == "keep":
+        return heads, {}
+    own = cast(MedusaHeads, heads)  # the compressible ones
+    try:
+        if config.lm_head == "pruned":
+            kept, coverage = _most_frequent(config, own, tokenizer, records)
+            return pruned_heads(own, kept), {"num_kept": config.num_kept, **coverage}
+        smaller = low_rank_heads(own.to(pick_device(config.device)), config.rank)
+        errors = relative_errors(own, smaller)
+    except ValueError as error:
+        raise ConfigError(f"{config.checkpoint}: {error}") from None
+    for i, relative in enumerate(errors):
+        print(f"head {i}: relative error of its output matrix {relative:.4f}")
+    return smaller, {"rank": config.rank, "relative_errors": errors}
+
+
+def _most_frequent(
+    config: ExportConfig,
+    heads: MedusaHeads,
+    tokenizer: PreTrainedTokenizerBase,
+    records: list[Record],
+) -> tuple[Tensor, dict[str, Any]]:
+    """Return the tokens to keep, and how much of the counted answers they are; prints that."""
+    encode = Encoder(tokenizer)
+    documents = [encode(record) for record in tqdm(records, unit="record", disable=None)]
+    learned = np.concatenate([document.labels for document in documents])
+    learned = learned[learned != IGNORE]
+    if not len(learned):
+        raise ConfigError(f"counted={config.counted}: its records hold no answers")
+    counts = np.bincount(learned, minlength=heads.vocab_size)
+    kept = torch.from_numpy(np.argsort(-counts, kind="stable")[: config.num_kept])  # ties by id
+    share, seen = float(np.isin(learned, kept.numpy()).mean()), len(np.unique(learned))
+    print(
+        f"the {len(kept):,} kept tokens are {share:.2%} of the {len(learned):,} answer tokens of"
+        f" {config.counted}"
+    )
+    if seen < len(kept):
+        print(f"only {seen:,} different tokens occur there; the others are kept by their number")
+    return kept, {"counted_tokens": len(learned), "counted_share": share}
+
+
+def num_bytes(heads: Heads, dtype: str | None = None) -> int:
+    """Return the size of all tensors of ``heads``, as they are or in ``dtype``."""
+    tensors = heads.state_dict().values()
+    dtypes = (torch_dtype(dtype) if dtype and t.is_floating_point() else t.dtype for t in tensors)
+    return sum(t.numel() * each.itemsize for t, each in zip(tensors, dtypes, strict=True))
+
+
+def size(heads: Heads, dtype: str | None = None) -> str:
+    """Return how many parameters ``heads`` have and what they take, in words."""
+    parameters = sum(parameter.numel() for parameter in heads.parameters())
+    return f"{parameters:,} parameters in {num_bytes(heads, dtype) / 1e6:,.2f} MB"
+
+
+_NAME = re.compile(r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?/[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?")
+_LONGEST = 96  # characters of a name, as the hub limits it
+_REFUSED = {
+    401: "the hub does not accept the token: set HF_TOKEN, or run `hf auth login`",
+    403: "the token may not write there: it needs the write permission for that organisation",
+}
+
+
+def check_push(push: str) -> None:
+    """Check the name, and that the hub knows who is asking, before anything is written.
+
+    Args:
+        push: ``organisation/name``.
+
+    Raises:
+        ConfigError: one line, if the name is none, nobody is logged in, the login is refused, or
+            the hub cannot be reached.
+    """
+    if not _NAME.fullmatch(push) or len(push) > _LONGEST or "--" in push or ".." in push:
+        raise ConfigError(f"push is {push!r:.120}, expected organisation/name, as the hub has it")
+    if push.endswith(".git"):
+        raise ConfigError(f"push is {push!r}: a repository's name must not end with .git")
+    try:
+        huggingface_hub.HfApi().whoami()
+    except Exception as error:
+        raise ConfigError(f"push={push}: {_reason(error)}") from None
+
+
+def upload(folder: str | Path, push: str, *, private: bool = False) -> str:
+    """Make the repository if there is none, and upload a folder in one commit.
+
+    Args:
+        folder: whole; it stays as it is.
+        push: ``organisation/name``.
+        private: of a repository that is made; one that is there stays as it is.
+
+    Returns:
+        Where it can be seen.
+
+    Raises:
+        RunError: one line, if the hub refuses or cannot be reached.
+    """
+    hub = huggingface_hub.HfApi()
+    try:
+        hub.create_repo(push, private=private, repo_type="model", exist_ok=True)
+        hub.upload_folder(
+            repo_id=push,
+            folder_path=str(folder),
+            repo_type="model",
+            commit_message="Export of specheads",
+            ignore_patterns=[".*", "**/.*"],  # what editors and systems leave behind
+        )
+    except Exception as error:
+        reason = _reason(error)
+        raise RunError(f"{folder} is written, but was not uploaded to {push}: {reason}") from None
+    return f"https://huggingface.co/{push}"
+
+
+def _reason(error: Exception) -> str:
+    """Return what went wrong in one line, without what a server says at length.
+
+    An error that the hub's client does not raise is a mistake of ours, and raised again.
+    """
+    if not is_hub_error(error):
+        raise error
+    if isinstance(error, LocalTokenNotFoundError):
+        return "nobody is logged in: set HF_TOKEN, or run `hf auth login`"
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is not None:
+        return _REFUSED.get(status, f"the hub answered {status}")
+    # by name: which network library lies below the hub's client changes with its version
+    if {"TransportError", "ConnectionError"} & {kind.__name__ for kind in type(error).__mro__}:
+        return "the hub cannot be reached"
+    return first_line(error)

@@ -33,6 +33,7 @@ from specheads.measure.hits import (
     Texts,
     acceptance,
     collect_hits,
+    decoded_gains,
     drafter_gains,
     fit_temperatures,
     grow_nodes,
@@ -42,7 +43,7 @@ from specheads.measure.rows import DRIFT_LIMIT
 from specheads.models.checkpoint import read_config
 from specheads.models.forward import undisturbed
 from specheads.models.kinds import Heads
-from specheads.models.output import OutputLayer
+from specheads.models.output import OutputLayer, output_layer
 
 SIZES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # clocked; those between are interpolated
 _REFINEMENTS = 3  # rounds of clocking around the fastest size
@@ -450,3 +451,42 @@ def describe_expected(
             f" this tree would be slower than without; try fewer nodes (tree.num_nodes)"
         )
     return text
+
+
+def check_expected(
+    base: PreTrainedModel,
+    heads: Heads,
+    tree: Tree,
+    measured_on: Mapping[str, Any],
+    unseen: Texts,
+    *,
+    progress: Callable[[str], Progress],
+) -> dict[str, dict[str, Any]]:
+    """Decode prompts that were not calibrated on, and compare accept lengths with the expected.
+
+    Args:
+        base: base model.
+        heads: its heads.
+        tree: the static tree that was found.
+        measured_on: what :func:`calibrate` found, with the size of grown trees if it looked at any.
+        unseen: the prompts, and how they are continued.
+        progress: from a drafter's name to what shows a bar.
+    """
+    output = output_layer(base)
+    drafters: dict[str, tuple[Drafter, float]] = {
+        "static": (static_drafter(base, heads, output, tree), measured_on["accept_length"])
+    }
+    if grown := measured_on.get("dynamic"):
+        nodes, scales = grown["num_nodes"], grown["temperatures"]
+        growing = dynamic_drafter(base, heads, output, nodes, temperatures=scales)
+        drafters["dynamic"] = growing, grown["accept_length"]
+    result = {}
+    for name, (drafter, expected) in drafters.items():
+        gains = decoded_gains(base, drafter, unseen, heads.num_heads, progress=progress(name))
+        (length,) = gains.lengths()
+        result[name] = {
+            "accept_length": round(length, 4),
+            "accept_length_ci95": [round(bound, 4) for bound in gains.ci95(0)],
+            "relative_to_expected": round(length / expected - 1, 4),
+        }
+    return result

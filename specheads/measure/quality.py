@@ -385,6 +385,9 @@ def format_quality(result: Mapping[str, Any]) -> str:
             " per token; below 0 the rule writes what is likelier, not better",
             f"  {_agreeing(found)}",
         ]
+    if left_out := result["left_out"]:
+        why = ", ".join(f"{number} {reason}" for reason, number in left_out.items())
+        lines.append(f"left out of the records: {why}")
     return "\n".join(lines)
 
 

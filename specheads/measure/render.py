@@ -530,3 +530,30 @@ def _html(part: Part, title: str) -> str:
     items = "".join(f"<li>{escape(item)}</li>" for item in part)
     kind = ' class="warnings"' if title == "Warnings" else ""
     return f"<ul{kind}>{items}</ul>"
+
+
+def suite_remarks(result: Mapping[str, Any], *, alike: bool) -> list[str]:
+    """Return what a reader of a suite's scores has to know, in lines.
+
+    Args:
+        result: what ``spec_bench`` writes.
+        alike: whether all answer files answer the same questions.
+    """
+    others = (result["environment"]["contention"] or {}).get("other_share") or 0.0
+    total, too_long, cut = (result[k] for k in ("num_questions", "too_long", "cut_by_context"))
+    different, rule = result["scores"][-1]["different"], result["settings"]["decode"]["acceptance"]
+    shown = ", ".join(map(str, different[:5])) + (", ..." if len(different) > 5 else "")
+    lines = {
+        f"the machine was busy: others took {others:.0%} of the processors meanwhile": (
+            others > SHARE_LIMIT
+        ),
+        f"left out, longer than the base model's context: {len(too_long)} of {total} questions": (
+            too_long
+        ),
+        f"answers that the context may have cut: {cut}": cut,
+        "the files do not answer the same questions: Spec-Bench's formula compares all of each,"
+        " the corrected columns those in both": not alike,
+        f"answers that differ from plain decoding's: {len(different)} ({shown})": different,
+        f"decode.acceptance={rule} is lossy: other answers": rule != "exact",
+    }
+    return [line for line, due in lines.items() if due]

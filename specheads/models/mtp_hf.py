@@ -38,8 +38,6 @@ from specheads.models.checkpoint import save_as
 from specheads.models.mtp import MtpHeads
 from specheads.system.files import whole_folder
 
-_OURS = ("mtp_heads", "num_mtp_layers", "mtp_layer_types")
-
 
 class LlamaMtpConfig(LlamaConfig):
     """Of a Llama with MTP heads.
@@ -175,19 +173,18 @@ class Qwen3MtpForCausalLM(_WithHeads, Qwen3ForCausalLM):
 
 
 class Ours(NamedTuple):
-    """The classes for one architecture: with MTP heads, and the plain config without."""
+    """The classes for one architecture with MTP heads."""
 
     model: type[PreTrainedModel]
     decoder: type[PreTrainedModel]
     config: type[PreTrainedConfig]
-    plain: type[PreTrainedConfig]
 
 
 # by the type of the plain model
 CLASSES = {
-    "llama": Ours(LlamaMtpForCausalLM, LlamaMtpModel, LlamaMtpConfig, LlamaConfig),
-    "mistral": Ours(MistralMtpForCausalLM, MistralMtpModel, MistralMtpConfig, MistralConfig),
-    "qwen3": Ours(Qwen3MtpForCausalLM, Qwen3MtpModel, Qwen3MtpConfig, Qwen3Config),
+    "llama": Ours(LlamaMtpForCausalLM, LlamaMtpModel, LlamaMtpConfig),
+    "mistral": Ours(MistralMtpForCausalLM, MistralMtpModel, MistralMtpConfig),
+    "qwen3": Ours(Qwen3MtpForCausalLM, Qwen3MtpModel, Qwen3MtpConfig),
 }
 
 for _ours in CLASSES.values():
@@ -217,17 +214,6 @@ def our_config(config: PreTrainedConfig, **ours: Any) -> PreTrainedConfig:
     for key in ("model_type", "architectures", "quantization_config"):
         values.pop(key, None)
     return CLASSES[config.model_type].config(**values, **ours)
-
-
-def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the plain model's config for one of our classes; any other as it is."""
-    for ours in CLASSES.values():
-        if isinstance(config, ours.config):
-            values = config.to_dict()
-            for key in ("model_type", "architectures", *_OURS):
-                values.pop(key, None)
-            return ours.plain(**values)
-    return config
 
 
 def write(

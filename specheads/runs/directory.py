@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -114,6 +114,29 @@ def discard(run_dir: Path, before: Collection[Path]) -> None:
                 shutil.rmtree(path)
             else:
                 path.unlink()
+
+
+@contextlib.contextmanager
+def leaving_nothing(run_dir: Path, made: Path, began: float) -> Iterator[None]:
+    """Remove what is left of a run that comes to nothing, and a directory that stays empty.
+
+    Args:
+        run_dir: the run's directory.
+        made: the directory that Hydra has made.
+        began: time of the start: if ``made`` is younger, it was made for this run.
+    """
+    before = set(run_dir.iterdir()) if run_dir.is_dir() else set()
+    is_new = made.stat().st_ctime >= began
+    try:
+        yield
+    except BaseException:
+        if dist.is_main() and not is_used(run_dir):
+            discard(run_dir, before)
+        raise
+    finally:
+        if is_new and dist.is_main():
+            with contextlib.suppress(OSError):  # it holds something
+                made.rmdir()
 
 
 def check_run_dir(run_dir: Path, resume: str) -> None:

@@ -66,7 +66,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     """Return the elementwise sum of ``values`` over all ranks; every rank must call it."""
     import torch.distributed as group
 
-    if not _group_exists() or world_size() == 1:
+    if not _group_exists():
         return values
     total = values.detach().to(_meeting_place(), copy=True)
     group.all_reduce(total)
@@ -78,7 +78,7 @@ def gather_texts(text: str) -> list[str]:
     import torch
     import torch.distributed as group
 
-    if not _group_exists() or world_size() == 1:
+    if not _group_exists():
         return [text]
     data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
     data = data.to(_meeting_place())
@@ -97,7 +97,7 @@ def barrier() -> None:
     """Wait for all ranks."""
     import torch.distributed as group
 
-    if _group_exists() and world_size() > 1:
+    if _group_exists():
         group.barrier()
 
 
@@ -109,6 +109,5 @@ def shutdown() -> None:
     import torch.distributed as group
 
     if _group_exists():
-        if world_size() > 1:
-            group.barrier()
+        group.barrier()
         group.destroy_process_group()

@@ -50,7 +50,7 @@ def refuse(problems: Mapping[str, object]) -> None:
 
 
 def at_least(settings: object, section: str = "", **bounds: float) -> None:
-    """Raise ConfigError where a field of ``settings`` is below its bound.
+    """Raise ConfigError where a field of ``settings``, or a number in its list, is below its bound.
 
     Args:
         settings: a dataclass of settings.
@@ -59,7 +59,8 @@ def at_least(settings: object, section: str = "", **bounds: float) -> None:
     """
     for name, bound in bounds.items():
         value = getattr(settings, name)
-        check(value >= bound, section + name, value, f"at least {bound}")
+        for each in value if isinstance(value, list) else [value]:
+            check(each >= bound, section + name, each, f"at least {bound}")
 
 
 def positive(settings: object, section: str, *names: str) -> None:

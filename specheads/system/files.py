@@ -19,12 +19,12 @@ from specheads.system.errors import ConfigError, RunError
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
-def _shipped(name: str) -> Path:
-    inside, beside = _PACKAGE / name, _PACKAGE.parent / name
+def _shipped(name: str, beside: str = "") -> Path:
+    inside, outside = _PACKAGE / name, _PACKAGE.parent / (beside or name)
     if inside.is_dir():
         return inside
-    if beside.is_dir() and (_PACKAGE.parent / "pyproject.toml").is_file():
-        return beside
+    if outside.is_dir() and (_PACKAGE.parent / "pyproject.toml").is_file():
+        return outside
     raise FileNotFoundError(f"specheads has lost its {name} folder; reinstall it")
 
 
@@ -41,10 +41,7 @@ def recipes_dir() -> Path:
 def tinycode_dir() -> Path:
     """Return the folder of the embedded base model."""
     # a clone keeps it under data/, which inside the package is the name of a module
-    inside, beside = _PACKAGE / "tinycode", _PACKAGE.parent / "data" / "tinycode"
-    if inside.is_dir() or not beside.is_dir():
-        return inside
-    return beside
+    return _shipped("tinycode", "data/tinycode")
 
 
 def check_folder(key: str, path: str | Path) -> Path:

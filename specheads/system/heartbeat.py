@@ -18,11 +18,12 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 from specheads.system import dist
-from specheads.system.errors import InterruptedRunError, RunError
+from specheads.system.errors import EXIT_FAILED, EXIT_INTERRUPTED, InterruptedRunError, RunError
 
 _GONE, _DONE = "gone", "done"
 _LAUNCHER = {"rank": 0, "text": "or its launcher is gone", "code": 1}
@@ -51,8 +52,7 @@ class _Heart:
         self.interval = min(2.0, timeout / 4)
         self.gone: dict[str, Any] = {}  # rank, text and exit code of the first that is gone
         self.ending = threading.Event()  # this process has its own reason to end
-        everybody = range(dist.world_size())
-        self.watched = [r for r in everybody if r > 0] if dist.is_main() else [0]
+        self.watched = range(1, dist.world_size()) if dist.is_main() else range(1)
         now = time.monotonic()
         self.answered = now  # when the store last did
         self.changed = {rank: (0, now) for rank in self.watched}  # their counts, since when
@@ -63,7 +63,8 @@ class _Heart:
     def announce(self, rank: int, text: str, code: int) -> None:
         """Tell all processes that ``rank`` is gone; of several the first counts."""
         said = json.dumps({"rank": rank, "text": text, "code": code})
-        self.store.compare_set(_GONE, "", said)
+        with contextlib.suppress(RuntimeError, OSError):  # nobody may be left who could be told
+            self.store.compare_set(_GONE, "", said)
 
     def _beat(self) -> None:
         while not self.ending.wait(self.interval):
@@ -115,6 +116,7 @@ class _Heart:
 
     def look(self) -> dict[str, Any]:
         """Find out within some beats who is gone, if anybody is."""
+        # a connection breaks at once, but that its rank was silent shows only after some beats
         deadline = time.monotonic() + 4 * self.interval
         while time.monotonic() < deadline and not self.gone:
             time.sleep(0.05)
@@ -139,8 +141,7 @@ def start(timeout: float) -> None:
 def announce(text: str, code: int) -> None:
     """Tell the other processes that this one is ending, why, and with what exit code."""
     if _heart is not None and not _heart.gone:
-        with contextlib.suppress(RuntimeError, OSError):  # nobody may be left who could be told
-            _heart.announce(dist.rank(), f"stopped: {' '.join(text.split())}", code)
+        _heart.announce(dist.rank(), f"stopped: {' '.join(text.split())}", code)
         _heart.ending.set()
 
 
@@ -152,11 +153,6 @@ def stop() -> None:
         for thread in _heart.threads:
             thread.join(timeout=_GRACE)
         _heart = None
-
-
-def gone() -> bool:
-    """Return whether another process is known to be gone."""
-    return _heart is not None and bool(_heart.gone)
 
 
 def is_collective(error: BaseException) -> bool:
@@ -172,8 +168,7 @@ def explain(error: BaseException) -> RunError:
     if _heart is not None:
         _heart.gone = _heart.look()
         if _heart.gone not in ({}, _LAUNCHER) and dist.is_main():
-            with contextlib.suppress(RuntimeError, OSError):
-                _heart.announce(_heart.gone["rank"], _heart.gone["text"], 1)
+            _heart.announce(_heart.gone["rank"], _heart.gone["text"], 1)
         _heart.ending.set()
         if _heart.gone:
             return RunError(_heart.sentence())
@@ -196,6 +191,36 @@ def wait_for_main() -> None:
     while not _heart.store.check([_DONE]):
         if _heart.gone:
             _heart.ending.set()
-            interrupted = _heart.gone["code"] == 75
+            interrupted = _heart.gone["code"] == EXIT_INTERRUPTED
             raise (InterruptedRunError if interrupted else RunError)(_heart.sentence())
         time.sleep(min(0.5, _heart.interval))
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Leave the block together with the other ranks, or tell them that this one cannot go on.
+
+    Raises:
+        RunError: if another rank is gone.
+    """
+    try:
+        yield
+        wait_for_main()
+    except BaseException as error:
+        code = getattr(error, "exit_code", None)
+        if code is None and dist.world_size() > 1 and is_collective(error):
+            raise explain(error) from error
+        if getattr(error, "on_every_rank", False) and not (_heart and _heart.gone):
+            _leave()
+        elif isinstance(error, KeyboardInterrupt):
+            announce(str(error), EXIT_INTERRUPTED)
+        else:
+            text = str(error) if code else f"{type(error).__name__}: {error}"
+            announce(text, code or EXIT_FAILED)
+        raise
+    _leave()
+
+
+def _leave() -> None:
+    stop()
+    dist.shutdown()

@@ -40,7 +40,11 @@ def read_launcher(environment: MutableMapping[str, str] = os.environ) -> None:
     Raises:
         ConfigError: if the variables contradict each other, or some are missing.
     """
-    if started_by_srun(environment):
+    # SLURM_STEP_NUM_TASKS is set in the steps that srun starts, not in a batch script, whose
+    # SLURM_PROCID is 0 and whose SLURM_NTASKS is that of the job
+    tasks = environment.get("SLURM_STEP_NUM_TASKS", "")
+    by_srun = "WORLD_SIZE" not in environment and "SLURM_PROCID" in environment
+    if by_srun and tasks.isdigit() and int(tasks) > 1:
         environment.update(of_srun(environment))
     check_launcher(environment)
 
@@ -54,18 +58,6 @@ def take_local_rank(arguments: list[str]) -> list[str]:
     for match in filter(None, found.values()):
         os.environ["LOCAL_RANK"] = match[1]
     return [argument for argument in arguments if not found[argument]]
-
-
-def started_by_srun(environment: Mapping[str, str]) -> bool:
-    """Return whether srun started this process as one of several, and no launcher below it.
-
-    ``SLURM_STEP_NUM_TASKS`` is set in the steps that srun starts, not in a batch script, whose
-    ``SLURM_PROCID`` is 0 and whose ``SLURM_NTASKS`` is that of the job.
-    """
-    if "WORLD_SIZE" in environment or "SLURM_PROCID" not in environment:
-        return False
-    tasks = environment.get("SLURM_STEP_NUM_TASKS", "")
-    return tasks.isdigit() and int(tasks) > 1
 
 
 def of_srun(environment: Mapping[str, str]) -> dict[str, str]:
@@ -85,9 +77,10 @@ def of_srun(environment: Mapping[str, str]) -> dict[str, str]:
         raise ConfigError(f"srun started this process without {missing[0]}; use torchrun instead")
     job = environment.get("SLURM_JOB_ID", "0")
     step = environment.get("SLURM_STEP_ID", "0")
+    # jobs are 7 ports apart, so that the first steps of neighbouring jobs do not share one
     number = int(job) * 7 + int(step) if job.isdigit() and step.isdigit() else 0
     # with --gpus-per-task=1 a process sees its own one, which is number 0 to it
-    own = re.fullmatch(r"[^,]+", environment.get("CUDA_VISIBLE_DEVICES", "")) is not None
+    own = re.fullmatch(r"[^,]+", environment.get("CUDA_VISIBLE_DEVICES", ""))
     return {
         "RANK": environment["SLURM_PROCID"],
         "LOCAL_RANK": "0" if own else environment["SLURM_LOCALID"],

@@ -156,10 +156,9 @@ class StatusLine:
         """Write ``text`` there, cut to the row."""
         if before := self._rows:
             self._measure()
-            if self._rows != before and self._rows:
-                self._write(self._region())
+            region = self._region() if self._rows not in (before, 0) else ""
             line = text[: max(0, self._columns - 1)]
-            self._write(f"\x1b7\x1b[{self._rows};1H\x1b[2K{line}\x1b8")
+            self._write(f"{region}\x1b7\x1b[{self._rows};1H\x1b[2K{line}\x1b8")
 
     def __exit__(self, *error: object) -> None:
         """Give the row back, empty."""
@@ -280,14 +279,13 @@ def ctrl_c() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         pressed.append(number)
 
-    try:
+    before = None
+    with contextlib.suppress(ValueError):  # not the main thread: whoever runs it has the signals
         before = signal.signal(signal.SIGINT, handle)
-    except ValueError:  # not the main thread: whoever runs it there takes care of signals
+    try:
         yield pressed
-    else:
-        try:
-            yield pressed
-        finally:
+    finally:
+        if before is not None:
             signal.signal(signal.SIGINT, before)
 
 

@@ -19,6 +19,7 @@ import pytest
 
 from specheads import chat
 from specheads.config import ChatConfig, ConfigError, GenerateConfig
+from specheads.decoding.conversation import HELP, Chat, Turn
 from specheads.generate import run as generate
 
 ROOT = Path(__file__).parents[2]
@@ -29,19 +30,21 @@ ESCAPE = re.compile(r"\x1b7.*?\x1b8|\x1b\[[0-9;?]*[a-zA-Z]")
 CHILD = """
 import time
 from specheads import chat
+from specheads.decoding.conversation import PLAIN_KEY, Chat
 
-turns, step = [0], chat._Step.__call__
+turns, step = [0], Chat.on_step
 
-def waits(self, tokens):
-    turns[0] += not self.num_tokens
-    if self.num_steps == 2 and turns[0] in (2, 5):  # the fourth is plain decoding of the third
+def waits(self, turn, tokens):
+    num_steps = len(turn.accept_lengths)
+    turns[0] += not num_steps
+    if num_steps == 3 and turns[0] in (2, 5):  # the fourth is plain decoding of the third
         self.status.show(f"[waiting {turns[0]}]")
-        while not (chat.PLAIN_KEY in self.typed if turns[0] == 2 else self.pressed):
+        while not (PLAIN_KEY in self.typed if turns[0] == 2 else self.pressed):
             time.sleep(0.01)
             self.typed += self.keys()
-    step(self, tokens)
+    step(self, turn, tokens)
 
-chat._Step.__call__ = waits
+Chat.on_step = waits
 chat.main()
 """
 
@@ -209,7 +212,7 @@ def test_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         "unknown command /temprature; did you mean /temperature?",
         "/temperature needs a number, got 'hot'",
         "temperature must be at least 0, got -1.0",
-        chat.HELP,
+        HELP,
         "a new conversation, with this system message",
     ):
         assert note in err, note
@@ -269,16 +272,16 @@ def test_ctrl_c_ends_the_turn_and_not_the_talk(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prevents the wish to stop an answer from costing the whole conversation."""
-    step, presses = chat._Step.__call__, [1, 2]
+    step, presses = Chat.on_step, [1, 2]
 
-    def pressed(self: chat._Step, tokens: list[int]) -> None:
-        if self.num_steps == 1 and presses:
+    def pressed(self: Chat, turn: Turn, tokens: list[int]) -> None:
+        if len(turn.accept_lengths) == 2 and presses:
             for _ in range(presses.pop(0)):
                 signal.raise_signal(signal.SIGINT)
-        step(self, tokens)
+        step(self, turn, tokens)
 
     before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(chat._Step, "__call__", pressed)
+    monkeypatch.setattr(Chat, "on_step", pressed)
     out, err = talk(capsys, "def f(x):", "twice", "class A:", max_new_tokens=40)
     assert err.count("; stopped") == 1
     assert "given up in the middle of a pass" in err

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.generation.candidate_generator import MTPCandidateGenerator
@@ -142,35 +142,6 @@ def info(model: Any, num_heads: int) -> dict[str, Any]:
     return {"kind": "mtp", "num_heads": num_heads, "block": {"model_type": kind}, "base": about}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_reading_gives_the_heads_that_were_written(
-    case: str, tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    """Experts lie apart on disk and in one tensor in memory: put together in another order?"""
-    name, changes, num_heads, first = CASES[case]
-    base, heads = made(name, num_heads, hidden_first=first, **changes)
-    mtp_standard.write(tmp_path / "model", base, heads, byte_tokenizer)
-    found = mtp_standard.read(tmp_path / "model")
-    assert found.num_heads == num_heads and found.variant == "sequential"
-    assert not found.hidden_first
-    for key, tensor in heads.state_dict().items():
-        if first and key.endswith("eh_proj.weight"):
-            hidden, embedding = tensor.chunk(2, dim=1)
-            tensor = torch.cat([embedding, hidden], dim=1)
-        assert torch.equal(found.state_dict()[key], tensor), key
-    ids, positions = torch.arange(FEW)[None], torch.arange(FEW)[None]
-    hidden, embed = torch.randn(1, FEW, 32), base.get_input_embeddings()
-    torch.testing.assert_close(
-        found.contextual(hidden, positions, ids, embed),
-        heads.contextual(hidden, positions, ids, embed),
-    )
-    # an order that others have written is kept
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    config["mtp_hidden_states_first"] = True
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    assert mtp_standard.read(tmp_path / "model").hidden_first
-
-
 def test_the_files_are_those_of_transformers(
     tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -222,32 +193,6 @@ def test_what_the_standard_cannot_hold_is_refused(
         with pytest.raises(ConfigError, match=message) as refused:
             mtp_standard.write(tmp_path / "model", model, found, byte_tokenizer)
         assert "\n" not in str(refused.value) and not (tmp_path / "model").exists()
-
-
-def test_damaged_folders_are_refused(
-    tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    """Heads with one tensor left at random guess worse, which looks like bad training."""
-    base, heads = made("llama", 1)
-    folder = tmp_path / "model"
-    mtp_standard.write(folder, base, heads, byte_tokenizer)
-    tensors = load_file(folder / "model.safetensors")
-    name = "model.layers.2.enorm.weight"
-
-    def refused(message: str) -> None:
-        with pytest.raises(ConfigError, match=message) as error:
-            mtp_standard.read(folder)
-        assert "\n" not in str(error.value)
-
-    save_file(tensors | {name: torch.ones(7)}, folder / "model.safetensors", {"format": "pt"})
-    refused("its MTP layers cannot be read: they have other shapes than its config asks for")
-    del tensors[name]
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    refused("weights are missing .*layers.0.enorm.weight")
-    base.save_pretrained(folder)
-    refused("holds no MTP layers: num_mtp_layers is None")
-    folder = tmp_path / "gone"
-    refused("gone is no model folder")
 
 
 def write_export(path: Path, model: Path, heads: MtpHeads | MedusaHeads) -> Path:

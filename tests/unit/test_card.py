@@ -15,7 +15,7 @@ import yaml
 
 from specheads.attention.tree import Tree
 from specheads.config import ConfigError
-from specheads.formats import card, push
+from specheads.formats import card
 from specheads.formats.card import UNKNOWN, Licence, licence_of
 from specheads.models.checkpoint import load_export, read_config, set_tree
 
@@ -351,7 +351,7 @@ def test_finishing_writes_says_and_uploads(
     """An upload without the card that was just written would be an earlier one, or bare."""
     folder = tmp_path / "heads"
     folder.mkdir()
-    push.finish(folder, "native", info())
+    card.finish(folder, "native", info())
     assert "uploaded" not in capsys.readouterr().out
     (folder / card.CARD).unlink()
     sent = []
@@ -360,8 +360,8 @@ def test_finishing_writes_says_and_uploads(
         sent.append((name, private, (path / card.CARD).read_text()))
         return "https://hub/me/heads"
 
-    monkeypatch.setattr(push, "upload", upload)
-    push.finish(folder, "native", info(), push="me/heads", private=True)
+    monkeypatch.setattr(card, "upload", upload)
+    card.finish(folder, "native", info(), push="me/heads", private=True)
     out = capsys.readouterr().out
     assert f"specheads generate checkpoint={folder} prompt=" in out
     assert (

@@ -106,7 +106,7 @@ def test_a_turn_that_is_stopped_stays(talks: Conversation) -> None:
     """Prevents a cache that holds guesses nobody accepted, or an answer that nobody saw."""
     seen: list[int] = []
 
-    def stop(tokens: list[int]) -> None:
+    def stop(turn: Turn, tokens: list[int]) -> None:
         seen.extend(tokens)
         if len(seen) > 5:
             raise StopTurnError
@@ -126,7 +126,7 @@ def test_a_turn_that_breaks_leaves_no_trace(talks: Conversation) -> None:
     talks.ask(QUESTIONS[0])
     before = list(talks.messages)
 
-    def fails(tokens: list[int]) -> None:
+    def fails(turn: Turn, tokens: list[int]) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

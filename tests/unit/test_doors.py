@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import specheads
-from specheads import _moved
+from specheads import registration
 
 ROOT = Path(__file__).parents[2]
 # what README, docs and scripts/launch of version 0.1 import, and where it is now
@@ -105,7 +105,7 @@ def test_old_names_give_the_very_same_objects(old: str, monkeypatch: pytest.Monk
 
 def test_every_moved_module_is_tried() -> None:
     """A line of the table that leads nowhere is an ImportError of a module nobody asked for."""
-    assert {old.rpartition(".")[0] for old in OLD_NAMES} == set(_moved._MOVED)
+    assert {old.rpartition(".")[0] for old in OLD_NAMES} == set(registration._MOVED)
 
 
 @pytest.mark.parametrize("name", KEPT_NAMES)
@@ -135,4 +135,5 @@ def test_programs_keep_their_names(program: str, line: str) -> None:
     assert "Warning" not in done.stderr and "Traceback" not in done.stderr
     assert re.search(line, done.stdout + done.stderr, re.DOTALL)
     found = importlib.import_module(program)
-    assert found is importlib.import_module(_moved._PROGRAMS[program]) and callable(found.main)
+    assert found is importlib.import_module(registration._PROGRAMS[program])
+    assert callable(found.main)

@@ -21,7 +21,7 @@ COMMANDS = {
 # Lowest first. A part, which is a folder or a module at the root, imports its own layer and the
 # layers before it.
 LAYERS = [
-    {"_moved", "registration"},
+    {"registration"},
     {"system"},
     {"attention", "losses"},
     {"config", "verification"},

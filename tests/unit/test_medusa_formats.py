@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from specheads.config import AdapterConfig, ConfigError, ExportConfig
-from specheads.formats import push
+from specheads.formats import card, write
 from specheads.formats.medusa import write_heads
 from specheads.models.adapters import adapter_parameters, add_adapter, merge_adapter
 from specheads.models.base import load_base_model
@@ -298,9 +298,9 @@ def test_a_folder_that_cannot_be_uploaded_is_not_written(
             made(natives["own"], tmp_path / "made", push="nobody", **settings)
         assert not (tmp_path / "made").exists()
     sent: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(push, "check", lambda name: None)
+    monkeypatch.setattr(write, "check_push", lambda name: None)
     monkeypatch.setattr(
-        push, "upload", lambda folder, name, *, private: sent.append((folder, name, private))
+        card, "upload", lambda folder, name, *, private: sent.append((folder, name, private))
     )
     folder = made(natives["own"], tmp_path / "made", push="org/name", private=True)
     assert sent == [(folder, "org/name", True)] and load_export(folder).heads.num_heads == HEADS

@@ -13,7 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 
 from specheads.config import ConfigError, RunError
-from specheads.formats import push
+from specheads.formats import write
 
 CLIENT = huggingface_hub.HfApi  # the real one, for the names of its arguments
 
@@ -80,7 +80,7 @@ def test_names_that_the_hub_refuses_are_found_before_anything_is_asked(
     """A wrong name would be found out after hours of writing."""
     hub = use_hub(Hub())
     with pytest.raises(ConfigError, match=r"^push is '"):
-        push.check(name)
+        write.check_push(name)
     assert not hub.calls
 
 
@@ -100,11 +100,11 @@ def test_refusals_are_one_line(error: Exception, said: str, use_hub: Any, tmp_pa
     """A traceback of a network library hides that the folder is written, and what to do."""
     use_hub(Hub("whoami", error))
     with pytest.raises(ConfigError, match=said) as found:
-        push.check("org/name")
+        write.check_push("org/name")
     assert "\n" not in str(found.value) and "secret" not in str(found.value)
     use_hub(Hub("upload_folder", error))
     with pytest.raises(RunError, match=said) as failed:
-        push.upload(tmp_path, "org/name")
+        write.upload(tmp_path, "org/name")
     assert str(failed.value).startswith(f"{tmp_path} is written, but was not uploaded to org/name:")
     assert "\n" not in str(failed.value) and "secret" not in str(failed.value)
 
@@ -113,18 +113,18 @@ def test_errors_of_our_own_are_not_hidden(use_hub: Any, tmp_path: Path) -> None:
     """A mistake in this program that reads like a refusal of the hub would never be found."""
     use_hub(Hub("whoami", AttributeError("ours")))
     with pytest.raises(AttributeError):
-        push.check("org/name")
+        write.check_push("org/name")
     use_hub(Hub("create_repo", AttributeError("ours")))
     with pytest.raises(AttributeError):
-        push.upload(tmp_path, "org/name")
+        write.upload(tmp_path, "org/name")
 
 
 @pytest.mark.parametrize("private", [False, True])
 def test_what_is_asked_of_the_hub(private: bool, use_hub: Any, tmp_path: Path) -> None:
     """A private repository that is made public cannot be taken back, nor can a token in a call."""
     hub = use_hub(Hub())
-    push.check("org/name")
-    where = push.upload(tmp_path, "org/name", private=private)
+    write.check_push("org/name")
+    where = write.upload(tmp_path, "org/name", private=private)
     assert where == "https://huggingface.co/org/name"
     names = [name for name, _ in hub.calls]
     assert names == ["whoami", "create_repo", "upload_folder"]

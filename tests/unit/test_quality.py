@@ -209,7 +209,7 @@ def test_the_table_names_what_was_not_measured() -> None:
     read = summarise([{"num_tokens": 3.0, "loss": 2.0}])
     result = {
         "heldout": read, "texts": None, "lossy": None, "original": None, "rule": "exact",
-        "why_no_original": "the base was not tuned",
+        "why_no_original": "the base was not tuned", "left_out": {},
     }  # fmt: skip
     text = format_quality(result)
     assert "the base was not tuned" in text and f"{math.exp(2 / 3):.4f}" in text

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from specheads.formats import vllm
+from specheads.formats import serving
 from specheads.formats.serving import Serving, lines, taken_for
 from specheads.formats.write import FORMATS, commands
 
@@ -253,5 +253,5 @@ def test_the_page_names_the_versions_that_were_checked() -> None:
         for each in commands(form, "FOLDER", info):
             if each.engine not in ("specheads", "FasterDecoding/Medusa"):
                 assert any(line.startswith(f"| {each.engine} | {each.checked} |") for line in table)
-    for name in vllm.CLASSES:
+    for name in serving.PROPOSERS:
         assert f"| `{name}` |" in page

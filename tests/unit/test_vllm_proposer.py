@@ -20,15 +20,15 @@ import pytest
 import torch
 from transformers import AutoConfig, LlamaForCausalLM
 
-from specheads.formats import vllm
+from specheads.formats import serving
 from specheads.models import mtp_hf
 from specheads.registration import register
 from specheads.vllm_proposer import (
     SPARED,
     LookaheadPoolProposer,
     NgramProposer,
+    Proposer,
     SuffixProposer,
-    Texts,
 )
 
 PROPOSERS = [NgramProposer, SuffixProposer, LookaheadPoolProposer]
@@ -317,30 +317,41 @@ def test_the_pool_forgets() -> None:
     assert propose(proposer, [5001, 3]) == [[]]
 
 
+class Reader(Proposer[list[int]]):
+    """Keeps texts, and counts those that it has to read from their beginning."""
+
+    begun = 0
+
+    def _begin(self) -> list[int]:
+        self.begun += 1
+        return []
+
+    def _extend(self, state: list[int], new: list[int]) -> None:
+        state += new
+
+    def _guess(self, state: list[int], limit: int) -> list[int]:
+        return list(state)
+
+
 def test_texts_of_ended_requests_are_let_go() -> None:
     """A state per request that ever came fills the memory of a server too."""
-    texts: Texts[list[int]] = Texts(list, lambda state, new: state.extend(new))
+    reader = Reader(vllm_config())
     for start in range(100):
-        states = texts.update({0: np.array([start, start + 1])}, 1)
-        assert states == {0: [start, start + 1]}
-    assert len(texts._known) + len(texts._spared) <= 1 + SPARED
+        assert propose(reader, [start, start + 1]) == [[start, start + 1]]
+    assert sum(map(len, reader._known.values())) <= 1 + SPARED
 
 
 def test_a_request_that_waited_is_known_again() -> None:
     """Reading a long prompt anew each time its request comes back would stall the whole batch."""
-    begun = []
-
-    def begin() -> list[int]:
-        begun.append(1)
-        return []
-
-    texts: Texts[list[int]] = Texts(begin, lambda state, new: state.extend(new))
-    one, two = np.arange(50), np.arange(100, 150)
-    texts.update({0: one, 1: two}, 2)
-    texts.update({0: np.append(two, 7)}, 1)  # the first waits, the second moves into its row
-    found = texts.update({0: np.append(one, 8), 1: np.append(two, [7, 9])}, 2)
+    reader, one, two = Reader(vllm_config()), [*range(50)], [*range(100, 150)]
+    propose(reader, one, two)
+    propose(reader, [*two, 7])  # the first waits, the second moves into its row
+    found = propose(reader, [*one, 8], [*two, 7, 9])
     assert found[0][-2:] == [49, 8] and found[1][-3:] == [149, 7, 9]
-    assert len(begun) == 2
+    assert reader.begun == 2
+    same = [*one, 8]
+    propose(reader, same, same)
+    assert propose(reader, [*same, 1], [*same, 2]) == [[*same, 1], [*same, 2]]
 
 
 @pytest.mark.parametrize("kind", PROPOSERS)
@@ -392,10 +403,10 @@ def test_another_call_than_the_known_one_is_refused(kind: type) -> None:
     assert proposer.load_model(object()) is None
 
 
-@pytest.mark.parametrize("name", vllm.CLASSES)
+@pytest.mark.parametrize("name", serving.PROPOSERS)
 def test_the_written_settings_name_classes_that_vllm_can_make(name: str) -> None:
     """The class is imported by the name in the settings: a renamed one fails at the user's."""
-    written = vllm.settings(name)
+    written = serving.proposer_settings(name)
     assert written.keys() == {"method", "model", "num_speculative_tokens"}
     assert written["method"] == "custom_class" and written["num_speculative_tokens"] == 8
     module, _, found = written["model"].rpartition(".")
