@@ -1,9 +1,7 @@
 """An export of a tiny random model with untrained heads, for the programs that load one."""
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,8 +13,8 @@ from specheads.models.base import load_base_model, load_tokenizer
 from specheads.models.checkpoint import save_export
 from specheads.models.heads import MedusaHeads
 from specheads.models.names import base_digest
+from tests import processes
 
-ROOT = Path(__file__).parents[2]
 Program = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -57,20 +55,9 @@ def prompt_file(tmp_path: Path) -> Path:
 def program(tmp_path: Path) -> Program:
     """Return a function that runs ``python -m specheads.<name> <arguments>`` in an empty folder."""
 
-    def run(
-        name: str, *arguments: str, stdin: str | None = None
-    ) -> subprocess.CompletedProcess[str]:
+    def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         folder = tmp_path / "cwd"
         folder.mkdir(exist_ok=True)
-        return subprocess.run(
-            [sys.executable, "-m", f"specheads.{name}", *arguments],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            input=stdin if stdin is not None else "",
-            capture_output=True,
-            text=True,
-            timeout=900,
-            check=False,
-        )
+        return processes.run("-m", f"specheads.{name}", *arguments, cwd=folder)
 
     return run
