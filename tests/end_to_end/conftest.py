@@ -1,6 +1,7 @@
 """An export of a tiny random model with untrained heads, for the programs that load one."""
 
 import json
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -18,16 +19,16 @@ from tests import processes
 Program = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.fixture
-def tiny_export(tiny_model_dir: Path, tmp_path: Path) -> Path:
-    """Return the folder of an export over ``tiny_model_dir``; heads give the base's own logits."""
+@pytest.fixture(scope="session")
+def _made_export(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = load_base_model(str(tiny_model_dir), dtype="float32")
     output = base.get_output_embeddings().weight
     heads = MedusaHeads(3, 1, output.shape[1], output.shape[0])
     with torch.no_grad():
         heads.init_from_output(output)
+    path = tmp_path_factory.mktemp("exports") / "export"
     save_export(
-        tmp_path / "export",
+        path,
         heads,
         base_name=str(tiny_model_dir),
         base_digest=base_digest(str(tiny_model_dir)),
@@ -35,7 +36,13 @@ def tiny_export(tiny_model_dir: Path, tmp_path: Path) -> Path:
         tree=default_tree(3, 6),
         training={"recipe": "none", "steps": 0},
     )
-    return tmp_path / "export"
+    return path
+
+
+@pytest.fixture
+def tiny_export(_made_export: Path, tmp_path: Path) -> Path:
+    """Return the folder of an export over ``tiny_model_dir``; heads give the base's own logits."""
+    return shutil.copytree(_made_export, tmp_path / "export")
 
 
 @pytest.fixture
