@@ -5,13 +5,14 @@ Everything here is offline, seeded, and fast (a tiny model builds in millisecond
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 # before transformers, wandb and datasets are imported anywhere
 os.environ.update(
@@ -23,15 +24,17 @@ os.environ.update(
 )
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from specheads.models.heads import MedusaHeads
-from specheads.models.output import OutputLayer, output_layer
+# torch takes seconds to import, and the process that hands out the tests has no use for it
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from specheads.models.heads import MedusaHeads
+    from specheads.models.output import OutputLayer
 
 # the default run draws the same examples everywhere; `make fuzz` (scripts/fuzz.py) draws at random
 _ANY_SPEED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "database": None}
@@ -73,6 +76,8 @@ def redraw(model: torch.nn.Module, std: float = 0.1, seed: int = 0) -> None:
     Attention is then nearly uniform and logits nearly equal, so that a wrong mask or position
     would change nothing a test can see. Norm weights are drawn around 1.
     """
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, param in model.named_parameters():
@@ -82,6 +87,8 @@ def redraw(model: torch.nn.Module, std: float = 0.1, seed: int = 0) -> None:
 
 def build_tiny_llama(seed: int = 0, std: float = 0.1, **overrides: Any) -> LlamaForCausalLM:
     """Build a random two-layer Llama (hidden 32, 4 heads, 2 KV heads, context 512) in eval mode."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     settings: dict[str, Any] = {
         "vocab_size": TINY_VOCAB_SIZE,
         "hidden_size": 32,
@@ -104,6 +111,9 @@ def build_tiny_llama(seed: int = 0, std: float = 0.1, **overrides: Any) -> Llama
 
 def build_byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
     """Build a tokenizer with one token per byte (ids 0..255) and six special tokens after them."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     alphabet = _byte_alphabet()
     vocab = {char: byte for byte, char in enumerate(alphabet)}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -162,15 +172,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [test for tests in files for test in tests]
 
 
+def pytest_collection_finish() -> None:
+    """Keep what is imported and collected out of every later garbage collection."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> None:
     """Let no fixture that several tests share depend on which of them came first."""
+    import torch
+
     if fixturedef.scope != "function":
         torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> Iterator[None]:
+    import torch
+
     # tiny matrices: more threads only cost, and results must not depend on the machine
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -180,7 +200,18 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
+    import torch
+
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_waiting_for_the_disk() -> Iterator[None]:
+    # what a power cut would take away no test can see, and an export waits for dozens of files
+    patch = pytest.MonkeyPatch()
+    patch.setattr(os, "fsync", lambda handle: None)
+    yield
+    patch.undo()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -204,12 +235,17 @@ def tiny_llama() -> LlamaForCausalLM:
     return build_tiny_llama()
 
 
-Medusa = tuple[LlamaForCausalLM, MedusaHeads, OutputLayer]
+Medusa: TypeAlias = "tuple[LlamaForCausalLM, MedusaHeads, OutputLayer]"
 
 
 @pytest.fixture
 def medusa(tiny_llama: LlamaForCausalLM) -> Medusa:
     """Return a base with three heads that differ from one another and hit now and then."""
+    import torch
+
+    from specheads.models.heads import MedusaHeads
+    from specheads.models.output import output_layer
+
     output = output_layer(tiny_llama)
     heads = MedusaHeads(3, 1, 32, 272)
     with torch.no_grad():
@@ -221,6 +257,8 @@ def medusa(tiny_llama: LlamaForCausalLM) -> Medusa:
 
 def three_prompts() -> list[Tensor]:
     """Return prompts of several lengths."""
+    import torch
+
     return [torch.randint(0, 256, (1, size)) for size in (5, 17, 3)]
 
 
@@ -246,8 +284,7 @@ def make_byte_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a tiny model and its tokenizer, usable as model.name; read only."""
     path = tmp_path_factory.mktemp("models") / "tiny"
-    model: PreTrainedModel = build_tiny_llama()
-    model.save_pretrained(path)
+    build_tiny_llama().save_pretrained(path)
     build_byte_tokenizer().save_pretrained(path)
     return path
 

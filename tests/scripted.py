@@ -72,12 +72,13 @@ class ScriptedDrafter:
         tokens = [0]
         truth = self.truth[row]
         assert isinstance(truth, list)
-        for depth, rank in zip(self.tree.depths[1:], self.tree.ranks[1:], strict=True):
-            i = position + int(depth)
+        depths, ranks = self.tree.depths[1:].tolist(), self.tree.ranks[1:].tolist()
+        hits = (torch.rand(len(depths), generator=self.generator) < self.hit_rate).tolist()
+        for depth, rank, hit in zip(depths, ranks, hits, strict=True):
+            i = position + depth
             right = truth[i] if i < len(truth) else 0
-            hit = bool(torch.rand((), generator=self.generator) < self.hit_rate)
-            good = hit if int(rank) == 0 else (not hit and 0 < self.hit_rate < 1)
-            tokens.append(right if good else (right + 1 + int(rank)) % self.vocab)
+            good = hit if rank == 0 else (not hit and 0 < self.hit_rate < 1)
+            tokens.append(right if good else (right + 1 + rank) % self.vocab)
         return tokens
 
     def observe(self, state: ScriptedState, result: StepResult) -> ScriptedState:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -116,6 +117,7 @@ def swept(overrides: str, number: int) -> str:
     return name if name == told else f"{name}-{number}"
 
 
+@cache
 def register_schemas() -> None:
     """Make known to Hydra what conf/*.yaml name: the dataclasses, and :func:`swept`."""
     from hydra.core.config_store import ConfigStore

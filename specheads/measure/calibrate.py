@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from specheads.attention.tree import Choice, Tree, grow_tree
 from specheads.config import EvaluateConfig, TreeConfig
-from specheads.decoding.costs import CostCurve, best_length, clock_steps, ratios, runner
+from specheads.decoding.costs import CostCurve, clock_steps, ratios, runner
 from specheads.drafters.contract import Drafter
 from specheads.drafters.heads import HeadsDrafter, dynamic_drafter, static_drafter
 from specheads.measure.hits import (
@@ -94,8 +94,8 @@ class Kind:
         All sizes are looked at; of equals it is the smallest.
         """
         curve = CostCurve.through(self.clocked)
-        lengths = enumerate(self.gains.lengths(), start=2)
-        return best_length([length / curve.at(size) for size, length in lengths]) + 1, curve
+        lengths = dict(enumerate(self.gains.lengths(), start=2))
+        return max(lengths, key=lambda size: lengths[size] / curve.at(size)), curve
 
     def worth_clocking(self) -> list[int]:
         """Return the fastest size and those halfway to its neighbours, if any of them is new.

@@ -34,8 +34,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.config import ConfigError
-from specheads.data.readers import LineReader
-from specheads.data.schema import RecordError
+from specheads.data.readers import json_lines
 from specheads.data.suites import Question, QuestionPrompts
 from specheads.decoding.generate import SpecDecoder
 from specheads.measure.clock import now
@@ -206,11 +205,8 @@ def read_details(path: Path) -> dict[int | str, dict[str, Any]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
-    for raw in LineReader(path, 1 << 30).read():
-        row = raw.parse()
-        if isinstance(row.value, RecordError):
-            raise row.value
-        yield row.where, row.value
+    for row in json_lines(path, 1 << 30):
+        yield row.where, row.parse()
 
 
 def _checked(value: object, where: str) -> Answer:

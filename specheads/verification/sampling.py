@@ -146,7 +146,7 @@ def noise_ahead(
         [B, num, V] float32.
     """
     size = min(64, _KEPT_NOISE // vocab_size)
-    if size < 2 * num:
+    if size < 2 * num or 2 * len(starts) > _KEPT_BLOCKS:
         positions = torch.tensor(starts, device=device)[:, None] + torch.arange(num, device=device)
         return gumbel_noise(0, positions, vocab_size, seeds)
     pieces = []
@@ -161,9 +161,10 @@ def noise_ahead(
 
 
 _KEPT_NOISE = 1 << 14  # numbers per block
+_KEPT_BLOCKS = 64  # of two per row, as a text soon reaches the next one
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=_KEPT_BLOCKS)
 def _noise_block(seed: int, block: int, size: int, vocab_size: int, device: torch.device) -> Tensor:
     positions = torch.arange(block * size, (block + 1) * size, device=device)
     return gumbel_noise(seed, positions[None], vocab_size)[0]

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra._internal.hydra import Hydra
 
 # a run that takes a second: no wandb, a given tree instead of a measured one
 SHORT = (
@@ -22,6 +23,8 @@ SHORT = (
 def start(monkeypatch: pytest.MonkeyPatch, *arguments: str, command: str = "train") -> int:
     """Run ``python -m specheads.<command>`` with ``arguments`` and return the exit code."""
     monkeypatch.setattr(sys, "argv", [command, *arguments])
+    # composes everything a first time to read hydra.mode, which nobody sets
+    monkeypatch.setattr(Hydra, "get_mode", lambda *_, **__: None)
     try:
         importlib.import_module(f"specheads.{command}").main()
     except SystemExit as stopped:

@@ -29,7 +29,7 @@ from specheads.decoding.loop import decode, plain_decode
 from specheads.decoding.result import DecodeResult
 from specheads.models import forward
 from specheads.verification.sampling import Sampler
-from tests.end_to_end.conftest import ROOT
+from tests.processes import ROOT
 from tests.scripted import ScriptedDrafter
 from tests.scripts import load_script
 from tests.zoo import CHAIN_MODELS, TREE_MODELS, VOCAB, WINDOW, build

@@ -18,7 +18,7 @@ from specheads.config import BenchConfig, ConfigError
 from specheads.formats import card
 from specheads.measure.render import html_page, markdown_page, sections
 from specheads.models.checkpoint import read_config
-from tests.end_to_end.conftest import ROOT
+from tests.processes import ROOT
 
 PROMPTS = [("body", "def f(x):\n    "), ("edit", "def gcd(a, b):\n"), ("body", "import os\n")]
 

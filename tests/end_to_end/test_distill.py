@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ from specheads.models.base import load_base_model, load_tokenizer
 from specheads.models.draft import load_draft
 from specheads.models.manifest import read_provenance
 from specheads.models.names import base_digest
+from tests import processes
 from tests.conftest import build_byte_tokenizer, build_tiny_llama
 from tests.end_to_end.commands import SHORT, on_files, start
 
@@ -172,8 +170,7 @@ def test_transformers_alone_drafts_with_it(
     """Other programs have the folder and no specheads; what only we can load is no product."""
     run_dir = tmp_path / "run"
     assert train(monkeypatch, "new", tiny_model_dir, tiny_jsonl, given, run_dir) == 0
-    program = tmp_path / "alone.py"
-    program.write_text(
+    program = (
         "import sys, torch\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
         "base, draft = (AutoModelForCausalLM.from_pretrained(p) for p in sys.argv[1:3])\n"
@@ -187,14 +184,8 @@ def test_transformers_alone_drafts_with_it(
         "assert torch.equal(plain, assisted), (plain, assisted)\n"
         "assert not any(name.startswith('specheads') for name in sys.modules)\n"
     )
-    done = subprocess.run(
-        [sys.executable, str(program), str(tiny_model_dir), str(run_dir / "export")],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    folders = (str(tiny_model_dir), str(run_dir / "export"))
+    done = processes.run("-c", program, *folders, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert AutoTokenizer.from_pretrained(run_dir / "export").eos_token_id == 258
     assert AutoModelForCausalLM.from_pretrained(run_dir / "export").dtype == torch.float32

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,53 +17,28 @@ from safetensors.torch import load_file
 
 from specheads.training.checkpoints import checkpoints_of
 from tests.end_to_end.test_distributed import missing
+from tests.processes import Process
 
-ROOT = Path(__file__).resolve().parents[2]
 RECIPE = Path(__file__).with_name("toy_recipe.py")
 
 
-class Started:
-    """A running training command and what it has printed."""
+class Started(Process):
+    """A running training command, which prints its errors among the rest."""
 
-    def __init__(self, command: list[str], toy: str, log: Path) -> None:
-        environment = {
-            **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOY": toy,
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "20",
-        }  # fmt: skip
-        self.log = log
-        with log.open("w") as output:
-            self.process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=output, stderr=output
-            )
-
-    @property
-    def said(self) -> str:
-        """Everything printed so far."""
-        return self.log.read_text()
-
-    def wait_for(self, pattern: str, seconds: float = 600) -> re.Match[str]:
-        """Wait until a line matches."""
-        deadline = time.monotonic() + seconds
-        while not (found := re.search(pattern, self.said, re.MULTILINE)):
-            assert self.process.poll() is None, self.said
-            assert time.monotonic() < deadline, self.said
-            time.sleep(0.05)
-        return found
-
-    def pid(self, rank: int) -> int:
+    def pid_of(self, rank: int) -> int:
         """Return the process id that a rank printed."""
         return int(self.wait_for(rf"loading on rank {rank} of \d: (\d+)")[1])
 
     def end(self, seconds: float = 600) -> int:
         """Wait for the end; return the exit code."""
-        code = self.process.wait(timeout=seconds)
-        assert "Traceback" not in self.said, self.said
+        code = self.wait(seconds)
+        assert "Traceback" not in self.stdout, self.stdout
         return code
 
     @property
     def lines(self) -> list[str]:
         """The lines that are for the user."""
-        return [line for line in self.said.splitlines() if line.startswith("specheads: ")]
+        return [line for line in self.stdout.splitlines() if line.startswith("specheads: ")]
 
 
 Start = Callable[..., Started]
@@ -83,23 +56,24 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def run(run_dir: str, *settings: str, toy: str = "", ranks: int = 1) -> Started:
         launcher = ["-m", "specheads.torchrun", "--standalone", f"--nproc-per-node={ranks}"]
         command = [
-            sys.executable, *(launcher if ranks > 1 else []), "-m", "specheads.train",
+            *(launcher if ranks > 1 else []), "-m", "specheads.train",
             "--config-dir", str(tmp_path / "conf"), "+recipe=toy", "data=jsonl", "data.path=none",
             f"hydra.run.dir={tmp_path / run_dir}", "log.wandb=disabled", "log.every=2",
             "optim.warmup_steps=2", *(["deepspeed=zero2"] if ranks > 1 else []), *settings,
         ]  # fmt: skip
-        started.append(Started(command, toy, tmp_path / f"log-{len(started)}"))
+        settings_of = {"TOY": toy, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "20"}
+        log = tmp_path / f"log-{len(started)}"
+        started.append(Started(*command, env=settings_of, log=log))
         return started[-1]
 
     yield run
     for each in started:
-        for pid in re.findall(r"loading on rank \d of \d: (\d+)", each.said):
+        for pid in re.findall(r"loading on rank \d of \d: (\d+)", each.stdout):
             try:
                 os.kill(int(pid), signal.SIGKILL)
             except ProcessLookupError:
                 continue
-        each.process.kill()
-        each.process.wait()
+        each.kill()
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
@@ -128,7 +102,7 @@ def steps_of(run_dir: Path) -> list[int]:
 def test_a_signal_while_loading_ends_at_once(start: Start, number: signal.Signals) -> None:
     """There is nothing to save: minutes of loading would use up what the scheduler grants."""
     run = start("run", toy="load=9999")
-    os.kill(run.pid(0), number)
+    os.kill(run.pid_of(0), number)
     assert run.end() == 75
     assert [line for line in run.lines if "nothing was lost" in line] == run.lines[-1:]
 
@@ -138,7 +112,7 @@ def test_a_signal_while_measuring_loses_nothing(start: Start, tmp_path: Path) ->
     """The last checkpoint is there: the run goes on with measuring, and exports."""
     run = start("run", "steps=4", toy="measure=9999")
     run.wait_for("^measuring")
-    run.process.send_signal(signal.SIGTERM)
+    run.send_signal(signal.SIGTERM)
     assert run.end() == 75
     assert not (tmp_path / "run" / "toy").exists()
     assert start("run", "steps=4", "resume=auto").end() == 0
@@ -159,7 +133,7 @@ def test_sigterm_to_two_ranks_saves_and_goes_on(
     run = start("run", "steps=30", toy=f"sleep=0.2,{engine}", ranks=2)
     run.wait_for("^step +4/")
     begin = time.monotonic()
-    os.kill(run.process.pid if target == "launcher" else run.pid(1), signal.SIGTERM)
+    os.kill(run.pid if target == "launcher" else run.pid_of(1), signal.SIGTERM)
     assert run.end(30) == 75
     assert time.monotonic() - begin < 20
     assert sum("stopped after step" in line for line in run.lines) == 1
@@ -177,7 +151,7 @@ def test_a_signal_in_an_evaluation_of_two_ranks(start: Start, tmp_path: Path) ->
     settings = ("steps=6", "evaluate.every=4")
     run = start("run", *settings, toy="evaluate=100", ranks=2)
     run.wait_for("^evaluating after 4")
-    run.process.send_signal(signal.SIGTERM)
+    run.send_signal(signal.SIGTERM)
     assert run.end(30) == 75
     assert start("run", *settings, "resume=auto", ranks=2).end() == 0
     assert start("whole", *settings, ranks=2).end() == 0
@@ -207,9 +181,9 @@ def test_a_killed_rank_stops_the_other(start: Start) -> None:
     """What the survivor prints is all that a user has to find the machine with."""
     run = start("run", "steps=1000", "dist_timeout=30", toy="sleep=0.1", ranks=2)
     run.wait_for("^step +4/")
-    os.kill(run.pid(1), signal.SIGKILL)
+    os.kill(run.pid_of(1), signal.SIGKILL)
     assert run.end() == 1
-    assert any("rank 1 was ended by SIGKILL" in line for line in run.lines), run.said
+    assert any("rank 1 was ended by SIGKILL" in line for line in run.lines), run.stdout
 
 
 @pytest.mark.distributed
@@ -218,9 +192,10 @@ def test_a_stopped_rank_stops_the_other(start: Start) -> None:
     """Its connections stay open, so that only the heartbeat knows."""
     run = start("run", "steps=1000", "dist_timeout=5", toy="sleep=0.1", ranks=2)
     run.wait_for("^step +4/")
-    os.kill(run.pid(1), signal.SIGSTOP)
+    os.kill(run.pid_of(1), signal.SIGSTOP)
     assert run.end() == 1  # torchrun then waits for the one that is stopped
-    assert any("rank 0 stops, as rank 1 has not answered for 5 s" in x for x in run.lines), run.said
+    late = "rank 0 stops, as rank 1 has not answered for 5 s"
+    assert any(late in line for line in run.lines), run.stdout
 
 
 @pytest.mark.distributed
@@ -229,8 +204,8 @@ def test_an_evaluation_that_fails_on_one_rank_ends_both(start: Start) -> None:
     """The other one waits for its verdict."""
     settings = ("steps=6", "evaluate.every=2", "dist_timeout=20")
     run = start("run", *settings, toy="broken=1", ranks=2)
-    assert run.process.wait(timeout=600) == 1
-    assert "OSError: the prompts are gone" in run.said
+    assert run.wait() == 1
+    assert "OSError: the prompts are gone" in run.stdout
 
 
 @pytest.mark.distributed

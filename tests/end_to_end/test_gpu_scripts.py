@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from specheads.decoding import accept
+from tests import processes
 from tests.scripts import load_script
 
-ROOT = Path(__file__).parents[2]
 gpu_check = load_script("gpu_check")
 bench_gpu = load_script("bench_gpu")
 
@@ -43,9 +41,7 @@ def test_checks_need_torch_and_transformers_only() -> None:
         "sys.argv[1:] = ['--device', 'cpu', '--only', 'golden', '4 bit']\n"
         "runpy.run_path('scripts/gpu_check.py', run_name='__main__')"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = processes.run("-c", code)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "bitsandbytes is missing" in done.stdout and "1 ok, 0 failed" in done.stdout
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +23,8 @@ from specheads.models.checkpoint import origin, save_export
 from specheads.models.heads import MedusaHeads
 from specheads.models.mtp import MtpHeads, block_config
 from specheads.models.output import output_layer
-from tests import zoo
+from tests import processes, zoo
 
-ROOT = Path(__file__).parents[2]
 FEW = 12  # tokens: so few that some drafts are right by chance
 GLM = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
@@ -213,15 +209,8 @@ def exported(path: Path, model: Path, form: str, **options: Any) -> Path:
 
 
 def in_a_process(folder: Path, code: str) -> dict[str, Any]:
-    """Run ``code`` in a fresh interpreter, which prints JSON; return that."""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    """Run ``code`` in a process without specheads, which prints JSON; return that."""
+    done = processes.run("-c", code, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "UNEXPECTED" not in done.stdout + done.stderr, "a report of unknown tensors"
     found = json.loads(done.stdout.splitlines()[-1])

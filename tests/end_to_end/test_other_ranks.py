@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from specheads.training.checkpoints import checkpoints_of
-from tests.end_to_end.test_distributed import missing, on_two_ranks, start
+from tests import processes
+from tests.end_to_end.test_distributed import missing, on_two_ranks
 from tests.end_to_end.two_ranks import write_base
 
 SCRIPT = str(Path(__file__).with_name("other_ranks.py"))
@@ -20,7 +20,8 @@ STAGES = (0, 1, 2, 3)
 
 def on_one(*arguments: str) -> None:
     """Run the script in one process."""
-    start([sys.executable, SCRIPT, *arguments])
+    done = processes.run(SCRIPT, *arguments)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """The wheel carries settings, recipes and the embedded model, and works away from the clone."""
 
 import json
-import os
 import subprocess
 import sys
 import zipfile
@@ -9,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests import processes
+from tests.processes import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -31,20 +31,14 @@ def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Install the wheel alone into an empty folder."""
     target = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    command.append("--no-compile")
     subprocess.run([*command, "--target", str(target), str(wheel)], check=True)
     return target
 
 
 def run(site: Path, folder: Path, *arguments: str) -> str:
     """Run Python in ``folder`` with the installed wheel before everything else; return stdout."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(site)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = processes.run(*arguments, cwd=folder, env={"PYTHONPATH": str(site)})
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 

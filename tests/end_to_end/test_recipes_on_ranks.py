@@ -18,8 +18,8 @@ from specheads.models.base import load_tokenizer
 from specheads.models.checkpoint import load_export
 from specheads.models.draft import load_draft
 from tests.end_to_end.commands import SHORT, on_files
-from tests.end_to_end.test_distributed import ROOT
 from tests.end_to_end.test_recipes import OWN
+from tests.processes import ROOT
 
 ALONE = ["-m"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from safetensors.torch import load_file
 
 from specheads.training.checkpoints import checkpoints_of
 from tests.end_to_end.commands import SHORT, on_files, start
+from tests.processes import Process
 
 CHANGING = ("train/tokens_per_second", "train/peak_memory")
 
@@ -65,23 +64,12 @@ def test_sigterm_saves_and_exits_with_75(
     """A scheduler that restarts on 75 needs the state and that very code."""
     files = on_files(tiny_model_dir, tiny_jsonl, tmp_path / "run")
     arguments = ["+recipe=medusa1", *files, *SHORT, "steps=100000"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "specheads.train", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).resolve().parents[2],
-    ) as process:
-        assert process.stdout is not None and process.stderr is not None
-        for line in process.stdout:
-            if line.startswith("step"):
-                process.send_signal(signal.SIGTERM)
-                break
-        process.stdout.read()
-        errors = process.stderr.read()
-        assert process.wait() == 75, errors
-    last = errors.strip().splitlines()[-1]
+    process = Process("-m", "specheads.train", *arguments)
+    process.wait_for("^step")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 75, process.stderr
+    last = process.stderr.strip().splitlines()[-1]
     assert last.startswith("specheads: stopped after step")
-    assert "Traceback" not in errors
+    assert "Traceback" not in process.stderr
     (saved,) = checkpoints_of(tmp_path / "run")
     assert int(saved.name.removeprefix("step-")) >= 1

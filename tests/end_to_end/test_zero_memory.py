@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.test_distributed import ROOT, WITHOUT
+from tests.end_to_end.test_distributed import WITHOUT
+from tests.processes import ROOT
 
 # no matrix below 100,000 numbers: those ZeRO-3 keeps whole (stage3_param_persistence_threshold)
 SIZES = ["--hidden", "384", "--intermediate", "768", "--layers", "2", "--vocab", "4096"]

@@ -2,7 +2,7 @@
 
 Alone (``train`` in the test's own process) it is the reference, with as many micro-batches as all
 ranks together would see; under torchrun it is what is compared:
-``torchrun --nproc-per-node 2 two_ranks.py FOLDER STAGES KIND...``, STAGES being ``0,1,2,3``. Every
+``torchrun --nproc-per-node 2 two_ranks.py FOLDER STAGE:KIND...``, STAGE being 0 to 3. Every
 micro-batch has another number of labels, one has none. medusa1 stops and resumes; medusa2 has two
 stages, so that its heads are wrapped twice; medusa2_lora tunes an adapter, medusa2_distilled holds
 it to the original, too; mtp trains base and heads at once, on one output matrix, which is the
@@ -178,12 +178,12 @@ def settings(stage: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    place, stages, *wanted = sys.argv[1:]
+    place, *cases = sys.argv[1:]
     torch.set_num_threads(1)
-    for number in map(int, stages.split(",")):
-        for each in wanted:
-            found = Path(place), f"zero{number}", each, settings(number)
-            if each == "medusa1":  # what is compared also stops and resumes
-                train(*found, max_steps=2)
-            train(*found, resume="auto" if each == "medusa1" else "")
+    for case in cases:
+        number, _, wanted = case.partition(":")
+        found = Path(place), f"zero{number}", wanted, settings(int(number))
+        if wanted == "medusa1":  # what is compared also stops and resumes
+            train(*found, max_steps=2)
+        train(*found, resume="auto" if wanted == "medusa1" else "")
     dist.shutdown()

@@ -12,6 +12,7 @@ from specheads.attention.tree import Tree, default_tree
 from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import Candidates
 from specheads.drafters.lookup import NgramDrafter
+from specheads.models import support as tree_support
 from specheads.models.output import capture_hidden
 from specheads.verification.sampling import Sampler
 from tests.scripted import ScriptedDrafter, build
@@ -119,9 +120,13 @@ class Watching(ScriptedDrafter):
         return super().observe(state, result)
 
 
-def test_what_cannot_be_compiled_is_refused() -> None:
+def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prevents masks that the compiled pass would ignore."""
     model = build("llama")
+    # as if the self-test had passed, for which flex attention would be compiled: a minute
+    monkeypatch.setitem(
+        tree_support._known, model, ("flex_attention", tree_support.tree_support(model))
+    )
     model.set_attn_implementation("flex_attention")
     with pytest.raises(ValueError, match="compile=True needs sdpa or eager attention"):
         plain_decode(model, prompts((3,))[0], max_new_tokens=2, compile=True)

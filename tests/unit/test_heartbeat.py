@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.processes import Process
+
 # two ranks of plain torch; the body runs in both. Rank 0 keeps the store, as under srun.
 PROGRAM = """
 import os, sys, time
@@ -54,37 +51,29 @@ class Pair:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-        self.ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", program],
-                env={**os.environ, **place, "RANK": str(rank), "PYTHONPATH": str(ROOT)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        for rank, process in enumerate(self.ranks):
-            assert process.stdout is not None
-            if process.stdout.readline() != f"rank {rank} began\n":
-                self.__exit__()
-                assert "EADDRINUSE" in self.errors, self.errors
-                return False
+        self.ranks = [Process("-c", program, env={**place, "RANK": str(i)}) for i in range(2)]
+        try:
+            for process in self.ranks:
+                process.wait_for(r"^rank \d began$")
+        except AssertionError:
+            self.__exit__()
+            errors = "".join(process.stderr for process in self.ranks)
+            assert "EADDRINUSE" in errors, errors
+            return False
         return True
 
-    def end(self, rank: int, seconds: float = 600) -> tuple[int, str]:
-        """Wait for a rank; return its exit code, and what it printed."""
-        out, errors = self.ranks[rank].communicate(timeout=seconds)
-        return self.ranks[rank].returncode, out + errors
+    def end(self, rank: int) -> tuple[int, str]:
+        """Wait for a rank; return its exit code, and what it printed after it began."""
+        process = self.ranks[rank]
+        code = process.wait()
+        return code, process.stdout.partition("began\n")[2] + process.stderr
 
     def __enter__(self) -> Pair:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.errors = ""
         for process in self.ranks:
             process.kill()
-            self.errors += process.communicate()[1]
 
 
 WORKING = """for _ in range(10**6):

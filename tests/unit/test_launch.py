@@ -9,7 +9,6 @@ import shlex
 import shutil
 import socket
 import subprocess
-import sys
 import sysconfig
 import time
 from pathlib import Path
@@ -24,6 +23,7 @@ from specheads.config.main import tidy_arguments
 from specheads.system.files import conf_dir
 from specheads.system.launch import check_launcher, first_host, read_launcher, take_local_rank
 from specheads.training.deepspeed_engine import check_build_lock, need_compiler
+from tests.processes import Process
 
 TEMPLATES = Path(__file__).parents[2] / "scripts" / "launch"
 TORCHRUN = {
@@ -232,24 +232,22 @@ def test_two_tasks_of_srun_meet() -> None:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", int(place["MASTER_PORT"])))
             break
+    both = {**dict.fromkeys(TORCHRUN), **step, "SLURM_STEP_NUM_TASKS": "2"}
     tasks = [
-        subprocess.Popen(
-            [sys.executable, "-c", MEET],
+        Process(
+            "-c",
+            MEET,
             env={
-                **{k: v for k, v in os.environ.items() if k not in TORCHRUN},
-                **step,
-                "PYTHONPATH": str(TEMPLATES.parents[1]),
+                **both,
                 "SLURM_PROCID": str(rank),
                 "SLURM_LOCALID": str(rank),
-                "SLURM_STEP_NUM_TASKS": "2",
                 "SLURM_JOB_ID": str(number),
             },
-            stdout=subprocess.PIPE,
-            text=True,
         )
         for rank in range(2)
     ]
-    assert [task.communicate(timeout=600)[0].split() for task in tasks] == [["0", "3"], ["1", "3"]]
+    assert [task.wait() for task in tasks] == [0, 0]
+    assert [task.stdout.split() for task in tasks] == [["0", "3"], ["1", "3"]]
 
 
 def test_a_build_that_was_killed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

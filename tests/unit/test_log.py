@@ -12,31 +12,22 @@ import pytest
 
 from specheads.config import ConfigError
 from specheads.runs.log import RunLog, format_line
+from tests.processes import ROOT, Process
 from tests.toys import toy_config
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
     """Two runs in one directory interleave their metrics and overwrite their checkpoints."""
     code = (
-        "import sys; from pathlib import Path; from specheads.runs.directory import lock\n"
+        "import time; from pathlib import Path; from specheads.runs.directory import lock\n"
         f"held = lock(Path({str(tmp_path / 'LOCK')!r}))\n"
-        "print('locked', flush=True); sys.stdin.read()\n"
+        "print('locked', flush=True); time.sleep(600)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=environment,
-        text=True,
-    ) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "locked\n"
-        with pytest.raises(ConfigError, match=rf"in use by process {other.pid} on"):
-            RunLog(toy_config(tmp_path, resume="auto"))
-        other.kill()
+    other = Process("-c", code)
+    other.wait_for("^locked$")
+    with pytest.raises(ConfigError, match=rf"in use by process {other.pid} on"):
+        RunLog(toy_config(tmp_path, resume="auto"))
+    other.kill()
     with RunLog(toy_config(tmp_path, resume="auto")):  # a killed run's lock does not stay
         assert (tmp_path / "LOCK").exists()
     assert not (tmp_path / "LOCK").exists()
@@ -131,6 +122,7 @@ def test_output_that_nobody_takes_ends_no_run(tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
 from specheads.runs.log import RunLog
+from tests.processes import ROOT, Process
 from tests.toys import toy_config
 with RunLog(toy_config(Path({str(tmp_path)!r}))) as log:
     log.begin(0)

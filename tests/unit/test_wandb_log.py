@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 import types
@@ -19,11 +18,11 @@ from specheads.runs.directory import read_rows
 from specheads.runs.log import Outcome, RunLog
 from specheads.runs.wandb import has_credentials, head_lines, run_id, wanted_mode
 from specheads.system.files import whole_file
+from tests import processes
 from tests.fake_wandb import FakeServer
 from tests.toys import toy_config
 from tests.wandb_records import offline_run
 
-ROOT = Path(__file__).resolve().parents[2]
 NOWHERE = "http://127.0.0.1:9"  # nobody listens on this port
 TRAINED = {"train/loss": 2.0, "train/head_0/loss": 3.0, "train/head_1/loss": 4.0}
 EVALUATED = {
@@ -183,6 +182,7 @@ def test_a_service_that_dies_is_one_line(tmp_path: Path) -> None:
 import os, signal, subprocess, time
 from pathlib import Path
 from specheads.runs.log import RunLog
+from tests import processes
 from tests.fake_wandb import FakeServer
 from tests.toys import toy_config
 with RunLog(toy_config(Path({str(tmp_path)!r}), log__wandb="offline")) as log:
@@ -196,13 +196,7 @@ with RunLog(toy_config(Path({str(tmp_path)!r}), log__wandb="offline")) as log:
     for step in (4, 6, 8):
         log.metrics(step, {{"train/loss": 1.0}})
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    done = processes.run("-c", code)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     assert done.stdout.count("Weights & Biases is lost") == 1
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
