@@ -37,6 +37,7 @@ from specheads.decoding.generate import SpecDecoder
 from specheads.decoding.loop import decode, plain_decode
 from specheads.decoding.result import DecodeResult
 from specheads.drafters.heads import dynamic_drafter, static_drafter
+from specheads.measure.clock import Prompt
 from specheads.measure.identity import Divergence, Rounding, compare
 from specheads.models.blocks import prefix_sizes
 from specheads.models.checkpoint import Export, load_export
@@ -166,8 +167,7 @@ def near_ties(
         lengths += [decoded.accept_length for _, decoded in pairs]
         texts = [plain.new_tokens for plain, _ in pairs]
         diverging = compare(
-            [f"prompt {i}" for i in range(len(prompts))],
-            given,
+            [Prompt(f"prompt {i}", "", prompt) for i, prompt in enumerate(given)],
             texts,
             [decoded.new_tokens for _, decoded in pairs],
             [sampler] * len(pairs),

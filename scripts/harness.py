@@ -372,13 +372,13 @@ def measure_rows(
         repeats: clocked rounds over all prompts.
         tick: called after every decoded prompt.
     """
-    from specheads.measure.bench import make_rows, rounding_of
+    from specheads.measure.bench import make_rows
     from specheads.measure.clock import clock
 
     runs = clock(methods, prompts, temperature, repeats=repeats, tick=tick)
     clocked = {(temperature, 1): runs}
-    rounding = rounding_of(base, methods, prompts, clocked)
-    return make_rows(base, methods, prompts, clocked, rounding)
+    rows, _ = make_rows(base, methods, prompts, clocked)
+    return rows
 
 
 def accepted(decoded: Sequence[DecodedRow]) -> tuple[float, list[float]]:

@@ -45,7 +45,7 @@ from specheads.drafters.lookup import LOOKUP_NGRAM, LOOKUP_TOKENS, NgramDrafter
 from specheads.measure import rows as report
 from specheads.measure.clock import Batch, Method, Prompt, clock
 from specheads.measure.hits import Texts, collect_hits, grow_static
-from specheads.measure.identity import Rounding, compare
+from specheads.measure.identity import Noise, Rounding, compare
 from specheads.measure.render import disturbance_lines
 from specheads.measure.rows import Clocked
 from specheads.measure.suites import AnswerFile, Asked, answer_all
@@ -470,8 +470,7 @@ def benchmark(
             clocked[temperature, size] = runs
             watched.append(report.seen_beside(runs, temperature))
     # only now: the float32 copy that a divergence asks for would count as memory of the methods
-    rounding = rounding_of(base, methods, prompts, clocked)
-    rows = make_rows(base, methods, prompts, clocked, rounding, seed=plan.seed)
+    rows, noise = make_rows(base, methods, prompts, clocked, seed=plan.seed)
     result: dict[str, Any] = {
         "environment": {**before, **report.disturbance(watched)},
         "settings": {
@@ -481,7 +480,7 @@ def benchmark(
             "repeats": plan.repeats,
             "seed": plan.seed,
             "threads": torch.get_num_threads(),
-            "noise": asdict(rounding.noise) if any(row["divergences"] for row in rows) else None,
+            "noise": asdict(noise) if noise else None,
         },
         "headline": report.headline(rows, headline),
         "crossover": report.crossovers(rows),
@@ -491,53 +490,46 @@ def benchmark(
     return result | {"warnings": disturbance_lines(result)}, clocked
 
 
-def rounding_of(
-    base: PreTrainedModel, methods: Sequence[Method], prompts: Sequence[Prompt], clocked: Clocked
-) -> Rounding:
-    """Return what will measure, if asked, how rounding moves logits along the plain texts."""
-    texts = [
-        (prompt.input_ids, decoded.new_tokens)
-        for (_, size), runs in clocked.items()
-        if size == 1
-        for prompt, decoded in zip(prompts, runs["plain"].decoded, strict=True)
-    ]
-    # all nodes of a batch go through one matrix product, whose shape decides how it rounds
-    widths = {method.tree_nodes * size for method in methods for _, size in clocked}
-    compiled = any(method.compiled for method in methods)
-    return Rounding(base, texts, sorted(widths), compiled=compiled)
-
-
 def make_rows(
     base: PreTrainedModel,
     methods: Sequence[Method],
     prompts: Sequence[Prompt],
     clocked: Clocked,
-    rounding: Rounding,
     *,
     seed: int = 0,
-) -> list[dict[str, Any]]:
+) -> tuple[list[dict[str, Any]], Noise | None]:
     """Compare all tokens with those of plain decoding alone, and return the rows of bench.json.
 
     A batch, too, is held to plain decoding of each prompt by itself; its speed to plain decoding in
-    batches of the same size.
+    batches of the same size. With the rows comes what rounding does to logits along the plain
+    texts, measured where anything differs.
     """
-    names, ids = ([getattr(prompt, key) for prompt in prompts] for key in ("id", "input_ids"))
+    plain = {
+        temperature: [decoded.new_tokens for decoded in runs["plain"].decoded]
+        for (temperature, size), runs in clocked.items()
+        if size == 1
+    }
+    ids = [prompt.input_ids for prompt in prompts]
+    texts = [pair for of in plain.values() for pair in zip(ids, of, strict=True)]
+    # all nodes of a batch go through one matrix product, whose shape decides how it rounds
+    widths = {method.tree_nodes * size for method in methods for _, size in clocked}
+    compiled = any(method.compiled for method in methods)
+    rounding = Rounding(base, texts, sorted(widths), compiled=compiled)
     dtype, device = str(base.dtype).removeprefix("torch."), base.device.type
     rows = []
     for (temperature, _), runs in clocked.items():
-        plain = [decoded.new_tokens for decoded in clocked[temperature, 1]["plain"].decoded]
         samplers = [Sampler(temperature=temperature, seed=seed + n) for n in range(len(prompts))]
         for method in (each for each in methods if each.name in runs):
-            same = None
+            found = None
             if method.seeded or (temperature == 0 and method.lossless):
-                texts = [decoded.new_tokens for decoded in runs[method.name].decoded]
-                same = compare(names, ids, plain, texts, samplers, rounding=rounding)
+                other = [decoded.new_tokens for decoded in runs[method.name].decoded]
+                found = compare(prompts, plain[temperature], other, samplers, rounding=rounding)
             rows.append(
                 report.make_row(
-                    method, runs, prompts, temperature, same, dtype=dtype, device=device
+                    method, runs, prompts, temperature, found, dtype=dtype, device=device
                 )
             )
-    return rows
+    return rows, rounding.noise if any(row["divergences"] for row in rows) else None
 
 
 def asked_for(

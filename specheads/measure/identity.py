@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from specheads.measure.clock import Prompt
 from specheads.models.adapters import in_float32
 from specheads.models.forward import replay
 from specheads.verification.sampling import Sampler, gumbel_noise
@@ -201,8 +202,7 @@ def choice_scores(logits: Tensor, position: int, sampler: Sampler) -> Tensor:
 
 @torch.inference_mode()
 def compare(
-    names: Sequence[str],
-    prompts: Sequence[Tensor],
+    prompts: Sequence[Prompt],
     plain: Sequence[Sequence[int]],
     other: Sequence[Sequence[int]],
     samplers: Sequence[Sampler],
@@ -212,17 +212,15 @@ def compare(
     """Return the first divergence of each decoding that is not plain decoding's, judged.
 
     Args:
-        names: of the prompts.
-        prompts: token ids, [1, P] each.
+        prompts: what was continued.
         plain: new tokens of plain decoding.
         other: those of the decoding in question.
         samplers: with which both were made, the seed of each its own.
         rounding: of the model that decoded; nothing is measured where nothing diverges.
     """
     found = []
-    for name, prompt, left, right, sampler in zip(
-        names, prompts, plain, other, samplers, strict=True
-    ):
+    for asked, left, right, sampler in zip(prompts, plain, other, samplers, strict=True):
+        name, prompt = asked.id, asked.input_ids
         index = first_difference(left, right)
         if index is None:
             continue

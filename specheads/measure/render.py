@@ -170,10 +170,10 @@ def kinds_table(rows: Sequence[Row]) -> Table:
         of = row["per_kind"].get(kind)
         return f"{of['accept_length']:.2f} ({of['speedup_vs_plain']:.2f}x)" if of else ""
 
-    kinds = sorted({kind for row in _drafted(rows) for kind in row["per_kind"]})
+    drafted = _drafted(rows)
+    kinds = sorted({kind for row in drafted for kind in row["per_kind"]})
     lines = [
-        [_COLUMNS["T"](row), row["method"], *(cell(row, kind) for kind in kinds)]
-        for row in _drafted(rows)
+        [_COLUMNS["T"](row), row["method"], *(cell(row, kind) for kind in kinds)] for row in drafted
     ]
     return Table(["T", "method", *kinds], lines)
 

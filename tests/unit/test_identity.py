@@ -10,6 +10,7 @@ from transformers import LlamaForCausalLM
 
 from specheads.attention.tree import default_tree
 from specheads.decoding.loop import decode, plain_decode
+from specheads.measure.clock import Prompt
 from specheads.measure.identity import (
     Divergence,
     Rounding,
@@ -39,6 +40,11 @@ def decode_all(
     ]
 
 
+def asked(prompts: Sequence[Tensor]) -> list[Prompt]:
+    """Return prompts with names."""
+    return [Prompt(f"p{i}", "", prompt) for i, prompt in enumerate(prompts)]
+
+
 def judge(
     model: LlamaForCausalLM,
     prompts: Sequence[Tensor],
@@ -48,8 +54,7 @@ def judge(
 ) -> list[Divergence]:
     """Compare, with the noise measured on the plain texts."""
     rounding = Rounding(model, list(zip(prompts, plain, strict=True)), [1, 4, 8])
-    names = [f"p{i}" for i in range(len(prompts))]
-    return compare(names, prompts, plain, other, samplers, rounding=rounding)
+    return compare(asked(prompts), plain, other, samplers, rounding=rounding)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -154,7 +159,7 @@ def test_nothing_is_measured_without_need(tiny_llama: LlamaForCausalLM) -> None:
     prompts = random_prompts(2)
     plain = decode_all(tiny_llama, prompts, [Sampler()] * 2)
     rounding = Rounding(tiny_llama, list(zip(prompts, plain, strict=True)), [4])
-    found = compare(["a", "b"], prompts, plain, plain, [Sampler()] * 2, rounding=rounding)
+    found = compare(asked(prompts), plain, plain, [Sampler()] * 2, rounding=rounding)
     assert found == []
     assert not {"noise", "reference"} & vars(rounding).keys()
 
