@@ -205,7 +205,7 @@ def _smaller(
     config: ExportConfig, heads: Heads, tokenizer: PreTrainedTokenizerBase, records: list[Record]
 ) -> tuple[Heads, dict[str, Any]]:
     """Return the heads that are asked for, and what the new export says about how they came."""
-    from specheads.models.compress import low_rank_heads, pruned_heads, relative_errors
+    from specheads.models.heads import low_rank_heads, pruned_heads, relative_errors
     from specheads.system.hardware import pick_device
 
     if config.lm_head == "keep":
