@@ -77,7 +77,7 @@ def save_as(
     base: PreTrainedModel,
     extra: dict[str, Tensor],
     tokenizer: PreTrainedTokenizerBase,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write ``base`` and more tensors as a model of class ``kind``, with its names for them.
 
