@@ -102,6 +102,7 @@ class MedusaHeads(nn.Module, Heads):
     tensor_prefix: ClassVar[str] = ""
     taps = (FINAL,)
     walks_text = False
+    token_map: Tensor | None  # a buffer
 
     def __init__(
         self,
