@@ -53,7 +53,7 @@ def run(config: ExportConfig) -> None:
         notes = bring_in(checkpoint, config.base, output, dtype=config.dtype, allow_pickle=pickled)
         info = read_config(output)
     elif (Path(checkpoint) / _PROVENANCE).is_file():
-        form, info = _draft_format(config), read_provenance(Path(checkpoint))
+        form, info = _draft_format(config), read_provenance(checkpoint) or {}
         notes = write.write(Job(form, checkpoint, info, output, config.dtype))
     elif is_foreign(checkpoint):
         raise ConfigError(

@@ -258,8 +258,13 @@ def origin(
         quantization: ``quantization_of`` an unchanged base; a tuned one says it itself.
     """
     digest = base_digest(name, revision=revision) if name else ""
-    base = {"name": name, "revision": revision if name else None, "digest": digest}
-    base |= {"dtype": str(dtype).removeprefix("torch."), "quantization": quantization}
+    base = {
+        "name": name,
+        "revision": revision if name else None,
+        "digest": digest,
+        "dtype": str(dtype).removeprefix("torch."),
+        "quantization": quantization,
+    }
     return {"base": base, "training": training}
 
 
