@@ -59,7 +59,7 @@ def run(config: ExportConfig) -> None:
         info = read_config(output)
     elif is_draft or form != "native":
         form = "draft" if is_draft and form == "plain" else form
-        info = read_provenance(Path(checkpoint)) if is_draft else read_config(checkpoint)
+        info = (read_provenance(checkpoint) or {}) if is_draft else read_config(checkpoint)
         notes = write.write(Job(form, checkpoint, info, output, dtype))
     else:
         write.write_native(config, records)

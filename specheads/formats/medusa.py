@@ -43,8 +43,7 @@ from specheads.config import ConfigError
 from specheads.formats.serving import Job, Serving, base_name, text_copies, vllm, without_heads
 from specheads.models.base import load_tokenizer
 from specheads.models.checkpoint import cast_tensors, load_export, load_heads, save_as, save_hf
-from specheads.models.compress import output_matrix
-from specheads.models.heads import MedusaHeads
+from specheads.models.heads import MedusaHeads, output_matrix
 from specheads.models.manifest import TensorFiles, write_json
 from specheads.models.output import OutputLayer, output_layer
 from specheads.system.files import whole_folder

@@ -77,7 +77,7 @@ def save_as(
     base: PreTrainedModel,
     extra: dict[str, Tensor],
     tokenizer: PreTrainedTokenizerBase,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write ``base`` and more tensors as a model of class ``kind``, with its names for them.
 
@@ -258,8 +258,13 @@ def origin(
         quantization: ``quantization_of`` an unchanged base; a tuned one says it itself.
     """
     digest = base_digest(name, revision=revision) if name else ""
-    base = {"name": name, "revision": revision if name else None, "digest": digest}
-    base |= {"dtype": str(dtype).removeprefix("torch."), "quantization": quantization}
+    base = {
+        "name": name,
+        "revision": revision if name else None,
+        "digest": digest,
+        "dtype": str(dtype).removeprefix("torch."),
+        "quantization": quantization,
+    }
     return {"base": base, "training": training}
 
 

@@ -89,17 +89,15 @@ def draft_config(config: PreTrainedConfig, layers: int, hidden: int = 0) -> PreT
     return _with_layers(text, spread(total, layers), changes)
 
 
-def new_draft(
-    config: PreTrainedConfig, *, attn: str = "sdpa", dtype: torch.dtype = torch.float32
-) -> PreTrainedModel:
-    """Return a randomly initialised model of ``config`` (:func:`draft_config`), in eval mode.
+def new_draft(config: PreTrainedConfig, *, attn: str = "sdpa") -> PreTrainedModel:
+    """Return a random model of ``config`` (:func:`draft_config`), in float32 and eval mode.
 
     Raises:
         ConfigError: if transformers cannot build it.
     """
     with one_line(f"draft.start: a smaller {config.model_type} model cannot be built"):
         made = AutoModelForCausalLM.from_config(
-            config, attn_implementation=None if attn == "auto" else attn, dtype=dtype
+            config, attn_implementation=None if attn == "auto" else attn, dtype=torch.float32
         )
     assert isinstance(made, PreTrainedModel)
     return made.eval()
@@ -113,17 +111,14 @@ def spread(total: int, number: int) -> list[int]:
     return [round(i * (total - 1) / max(1, number - 1)) for i in range(number)]
 
 
-def pruned(
-    base: PreTrainedModel, keep: Sequence[int], *, dtype: torch.dtype = torch.float32
-) -> PreTrainedModel:
-    """Return a copy of ``base`` with the layers ``keep`` alone, in eval mode.
+def pruned(base: PreTrainedModel, keep: Sequence[int]) -> PreTrainedModel:
+    """Return a copy of ``base`` with the layers ``keep`` alone, in float32 and eval mode.
 
     Nothing is shared with the base: training the copy leaves the base as it is.
 
     Args:
         base: not quantised.
         keep: rising numbers of layers, counted from 0.
-        dtype: of the copy's weights.
 
     Raises:
         ConfigError: if these are no such numbers, the base is quantised, or its layers are not of
@@ -141,7 +136,7 @@ def pruned(
             " base without model.quantization, or choose draft.start=random"
         )
     config = _with_layers(base.config.get_text_config(), listed, {})
-    made = new_draft(config, attn=base.config._attn_implementation, dtype=dtype)
+    made = new_draft(config, attn=base.config._attn_implementation)
     made.to(base.device)  # type: ignore[arg-type]
     prefix = _layers_name(base, total) + "."
     place = {f"{prefix}{layer}.": f"{prefix}{i}." for i, layer in enumerate(listed)}

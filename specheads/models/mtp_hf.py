@@ -221,10 +221,8 @@ def write(
     base: PreTrainedModel,
     heads: MtpHeads,
     tokenizer: PreTrainedTokenizerBase,
-    *,
-    dtype: torch.dtype | None = None,
 ) -> None:
-    """Write base and heads as one model of our class, whole or not at all.
+    """Write base and heads as one model of our class, in the base's dtype; whole or not at all.
 
     ``AutoModelForCausalLM.from_pretrained(folder)`` loads both, ``mtp_heads=None`` the base alone.
 
@@ -233,7 +231,6 @@ def write(
         base: the plain model; an adapter is merged in what is written.
         heads: of any variant.
         tokenizer: written beside them.
-        dtype: of all tensors, as transformers loads a model in one; None takes the base's.
 
     Raises:
         ConfigError: if there is no class for such a base.
@@ -248,4 +245,4 @@ def write(
     section = {k: v for k, v in heads.to_config().items() if k not in ("kind", "hidden_size")}
     config = our_config(base.config, mtp_heads=section)
     with whole_folder(Path(folder)) as fresh:
-        save_as(fresh, CLASSES[kind].model, config, base, extra, tokenizer, dtype)
+        save_as(fresh, CLASSES[kind].model, config, base, extra, tokenizer)

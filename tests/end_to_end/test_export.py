@@ -21,8 +21,7 @@ from specheads.losses.cross_entropy import IGNORE
 from specheads.models.adapters import add_adapter, has_adapter
 from specheads.models.base import load_base_model, load_tokenizer
 from specheads.models.checkpoint import load_export, load_heads, origin, save_export, set_tree
-from specheads.models.compress import low_rank_heads, output_matrix
-from specheads.models.heads import MedusaHeads
+from specheads.models.heads import MedusaHeads, low_rank_heads, output_matrix
 
 Program = Callable[..., subprocess.CompletedProcess[str]]
 VOCAB, SIZE = 272, 32

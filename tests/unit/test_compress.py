@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from specheads.models.compress import (
+from specheads.models.heads import (
+    MedusaHeads,
     low_rank_heads,
     output_matrix,
     pruned_heads,
     relative_errors,
 )
-from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer
 
 VOCAB, SIZE, NUM_HEADS = 20, 8, 3

@@ -17,8 +17,7 @@ from transformers import LlamaForCausalLM
 from specheads import generate
 from specheads.config import ConfigError, GenerateConfig
 from specheads.models.checkpoint import Export, load_export, load_heads, read_config
-from specheads.models.compress import low_rank_heads
-from specheads.models.heads import MedusaHeads
+from specheads.models.heads import MedusaHeads, low_rank_heads
 from specheads.models.output import output_layer
 from tests.damaged import damaged, flip, no_hang, replace_value
 from tests.medusa_exports import SIZE, VOCAB, made
