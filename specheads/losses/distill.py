@@ -18,14 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specheads.losses.fused import (
-    Logits,
-    Output,
-    check_rows,
-    fused_loss,
-    rank_of,
-    rows_at_once,
-)
+from specheads.losses.fused import Logits, Output, check_rows, fused_loss, rank_of, rows_at_once
 from specheads.system.errors import check, one_of, refuse
 
 KINDS = ("soft", "reverse_kl", "jsd", "tv", "lk_alpha", "lk_lambda")

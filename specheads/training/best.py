@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from specheads.config import ConfigError, EvaluateConfig, TrainConfig
+from specheads.config import EvaluateConfig, TrainConfig
 from specheads.models import manifest
 from specheads.runs.log import RunLog
 from specheads.system import dist
+from specheads.system.errors import refuse
 from specheads.system.files import aside, whole_file, whole_folder
 from specheads.training.checkpoints import Progress, checkpoints_of, load_progress
 
@@ -57,11 +58,8 @@ def judge(
         ConfigError: if ``evaluate.patience`` is set and there is no accept length.
     """
     if KEY not in found:
-        if cfg.evaluate.patience:
-            raise ConfigError(
-                f"evaluate.patience={cfg.evaluate.patience} needs accept lengths, which recipe "
-                f"{cfg.recipe} does not measure while training"
-            )
+        asked = f"evaluate.patience={cfg.evaluate.patience} needs accept lengths, which recipe"
+        refuse({f"{asked} {cfg.recipe} does not measure while training": cfg.evaluate.patience})
         return dict(found)
     # one verdict for all ranks, or some would stop and the others wait for them
     total = dist.sum_over_ranks(torch.tensor([found[KEY]], dtype=torch.float64))
@@ -118,11 +116,9 @@ def bring(run_dir: Path, checkpoint: Path, progress: Progress) -> None:
     if not progress.best_step or (here / _FIGURES).is_file():
         return
     there = folder_of(checkpoint.parent.parent, progress.best_step)
-    if not (there / _FIGURES).is_file():
-        raise ConfigError(
-            f"{here} is gone, and with it the weights of the best evaluation before {checkpoint}; "
-            "evaluate.keep_best=false goes on without them"
-        )
+    gone = f"{here} is gone, and with it the weights of the best evaluation before {checkpoint};"
+    cure = "evaluate.keep_best=false goes on without them"
+    refuse({f"{gone} {cure}": not (there / _FIGURES).is_file()})
     with whole_folder(here) as folder:
         shutil.copytree(there, folder, dirs_exist_ok=True)
 
@@ -158,11 +154,9 @@ def finish(
         place.unlink(missing_ok=True)
         return
     folder = folder_of(run.dir, progress.best_step)
-    if not (folder / _FIGURES).is_file():
-        raise ConfigError(
-            f"{folder} is gone, and with it the best weights of this run; "
-            "evaluate.keep_best=false exports the last ones"
-        )
+    gone = f"{folder} is gone, and with it the best weights of this run;"
+    cure = "evaluate.keep_best=false exports the last ones"
+    refuse({f"{gone} {cure}": not (folder / _FIGURES).is_file()})
     manifest.check_manifest(folder)
     manifest.check_header(folder / _TENSORS, parameters, exact=True)
     weights = manifest.load_tensors(folder / _TENSORS)

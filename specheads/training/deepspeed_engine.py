@@ -421,7 +421,8 @@ class DeepSpeedEngine:
         named = {name: p for name, p in self.engine.module.named_parameters()}
         optimizer = self.engine.optimizer
         if self.engine.zero_optimization_stage() == 0 and hasattr(optimizer, "fp32_groups"):
-            low, high = (sum(g, []) for g in (optimizer.fp16_groups, optimizer.fp32_groups))
+            low: list[Tensor] = sum(optimizer.fp16_groups, [])
+            high: list[Tensor] = sum(optimizer.fp32_groups, [])
             masters = dict(zip(map(id, low), high, strict=True))
             return {name: masters[id(named[name])].detach() for name in self.names}
         found = {name: safe_get_full_fp32_param(named[name]) for name in self.names}

@@ -64,27 +64,26 @@ def cached_features(
     autocast, folder = cfg.autocast == "bfloat16", Path(cfg.features.dir).expanduser()
     sample = _sample(base, autocast=autocast)
     made_of = teacher_cache.computed_by(cfg.model, cfg.autocast)
-    size, dtypes = sample.shape[-1], {"given_as": sample.dtype, "dtype": cfg.features.dtype}
+    numbers: dict[str, Any] = {"hidden_size": sample.shape[-1], "given_as": sample.dtype}
     of_rows = [document for batch in heldout for row in _rows(batch) for document in row]
     places = [(folder, batches.documents), *([(folder / "heldout", of_rows)] if of_rows else [])]
-    plans = [
-        teacher_cache.plan_features(*place, made_of, hidden_size=size, **dtypes) for place in places
-    ]
+    numbers["dtype"] = cfg.features.dtype
+    plans = [teacher_cache.plan_features(*place, made_of, **numbers) for place in places]
     more = f", held-out rows {teacher_cache.readable(plans[1].num_bytes)}" if of_rows else ""
     said = f"{plans[0].describe()}{more}; {teacher_cache.still_missing(*plans)}"
     if cfg.dry_run:
         passes = batches.rows_per_epoch / cfg.data.rows
         filling = f"time to fill it: {clock(passes * seconds_per_pass(base, batches))}"
-        return without_features(batches, size, base.dtype), heldout, [said, filling]
+        return without_features(batches, sample.shape[-1], base.dtype), heldout, [said, filling]
     log.say(said)
     caches = []
     shape = batches.rows, batches.seq_len
     for plan, (_, documents) in zip(plans, places, strict=True):
         teacher_cache.write_cache(plan, documents, base, shape, autocast=autocast)
         caches.append(teacher_cache.TeacherCache(plan))
-    numbers, filled = itertools.count(), []
+    count, filled = itertools.count(), []
     for batch in heldout if of_rows else []:
-        known = [[next(numbers) for _ in row] for row in _rows(batch)]
+        known = [[next(count) for _ in row] for row in _rows(batch)]
         filled.append({**batch, **caches[1].rows(known, batch["input_ids"].shape[1])})
     return teacher_cache.CachedBatches(batches, caches[0]), filled, []
 

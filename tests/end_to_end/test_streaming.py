@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from specheads.models import base as base_models
-from specheads.training import setup
 from tests.end_to_end.commands import SHORT, on_files, start
 from tests.end_to_end.test_resume import export_of, metrics_of
 
@@ -57,10 +56,9 @@ def test_bad_data_stops_a_run_before_a_model_is_loaded(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A base of 70 GB loads for minutes, to train on nothing."""
-    for module in (base_models, setup):
-        monkeypatch.setattr(
-            module, "load_base_model", lambda *_a, **_k: pytest.fail("the model was loaded")
-        )
+    monkeypatch.setattr(
+        base_models, "load_base_model", lambda *_a, **_k: pytest.fail("the model was loaded")
+    )
     records = tmp_path / "records.jsonl"
     for text, complaint in (
         ('{"txt": "a"}\n' * 9, "9 of 9 records cannot be used"),
