@@ -105,9 +105,7 @@ class RecordError(ConfigError):
     row: :func:`naming` adds them.
     """
 
-    def __init__(
-        self, reason: str, detail: str = "", where: str = "", row: object | None = None
-    ) -> None:
+    def __init__(self, reason: str, detail: str = "", where: str = "", row: Any = None) -> None:
         self.reason, self.where, self.row = one_line(reason), one_line(where), row
         self.detail = one_line(detail) or self.reason
         super().__init__(self.detail)
@@ -117,7 +115,7 @@ class RecordError(ConfigError):
 
 
 @contextlib.contextmanager
-def naming(where: str, row: object | None = None) -> Iterator[None]:
+def naming(where: str, row: Any = None) -> Iterator[None]:
     """Let a RecordError of the block be of this place and this row; the outermost block decides."""
     try:
         yield
