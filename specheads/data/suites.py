@@ -173,7 +173,8 @@ def _said(value: dict[str, Any]) -> dict[str, list[str]]:
         raise RecordError(f"{key} must be a list with at least one turn, got {given!r:.60}")
     said: dict[str, list[str]] = {"system": [], "user": []}
     for i, turn in enumerate(given):
-        place, role, text = f"{key}[{i}]", "user", turn
+        place, text = f"{key}[{i}]", turn
+        role: Any = "user"
         if key == "messages":
             role, text = (
                 turn.get(k) if isinstance(turn, dict) else "" for k in ("role", "content")
