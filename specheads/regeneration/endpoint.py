@@ -238,7 +238,7 @@ def next_answer(client: Client, model: str, sampling: Sampling, talk: Dialogue) 
         "model": model,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "seed": record_seed(sampling.seed, talk.id),
+        "seed": record_seed(sampling.seed, talk.record["id"]),
         "max_tokens": sampling.max_new_tokens,
     }
     if sampling.top_k:  # not every server knows it
