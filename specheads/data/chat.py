@@ -392,7 +392,7 @@ def encode_records(
 
 
 def _says_something(record: Record) -> bool:
-    answers = [record.get("completion", record.get("text", ""))]
+    answers = [record["completion"] if "completion" in record else record.get("text", "")]
     if "messages" in record:
         answers = [m["content"] for m in record["messages"] if m["role"] == "assistant"]
     return any(answer.strip() for answer in answers)

@@ -157,18 +157,19 @@ def read_folders(folders: dict[str, Path]) -> list[Module]:
     modules = []
     for name, folder, file in _with_bar(files, "reading Python source"):
         inner = file.relative_to(folder)
-        if any(_SKIPPED_FOLDERS.fullmatch(part) for part in inner.parts[:-1]):
-            continue
-        if inner.name.startswith(("test_", "conftest")):
+        skipped = any(_SKIPPED_FOLDERS.fullmatch(part) for part in inner.parts[:-1])
+        if skipped or inner.name.startswith(("test_", "conftest")):
             continue
         try:
             if not MIN_BYTES <= file.stat().st_size <= MAX_BYTES:
                 continue
             text = "\n".join(file.read_text(encoding="utf-8").split("\n"))
-        except (UnicodeDecodeError, OSError):
+            if is_generated(text):
+                continue
+            ast.parse(text)
+        except (OSError, ValueError, SyntaxError, RecursionError):
             continue
-        if not is_generated(text) and _parses(text):
-            modules.append(Module(f"{name}/{inner.as_posix()}", text))
+        modules.append(Module(f"{name}/{inner.as_posix()}", text))
     return modules
 
 
@@ -192,25 +193,17 @@ def deduplicate(modules: Iterable[Module]) -> list[Module]:
     texts: set[str] = set()
     kept = []
     for module in modules:
-        lines = {hash(line) for line in map(str.strip, module.text.split("\n")) if _tells(line)}
+        lines = {
+            hash(line)
+            for line in map(str.strip, module.text.split("\n"))
+            if len(line) >= 20 and not line.startswith(("#", "import ", "from "))
+        }
         if module.text in texts or not lines or len(lines & seen) > 0.5 * len(lines):
             continue
         texts.add(module.text)
         seen |= lines
         kept.append(module)
     return kept
-
-
-def _tells(line: str) -> bool:
-    return len(line) >= 20 and not line.startswith(("#", "import ", "from "))
-
-
-def _parses(text: str) -> bool:
-    try:
-        ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError):
-        return False
-    return True
 
 
 class Pair(NamedTuple):
@@ -379,14 +372,12 @@ def _source(node: ast.stmt, lines: list[str]) -> str:
 
 
 def _is_stub(body: list[ast.stmt]) -> bool:
-    only = body[0]
-    if len(body) > 1:
-        return False
-    if isinstance(only, ast.Raise):
-        return "NotImplemented" in ast.unparse(only)
-    return isinstance(only, ast.Pass) or (
-        isinstance(only, ast.Expr) and isinstance(only.value, ast.Constant)
-    )
+    match body:
+        case [ast.Raise()]:
+            return "NotImplemented" in ast.unparse(body[0])
+        case [ast.Pass()] | [ast.Expr(value=ast.Constant())]:
+            return True
+    return False
 
 
 def _imports(tree: ast.Module) -> dict[str, str]:

@@ -260,10 +260,8 @@ def _hub_rows(data: DataConfig, split: str, row: int = 0, place: object = None) 
         for number, values in enumerate(found, row + 1):
             where = f"{data.path}/{split}:{number}"
             yield Row(where, where, partial(_hub_row, values, keep, data.max_row_bytes))
-    except ConfigError:
-        raise
     except Exception as error:
-        if not _is_expected(error):
+        if isinstance(error, ConfigError) or not _is_expected(error):
             raise
         cause = error.__cause__ or error
         raise ConfigError(

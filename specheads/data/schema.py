@@ -105,9 +105,7 @@ class RecordError(ConfigError):
     row: :func:`naming` adds them.
     """
 
-    def __init__(
-        self, reason: str, detail: str = "", where: str = "", row: object | None = None
-    ) -> None:
+    def __init__(self, reason: str, detail: str = "", where: str = "", row: Any = None) -> None:
         self.reason, self.where, self.row = one_line(reason), one_line(where), row
         self.detail = one_line(detail) or self.reason
         super().__init__(self.detail)
@@ -117,7 +115,7 @@ class RecordError(ConfigError):
 
 
 @contextlib.contextmanager
-def naming(where: str, row: object | None = None) -> Iterator[None]:
+def naming(where: str, row: Any = None) -> Iterator[None]:
     """Let a RecordError of the block be of this place and this row; the outermost block decides."""
     try:
         yield
@@ -291,7 +289,8 @@ def _wrong_tokens(tokens: object) -> str:
     """Return what is wrong with the stored tokens of a record, nothing where they are fine."""
     if not isinstance(tokens, dict):
         return f"tokens must be an object, got {tokens!r:.60}"
-    ids, spans, tokenizer = (tokens.get(key) for key in ("ids", "answers", "tokenizer"))
+    given: list[Any] = [tokens.get(key) for key in ("ids", "answers", "tokenizer")]
+    ids, spans, tokenizer = given
     if not _are_counts(ids):
         return f"tokens.ids must be a list of token ids, got {ids!r:.60}"
     if not isinstance(tokenizer, str):
@@ -338,7 +337,7 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     folder's name, nor the padding and truncation that the last call asked for.
     """
     vocabulary: object = [type(tokenizer).__name__, tokenizer.get_vocab()]
-    backend = getattr(tokenizer, "backend_tokenizer", None)
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if hasattr(backend, "to_str"):
         rules = json.loads(backend.to_str())
         vocabulary = {k: v for k, v in rules.items() if k not in ("truncation", "padding")}

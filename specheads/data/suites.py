@@ -171,20 +171,17 @@ def _said(value: dict[str, Any]) -> dict[str, list[str]]:
         given = [given]
     if not isinstance(given, list) or not given:
         raise RecordError(f"{key} must be a list with at least one turn, got {given!r:.60}")
-    said: dict[str, list[str]] = {"system": [], "user": []}
-    for i, turn in enumerate(given):
-        place, role, text = f"{key}[{i}]", "user", turn
-        if key == "messages":
-            role, text = (
-                turn.get(k) if isinstance(turn, dict) else "" for k in ("role", "content")
-            )
-            if role not in [*said, "assistant"]:
-                roles = "a role of system, user or assistant"
-                raise RecordError(f"{place} must be an object with {roles}, got {turn!r:.60}")
-            place += ".content"
+    said: dict[str, list[str]] = {"system": [], "user": [], "assistant": []}
+    spoken = key == "messages"
+    for i, turn in enumerate(given if spoken else [{"role": "user", "content": t} for t in given]):
+        role: Any = turn.get("role") if isinstance(turn, dict) else None
+        if role not in list(said):  # which takes a role of any type
+            roles = "a role of system, user or assistant"
+            raise RecordError(f"{key}[{i}] must be an object with {roles}, got {turn!r:.60}")
         if role == "assistant":
             continue
-        said[role].append(_text(text, place))
+        text = _text(turn.get("content"), f"{key}[{i}].content" if spoken else f"{key}[{i}]")
+        said[role].append(text)
         if _PLACEHOLDER in text:
             raise RecordError(
                 f"turn {i} stands for a text that SPEED-Bench does not hand on; run its prepare"

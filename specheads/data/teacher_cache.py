@@ -125,11 +125,6 @@ class Plan:
         """Bytes of all files together, to the byte: shards, their headers, and the index."""
         return len(self.index()) + sum(shard.bytes for shard in self.shards)
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all documents together."""
-        return sum(self.lengths)
-
     def index(self) -> bytes:
         """Return the contents of the index."""
         shards = [asdict(shard) for shard in self.shards]
@@ -162,7 +157,7 @@ class Plan:
         else:
             what = f"{given['top_k']} of {given['vocab_size']:,}"
         return (
-            f"{self.kind}: {self.num_tokens:,} tokens x {what}, {readable(self.num_bytes)}"
+            f"{self.kind}: {sum(self.lengths):,} tokens x {what}, {readable(self.num_bytes)}"
             f" in {count} shard{'' if count == 1 else 's'}, {self.folder}"
         )
 

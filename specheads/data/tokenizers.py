@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -182,30 +183,32 @@ def _bpe_of_run(cfg: TrainConfig) -> PreTrainedTokenizerBase:
     if cfg.resume and (cfg.resume != "auto" or is_used(own.parent)):
         # the weights know this one, whatever the data and the library have become since
         kept = own if cfg.resume == "auto" else Path(cfg.resume).resolve().parent.parent / _FOLDER
-        if not _agrees(kept, wanted):
+        tokenizer = _kept(kept, wanted)
+        if tokenizer is None:
             raise ConfigError(
                 f"resume={cfg.resume}: the run has no tokenizer in {kept} that was made with"
                 f" tokenizer={cfg.tokenizer} tokenizer_size={cfg.tokenizer_size}"
             )
-        tokenizer = _load(kept)
         if dist.is_main() and kept != own and not cfg.dry_run:
-            _keep(own, tokenizer, _read(kept))
+            with whole_folder(own) as fresh:
+                shutil.copytree(kept, fresh, dirs_exist_ok=True)
         return tokenizer
     records = load_records(cfg.data, "train", dropped=Dropped())
     if cfg.dry_run:  # leaves nothing behind
         return bpe_tokenizer(_texts(records), cfg.tokenizer_size, _context(cfg))
     wanted["text"] = _digest(_texts(records))  # an earlier attempt in this folder had its own
-    if not dist.is_main():
-        _wait(own, wanted)
-    elif not _agrees(own, wanted):
+    if dist.is_main() and _kept(own, wanted) is None:
         learned = bpe_tokenizer(_texts(records), cfg.tokenizer_size, _context(cfg))
-        _keep(own, learned, {**wanted, "digest": tokenizer_digest(learned)})
+        made_from = {**wanted, "digest": tokenizer_digest(learned)}
+        with whole_folder(own) as fresh:
+            learned.save_pretrained(fresh)
+            (fresh / _MADE_FROM).write_text(json.dumps(made_from, indent=2) + "\n")
         print(
             f"tokenizer: {len(learned):,} tokens (tokenizer_size={cfg.tokenizer_size})"
             f" learned from {len(records):,} records, kept in {own}",
             flush=True,
         )
-    return _load(own)
+    return _wait(own, wanted)
 
 
 def _texts(records: Iterable[Record]) -> Iterator[str]:
@@ -227,37 +230,26 @@ def _context(cfg: TrainConfig) -> int | None:
     return length if isinstance(length, int) else None
 
 
-def _keep(folder: Path, tokenizer: PreTrainedTokenizerBase, made_from: dict[str, Any]) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with whole_folder(folder) as fresh:
-        tokenizer.save_pretrained(fresh)
-        (fresh / _MADE_FROM).write_text(json.dumps(made_from, indent=2) + "\n")
-
-
-def _read(folder: Path) -> dict[str, Any]:
+def _kept(folder: Path, wanted: Mapping[str, Any]) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer in a folder, None unless it was made from what is wanted."""
     path = folder / _MADE_FROM
-    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    return found
-
-
-def _agrees(folder: Path, wanted: Mapping[str, Any]) -> bool:
-    return wanted.items() <= _read(folder).items()
-
-
-def _load(folder: Path) -> PreTrainedTokenizerBase:
+    made_from = json.loads(path.read_text()) if path.is_file() else {}
+    if not wanted.items() <= made_from.items():
+        return None
     tokenizer = load_tokenizer(str(folder))
-    if tokenizer_digest(tokenizer) != _read(folder)["digest"]:
+    if tokenizer_digest(tokenizer) != made_from["digest"]:
         raise ConfigError(f"{folder} was changed after the run began to train with it")
     return tokenizer
 
 
-def _wait(folder: Path, wanted: Mapping[str, Any]) -> None:
+def _wait(folder: Path, wanted: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     # there is no process group yet: the engine makes it, after model and data
     end = time.monotonic() + _PATIENCE
-    while not _agrees(folder, wanted):
+    while (tokenizer := _kept(folder, wanted)) is None:
         if time.monotonic() > end:
             raise RunError(
                 f"rank {dist.rank()} waited for rank 0 to write {folder}; all ranks need one disk"
                 " for the run directory, and the same data"
             )
         time.sleep(0.1)
+    return tokenizer

@@ -181,11 +181,8 @@ class AnswerFile:
         try:
             _append(self._file, answered)
             if bad:
-                file = os.open(self.bad_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-                try:
-                    _append(file, bad)
-                finally:
-                    os.close(file)
+                with self.bad_path.open("ab", buffering=0) as file:
+                    _append(file.fileno(), bad)
         except OSError as error:
             if not no_room(error):
                 raise

@@ -53,11 +53,6 @@ class Dialogue:
     spans: list[list[int]] = field(default_factory=list)
 
     @property
-    def id(self) -> str:
-        """The record's id."""
-        return str(self.record["id"])
-
-    @property
     def finished(self) -> bool:
         """Whether every turn has its answer."""
         return len(self.answers) == len(self.turns)
@@ -208,7 +203,7 @@ class TurnEncoder:
             RecordError: if the chat template does not take the conversation.
         """
         if "messages" not in talk.record:
-            bare = {"id": talk.id, "prompt": talk.record["prompt"], "completion": ""}
+            bare = {key: talk.record[key] for key in ("id", "prompt")} | {"completion": ""}
             talk.ids = self.encoder.prompt(bare)
             return talk.ids
         try:
@@ -216,7 +211,7 @@ class TurnEncoder:
                 self._go_on(talk)
             else:
                 messages = [*talk.turns[0], {"role": "assistant", "content": _STAND_IN}]
-                talk.ids = self.encoder.prompt({"id": talk.id, "messages": messages})
+                talk.ids = self.encoder.prompt({"id": talk.record["id"], "messages": messages})
         except (ConfigError, TemplateError) as error:
             raise RecordError("template", str(error)) from None
         return talk.ids

@@ -11,7 +11,6 @@ import http.client
 import io
 import json
 import os
-import queue
 import random
 import reprlib
 import socket
@@ -22,6 +21,8 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from multiprocessing import TimeoutError as NothingYetError
+from multiprocessing.pool import IMapIterator, ThreadPool
 from typing import Any
 
 from specheads.config import ConfigError, RunError
@@ -237,7 +238,7 @@ def next_answer(client: Client, model: str, sampling: Sampling, talk: Dialogue) 
         "model": model,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "seed": record_seed(sampling.seed, talk.id),
+        "seed": record_seed(sampling.seed, talk.record["id"]),
         "max_tokens": sampling.max_new_tokens,
     }
     if sampling.top_k:  # not every server knows it
@@ -291,35 +292,21 @@ def ask_server(
     Raises:
         RunError: if the server refuses all requests, never answered once, or has stopped answering.
     """
-    todo: queue.SimpleQueue[Record] = queue.SimpleQueue()
-    done: queue.SimpleQueue[Dialogue | BaseException] = queue.SimpleQueue()
-    for record in records:
-        todo.put(record)
     num_threads = min(concurrency, len(records))
-
-    def work() -> None:
-        try:
-            while not client.stopped.is_set():
-                done.put(_settle(client, model, sampling, todo.get_nowait()))
-        except (queue.Empty, StoppedError):
-            return
-        except BaseException as error:  # raised again by whoever waits for answers
-            done.put(error)
-
-    for _ in range(num_threads):  # daemons: Ctrl-C must not wait for a slow answer
-        threading.Thread(target=work, daemon=True).start()
+    pool = ThreadPool(num_threads)  # of daemons: Ctrl-C must not wait for a slow answer
+    items = pool.imap_unordered(partial(_settle, client, model, sampling), records)
     health, settled = _Health(client.url, num_threads), 0
     held: list[RecordError] = []  # until it is known that it was not the server
     try:
         while settled < len(records):
             outcome, failure = Outcome(), None
             try:
-                for item in _take(done):
+                for item in _take(items):
                     settled += 1
                     health.look_at(item)
                     if isinstance(item, RecordError):
                         held.append(item)
-                    elif isinstance(item, Dialogue):
+                    else:
                         _add_record(outcome, item, generation, encode)
                 if settled == len(records):
                     health.check_end()
@@ -333,6 +320,7 @@ def ask_server(
                 raise failure
     finally:
         client.stopped.set()
+        pool.terminate()
 
 
 def _settle(
@@ -380,15 +368,13 @@ class _Health:
         self.num_failed = 0  # one after the other
         self.last = ""
 
-    def look_at(self, item: Dialogue | BaseException) -> None:
+    def look_at(self, item: Dialogue | RecordError) -> None:
         """Count, and give up where it is hopeless.
 
         Raises:
             RunError: if the server never answered, or has stopped answering.
         """
         reason = item.reason if isinstance(item, RecordError) else ""
-        if isinstance(item, BaseException) and not reason:
-            raise item
         if reason in ("server", "refused"):
             if reason == "server" or not self.answered:
                 self.num_failed, self.last = self.num_failed + 1, str(item)
@@ -407,11 +393,9 @@ class _Health:
             raise RunError(f"{self.url} never answered: {self.last}")
 
 
-def _take(
-    done: queue.SimpleQueue[Dialogue | BaseException],
-) -> Iterator[Dialogue | BaseException]:
+def _take(items: IMapIterator[Dialogue | RecordError]) -> Iterator[Dialogue | RecordError]:
     """Wait for one item, then yield it and those that are there already."""
-    yield done.get()
-    with contextlib.suppress(queue.Empty):
+    yield items.next()
+    with contextlib.suppress(StopIteration, NothingYetError):
         for _ in range(_AT_ONCE - 1):
-            yield done.get_nowait()
+            yield items.next(timeout=0)

@@ -186,7 +186,7 @@ class Engine:
 
     def _job(self, talk: Dialogue) -> Job:
         limit = min(self.sampling.max_new_tokens, self.context - len(talk.ids))
-        return Job(talk.ids, limit, record_seed(self.sampling.seed, talk.id), talk)
+        return Job(talk.ids, limit, record_seed(self.sampling.seed, talk.record["id"]), talk)
 
     def decode(self, jobs: Sequence[Job]) -> list[DecodedRow]:
         """Continue prompts with the drafter, those of one limit together."""
