@@ -180,9 +180,8 @@ class DraftCache:
         """Keep the rows ``rows`` [R] (long), in that order."""
         if self.forward.cache.lengths:
             self.forward.cache.select(rows)
-        self.texts, self.rows = (
-            [each[i] for i in rows.tolist()] for each in (self.texts, self.rows)
-        )
+        kept = rows.tolist()
+        self.texts, self.rows = [self.texts[i] for i in kept], [self.rows[i] for i in kept]
         self.root = self.root[rows.to(self.root.device)]
         return self
 
