@@ -65,13 +65,9 @@ def serve(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
     if number > 1:
         alone += f"; prompts of at least {number} tokens: it fails with fewer than there are heads"
     found = [
-        Serving(
-            "transformers",
-            f"{imported}{serving.load(place)}.generate(**inputs, use_mtp=True)",
-            alone,
-        ),
+        serving.transformers(place, "use_mtp=True", alone, imported),
         serving.vllm(place, {"method": "mtp", "num_speculative_tokens": number}, needs, version),
-        serving.sglang(place, "EAGLE", num_steps=number, eagle_topk=1, num_draft_tokens=number + 1),
+        serving.sglang(place, "EAGLE", number),
         serving.tensorrt(place, decoding_type="MTP", max_draft_len=number),
         serving.llama_cpp(f"model.gguf --spec-type draft-mtp --spec-draft-n-max {number}", place),
     ]
