@@ -50,25 +50,20 @@ def run(config: TreeSearchConfig) -> None:
         sorted({config.temperature, 1.0}),
         config.seed,
     )
-    found = calibrate.calibrate(
-        export.base,
-        export.heads,
-        output_layer(export.base),
-        texts,
-        calibrate.Search(
-            config.num_nodes, config.max_nodes, config.batch_size, config.repeats, dynamic=True
-        ),
-        progress=_bar("calibrate"),
+    base, heads = export.base, export.heads
+    sizes = calibrate.Search(
+        config.num_nodes, config.max_nodes, config.batch_size, config.repeats, dynamic=True
     )
+    bar = _bar("calibrate")
+    found = calibrate.calibrate(base, heads, output_layer(base), texts, sizes, progress=bar)
     tree, length = found.tree, found.expected_accept_length
     measured_on = {**found.measured_on, "prompts_sha256": digest}
     if measured:
         unseen = replace(texts, prompts=[prompt.input_ids for prompt in measured])
         names = "".join(sorted(map(sha256_of, measured)))
         about = {"num_prompts": len(measured), "prompts_sha256": _sha256(names)}
-        measured_on["measured"] = about | calibrate.check_expected(
-            export.base, export.heads, tree, measured_on, unseen, progress=_bar
-        )
+        checked = calibrate.check_expected(base, heads, tree, measured_on, unseen, progress=_bar)
+        measured_on["measured"] = about | checked
     set_tree(config.checkpoint, tree, length, measured_on)
     acceptance = measured_on.get("acceptance", [])
     title = f"{tree.num_nodes} nodes: {length:.2f} tokens per verify step expected"
