@@ -15,7 +15,6 @@ import importlib.util
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from specheads.config import ConfigError, DoctorConfig, RunError
 from specheads.config.main import answer, answers_json, hydra_main
@@ -76,10 +75,7 @@ def examine_model(config: DoctorConfig) -> None:
         )
     device, dtype, _ = hardware.prepare(config.device, config.dtype)
     spread = config.device_map or None
-    origin: dict[str, Any] = {
-        "revision": config.revision,
-        "trust_remote_code": config.trust_remote_code,
-    }
+    origin = {key: getattr(config, key) for key in ("revision", "trust_remote_code")}
     model = load_base_model(
         config.model, dtype=dtype, device=device, device_map=spread, attn=config.attn, **origin
     )

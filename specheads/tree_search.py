@@ -43,14 +43,9 @@ def run(config: TreeSearchConfig) -> None:
     device, dtype, _ = hardware.prepare(config.device, config.dtype, config.threads)
     export = load_export(config.checkpoint, base=config.base or None, dtype=dtype, device=device)
     calibration, measured, digest = choose_prompts(config, export)
-    texts = Texts(
-        [prompt.input_ids for prompt in calibration],
-        end_tokens(export.base, export.tokenizer),
-        config.max_new_tokens,
-        sorted({config.temperature, 1.0}),
-        config.seed,
-    )
-    base, heads = export.base, export.heads
+    base, heads, temperatures = export.base, export.heads, sorted({config.temperature, 1.0})
+    ids, ends = [each.input_ids for each in calibration], end_tokens(base, export.tokenizer)
+    texts = Texts(ids, ends, config.max_new_tokens, temperatures, config.seed)
     sizes = calibrate.Search(
         config.num_nodes, config.max_nodes, config.batch_size, config.repeats, dynamic=True
     )
@@ -59,7 +54,7 @@ def run(config: TreeSearchConfig) -> None:
     tree, length = found.tree, found.expected_accept_length
     measured_on = {**found.measured_on, "prompts_sha256": digest}
     if measured:
-        unseen = replace(texts, prompts=[prompt.input_ids for prompt in measured])
+        unseen = replace(texts, prompts=[each.input_ids for each in measured])
         names = "".join(sorted(map(sha256_of, measured)))
         about = {"num_prompts": len(measured), "prompts_sha256": _sha256(names)}
         checked = calibrate.check_expected(base, heads, tree, measured_on, unseen, progress=_bar)
@@ -73,15 +68,8 @@ def run(config: TreeSearchConfig) -> None:
     print("\n" + tree_text(tree, acceptance))
     print("\n" + calibrate.format_calibration(measured_on, tree.max_depth))
     print(f"wrote the static tree into {config.checkpoint}, its picture to {picture}")
-    answer(
-        {
-            "checkpoint": config.checkpoint,
-            "choices": tree.to_json(),
-            "expected_accept_length": length,
-            "measured_on": measured_on,
-            "picture": str(picture),
-        }
-    )
+    told = {"choices": tree.to_json(), "expected_accept_length": length, "measured_on": measured_on}
+    answer({"checkpoint": config.checkpoint, **told, "picture": str(picture)})
     if card.refresh(config.checkpoint):
         print("its card now says what this search expects; specheads bench card=true measures it")
 
