@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specheads.config import CompareConfig, ConfigError
 from specheads.config.main import answer, answers_json, hydra_main
@@ -43,36 +43,18 @@ def run(config: CompareConfig) -> None:
     _check_tokenizers(config)
     subject = load_subject(config.model, dtype=dtype, device=device, trust_remote_code=trust)
     prompts, measured, digests = chosen_prompts(config, subject)
-    drafts = {
-        name: load_draft(
-            name,
-            tokenizer=subject.tokenizer,
-            where="candidates",
-            dtype=dtype,
-            device=input_device(subject.base),
-            trust_remote_code=trust,
-        )
-        for name in config.candidates
-    }
-    settings = Settings(
-        max_new_tokens=config.max_new_tokens,
-        temperature=config.temperature,
-        max_tokens=config.max_tokens,
-        repeats=config.repeats,
-        eos_token_ids=end_tokens(subject.base, subject.tokenizer),
-        seed=config.seed,
-    )
+    base, tokenizer = subject.base, subject.tokenizer
+    options: dict[str, Any] = {"tokenizer": tokenizer, "where": "candidates", "dtype": dtype}
+    options |= {"device": input_device(base), "trust_remote_code": trust}
+    drafts = {name: load_draft(name, **options) for name in config.candidates}
+    names = ("max_new_tokens", "temperature", "max_tokens", "repeats", "seed")
+    chosen = {name: getattr(config, name) for name in names}
+    settings = Settings(eos_token_ids=end_tokens(base, tokenizer), **chosen)
     before = hardware.environment(device)
     total = (len(drafts) + 1) * len(measured) * config.repeats
     with progress_bar("text", total=total) as bar:
         found = compare_drafts(
-            subject.base,
-            drafts,
-            prompts,
-            measured,
-            settings,
-            progress=bar.set_description,
-            tick=bar.update,
+            base, drafts, prompts, measured, settings, progress=bar.set_description, tick=bar.update
         )
     shown = {**asdict(config), **digests, "threads": threads}
     shown |= {"dtype": str(dtype).removeprefix("torch."), "sampling": settings.sampling}

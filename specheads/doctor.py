@@ -10,17 +10,14 @@ checked on the model itself. Exit code 0: trees, or at least chains, give what p
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from specheads.config import ConfigError, DoctorConfig, RunError
 from specheads.config.main import answer, answers_json, hydra_main
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @answers_json
@@ -67,7 +64,7 @@ def examine_model(config: DoctorConfig) -> None:
         RunError: if it cannot be decoded, or something about it must be mended.
     """
     from specheads.measure.diagnose import examine
-    from specheads.models.base import load_base_model
+    from specheads.models.base import load_base_model, load_tokenizer
     from specheads.system import hardware
 
     if (Path(config.model) / "manifest.json").is_file():
@@ -77,17 +74,19 @@ def examine_model(config: DoctorConfig) -> None:
             + (f"model={tuned}" if tuned.is_dir() else "named in its config.json")
         )
     device, dtype, _ = hardware.prepare(config.device, config.dtype)
+    spread = config.device_map or None
+    origin = {key: getattr(config, key) for key in ("revision", "trust_remote_code")}
     model = load_base_model(
-        config.model,
-        revision=config.revision,
-        dtype=dtype,
-        device=device,
-        device_map=config.device_map or None,
-        attn=config.attn,
-        trust_remote_code=config.trust_remote_code,
+        config.model, dtype=dtype, device=device, device_map=spread, attn=config.attn, **origin
     )
+    tokenizer = None
+    with contextlib.suppress(ConfigError):
+        tokenizer = load_tokenizer(config.model, **origin)
+    # transformers makes up an empty one where files are missing
+    if tokenizer is not None and len(tokenizer) <= len(tokenizer.all_special_ids):
+        tokenizer = None
     found = []
-    for finding in examine(model, _tokenizer(config)):
+    for finding in examine(model, tokenizer):
         mark = "" if finding.ok or finding.name == "verdict" else "WRONG: "
         print(f"{finding.name:<10} {mark}{finding.text}", flush=True)
         found.append(asdict(finding))
@@ -95,19 +94,6 @@ def examine_model(config: DoctorConfig) -> None:
     answer({"model": config.model, "findings": found, "wrong": wrong, "ok": not wrong})
     if wrong:
         raise RunError(f"{config.model}: see {', '.join(wrong)} above")
-
-
-def _tokenizer(config: DoctorConfig) -> PreTrainedTokenizerBase | None:
-    from specheads.models.base import load_tokenizer
-
-    try:
-        tokenizer = load_tokenizer(
-            config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
-        )
-    except ConfigError:
-        return None
-    # transformers makes up an empty one where files are missing
-    return tokenizer if len(tokenizer) > len(tokenizer.all_special_ids) else None
 
 
 def main() -> None:

@@ -39,12 +39,8 @@ def run(config: PreviewConfig) -> None:
     records = load_records(data, "train", dropped=dropped)
     _show(config, pick(records, config.num_records, config.seed), tokenizer)
     try:
-        encoded = encode_records(
-            records,
-            Documents(tokenizer, seq_len=data.seq_len),
-            max_bad_fraction=data.max_bad_fraction,
-            dropped=dropped,
-        )
+        documents, bad = Documents(tokenizer, seq_len=data.seq_len), data.max_bad_fraction
+        encoded = encode_records(records, documents, max_bad_fraction=bad, dropped=dropped)
     except ConfigError as error:
         raise RunError(str(error)) from None
     counts = encoded.counts
@@ -54,26 +50,17 @@ def run(config: PreviewConfig) -> None:
     _write(f"mask: {share(counts['learned'], counts['tokens'])}")
     if dropped:
         _write(f"read: {dropped.summary()}")
+    pad = pad_token_id(tokenizer)
     packed = PackedBatches(
-        encoded.documents,
-        seq_len=data.seq_len,
-        rows=1,
-        seed=config.seed,
-        pad_token_id=pad_token_id(tokenizer),
+        encoded.documents, seq_len=data.seq_len, rows=1, seed=config.seed, pad_token_id=pad
     )
     _write(
         f"packed: {packed.rows_per_epoch:,} rows of {data.seq_len} tokens,"
         f" {100 * packed.efficiency:.1f}% full"
     )
-    answer(
-        {
-            "counts": counts,
-            "left_out": {row["where"]: row["error"] for row in dropped.rows.values()},
-            "rows": packed.rows_per_epoch,
-            "seq_len": data.seq_len,
-            "full": packed.efficiency,
-        }
-    )
+    left_out = {row["where"]: row["error"] for row in dropped.rows.values()}
+    full = {"rows": packed.rows_per_epoch, "seq_len": data.seq_len, "full": packed.efficiency}
+    answer({"counts": counts, "left_out": left_out, **full})
 
 
 def _show(

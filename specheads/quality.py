@@ -59,18 +59,10 @@ def run(config: QualityConfig) -> None:
                 base, original, prompts, max_new_tokens=limit, eos=eos, tick=bar.update
             )
         if not rule.lossless and prompts:
-            lossy = quality.lossy_cost(
-                base,
-                choose_drafter(subject, config.decode).drafter,
-                rule,
-                prompts,
-                max_new_tokens=limit,
-                temperature=config.temperature,
-                seed=config.seed,
-                eos_token_ids=eos,
-                compile=config.decode.compile,
-                tick=bar.update,
-            )
+            drafter = choose_drafter(subject, config.decode).drafter
+            how = {key: getattr(config, key) for key in ("max_new_tokens", "temperature", "seed")}
+            how |= {"eos_token_ids": eos, "compile": config.decode.compile}
+            lossy = quality.lossy_cost(base, drafter, rule, prompts, tick=bar.update, **how)
     machine = environment(base.device)
     result: dict[str, Any] = {
         "environment": machine,

@@ -43,30 +43,20 @@ def run(config: TreeSearchConfig) -> None:
     device, dtype, _ = hardware.prepare(config.device, config.dtype, config.threads)
     export = load_export(config.checkpoint, base=config.base or None, dtype=dtype, device=device)
     calibration, measured, digest = choose_prompts(config, export)
-    texts = Texts(
-        [prompt.input_ids for prompt in calibration],
-        end_tokens(export.base, export.tokenizer),
-        config.max_new_tokens,
-        sorted({config.temperature, 1.0}),
-        config.seed,
-    )
-    found = calibrate.calibrate(
-        export.base,
-        export.heads,
-        output_layer(export.base),
-        texts,
-        calibrate.Search(config.num_nodes, config.max_nodes, config.batch_size, config.repeats),
-        progress=_bar("calibrate"),
-    )
+    base, heads, temperatures = export.base, export.heads, sorted({config.temperature, 1.0})
+    ids, ends = [each.input_ids for each in calibration], end_tokens(base, export.tokenizer)
+    texts = Texts(ids, ends, config.max_new_tokens, temperatures, config.seed)
+    sizes = calibrate.Search(config.num_nodes, config.max_nodes, config.batch_size, config.repeats)
+    bar = _bar("calibrate")
+    found = calibrate.calibrate(base, heads, output_layer(base), texts, sizes, progress=bar)
     tree, length = found.tree, found.expected_accept_length
     measured_on = {**found.measured_on, "prompts_sha256": digest}
     if measured:
-        unseen = replace(texts, prompts=[prompt.input_ids for prompt in measured])
+        unseen = replace(texts, prompts=[each.input_ids for each in measured])
         names = "".join(sorted(map(sha256_of, measured)))
         about = {"num_prompts": len(measured), "prompts_sha256": _sha256(names)}
-        measured_on["measured"] = about | calibrate.check_expected(
-            export.base, export.heads, tree, measured_on, unseen, progress=_bar
-        )
+        checked = calibrate.check_expected(base, heads, tree, measured_on, unseen, progress=_bar)
+        measured_on["measured"] = about | checked
     set_tree(config.checkpoint, tree, length, measured_on)
     acceptance = measured_on.get("acceptance", [])
     title = f"{tree.num_nodes} nodes: {length:.2f} tokens per verify step expected"
@@ -76,15 +66,8 @@ def run(config: TreeSearchConfig) -> None:
     print("\n" + tree_text(tree, acceptance))
     print("\n" + calibrate.format_calibration(measured_on, tree.max_depth))
     print(f"wrote the static tree into {config.checkpoint}, its picture to {picture}")
-    answer(
-        {
-            "checkpoint": config.checkpoint,
-            "choices": tree.to_json(),
-            "expected_accept_length": length,
-            "measured_on": measured_on,
-            "picture": str(picture),
-        }
-    )
+    told = {"choices": tree.to_json(), "expected_accept_length": length, "measured_on": measured_on}
+    answer({"checkpoint": config.checkpoint, **told, "picture": str(picture)})
     if card.refresh(config.checkpoint):
         print("its card now says what this search expects; specheads bench card=true measures it")
 

@@ -36,6 +36,10 @@ _KINDS = {
 }
 # methods of a bench that say something about the folder
 _METHODS = ("plain", "hf_generate", "prompt_lookup", "tree", "tree_dynamic")
+# what an evaluation says of a temperature, with the ends of the accept length's interval
+_FINAL = (
+    "accept_length", "accept_length_low", "accept_length_high", "speedup", "identical", "compared",
+)  # fmt: skip
 _ROUNDING = (
     "Where two tokens are nearly equally likely, passes of different sizes may round differently;"
     " `specheads bench` counts such places."
@@ -387,13 +391,7 @@ def _by_training(
             )
     rows = []
     for at in sorted({key.rpartition("/")[2] for key in final if key.startswith("final/")}):
-        length, low, high, speedup, same, of = (
-            final.get(f"final/{key}/{at}")
-            for key in (
-                "accept_length", "accept_length_low", "accept_length_high", "speedup", "identical",
-                "compared",
-            )
-        )  # fmt: skip
+        length, low, high, speedup, same, of = (final.get(f"final/{key}/{at}") for key in _FINAL)
         if length is None:
             continue
         between = "" if low is None or high is None else f" ({low:.2f} to {high:.2f})"

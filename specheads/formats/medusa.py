@@ -50,6 +50,7 @@ from specheads.system.files import whole_folder
 
 MOST_HEADS, MOST_LAYERS = 256, 64  # of native exports, see models/export_config.py
 PREFIX = "medusa_head."
+SPELLINGS = ("medusa_num_{}", "num_medusa_{}")  # of the numbers of heads and layers
 # names of the tensors of head i: its block j, and its matrix behind its last block
 _BLOCK, _MATRIX = "{i}.{j}.linear.{part}", "{i}.{last}.weight"
 _VLLM = "0.28 to 0.32"  # the versions that have the method
@@ -104,26 +105,21 @@ def check(job: Job) -> None:
         ConfigError: with what is in the way.
     """
     form, checkpoint, info = job[:3]
-    names, problem = _NAMES[form], ""
+    names, holds, problem = _NAMES[form], "holds heads that read one hidden state", ""
     if info.get("correction", "none") != "none":
         problem = "correct their logits by the token drafted before (markov_rank)"
     elif info.get("prefix_layer"):
         problem = "read the text through an attention layer of their own (prefix_layer)"
+    elif not names.matrix and info["lm_head"] != "shared":
+        holds = "holds heads that share the base's output matrix"
+        problem = f"have their own (lm_head={info['lm_head']}): use fasterdecoding_v1"
+    elif info["lm_head"] == "pruned" and not names.common:
+        kept, all_tokens = info["num_kept"], info["vocab_size"]
+        holds = "has output matrices for all tokens"
+        if kept < all_tokens:
+            problem = f"are pruned to {kept} of {all_tokens}, which vllm_medusa can hold"
     if problem:
-        raise ConfigError(
-            f"format={form} holds heads that read one hidden state; those of {checkpoint} {problem}"
-        )
-    if not names.matrix and info["lm_head"] != "shared":
-        raise ConfigError(
-            f"format={form} holds heads that share the base's output matrix; those of {checkpoint}"
-            f" have their own (lm_head={info['lm_head']}): use fasterdecoding_v1"
-        )
-    pruned = info["lm_head"] == "pruned" and info["num_kept"] < info["vocab_size"]
-    if pruned and not names.common:
-        raise ConfigError(
-            f"format={form} has output matrices for all tokens; those of {checkpoint} are pruned to"
-            f" {info['num_kept']} of {info['vocab_size']}, which vllm_medusa can hold"
-        )
+        raise ConfigError(f"format={form} {holds}; those of {checkpoint} {problem}")
 
 
 def write(job: Job) -> list[str]:
@@ -254,14 +250,10 @@ def times(tensor: Tensor, factor: float) -> Tensor:
     return (tensor.double() * factor).to(tensor.dtype)
 
 
-def _counts(heads: MedusaHeads) -> dict[str, Any]:
+def _counts(heads: MedusaHeads) -> dict[str, int]:
     """Return the numbers of heads and layers in all the spellings that readers look for."""
-    return {
-        "medusa_num_heads": heads.num_heads,
-        "num_medusa_heads": heads.num_heads,
-        "medusa_num_layers": heads.num_layers,
-        "num_medusa_layers": heads.num_layers,
-    }
+    counts = {"heads": heads.num_heads, "layers": heads.num_layers}
+    return {form.format(what): n for what, n in counts.items() for form in SPELLINGS}
 
 
 def _vllm_config(heads: MedusaHeads, output: OutputLayer) -> dict[str, Any]:
@@ -598,7 +590,7 @@ def _say_lies(config: dict[str, Any], heads: int, layers: int, notes: list[str])
         ("heads", heads, "num_heads"),
         ("layers", layers, "num_hidden_layers"),
     ):
-        keys = (f"medusa_num_{what}", f"num_medusa_{what}", *([of_vllm] if medusa else []))
+        keys = [form.format(what) for form in SPELLINGS] + [of_vllm] * medusa
         wrong = [key for key in keys if key in config and config[key] != counted]
         if wrong:
             notes.append(

@@ -65,13 +65,9 @@ def serve(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
     if number > 1:
         alone += f"; prompts of at least {number} tokens: it fails with fewer than there are heads"
     found = [
-        Serving(
-            "transformers",
-            f"{imported}{serving.load(place)}.generate(**inputs, use_mtp=True)",
-            alone,
-        ),
+        serving.transformers(place, "use_mtp=True", alone, imported),
         serving.vllm(place, {"method": "mtp", "num_speculative_tokens": number}, needs, version),
-        serving.sglang(place, "EAGLE", num_steps=number, eagle_topk=1, num_draft_tokens=number + 1),
+        serving.sglang(place, "EAGLE", number),
         serving.tensorrt(place, decoding_type="MTP", max_draft_len=number),
         serving.llama_cpp(f"model.gguf --spec-type draft-mtp --spec-draft-n-max {number}", place),
     ]
@@ -134,28 +130,24 @@ def check(base: PreTrainedModel, heads: Heads) -> MtpHeads:
     Raises:
         ConfigError: with what is in the way.
     """
+    ours, kind, problem = cast(MtpHeads, heads), base.config.model_type, ""
     if (variant := getattr(heads, "variant", heads.kind)) != "sequential":
-        raise ConfigError(
-            f"format=mtp_standard holds sequential MTP heads, these are {variant} ones"
-        )
-    ours = cast(MtpHeads, heads)
-    if ours.lm_head != "shared":
-        raise ConfigError(
-            "format=mtp_standard holds heads that share the base's output matrix, these have"
-            " their own"
-        )
-    if (kind := base.config.model_type) not in _KNOWN:
-        raise ConfigError(
-            f"format=mtp_standard: the base model is of type {kind!r}, the standard is known for"
-            f" {', '.join(_KNOWN)}"
-        )
-    expected, found = block_config(base.config).to_dict(), ours.config.to_dict()
-    for key in sorted(found.keys() - _IRRELEVANT):
-        if not key.startswith("_") and found[key] != expected.get(key):
-            raise ConfigError(
-                f"format=mtp_standard: the heads' layers must be like the base's last one, but"
-                f" their {key} is {found[key]!r}, the base's {expected.get(key)!r}"
+        problem = f" holds sequential MTP heads, these are {variant} ones"
+    elif ours.lm_head != "shared":
+        problem = " holds heads that share the base's output matrix, these have their own"
+    elif kind not in _KNOWN:
+        known = ", ".join(_KNOWN)
+        problem = f": the base model is of type {kind!r}, the standard is known for {known}"
+    else:
+        expected, found = block_config(base.config).to_dict(), ours.config.to_dict()
+        keys = sorted(key for key in found.keys() - _IRRELEVANT if not key.startswith("_"))
+        if key := next((key for key in keys if found[key] != expected.get(key)), ""):
+            problem = (
+                f": the heads' layers must be like the base's last one, but their {key} is"
+                f" {found[key]!r}, the base's {expected.get(key)!r}"
             )
+    if problem:
+        raise ConfigError(f"format=mtp_standard{problem}")
     return ours
 
 

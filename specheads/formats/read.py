@@ -38,9 +38,7 @@ from specheads.models.names import model_folder, weight_files
 _FILES = [f"{stem}_lm_head{end}" for stem in ("medusa", "hydra") for end in (".safetensors", ".pt")]
 _NUM_NODES = 16  # of the tree until one was searched
 # keys that the config of a whole model has of its heads
-_COUNTS = (
-    "medusa_num_heads", "num_medusa_heads", "medusa_num_layers", "num_medusa_layers", "medusa",
-)  # fmt: skip
+_COUNTS = ["medusa", *(s.format(w) for s in medusa.SPELLINGS for w in ("heads", "layers"))]
 
 
 def is_foreign(checkpoint: str | Path) -> bool:

@@ -121,9 +121,19 @@ def vllm(model: str, config: dict[str, Any], note: str = "", version: str = "") 
     return Serving("vLLM", command, note, version)
 
 
-def sglang(model: str, algorithm: str, **options: Any) -> Serving:
-    """Return SGLang's command; ``options`` are named as there, behind ``--speculative-``."""
+def transformers(model: str, option: str, note: str = "", before: str = "") -> Serving:
+    """Return the Python with which transformers decodes, with an ``option`` of its ``generate``."""
+    return Serving("transformers", f"{before}{load(model)}.generate(**inputs, {option})", note)
+
+
+def sglang(model: str, algorithm: str, num_steps: int = 0, **options: Any) -> Serving:
+    """Return SGLang's command; ``options`` are named as there, behind ``--speculative-``.
+
+    With ``num_steps`` a chain of so many tokens is drafted.
+    """
     named = {"algorithm": algorithm, **options}
+    if num_steps:
+        named |= {"num_steps": num_steps, "eagle_topk": 1, "num_draft_tokens": num_steps + 1}
     words = [f" --speculative-{key.replace('_', '-')} {value}" for key, value in named.items()]
     return Serving(
         "SGLang", f"python -m sglang.launch_server --model-path {model}" + "".join(words)
@@ -157,20 +167,15 @@ def native(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
         return [Serving("specheads", command), *draft_model(place, base, info)]
     moved = not info["base"]["tuned"] and base != base_name(info, place)
     given = f" base={base}" if moved else ""
-    found = [
-        Serving(
-            "specheads",
-            f"specheads generate checkpoint={place}{given} prompt=...",
-            "trees, batches; specheads bench measures it, specheads chat talks to it",
-        ),
-        Serving(
-            "transformers",
-            f'export = load_export("{place}"); export.base.generate(**inputs, custom_generate='
-            "SpecDecoder(export.base, exported_drafter(export)))",
-            "with specheads imported: docs/decoding.md",
-        ),
-        *without_heads(info),
-    ]
+    own = f"specheads generate checkpoint={place}{given} prompt=..."
+    more = "trees, batches; specheads bench measures it, specheads chat talks to it"
+    code = (
+        f'export = load_export("{place}"); export.base.generate(**inputs, custom_generate='
+        "SpecDecoder(export.base, exported_drafter(export)))"
+    )
+    found = [Serving("specheads", own, more)]
+    found.append(Serving("transformers", code, "with specheads imported: docs/decoding.md"))
+    found += without_heads(info)
     if info["kind"] == "medusa":
         found.append(Serving("TGI", "", "format=fasterdecoding_v1 or _v2 is what it reads"))
     return found
@@ -179,33 +184,16 @@ def native(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
 def draft_model(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
     """Return how engines guess with a draft model: all have a place for one."""
     config = {"method": "draft_model", "model": place, "num_speculative_tokens": _DRAFTED}
+    refused = ", ".join(_OF_OTHERS)
+    note = f"vocab_size must be the same in both configs; the draft's path must not hold {refused}"
+    options = f"base.gguf -md draft.gguf --spec-type draft-simple --spec-draft-n-max {_DRAFTED}"
+    kind = {"decoding_type": "DraftTarget", "max_draft_len": _DRAFTED, "speculative_model": place}
     return [
-        Serving(
-            "transformers",
-            f"{load(base)}.generate(**inputs, assistant_model={load(place)})",
-            ALONE,
-        ),
-        vllm(
-            base,
-            config,
-            "vocab_size must be the same in both configs; the draft's path must not hold "
-            + ", ".join(_OF_OTHERS),
-        ),
-        sglang(
-            base,
-            "STANDALONE",
-            draft_model_path=place,
-            num_steps=_DRAFTED,
-            eagle_topk=1,
-            num_draft_tokens=_DRAFTED + 1,
-        ),
-        tensorrt(
-            base, decoding_type="DraftTarget", max_draft_len=_DRAFTED, speculative_model=place
-        ),
-        llama_cpp(
-            f"base.gguf -md draft.gguf --spec-type draft-simple --spec-draft-n-max {_DRAFTED}",
-            f"{base} and for {place}",
-        ),
+        transformers(base, f"assistant_model={load(place)}", ALONE),
+        vllm(base, config, note),
+        sglang(base, "STANDALONE", _DRAFTED, draft_model_path=place),
+        tensorrt(base, **kind),
+        llama_cpp(options, f"{base} and for {place}"),
     ]
 
 
@@ -228,11 +216,7 @@ def text_copies(place: str, note: str = "", needed: str = "") -> list[Serving]:
     """
     needs = "needs specheads in vLLM's environment, and its first model runner: docs/serving.md"
     return [
-        Serving(
-            "transformers",
-            f"{load(place)}.generate(**inputs, prompt_lookup_num_tokens={COPIED})",
-            note,
-        ),
+        transformers(place, f"prompt_lookup_num_tokens={COPIED}", note),
         vllm(place, proposer_settings(), needed + needs),
         sglang(place, "NGRAM", num_draft_tokens=COPIED),
         tensorrt(place, decoding_type="NGram", max_draft_len=COPIED, max_matching_ngram_size=4),

@@ -187,7 +187,7 @@ _INSTEAD = {
     "mtp": "mtp, which format=mtp_standard holds",
     "draft": "a draft model, which format=draft writes for every engine",
 }
-_MEDUSA = partial(Format, kinds=("medusa",), write=medusa.write, check=medusa.check)
+_MEDUSA = partial(Format, kinds=("medusa",), write=medusa.write, check=medusa.check, chain=True)
 _ORIGINAL = "Laid out as the original Medusa code and TGI read them"
 
 FORMATS = {
@@ -237,24 +237,22 @@ FORMATS = {
         holds="Medusa heads",
         serve=medusa.serve_vllm,
         card="Laid out for vLLM 0.28 to 0.32.",
-        chain=True,
     ),
     "fasterdecoding_v1": _MEDUSA(
         holds="Medusa heads, an output matrix each",
         serve=medusa.serve_tgi,
         card=f"{_ORIGINAL}.",
-        chain=True,
     ),
     "fasterdecoding_v2": _MEDUSA(
         holds="Medusa heads that share the base's output matrix",
         serve=medusa.serve_tgi,
         card=f"{_ORIGINAL}, version 2.",
-        chain=True,
     ),
     "merged": _MEDUSA(
         holds="base and Medusa heads, one folder",
         serve=medusa.serve_merged,
         card="Base model and heads in one folder, laid out as the original code's checkpoints.",
+        chain=False,
         loads=True,
         inside="",
     ),
@@ -436,13 +434,9 @@ def upload(folder: str | Path, push: str, *, private: bool = False) -> str:
     hub = huggingface_hub.HfApi()
     try:
         hub.create_repo(push, private=private, repo_type="model", exist_ok=True)
-        hub.upload_folder(
-            repo_id=push,
-            folder_path=str(folder),
-            repo_type="model",
-            commit_message="Export of specheads",
-            ignore_patterns=[".*", "**/.*"],  # what editors and systems leave behind
-        )
+        hidden = [".*", "**/.*"]  # what editors and systems leave behind
+        more: dict[str, Any] = {"repo_type": "model", "commit_message": "Export of specheads"}
+        hub.upload_folder(repo_id=push, folder_path=str(folder), ignore_patterns=hidden, **more)
     except Exception as error:
         reason = _reason(error)
         raise RunError(f"{folder} is written, but was not uploaded to {push}: {reason}") from None

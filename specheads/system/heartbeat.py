@@ -38,13 +38,9 @@ class _Heart:
         from torch.distributed import PrefixStore, TCPStore
 
         # a connection of its own: one that waits in the main thread would hold back the beats
-        store = TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=60),
-        )
+        place, patience = os.environ["MASTER_ADDR"], timedelta(seconds=60)
+        port = int(os.environ["MASTER_PORT"])
+        store = TCPStore(place, port, is_master=False, wait_for_workers=False, timeout=patience)
         # torchrun's store outlives the processes that it starts anew
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self.store = PrefixStore(f"specheads/{restarts}", store)

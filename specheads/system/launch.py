@@ -105,23 +105,21 @@ def check_launcher(environment: Mapping[str, str]) -> None:
     """
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         return
-    given = {name: f"{name} is {environment[name]}" for name in COUNTS if name in environment}
-    values = {}
+    given = {name: environment[name] for name in COUNTS if name in environment}
     for name in COUNTS:
-        value = environment.get(name, "")
+        value = given.get(name, "")
         if not value.isdigit():
             found = f"is {value!r}" if value else "is not set"
-            others = " and ".join(text for key, text in given.items() if key != name)
+            others = " and ".join(f"{key} is {given[key]}" for key in given if key != name)
             raise ConfigError(
                 f"{name} {found} while {others}; start the processes with torchrun, deepspeed or"
                 " srun, or unset these for one process"
             )
-        values[name] = int(value)
-    world = values["WORLD_SIZE"]
+    world = int(given["WORLD_SIZE"])
     for name in ("RANK", "LOCAL_RANK"):
-        if values[name] >= world:
+        if int(given[name]) >= world:
             raise ConfigError(
-                f"{name} is {values[name]}, but WORLD_SIZE is {world}: ranks go from 0 to "
+                f"{name} is {int(given[name])}, but WORLD_SIZE is {world}: ranks go from 0 to "
                 f"{world - 1}; was the launcher told the right number of machines?"
             )
     missing = [name for name in PLACE if not environment.get(name)]
