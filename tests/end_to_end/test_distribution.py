@@ -108,12 +108,17 @@ def excess(counts: Tensor, expected: Tensor) -> float:
     return float(((got - want) ** 2 / want).sum()) / limit
 
 
-@pytest.mark.parametrize("num_rows", [60_000, pytest.param(200_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_rows", [20_000, pytest.param(200_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES)
 def test_the_distribution_is_the_base_models(
     case: str, num_rows: int, model: LlamaForCausalLM, expected: Tensor
 ) -> None:
-    """Prevents any bias: of a rule, of a cache that keeps the wrong nodes, of related noise."""
+    """Prevents any bias: of a rule, of a cache that keeps the wrong nodes, of related noise.
+
+    A distribution at a chi-squared distance c from the model's adds c per row to a statistic of 124
+    on average, whose limit is 190: 20,000 rows show 0.008 in 999 of 1,000 runs. What is broken
+    below lies 0.06 away and more.
+    """
     assert excess(counts_of(model, case, num_rows), expected) < 1
 
 
@@ -164,10 +169,10 @@ BREAKS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
 def test_what_is_broken_shows(
     broken: str, model: LlamaForCausalLM, expected: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prevents a test without power: a sixth of the rows is enough to see each of these."""
+    """Prevents a test without power: a third of the rows is enough to see each of these."""
     case, break_it = BREAKS[broken]
     break_it(monkeypatch)
-    assert excess(counts_of(model, case, 10_000), expected) > 2
+    assert excess(counts_of(model, case, 6_000), expected) > 2
 
 
 def test_walking_gives_plain_decodings_tokens(model: LlamaForCausalLM) -> None:
