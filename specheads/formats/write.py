@@ -42,9 +42,8 @@ from specheads.models.checkpoint import (
     save_hf,
     save_plain_model,
 )
-from specheads.models.compress import low_rank_heads, pruned_heads, relative_errors
 from specheads.models.draft import save_draft
-from specheads.models.heads import MedusaHeads
+from specheads.models.heads import MedusaHeads, low_rank_heads, pruned_heads, relative_errors
 from specheads.models.kinds import Heads
 from specheads.models.manifest import first_line, write_json
 from specheads.models.mtp import MtpHeads
