@@ -279,5 +279,5 @@ def test_bad_batches_are_refused(llama: PreTrainedModel) -> None:
         _ = result.new_tokens
     cache = TreeCache()
     plain_decode(llama, ids, max_new_tokens=3, cache=cache)
-    with pytest.raises(ValueError, match="cache has 2 rows, but there are 1"):
+    with pytest.raises(ValueError, match="cache has 2 rows, the batch 1"):
         plain_decode(llama, ids[:1], max_new_tokens=3, cache=cache)
