@@ -117,7 +117,7 @@ class Conversation:
         self.tokenizer = decoder.tokenizer
         self.cache = TreeCache()
         self._encode = Encoder(self.tokenizer)
-        self._plain = replace(decoder, drafter=None)
+        self._plain = replace(decoder, drafter=None, streamer=None)
         self.messages: list[dict[str, str]] = []
         if config.system:
             self.set_system(config.system)
