@@ -12,17 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from transformers import LlamaForCausalLM
 
-from specheads.config import TrainConfig, register_schemas, to_config
 from specheads.config.training import DRAFT_LOSSES
 from specheads.data.tokenizers import byte_tokenizer, complete_init
 from specheads.decoding.result import DecodedRow
 from specheads.measure.clock import Prompt, Runs
 from specheads.models.base import build_from_init, load_tokenizer
 from specheads.models.mtp import MtpHeads, block_config
-from specheads.system.files import conf_dir
+from tests.composed import composed
 from tests.end_to_end.commands import start
 from tests.scripts import load_script
 
@@ -33,19 +31,13 @@ mtp: Any = load_script("bench_mtp")
 typical: Any = load_script("bench_typical")
 
 
-def composed(*overrides: str) -> TrainConfig:
-    """Compose what a run of a table is started with."""
-    register_schemas()
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        found = compose("train", overrides=[*overrides, "run_dir=unused"])
-    return to_config(found, TrainConfig)
-
-
 def test_all_heads_get_the_same(tmp_path: Path) -> None:
     """An arm with more tokens, nodes or tuning runs wins for that reason."""
     arms = medusa.arms(tmp_path / "own.jsonl")
     assert len({len(arm.rates) for arm in arms}) == 1
-    kinds = {arm.name: composed(*arm.overrides, *arm.rates[0], *medusa.COMMON) for arm in arms}
+    kinds = {
+        arm.name: composed("train", [*arm.overrides, *arm.rates[0], *medusa.COMMON]) for arm in arms
+    }
     for cfg in kinds.values():
         assert (cfg.data.rows, cfg.data.seq_len, cfg.optim.accumulation) == (8, 512, 1)
         assert (cfg.heads.num_heads, cfg.tree.num_nodes) == (medusa.NUM_HEADS, medusa.NUM_NODES)
@@ -75,7 +67,9 @@ def test_tuning_keeps_to_the_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_all_draft_models_get_the_same() -> None:
     """More tokens, layers or decay on one side win or lose for that reason."""
     given = distill.Settings()
-    settings = {arm: composed(*distill.overrides(arm, given)) for arm in distill.arms(given)}
+    settings = {
+        arm: composed("train", distill.overrides(arm, given)) for arm in distill.arms(given)
+    }
     assert len(settings) == 3 * len(DRAFT_LOSSES)
     like = next(iter(settings.values()))
     for (loss, data), cfg in settings.items():
@@ -151,7 +145,7 @@ def test_all_models_get_the_same() -> None:
     given = mtp.Settings(arms=tuple(f"{name}-{kind}" for name in ("byte", "bpe") for kind in kinds))
     length = mtp.harness.training_length(600, 0)
     settings = {
-        arm: composed(*mtp.overrides(arm, given), *mtp.rate_overrides("3e-3"), *length)
+        arm: composed("train", [*mtp.overrides(arm, given), *mtp.rate_overrides("3e-3"), *length])
         for arm in given.arms
     }
     for name, cfg in settings.items():
@@ -171,7 +165,9 @@ def test_all_models_get_the_same() -> None:
 @pytest.mark.parametrize("variant", ["parallel", "causal"])
 def test_the_parameters_are_equal_but_for_a_norm_per_head(variant: str) -> None:
     """Heads with matrices of their own, or on top of all layers, would make the larger model."""
-    cfg = composed(*mtp.overrides(f"byte-n4-{variant}", mtp.Settings(layers=6, hidden=64, arms=())))
+    cfg = composed(
+        "train", mtp.overrides(f"byte-n4-{variant}", mtp.Settings(layers=6, hidden=64, arms=()))
+    )
     init = {**cfg.model.init, "vocab_size": 320}
 
     def count(module: torch.nn.Module) -> int:

@@ -7,16 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
 
-from specheads import cli, config
-from specheads.config.main import tidy_arguments
-from specheads.system.files import conf_dir
+from specheads import cli
+from tests.composed import composed
+from tests.processes import ROOT
 from tests.scripts import options_of
 
-ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 GUIDE = (ROOT / "docs" / "decoding.md").read_text()
 PAGES = {
@@ -27,8 +23,6 @@ PAGES = {
         *sorted((ROOT / "docs").glob("*.md")),
     ]
 }
-# words that an entry point takes before Hydra sees them; any other is Hydra's, or refused
-LITERAL = {"train": "\n", "generate": "prompt=", "chat": "system=", "quality": "data="}
 FOREIGN = ("cd", "export", "git", "mkdir", "pip", "source")  # programs that are not ours
 
 
@@ -76,7 +70,7 @@ def test_commands_exist(words: list[str]) -> None:
         program, given = words[2].removeprefix("specheads."), words[3:]
     if "--help" in given or not program:
         return
-    compose_command(program, given)
+    composed(program, given)
 
 
 def program_of(command: str) -> str:
@@ -84,21 +78,6 @@ def program_of(command: str) -> str:
     if command in ("--help", "--version", "help", "version"):
         return ""
     return cli.COMMANDS[command][0].removeprefix("specheads.")
-
-
-def compose_command(program: str, given: list[str]) -> None:
-    """Compose a command as its entry point would, and check every value."""
-    config.register_schemas()
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        literal = LITERAL.get(program, "model=")
-        overrides = tidy_arguments([word for word in given if not word.startswith(literal)])
-        overrides = [word for word in overrides if word not in ("-m", "--multirun")]
-        extra = ["run_dir=unused"] if program == "train" else []
-        composed = compose(program, overrides=[*overrides, *extra])
-    node = ConfigStore.instance().load(f"{program}_schema.yaml").node
-    schema = OmegaConf.get_type(node)
-    assert schema is not None
-    config.to_config(composed, schema)
 
 
 def test_settings_of_the_table_exist() -> None:
@@ -110,10 +89,7 @@ def test_settings_of_the_table_exist() -> None:
     overrides = [word for word in words if "=" in word and not word.startswith("-")]
     assert len(overrides) > 10
     values = [word.split(",")[0] for word in overrides]
-    config.register_schemas()
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        composed = compose("train", ["+recipe=medusa2", "run_dir=unused", *values])
-    config.to_config(composed, config.TrainConfig)
+    composed("train", ["+recipe=medusa2", *values])
 
 
 def test_python_example_runs(tiny_export: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,23 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
-from specheads import config
 from specheads.measure.clock import read_prompts
 from specheads.models.base import load_tokenizer
-from specheads.system.files import conf_dir
+from tests.composed import composed
 from tests.scripts import ROOT, load_script, options_of
 
 full: Any = load_script("bench_full")
 PARTS = full.full_parts()
-SCHEMAS = {
-    "train": config.TrainConfig,
-    "bench": config.BenchConfig,
-    "tree_search": config.TreeSearchConfig,
-    "compare": config.CompareConfig,
-    "quality": config.QualityConfig,
-}
 
 
 def test_every_file_has_one_part() -> None:
@@ -82,12 +73,7 @@ def test_commands_exist(words: tuple[str, ...]) -> None:
         assert {word for word in words if word.startswith("--")} <= options_of(words[0])
         return
     assert words[0] == "-m"
-    program = words[1].removeprefix("specheads.")
-    config.register_schemas()
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        # compare takes model= before Hydra sees it
-        composed = compose(program, overrides=[w for w in words[2:] if not w.startswith("model=")])
-    config.to_config(composed, SCHEMAS[program])
+    composed(words[1].removeprefix("specheads."), words[2:])
 
 
 def test_unseen_prompts_are_those_that_were_measured(tmp_path: Path) -> None:

@@ -7,19 +7,18 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 
-from specheads import cli, config
+from specheads import cli
 from specheads.config import main as entry
 from specheads.config.main import tidy_arguments
 from specheads.system.files import conf_dir
+from tests.composed import composed
+from tests.processes import ROOT
 
-ROOT = Path(__file__).parents[2]
 PROGRAMS = {module.removeprefix("specheads."): name for name, (module, _) in cli.COMMANDS.items()}
 
 
@@ -31,11 +30,6 @@ def called(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     except SystemExit as stopped:
         return int(stopped.code or 0)
     return 0
-
-
-def schema_of(program: str) -> Any:
-    """Return the dataclass of a command's settings."""
-    return getattr(config, "".join(part.title() for part in program.split("_")) + "Config")
 
 
 def help_text(program: str) -> str:
@@ -146,13 +140,6 @@ def test_flags_may_stand_anywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     ]  # fmt: skip
 
 
-def taken_literally(program: str) -> tuple[str, ...]:
-    """Return the keys of a command that Hydra never sees."""
-    code = (ROOT / "specheads" / f"{program}.py").read_text()
-    _, _, keys = code.partition("literal=(")
-    return tuple(f"{key}=" for key in re.findall(r'"(\w+)"', keys.partition(")")[0]))
-
-
 def examples(program: str) -> list[list[str]]:
     """Return the examples that a command's help shows, split into words."""
     _, _, after = help_text(program).partition("Examples:\n")
@@ -165,19 +152,12 @@ def test_help_shows_examples_that_compose(program: str) -> None:
     """An example in the help is what people paste first, and nobody reads again."""
     found = examples(program)
     assert len(found) >= 2, "no examples"
-    config.register_schemas()
     for words in found:
         if "|" in words:
             words = words[: words.index("|")]
         starts = (["python", "-m", f"specheads.{program}"], ["specheads", PROGRAMS[program]])
         start = next(each for each in starts if words[: len(each)] == each)
-        given = [
-            word for word in words[len(start) :] if not word.startswith(taken_literally(program))
-        ]
-        extra = ["run_dir=unused"] if program == "train" else []
-        with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-            composed = compose(program, overrides=[*tidy_arguments(given), *extra])
-        config.to_config(composed, schema_of(program))
+        composed(program, words[len(start) :])
 
 
 def test_exit_codes_are_documented() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from specheads.config import (
@@ -28,7 +27,6 @@ from specheads.config import (
     TrainConfig,
     TreeSearchConfig,
     export_of,
-    register_schemas,
     to_config,
 )
 from specheads.config.compose import swept
@@ -36,13 +34,14 @@ from specheads.config.main import tidy_arguments
 from specheads.models.base import torch_dtype
 from specheads.system.files import conf_dir, recipes_dir
 from specheads.train import load_recipe
+from tests.composed import composed as compose
 
 
 def composed(*overrides: str) -> TrainConfig:
     """Compose conf/train.yaml as the command line would."""
-    register_schemas()
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        return to_config(compose("train", overrides=[*overrides, "run_dir=unused"]), TrainConfig)
+    found = compose("train", overrides)
+    assert isinstance(found, TrainConfig)
+    return found
 
 
 def options(group: str) -> list[str]:
@@ -221,5 +220,5 @@ def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
 def test_columns_are_given_as_they_are_written() -> None:
     """Hydra refuses new keys in a dict, and its advice, a plus sign, is refused elsewhere."""
     given = ["data.columns={user: question, assistant: a+b}", "data.columns.system=s"]
-    cfg = composed("+recipe=medusa1", *tidy_arguments(given))
+    cfg = composed("+recipe=medusa1", *given)
     assert cfg.data.columns == {"user": "question", "assistant": "a+b", "system": "s"}

@@ -14,15 +14,13 @@ import time
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specheads.config import ConfigError, TrainConfig, register_schemas, to_config
-from specheads.config.main import tidy_arguments
-from specheads.system.files import conf_dir
+from specheads.config import ConfigError, TrainConfig
 from specheads.system.launch import check_launcher, first_host, read_launcher, take_local_rank
 from specheads.training.deepspeed_engine import check_build_lock, need_compiler
+from tests.composed import composed
 from tests.processes import Process
 
 TEMPLATES = Path(__file__).parents[2] / "scripts" / "launch"
@@ -189,12 +187,9 @@ def test_templates(path: Path) -> None:
         assert done.returncode == 0, done.stderr
     found = [each for script in scripts for each in commands(script)]
     assert found
-    register_schemas()
     for arguments in found:
         assert "resume=auto" in arguments, "what is requeued must go on, not start again"
-        overrides = [*tidy_arguments(take_local_rank(arguments)), "run_dir=unused"]
-        with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-            cfg = to_config(compose("train", overrides=overrides), TrainConfig)
+        cfg = composed("train", take_local_rank(arguments))
         assert cfg.deepspeed, "several processes train under DeepSpeed only"
         assert cfg.optim.name == "adamw"
         assert cfg.recipe

@@ -1,0 +1,34 @@
+"""Compose the settings of a command line as its entry point does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+
+from specheads import config
+from specheads.config.main import tidy_arguments
+from specheads.system.files import conf_dir
+from tests.processes import ROOT
+
+
+def composed(program: str, words: Sequence[str]) -> Any:
+    """Return the checked settings of ``python -m specheads.<program> <words>``."""
+    config.register_schemas()
+    given = [word for word in words if not word.startswith(taken_literally(program))]
+    overrides = [word for word in tidy_arguments(given) if word not in ("-m", "--multirun")]
+    if program == "train":  # made by Hydra where it runs the program
+        overrides.append("run_dir=unused")
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+        found = compose(program, overrides=overrides)
+    name = "".join(part.title() for part in program.split("_"))
+    return config.to_config(found, getattr(config, f"{name}Config"))
+
+
+def taken_literally(program: str) -> tuple[str, ...]:
+    """Return the keys of a command that Hydra never sees."""
+    code = (ROOT / "specheads" / f"{program}.py").read_text()
+    _, _, keys = code.partition("literal=(")
+    return tuple(f"{key}=" for key in re.findall(r'"(\w+)"', keys.partition(")")[0]))
