@@ -20,7 +20,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -206,13 +205,11 @@ def measure(name: str, folder: Path, given: Settings) -> dict[str, Any]:
         "online": Side(base, batches(), lm_head, given),
         "cached": Side(base, CachedBatches(batches(), features), lm_head, given),
     }
-    with ExitStack() as stack:
-        for side, owner, call in (
-            ("online", base.base_model, "forward"),
-            ("cached", features, "rows"),
-        ):
-            clocked = sides[side].inner.around(getattr(owner, call))
-            stack.enter_context(patch.object(owner, call, clocked))
+    inner = {side: each.inner.around for side, each in sides.items()}
+    with (
+        patch.object(base.base_model, "forward", inner["online"](base.base_model.forward)),
+        patch.object(features, "rows", inner["cached"](features.rows)),
+    ):
         for repeat in range(-1, given.repeats):
             for each in SIDES if repeat % 2 else SIDES[::-1]:
                 for _ in range(given.steps if repeat >= 0 else given.warmup):

@@ -266,13 +266,14 @@ def grow(model: Subject, num_nodes: int, given: Settings) -> tuple[Tree, dict[st
 
 
 @torch.inference_mode()
-def step_milliseconds(model: Subject, tree: Tree | None, given: Settings) -> dict[str, float]:
+def step_milliseconds(
+    model: Subject, tree: Tree | None, prompts: Sequence[Prompt], given: Settings
+) -> dict[str, float]:
     """Return ``plain``, and with a tree ``heads`` (drafting) and ``verify`` (the step's rest).
 
     Milliseconds per step on the longest prompt, greedy, nothing ends the text: the median over
     repeats of each one's lower quartile.
     """
-    prompts = embedded_prompts(model, "prompts.jsonl", given)
     ids = max((prompt.input_ids for prompt in prompts), key=lambda each: each.shape[1])
     limit = {"max_new_tokens": given.max_new_tokens}
     runs = [runner(model.base, None, ids, **limit)]
@@ -325,7 +326,7 @@ def measure(row: dict[str, Any], export: Path, num_nodes: int, given: Settings) 
     ours = [method for method in methods if method.name != "hf_generate"]
     row["accept"] = harness.accept_lengths(ours, prompts, TEMPERATURES)
     if row["seed"] == given.seeds[0] and given.repeats:
-        row["step_ms"] = step_milliseconds(model, tree, given)
+        row["step_ms"] = step_milliseconds(model, tree, prompts, given)
         row["rows"] = [
             found
             for heat in TEMPERATURES

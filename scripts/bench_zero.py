@@ -38,28 +38,17 @@ from torch import Tensor
 from specheads.config import DataConfig, ModelConfig, TrainConfig
 from specheads.system import dist
 from specheads.system.hardware import peak_memory, pin_threads
-from specheads.training.capacity import (
-    A100_OF_8,
-    ADAM_TRAFFIC,
-    LLAMA_7B,
-    LLAMA_13B,
-    LLAMA_70B,
-    RESERVED,
-    SPREADS,
-    Load,
-    Machine,
-    Shape,
-    Spread,
-    load_of,
-    need,
-    seconds,
-)
+from specheads.training import capacity
+from specheads.training.capacity import Load, Machine, Shape, Spread, load_of, need
+from specheads.training.loop import open_engine
+from specheads.training.objectives import LMObjective
+from specheads.training.schedule import param_groups
 
 SMALL = 65_536  # bytes; tensors below are not told apart
 PATIENCE = 900  # seconds for one measurement
 NUMBERS = 4_000_000  # of the tensor with which Adam and the link are timed
 KINDS = ("frozen", "lora", "full")
-BASES = {"7B": LLAMA_7B, "13B": LLAMA_13B, "70B": LLAMA_70B}
+BASES = {"7B": capacity.LLAMA_7B, "13B": capacity.LLAMA_13B, "70B": capacity.LLAMA_70B}
 
 
 @dataclass
@@ -90,11 +79,6 @@ class Settings:
     repeats: int = 5
     threads: int = 1
     out: Path | None = None
-
-    @property
-    def shape(self) -> Shape:
-        """Sizes of the model that is measured."""
-        return Shape(self.hidden, self.layers, self.intermediate, self.hidden, self.vocab)
 
 
 def run_config(given: Settings, stage: int, run_dir: str) -> TrainConfig:
@@ -159,8 +143,6 @@ class Work:
     """One rank's training: model, engine and a batch that never changes."""
 
     def __init__(self, given: Settings, stage: int, run_dir: str) -> None:
-        from specheads.training.objectives import LMObjective
-
         more = {"intermediate_size": given.intermediate, "use_cache": False}
         self.model = harness.llama(given.vocab, given.hidden, given.layers, **more)
         self.cfg = run_config(given, stage, run_dir)
@@ -174,9 +156,6 @@ class Work:
 
     def open(self) -> None:
         """Wrap the objective as a run does."""
-        from specheads.training.loop import open_engine
-        from specheads.training.schedule import param_groups
-
         groups = param_groups(self.cfg.optim, base=(self.model, 1e-5))
         self.engine = open_engine(self.objective, groups, self.cfg)
 
@@ -248,7 +227,7 @@ def measure_time(given: Settings, stage: int, run_dir: str) -> dict[str, Any]:
     return {
         "seconds": clock(work.step, given.repeats),
         "plain_seconds": statistics.median(plain),
-        "adam_bytes_per_second": ADAM_TRAFFIC * NUMBERS / stepping,
+        "adam_bytes_per_second": capacity.ADAM_TRAFFIC * NUMBERS / stepping,
         "link_bytes_per_second": link,
     }
 
@@ -298,7 +277,7 @@ def on_ranks(given: Settings, stage: int, what: str) -> list[dict[str, Any]]:
 def load(given: Settings) -> Load:
     """Return what the measured model brings to a rank."""
     return load_of(
-        given.shape,
+        Shape(given.hidden, given.layers, given.intermediate, given.hidden, given.vocab),
         "full",
         tokens=given.rows * given.seq_len,
         size=torch.float32.itemsize,
@@ -321,7 +300,7 @@ def predict(given: Settings, stage: int, machine: Machine | None) -> dict[str, A
         **{key: value for key, value in vars(found).items() if value},
     }
     if machine:
-        times = seconds(load(given), spread, world, machine)
+        times = capacity.seconds(load(given), spread, world, machine)
         told |= {"seconds": times.total, "flops": load(given).flops}
         told |= {f"seconds_{key}": value for key, value in asdict(times).items()}
     return told
@@ -332,13 +311,9 @@ def speeds(given: Settings, rows: list[dict[str, Any]]) -> Machine | None:
     timed = [rank for row in rows for rank in row.get("times", []) if row["stage"] >= 0]
     if not timed:
         return None
-
-    def median(key: str) -> float:
-        return statistics.median(rank[key] for rank in timed)
-
-    flops = load(given).flops / median("plain_seconds")
-    link, bandwidth = median("link_bytes_per_second"), median("adam_bytes_per_second")
-    return Machine("this machine", memory=0, flops=flops, link=link, bandwidth=bandwidth)
+    names = ("plain_seconds", "link_bytes_per_second", "adam_bytes_per_second")
+    plain, link, adam = (statistics.median(rank[name] for rank in timed) for name in names)
+    return Machine("this machine", 0, load(given).flops / plain, link, bandwidth=adam)
 
 
 def summarise(given: Settings, rows: list[dict[str, Any]]) -> None:
@@ -356,32 +331,31 @@ def summarise(given: Settings, rows: list[dict[str, Any]]) -> None:
                 row["seconds_ratio"] = told["seconds"] / row["seconds"]
 
 
-def fits_table(machine: Machine = A100_OF_8, ranks: int = 8, tokens: int = 2048) -> str:
+def fits_table(machine: Machine = capacity.A100_OF_8, ranks: int = 8, tokens: int = 2048) -> str:
     """Return what ``ranks`` GPUs can train, by the cost model alone.
 
     A cell is the peak of a step per rank in GB. ``x`` does not fit; ``load`` would fit once it is
     divided, but every rank loads the whole base before that; ``host`` lacks main memory.
     """
-    names = list(SPREADS)
-    titles = ["base", "trained", *("none, 1 GPU" if n == "none" else n for n in names), "s/step"]
-    lines = [titles]
+    names = ["none, 1 GPU" if name == "none" else name for name in capacity.SPREADS]
+    lines = [["base", "trained", *names, "s/step"]]
     for base, shape in BASES.items():
         for kind in KINDS:
             cells, fitting = [], []
-            for name in names:
+            for name, spread in capacity.SPREADS.items():
                 world = 1 if name == "none" else ranks
                 wide = 4 if name == "none" else 2  # plain torch leaves heads and adapters float32
                 load = load_of(shape, kind, tokens=tokens, head_size=wide)
-                found = need(load, SPREADS[name], world)
+                found = need(load, spread, world)
                 cell = f"{found.training / 1e9:.0f}"
-                if found.training > machine.memory - RESERVED:
+                if found.training > machine.memory - capacity.RESERVED:
                     cell += " x"
                 elif not found.fits(machine.memory):
                     cell += " load"
                 elif found.host > machine.host_memory:
                     cell += " host"
                 elif name != "none":
-                    fitting.append((seconds(load, SPREADS[name], world, machine).total, name))
+                    fitting.append((capacity.seconds(load, spread, world, machine).total, name))
                 cells.append(cell)
             best = "{:.2f} {}".format(*min(fitting)) if fitting else "-"
             lines.append([base, kind, *cells, best])
@@ -394,7 +368,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     if given.table:
         print(fits_table())
         return
-    print(f"{given.shape.parameters / 1e6:.1f} M parameters, {given.ranks} ranks")
     rows: list[dict[str, Any]] = []
     for stage in given.stages:
         rows.append({"stage": stage, "memory": on_ranks(given, stage, "memory")})

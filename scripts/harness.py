@@ -95,16 +95,15 @@ def parse(kind: type[S], argv: Sequence[str] | None = None) -> S:
         parser.error(str(error))
 
 
-def recorded(settings: Any) -> dict[str, Any]:
-    """Return settings for a record: all but the places of files on this machine."""
+def report(settings: Any, **content: Any) -> dict[str, Any]:
+    """Return the document of an experiment: environment, settings, and what was found.
+
+    Settings that are places of files on this machine are left out.
+    """
     hints = typing.get_type_hints(type(settings))
     places = [name for name, hint in hints.items() if Path in (hint, *typing.get_args(hint))]
-    return {name: value for name, value in vars(settings).items() if name not in places}
-
-
-def report(settings: Any, **content: Any) -> dict[str, Any]:
-    """Return the document of an experiment: environment, settings, and what was found."""
-    return {"environment": environment(), "settings": recorded(settings), **content}
+    recorded = {name: value for name, value in vars(settings).items() if name not in places}
+    return {"environment": environment(), "settings": recorded, **content}
 
 
 def write(path: Path | None, document: Any, *, quiet: bool = False) -> None:
@@ -193,9 +192,8 @@ def attempt(run: Callable[[], Any]) -> tuple[str, Any]:
 
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Return median and quartiles."""
-    low, middle, high = (
-        statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
-    )
+    several = [*values] * (1 + (len(values) == 1))
+    low, middle, high = statistics.quantiles(several, n=4, method="inclusive")
     return {"median": middle, "q25": low, "q75": high}
 
 
@@ -577,17 +575,15 @@ def run_parts(
             failed.append(part.name)
             continue
         print(f"{where}: about {part.minutes:g} min", flush=True)
-        start, state = time.monotonic(), DONE
+        start, state = time.monotonic(), ""
         for command in part.commands:
             print(f"$ {typed(command)}", flush=True)
             if code := run(command):
                 state = f"exit code {code} of {typed(command)}"
                 break
         missing = [path for path in part.outputs if not (root / path).exists()]
-        if state == DONE and missing:
-            state = f"{missing[0]} was not written"
-        if state != DONE:
-            failed.append(part.name)
+        state = state or (f"{missing[0]} was not written" if missing else DONE)
+        failed += [part.name] * (state != DONE)
         record[part.name] = {
             "state": state,
             "settings": part.digest(root),

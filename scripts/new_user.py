@@ -7,7 +7,7 @@ A person has a model in a local folder and records of their own in a ``.jsonl``.
 a copy of the embedded model under another name, and the records are functions of Python's standard
 library: signature and docstring asked, body answered. Then six commands, each as a user types it:
 look at the data, train, fit the tree, measure, decode, export. What they print goes into the JSON,
-and from there onto the page. Exits with 1 where a command fails or is too long to be typed.
+and from there onto the page. Exits with 1 where a command fails.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from harness import ROOT
 from specheads.system.files import tinycode_dir
 from specheads.system.hardware import environment
 
-LONGEST_COMMAND = 100  # characters
 COMMANDS = (
     "specheads preview data=jsonl data.path=my.jsonl model=./my-model",
     "specheads train +recipe=medusa1 model=./my-model data=jsonl data.path=my.jsonl name=mine"
@@ -214,8 +213,6 @@ def perform(folder: Path, *, quick: bool) -> dict[str, Any]:
 def main() -> None:
     """Perform or only render, and write."""
     given = harness.parse(Settings)
-    if long := [command for command in COMMANDS if len(command) >= LONGEST_COMMAND]:
-        raise SystemExit(f"too long to be typed: {long[0]}")
     if given.render:
         record = json.loads(given.render.read_text())
     else:
