@@ -1,9 +1,9 @@
 """The contract of heads, whatever their kind, and the kinds that there are.
 
 Training, decoding and exports ask heads what :class:`Heads` lists, and never which kind they are.
-A new kind is one module with an ``nn.Module`` that answers it, an entry in :data:`KINDS`, its
-section of the settings, a recipe, and a place in tests/unit/test_heads_contract.py, which holds
-every kind to what is written here.
+A new kind is one module with an ``nn.Module`` that answers it, an entry in :data:`KINDS`, and one
+in tests/unit/test_heads_contract.py, which holds every kind to what is written here. The recipes of
+Medusa heads train it by ``heads.kind``; docs/adding_a_method.md adds one.
 
 Shapes: K heads, d what the output matrix of the base reads, V vocabulary, V' the tokens that the
 heads can guess, B rows, T positions.
@@ -101,9 +101,9 @@ class Heads(Protocol):
     sequential heads it goes down the tree with :meth:`steps`, one pass per level. Drafters are made
     from that alone (``static_drafter`` and ``dynamic_drafter`` of specheads.drafters.growing).
 
-    How the weights start is the recipe's business. A kind whose loss is no sum over heads of such
-    products brings an objective of its own, beside its recipe. Learning rates and memory planning
-    find a head's own output matrix by ``lm_head`` in its tensors' names.
+    Weights start as ``from_settings`` leaves them, where no recipe does more. A kind whose loss is
+    no sum over heads of such products brings an objective of its own, beside its recipe. Learning
+    rates and memory planning find a head's own output matrix by ``lm_head`` in its tensors' names.
 
     Attributes:
         config_keys: keys of config.json without which an export of this kind is refused.
@@ -296,7 +296,11 @@ class Heads(Protocol):
 
 
 # by the ``kind`` of config.json
-KINDS: dict[str, type[Heads]] = {"medusa": MedusaHeads, "hydra": MedusaHeads, "mtp": MtpHeads}
+KINDS: dict[str, type[Heads]] = {
+    "medusa": MedusaHeads,
+    "hydra": MedusaHeads,
+    "mtp": MtpHeads,
+}
 
 
 def build_heads(config: dict[str, Any]) -> Heads:
