@@ -198,11 +198,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for arm in (*(("labels", data) for data in DATA[:2]), (best["loss"], best["data"])):
         tuned["-".join(arm)] = found = tune(arm, given.rates, given.steps, given)
         claimed += [row(arm, found["rate"], seed, "claim") for seed in given.seeds]
-    harness.show(first + claimed)
-    document = harness.report(given, tuned=tuned, rows=first + claimed)
-    document["settings"] |= {"common": list(COMMON), "tokens_per_step": given.rows * 512}
-    del document["settings"]["train_only"]
-    harness.write(given.out, document)
+    about = {"common": COMMON, "tokens_per_step": given.rows * 512}
+    harness.publish(given, first + claimed, about, tuned=tuned)
 
 
 if __name__ == "__main__":

@@ -404,7 +404,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             about = {"part": TRAINING, "engine": engine, "lm_head": lm_head}
             attempt(about, time_training, engine, lm_head)
             gc.collect()
-    harness.show(report["rows"])
+    print("\n\n".join(map(harness.describe, report["rows"])))
     dist.shutdown()
     return int(any(row.get("status") == "failed" for row in report["rows"]))
 

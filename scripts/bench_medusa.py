@@ -230,18 +230,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{row['arm']} seed {row['seed']}: {time.perf_counter() - start:.0f} s")
     clocked = runs / "clock.json"
     clocks = json.loads(clocked.read_text()) if clocked.is_file() else {}
-    harness.show(rows)
-    document = harness.report(given, rows=rows)
-    document["settings"] |= {
-        "steps": STEPS,
-        "tokens": STEPS * 8 * 512,
-        "tuning_steps": TUNING_STEPS,
-        "common": list(COMMON),
-        "corpus": list(CORPUS),
-        "num_nodes": NUM_NODES,
-        "training_tokens_per_second": clocks,
-    }
-    harness.write(given.out, document)
+    about = {"steps": STEPS, "tokens": STEPS * 8 * 512, "tuning_steps": TUNING_STEPS}
+    about |= {"common": COMMON, "corpus": CORPUS, "num_nodes": NUM_NODES}
+    harness.publish(given, rows, about | {"training_tokens_per_second": clocks})
 
 
 if __name__ == "__main__":

@@ -173,12 +173,11 @@ def main(argv: list[str] | None = None) -> None:
             row |= times
     compare(rows)
     print()
-    harness.show(rows)
+    harness.publish(settings, rows)
     print(
         "ratio: to the fewest heads; for own, less the heads' parameters, gradients, optimizer\n"
         "state and one V * d buffer per head (the naive loss holds no such buffer)."
     )
-    harness.write(settings.out, harness.report(settings, rows=rows))
 
 
 if __name__ == "__main__":

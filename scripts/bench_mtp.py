@@ -367,11 +367,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         # the fastest size is clocked with the first seed; the others' trees are as large
         num_nodes[row["arm"]] = max(2, row.get("num_nodes", 0))
         print(f"{row['arm']} seed {row['seed']}: {time.perf_counter() - start:.0f} s")
-    harness.show(rows)
-    document = harness.report(given, training=training, rows=rows)
-    tokens = given.steps * given.rows * given.seq_len
-    document["settings"] |= {"common": list(COMMON), "tokens": tokens}
-    harness.write(given.out, document)
+    about = {"common": COMMON, "tokens": given.steps * given.rows * given.seq_len}
+    harness.publish(given, rows, about, training=training)
 
 
 if __name__ == "__main__":

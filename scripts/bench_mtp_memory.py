@@ -165,8 +165,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for allocator in ALLOCATORS * bool(settings.repeats)
     ]
     print()
-    harness.show([*rows, *times])
-    harness.write(settings.out, harness.report(settings, rows=rows, times=times))
+    harness.publish(settings, rows, times=times)
+    print(harness.describe({"times": times}))
 
 
 if __name__ == "__main__":

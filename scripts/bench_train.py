@@ -230,8 +230,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if not given.no_memory and allocator == given.allocators[0]:
                 row |= take_peaks(case)
             rows.append(row)
-    harness.show(rows)
-    harness.write(given.out, harness.report(given, rows=rows))
+    harness.publish(given, rows)
 
 
 if __name__ == "__main__":

@@ -274,10 +274,15 @@ def on_ranks(given: Settings, stage: int, what: str) -> list[dict[str, Any]]:
         return [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(world)]
 
 
+def shape_of(given: Settings) -> Shape:
+    """Return the sizes of the model that is measured."""
+    return Shape(given.hidden, given.layers, given.intermediate, given.hidden, given.vocab)
+
+
 def load(given: Settings) -> Load:
     """Return what the measured model brings to a rank."""
     return load_of(
-        Shape(given.hidden, given.layers, given.intermediate, given.hidden, given.vocab),
+        shape_of(given),
         "full",
         tokens=given.rows * given.seq_len,
         size=torch.float32.itemsize,
@@ -368,6 +373,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if given.table:
         print(fits_table())
         return
+    print(f"{shape_of(given).parameters / 1e6:.1f} M parameters, {given.ranks} ranks")
     rows: list[dict[str, Any]] = []
     for stage in given.stages:
         rows.append({"stage": stage, "memory": on_ranks(given, stage, "memory")})
@@ -375,8 +381,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows[-1]["times"] = on_ranks(given, stage, "time")
         print(f"stage {stage} measured", file=sys.stderr, flush=True)
     summarise(given, rows)
-    harness.show(rows)
-    harness.write(given.out, harness.report(given, rows=rows))
+    harness.publish(given, rows)
 
 
 if __name__ == "__main__":

@@ -365,7 +365,7 @@ def hurt_once_each(shop: Workshop, given: Settings) -> bool:
     with ThreadPoolExecutor(given.jobs) as pool:
         rows = list(pool.map(partial(try_fault, shop), alone))
     rows += [try_fault(shop, name) for name in names if name not in alone]
-    harness.show(rows)
+    print("\n\n".join(map(harness.describe, rows)))
     counts = {v: sum(row["verdict"] == v for row in rows) for v in ("ok", "failed", "not run")}
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
     harness.write(given.json, {"environment": environment(), "steps": STEPS, "rows": rows})

@@ -27,26 +27,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a clone need not be installed
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+# ruff: noqa: E402
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from specheads.system.files import whole_file  # noqa: E402
-from specheads.system.hardware import environment, peak_memory, pick_dtype, quiet_loading  # noqa: E402
-
-if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM
-
-    from specheads.attention.tree import Tree
-    from specheads.decoding.exported import Subject
-    from specheads.drafters.heads import HeadsDrafter
-    from specheads.measure.clock import Decoded, Method, Prompt
-    from specheads.models.checkpoint import Export
-    from specheads.models.kinds import Heads
+from specheads.attention.tree import Tree
+from specheads.decoding.exported import Subject
+from specheads.drafters.heads import HeadsDrafter, static_drafter
+from specheads.measure.bench import Contest
+from specheads.measure.clock import Decoded, Method, Prompt, clock, prompt_file, prompts_of
+from specheads.measure.stats import ratio_ci95, rep8
+from specheads.models.checkpoint import Export, load_export
+from specheads.models.kinds import Heads
+from specheads.models.output import output_layer
+from specheads.system.files import whole_file
+from specheads.system.hardware import environment, peak_memory, pick_dtype, quiet_loading
 
 S = TypeVar("S")
 CPU = torch.device("cpu")
@@ -123,6 +125,23 @@ def kept(path: Path, make: Callable[[], Any]) -> Any:
     return json.loads(path.read_text())["value"]
 
 
+def publish(
+    settings: Any, rows: Sequence[Any], about: Mapping[str, Any] | None = None, **content: Any
+) -> None:
+    """Print rows, and write them and more ``content`` to ``settings.out``, see :func:`report`.
+
+    Args:
+        settings: of the experiment.
+        rows: what is printed.
+        about: written among the settings.
+        content: beside the rows.
+    """
+    print("\n\n".join(map(describe, rows)), flush=True)
+    document = report(settings, rows=rows, **content)
+    document["settings"] |= about or {}
+    write(settings.out, document)
+
+
 def describe(found: Mapping[str, Any], indent: str = "") -> str:
     """Lay figures out as text: those of one level on a line, deeper ones on indented lines below.
 
@@ -145,11 +164,6 @@ def describe(found: Mapping[str, Any], indent: str = "") -> str:
     lines = [indent + ", ".join(flat)] if flat else []
     lines += [f"{indent}{name}:\n{describe(each, indent + '    ')}" for name, each in deeper]
     return "\n".join(lines)
-
-
-def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print some rows, see :func:`describe`."""
-    print("\n\n".join(map(describe, rows)), flush=True)
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:
@@ -231,8 +245,6 @@ def allocator_peak(build: Callable[[], Callable[[], Any]]) -> tuple[int, Any]:
     Args:
         build: makes all that the step needs, which counts too, and returns the step.
     """
-    from torch.profiler import ProfilerActivity, profile
-
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step = build()
         begin = time.time_ns()
@@ -284,8 +296,6 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any, **environ: s
 
 def llama(vocab: int, hidden: int, layers: int, **more: Any) -> LlamaForCausalLM:
     """Return a random Llama, the same in every process; ``more`` are settings of its config."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
     sizes = {
         "vocab_size": vocab,
@@ -314,9 +324,6 @@ def open_export(
     device: torch.device = CPU,
 ) -> tuple[Export, list[Prompt], str]:
     """Return an export, prompts that it was neither trained nor calibrated on, and their sha256."""
-    from specheads.measure.clock import prompt_file, prompts_of
-    from specheads.models.checkpoint import load_export
-
     quiet_loading()
     export = load_export(checkpoint, base=base, dtype=pick_dtype(dtype, device), device=device)
     path = prompt_file("", str(checkpoint), "prompts.jsonl")
@@ -326,9 +333,6 @@ def open_export(
 
 def tree_drafter(export: Export) -> HeadsDrafter:
     """Return the drafter of an export's own tree."""
-    from specheads.drafters.heads import static_drafter
-    from specheads.models.output import output_layer
-
     return static_drafter(export.base, export.heads, output_layer(export.base), export.tree)
 
 
@@ -343,9 +347,6 @@ def methods_of(
         trees: static ones.
         limit: of the new tokens.
     """
-    from specheads.measure.bench import Contest
-    from specheads.models.output import output_layer
-
     contest = Contest.of(model, limit)
     own = contest.of_trees(heads, output_layer(model.base), trees) if heads is not None else []
     return contest.baselines() + own
@@ -353,8 +354,6 @@ def methods_of(
 
 def accepted(decoded: Sequence[Decoded]) -> tuple[float, list[float]]:
     """Return the accept length of some texts and its 95% interval."""
-    from specheads.measure.stats import ratio_ci95
-
     gained = [float(sum(text.accept_lengths)) for text in decoded]
     steps = [float(len(text.accept_lengths)) for text in decoded]
     bounds = [round(bound, 4) for bound in ratio_ci95([gained], [steps])]
@@ -365,9 +364,6 @@ def accept_lengths(
     methods: Sequence[Method], prompts: Sequence[Prompt], temperatures: Sequence[float]
 ) -> dict[str, Any]:
     """Decode once; return for ``t<temperature>`` the methods' accept lengths, plain's ``rep8``."""
-    from specheads.measure.clock import clock
-    from specheads.measure.stats import rep8
-
     found = {}
     for temperature in temperatures:
         runs = clock(methods, prompts, temperature, repeats=1)
