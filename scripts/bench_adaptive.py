@@ -24,14 +24,7 @@ from specheads.decoding.exported import choose_drafter, load_subject
 from specheads.drafters.contract import Drafter
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.length import EntropyLength, FixedLength
-from specheads.measure.clock import (
-    Prompt,
-    Runs,
-    clock,
-    drafted_method,
-    plain_method,
-    prompts_of,
-)
+from specheads.measure.clock import Prompt, Runs, clock, drafted_method, plain_method, prompts_of
 from specheads.measure.stats import ratio_ci95
 from specheads.models.base import end_tokens
 from specheads.models.draft import load_draft
@@ -68,12 +61,14 @@ class Settings:
 
 def of_clock(runs: Mapping[str, Runs], prompts: Sequence[Prompt]) -> dict[str, Any]:
     """Return speed-ups over plain decoding by rule: per kind, in the mix, its interval."""
-    # per prompt the median over repeats, which an interrupted moment does not move
-    seconds = {
-        n: list(map(statistics.median, zip(*r.seconds, strict=True))) for n, r in runs.items()
-    }
-    theirs, found = seconds.pop("plain"), {}
-    for name, ours in seconds.items():
+
+    def seconds(name: str) -> list[float]:
+        # per prompt the median over repeats, which an interrupted moment does not move
+        return list(map(statistics.median, zip(*runs[name].seconds, strict=True)))
+
+    theirs, found = seconds("plain"), {}
+    for name in [each for each in runs if each != "plain"]:
+        ours = seconds(name)
         speedup = {}
         for kind in [*dict.fromkeys(prompt.kind for prompt in prompts), MIX]:
             rows = [i for i, prompt in enumerate(prompts) if kind in (prompt.kind, MIX)]
@@ -109,10 +104,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             methods.append(one)
         return of_clock(clock(methods, prompts, 0.0, repeats=repeats), prompts)
 
-    calibration, prompts = (
-        read("calibration.jsonl", given.num_calibration),
-        read("prompts.jsonl", given.num_prompts),
-    )
+    calibration = read("calibration.jsonl", given.num_calibration)
+    prompts = read("prompts.jsonl", given.num_prompts)
     if not calibration or not prompts:
         raise SystemExit(f"no prompts of the kinds {', '.join(given.kinds)}")
     by_threshold = {

@@ -218,8 +218,7 @@ def measure_time(given: Settings, stage: int, run_dir: str) -> dict[str, Any]:
     stepping = statistics.median(clock(adam.step, given.repeats))
     link, world = 0.0, dist.world_size()
     if world > 1:
-        bucket = torch.zeros(NUMBERS)
-        sent = 2 * (world - 1) / world * 4 * NUMBERS
+        bucket, sent = torch.zeros(NUMBERS), 2 * (world - 1) / world * 4 * NUMBERS
         reducing = clock(lambda: torch.distributed.all_reduce(bucket), given.repeats)
         link = sent / statistics.median(reducing)
     del flat, adam
@@ -281,17 +280,10 @@ def shape_of(given: Settings) -> Shape:
 
 def load(given: Settings) -> Load:
     """Return what the measured model brings to a rank."""
-    return load_of(
-        shape_of(given),
-        "full",
-        tokens=given.rows * given.seq_len,
-        size=torch.float32.itemsize,
-        num_heads=0,
-        own_heads=False,
-        checkpointed=False,
-        seq_len=given.seq_len,
-        chunk=max(256, 2**23 // given.vocab),
-    )
+    work = {"tokens": given.rows * given.seq_len, "seq_len": given.seq_len, "size": 4}
+    chunk = max(256, 2**23 // given.vocab)
+    how = {"num_heads": 0, "own_heads": False, "checkpointed": False, "chunk": chunk}
+    return load_of(shape_of(given), "full", **work, **how)
 
 
 def predict(given: Settings, stage: int, machine: Machine | None) -> dict[str, Any]:
@@ -299,11 +291,8 @@ def predict(given: Settings, stage: int, machine: Machine | None) -> dict[str, A
     world = given.ranks if stage >= 0 else 1
     spread = Spread.from_config(run_config(given, stage, "").deepspeed)
     found = need(load(given), spread, world, temporaries=2)
-    told: dict[str, Any] = {
-        "peak": found.training,
-        "states": found.states,
-        **{key: value for key, value in vars(found).items() if value},
-    }
+    told: dict[str, Any] = {"peak": found.training, "states": found.states}
+    told |= {key: value for key, value in vars(found).items() if value}
     if machine:
         times = capacity.seconds(load(given), spread, world, machine)
         told |= {"seconds": times.total, "flops": load(given).flops}

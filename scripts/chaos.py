@@ -164,13 +164,11 @@ def nan_skipped(lab: Lab) -> Seen:
     lines = (lab.run_dir / "nonfinite.jsonl").read_text().splitlines()
     skipped = len({json.loads(line)["step"] for line in lines})
     named = sum(POISON in line for line in lines)
-    assert 0 < named == len(lines), (
-        f"{named} of {len(lines)} lines of nonfinite.jsonl name {POISON}"
-    )
+    assert 0 < named == len(lines), f"{named} of {len(lines)} batches left out hold {POISON}"
     counted = max(row.get("train/skipped", 0) for row in lab.rows())
     assert counted == skipped, f"train/skipped says {counted}, nonfinite.jsonl {skipped}"
-    finite = all(bool(tensor.isfinite().all()) for tensor in lab.tensors().values())
-    assert finite, "the exported weights are not finite"
+    odd = [name for name, tensor in lab.tensors().items() if not tensor.isfinite().all()]
+    assert not odd, f"exported weights are not finite: {odd[0]}"
     lost = f"nothing but the {skipped} steps that were to be skipped"
     return run, lost, run.said("not finite")
 
@@ -385,11 +383,8 @@ def kill_once(lab: Lab, moment: str, draw: random.Random, loading: float) -> dic
         None where the run was over before; else the moment, the last step of metrics.jsonl, the
         newest checkpoint's, and whether a half-written one was left.
     """
-    half, rows, goal = (
-        lab.half_saved(),
-        lab.seen / "metrics.jsonl",
-        lab.saved() + draw.randint(1, 3),
-    )
+    half, rows = lab.half_saved(), lab.seen / "metrics.jsonl"
+    goal = lab.saved() + draw.randint(1, 3)
     # a resumed run puts the rows that it keeps into a new file
     earlier, end = rows.exists() and rows.stat().st_ino, time.monotonic() + loading * draw.random()
     has_come: dict[str, Callable[[], Any]] = {
@@ -437,13 +432,11 @@ def kill_again_and_again(shop: Workshop, given: Settings) -> bool:
         whole.close()
         hurt.close()
     inside = sum(kill["inside_save"] for kill in kills)
+    came = f"{len(kills)} kills, {inside} inside a save"
     if len(kills) < given.kills or not inside:
-        differences.append(f"only {len(kills)} kills, {inside} of them inside a save")
-    equal = "bit-identical" if given.ranks == 1 else "equal to 1e-6"
-    print(
-        f"{given.ranks} ranks: {len(kills)} kills, {inside} inside a save; weights and rows of"
-        f" metrics.jsonl {'; '.join(differences) or equal}"
-    )
+        differences.append(f"only {came}")
+    found = "; ".join(differences) or ("bit-identical" if given.ranks == 1 else "equal to 1e-6")
+    print(f"{given.ranks} ranks: {came}; weights and rows of metrics.jsonl {found}")
     harness.write(given.json, harness.report(given, kills=kills, differences=differences))
     return bool(differences)
 

@@ -134,8 +134,7 @@ class Run:
         if isinstance(self.process, subprocess.Popen):
             return self.process.poll()
         with LOCK:
-            code: int | None = self.process.exitcode
-        return code
+            return self.process.exitcode
 
     def until(self, what: Callable[[], Any], name: str) -> Run:
         """Wait until ``what()`` is true; it is asked a thousand times a second."""
@@ -253,12 +252,10 @@ class Workshop:
         harness.llama(272, 32, 2, intermediate_size=64, **more).save_pretrained(self.base)
         byte_tokenizer(512).save_pretrained(self.base)
         names = ["add", "sub", "mul", "neg", "inc", "dec", "sqr", "idt"]
-        names += [f"{name}{number}" for number in range(5) for name in names]
-        rows = [
-            {"id": f"pair/{n}", "prompt": f"def {n}(a, b):\n", "completion": f"    return {n} + a"}
-            for n in names
-        ]
-        self.records.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with self.records.open("w") as lines:
+            for name in [*names, *(f"{each}{number}" for number in range(5) for each in names)]:
+                pair = {"prompt": f"def {name}(a, b):\n", "completion": f"    return {name} + a"}
+                print(json.dumps({"id": f"pair/{name}"} | pair), file=lines)
 
     def unhurt(self, ranks: int) -> Lab:
         """Return a run that nothing happened to; trained once."""
@@ -326,8 +323,8 @@ class Lab:
 
     def saved(self) -> int:
         """Return the step of the newest whole checkpoint, 0 for none."""
-        names = [path.name for path in (self.seen / "checkpoints").glob("step-*")]
-        return max((int(name.removeprefix("step-")) for name in names), default=0)
+        saved = (self.seen / "checkpoints").glob("step-*")
+        return max((int(path.name.removeprefix("step-")) for path in saved), default=0)
 
     def half_saved(self) -> set[tuple[Path, int]]:
         """Return the half-written checkpoints, and when they were touched."""
@@ -383,7 +380,5 @@ class Lab:
         for row, expected in zip(rows, expected_rows, strict=True):
             for key in row.keys() | expected.keys():
                 found, true = row.get(key, float("nan")), expected.get(key, float("nan"))
-                where = f"{key} of step {row['step']}"
-                assert abs(found - true) <= close * max(1, abs(true)), (
-                    f"{where}: {found}, not {true}"
-                )
+                said = f"{key} of step {row['step']}: {found}, not {true}"
+                assert abs(found - true) <= close * max(1, abs(true)), said

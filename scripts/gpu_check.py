@@ -156,20 +156,15 @@ def near_ties(
     """Where tree and plain decoding differ, the two tokens were closer than rounding."""
     given = [prompt.to(model.device) for prompt in prompts]
     found: list[Divergence] = []
-    compared = 0
-    lengths = []
+    compared, lengths = 0, []
     for sampler in MODES.values():
         pairs = [run_both(model, [prompt], sampler, tree) for prompt in prompts]
         lengths += [decoded.accept_length for _, decoded in pairs]
         texts = [plain.new_tokens for plain, _ in pairs]
-        counted = compare(
-            [f"prompt {i}" for i in range(len(prompts))],
-            given,
-            texts,
-            [decoded.new_tokens for _, decoded in pairs],
-            [sampler] * len(pairs),
-            rounding=Rounding(model, list(zip(given, texts, strict=True)), [tree.num_nodes]),
-        )
+        rounding = Rounding(model, list(zip(given, texts, strict=True)), [tree.num_nodes])
+        names, samplers = [f"prompt {i}" for i in range(len(pairs))], [sampler] * len(pairs)
+        guessed = [decoded.new_tokens for _, decoded in pairs]
+        counted = compare(names, given, texts, guessed, samplers, rounding=rounding)
         compared += counted.compared
         found += counted.divergences
         assert not counted.failures, f"rounding does not explain {counted.failures[0]}"
@@ -203,16 +198,10 @@ def four_bit(device: torch.device) -> str:
     from transformers import BitsAndBytesConfig
 
     nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
+    how = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **nf4)}
     # the kernels want round sizes
     sizes = {"std": 0.15, "hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
-    return near_ties(
-        loaded_anew(
-            sizes,
-            dtype=torch.float32,
-            device_map={"": device},
-            quantization_config=BitsAndBytesConfig(load_in_4bit=True, **nf4),
-        )
-    )
+    return near_ties(loaded_anew(sizes, dtype=torch.float32, device_map={"": device}, **how))
 
 
 def several_devices(device: torch.device) -> str:
@@ -233,7 +222,7 @@ def compiled(device: torch.device) -> str:
     model = build("llama").to(device)
     said = require_identity(model, compile=True)
     given: dict[str, Any] = {**inputs(PROMPTS, device), "max_new_tokens": NEW_TOKENS}
-    plain, as_fast = (plain_decode(model, **given, compile=each) for each in (False, True))
+    plain, as_fast = (plain_decode(model, **given, compile=fast) for fast in (False, True))
     assert torch.equal(plain.sequences, as_fast.sequences), "plain tokens differ when compiled"
     if skipped := counters["inductor"]["cudagraph_skips"]:
         raise AssertionError(f"same tokens, but {skipped} passes went without CUDA graphs; {said}")
@@ -333,9 +322,7 @@ def doors(device: torch.device) -> str:
     settings: dict[str, Any] = {"max_new_tokens": 24, "repetition_penalty": 1.1}
     for temperature in (0.0, 0.7):
         ours = decoder.generate(**given, temperature=temperature, **settings)
-        sampling = {"do_sample": temperature > 0} | (
-            {"temperature": temperature} if temperature else {}
-        )
+        sampling = {"do_sample": True, "temperature": temperature} if temperature else {}
         theirs = export.base.generate(**given, custom_generate=decoder, **sampling, **settings)
         assert torch.equal(ours.sequences, theirs), f"T={temperature}: other tokens by two doors"
     last = given["input_ids"][-1:]
@@ -380,15 +367,14 @@ def memory(device: torch.device) -> str:
     run_both(model, PROMPTS, MODES["sampled"])
     if device.type != "cuda":
         raise NotRun("needs a CUDA device; decoding itself ran")
-    left, peaks = [], []
+    found = []
     for _ in range(3):
         torch.cuda.reset_peak_memory_stats()
         run_both(model, PROMPTS, MODES["sampled"])
-        left.append(torch.cuda.memory_allocated())
-        peaks.append(torch.cuda.max_memory_allocated())
-    grown = left[2] > left[0] or peaks[2] > peaks[0]
-    assert not grown, f"left behind {left}, peaks {peaks} bytes"
-    return f"peak {peaks[0] / 2**20:.1f} MiB, {left[0] / 2**20:.1f} MiB stay"
+        found.append((torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()))
+    (left, peak), _, last = found
+    assert last[0] <= left and last[1] <= peak, f"bytes left behind, and peaks: {found}"
+    return f"peak {peak / 2**20:.1f} MiB, {left / 2**20:.1f} MiB stay"
 
 
 Check = Callable[[torch.device], str]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 # places, machines and names of one person's runs; a reader's are others
+MEASURED = ("final/", "heldout/")
 PRIVATE = ("run_dir=", "name=", "hydra.run.dir=", "log.", "features.dir=", "checkpoint.every=")
 
 
@@ -35,11 +36,7 @@ def cost(run: Path) -> dict[str, Any]:
         "steps": rows[-1]["step"],
         "tokens_per_second": round(statistics.median(speeds)),
         "peak_memory_gb": round(max(peaks) / 1e9, 2),
-        "measured": {
-            key: round(value, 4)
-            for key, value in last.items()
-            if key.startswith(("final/", "heldout/"))
-        },
+        "measured": {k: round(v, 4) for k, v in last.items() if k.startswith(MEASURED)},
     }
 
 

@@ -39,13 +39,8 @@ def execute(notebook: dict[str, Any]) -> list[list[dict[str, Any]]]:
             figure.savefig(data, format="png", dpi=DPI, metadata={"Software": None})
             picture = base64.b64encode(data.getvalue()).decode()
             size = "x".join(f"{each:g}" for each in figure.get_size_inches())
-            shown.append(
-                {
-                    "output_type": "display_data",
-                    "data": {"image/png": picture, "text/plain": [f"<figure, {size} inches>"]},
-                    "metadata": {},
-                }
-            )
+            content = {"image/png": picture, "text/plain": [f"<figure, {size} inches>"]}
+            shown.append({"output_type": "display_data", "data": content, "metadata": {}})
         plt.close("all")
 
     before, plt.show = plt.show, show

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import harness
 
@@ -46,6 +46,11 @@ class Settings:
     cards: bool = False
 
 
+def of_base(info: dict[str, Any]) -> dict[str, Any]:
+    """Return what both kinds of folders keep of their base model."""
+    return {f"base_{key}": info[key] for key in ("name", "digest", "revision", "dtype")}
+
+
 def ship_export(source: Path, target: Path) -> None:
     """Write heads, and the base they were trained with where there is no other, in ``DTYPE``."""
     info = read_config(source)
@@ -54,10 +59,7 @@ def ship_export(source: Path, target: Path) -> None:
     save_export(
         target,
         load_heads(source),
-        base_name=base["name"],
-        base_digest=base["digest"],
-        base_revision=base["revision"],
-        base_dtype=base["dtype"],
+        **of_base(base),
         base_quantization=base.get("quantization"),
         tokenizer=load_tokenizer(str(source)),
         tree=Tree.from_json(tree["choices"]),
@@ -82,10 +84,7 @@ def ship_draft(source: Path, target: Path) -> None:
         target,
         load_base_model(str(source), dtype="float32", device="cpu"),
         load_tokenizer(str(source)),
-        base_name=about["base"]["name"],
-        base_digest=about["base"]["digest"],
-        base_revision=about["base"]["revision"],
-        base_dtype=about["base"]["dtype"],
+        **of_base(about["base"]),
         training=about["training"],
         measured=about["measured"],
         dtype=DTYPE,
