@@ -124,10 +124,7 @@ def trained(arm: Arm, given: Settings, rate: str, steps: int, seed: int) -> Path
 def alphas(export: Path, prompts: Path, given: Settings) -> dict[str, Any]:
     """Return alpha at both temperatures, over all prompts and per kind; kept beside the export."""
     name = f"alphas-{prompts.stem}-{given.num_prompts}-{given.max_new_tokens}.json"
-    found: dict[str, Any] = harness.kept(
-        export.parent / name, partial(measure_alphas, export, prompts, given)
-    )
-    return found
+    return harness.kept(export.parent / name, partial(measure_alphas, export, prompts, given))
 
 
 @torch.inference_mode()
@@ -139,18 +136,11 @@ def measure_alphas(export: Path, prompts: Path, given: Settings) -> dict[str, An
     draft = load_draft(str(export), tokenizer=tokenizer, where="draft", dtype=torch.float32)
     limit, number = given.max_new_tokens, given.num_prompts
     texts, _ = prompts_of(base, tokenizer, prompts, number, limit)
-    kinds = sorted({text.kind for text in texts})
+    kinds, eos = sorted({text.kind for text in texts}), end_tokens(base, tokenizer)
     found: dict[str, Any] = {"parameters": sum(each.numel() for each in draft.parameters())}
     for temperature in (0.0, 1.0):
-        measured = measure_alpha(
-            base,
-            draft,
-            [text.input_ids for text in texts],
-            max_new_tokens=limit,
-            temperature=temperature,
-            seed=0,
-            eos_token_ids=end_tokens(base, tokenizer),
-        )
+        ids, heat = [text.input_ids for text in texts], {"temperature": temperature, "seed": 0}
+        measured = measure_alpha(base, draft, ids, max_new_tokens=limit, eos_token_ids=eos, **heat)
         pairs = list(zip(measured.per_prompt, texts, strict=True))
         of_kind = {kind: [alpha for alpha, text in pairs if text.kind == kind] for kind in kinds}
         found[f"t{temperature:g}"] = {

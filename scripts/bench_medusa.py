@@ -26,7 +26,6 @@ from typing import Any
 import harness
 from harness import CORPUS, ROOT
 
-from specheads.measure.bench import measure_rows
 from specheads.measure.clock import drafted_method
 from specheads.models.base import end_tokens
 from specheads.models.checkpoint import read_config
@@ -134,11 +133,11 @@ def arms(regenerated: Path) -> list[Arm]:
 def score(config: dict[str, Any], limit: str) -> tuple[bool, float]:
     """Return whether the base kept its limit, and what tuning minimises: the heads' loss."""
     heldout = config["training"]["heldout"]
-    kept = True
-    if limit == "loss":
-        kept = heldout["loss"] <= LOSS_LIMIT * heldout["original_loss"]
-    elif limit == "kl":
-        kept = heldout["kl"] <= KL_LIMIT
+    kept = {
+        "": lambda: True,
+        "loss": lambda: heldout["loss"] <= LOSS_LIMIT * heldout["original_loss"],
+        "kl": lambda: heldout["kl"] <= KL_LIMIT,
+    }[limit]()
     return kept, sum(0.8 ** (i + 1) * heldout[f"head_{i}/loss"] for i in range(NUM_HEADS))
 
 
@@ -168,8 +167,7 @@ def clock_training(runs: Path, arm: Arm) -> list[float]:
     run = runs / f"{arm.name}-clock"
     steps = ("steps=24", "warmup_heads=0.4", "evaluate.num_prompts=2")
     harness.train(run, (*arm.overrides, *COMMON, *arm.rates[0], *steps))
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [line["train/tokens_per_second"] for line in lines if "train/tokens_per_second" in line]
+    return [line["train/tokens_per_second"] for line in harness.clocked_lines(run)]
 
 
 def accept_length(folder: Path, num_prompts: int) -> dict[str, Any]:
@@ -186,11 +184,7 @@ def measure(folder: Path, num_prompts: int, repeats: int) -> list[dict[str, Any]
     """Clock plain decoding, transformers' generate, prompt lookup and the tree of an export."""
     export, prompts, _ = harness.open_export(folder, num_prompts, MAX_NEW_TOKENS)
     methods = harness.methods_of(export, export.heads, [export.tree], MAX_NEW_TOKENS)
-    return [
-        row
-        for temperature in TEMPERATURES
-        for row in measure_rows(export.base, methods, prompts, temperature, repeats=repeats)
-    ]
+    return harness.clocked_rows(export.base, methods, prompts, TEMPERATURES, repeats)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -207,8 +201,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         harness.write(runs / "clock.json", found)
         print(json.dumps(speeds, indent=1))
         return
-    rows: list[dict[str, Any]] = []
-    exports: list[Path] = []
+    rows, exports = [], []
     for arm in chosen:
         rates, tried = tune(runs, arm)
         for seed in arm.seeds:

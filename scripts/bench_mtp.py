@@ -49,7 +49,6 @@ from specheads.data.schema import Record
 from specheads.decoding.costs import clock_steps, runner
 from specheads.decoding.exported import Subject, load_subject
 from specheads.drafters.heads import static_drafter
-from specheads.measure.bench import measure_rows
 from specheads.measure.calibrate import calibrate
 from specheads.measure.clock import HEADS as OF_HEADS
 from specheads.measure.clock import Phases, Prompt, prompts_of
@@ -141,8 +140,7 @@ def overrides(arm: str, given: Settings) -> list[str]:
         "vocab_size": 0,  # as many as the tokenizer has
         "hidden_size": given.hidden,
         "num_hidden_layers": given.layers,
-        "num_attention_heads": max(1, given.hidden // 64),
-        "num_key_value_heads": max(1, given.hidden // 64),
+        **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), max(1, given.hidden // 64)),
         "intermediate_size": -(-8 * given.hidden // 3 // 32) * 32,
         "max_position_embeddings": 2048,
         "tie_word_embeddings": "false",
@@ -162,16 +160,13 @@ def rate_overrides(rate: str) -> list[str]:
     return [f"optim.lr={rate}", f"optim.base_lr={rate}"]
 
 
-def trained(
-    arm: str, given: Settings, rate: str, steps: int, seed: int
-) -> tuple[Path, dict[str, float]]:
+def trained(arm: str, given: Settings, rate: str, steps: int, seed: int) -> tuple[Path, Any]:
     """Train one model; return its export and its held-out loss."""
     run = given.runs / f"{arm}-{rate}-{steps}-{seed}"
     length = harness.training_length(steps, seed)
     export = harness.train(run, [*overrides(arm, given), *rate_overrides(rate), *length])
     path = run / f"heldout-loss-{given.num_texts}.json"
-    loss: dict[str, float] = harness.kept(path, partial(heldout_loss, export, given))
-    return export, loss
+    return export, harness.kept(path, partial(heldout_loss, export, given))
 
 
 def tune(arm: str, given: Settings) -> tuple[str, list[dict[str, Any]]]:
@@ -194,14 +189,14 @@ def texts_of(records: Sequence[Record], num_texts: int, most: int) -> list[tuple
     Their token ids under any tokenizer are hardly more than their bytes: all models read them whole
     and in rows as long as those they were trained on.
     """
-    found = []
-    for record in records:
+
+    def size(record: Record) -> int:
         parts = [each["content"] for each in record.get("messages", ())]
         parts += [record[key] for key in ("prompt", "completion", "text") if key in record]
-        size = sum(len(part.encode()) for part in parts)
-        if 0 < size <= most:
-            found.append((record, size))
-    return found[:num_texts]
+        return sum(len(part.encode()) for part in parts)
+
+    sizes = ((record, size(record)) for record in records)
+    return [each for each in sizes if 0 < each[1] <= most][:num_texts]
 
 
 @torch.inference_mode()
@@ -255,7 +250,6 @@ def embedded_prompts(model: Subject, name: str, given: Settings) -> list[Prompt]
 @torch.inference_mode()
 def grow(model: Subject, num_nodes: int, given: Settings) -> tuple[Tree, dict[str, Any]]:
     """Return the tree to decode with, of the size that is fastest here where none is asked for."""
-    assert model.export is not None
     prompts = [each.input_ids for each in embedded_prompts(model, "calibration.jsonl", given)]
     texts = Texts(prompts, end_tokens(model.base, model.tokenizer), given.max_new_tokens)
     heads = (model.base, model.export.heads, output_layer(model.base), texts)
@@ -301,14 +295,10 @@ def clock_training(arm: str, given: Settings) -> dict[str, float]:
     run = given.runs / f"{arm}-clock"
     steps = [f"steps={given.clock_steps}", "log.every=2", "optim.warmup_steps=2", "seed=0"]
     harness.train(run, [*overrides(arm, given), *rate_overrides(given.rates[0]), *steps])
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    lines = [line for line in lines if "train/tokens_per_second" in line]
-    tokens = given.rows * given.seq_len
+    lines, tokens = harness.clocked_lines(run), given.rows * given.seq_len
     later = [tokens / line["train/tokens_per_second"] for line in lines[len(lines) // 2 :]]
-    return {
-        "seconds_per_step": round(statistics.median(later), 4),
-        "peak_memory": max(line["train/peak_memory"] for line in lines),
-    }
+    peak = max(line["train/peak_memory"] for line in lines)
+    return {"seconds_per_step": round(statistics.median(later), 4), "peak_memory": peak}
 
 
 def measure(row: dict[str, Any], export: Path, num_nodes: int, given: Settings) -> None:
@@ -327,11 +317,8 @@ def measure(row: dict[str, Any], export: Path, num_nodes: int, given: Settings) 
     row["accept"] = harness.accept_lengths(ours, prompts, TEMPERATURES)
     if row["seed"] == given.seeds[0] and given.repeats:
         row["step_ms"] = step_milliseconds(model, tree, prompts, given)
-        row["rows"] = [
-            found
-            for heat in TEMPERATURES
-            for found in measure_rows(model.base, methods, prompts, heat, repeats=given.repeats)
-        ]
+        how = TEMPERATURES, given.repeats
+        row["rows"] = harness.clocked_rows(model.base, methods, prompts, *how)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -345,8 +332,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         harness.write(path, {"environment": hardware.environment(), "training": training})
         print(json.dumps(training, indent=1))
         return
-    rows: list[dict[str, Any]] = []
-    exports: list[Path] = []
+    rows, exports = [], []
     for arm in given.arms:
         rate, tried = tune(arm, given)
         for seed in given.seeds:

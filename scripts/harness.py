@@ -41,7 +41,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specheads.attention.tree import Tree
 from specheads.decoding.exported import Subject
 from specheads.drafters.heads import HeadsDrafter, static_drafter
-from specheads.measure.bench import Contest
+from specheads.measure.bench import Contest, measure_rows
 from specheads.measure.clock import Decoded, Method, Prompt, clock, prompt_file, prompts_of
 from specheads.measure.stats import ratio_ci95, rep8
 from specheads.models.checkpoint import Export, load_export
@@ -378,6 +378,14 @@ def accept_lengths(
     return found
 
 
+def clocked_rows(
+    base: Any, methods: Any, prompts: Any, temperatures: Sequence[float], repeats: int
+) -> list[dict[str, Any]]:
+    """Return the rows of a bench at several temperatures."""
+    heats = (measure_rows(base, methods, prompts, t, repeats=repeats) for t in temperatures)
+    return [row for rows in heats for row in rows]
+
+
 # runs that an experiment compares
 
 
@@ -396,6 +404,12 @@ def train(run: Path, settings: Sequence[str]) -> Path:
         if done.returncode:
             raise SystemExit(done.returncode)
     return run / "export"
+
+
+def clocked_lines(run: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's metrics that say how fast it was."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if "train/tokens_per_second" in line]
 
 
 def training_length(steps: int, seed: int) -> list[str]:

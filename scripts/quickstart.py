@@ -97,15 +97,11 @@ def show_sample(export: Export, prompt: Prompt) -> None:
     request = {"max_new_tokens": MAX_NEW_TOKENS, "eos_token_ids": eos, "on_tokens": printer}
     result = decode(export.base, drafter, prompt.input_ids, **request)
     printer.finish()
-    print(export.tokenizer.decode(prompt.input_ids[0], skip_special_tokens=True))
-    print("-" * 40)
-    print(("" if color else "|").join(pieces))
-    print("-" * 40)
+    asked = export.tokenizer.decode(prompt.input_ids[0], skip_special_tokens=True)
+    rule, text = "-" * 40, ("" if color else "|").join(pieces)
     how = "share a colour" if color else "stand between two bars"
-    print(
-        f"{len(result.new_tokens)} tokens in {result.num_steps} verify steps; "
-        f"the tokens of one step {how}."
-    )
+    said = f"{len(result.new_tokens)} tokens in {result.num_steps} verify steps; the tokens of one"
+    print(asked, rule, text, rule, f"{said} step {how}.", sep="\n")
 
 
 def print_table(rows: list[dict[str, Any]], method: str) -> None:
@@ -129,8 +125,8 @@ def print_table(rows: list[dict[str, Any]], method: str) -> None:
 
 def print_heldout(training: dict[str, Any]) -> None:
     """Print how far the tuned base has moved from the original."""
-    heldout = training.get("heldout")
-    if not heldout or "original_loss" not in heldout:
+    heldout = training.get("heldout") or {}
+    if "original_loss" not in heldout:
         print("The base model is the original one.")
         return
     tuned, original = heldout["loss"], heldout["original_loss"]

@@ -14,8 +14,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-# places, machines and names of one person's runs; a reader's are others
 MEASURED = ("final/", "heldout/")
+# places, machines and names of one person's runs; a reader's are others
 PRIVATE = ("run_dir=", "name=", "hydra.run.dir=", "log.", "features.dir=", "checkpoint.every=")
 
 
@@ -45,12 +45,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, help="run directories")
     parser.add_argument("--out", type=Path, help="the JSON; printed where none is given")
-    arguments = parser.parse_args()
-    text = json.dumps({"runs": [cost(run) for run in arguments.runs]}, indent=1)
-    if arguments.out:
-        arguments.out.write_text(text + "\n")
-    else:
-        print(text)
+    given = parser.parse_args()
+    text = json.dumps({"runs": [cost(run) for run in given.runs]}, indent=1)
+    given.out.write_text(text + "\n") if given.out else print(text)
 
 
 if __name__ == "__main__":
