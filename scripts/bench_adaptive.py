@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from harness import CPU
 
 from specheads.config import DecodeConfig
 from specheads.decoding.exported import choose_drafter, load_subject
@@ -88,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     hardware.pin_threads(0)
     limit = given.max_new_tokens
     subject = load_subject(given.base, dtype="float32", device="cpu")
-    draft = load_draft(given.draft, tokenizer=subject.tokenizer, where="--draft", device=CPU)
+    draft = load_draft(given.draft, tokenizer=subject.tokenizer, where="--draft", device="cpu")
     eos = end_tokens(subject.base, subject.tokenizer)
 
     def read(name: str, number: int) -> list[Prompt]:

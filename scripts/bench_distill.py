@@ -33,7 +33,6 @@ from typing import Any
 
 import harness
 import torch
-from harness import CORPUS, ROOT
 
 from specheads.config.training import DRAFT_LOSSES
 from specheads.measure.clock import prompts_of
@@ -62,9 +61,9 @@ class Settings:
         train_only: one seed each, and no more
     """
 
-    runs: Path = ROOT / "runs" / "distill_table"
-    out: Path = ROOT / "benchmarks" / "tinycode_distill.json"
-    answers: Path = ROOT / "runs" / "answers_t1.jsonl"
+    runs: Path = harness.ROOT / "runs" / "distill_table"
+    out: Path = harness.ROOT / "benchmarks" / "tinycode_distill.json"
+    answers: Path = harness.ROOT / "runs" / "answers_t1.jsonl"
     losses: tuple[str, ...] = DRAFT_LOSSES
     data: tuple[str, ...] = DATA
     draft: tuple[str, ...] = ()
@@ -104,11 +103,11 @@ def arms(given: Settings) -> list[Arm]:
 def overrides(arm: Arm, given: Settings) -> list[str]:
     """Return what trains ``arm``, but for rate, length and seed."""
     loss, kind = arm
-    data: tuple[str, ...] = CORPUS
+    data: tuple[str, ...] = harness.CORPUS
     if kind == "regenerated":
         data = ("data=jsonl", f"data.path={given.answers}", f"data.eval_path={CALIBRATION}")
     elif kind == "documents":
-        data = (*CORPUS, "data.documents=0.5")
+        data = (*harness.CORPUS, "data.documents=0.5")
     mix = ["draft.on_policy=0.5"] if kind == "on_policy" else []
     rows = [f"data.rows={given.rows}", "draft.layers=1"]
     return ["+recipe=distill", f"draft.loss={loss}", *data, *mix, *rows, *given.draft]

@@ -28,7 +28,6 @@ from __future__ import annotations
 import gc
 import importlib.util
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -38,7 +37,6 @@ from typing import Any, Literal
 
 import harness
 import torch
-from harness import NotRun
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
@@ -52,7 +50,6 @@ from specheads.models.forward import ModelPass, run_compiled
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer
 from specheads.system import dist, hardware
-from specheads.system.hardware import peak_memory
 from specheads.training.capacity import Shape, Spread, load_of, need
 from specheads.training.loop import open_engine
 from specheads.training.objectives import HeadsObjective
@@ -259,9 +256,9 @@ def time_step(model: PreTrainedModel, mode: str, nodes: int, given: Settings) ->
     row = {"part": "base", "mode": mode, "nodes": nodes, "difference": difference}
     row["graphs_skipped"] = counters["inductor"]["cudagraph_skips"] - skipped
     row["prepare_seconds"] = time.perf_counter() - start
-    peak_memory(model.device, reset=True)
+    hardware.peak_memory(model.device, reset=True)
     row |= clock(run, model.device, given.repeats, given.warmup)
-    return {**row, "peak_memory": peak_memory(model.device)}
+    return {**row, "peak_memory": hardware.peak_memory(model.device)}
 
 
 def time_training(engine: str, lm_head: str, given: Settings) -> dict[str, Any]:
@@ -272,9 +269,9 @@ def time_training(engine: str, lm_head: str, given: Settings) -> dict[str, Any]:
     """
     device, shape_name = torch.device(given.device), "tiny" if given.shape == "tiny" else "8b"
     if device.type != "cuda" and shape_name != "tiny":
-        raise NotRun("needs a CUDA device; --shape tiny tries it on a CPU")
+        raise harness.NotRun("needs a CUDA device; --shape tiny tries it on a CPU")
     if importlib.util.find_spec(engine) is None:
-        raise NotRun(f"{engine} is not installed here")
+        raise harness.NotRun(f"{engine} is not installed here")
     model = build(shape_name, given.dtype, device)
     output = OutputLayer(model.get_output_embeddings())
     heads = make_heads(output, lm_head, torch.float32)
@@ -290,7 +287,7 @@ def time_training(engine: str, lm_head: str, given: Settings) -> dict[str, Any]:
     try:
         runner = open_engine(objective, param_groups(cfg.optim, heads=(heads, 1e-4)), cfg)
     except ConfigError as error:
-        raise NotRun(str(error)) from None
+        raise harness.NotRun(str(error)) from None
     sizes = (given.train_rows, given.train_seq_len)
     batch = harness.batch_of(torch.randint(output.weight.shape[0], sizes, device=device))
 
@@ -300,9 +297,9 @@ def time_training(engine: str, lm_head: str, given: Settings) -> dict[str, Any]:
         runner.step(1.0)
 
     step()  # the optimizer's state comes into being
-    peak_memory(device, reset=True)
+    hardware.peak_memory(device, reset=True)
     times = clock(step, device, given.train_steps, 1)
-    peak = peak_memory(device)
+    peak = hardware.peak_memory(device)
     runner.close()
     shape = Shape.from_config(model.config)
     assert shape is not None
@@ -382,4 +379,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -24,14 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from harness import CORPUS, ROOT
 
 from specheads.measure.clock import drafted_method
 from specheads.models.base import end_tokens
 from specheads.models.checkpoint import read_config
 from specheads.system import hardware
 
-CALIBRATION = ROOT / "data" / "tinycode" / "calibration.jsonl"
+CALIBRATION = harness.ROOT / "data" / "tinycode" / "calibration.jsonl"
 NUM_HEADS, NUM_NODES = 5, 16
 STEPS, TUNING_STEPS = 500, 100
 SEEDS = (0, 1, 2)
@@ -69,9 +68,9 @@ class Settings:
         clock: only clock the training of each arm
     """
 
-    runs: Path = ROOT / "runs" / "table"
-    out: Path = ROOT / "benchmarks" / "tinycode_heads.json"
-    regenerated: Path = ROOT / "runs" / "own_answers.jsonl"
+    runs: Path = harness.ROOT / "runs" / "table"
+    out: Path = harness.ROOT / "benchmarks" / "tinycode_heads.json"
+    regenerated: Path = harness.ROOT / "runs" / "own_answers.jsonl"
     arms: tuple[str, ...] = ()
     num_prompts: int = 48
     clocked_prompts: int = 24
@@ -117,7 +116,7 @@ def joint_rates(values: Sequence[tuple[str, str, str]]) -> tuple[tuple[str, ...]
 def arms(regenerated: Path) -> list[Arm]:
     """Return the arms; ``regenerated`` are the base's own answers to the training prompts."""
     own = ("data=jsonl", f"data.path={regenerated}", f"data.eval_path={CALIBRATION}")
-    heads = ("+recipe=medusa1", *CORPUS)
+    heads = ("+recipe=medusa1", *harness.CORPUS)
     tuned = {"cached": "", "tuning_steps": STEPS}
     distilled = {**tuned, "regenerated": True, "seeds": SEEDS[:1]}
     recipe = "+recipe=medusa2_distilled"
@@ -125,7 +124,7 @@ def arms(regenerated: Path) -> list[Arm]:
         Arm("medusa1", heads),
         *(Arm(kind, (*heads, f"heads={kind}")) for kind in ("hydra", "hydra_plus", "markov")),
         Arm("regenerated", ("+recipe=medusa1", *own), regenerated=True, cached="own"),
-        Arm("medusa2", ("+recipe=medusa2", *CORPUS), joint_rates(JOINT), "loss", **tuned),
+        Arm("medusa2", ("+recipe=medusa2", *harness.CORPUS), joint_rates(JOINT), "loss", **tuned),
         Arm("self_distilled", (recipe, *own), joint_rates(DISTILLED), "kl", **distilled),
     ]
 
@@ -224,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     clocked = runs / "clock.json"
     clocks = json.loads(clocked.read_text()) if clocked.is_file() else {}
     about = {"steps": STEPS, "tokens": STEPS * 8 * 512, "tuning_steps": TUNING_STEPS}
-    about |= {"common": COMMON, "corpus": CORPUS, "num_nodes": NUM_NODES}
+    about |= {"common": COMMON, "corpus": harness.CORPUS, "num_nodes": NUM_NODES}
     harness.publish(given, rows, about | {"training_tokens_per_second": clocks})
 
 

@@ -38,7 +38,6 @@ from typing import Any
 import harness
 import torch
 import torch.nn.functional as F
-from harness import ROOT
 from omegaconf import OmegaConf
 
 from specheads.attention.tree import Tree
@@ -50,8 +49,7 @@ from specheads.decoding.costs import clock_steps, runner
 from specheads.decoding.exported import Subject, load_subject
 from specheads.drafters.heads import static_drafter
 from specheads.measure.calibrate import calibrate
-from specheads.measure.clock import HEADS as OF_HEADS
-from specheads.measure.clock import Phases, Prompt, prompts_of
+from specheads.measure.clock import HEADS, Phases, Prompt, prompts_of
 from specheads.measure.hits import Texts, collect_hits, grow_static
 from specheads.models.base import end_tokens, load_tokenizer
 from specheads.models.mtp import VARIANTS
@@ -72,7 +70,7 @@ COMMON = (
 # the recipe chooses a tree of its own at the end; the trees of this table are grown below
 SHORT_END = ("evaluate.num_prompts=2", "evaluate.max_new_tokens=32", "tree.choices=[[0]]")
 
-DRAFTING = (OF_HEADS, "propose", "observe")  # phases of a step that are the heads'
+DRAFTING = (HEADS, "propose", "observe")  # phases of a step that are the heads'
 
 
 @dataclass
@@ -93,8 +91,8 @@ class Settings:
         repeats: of the clocks; 0: accept length only
     """
 
-    runs: Path = ROOT / "runs" / "mtp_table"
-    out: Path = ROOT / "benchmarks" / "mtp_table.json"
+    runs: Path = harness.ROOT / "runs" / "mtp_table"
+    out: Path = harness.ROOT / "benchmarks" / "mtp_table.json"
     arms: tuple[str, ...] = ARMS
     train_only: bool = False
     clock: bool = False

@@ -33,7 +33,6 @@ from torch import Tensor
 from specheads.attention.cache import TreeCache
 from specheads.attention.tree import default_tree
 from specheads.decoding import loop
-from specheads.decoding.loop import plain_decode
 from specheads.measure.clock import FORWARD, HEADS, PHASES, Phases, Prompt
 from specheads.models.base import context_length, end_tokens
 from specheads.models.checkpoint import Export
@@ -114,7 +113,7 @@ def measure_budget(
         for index, prompt in enumerate(prompts):
             ids = prompt.input_ids
             request["sampler"] = Sampler(temperature, seed=given.seed + index)
-            plain, _ = clock_steps(plain_decode, base, ids, **request)
+            plain, _ = clock_steps(loop.plain_decode, base, ids, **request)
             tree, counts = clock_steps(loop.decode, base, drafter, ids, **request)
             with phases.watching(base, drafter, compile=given.compile):
                 loop.decode(base, drafter, ids, **request)
@@ -207,7 +206,7 @@ def measure_growth(
     for repeat in range(-1, given.repeats):
         limit = given.growth_tokens if repeat >= 0 else 16  # to warm up
         for name in ("plain", "tree") if repeat % 2 else ("tree", "plain"):
-            decode, more = (loop.decode, [drafter]) if name == "tree" else (plain_decode, [])
+            decode, more = (loop.decode, [drafter]) if name == "tree" else (loop.plain_decode, [])
             clocked = clock_steps(decode, base, *more, prompt, max_new_tokens=limit, **request)
             if repeat >= 0:
                 runs[name].append(halves(*clocked))

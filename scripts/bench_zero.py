@@ -32,12 +32,10 @@ from typing import Any
 
 import harness
 import torch
-from harness import CPU, ROOT
 from torch import Tensor
 
 from specheads.config import DataConfig, ModelConfig, TrainConfig
-from specheads.system import dist
-from specheads.system.hardware import peak_memory, pin_threads
+from specheads.system import dist, hardware
 from specheads.training import capacity
 from specheads.training.capacity import Load, Machine, Shape, Spread, load_of, need
 from specheads.training.loop import open_engine
@@ -194,18 +192,18 @@ def measure_memory(given: Settings, stage: int, run_dir: str) -> dict[str, Any]:
     toy = replace(given, hidden=64, intermediate=64, layers=1, vocab=64, seq_len=8)
     Work(toy, -1, run_dir).plain()
     gc.collect()
-    peak_memory(CPU, reset=True)
-    loaded = peak_memory(CPU)
+    hardware.peak_memory(harness.CPU, reset=True)
+    loaded = hardware.peak_memory(harness.CPU)
     work = Work(given, stage, run_dir)
     work.open()
-    found = {"peak_loading": peak_memory(CPU) - loaded}
+    found = {"peak_loading": hardware.peak_memory(harness.CPU) - loaded}
     for _ in range(2):  # the optimizer's state comes into being with the first
-        peak_memory(CPU, reset=True)
+        hardware.peak_memory(harness.CPU, reset=True)
         work.backward()
-        found["peak_backward"] = peak_memory(CPU) - loaded
+        found["peak_backward"] = hardware.peak_memory(harness.CPU) - loaded
         alive = live_tensors(work.engine, work.model)
         work.engine.step(1.0)
-    return {"peak": peak_memory(CPU) - loaded, **found, "alive": alive}
+    return {"peak": hardware.peak_memory(harness.CPU) - loaded, **found, "alive": alive}
 
 
 def measure_time(given: Settings, stage: int, run_dir: str) -> dict[str, Any]:
@@ -234,7 +232,7 @@ def measure_time(given: Settings, stage: int, run_dir: str) -> dict[str, Any]:
 def worker(given: dict[str, Any], stage: int, what: str, folder: str) -> None:
     """Measure one thing on this rank and write it."""
     settings = Settings(**given)
-    pin_threads(settings.threads)
+    hardware.pin_threads(settings.threads)
     if dist.world_size() > 1:  # what a run loads is there before anything is measured
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         import deepspeed
@@ -254,7 +252,7 @@ def on_ranks(given: Settings, stage: int, what: str) -> list[dict[str, Any]]:
         SystemExit: with what they printed, if one fails or they take too long.
     """
     world = given.ranks if stage >= 0 else 1
-    environ = {**os.environ, "OMP_NUM_THREADS": str(given.threads), "PYTHONPATH": str(ROOT)}
+    environ = {**os.environ, "OMP_NUM_THREADS": str(given.threads), "PYTHONPATH": str(harness.ROOT)}
     environ |= harness.RETURNING if what == "memory" else {}
     launcher = ["-m", "specheads.torchrun", "--standalone", f"--nproc-per-node={world}"]
     with tempfile.TemporaryDirectory() as folder:

@@ -10,7 +10,6 @@ and random, or the golden checkpoint of the tests.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 import warnings
@@ -425,4 +424,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -22,7 +22,6 @@ from unittest.mock import patch
 
 import harness
 import torch
-from harness import ROOT
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -40,8 +39,8 @@ from specheads.training.objectives import HeadsObjective
 from specheads.verification.sampling import Sampler
 from tests.ragged import padded
 
-GOLDEN = ROOT / "tests" / "golden"
-TEXT = ROOT / "data" / "tinycode" / "calibration.jsonl"
+GOLDEN = harness.ROOT / "tests" / "golden"
+TEXT = harness.ROOT / "data" / "tinycode" / "calibration.jsonl"
 NUM_HEADS = 4
 TREE = Tree.from_choices(
     [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 0, 0, 0)]

@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from harness import ROOT
 
 from specheads.system.files import tinycode_dir
 from specheads.system.hardware import environment
@@ -123,7 +122,7 @@ def run(command: str, folder: Path, extra: Sequence[str] = ()) -> dict[str, Any]
     words = shlex.split(command)
     assert words[0] == "specheads"
     started = time.perf_counter()
-    environ = {"PYTHONPATH": str(ROOT), "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"}
+    environ = {"PYTHONPATH": str(harness.ROOT), "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "specheads.cli", *words[1:], *extra], cwd=folder,
         env={**os.environ, **environ}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,

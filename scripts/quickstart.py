@@ -16,7 +16,6 @@ from typing import Any
 
 import harness
 import torch
-from harness import ROOT
 from tqdm import tqdm
 
 from specheads.config import DecodeConfig
@@ -42,15 +41,15 @@ def run(*command: str) -> None:
         SystemExit: with its exit code, if it failed.
     """
     print("$ python", *command, flush=True)
-    if code := subprocess.run([sys.executable, *command], cwd=ROOT, check=False).returncode:
+    if code := subprocess.run([sys.executable, *command], cwd=harness.ROOT, check=False).returncode:
         raise SystemExit(code)
 
 
 def train(overrides: Sequence[str]) -> Path:
     """Train under a name that no earlier run has taken, choose the tree; return the export."""
     names = ["hydra", *(f"hydra-{number}" for number in range(2, 1000))]
-    name = next(name for name in names if not (ROOT / "runs" / name).exists())
-    export = ROOT / "runs" / name / "export"
+    name = next(name for name in names if not (harness.ROOT / "runs" / name).exists())
+    export = harness.ROOT / "runs" / name / "export"
     named = [f"name={name}"] * (name != "hydra")
     run("-m", "specheads.train", "+recipe=hydra", *named, *overrides)
     print()
