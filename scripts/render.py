@@ -270,9 +270,8 @@ def identical(read: Read, file: str) -> str:
     """Say how many outputs are identical where rounding hardly matters."""
     bench = read(file)
     held = [row for row in bench["rows"] if drafts(row["method"]) and row["identical"] is not None]
-    equal, compared, ties = (
-        sum(row[key] for row in held) for key in ("identical", "compared", "near_ties")
-    )
+    keys = "identical", "compared", "near_ties"
+    equal, compared, ties = (sum(row[key] for row in held) for key in keys)
     rest = f"; {ties} of the others first differ at a near-tie" if equal < compared else ""
     return (
         f"In float32 {equal} of {compared} outputs of {len({row['method'] for row in held})}"
@@ -329,10 +328,8 @@ def tree_search(read: Read) -> str:
 
 def tree_sizes(read: Read) -> str:
     """Return what a larger static tree brings."""
-    lines = [
-        f"{of['num_nodes']} | {of['accept_length']:.2f} | {of['speedup']:.2f}x"
-        for of in read("tinycode_medusa2_trees")["sizes"]
-    ]
+    form = "{num_nodes} | {accept_length:.2f} | {speedup:.2f}x"
+    lines = (form.format(**of) for of in read("tinycode_medusa2_trees")["sizes"])
     return table("nodes | expected accept length | expected speed-up of steps", lines)
 
 
@@ -364,10 +361,10 @@ def passes(read: Read) -> str:
 def growth(read: Read) -> str:
     """Say how the cost of a step grows along a text."""
     found = read("tinycode_step")["growth"]
-    token, step = (
-        cells((of[f"beyond_plain_per_{unit}"]["median"] for of in found), sign=" and ")
-        for unit in ("token", "step")
+    beyond = (
+        [of[f"beyond_plain_per_{unit}"]["median"] for of in found] for unit in ("token", "step")
     )
+    token, step = (cells(each, sign=" and ") for each in beyond)
     return (
         f"In a text of {found[0]['new_tokens']:,} tokens the second half costs the tree {token} of"
         " what it costs plain decoding, both relative to the first half, at"
