@@ -8,8 +8,6 @@ speed-ups over plain decoding, by kind of prompt and over their mix; the best fi
 in hindsight only.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

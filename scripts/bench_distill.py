@@ -22,8 +22,6 @@ A look at what it does: --steps 2 --tuning-steps 1 --losses labels tv --data cor
 --draft draft.hidden=64.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass

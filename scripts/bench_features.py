@@ -14,8 +14,6 @@ from the system's page cache, since it has just been written. On a machine that 
 the processor time (with --threads 1) rather than the clock.
 """
 
-from __future__ import annotations
-
 import statistics
 import tempfile
 import time

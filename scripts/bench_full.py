@@ -10,8 +10,6 @@ Other seeds of the machine give other figures: what BENCHMARKS.md says in words 
 by somebody.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import dataclass

@@ -23,8 +23,6 @@ data sheet promises), peak memory, and what the cost model says of it. --shape t
 it.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import statistics

@@ -13,8 +13,6 @@ feature cache, which gives the same losses; how fast training is without it is c
     python scripts/bench_medusa.py
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Sequence

@@ -10,8 +10,6 @@ taken in one further process, the cases taking turns; on a machine that is not i
 processor time (with --threads 1) rather than the clock.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 from collections.abc import Callable

@@ -23,8 +23,6 @@ A look at what it does: --steps 4 --tuning-steps 2 --layers 3 --hidden 32
 --arms byte-n1 byte-n2-parallel --seeds 0 --num-prompts 2 --max-new-tokens 16 --repeats 1.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

@@ -18,8 +18,6 @@ system's, where the naive loop waits for the pages of its logits. On a machine t
 trust the processor time.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 from collections.abc import Sequence

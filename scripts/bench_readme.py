@@ -9,8 +9,6 @@ machine should do nothing else meanwhile: about 50 minutes on two cores. ``--qui
 build/bench_quick/ only.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ growth  the second half of a long text beside the first, tree and plain decoding
 Times are medians with quartiles, in one process. On a machine that is not idle they mean nothing.
 """
 
-from __future__ import annotations
-
 import random
 import statistics
 import time

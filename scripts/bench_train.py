@@ -17,8 +17,6 @@ optimizer's state included), and of the resident process above Python with torch
 machine that is not idle, trust the processor time (with --threads 1) rather than the clock.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

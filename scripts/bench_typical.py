@@ -8,8 +8,6 @@ exact method gives texts whose mean log-likelihood is minus the base's entropy, 
     python scripts/bench_typical.py --checkpoint runs/hydra/export
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

@@ -15,8 +15,6 @@ small a model; the cost model gets the same settings. Both ranks share this mach
 bandwidth included: with fewer than two free cores the times mean nothing.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -18,8 +18,6 @@ process on, all ranks at once.
 The program ends with 1 if anything was lost or ended in anything but one clear line.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

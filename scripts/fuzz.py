@@ -8,8 +8,6 @@ Prints the seed. An example that fails is written above its test as ``@example(.
 later run begins with it; commit it together with what mends it. Exits with 1 if any was found.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import random

@@ -8,8 +8,6 @@ the library directly: needs torch, transformers and this repository, nothing els
 and random, or the golden checkpoint of the tests.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 import warnings

@@ -6,8 +6,6 @@ calls one function of a script and prints what it returns as JSON; :func:`in_fre
 it so, for measurements that need a process of their own.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import hashlib

@@ -10,8 +10,6 @@ repository. A prompt is pinned only where every choice is clear, of the base mod
 heads' guesses, so that another processor's rounding changes nothing.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

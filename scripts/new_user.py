@@ -10,8 +10,6 @@ look at the data, train, fit the tree, measure, decode, export. What they print 
 and from there onto the page. Exits with 1 where a command fails.
 """
 
-from __future__ import annotations
-
 import ast
 import itertools
 import json

@@ -4,8 +4,6 @@ Runs ``python -m specheads.train +recipe=hydra`` as a user would, and prints wha
 on held-out prompts. ``--checkpoint`` skips the training and shows an export that is there already.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

@@ -6,8 +6,6 @@
 A run's own ``metrics.jsonl`` and ``provenance.json`` hold all of it; nothing is run.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

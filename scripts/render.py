@@ -8,8 +8,6 @@ function of this module or of ``render_training``, which gets the files; several
 same block. A sentence with a measured figure belongs into one: nothing else holds it to its file.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

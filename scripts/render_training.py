@@ -4,8 +4,6 @@ A block is a public function whose first argument is ``read``, which returns the
 ``benchmarks/NAME.json`` by its NAME. It gives a table with its head, or sentences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, median
 from typing import Any

@@ -8,8 +8,6 @@ are stored small and without a date, so that the same cells give the same file. 
 nothing, and exits with 1 where what is printed is not what is stored.
 """
 
-from __future__ import annotations
-
 import argparse
 import base64
 import contextlib

@@ -8,8 +8,6 @@ were measured at and the record of the training are kept. A folder that is there
 train them again stands in data/checkpoints/README.md, and in scripts/bench_full.py as commands.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal

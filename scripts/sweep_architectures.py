@@ -16,8 +16,6 @@ is not kept is printed as WRONG, and the exit code is 1. Types that cannot be bu
 settings are listed and prove nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import signal
