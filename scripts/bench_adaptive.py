@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Clock, print, write."""
     given = harness.parse(Settings, argv)
     hardware.pin_threads(0)
-    limit = given.max_new_tokens
+    limit, longest = given.max_new_tokens, max(given.lengths)
     subject = load_subject(given.base, dtype="float32", device="cpu")
     draft = load_draft(given.draft, tokenizer=subject.tokenizer, where="--draft", device="cpu")
     eos = end_tokens(subject.base, subject.tokenizer)
@@ -96,19 +96,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     def clocked(rules: Mapping[str, Drafter], prompts: list[Prompt], repeats: int) -> Any:
         methods = [plain_method(subject.base, eos, limit)]
         for name, drafter in rules.items():
-            nodes = max(given.lengths) + 1
-            one = drafted_method(name, subject.base, drafter, eos, limit, tree_nodes=nodes)
-            methods.append(one)
+            more = {"tree_nodes": longest + 1}
+            methods.append(drafted_method(name, subject.base, drafter, eos, limit, **more))
         return of_clock(clock(methods, prompts, 0.0, repeats=repeats), prompts)
 
     calibration = read("calibration.jsonl", given.num_calibration)
     prompts = read("prompts.jsonl", given.num_prompts)
     if not calibration or not prompts:
         raise SystemExit(f"no prompts of the kinds {', '.join(given.kinds)}")
-    by_threshold = {
-        f"{each:g}": DraftModelDrafter(draft, EntropyLength(max(given.lengths), each))
-        for each in THRESHOLDS
-    }
+    rules = ((each, EntropyLength(longest, each)) for each in THRESHOLDS)
+    by_threshold = {f"{each:g}": DraftModelDrafter(draft, rule) for each, rule in rules}
     tried = clocked(by_threshold, calibration, 1)
     best = max(tried, key=lambda each: tried[each]["speedup"][MIX])
     adaptive = DecodeConfig(drafter="draft", draft=given.draft, draft_tokens=0)

@@ -76,9 +76,7 @@ def main() -> None:
         print(harness.list_of(parts, harness.read_record(record)))
         return
     if record.is_file() and not (settings.resume or settings.only):
-        raise SystemExit(
-            f"{record} is of an earlier bench-full: go on with --resume, or give other --runs="
-        )
+        raise SystemExit(f"{record} is of an earlier one: go on with --resume, or give --runs=")
     if failed := harness.run_parts(parts, record, resume=settings.resume):
         raise SystemExit(f"failed: {', '.join(failed)}; go on with --resume")
     print("now write the figures into the pages: python scripts/render.py")

@@ -165,10 +165,8 @@ def main(argv: list[str] | None = None) -> None:
     compare(rows)
     print()
     harness.publish(settings, rows)
-    print(
-        "ratio: to the fewest heads; for own, less the heads' parameters, gradients, optimizer\n"
-        "state and one V * d buffer per head (the naive loss holds no such buffer)."
-    )
+    print("ratio: to the fewest heads; for own, less the heads' parameters, gradients, optimizer")
+    print("state and one V * d buffer per head (the naive loss holds no such buffer).")
 
 
 if __name__ == "__main__":

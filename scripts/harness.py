@@ -68,10 +68,8 @@ def parse(kind: type[S], argv: Sequence[str] | None = None) -> S:
             ``name: text`` of its docstring are the options' help.
         argv: the words; None takes those of this process.
     """
-    parser = argparse.ArgumentParser(
-        description=sys.modules[kind.__module__].__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    page, form = sys.modules[kind.__module__].__doc__, argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=page, formatter_class=form)
     documented = "\n".join(each.__doc__ or "" for each in kind.__mro__)
     texts = dict(re.findall(r"^ +(\w+): (.+)$", documented, re.MULTILINE))
     hints = typing.get_type_hints(kind)

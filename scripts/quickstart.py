@@ -127,10 +127,8 @@ def print_heldout(training: dict[str, Any]) -> None:
         print("The base model is the original one.")
         return
     tuned, original = heldout["loss"], heldout["original_loss"]
-    print(
-        f"Held-out loss {tuned:.4f} nats/token tuned, {original:.4f} original "
-        f"({tuned / original - 1:+.2%}), KL(original || tuned) {heldout['kl']:.4f} nats/token."
-    )
+    change = f"({tuned / original - 1:+.2%}), KL(original || tuned) {heldout['kl']:.4f} nats/token."
+    print(f"Held-out loss {tuned:.4f} nats/token tuned, {original:.4f} original {change}")
 
 
 def main() -> None:
@@ -157,10 +155,9 @@ def main() -> None:
         f" {tree['tree_nodes']} nodes:"
     )
     print_table(rows, method)
-    print(
-        f"\nToken-identical to plain decoding of the same base in float32: {same[0.0]} of "
-        f"{len(compared)} greedy, {same[1.0]} of {len(compared)} sampled at T=1 with a seed."
-    )
+    found = [f"{number} of {len(compared)}" for number in same.values()]
+    print("\nToken-identical to plain decoding of the same base in float32:", end=" ")
+    print(f"{found[0]} greedy, {found[1]} sampled at T=1 with a seed.")
     if fast.base.dtype != torch.float32:
         print(
             f"In {name}, where rounding can decide a near tie: {tree['identical']} of "

@@ -92,13 +92,11 @@ def steps(row: Bench) -> str:
 def place_of(bench: Bench) -> str:
     """Return prompts, limits, dtype, machine and date, as a table's last line says them."""
     settings, place, row = bench["settings"], bench["environment"], bench["rows"][0]
-    busy = ""
+    busy, others = "", place.get("largest_other_share")
     if place["contended"]:
-        busy = f" The machine was disturbed: plain decoding varied {place['baseline_drift']:.2f}x"
-        busy += " between repeats"
-        if others := place.get("largest_other_share"):
-            busy += f", others took up to {others:.0%} of the processors"
-        busy += "."
+        drift = f"{place['baseline_drift']:.2f}x between repeats"
+        share = f", others took up to {others:.0%} of the processors" if others else ""
+        busy = f" The machine was disturbed: plain decoding varied {drift}{share}."
     return (
         f"{row['num_prompts']} held-out prompts of up to {settings['max_new_tokens']} new tokens,"
         f" {settings['repeats']} repeat{'s' * (settings['repeats'] > 1)}, {row['dtype']},"
@@ -138,9 +136,10 @@ def clocked(
                 row = rows[method, heat, 1]
                 heads = method.split("/")[-1] in ("tree", "tree_dynamic")
                 ratio = f"{row['speedup_vs_plain'] / row['accept_length']:.2f}" if heads else ""
-                lines.append(f"{file} | " * (len(files) > 1))
-                lines[-1] += (
-                    f"{heat:g} | {name_of(bench, method)} | {row['tree_nodes']}"
+                lines.append(
+                    f"{file} | "
+                    * (len(files) > 1)
+                    + f"{heat:g} | {name_of(bench, method)} | {row['tree_nodes']}"
                     f" | {row['tokens_per_second']:.0f} | {speedup(row)}"
                     f" | {row['speedup_vs_hf_generate']:.2f} | {steps(row)} | {ratio}"
                     f" | {row['rep8']:.2f} | {same_cell(row)}"
@@ -170,10 +169,8 @@ def speeds(read: Read, file: str) -> str:
         of = [rows[method, heat, 1] for heat in heats]
         ratios = " | ".join("1" if method == "plain" else speedup(row) for row in of)
         lengths = f"{steps(of[0])} / {steps(of[-1])}" if drafts(method) else ""
-        lines.append(
-            f"{name_of(bench, method)} | {ratios} | {lengths} | {of[0]['rep8']:.2f}"
-            f" | {same_cell(of[0])}"
-        )
+        ends = f"{of[0]['rep8']:.2f} | {same_cell(of[0])}"
+        lines.append(f"{name_of(bench, method)} | {ratios} | {lengths} | {ends}")
     first, *others = (f"T={heat:g}" for heat in heats)
     head = " | ".join([f"drafter | {first}: speed-up (95%)", *others])
     plain = (rows["plain", heat, 1]["tokens_per_second"] for heat in heats)
@@ -359,10 +356,8 @@ def passes(read: Read) -> str:
 def growth(read: Read) -> str:
     """Say how the cost of a step grows along a text."""
     found = read("tinycode_step")["growth"]
-    beyond = (
-        [of[f"beyond_plain_per_{unit}"]["median"] for of in found] for unit in ("token", "step")
-    )
-    token, step = (cells(each, sign=" and ") for each in beyond)
+    keys = "beyond_plain_per_token", "beyond_plain_per_step"
+    token, step = (cells((of[key]["median"] for of in found), sign=" and ") for key in keys)
     return (
         f"In a text of {found[0]['new_tokens']:,} tokens the second half costs the tree {token} of"
         " what it costs plain decoding, both relative to the first half, at"
@@ -532,9 +527,8 @@ def main() -> None:
     if not parser.parse_args().check:
         print("\n".join(render(FOLDER, FIGURES, PAGES)))
         return
-    read = reader(FOLDER)
-    found = [f"{page.name}: {name}" for page in PAGES for name in differing(page.read_text(), read)]
-    if found:
+    marks = {page.name: differing(page.read_text(), reader(FOLDER)) for page in PAGES}
+    if found := [f"{page}: {name}" for page, names in marks.items() for name in names]:
         raise SystemExit("not what benchmarks/ says: " + "; ".join(found))
 
 

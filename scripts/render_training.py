@@ -13,7 +13,7 @@ from specheads.measure.render import with_bounds
 Bench = dict[str, Any]
 Read = Callable[[str], Any]
 
-MIB = 2**20
+MIB, TOPS = 2**20, ("top1", "top5")
 WAYS = {
     "medusa1": "Medusa-1",
     "regenerated": "... on the base's own answers",
@@ -140,11 +140,8 @@ def recipes(read: Read) -> str:
             change = found["loss"] / found["original_loss"] - 1
             loss = f"{found['loss']:.4f}, the original's {found['original_loss']:.4f}"
             loss += f" ({change:+.2%}), KL {found['kl']:.4f}"
-        heads = [key for key in found if key.startswith("head_")]
-        top = (
-            cells((found[key] for key in heads if key.endswith(end)), sign=" ")
-            for end in ("top1", "top5")
-        )
+        heads = {key: value for key, value in found.items() if key.startswith("head_")}
+        top = (cells((v for k, v in heads.items() if k.endswith(n)), sign=" ") for n in TOPS)
         lines.append(
             f"{run['run']} | {run['steps']:,} | {run['tokens_per_second']:,} | {run['threads']}"
             f" | {run['peak_memory_gb']:.2f} GB | {loss} | {' | '.join(top)}"
@@ -233,11 +230,8 @@ def heads_lookup(read: Read) -> str:
 
 def memory_step(read: Read) -> str:
     """Return memory and time of a training step."""
-    rows = {
-        (row["recipe"], row["lm_head"], row["implementation"], row["num_heads"]): row
-        for row in read("memory")["rows"]
-    }
-    lines = []
+    names, lines = ("recipe", "lm_head", "implementation", "num_heads"), []
+    rows = {tuple(row[name] for name in names): row for row in read("memory")["rows"]}
     for key in dict.fromkeys(key[:3] for key in rows):
         one, four = rows[(*key, 1)], rows[(*key, 4)]
         lines.append(
@@ -314,10 +308,8 @@ def mtp_table(read: Read) -> str:
 def mtp_cost(read: Read) -> str:
     """Say what predicting several tokens costs in next-token loss."""
     data = read("mtp_table")
-    bits = {
-        way: fmean(row["loss"]["bits_per_byte"] for row in _seeds(data, way))
-        for way in data["training"]
-    }
+    seeds = {way: _seeds(data, way) for way in data["training"]}
+    bits = {way: fmean(row["loss"]["bits_per_byte"] for row in of) for way, of in seeds.items()}
     byte, bpe = bits["byte-n1"], bits["bpe-n1"]
     return (
         "With layers and tokens equal, predicting four bytes costs"
