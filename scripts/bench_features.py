@@ -117,11 +117,8 @@ class Side:
         heads.init_from_output(output.weight)
         run_base = None if isinstance(batches, CachedBatches) else base
         self.objective = HeadsObjective(run_base, heads, train_base=False, output=output)
-        cfg = TrainConfig(
-            run_dir="unused",
-            data=DataConfig(seq_len=given.seq_len, rows=given.rows),
-            optim=OptimConfig(lr=1e-3),
-        )
+        data = DataConfig(seq_len=given.seq_len, rows=given.rows)
+        cfg = TrainConfig(run_dir="unused", data=data, optim=OptimConfig(lr=1e-3))
         self.engine = TorchEngine(self.objective, param_groups(cfg.optim, heads=(heads, 1e-3)), cfg)
         self.inner: list[list[float]] = []
         self.losses: list[float] = []
@@ -171,14 +168,9 @@ def measure(name: str, folder: Path, given: Settings) -> dict[str, Any]:
 
     batches = partial(PackedBatches, documents, seed=given.seed, pad_token_id=0, **of_rows)
 
-    plan = plan_features(
-        folder / name,
-        documents,
-        {"base model": name, "computation": "float32, autocast none"},
-        hidden_size=hidden,
-        given_as=base.dtype,
-        dtype=given.features_dtype,
-    )
+    about = {"base model": name, "computation": "float32, autocast none"}
+    how = {"given_as": base.dtype, "dtype": given.features_dtype}
+    plan = plan_features(folder / name, documents, about, hidden_size=hidden, **how)
     print(f"\n{name}: {plan.describe()}", flush=True)
     begin = time.perf_counter()
     write_cache(plan, documents, base, (given.rows, given.seq_len))

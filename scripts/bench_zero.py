@@ -86,12 +86,9 @@ def run_config(given: Settings, stage: int, run_dir: str) -> TrainConfig:
         "stage3_max_reuse_distance": given.bucket,
         "stage3_prefetch_bucket_size": given.bucket // 4,
     }
-    return TrainConfig(
-        run_dir=run_dir,
-        model=ModelConfig(dtype="float32"),
-        data=DataConfig(rows=given.rows, seq_len=given.seq_len),
-        deepspeed={} if stage < 0 else {"zero_optimization": zero},
-    )
+    data, model = DataConfig(rows=given.rows, seq_len=given.seq_len), ModelConfig(dtype="float32")
+    engine = {} if stage < 0 else {"zero_optimization": zero}
+    return TrainConfig(run_dir=run_dir, model=model, data=data, deepspeed=engine)
 
 
 def storages(tensors: Iterable[Any]) -> dict[int, int]:

@@ -53,19 +53,17 @@ def ship_export(source: Path, target: Path) -> None:
     """Write heads, and the base they were trained with where there is no other, in ``DTYPE``."""
     info = read_config(source)
     base, tree = info["base"], info["tree"]
-    tuned = load_export(source, device="cpu").base if base["tuned"] else None
+    about = of_base(base) | {"base_quantization": base.get("quantization")}
+    about |= {key: tree[key] for key in ("expected_accept_length", "measured_on")}
     save_export(
         target,
         load_heads(source),
-        **of_base(base),
-        base_quantization=base.get("quantization"),
+        **about,
         tokenizer=load_tokenizer(str(source)),
         tree=Tree.from_json(tree["choices"]),
         training=info["training"],
-        tuned_base=tuned,
+        tuned_base=load_export(source, device="cpu").base if base["tuned"] else None,
         dtype=DTYPE,
-        expected_accept_length=tree["expected_accept_length"],
-        measured_on=tree["measured_on"],
     )
 
 
@@ -78,15 +76,9 @@ def ship_draft(source: Path, target: Path) -> None:
     about = read_provenance(source)
     if about is None:
         raise SystemExit(f"{source} is no draft model made by specheads")
-    save_draft(
-        target,
-        load_base_model(str(source), dtype="float32", device="cpu"),
-        load_tokenizer(str(source)),
-        **of_base(about["base"]),
-        training=about["training"],
-        measured=about["measured"],
-        dtype=DTYPE,
-    )
+    draft = load_base_model(str(source), dtype="float32", device="cpu")
+    kept = of_base(about["base"]) | {key: about[key] for key in ("training", "measured")}
+    save_draft(target, draft, load_tokenizer(str(source)), **kept, dtype=DTYPE)
 
 
 def write_card(folder: Path) -> None:
