@@ -124,6 +124,7 @@ def live_tensors(engine: Any, model: torch.nn.Module) -> dict[str, int]:
         "gradients": storages(gradients),
         "other": storages(o for o in gc.get_objects() if issubclass(type(o), Tensor)),
     }
+    # one address may hold weights and their flat copy at once: the first kind that has it counts it
     seen: set[int] = set()
     total: dict[str, int] = {}
     for kind, found in kinds.items():

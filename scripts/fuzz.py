@@ -89,6 +89,7 @@ def decorator(call: str, fixtures: set[str], names: dict[str, Any], origin: str)
         ValueError: if its values, as they are written, mean nothing in that module.
         SyntaxError: if they are no Python.
     """
+    # an argument begins at four spaces with its name; a string that spans lines has \n written out
     _, *lines = re.split(r"\n    (?=[^\W\d]\w*=)", call.strip().removesuffix(")"))
     given = [line for line in lines if line.partition("=")[0] not in fixtures]
     text = ast.unparse(_Numbers().visit(ast.parse("dict(" + "\n".join([*given, ")"]))))

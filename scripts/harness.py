@@ -249,6 +249,7 @@ def allocator_peak(build: Callable[[], Callable[[], Any]]) -> tuple[int, Any]:
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     peak = current = 0
     for when, change in changes:
+        # what was built before counts for as long as it lives, but not the peak of its building
         current += change
         peak = max(peak, current) if when >= begin else 0
     return peak, result

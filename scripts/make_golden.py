@@ -157,6 +157,7 @@ def choice_gap(export: Export, case: dict[str, Any], new: list[int]) -> float:
     with torch.no_grad():
         logits = export.base(ids).logits[0, len(prompt) - 1 : -1]
     scores = sampler.scores(logits[None], torch.arange(len(prompt), ids.shape[1])[None], [0])[0]
+    # the noise is in the scores: the best one was drawn, and its lead says how surely
     best = scores.topk(2, dim=-1)
     assert best.indices[:, 0].tolist() == new
     return float((best.values[:, 0] - best.values[:, 1]).min())
