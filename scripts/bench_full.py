@@ -71,15 +71,10 @@ def main() -> None:
     """Train, measure, write down."""
     settings = harness.parse(Settings)
     record = harness.ROOT / settings.runs / RECORD
-    parts = harness.chosen(full_parts(settings.runs), settings.only)
-    if settings.list:
-        print(harness.list_of(parts, harness.read_record(record)))
-        return
-    if record.is_file() and not (settings.resume or settings.only):
+    if record.is_file() and not (settings.resume or settings.only or settings.list):
         raise SystemExit(f"{record} is of an earlier one: go on with --resume, or give --runs=")
-    if failed := harness.run_parts(parts, record, resume=settings.resume):
-        raise SystemExit(f"failed: {', '.join(failed)}; go on with --resume")
-    print("now write the figures into the pages: python scripts/render.py")
+    if harness.perform(full_parts(settings.runs), settings, record):
+        print("now write the figures into the pages: python scripts/render.py")
 
 
 if __name__ == "__main__":

@@ -114,7 +114,6 @@ def build(shape: str, dtype: str, device: torch.device | str) -> PreTrainedModel
     how = {"dtype": getattr(torch, dtype), "attn_implementation": "sdpa"}
     with torch.device(device), no_init_weights():
         model = AutoModelForCausalLM.from_config(config, **how)
-    assert isinstance(model, PreTrainedModel)
     model.tie_weights()
     torch.manual_seed(0)
     with torch.no_grad():
@@ -300,7 +299,6 @@ def time_training(engine: str, lm_head: str, given: Settings) -> dict[str, Any]:
     peak = hardware.peak_memory(device)
     runner.close()
     shape = Shape.from_config(model.config)
-    assert shape is not None
     tokens = given.train_rows * given.train_seq_len
     work = {"tokens": tokens, "seq_len": given.train_seq_len, "size": model.dtype.itemsize}
     trained = {"num_heads": NUM_HEADS, "own_heads": lm_head == "own", "head_size": 4}

@@ -61,18 +61,13 @@ def main() -> None:
     settings = harness.parse(Settings)
     folder = harness.ROOT / (QUICK_FOLDER if settings.quick else FOLDER)
     parts = readme_parts(str(folder.relative_to(harness.ROOT)), quick=settings.quick)
-    chosen = harness.chosen(parts, settings.only)
-    if settings.list:
-        print(harness.list_of(chosen, harness.read_record(folder / RECORD)))
-        return
     folder.mkdir(parents=True, exist_ok=True)
     pages, figures = PAGES, FIGURES
     if settings.quick:
         pages = tuple(Path(shutil.copy(page, folder.parent)) for page in PAGES)
         figures = folder.parent
-    if failed := harness.run_parts(chosen, folder / RECORD, resume=settings.resume):
-        raise SystemExit(f"failed: {', '.join(failed)}; nothing was drawn, see --resume")
-    print("\n".join(render(folder.parent, figures, pages)))
+    if harness.perform(parts, settings, folder / RECORD):
+        print("\n".join(render(folder.parent, figures, pages)))
 
 
 if __name__ == "__main__":

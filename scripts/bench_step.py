@@ -103,8 +103,7 @@ def measure_budget(
 ) -> dict[str, Any]:
     """Return where the time of a step goes."""
     base, drafter = export.base, harness.tree_drafter(export)
-    phases, plain_ms, step_ms = Phases(base.device), list[float](), list[float]()
-    gained: list[float] = []
+    phases, plain_ms, step_ms, gained = Phases(base.device), [], [], []
     request: dict[str, Any] = {"compile": given.compile, "max_new_tokens": given.max_new_tokens}
     request["eos_token_ids"] = end_tokens(base, export.tokenizer)
     for repeat in range(given.repeats + 1):

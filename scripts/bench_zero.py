@@ -125,8 +125,7 @@ def live_tensors(engine: Any, model: torch.nn.Module) -> dict[str, int]:
         "other": storages(o for o in gc.get_objects() if issubclass(type(o), Tensor)),
     }
     # one address may hold weights and their flat copy at once: the first kind that has it counts it
-    seen: set[int] = set()
-    total: dict[str, int] = {}
+    seen, total = set[int](), {}
     for kind, found in kinds.items():
         total[kind] = sum(size for address, size in found.items() if address not in seen)
         seen |= found.keys()

@@ -297,7 +297,6 @@ class Lab:
         environ = {**os.environ, **QUIET, "SPECHEADS_CACHE": str(self.shop.folder / "cache")}
         environ = {key: value for key, value in {**environ, **(env or {})}.items() if value}
         log = self.folder / f"log-{len(self.runs)}"
-        process: Any
         if self.ranks == 1 and not env:
             namespace = self.disk.holder.pid if self.disk else 0
             process = FORKS.Process(target=play, args=(argv, environ, log, namespace, hurt))

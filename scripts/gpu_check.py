@@ -183,9 +183,7 @@ def loaded_anew(sizes: dict[str, Any], **options: Any) -> PreTrainedModel:
     """Return a model of some sizes as ``from_pretrained`` loads it with ``options``."""
     with tempfile.TemporaryDirectory() as folder:
         build("llama", **sizes).save_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
-    assert isinstance(model, PreTrainedModel)
-    return model
+        return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 
 def four_bit(device: torch.device) -> str:

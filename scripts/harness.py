@@ -604,6 +604,20 @@ def run_parts(
     return failed
 
 
+def perform(parts: Sequence[Part], given: PartsSettings, record: Path) -> bool:
+    """List the parts that were asked for, or run them; return whether they ran.
+
+    Raises:
+        SystemExit: for a name that no part has, or naming the parts that failed.
+    """
+    parts = chosen(parts, given.only)
+    if given.list:
+        print(list_of(parts, read_record(record)))
+    elif failed := run_parts(parts, record, resume=given.resume):
+        raise SystemExit(f"failed: {', '.join(failed)}; go on with --resume")
+    return not given.list
+
+
 if __name__ == "__main__":
     name, function, given = sys.argv[1:]
     print(json.dumps(getattr(importlib.import_module(name), function)(*json.loads(given))))
