@@ -76,8 +76,7 @@ def parse(kind: type[S], argv: Sequence[str] | None = None) -> S:
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         hint = hints[field.name]
         options: dict[str, Any] = {"help": texts.get(field.name), "default": field.default}
-        if field.default is dataclasses.MISSING:
-            options["required"] = True
+        options["required"] = field.default is dataclasses.MISSING
         if hint is bool:
             options["action"] = "store_true"
         elif typing.get_origin(hint) is tuple:
@@ -451,9 +450,9 @@ class Part:
     reads: tuple[str, ...] = ()
     section: str = ""
 
-    def digest(self, root: Path = ROOT) -> str:
+    def digest(self) -> str:
         """Return a hash of what is run, and on which shipped files."""
-        files = [(root / folder / "manifest.json").read_text() for folder in self.reads]
+        files = [(ROOT / folder / "manifest.json").read_text() for folder in self.reads]
         return hashlib.sha256(json.dumps([self.commands, files]).encode()).hexdigest()[:16]
 
 
@@ -521,11 +520,11 @@ def read_record(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
-def is_done(part: Part, record: Mapping[str, Any], root: Path = ROOT) -> bool:
+def is_done(part: Part, record: Mapping[str, Any]) -> bool:
     """Return whether ``part`` ended well with the same settings, and its files are still there."""
     entry = record.get(part.name, {})
-    same = entry.get("state") == DONE and entry.get("settings") == part.digest(root)
-    return same and all((root / path).exists() for path in part.outputs)
+    same = entry.get("state") == DONE and entry.get("settings") == part.digest()
+    return same and all((ROOT / path).exists() for path in part.outputs)
 
 
 def chosen(parts: Sequence[Part], only: Sequence[str]) -> list[Part]:
@@ -551,14 +550,7 @@ def list_of(parts: Sequence[Part], record: Mapping[str, Any]) -> str:
     return "\n".join([*lines, f"{sum(part.minutes for part in parts):g} min in all"])
 
 
-def run_parts(
-    parts: Sequence[Part],
-    record_file: Path,
-    *,
-    resume: bool,
-    run: Callable[[Sequence[str]], int] = run_command,
-    root: Path = ROOT,
-) -> list[str]:
+def run_parts(parts: Sequence[Part], record_file: Path, *, resume: bool) -> list[str]:
     """Run ``parts`` in order; return the names of those that failed or lack what they need.
 
     A part is done when all its commands ended with 0 and its files are there. The record is written
@@ -568,13 +560,11 @@ def run_parts(
         parts: each behind those that it needs.
         record_file: what is done, with which settings, and how long it took.
         resume: leave out what is done.
-        run: gets the arguments after ``python``, returns the exit code.
-        root: the repository.
     """
     record, failed = read_record(record_file), []
     for number, part in enumerate(parts, 1):
         where = f"[{number}/{len(parts)}] {part.name}"
-        if resume and is_done(part, record, root):
+        if resume and is_done(part, record):
             print(f"{where}: done, {record[part.name]['seconds'] / 60:.1f} min", flush=True)
             continue
         if lacking := [name for name in part.needs if name in failed]:
@@ -585,15 +575,15 @@ def run_parts(
         start, state = time.monotonic(), ""
         for command in part.commands:
             print(f"$ {typed(command)}", flush=True)
-            if code := run(command):
+            if code := run_command(command):
                 state = f"exit code {code} of {typed(command)}"
                 break
-        missing = [path for path in part.outputs if not (root / path).exists()]
+        missing = [path for path in part.outputs if not (ROOT / path).exists()]
         state = state or (f"{missing[0]} was not written" if missing else DONE)
         failed += [part.name] * (state != DONE)
         record[part.name] = {
             "state": state,
-            "settings": part.digest(root),
+            "settings": part.digest(),
             "seconds": round(time.monotonic() - start, 1),
             "finished": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         }

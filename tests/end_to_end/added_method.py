@@ -32,7 +32,7 @@ def test_added(
     asked = dict.fromkeys(word for line in lines for word in line.split() if "data" not in word)
     assert {"heads.kind=bottleneck", "+heads.options.width=8", "loss.heads=hellinger"} <= {*asked}
     given = [*asked, *on_files(tiny_model_dir, tiny_jsonl, tmp_path / "run"), *SHORT]
-    given += ["steps=12", "data.rows=2", "optim.lr=0.03", "evaluate.num_prompts=2"]
+    given += ["steps=6", "data.rows=2", "optim.lr=0.03", "evaluate.num_prompts=2"]
     assert start(monkeypatch, *given, "+heads.options.wide=8") == 2
     assert "heads.options={'width': 8, 'wide': 8}: " in capfd.readouterr().err
     assert start(monkeypatch, *given) == 0
