@@ -173,10 +173,8 @@ def test_failures_are_not_taken_for_done(tmp_path: Path, run: Run) -> None:
     assert failed == ["train", "one"] and "one" not in ran
     silent = [harness.Part("three", (("three",),), ("3.json",), 1)]
     assert run(silent)[0] == ["three"]
-    assert (
-        json.loads((tmp_path / "parts.json").read_text())["three"]["state"]
-        == "3.json was not written"
-    )
+    record = json.loads((tmp_path / "parts.json").read_text())
+    assert record["three"]["state"] == "3.json was not written"
     with pytest.raises(SystemExit, match="no part is called four; there are train, one, two"):
         harness.chosen(three(), ["four"])
 
