@@ -325,8 +325,8 @@ def prompt_records(
     return [record for turn in turns for record in turn if record is not None][:wanted]
 
 
-def build_heads(cfg: TrainConfig, base: PreTrainedModel, output: OutputLayer, data: Data) -> Heads:
-    """Return the heads of ``cfg.heads`` where the base's last hidden states are.
+def build_heads(cfg: TrainConfig, base: PreTrainedModel, output: OutputLayer, data: Data) -> Any:
+    """Return the heads of ``cfg.heads``, ``Heads`` and ``nn.Module`` in one, beside the output layer.
 
     They start as those of the export ``heads.start``; without one, Medusa heads as the base.
 
