@@ -326,7 +326,7 @@ def prompt_records(
 
 
 def build_heads(cfg: TrainConfig, base: PreTrainedModel, output: OutputLayer, data: Data) -> Any:
-    """Return the heads of ``cfg.heads``, ``Heads`` and ``nn.Module`` in one, beside the output layer.
+    """Return the heads of ``cfg.heads``, an ``nn.Module``, where the base's output layer is.
 
     They start as those of the export ``heads.start``; without one, Medusa heads as the base.
 
