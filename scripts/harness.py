@@ -6,6 +6,8 @@ calls one function of a script and prints what it returns as JSON; :func:`in_fre
 it so, for measurements that need a process of their own.
 """
 
+from __future__ import annotations
+
 import argparse
 import dataclasses
 import hashlib
@@ -25,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a clone need not be installed
@@ -34,19 +36,20 @@ sys.path.insert(0, str(ROOT))  # a clone need not be installed
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from specheads.attention.tree import Tree
-from specheads.decoding.exported import Subject
-from specheads.drafters.heads import HeadsDrafter, static_drafter
-from specheads.measure.bench import Contest, measure_rows
-from specheads.measure.clock import Decoded, Method, Prompt, clock, prompt_file, prompts_of
 from specheads.measure.stats import ratio_ci95, rep8
-from specheads.models.checkpoint import Export, load_export
-from specheads.models.kinds import Heads
-from specheads.models.output import output_layer
 from specheads.system.files import whole_file
 from specheads.system.hardware import environment, peak_memory, pick_dtype, quiet_loading
+
+if TYPE_CHECKING:  # what imports transformers takes seconds, which --list and --help need not
+    from transformers import LlamaForCausalLM
+
+    from specheads.attention.tree import Tree
+    from specheads.decoding.exported import Subject
+    from specheads.drafters.heads import HeadsDrafter
+    from specheads.measure.clock import Decoded, Method, Prompt
+    from specheads.models.checkpoint import Export
+    from specheads.models.kinds import Heads
 
 S = TypeVar("S")
 CPU = torch.device("cpu")
@@ -292,6 +295,8 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any, **environ: s
 
 def llama(vocab: int, hidden: int, layers: int, **more: Any) -> LlamaForCausalLM:
     """Return a random Llama, the same in every process; ``more`` are settings of its config."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     sizes = {
         "vocab_size": vocab,
@@ -320,6 +325,9 @@ def open_export(
     device: torch.device = CPU,
 ) -> tuple[Export, list[Prompt], str]:
     """Return an export, prompts that it was neither trained nor calibrated on, and their sha256."""
+    from specheads.measure.clock import prompt_file, prompts_of
+    from specheads.models.checkpoint import load_export
+
     quiet_loading()
     export = load_export(checkpoint, base=base, dtype=pick_dtype(dtype, device), device=device)
     path = prompt_file("", str(checkpoint), "prompts.jsonl")
@@ -329,6 +337,9 @@ def open_export(
 
 def tree_drafter(export: Export) -> HeadsDrafter:
     """Return the drafter of an export's own tree."""
+    from specheads.drafters.heads import static_drafter
+    from specheads.models.output import output_layer
+
     return static_drafter(export.base, export.heads, output_layer(export.base), export.tree)
 
 
@@ -343,6 +354,9 @@ def methods_of(
         trees: static ones.
         limit: of the new tokens.
     """
+    from specheads.measure.bench import Contest
+    from specheads.models.output import output_layer
+
     contest = Contest.of(model, limit)
     own = contest.of_trees(heads, output_layer(model.base), trees) if heads is not None else []
     return contest.baselines() + own
@@ -360,6 +374,8 @@ def accept_lengths(
     methods: Sequence[Method], prompts: Sequence[Prompt], temperatures: Sequence[float]
 ) -> dict[str, Any]:
     """Decode once; return for ``t<temperature>`` the methods' accept lengths, plain's ``rep8``."""
+    from specheads.measure.clock import clock
+
     found = {}
     for temperature in temperatures:
         runs = clock(methods, prompts, temperature, repeats=1)
@@ -378,6 +394,8 @@ def clocked_rows(
     base: Any, methods: Any, prompts: Any, temperatures: Sequence[float], repeats: int
 ) -> list[dict[str, Any]]:
     """Return the rows of a bench at several temperatures."""
+    from specheads.measure.bench import measure_rows
+
     heats = (measure_rows(base, methods, prompts, t, repeats=repeats) for t in temperatures)
     return [row for rows in heats for row in rows]
 
