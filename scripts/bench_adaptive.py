@@ -8,8 +8,6 @@ speed-ups over plain decoding, by kind of prompt and over their mix; the best fi
 in hindsight only.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from harness import CPU
 
 from specheads.config import DecodeConfig
 from specheads.decoding.exported import choose_drafter, load_subject
@@ -61,12 +58,14 @@ class Settings:
 
 def of_clock(runs: Mapping[str, Runs], prompts: Sequence[Prompt]) -> dict[str, Any]:
     """Return speed-ups over plain decoding by rule: per kind, in the mix, its interval."""
-    # per prompt the median over repeats, which an interrupted moment does not move
-    seconds = {
-        n: list(map(statistics.median, zip(*r.seconds, strict=True))) for n, r in runs.items()
-    }
-    theirs, found = seconds.pop("plain"), {}
-    for name, ours in seconds.items():
+
+    def seconds(name: str) -> list[float]:
+        # per prompt the median over repeats, which an interrupted moment does not move
+        return list(map(statistics.median, zip(*runs[name].seconds, strict=True)))
+
+    theirs, found = seconds("plain"), {}
+    for name in [each for each in runs if each != "plain"]:
+        ours = seconds(name)
         speedup = {}
         for kind in [*dict.fromkeys(prompt.kind for prompt in prompts), MIX]:
             rows = [i for i, prompt in enumerate(prompts) if kind in (prompt.kind, MIX)]
@@ -84,9 +83,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Clock, print, write."""
     given = harness.parse(Settings, argv)
     hardware.pin_threads(0)
-    limit = given.max_new_tokens
+    limit, longest = given.max_new_tokens, max(given.lengths)
     subject = load_subject(given.base, dtype="float32", device="cpu")
-    draft = load_draft(given.draft, tokenizer=subject.tokenizer, where="--draft", device=CPU)
+    draft = load_draft(given.draft, tokenizer=subject.tokenizer, where="--draft", device="cpu")
 
     def read(name: str, number: int) -> list[Prompt]:
         path = tinycode_dir() / name
@@ -94,21 +93,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         return [prompt for prompt in found if prompt.kind in given.kinds]
 
     def clocked(rules: Mapping[str, Drafter], prompts: list[Prompt], repeats: int) -> Any:
-        contest, nodes = Contest.of(subject, limit), max(given.lengths) + 1
-        drafted = [contest.ours(name, drafter, nodes) for name, drafter in rules.items()]
+        contest = Contest.of(subject, limit)
+        drafted = [contest.ours(name, drafter, longest + 1) for name, drafter in rules.items()]
         methods = [contest.ours(), *drafted]
         return of_clock(clock(methods, prompts, 0.0, repeats=repeats), prompts)
 
-    calibration, prompts = (
-        read("calibration.jsonl", given.num_calibration),
-        read("prompts.jsonl", given.num_prompts),
-    )
+    calibration = read("calibration.jsonl", given.num_calibration)
+    prompts = read("prompts.jsonl", given.num_prompts)
     if not calibration or not prompts:
         raise SystemExit(f"no prompts of the kinds {', '.join(given.kinds)}")
-    by_threshold = {
-        f"{each:g}": DraftModelDrafter(draft, EntropyLength(max(given.lengths), each))
-        for each in THRESHOLDS
-    }
+    rules = ((each, EntropyLength(longest, each)) for each in THRESHOLDS)
+    by_threshold = {f"{each:g}": DraftModelDrafter(draft, rule) for each, rule in rules}
     tried = clocked(by_threshold, calibration, 1)
     best = max(tried, key=lambda each: tried[each]["speedup"][MIX])
     adaptive = DecodeConfig(drafter="draft", draft=given.draft, draft_tokens=0)

@@ -22,8 +22,6 @@ A look at what it does: --steps 2 --tuning-steps 1 --losses labels tv --data cor
 --draft draft.hidden=64.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +31,6 @@ from typing import Any
 
 import harness
 import torch
-from harness import CORPUS, ROOT
 
 from specheads.config.training import DRAFT_LOSSES
 from specheads.measure.clock import prompts_of
@@ -62,9 +59,9 @@ class Settings:
         train_only: one seed each, and no more
     """
 
-    runs: Path = ROOT / "runs" / "distill_table"
-    out: Path = ROOT / "benchmarks" / "tinycode_distill.json"
-    answers: Path = ROOT / "runs" / "answers_t1.jsonl"
+    runs: Path = harness.ROOT / "runs" / "distill_table"
+    out: Path = harness.ROOT / "benchmarks" / "tinycode_distill.json"
+    answers: Path = harness.ROOT / "runs" / "answers_t1.jsonl"
     losses: tuple[str, ...] = DRAFT_LOSSES
     data: tuple[str, ...] = DATA
     draft: tuple[str, ...] = ()
@@ -104,11 +101,11 @@ def arms(given: Settings) -> list[Arm]:
 def overrides(arm: Arm, given: Settings) -> list[str]:
     """Return what trains ``arm``, but for rate, length and seed."""
     loss, kind = arm
-    data: tuple[str, ...] = CORPUS
+    data: tuple[str, ...] = harness.CORPUS
     if kind == "regenerated":
         data = ("data=jsonl", f"data.path={given.answers}", f"data.eval_path={CALIBRATION}")
     elif kind == "documents":
-        data = (*CORPUS, "data.documents=0.5")
+        data = (*harness.CORPUS, "data.documents=0.5")
     mix = ["draft.on_policy=0.5"] if kind == "on_policy" else []
     rows = [f"data.rows={given.rows}", "draft.layers=1"]
     return ["+recipe=distill", f"draft.loss={loss}", *data, *mix, *rows, *given.draft]
@@ -124,10 +121,7 @@ def trained(arm: Arm, given: Settings, rate: str, steps: int, seed: int) -> Path
 def alphas(export: Path, prompts: Path, given: Settings) -> dict[str, Any]:
     """Return alpha at both temperatures, over all prompts and per kind; kept beside the export."""
     name = f"alphas-{prompts.stem}-{given.num_prompts}-{given.max_new_tokens}.json"
-    found: dict[str, Any] = harness.kept(
-        export.parent / name, partial(measure_alphas, export, prompts, given)
-    )
-    return found
+    return harness.kept(export.parent / name, partial(measure_alphas, export, prompts, given))
 
 
 @torch.inference_mode()
@@ -139,18 +133,11 @@ def measure_alphas(export: Path, prompts: Path, given: Settings) -> dict[str, An
     draft = load_draft(str(export), tokenizer=tokenizer, where="draft", dtype=torch.float32)
     limit, number = given.max_new_tokens, given.num_prompts
     texts, _ = prompts_of(base, tokenizer, prompts, number, limit)
-    kinds = sorted({text.kind for text in texts})
+    kinds, eos = sorted({text.kind for text in texts}), end_tokens(base, tokenizer)
     found: dict[str, Any] = {"parameters": sum(each.numel() for each in draft.parameters())}
     for temperature in (0.0, 1.0):
-        measured = measure_alpha(
-            base,
-            draft,
-            [text.input_ids for text in texts],
-            max_new_tokens=limit,
-            temperature=temperature,
-            seed=0,
-            eos_token_ids=end_tokens(base, tokenizer),
-        )
+        ids, heat = [text.input_ids for text in texts], {"temperature": temperature, "seed": 0}
+        measured = measure_alpha(base, draft, ids, max_new_tokens=limit, eos_token_ids=eos, **heat)
         pairs = list(zip(measured.texts, texts, strict=True))
         of_kind = {
             kind: [Alpha([one]).alpha for one, text in pairs if text.kind == kind] for kind in kinds
@@ -200,11 +187,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for arm in (*(("labels", data) for data in DATA[:2]), (best["loss"], best["data"])):
         tuned["-".join(arm)] = found = tune(arm, given.rates, given.steps, given)
         claimed += [row(arm, found["rate"], seed, "claim") for seed in given.seeds]
-    harness.show(first + claimed)
-    document = harness.report(given, tuned=tuned, rows=first + claimed)
-    document["settings"] |= {"common": list(COMMON), "tokens_per_step": given.rows * 512}
-    del document["settings"]["train_only"]
-    harness.write(given.out, document)
+    about = {"common": COMMON, "tokens_per_step": given.rows * 512}
+    harness.publish(given, first + claimed, about, tuned=tuned)
 
 
 if __name__ == "__main__":

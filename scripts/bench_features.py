@@ -14,14 +14,12 @@ from the system's page cache, since it has just been written. On a machine that 
 the processor time (with --threads 1) rather than the clock.
 """
 
-from __future__ import annotations
-
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
@@ -34,12 +32,7 @@ from transformers import PreTrainedModel
 from specheads.config import DataConfig, OptimConfig, TrainConfig
 from specheads.data.chat import Encoded
 from specheads.data.pack import PackedBatches
-from specheads.data.teacher_cache import (
-    CachedBatches,
-    TeacherCache,
-    plan_features,
-    write_cache,
-)
+from specheads.data.teacher_cache import CachedBatches, TeacherCache, plan_features, write_cache
 from specheads.models.base import load_base_model
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
@@ -86,27 +79,16 @@ class Settings:
     out: Path | None = None
 
 
-class Clock:
-    """Wall-clock and processor seconds of calls, added up since they were last read."""
+def clocked(function: Callable[..., Any], times: list[list[float]]) -> Callable[..., Any]:
+    """Return ``function``, whose calls add wall-clock and processor seconds to ``times``."""
 
-    def __init__(self) -> None:
-        self.total = [0.0, 0.0]
+    def run(*args: Any, **kwargs: Any) -> Any:
+        begin = now()
+        result = function(*args, **kwargs)
+        times.append([b - a for a, b in zip(begin, now(), strict=True)])
+        return result
 
-    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function``, clocked."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            begin = now()
-            result = function(*args, **kwargs)
-            self.total = [t + b - a for t, a, b in zip(self.total, begin, now(), strict=True)]
-            return result
-
-        return run
-
-    def read(self) -> list[float]:
-        """Return both totals and start over."""
-        total, self.total = self.total, [0.0, 0.0]
-        return total
+    return run
 
 
 def now() -> list[float]:
@@ -120,7 +102,7 @@ class Side:
     """Heads in training, online or from the cache.
 
     Attributes:
-        inner: runs in the part of a step that is clocked by itself.
+        inner: times of the calls in a step that are clocked by themselves.
         steps: of every step both times, as a whole (``step``) and of that part (``inner``).
     """
 
@@ -134,23 +116,21 @@ class Side:
         heads.init_from_output(output.weight)
         run_base = None if isinstance(batches, CachedBatches) else base
         self.objective = HeadsObjective(run_base, heads, train_base=False, output=output)
-        cfg = TrainConfig(
-            run_dir="unused",
-            data=DataConfig(seq_len=given.seq_len, rows=given.rows),
-            optim=OptimConfig(lr=1e-3),
-        )
+        data = DataConfig(seq_len=given.seq_len, rows=given.rows)
+        cfg = TrainConfig(run_dir="unused", data=data, optim=OptimConfig(lr=1e-3))
         self.engine = TorchEngine(self.objective, param_groups(cfg.optim, heads=(heads, 1e-3)), cfg)
-        self.inner = Clock()
+        self.inner: list[list[float]] = []
         self.losses: list[float] = []
         self.tokens = 0.0
         self.steps: list[dict[str, list[float]]] = []
 
     def step(self) -> None:
         """Train one step."""
-        whole = Clock()
-        self.inner.read()
-        whole.around(self._step)()
-        self.steps.append({"step": whole.read(), "inner": self.inner.read()})
+        self.inner.clear()
+        whole: list[list[float]] = []
+        clocked(self._step, whole)()
+        inner = [sum(each) for each in zip(*self.inner, strict=True)]
+        self.steps.append({"step": whole[0], "inner": inner})
 
     def _step(self) -> None:
         micro, tokens = gather(self.batches, 1, self.objective.num_heads, self.device)
@@ -185,17 +165,11 @@ def measure(name: str, folder: Path, given: Settings) -> dict[str, Any]:
     documents = random_documents(given, vocab)
     of_rows = {"seq_len": given.seq_len, "rows": given.rows}
 
-    def batches() -> PackedBatches:
-        return PackedBatches(documents, seed=given.seed, pad_token_id=0, **of_rows)
+    batches = partial(PackedBatches, documents, seed=given.seed, pad_token_id=0, **of_rows)
 
-    plan = plan_features(
-        folder / name,
-        documents,
-        {"base model": name, "computation": "float32, autocast none"},
-        hidden_size=hidden,
-        given_as=base.dtype,
-        dtype=given.features_dtype,
-    )
+    about = {"base model": name, "computation": "float32, autocast none"}
+    how = {"given_as": base.dtype, "dtype": given.features_dtype}
+    plan = plan_features(folder / name, documents, about, hidden_size=hidden, **how)
     print(f"\n{name}: {plan.describe()}", flush=True)
     begin = time.perf_counter()
     write_cache(plan, documents, base, (given.rows, given.seq_len))
@@ -205,13 +179,9 @@ def measure(name: str, folder: Path, given: Settings) -> dict[str, Any]:
         "online": Side(base, batches(), lm_head, given),
         "cached": Side(base, CachedBatches(batches(), features), lm_head, given),
     }
-    with ExitStack() as stack:
-        for side, owner, call in (
-            ("online", base.base_model, "forward"),
-            ("cached", features, "rows"),
-        ):
-            clocked = sides[side].inner.around(getattr(owner, call))
-            stack.enter_context(patch.object(owner, call, clocked))
+    forward = clocked(base.base_model.forward, sides["online"].inner)
+    rows = clocked(features.rows, sides["cached"].inner)
+    with patch.object(base.base_model, "forward", forward), patch.object(features, "rows", rows):
         for repeat in range(-1, given.repeats):
             for each in SIDES if repeat % 2 else SIDES[::-1]:
                 for _ in range(given.steps if repeat >= 0 else given.warmup):
@@ -244,15 +214,14 @@ def summary(sides: dict[str, Side], index: int, block: int) -> dict[str, Any]:
         index: 0 for the clock, 1 for the processor's time.
         block: steps of a block; a ratio is of two neighbouring blocks.
     """
-    times = {
-        (side, part): [step[part][index] for step in sides[side].steps]
-        for side in SIDES
-        for part in ("step", "inner")
-    }
+
+    def times(side: str, part: str) -> list[float]:
+        return [step[part][index] for step in sides[side].steps]
+
     online, cached, t_base = (
-        times["online", "step"],
-        times["cached", "step"],
-        times["online", "inner"],
+        times("online", "step"),
+        times("cached", "step"),
+        times("online", "inner"),
     )
     t_heads = [step - base for step, base in zip(online, t_base, strict=True)]
     blocks = [slice(at, at + block) for at in range(0, len(online), block)]
@@ -262,7 +231,7 @@ def summary(sides: dict[str, Side], index: int, block: int) -> dict[str, Any]:
     return {
         "online": harness.spread(online),
         "cached": harness.spread(cached),
-        "reading": harness.spread(times["cached", "inner"]),
+        "reading": harness.spread(times("cached", "inner")),
         "t_base": harness.spread(t_base),
         "t_heads": harness.spread(t_heads),
         "t_base_over_t_heads": share,
@@ -281,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         for name in given.bases:
             rows.append(measure(name, given.folder or Path(temporary), given))
-            harness.show(rows[-1:])
+            print(harness.describe(rows[-1]), flush=True)
     harness.write(given.out, harness.report(given, rows=rows))
 
 

@@ -10,15 +10,12 @@ Other seeds of the machine give other figures: what BENCHMARKS.md says in words 
 by somebody.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import dataclass
 
 import harness
 from bench_readme import FOLDER, RECORD, readme_parts
-from harness import ROOT, Part
 
 RUNS = "runs/full"
 UNSEEN = 48  # prompts that the table of the medusa2 section shows: the others are unseen
@@ -35,56 +32,49 @@ class Settings(harness.PartsSettings):
     runs: str = RUNS
 
 
-def full_parts(runs: str = RUNS) -> list[Part]:
+def full_parts(runs: str = RUNS) -> list[harness.Part]:
     """Return all parts; runs go to the folder ``runs``, relative to the repository."""
     readme = readme_parts()
-    last = Part(
+    last = harness.Part(
         "readme",
         (("scripts/bench_readme.py", "--resume"),),
         (f"{FOLDER}/{RECORD}", *(path for part in readme for path in part.outputs)),
         sum(part.minutes for part in readme),
         reads=tuple(dict.fromkeys(folder for part in readme for folder in part.reads)),
     )
-    return [*harness.read_parts(ROOT / "scripts" / "bench_full.toml", runs=runs), last]
+    return [*harness.read_parts(harness.ROOT / "scripts" / "bench_full.toml", runs=runs), last]
 
 
 def copy(run: str, folder: str) -> None:
     """Copy the settings and metrics of a run."""
     for name in ("config.yaml", "metrics.jsonl"):
-        shutil.copyfile(ROOT / run / name, ROOT / folder / name)
+        shutil.copyfile(harness.ROOT / run / name, harness.ROOT / folder / name)
 
 
 def write_unseen(path: str) -> None:
     """Write the embedded prompts that a bench of ``UNSEEN`` of them does not decode."""
-    lines = (ROOT / "data" / "tinycode" / "prompts.jsonl").read_text().splitlines()
+    lines = (harness.ROOT / "data" / "tinycode" / "prompts.jsonl").read_text().splitlines()
     kinds = [json.loads(line)["kind"] for line in lines]
     most = UNSEEN // len(set(kinds))
     unseen = [line for i, line in enumerate(lines) if kinds[: i + 1].count(kinds[i]) > most]
-    (ROOT / path).parent.mkdir(parents=True, exist_ok=True)
-    (ROOT / path).write_text("".join(f"{line}\n" for line in unseen))
+    (harness.ROOT / path).parent.mkdir(parents=True, exist_ok=True)
+    (harness.ROOT / path).write_text("".join(f"{line}\n" for line in unseen))
 
 
 def write_measured(export: str, path: str) -> None:
     """Write what ``tree_search`` stored in an export: sizes, expectation and measurement."""
-    config = json.loads((ROOT / export / "config.json").read_text())
-    harness.write(ROOT / path, config["tree"]["measured_on"])
+    config = json.loads((harness.ROOT / export / "config.json").read_text())
+    harness.write(harness.ROOT / path, config["tree"]["measured_on"])
 
 
 def main() -> None:
     """Train, measure, write down."""
     settings = harness.parse(Settings)
-    record = ROOT / settings.runs / RECORD
-    parts = harness.chosen(full_parts(settings.runs), settings.only)
-    if settings.list:
-        print(harness.list_of(parts, harness.read_record(record)))
-        return
-    if record.is_file() and not (settings.resume or settings.only):
-        raise SystemExit(
-            f"{record} is of an earlier bench-full: go on with --resume, or give other --runs="
-        )
-    if failed := harness.run_parts(parts, record, resume=settings.resume):
-        raise SystemExit(f"failed: {', '.join(failed)}; go on with --resume")
-    print("now write the figures into the pages: python scripts/render.py")
+    record = harness.ROOT / settings.runs / RECORD
+    if record.is_file() and not (settings.resume or settings.only or settings.list):
+        raise SystemExit(f"{record} is of an earlier one: go on with --resume, or give --runs=")
+    if harness.perform(full_parts(settings.runs), settings, record):
+        print("now write the figures into the pages: python scripts/render.py")
 
 
 if __name__ == "__main__":

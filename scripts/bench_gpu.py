@@ -23,12 +23,9 @@ data sheet promises), peak memory, and what the cost model says of it. --shape t
 it.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -38,7 +35,6 @@ from typing import Any, Literal
 
 import harness
 import torch
-from harness import NotRun
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
@@ -53,7 +49,6 @@ from specheads.models.forward import ModelPass, run_compiled
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer
 from specheads.system import dist, hardware
-from specheads.system.hardware import environment, peak_memory
 from specheads.training.engine import Spread, param_groups
 from specheads.training.loop import open_engine
 from specheads.training.objectives import HeadsObjective
@@ -108,11 +103,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         self.device = str(hardware.pick_device(self.device))
-        if (
-            self.device == "cpu"
-            and self.shape in ("1b", "8b")
-            and {"heads", "base"} & {*self.parts}
-        ):
+        large = self.shape in ("1b", "8b") and {"heads", "base"} & {*self.parts}
+        if self.device == "cpu" and large:
             raise ValueError(f"--shape {self.shape} is for a GPU; tiny and gqa try it on a CPU")
 
 
@@ -120,19 +112,14 @@ def build(shape: str, dtype: str, device: torch.device | str) -> PreTrainedModel
     """Build the model on the device, its weights drawn once."""
     sizes: dict[str, Any] = dict(zip(NAMES, SHAPES[shape], strict=True))
     config = LlamaConfig(**sizes, max_position_embeddings=1 << 17)
+    how = {"dtype": getattr(torch, dtype), "attn_implementation": "sdpa"}
     with torch.device(device), no_init_weights():
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, dtype), attn_implementation="sdpa"
-        )
-    assert isinstance(model, PreTrainedModel)
+        model = AutoModelForCausalLM.from_config(config, **how)
     model.tie_weights()
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.fill_(1)
-            else:
-                parameter.normal_(0, 0.02)
+            parameter.fill_(1) if "norm" in name else parameter.normal_(0, 0.02)
     return model.eval()
 
 
@@ -195,15 +182,14 @@ class Step:
     """
 
     def __init__(self, model: PreTrainedModel, tree: Tree, context: int) -> None:
-        self.model, self.tree, self.device = model, tree.to(model.device), model.device
+        self.model, self.tree = model, tree.to(model.device)
         self.base = ModelPass(model, TreeCache())
         self.cache = self.base.cache
         generator = torch.Generator().manual_seed(0)
         vocab_size = model.config.vocab_size
         ids = torch.randint(vocab_size, (1, context + tree.num_nodes), generator=generator)
-        ids = ids.to(self.device)
-        self.base.read(ids[:, :context], [context])
-        self.tokens = ids[:, context:]
+        read, self.tokens = ids.to(model.device).tensor_split([context], dim=1)
+        self.base.read(read, [context])
         self.cache.reserve(1, tree.num_nodes)
 
     def eager(self) -> Tensor:
@@ -217,13 +203,8 @@ class Step:
     def expanded(self) -> Tensor:
         """Run without grouped attention, as transformers does by itself."""
         with tree_attention(self.tree, self.cache):
-            logits: Tensor = self.model(
-                input_ids=self.tokens,
-                position_ids=self.positions(),
-                past_key_values=self.cache,
-                use_cache=True,
-            ).logits
-        return logits
+            given = {"input_ids": self.tokens, "position_ids": self.positions()}
+            return self.model(**given, past_key_values=self.cache, use_cache=True).logits
 
     def positions(self) -> Tensor:
         """Return the nodes' positions [1, N]."""
@@ -270,17 +251,12 @@ def time_step(model: PreTrainedModel, mode: str, nodes: int, given: Settings) ->
     difference = step.check(run)
     if difference > (1e-3 if model.dtype == torch.float32 else 0.1):
         raise RuntimeError(f"logits differ from eager ones by {difference:.2g}")
-    row = {
-        "part": "base",
-        "mode": mode,
-        "nodes": nodes,
-        "difference": difference,
-        "graphs_skipped": counters["inductor"]["cudagraph_skips"] - skipped,
-        "prepare_seconds": time.perf_counter() - start,
-    }
-    peak_memory(model.device, reset=True)
+    row = {"part": "base", "mode": mode, "nodes": nodes, "difference": difference}
+    row["graphs_skipped"] = counters["inductor"]["cudagraph_skips"] - skipped
+    row["prepare_seconds"] = time.perf_counter() - start
+    hardware.peak_memory(model.device, reset=True)
     row |= clock(run, model.device, given.repeats, given.warmup)
-    return {**row, "peak_memory": peak_memory(model.device)}
+    return {**row, "peak_memory": hardware.peak_memory(model.device)}
 
 
 def time_training(engine: str, lm_head: str, given: Settings) -> dict[str, Any]:
@@ -291,9 +267,9 @@ def time_training(engine: str, lm_head: str, given: Settings) -> dict[str, Any]:
     """
     device, shape_name = torch.device(given.device), "tiny" if given.shape == "tiny" else "8b"
     if device.type != "cuda" and shape_name != "tiny":
-        raise NotRun("needs a CUDA device; --shape tiny tries it on a CPU")
+        raise harness.NotRun("needs a CUDA device; --shape tiny tries it on a CPU")
     if importlib.util.find_spec(engine) is None:
-        raise NotRun(f"{engine} is not installed here")
+        raise harness.NotRun(f"{engine} is not installed here")
     model = build(shape_name, given.dtype, device)
     output = OutputLayer(model.get_output_embeddings())
     heads = make_heads(output, lm_head, torch.float32)
@@ -309,7 +285,7 @@ def time_training(engine: str, lm_head: str, given: Settings) -> dict[str, Any]:
     try:
         runner = open_engine(objective, param_groups(cfg.optim, heads=(heads, 1e-4)), cfg)
     except ConfigError as error:
-        raise NotRun(str(error)) from None
+        raise harness.NotRun(str(error)) from None
     sizes = (given.train_rows, given.train_seq_len)
     batch = harness.batch_of(torch.randint(output.weight.shape[0], sizes, device=device))
 
@@ -319,25 +295,18 @@ def time_training(engine: str, lm_head: str, given: Settings) -> dict[str, Any]:
         runner.step(1.0)
 
     step()  # the optimizer's state comes into being
-    peak_memory(device, reset=True)
+    hardware.peak_memory(device, reset=True)
     times = clock(step, device, given.train_steps, 1)
-    peak = peak_memory(device)
+    peak = hardware.peak_memory(device)
     runner.close()
     shape = Shape.from_config(model.config)
-    assert shape is not None
     tokens = given.train_rows * given.train_seq_len
-    load = load_of(  # as plain torch has it
-        shape,
-        "frozen",
-        tokens=tokens,
-        size=model.dtype.itemsize,
-        head_size=4,
-        num_heads=NUM_HEADS,
-        own_heads=lm_head == "own",
-        seq_len=given.train_seq_len,
-    )
+    work = {"tokens": tokens, "seq_len": given.train_seq_len, "size": model.dtype.itemsize}
+    trained = {"num_heads": NUM_HEADS, "own_heads": lm_head == "own", "head_size": 4}
+    load = load_of(shape, "frozen", **work, **trained)  # as plain torch has it
     flops = 1e3 * load.flops / times["ms"]
-    promised = [rate for name, rate in FLOPS.items() if name in environment()["device"]]
+    machine = hardware.environment()["device"]
+    promised = [rate for name, rate in FLOPS.items() if name in machine]
     spread = Spread.from_config(cfg.deepspeed)
     return {
         "part": TRAINING,
@@ -379,21 +348,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def attempt(about: dict[str, Any], measure: Callable[..., Any], *arguments: Any) -> None:
         status, found = harness.attempt(lambda: measure(*arguments, given))
-        report["rows"].append(
-            found if status == "ok" else {**about, "status": status, "detail": found}
-        )
+        failed = {**about, "status": status, "detail": found}
+        report["rows"].append(found if status == "ok" else failed)
         compare(report)
         harness.write(given.out, report, quiet=True)
 
     if {"heads", "base"} & set(given.parts):
         model = build(given.shape, given.dtype, device)
-        report |= {
-            "bandwidth": measure_bandwidth(device, max(3, given.repeats // 2)),
-            "weight_bytes": weight_bytes(model),
-        }
+        report["bandwidth"] = measure_bandwidth(device, max(3, given.repeats // 2))
+        report["weight_bytes"] = weight_bytes(model)
         for lm_head in ("shared", "own") if "heads" in given.parts else ():
-            about = {"part": "heads", "lm_head": lm_head}
-            attempt(about, time_heads, model, lm_head)
+            attempt({"part": "heads", "lm_head": lm_head}, time_heads, model, lm_head)
         for mode in given.modes if "base" in given.parts else ():
             for nodes in given.nodes:
                 about = {"part": "base", "mode": mode, "nodes": nodes}
@@ -405,10 +370,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             about = {"part": TRAINING, "engine": engine, "lm_head": lm_head}
             attempt(about, time_training, engine, lm_head)
             gc.collect()
-    harness.show(report["rows"])
+    print("\n\n".join(map(harness.describe, report["rows"])))
     dist.shutdown()
     return int(any(row.get("status") == "failed" for row in report["rows"]))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

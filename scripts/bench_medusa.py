@@ -13,8 +13,6 @@ feature cache, which gives the same losses; how fast training is without it is c
     python scripts/bench_medusa.py
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Sequence
@@ -24,13 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from harness import CORPUS, ROOT
 
 from specheads.measure.bench import Contest
 from specheads.models.checkpoint import read_config
 from specheads.system import hardware
 
-CALIBRATION = ROOT / "data" / "tinycode" / "calibration.jsonl"
+CALIBRATION = harness.ROOT / "data" / "tinycode" / "calibration.jsonl"
 NUM_HEADS, NUM_NODES = 5, 16
 STEPS, TUNING_STEPS = 500, 100
 SEEDS = (0, 1, 2)
@@ -68,9 +65,9 @@ class Settings:
         clock: only clock the training of each arm
     """
 
-    runs: Path = ROOT / "runs" / "table"
-    out: Path = ROOT / "benchmarks" / "tinycode_heads.json"
-    regenerated: Path = ROOT / "runs" / "own_answers.jsonl"
+    runs: Path = harness.ROOT / "runs" / "table"
+    out: Path = harness.ROOT / "benchmarks" / "tinycode_heads.json"
+    regenerated: Path = harness.ROOT / "runs" / "own_answers.jsonl"
     arms: tuple[str, ...] = ()
     num_prompts: int = 48
     clocked_prompts: int = 24
@@ -116,7 +113,7 @@ def joint_rates(values: Sequence[tuple[str, str, str]]) -> tuple[tuple[str, ...]
 def arms(regenerated: Path) -> list[Arm]:
     """Return the arms; ``regenerated`` are the base's own answers to the training prompts."""
     own = ("data=jsonl", f"data.path={regenerated}", f"data.eval_path={CALIBRATION}")
-    heads = ("+recipe=medusa1", *CORPUS)
+    heads = ("+recipe=medusa1", *harness.CORPUS)
     tuned = {"cached": "", "tuning_steps": STEPS}
     distilled = {**tuned, "regenerated": True, "seeds": SEEDS[:1]}
     recipe = "+recipe=medusa2_distilled"
@@ -124,7 +121,7 @@ def arms(regenerated: Path) -> list[Arm]:
         Arm("medusa1", heads),
         *(Arm(kind, (*heads, f"heads={kind}")) for kind in ("hydra", "hydra_plus", "markov")),
         Arm("regenerated", ("+recipe=medusa1", *own), regenerated=True, cached="own"),
-        Arm("medusa2", ("+recipe=medusa2", *CORPUS), joint_rates(JOINT), "loss", **tuned),
+        Arm("medusa2", ("+recipe=medusa2", *harness.CORPUS), joint_rates(JOINT), "loss", **tuned),
         Arm("self_distilled", (recipe, *own), joint_rates(DISTILLED), "kl", **distilled),
     ]
 
@@ -132,11 +129,11 @@ def arms(regenerated: Path) -> list[Arm]:
 def score(config: dict[str, Any], limit: str) -> tuple[bool, float]:
     """Return whether the base kept its limit, and what tuning minimises: the heads' loss."""
     heldout = config["training"]["heldout"]
-    kept = True
-    if limit == "loss":
-        kept = heldout["loss"] <= LOSS_LIMIT * heldout["original_loss"]
-    elif limit == "kl":
-        kept = heldout["kl"] <= KL_LIMIT
+    kept = {
+        "": lambda: True,
+        "loss": lambda: heldout["loss"] <= LOSS_LIMIT * heldout["original_loss"],
+        "kl": lambda: heldout["kl"] <= KL_LIMIT,
+    }[limit]()
     return kept, sum(0.8 ** (i + 1) * heldout[f"head_{i}/loss"] for i in range(NUM_HEADS))
 
 
@@ -166,8 +163,7 @@ def clock_training(runs: Path, arm: Arm) -> list[float]:
     run = runs / f"{arm.name}-clock"
     steps = ("steps=24", "warmup_heads=0.4", "evaluate.num_prompts=2")
     harness.train(run, (*arm.overrides, *COMMON, *arm.rates[0], *steps))
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [line["train/tokens_per_second"] for line in lines if "train/tokens_per_second" in line]
+    return [line["train/tokens_per_second"] for line in harness.clocked_lines(run)]
 
 
 def accept_length(folder: Path, num_prompts: int) -> dict[str, Any]:
@@ -182,11 +178,7 @@ def measure(folder: Path, num_prompts: int, repeats: int) -> list[dict[str, Any]
     """Clock plain decoding, transformers' generate, prompt lookup and the tree of an export."""
     export, prompts, _ = harness.open_export(folder, num_prompts, MAX_NEW_TOKENS)
     methods = harness.methods_of(export, export.heads, [export.tree], MAX_NEW_TOKENS)
-    return [
-        row
-        for temperature in TEMPERATURES
-        for row in harness.measure_rows(export.base, methods, prompts, temperature, repeats=repeats)
-    ]
+    return harness.clocked_rows(export.base, methods, prompts, TEMPERATURES, repeats)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -203,8 +195,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         harness.write(runs / "clock.json", found)
         print(json.dumps(speeds, indent=1))
         return
-    rows: list[dict[str, Any]] = []
-    exports: list[Path] = []
+    rows, exports = [], []
     for arm in chosen:
         rates, tried = tune(runs, arm)
         for seed in arm.seeds:
@@ -226,18 +217,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{row['arm']} seed {row['seed']}: {time.perf_counter() - start:.0f} s")
     clocked = runs / "clock.json"
     clocks = json.loads(clocked.read_text()) if clocked.is_file() else {}
-    harness.show(rows)
-    document = harness.report(given, rows=rows)
-    document["settings"] |= {
-        "steps": STEPS,
-        "tokens": STEPS * 8 * 512,
-        "tuning_steps": TUNING_STEPS,
-        "common": list(COMMON),
-        "corpus": list(CORPUS),
-        "num_nodes": NUM_NODES,
-        "training_tokens_per_second": clocks,
-    }
-    harness.write(given.out, document)
+    about = {"steps": STEPS, "tokens": STEPS * 8 * 512, "tuning_steps": TUNING_STEPS}
+    about |= {"common": COMMON, "corpus": harness.CORPUS, "num_nodes": NUM_NODES}
+    harness.publish(given, rows, about | {"training_tokens_per_second": clocks})
 
 
 if __name__ == "__main__":

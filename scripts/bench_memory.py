@@ -10,8 +10,6 @@ taken in one further process, the cases taking turns; on a machine that is not i
 processor time (with --threads 1) rather than the clock.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 from collections.abc import Callable
@@ -85,13 +83,9 @@ def build(case: dict[str, Any]) -> Callable[[], None]:
     output = OutputLayer(base.lm_head)
     heads = MedusaHeads(num_heads, 1, case["hidden"], case["vocab"], case["lm_head"])
     heads.init_from_output(output.weight)
-    objective = HeadsObjective(
-        base,
-        heads,
-        LossConfig(chunk_size=case["chunk_size"], implementation=case["implementation"]),
-        train_base=case["recipe"] == "medusa2",
-        output=output,
-    )
+    loss = LossConfig(chunk_size=case["chunk_size"], implementation=case["implementation"])
+    tuned = case["recipe"] == "medusa2"
+    objective = HeadsObjective(base, heads, loss, train_base=tuned, output=output)
     trained = [p for p in objective.parameters() if p.requires_grad]
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
@@ -135,14 +129,13 @@ def compare(rows: list[dict[str, Any]]) -> None:
     by_key = {tuple(row[name] for name in names): row for row in rows}
     fewest = min(row["num_heads"] for row in rows)
     for (recipe, lm_head, implementation, count), row in by_key.items():
-        one = by_key[recipe, lm_head, implementation, fewest]
+        both = row, by_key[recipe, lm_head, implementation, fewest]
+        # own heads bring matrices of their own; shared ones are held to everything
+        owned = [each["owned_bytes"] * (lm_head == "own") for each in both]
         for kind in ("allocator", "resident"):
             if f"{kind}_peak" in row:
-                # own heads bring matrices of their own; shared ones are held to everything
-                peaks = [
-                    r[f"{kind}_peak"] - r["owned_bytes"] * (lm_head == "own") for r in (row, one)
-                ]
-                row[f"{kind}_ratio"] = peaks[0] / peaks[1]
+                ours, one = (r[f"{kind}_peak"] - o for r, o in zip(both, owned, strict=True))
+                row[f"{kind}_ratio"] = ours / one
         naive = by_key.get((recipe, lm_head, "naive", count), {})
         for kind in ("seconds", "processor_seconds"):
             if kind in row and kind in naive:
@@ -162,23 +155,18 @@ def main(argv: list[str] | None = None) -> None:
         row |= {"threads": threads, "owned_bytes": owned_bytes(row)}
         if not settings.no_memory:
             print(f"\rmemory {number}/{len(rows)}", end="", file=sys.stderr, flush=True)
-            peaks = [
-                harness.in_fresh_process(measure, row, **harness.RETURNING)
-                for measure in (allocator_peak, resident_peak)
-            ]
-            row |= dict(zip(("allocator_peak", "resident_peak"), peaks, strict=True))
+            for measure in (allocator_peak, resident_peak):
+                peak = harness.in_fresh_process(measure, row, **harness.RETURNING)
+                row[measure.__name__] = peak
     if settings.repeats:
         taken = harness.take_turns(dict(enumerate(map(build, rows))), settings.repeats)
         for row, times in zip(rows, taken.values(), strict=True):
             row |= times
     compare(rows)
     print()
-    harness.show(rows)
-    print(
-        "ratio: to the fewest heads; for own, less the heads' parameters, gradients, optimizer\n"
-        "state and one V * d buffer per head (the naive loss holds no such buffer)."
-    )
-    harness.write(settings.out, harness.report(settings, rows=rows))
+    harness.publish(settings, rows)
+    print("ratio: to the fewest heads; for own, less the heads' parameters, gradients, optimizer")
+    print("state and one V * d buffer per head (the naive loss holds no such buffer).")
 
 
 if __name__ == "__main__":

@@ -23,8 +23,6 @@ A look at what it does: --steps 4 --tuning-steps 2 --layers 3 --hidden 32
 --arms byte-n1 byte-n2-parallel --seeds 0 --num-prompts 2 --max-new-tokens 16 --repeats 1.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import statistics
@@ -38,9 +36,7 @@ from typing import Any
 import harness
 import torch
 import torch.nn.functional as F
-from bench_step import HEADS as OF_HEADS
-from bench_step import Phases
-from harness import ROOT
+from bench_step import HEADS, Phases
 from omegaconf import OmegaConf
 
 from specheads.attention.tree import Tree
@@ -73,7 +69,7 @@ COMMON = (
 # the recipe chooses a tree of its own at the end; the trees of this table are grown below
 SHORT_END = ("evaluate.num_prompts=2", "evaluate.max_new_tokens=32", "tree.choices=[[0]]")
 
-DRAFTING = (OF_HEADS, "propose", "observe")  # phases of a step that are the heads'
+DRAFTING = (HEADS, "propose", "observe")  # phases of a step that are the heads'
 
 
 @dataclass
@@ -94,8 +90,8 @@ class Settings:
         repeats: of the clocks; 0: accept length only
     """
 
-    runs: Path = ROOT / "runs" / "mtp_table"
-    out: Path = ROOT / "benchmarks" / "mtp_table.json"
+    runs: Path = harness.ROOT / "runs" / "mtp_table"
+    out: Path = harness.ROOT / "benchmarks" / "mtp_table.json"
     arms: tuple[str, ...] = ARMS
     train_only: bool = False
     clock: bool = False
@@ -141,8 +137,7 @@ def overrides(arm: str, given: Settings) -> list[str]:
         "vocab_size": 0,  # as many as the tokenizer has
         "hidden_size": given.hidden,
         "num_hidden_layers": given.layers,
-        "num_attention_heads": max(1, given.hidden // 64),
-        "num_key_value_heads": max(1, given.hidden // 64),
+        **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), max(1, given.hidden // 64)),
         "intermediate_size": -(-8 * given.hidden // 3 // 32) * 32,
         "max_position_embeddings": 2048,
         "tie_word_embeddings": "false",
@@ -162,16 +157,13 @@ def rate_overrides(rate: str) -> list[str]:
     return [f"optim.lr={rate}", f"optim.base_lr={rate}"]
 
 
-def trained(
-    arm: str, given: Settings, rate: str, steps: int, seed: int
-) -> tuple[Path, dict[str, float]]:
+def trained(arm: str, given: Settings, rate: str, steps: int, seed: int) -> tuple[Path, Any]:
     """Train one model; return its export and its held-out loss."""
     run = given.runs / f"{arm}-{rate}-{steps}-{seed}"
     length = harness.training_length(steps, seed)
     export = harness.train(run, [*overrides(arm, given), *rate_overrides(rate), *length])
     path = run / f"heldout-loss-{given.num_texts}.json"
-    loss: dict[str, float] = harness.kept(path, partial(heldout_loss, export, given))
-    return export, loss
+    return export, harness.kept(path, partial(heldout_loss, export, given))
 
 
 def tune(arm: str, given: Settings) -> tuple[str, list[dict[str, Any]]]:
@@ -194,14 +186,14 @@ def texts_of(records: Sequence[Record], num_texts: int, most: int) -> list[tuple
     Their token ids under any tokenizer are hardly more than their bytes: all models read them whole
     and in rows as long as those they were trained on.
     """
-    found = []
-    for record in records:
+
+    def size(record: Record) -> int:
         parts = [each["content"] for each in record.get("messages", ())]
         parts += [record[key] for key in ("prompt", "completion", "text") if key in record]
-        size = sum(len(part.encode()) for part in parts)
-        if 0 < size <= most:
-            found.append((record, size))
-    return found[:num_texts]
+        return sum(len(part.encode()) for part in parts)
+
+    sizes = ((record, size(record)) for record in records)
+    return [each for each in sizes if 0 < each[1] <= most][:num_texts]
 
 
 @torch.inference_mode()
@@ -255,7 +247,6 @@ def embedded_prompts(model: Subject, name: str, given: Settings) -> list[Prompt]
 @torch.inference_mode()
 def grow(model: Subject, num_nodes: int, given: Settings) -> tuple[Tree, dict[str, Any]]:
     """Return the tree to decode with, of the size that is fastest here where none is asked for."""
-    assert model.export is not None
     prompts = [each.input_ids for each in embedded_prompts(model, "calibration.jsonl", given)]
     texts = Texts(prompts, end_tokens(model.base, model.tokenizer), given.max_new_tokens)
     heads = (model.base, model.export.heads, output_layer(model.base), texts)
@@ -266,13 +257,14 @@ def grow(model: Subject, num_nodes: int, given: Settings) -> tuple[Tree, dict[st
 
 
 @torch.inference_mode()
-def step_milliseconds(model: Subject, tree: Tree | None, given: Settings) -> dict[str, float]:
+def step_milliseconds(
+    model: Subject, tree: Tree | None, prompts: Sequence[Prompt], given: Settings
+) -> dict[str, float]:
     """Return ``plain``, and with a tree ``heads`` (drafting) and ``verify`` (the step's rest).
 
     Milliseconds per step on the longest prompt, greedy, nothing ends the text: the median over
     repeats of each one's lower quartile.
     """
-    prompts = embedded_prompts(model, "prompts.jsonl", given)
     ids = max((prompt.input_ids for prompt in prompts), key=lambda each: each.shape[1])
     limit = {"max_new_tokens": given.max_new_tokens}
     runs = [runner(model.base, None, ids, **limit)]
@@ -300,14 +292,10 @@ def clock_training(arm: str, given: Settings) -> dict[str, float]:
     run = given.runs / f"{arm}-clock"
     steps = [f"steps={given.clock_steps}", "log.every=2", "optim.warmup_steps=2", "seed=0"]
     harness.train(run, [*overrides(arm, given), *rate_overrides(given.rates[0]), *steps])
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    lines = [line for line in lines if "train/tokens_per_second" in line]
-    tokens = given.rows * given.seq_len
+    lines, tokens = harness.clocked_lines(run), given.rows * given.seq_len
     later = [tokens / line["train/tokens_per_second"] for line in lines[len(lines) // 2 :]]
-    return {
-        "seconds_per_step": round(statistics.median(later), 4),
-        "peak_memory": max(line["train/peak_memory"] for line in lines),
-    }
+    peak = max(line["train/peak_memory"] for line in lines)
+    return {"seconds_per_step": round(statistics.median(later), 4), "peak_memory": peak}
 
 
 def measure(row: dict[str, Any], export: Path, num_nodes: int, given: Settings) -> None:
@@ -325,14 +313,9 @@ def measure(row: dict[str, Any], export: Path, num_nodes: int, given: Settings) 
     ours = [method for method in methods if method.name != "hf_generate"]
     row["accept"] = harness.accept_lengths(ours, prompts, TEMPERATURES)
     if row["seed"] == given.seeds[0] and given.repeats:
-        row["step_ms"] = step_milliseconds(model, tree, given)
-        row["rows"] = [
-            found
-            for heat in TEMPERATURES
-            for found in harness.measure_rows(
-                model.base, methods, prompts, heat, repeats=given.repeats
-            )
-        ]
+        row["step_ms"] = step_milliseconds(model, tree, prompts, given)
+        how = TEMPERATURES, given.repeats
+        row["rows"] = harness.clocked_rows(model.base, methods, prompts, *how)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -346,8 +329,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         harness.write(path, {"environment": hardware.environment(), "training": training})
         print(json.dumps(training, indent=1))
         return
-    rows: list[dict[str, Any]] = []
-    exports: list[Path] = []
+    rows, exports = [], []
     for arm in given.arms:
         rate, tried = tune(arm, given)
         for seed in given.seeds:
@@ -368,11 +350,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         # the fastest size is clocked with the first seed; the others' trees are as large
         num_nodes[row["arm"]] = max(2, row.get("num_nodes", 0))
         print(f"{row['arm']} seed {row['seed']}: {time.perf_counter() - start:.0f} s")
-    harness.show(rows)
-    document = harness.report(given, training=training, rows=rows)
-    tokens = given.steps * given.rows * given.seq_len
-    document["settings"] |= {"common": list(COMMON), "tokens": tokens}
-    harness.write(given.out, document)
+    about = {"common": COMMON, "tokens": given.steps * given.rows * given.seq_len}
+    harness.publish(given, rows, about, training=training)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,6 @@ system's, where the naive loop waits for the pages of its logits. On a machine t
 trust the processor time.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 from collections.abc import Sequence
@@ -76,15 +74,10 @@ class Setup:
         config = {"tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None}
         self.base: Any = harness.llama(case["vocab"], case["hidden"], 2, **config)
         self.heads: MtpHeads | None = None
-        self.objective: torch.nn.Module
         loss = LossConfig(chunk_size=case["chunk_size"], decay=1.0, lambda_0=1.0)
         if num_heads > 1:
-            self.heads = MtpHeads(
-                num_heads - 1,
-                block_config(self.base.config),
-                case["vocab"],
-                variant=case["variant"],
-            )
+            sizes = num_heads - 1, block_config(self.base.config), case["vocab"]
+            self.heads = MtpHeads(*sizes, variant=case["variant"])
             self.objective = HeadsObjective(self.base, self.heads, loss, train_base=True)
         else:
             self.objective = LMObjective(self.base, loss)
@@ -98,8 +91,7 @@ class Setup:
 
         Those are of their parameters and gradients.
         """
-        ours = self.case["side"] == "ours"
-        loss: Tensor = self.objective(self.batch)[0] if ours else self.naive()
+        loss = self.objective(self.batch)[0] if self.case["side"] == "ours" else self.naive()
         loss.backward()
         parameters = () if self.heads is None else self.heads.parameters()
         owned = sum(2 * p.numel() * p.element_size() for p in parameters)
@@ -136,9 +128,8 @@ def take_times(cases: Sequence[dict[str, Any]], repeats: int, allocator: str) ->
     """Time steps of some sides, which take turns, with an allocator of ``ALLOCATORS``."""
     if allocator == "kept":
         keep_freed_memory()
-    found: dict[str, Any] = harness.take_turns(
-        {case["side"]: Setup(case).step for case in cases}, repeats
-    )
+    ways = {case["side"]: Setup(case).step for case in cases}
+    found: dict[str, Any] = harness.take_turns(ways, repeats)
     for kind in ("seconds", "processor_seconds"):
         pairs = zip(found["ours"][kind], found["naive"][kind], strict=True)
         found[f"{kind}_vs_naive"] = statistics.median(ours / naive for ours, naive in pairs)
@@ -165,8 +156,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for allocator in ALLOCATORS * bool(settings.repeats)
     ]
     print()
-    harness.show([*rows, *times])
-    harness.write(settings.out, harness.report(settings, rows=rows, times=times))
+    harness.publish(settings, rows, times=times)
+    print(harness.describe({"times": times}))
 
 
 if __name__ == "__main__":

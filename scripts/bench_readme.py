@@ -9,15 +9,12 @@ machine should do nothing else meanwhile: about 50 minutes on two cores. ``--qui
 build/bench_quick/ only.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import harness
-from harness import ROOT, Part
 from render import FIGURES, PAGES, render
 
 FOLDER, QUICK_FOLDER = "benchmarks/readme", "build/bench_quick/readme"
@@ -41,9 +38,9 @@ class Settings(harness.PartsSettings):
     quick: bool = False
 
 
-def readme_parts(folder: str = FOLDER, *, quick: bool = False) -> list[Part]:
+def readme_parts(folder: str = FOLDER, *, quick: bool = False) -> list[harness.Part]:
     """Return the parts; their files go to ``folder``, relative to the repository."""
-    parts = harness.read_parts(ROOT / "scripts" / "bench_readme.toml", folder=folder)
+    parts = harness.read_parts(harness.ROOT / "scripts" / "bench_readme.toml", folder=folder)
     if quick:
         parts = [dataclasses.replace(p, commands=tuple(map(shorter, p.commands))) for p in parts]
     return parts
@@ -62,20 +59,15 @@ def shorter(command: tuple[str, ...]) -> tuple[str, ...]:
 def main() -> None:
     """Measure, draw, fill."""
     settings = harness.parse(Settings)
-    folder = ROOT / (QUICK_FOLDER if settings.quick else FOLDER)
-    parts = readme_parts(str(folder.relative_to(ROOT)), quick=settings.quick)
-    chosen = harness.chosen(parts, settings.only)
-    if settings.list:
-        print(harness.list_of(chosen, harness.read_record(folder / RECORD)))
-        return
+    folder = harness.ROOT / (QUICK_FOLDER if settings.quick else FOLDER)
+    parts = readme_parts(str(folder.relative_to(harness.ROOT)), quick=settings.quick)
     folder.mkdir(parents=True, exist_ok=True)
     pages, figures = PAGES, FIGURES
     if settings.quick:
         pages = tuple(Path(shutil.copy(page, folder.parent)) for page in PAGES)
         figures = folder.parent
-    if failed := harness.run_parts(chosen, folder / RECORD, resume=settings.resume):
-        raise SystemExit(f"failed: {', '.join(failed)}; nothing was drawn, see --resume")
-    print("\n".join(render(folder.parent, figures, pages)))
+    if harness.perform(parts, settings, folder / RECORD):
+        print("\n".join(render(folder.parent, figures, pages)))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ growth  the second half of a long text beside the first, tree and plain decoding
 Times are medians with quartiles, in one process. On a machine that is not idle they mean nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 import statistics
@@ -27,6 +25,7 @@ from typing import Any, Literal
 from unittest.mock import patch
 
 import harness
+import numpy as np
 import torch
 from harness import spread
 from torch import Tensor
@@ -35,7 +34,6 @@ from transformers import PreTrainedModel
 from specheads.attention.cache import TreeCache
 from specheads.attention.tree import default_tree
 from specheads.decoding import loop
-from specheads.decoding.loop import plain_decode
 from specheads.decoding.result import Output
 from specheads.drafters.heads import HeadsDrafter
 from specheads.measure.clock import Prompt, now
@@ -54,6 +52,7 @@ VERIFY_LIMIT, GROWTH_LIMIT = 1.05, 1.10
 REST = "rest of the loop"
 FORWARD, HEADS = "base forward", "heads"
 PHASES = (FORWARD, HEADS, "propose", "verify", "accept", "emit", "commit", "observe", "replay")
+KINDS = ("per_token", "per_step")
 
 
 @dataclass
@@ -203,18 +202,14 @@ def measure_budget(
 ) -> dict[str, Any]:
     """Return where the time of a step goes."""
     base, drafter = export.base, harness.tree_drafter(export)
-    phases, plain_ms, step_ms = Phases(base.device), list[float](), list[float]()
-    gained: list[float] = []
+    phases, plain_ms, step_ms, gained = Phases(base.device), [], [], []
+    request: dict[str, Any] = {"compile": given.compile, "max_new_tokens": given.max_new_tokens}
+    request["eos_token_ids"] = end_tokens(base, export.tokenizer)
     for repeat in range(given.repeats + 1):
         for index, prompt in enumerate(prompts):
             ids = prompt.input_ids
-            request: dict[str, Any] = {
-                "max_new_tokens": given.max_new_tokens,
-                "sampler": Sampler(temperature=temperature, seed=given.seed + index),
-                "eos_token_ids": end_tokens(base, export.tokenizer),
-                "compile": given.compile,
-            }
-            plain, _ = clock_steps(plain_decode, base, ids, **request)
+            request["sampler"] = Sampler(temperature, seed=given.seed + index)
+            plain, _ = clock_steps(loop.plain_decode, base, ids, **request)
             tree, counts = clock_steps(loop.decode, base, drafter, ids, **request)
             with phases.watching(base, drafter, compile=given.compile):
                 loop.decode(base, drafter, ids, **request)
@@ -286,18 +281,14 @@ def measure_verify(export: Export, num_nodes: int, given: Settings) -> dict[str,
 
 def halves(times: Sequence[float], counts: Sequence[float]) -> dict[str, tuple[float, float]]:
     """Return milliseconds per token, per step, and tokens per step, of both halves of a text."""
-    half, done = sum(counts) / 2, float(counts[0])
-    parts = [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]  # milliseconds, tokens, steps
-    for ms, count in zip(differences(times), counts[1:], strict=True):
-        first = min(max((half - done) / count, 0.0), 1.0)  # a step across the middle is divided
-        for part, share in zip(parts, (first, 1 - first), strict=True):
-            for i, value in enumerate((ms, count, 1.0)):
-                part[i] += value * share
-        done += count
-    ways = {"ms_per_token": (0, 1), "ms_per_step": (0, 2), "tokens_per_step": (1, 2)}
-    return {
-        key: (parts[0][a] / parts[0][b], parts[1][a] / parts[1][b]) for key, (a, b) in ways.items()
-    }
+    ms, gained = np.array(differences(times)), np.array(counts[1:])
+    left = sum(counts) / 2 - np.cumsum(counts)[:-1]  # tokens to the middle when a step begins
+    first = np.clip(left / gained, 0, 1)  # a step across the middle is divided
+    halves = np.stack([first, 1 - first])
+    time, tokens, steps = halves @ ms, halves @ gained, halves.sum(1)
+    found = {"ms_per_token": time / tokens, "ms_per_step": time / steps}
+    found["tokens_per_step"] = tokens / steps
+    return {key: tuple(each.tolist()) for key, each in found.items()}
 
 
 def measure_growth(
@@ -307,34 +298,27 @@ def measure_growth(
     base, drafter = export.base, harness.tree_drafter(export)
     runs: dict[str, list[dict[str, tuple[float, float]]]] = {"plain": [], "tree": []}
     # nothing ends a text, so that all are of one length
-    request = {
-        "sampler": Sampler(temperature=temperature, seed=given.seed),
-        "compile": given.compile,
-    }
+    request = {"sampler": Sampler(temperature, seed=given.seed), "compile": given.compile}
     for repeat in range(-1, given.repeats):
         limit = given.growth_tokens if repeat >= 0 else 16  # to warm up
         for name in ("plain", "tree") if repeat % 2 else ("tree", "plain"):
-            decode, more = (loop.decode, [drafter]) if name == "tree" else (plain_decode, [])
+            decode, more = (loop.decode, [drafter]) if name == "tree" else (loop.plain_decode, [])
             clocked = clock_steps(decode, base, *more, prompt, max_new_tokens=limit, **request)
             if repeat >= 0:
                 runs[name].append(halves(*clocked))
-    row: dict[str, Any] = {
-        "temperature": temperature,
-        "new_tokens": given.growth_tokens,
-        "prompt_tokens": prompt.shape[1],
-    }
+    row: dict[str, Any] = {"temperature": temperature, "new_tokens": given.growth_tokens}
+    row["prompt_tokens"] = prompt.shape[1]
+    grown: dict[tuple[str, str], list[float]] = {}
     for name, found in runs.items():
         row[name] = {
             key: [spread([each[key][i] for each in found]) for i in (0, 1)] for key in found[0]
         }
-    for kind in ("per_token", "per_step"):
-        grown = {
-            name: [each[f"ms_{kind}"][1] / each[f"ms_{kind}"][0] for each in found]
-            for name, found in runs.items()
-        }
-        for name, values in grown.items():
-            row[name][f"growth_{kind}"] = spread(values)
-        pairs = zip(grown["tree"], grown["plain"], strict=True)
+        for kind in KINDS:
+            parts = (each[f"ms_{kind}"] for each in found)
+            grown[name, kind] = [second / first for first, second in parts]
+            row[name][f"growth_{kind}"] = spread(grown[name, kind])
+    for kind in KINDS:
+        pairs = zip(grown["tree", kind], grown["plain", kind], strict=True)
         row[f"beyond_plain_{kind}"] = spread([tree / plain for tree, plain in pairs])
     row["kept"] = row["beyond_plain_per_token"]["median"] <= GROWTH_LIMIT
     return row

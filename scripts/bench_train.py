@@ -17,8 +17,6 @@ optimizer's state included), and of the resident process above Python with torch
 machine that is not idle, trust the processor time (with --threads 1) rather than the clock.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -100,8 +98,7 @@ class Reference(nn.Module):
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
         """Return the sum of the heads' mean losses, and what the reference logs."""
         logits, labels = self.logits(batch["input_ids"]), batch["labels"]
-        total: Tensor = torch.zeros(())
-        log: dict[str, Any] = {}
+        total, log = torch.zeros(()), {}
         for i in range(len(logits)):
             shifted = logits[i, :, : -(2 + i)].contiguous().view(-1, logits.shape[-1])
             target = labels[..., 2 + i :].contiguous().view(-1)
@@ -151,19 +148,17 @@ def compare_losses(case: dict[str, Any]) -> dict[str, float]:
     Raises:
         SystemExit: if they are not the same loss.
     """
-    found: list[tuple[float, list[Tensor]]] = []
+    losses, grads = [], []
     for side in SIDES:
         setup = Setup(case, side)
         loss, _ = setup.objective(setup.batch)
         loss.backward()
-        grads = [p.grad for p in setup.heads.parameters() if p.grad is not None]
-        found.append((float(loss.detach()), grads))
-    (ours, grads), (expected, expected_grads) = found
-    pairs = list(zip(grads, expected_grads, strict=True))
-    errors = {
-        "loss": abs(ours - expected) / expected,
-        "gradient": max(float((a - b).norm() / b.norm().clamp_min(1e-12)) for a, b in pairs),
-    }
+        losses.append(float(loss.detach()))
+        grads.append([p.grad for p in setup.heads.parameters() if p.grad is not None])
+    ours, expected = losses
+    pairs = zip(*grads, strict=True)
+    away = max(float((a - b).norm() / b.norm().clamp_min(1e-12)) for a, b in pairs)
+    errors = {"loss": abs(ours - expected) / expected, "gradient": away}
     if not (errors["loss"] < 1e-5 and errors["gradient"] < 1e-3):
         raise SystemExit(f"not the same loss: ours {ours}, the reference's {expected}, {errors}")
     return {"value": ours, **errors}
@@ -218,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     sizes = {name: getattr(given, name) for name in same}
     sizes |= {"num_heads": given.heads, "num_layers": given.layers}
     sizes["threads"] = pin_threads(given.threads)
-    rows: list[dict[str, Any]] = []
+    rows = []
     for allocator in given.allocators:
         if allocator == "kept":
             keep_freed_memory()
@@ -230,8 +225,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if not given.no_memory and allocator == given.allocators[0]:
                 row |= take_peaks(case)
             rows.append(row)
-    harness.show(rows)
-    harness.write(given.out, harness.report(given, rows=rows))
+    harness.publish(given, rows)
 
 
 if __name__ == "__main__":

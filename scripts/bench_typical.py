@@ -8,8 +8,6 @@ exact method gives texts whose mean log-likelihood is minus the base's entropy, 
     python scripts/bench_typical.py --checkpoint runs/hydra/export
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence
@@ -101,15 +99,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         row = {"method": name, "speedup_vs_plain": ratios, "accept_length": length}
         row |= {"accept_length_ci95": bounds, **found}
         rows.append(row | {"rep8": statistics.fmean(rep8(t.new_tokens) for t in of.decoded)})
-    harness.show(rows)
-    document = harness.report(given, rows=rows)
-    document["settings"] |= {
-        "checkpoint": given.checkpoint.name,
-        "prompts_sha256": digest,
-        "tree_nodes": nodes,
-        "dtype": str(base.dtype).removeprefix("torch."),
-    }
-    harness.write(given.out, document)
+    about = {"checkpoint": given.checkpoint.name, "prompts_sha256": digest, "tree_nodes": nodes}
+    dtype = str(base.dtype).removeprefix("torch.")
+    harness.publish(given, rows, about | {"dtype": dtype})
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ small a model; the cost model gets the same settings. Both ranks share this mach
 bandwidth included: with fewer than two free cores the times mean nothing.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -32,7 +30,6 @@ from typing import Any
 
 import harness
 import torch
-from harness import CPU, ROOT
 from torch import Tensor
 from zero_costs import (
     A100_OF_8,
@@ -48,9 +45,10 @@ from zero_costs import (
 )
 
 from specheads.config import DataConfig, ModelConfig, TrainConfig
-from specheads.system import dist
-from specheads.system.hardware import peak_memory, pin_threads
-from specheads.training.engine import Spread
+from specheads.system import dist, hardware
+from specheads.training.engine import Spread, param_groups
+from specheads.training.loop import open_engine
+from specheads.training.objectives import LMObjective
 from specheads.training.plan import RESERVED, SPREADS, need
 
 SMALL = 65_536  # bytes; tensors below are not told apart
@@ -89,11 +87,6 @@ class Settings:
     threads: int = 1
     out: Path | None = None
 
-    @property
-    def shape(self) -> Shape:
-        """Sizes of the model that is measured."""
-        return Shape(self.hidden, self.layers, self.intermediate, self.hidden, self.vocab)
-
 
 def run_config(given: Settings, stage: int, run_dir: str) -> TrainConfig:
     """Return the settings of a run under ``stage``; -1 is plain torch."""
@@ -104,12 +97,9 @@ def run_config(given: Settings, stage: int, run_dir: str) -> TrainConfig:
         "stage3_max_reuse_distance": given.bucket,
         "stage3_prefetch_bucket_size": given.bucket // 4,
     }
-    return TrainConfig(
-        run_dir=run_dir,
-        model=ModelConfig(dtype="float32"),
-        data=DataConfig(rows=given.rows, seq_len=given.seq_len),
-        deepspeed={} if stage < 0 else {"zero_optimization": zero},
-    )
+    data, model = DataConfig(rows=given.rows, seq_len=given.seq_len), ModelConfig(dtype="float32")
+    engine = {} if stage < 0 else {"zero_optimization": zero}
+    return TrainConfig(run_dir=run_dir, model=model, data=data, deepspeed=engine)
 
 
 def storages(tensors: Iterable[Any]) -> dict[int, int]:
@@ -145,8 +135,8 @@ def live_tensors(engine: Any, model: torch.nn.Module) -> dict[str, int]:
         "gradients": storages(gradients),
         "other": storages(o for o in gc.get_objects() if issubclass(type(o), Tensor)),
     }
-    seen: set[int] = set()
-    total: dict[str, int] = {}
+    # one address may hold weights and their flat copy at once: the first kind that has it counts it
+    seen, total = set[int](), {}
     for kind, found in kinds.items():
         total[kind] = sum(size for address, size in found.items() if address not in seen)
         seen |= found.keys()
@@ -157,8 +147,6 @@ class Work:
     """One rank's training: model, engine and a batch that never changes."""
 
     def __init__(self, given: Settings, stage: int, run_dir: str) -> None:
-        from specheads.training.objectives import LMObjective
-
         more = {"intermediate_size": given.intermediate, "use_cache": False}
         self.model = harness.llama(given.vocab, given.hidden, given.layers, **more)
         self.cfg = run_config(given, stage, run_dir)
@@ -172,9 +160,6 @@ class Work:
 
     def open(self) -> None:
         """Wrap the objective as a run does."""
-        from specheads.training.engine import param_groups
-        from specheads.training.loop import open_engine
-
         groups = param_groups(self.cfg.optim, base=(self.model, 1e-5))
         self.engine = open_engine(self.objective, groups, self.cfg)
 
@@ -213,18 +198,18 @@ def measure_memory(given: Settings, stage: int, run_dir: str) -> dict[str, Any]:
     toy = replace(given, hidden=64, intermediate=64, layers=1, vocab=64, seq_len=8)
     Work(toy, -1, run_dir).plain()
     gc.collect()
-    peak_memory(CPU, reset=True)
-    loaded = peak_memory(CPU)
+    hardware.peak_memory(harness.CPU, reset=True)
+    loaded = hardware.peak_memory(harness.CPU)
     work = Work(given, stage, run_dir)
     work.open()
-    found = {"peak_loading": peak_memory(CPU) - loaded}
+    found = {"peak_loading": hardware.peak_memory(harness.CPU) - loaded}
     for _ in range(2):  # the optimizer's state comes into being with the first
-        peak_memory(CPU, reset=True)
+        hardware.peak_memory(harness.CPU, reset=True)
         work.backward()
-        found["peak_backward"] = peak_memory(CPU) - loaded
+        found["peak_backward"] = hardware.peak_memory(harness.CPU) - loaded
         alive = live_tensors(work.engine, work.model)
         work.engine.step(1.0)
-    return {"peak": peak_memory(CPU) - loaded, **found, "alive": alive}
+    return {"peak": hardware.peak_memory(harness.CPU) - loaded, **found, "alive": alive}
 
 
 def measure_time(given: Settings, stage: int, run_dir: str) -> dict[str, Any]:
@@ -237,8 +222,7 @@ def measure_time(given: Settings, stage: int, run_dir: str) -> dict[str, Any]:
     stepping = statistics.median(clock(adam.step, given.repeats))
     link, world = 0.0, dist.world_size()
     if world > 1:
-        bucket = torch.zeros(NUMBERS)
-        sent = 2 * (world - 1) / world * 4 * NUMBERS
+        bucket, sent = torch.zeros(NUMBERS), 2 * (world - 1) / world * 4 * NUMBERS
         reducing = clock(lambda: torch.distributed.all_reduce(bucket), given.repeats)
         link = sent / statistics.median(reducing)
     del flat, adam
@@ -254,7 +238,7 @@ def measure_time(given: Settings, stage: int, run_dir: str) -> dict[str, Any]:
 def worker(given: dict[str, Any], stage: int, what: str, folder: str) -> None:
     """Measure one thing on this rank and write it."""
     settings = Settings(**given)
-    pin_threads(settings.threads)
+    hardware.pin_threads(settings.threads)
     if dist.world_size() > 1:  # what a run loads is there before anything is measured
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         import deepspeed
@@ -274,7 +258,7 @@ def on_ranks(given: Settings, stage: int, what: str) -> list[dict[str, Any]]:
         SystemExit: with what they printed, if one fails or they take too long.
     """
     world = given.ranks if stage >= 0 else 1
-    environ = {**os.environ, "OMP_NUM_THREADS": str(given.threads), "PYTHONPATH": str(ROOT)}
+    environ = {**os.environ, "OMP_NUM_THREADS": str(given.threads), "PYTHONPATH": str(harness.ROOT)}
     environ |= harness.RETURNING if what == "memory" else {}
     launcher = ["-m", "specheads.torchrun", "--standalone", f"--nproc-per-node={world}"]
     with tempfile.TemporaryDirectory() as folder:
@@ -293,19 +277,17 @@ def on_ranks(given: Settings, stage: int, what: str) -> list[dict[str, Any]]:
         return [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(world)]
 
 
+def shape_of(given: Settings) -> Shape:
+    """Return the sizes of the model that is measured."""
+    return Shape(given.hidden, given.layers, given.intermediate, given.hidden, given.vocab)
+
+
 def load(given: Settings) -> Brought:
     """Return what the measured model brings to a rank."""
-    return load_of(
-        given.shape,
-        "full",
-        tokens=given.rows * given.seq_len,
-        size=torch.float32.itemsize,
-        num_heads=0,
-        own_heads=False,
-        checkpointed=False,
-        seq_len=given.seq_len,
-        chunk=max(256, 2**23 // given.vocab),
-    )
+    work = {"tokens": given.rows * given.seq_len, "seq_len": given.seq_len, "size": 4}
+    chunk = max(256, 2**23 // given.vocab)
+    how = {"num_heads": 0, "own_heads": False, "checkpointed": False, "chunk": chunk}
+    return load_of(shape_of(given), "full", **work, **how)
 
 
 def predict(given: Settings, stage: int, machine: Machine | None) -> dict[str, Any]:
@@ -313,11 +295,8 @@ def predict(given: Settings, stage: int, machine: Machine | None) -> dict[str, A
     world = given.ranks if stage >= 0 else 1
     spread = Spread.from_config(run_config(given, stage, "").deepspeed)
     found = need(load(given), spread, world, temporaries=2)
-    told: dict[str, Any] = {
-        "peak": found.training,
-        "states": found.states,
-        **{key: value for key, value in vars(found).items() if value},
-    }
+    told: dict[str, Any] = {"peak": found.training, "states": found.states}
+    told |= {key: value for key, value in vars(found).items() if value}
     if machine:
         times = seconds(load(given), spread, world, machine)
         told |= {"seconds": times.total, "flops": load(given).flops}
@@ -330,13 +309,9 @@ def speeds(given: Settings, rows: list[dict[str, Any]]) -> Machine | None:
     timed = [rank for row in rows for rank in row.get("times", []) if row["stage"] >= 0]
     if not timed:
         return None
-
-    def median(key: str) -> float:
-        return statistics.median(rank[key] for rank in timed)
-
-    flops = load(given).flops / median("plain_seconds")
-    link, bandwidth = median("link_bytes_per_second"), median("adam_bytes_per_second")
-    return Machine("this machine", memory=0, flops=flops, link=link, bandwidth=bandwidth)
+    names = ("plain_seconds", "link_bytes_per_second", "adam_bytes_per_second")
+    plain, link, adam = (statistics.median(rank[name] for rank in timed) for name in names)
+    return Machine("this machine", 0, load(given).flops / plain, link, bandwidth=adam)
 
 
 def summarise(given: Settings, rows: list[dict[str, Any]]) -> None:
@@ -360,17 +335,16 @@ def fits_table(machine: Machine = A100_OF_8, ranks: int = 8, tokens: int = 2048)
     A cell is the peak of a step per rank in GB. ``x`` does not fit; ``load`` would fit once it is
     divided, but every rank loads the whole base before that; ``host`` lacks main memory.
     """
-    names = list(SPREADS)
-    titles = ["base", "trained", *("none, 1 GPU" if n == "none" else n for n in names), "s/step"]
-    lines = [titles]
+    names = ["none, 1 GPU" if name == "none" else name for name in SPREADS]
+    lines = [["base", "trained", *names, "s/step"]]
     for base, shape in BASES.items():
         for kind in KINDS:
             cells, fitting = [], []
-            for name in names:
+            for name, spread in SPREADS.items():
                 world = 1 if name == "none" else ranks
                 wide = 4 if name == "none" else 2  # plain torch leaves heads and adapters float32
                 load = load_of(shape, kind, tokens=tokens, head_size=wide)
-                found = need(load, SPREADS[name], world)
+                found = need(load, spread, world)
                 cell = f"{found.training / 1e9:.0f}"
                 if found.training > machine.memory - RESERVED:
                     cell += " x"
@@ -379,7 +353,7 @@ def fits_table(machine: Machine = A100_OF_8, ranks: int = 8, tokens: int = 2048)
                 elif found.host > machine.host_memory:
                     cell += " host"
                 elif name != "none":
-                    fitting.append((seconds(load, SPREADS[name], world, machine).total, name))
+                    fitting.append((seconds(load, spread, world, machine).total, name))
                 cells.append(cell)
             best = "{:.2f} {}".format(*min(fitting)) if fitting else "-"
             lines.append([base, kind, *cells, best])
@@ -392,7 +366,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if given.table:
         print(fits_table())
         return
-    print(f"{given.shape.parameters / 1e6:.1f} M parameters, {given.ranks} ranks")
+    print(f"{shape_of(given).parameters / 1e6:.1f} M parameters, {given.ranks} ranks")
     rows: list[dict[str, Any]] = []
     for stage in given.stages:
         rows.append({"stage": stage, "memory": on_ranks(given, stage, "memory")})
@@ -400,8 +374,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows[-1]["times"] = on_ranks(given, stage, "time")
         print(f"stage {stage} measured", file=sys.stderr, flush=True)
     summarise(given, rows)
-    harness.show(rows)
-    harness.write(given.out, harness.report(given, rows=rows))
+    harness.publish(given, rows)
 
 
 if __name__ == "__main__":

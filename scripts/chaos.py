@@ -18,8 +18,6 @@ process on, all ranks at once.
 The program ends with 1 if anything was lost or ended in anything but one clear line.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -36,8 +34,7 @@ from signal import SIGINT, SIGKILL, SIGSTOP, SIGTERM, SIGUSR1
 from typing import Any
 
 import harness
-from chaos_runs import POISON, SAVED_EVERY, STEPS, Lab, Run, Workshop, Wrong
-from safetensors.torch import load_file
+from chaos_runs import POISON, SAVED_EVERY, STEPS, Lab, Run, Workshop
 
 from specheads.system.hardware import environment
 
@@ -91,8 +88,8 @@ def signalled(lab: Lab, number: int, *settings: str, text: str = "", code: int =
     else:  # another step for every fault, the same in every run
         run.at(random.Random(lab.folder.name).randrange(2, STEPS - 8))
     run.send(number).ends(code, seconds=60)
-    if code == 75 and lab.reached() != lab.saved():
-        raise Wrong(f"saved step {lab.saved()} of {lab.reached()}")
+    done = lab.reached() if code == 75 else lab.saved()
+    assert lab.saved() == done, f"saved step {lab.saved()} of {done}"
     return run, lab.goes_on("resume=auto", *settings)
 
 
@@ -100,8 +97,7 @@ def kill_in_save(lab: Lab) -> Seen:
     """A process that vanishes while a checkpoint is half-written."""
     run = lab.start(fsync=0.1)
     run.until(lambda: lab.saved() and lab.half_saved(), "a second save").send(SIGKILL).ends(-9)
-    if not lab.half_saved():
-        raise Wrong("was not inside the save: nothing half-written is left")
+    assert lab.half_saved(), "was not inside the save: nothing half-written is left"
     return run, lab.goes_on()
 
 
@@ -109,8 +105,7 @@ def second_signal(lab: Lab) -> Seen:
     """An impatient user, in the middle of the save that the first signal asked for."""
     run = lab.start(fsync=0.5).at(3).send(SIGTERM).until(lab.half_saved, "the save")
     time.sleep(1.1)  # within a second they count as one, sent to a process and to its group
-    if not lab.half_saved():
-        raise Wrong("the save was over before the second signal")
+    assert lab.half_saved(), "the save was over before the second signal"
     return run.send(SIGTERM).ends(143, seconds=5), lab.goes_on()
 
 
@@ -122,8 +117,7 @@ def full_while_saving(lab: Lab) -> Seen:
     run = lab.start(**SLOW).at(1)
     disk.remount(f"size={round(2.6 * size) + 40}k")
     run.ends(1, says=[FULL])
-    if not lab.saved():
-        raise Wrong("the earlier checkpoints are gone")
+    assert lab.saved(), "the earlier checkpoints are gone"
     disk.remount("size=64m")
     return run, lab.goes_on()
 
@@ -147,13 +141,12 @@ def unusable(lab: Lab, says: str, *, kind: str) -> Seen:
         disk.fill()
         disk.remount("ro" if kind == "ro" else "rw")
     run = lab.start().ends(1, 2, says=[says])
-    if "train: " in run.printed():
-        raise Wrong("the data and the model were read before the directory was looked at")
+    assert "train: " not in run.printed(), "data and model were read before the directory"
     if kind != "file":
         disk.empty()
         lab.goes_on()
-    elif lab.run_dir.read_text() != "mine\n":
-        raise Wrong("the file was overwritten")
+    else:
+        assert lab.run_dir.read_text() == "mine\n", "the file was overwritten"
     return run, NOT_BEGUN
 
 
@@ -166,15 +159,14 @@ def not_finite(lab: Lab, **hurt: float) -> Seen:
 def nan_skipped(lab: Lab) -> Seen:
     """As many such steps as the user allows are left out, counted, and named."""
     run = lab.start("optim.skip_nonfinite=99", loss=float("nan")).ends(0)
-    rows = list(map(json.loads, (lab.run_dir / "nonfinite.jsonl").read_text().splitlines()))
-    skipped = len({row["step"] for row in rows})
-    if not skipped or not all(POISON in json.dumps(row) for row in rows):
-        raise Wrong(f"nonfinite.jsonl names {len(rows)} batches, not those with {POISON}")
-    if (counted := max(row.get("train/skipped", 0) for row in lab.rows())) != skipped:
-        raise Wrong(f"train/skipped says {counted}, nonfinite.jsonl {skipped}")
-    tensors = load_file(lab.run_dir / "export" / "model.safetensors")
-    if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
-        raise Wrong("the exported weights are not finite")
+    lines = (lab.run_dir / "nonfinite.jsonl").read_text().splitlines()
+    skipped = len({json.loads(line)["step"] for line in lines})
+    named = sum(POISON in line for line in lines)
+    assert 0 < named == len(lines), f"{named} of {len(lines)} batches left out hold {POISON}"
+    counted = max(row.get("train/skipped", 0) for row in lab.rows())
+    assert counted == skipped, f"train/skipped says {counted}, nonfinite.jsonl {skipped}"
+    odd = [name for name, tensor in lab.tensors().items() if not tensor.isfinite().all()]
+    assert not odd, f"exported weights are not finite: {odd[0]}"
     lost = f"nothing but the {skipped} steps that were to be skipped"
     return run, lost, run.said("not finite")
 
@@ -185,8 +177,8 @@ def nan_too_often(lab: Lab) -> Seen:
     run = lab.start(*allowed, loss=float("nan")).ends(1, says=["not finite", POISON])
     before, kept = lab.reached(), lab.saved()
     lab.start(*allowed).ends(0)
-    if (count := sum("train/loss" in row for row in lab.rows())) != STEPS - 1:
-        raise Wrong(f"metrics.jsonl has losses of {count} steps, not {STEPS - 1}")
+    count = sum("train/loss" in row for row in lab.rows())
+    assert count == STEPS - 1, f"metrics.jsonl has losses of {count} steps, not {STEPS - 1}"
     return run, f"nothing: resumed after step {kept}, {before - kept} steps again"
 
 
@@ -219,8 +211,7 @@ def hub_unreachable(lab: Lab, *, cached: bool) -> Seen:
         lab.compare(lab.shop.unhurt(1))
         return run, "nothing: trained to the end from the cache"
     run.ends(2, 1, says=["nobody/tiny"])
-    if lab.contents():
-        raise Wrong("something was written")
+    assert not lab.contents(), "something was written"
     return run, NOT_BEGUN
 
 
@@ -238,8 +229,7 @@ def used_run_dir(lab: Lab) -> Seen:
     lab.start("max_steps=8").ends(0)
     before = lab.contents()
     run = lab.start().ends(2, says=["resume=auto"])
-    if lab.contents() != before:
-        raise Wrong("the earlier run was changed")
+    assert lab.contents() == before, "the earlier run was changed"
     return run, lab.goes_on()
 
 
@@ -266,23 +256,16 @@ def passed_over(lab: Lab, hurt: Callable[[Path], Any]) -> Seen:
     return lab.runs[-1], lost, lab.runs[-1].said(file.name)
 
 
-def base_moved(lab: Lab) -> Seen:
-    """The base model has another place when the run is resumed."""
+def base_differs(lab: Lab, *, moved: bool) -> Seen:
+    """The base has another place when the run is resumed, or another model stands in its own."""
     there = shutil.copytree(lab.shop.base, lab.folder / "there")
     lab.start(f"model={there}", "max_steps=16").ends(0)
-    moved = there.rename(lab.folder / "elsewhere")
+    right = there.rename(lab.folder / "elsewhere")
+    if not moved:
+        shutil.copytree(right, there)
+        flip(there / "model.safetensors")
     run = lab.start(f"model={there}", "resume=auto").ends(2, says=[str(there)])
-    return run, lab.goes_on(f"model={moved}", "resume=auto")
-
-
-def base_changed(lab: Lab) -> Seen:
-    """Another model stands where the base stood: heads must not go on on it."""
-    there = shutil.copytree(lab.shop.base, lab.folder / "there")
-    lab.start(f"model={there}", "max_steps=16").ends(0)
-    flip(there / "model.safetensors")
-    run = lab.start(f"model={there}", "resume=auto").ends(2, says=[str(there)])
-    flip(there / "model.safetensors")
-    return run, lab.goes_on(f"model={there}", "resume=auto")
+    return run, lab.goes_on(f"model={right}", "resume=auto")
 
 
 def bad_data(lab: Lab, content: bytes, says: str, *, beside_good: bool = False) -> Seen:
@@ -290,8 +273,7 @@ def bad_data(lab: Lab, content: bytes, says: str, *, beside_good: bool = False) 
     path = lab.folder / "bad.jsonl"
     path.write_bytes(lab.shop.records.read_bytes() * beside_good + content)
     run = lab.start(f"data.path={path}").ends(2, 1, says=[says])
-    if set(lab.contents()) - {"quarantine.jsonl"}:
-        raise Wrong("something was written")
+    assert not set(lab.contents()) - {"quarantine.jsonl"}, "something was written"
     return run, NOT_BEGUN
 
 
@@ -302,17 +284,17 @@ def some_bad_rows(lab: Lab) -> Seen:
     path.write_bytes(lab.shop.records.read_bytes() + b"".join(bad))
     allowed = ("data.max_bad_fraction=0.2", f"data.max_row_bytes={2**16}")
     run = lab.start(f"data.path={path}", *allowed).ends(0)
-    kept = (lab.run_dir / "quarantine.jsonl").read_text().splitlines()
-    if len(kept) != len(bad) or not all(json.loads(row)["reason"] for row in kept):
-        raise Wrong(f"{len(kept)} of {len(bad)} bad rows are in quarantine.jsonl")
+    lines = (lab.run_dir / "quarantine.jsonl").read_text().splitlines()
+    kept = sum(bool(json.loads(line)["reason"]) for line in lines)
+    assert kept == len(lines) == len(bad), f"{kept} of {len(bad)} rows are in quarantine.jsonl"
     lab.compare(lab.shop.unhurt(1))  # the good rows are the same ones
     return run, "nothing: every good row was trained on", run.said("read:")
 
 
 SCHEMA = b'{"instruction": "add", "output": "a + b"}\n' * 40
 TOO_MANY = partial(bad_data, content=b"{not json\n" * 9, says=r"9 of 57 .*cannot be used")
-KILLS_RANK = partial(rank_gone, number=SIGSTOP, says="rank 1 has not answered for 10 s")
-LATE = ("evaluate.max_new_tokens=300",)
+HANGS = partial(rank_gone, number=SIGSTOP, says="rank 1 has not answered for 10 s")
+LATE = "evaluate.max_new_tokens=300"
 FAULTS: dict[str, Callable[[Lab], Seen]] = {
     "kill -9 at a random moment": partial(signalled, number=SIGKILL, code=-9),
     "kill -9 inside a save": kill_in_save,
@@ -330,7 +312,7 @@ FAULTS: dict[str, Callable[[Lab], Seen]] = {
     "SIGUSR1": partial(signalled, number=SIGUSR1),
     "second signal while saving": second_signal,
     "SIGTERM while loading": partial(signalled, number=SIGTERM, text="train: "),
-    "SIGTERM while measuring": lambda lab: signalled(lab, SIGTERM, *LATE, text="measuring trees"),
+    "SIGTERM while measuring": lambda lab: signalled(lab, SIGTERM, LATE, text="measuring trees"),
     "wandb unreachable": wandb_unreachable,
     "hub unreachable": partial(hub_unreachable, cached=False),
     "hub unreachable, base cached": partial(hub_unreachable, cached=True),
@@ -339,8 +321,8 @@ FAULTS: dict[str, Callable[[Lab], Seen]] = {
     "checkpoint truncated": partial(passed_over, hurt=halve),
     "checkpoint lacks a file": partial(passed_over, hurt=Path.unlink),
     "checkpoint altered": partial(passed_over, hurt=flip),
-    "base moved between runs": base_moved,
-    "base changed between runs": base_changed,
+    "base moved between runs": partial(base_differs, moved=True),
+    "base changed between runs": partial(base_differs, moved=False),
     "data: too many bad rows": partial(TOO_MANY, beside_good=True),
     "data: empty": partial(bad_data, content=b"", says="bad.jsonl"),
     "data: wrong schema": partial(bad_data, content=SCHEMA, says="instruction|columns"),
@@ -348,7 +330,7 @@ FAULTS: dict[str, Callable[[Lab], Seen]] = {
     "two ranks: SIGTERM": partial(signalled, number=SIGTERM),
     "two ranks: one killed": partial(rank_gone, number=SIGKILL, says="rank 1"),
     # after these seconds the launcher kills the rank that hangs
-    "two ranks: one hangs": partial(KILLS_RANK, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="5"),
+    "two ranks: one hangs": partial(HANGS, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="5"),
 }
 
 
@@ -379,7 +361,7 @@ def hurt_once_each(shop: Workshop, given: Settings) -> bool:
     with ThreadPoolExecutor(given.jobs) as pool:
         rows = list(pool.map(partial(try_fault, shop), alone))
     rows += [try_fault(shop, name) for name in names if name not in alone]
-    harness.show(rows)
+    print("\n\n".join(map(harness.describe, rows)))
     counts = {v: sum(row["verdict"] == v for row in rows) for v in ("ok", "failed", "not run")}
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
     harness.write(given.json, {"environment": environment(), "steps": STEPS, "rows": rows})
@@ -399,11 +381,8 @@ def kill_once(lab: Lab, moment: str, draw: random.Random, loading: float) -> dic
         None where the run was over before; else the moment, the last step of metrics.jsonl, the
         newest checkpoint's, and whether a half-written one was left.
     """
-    half, rows, goal = (
-        lab.half_saved(),
-        lab.seen / "metrics.jsonl",
-        lab.saved() + draw.randint(1, 3),
-    )
+    half, rows = lab.half_saved(), lab.seen / "metrics.jsonl"
+    goal = lab.saved() + draw.randint(1, 3)
     # a resumed run puts the rows that it keeps into a new file
     earlier, end = rows.exists() and rows.stat().st_ino, time.monotonic() + loading * draw.random()
     has_come: dict[str, Callable[[], Any]] = {
@@ -445,19 +424,17 @@ def kill_again_and_again(shop: Workshop, given: Settings) -> bool:
                 print(f"kill {len(kills)}: {left}", flush=True)
         hurt.start().ends(0, seconds=600)
         hurt.compare(whole)
-    except Wrong as wrong:
+    except AssertionError as wrong:
         differences.append(str(wrong))
     finally:
         whole.close()
         hurt.close()
     inside = sum(kill["inside_save"] for kill in kills)
+    came = f"{len(kills)} kills, {inside} inside a save"
     if len(kills) < given.kills or not inside:
-        differences.append(f"only {len(kills)} kills, {inside} of them inside a save")
-    equal = "bit-identical" if given.ranks == 1 else "equal to 1e-6"
-    print(
-        f"{given.ranks} ranks: {len(kills)} kills, {inside} inside a save; weights and rows of"
-        f" metrics.jsonl {'; '.join(differences) or equal}"
-    )
+        differences.append(f"only {came}")
+    found = "; ".join(differences) or ("bit-identical" if given.ranks == 1 else "equal to 1e-6")
+    print(f"{given.ranks} ranks: {came}; weights and rows of metrics.jsonl {found}")
     harness.write(given.json, harness.report(given, kills=kills, differences=differences))
     return bool(differences)
 

@@ -48,10 +48,6 @@ FORKS.set_forkserver_preload(
 LOCK = Lock()  # two threads that ask for the end of one fork would each get half of the answer
 
 
-class Wrong(AssertionError):  # noqa: N818  (what the row says)
-    """What a fault did that it must not do."""
-
-
 def play(argv: list[str], environ: dict[str, str], log: Path, namespace: int, hurt: Any) -> None:
     """Become ``python -m specheads.train`` in a fork.
 
@@ -128,32 +124,25 @@ class Run:
         return said[-1] if said else "(nothing)"
 
     def said(self, text: str) -> str:
-        """Return the first line with ``text``.
-
-        Raises:
-            Wrong: if there is none.
-        """
-        for line in self.printed().splitlines():
-            if text in line:
-                return line
-        raise Wrong(f"nothing said of {text!r}")
+        """Return the first line with ``text``; there must be one."""
+        found = [line for line in self.printed().splitlines() if text in line]
+        assert found, f"nothing said of {text!r}"
+        return found[0]
 
     def poll(self) -> int | None:
         """Return the exit code, negative after a signal, None while it runs."""
         if isinstance(self.process, subprocess.Popen):
             return self.process.poll()
         with LOCK:
-            code: int | None = self.process.exitcode
-        return code
+            return self.process.exitcode
 
     def until(self, what: Callable[[], Any], name: str) -> Run:
         """Wait until ``what()`` is true; it is asked a thousand times a second."""
         end = time.monotonic() + PATIENCE
         while not what():
-            if (code := self.poll()) is not None:
-                raise Wrong(f"ended with {code} before {name}: {self.printed('err')[-300:]}")
-            if time.monotonic() > end:
-                raise Wrong(f"{name} did not come within {PATIENCE:.0f} s")
+            code = self.poll()
+            assert code is None, f"ended with {code} before {name}: {self.printed('err')[-300:]}"
+            assert time.monotonic() <= end, f"{name} did not come within {PATIENCE:.0f} s"
             time.sleep(0.001)
         return self
 
@@ -184,23 +173,19 @@ class Run:
             seconds: within which it must end.
 
         Raises:
-            Wrong: if something of this is not so, or a traceback was shown.
+            AssertionError: if something of this is not so, or a traceback was shown.
         """
         end = time.monotonic() + seconds
         while (code := self.poll()) is None:
-            if time.monotonic() > end:
-                raise Wrong(f"still running {seconds:.0f} s later")
+            assert time.monotonic() <= end, f"still running {seconds:.0f} s later"
             time.sleep(0.005)
         text = self.printed()
         tail = " | ".join((self.printed("err") or text).strip().splitlines()[-3:])[-500:]
         for block in text.split("Traceback (most recent")[1:]:
-            if "torch/distributed/run.py" not in block:  # torchrun's own, when a rank fails
-                raise Wrong(f"a traceback, exit code {code}: {tail}")
-        if code not in codes:
-            raise Wrong(f"exit code {code}, not {codes[0]}: {tail}")
+            assert "torch/distributed/run.py" in block, f"a traceback, exit code {code}: {tail}"
+        assert code in codes, f"exit code {code}, not {codes[0]}: {tail}"
         for each in says:
-            if not re.search(each, text):
-                raise Wrong(f"nothing said of {each!r}: {tail}")
+            assert re.search(each, text), f"nothing said of {each!r}: {tail}"
         return self
 
     def kill(self) -> None:
@@ -267,12 +252,10 @@ class Workshop:
         harness.llama(272, 32, 2, intermediate_size=64, **more).save_pretrained(self.base)
         byte_tokenizer(512).save_pretrained(self.base)
         names = ["add", "sub", "mul", "neg", "inc", "dec", "sqr", "idt"]
-        names += [f"{name}{number}" for number in range(5) for name in names]
-        rows = [
-            {"id": f"pair/{n}", "prompt": f"def {n}(a, b):\n", "completion": f"    return {n} + a"}
-            for n in names
-        ]
-        self.records.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with self.records.open("w") as lines:
+            for name in [*names, *(f"{each}{number}" for number in range(5) for each in names)]:
+                pair = {"prompt": f"def {name}(a, b):\n", "completion": f"    return {name} + a"}
+                print(json.dumps({"id": f"pair/{name}"} | pair), file=lines)
 
     def unhurt(self, ranks: int) -> Lab:
         """Return a run that nothing happened to; trained once."""
@@ -314,7 +297,6 @@ class Lab:
         environ = {**os.environ, **QUIET, "SPECHEADS_CACHE": str(self.shop.folder / "cache")}
         environ = {key: value for key, value in {**environ, **(env or {})}.items() if value}
         log = self.folder / f"log-{len(self.runs)}"
-        process: Any
         if self.ranks == 1 and not env:
             namespace = self.disk.holder.pid if self.disk else 0
             process = FORKS.Process(target=play, args=(argv, environ, log, namespace, hurt))
@@ -340,8 +322,8 @@ class Lab:
 
     def saved(self) -> int:
         """Return the step of the newest whole checkpoint, 0 for none."""
-        names = [path.name for path in (self.seen / "checkpoints").glob("step-*")]
-        return max((int(name.removeprefix("step-")) for name in names), default=0)
+        saved = (self.seen / "checkpoints").glob("step-*")
+        return max((int(path.name.removeprefix("step-")) for path in saved), default=0)
 
     def half_saved(self) -> set[tuple[Path, int]]:
         """Return the half-written checkpoints, and when they were touched."""
@@ -382,22 +364,20 @@ class Lab:
         return f"nothing: resumed after step {kept}" + f", {again} steps again" * bool(again)
 
     def compare(self, whole: Lab) -> None:
-        """Raise Wrong unless weights and metrics are those of a run that nothing happened to."""
+        """Check that weights and metrics are those of a run that nothing happened to."""
         close = 0.0 if self.ranks == 1 else 1e-6
         ours, theirs = self.tensors(), whole.tensors()
-        if ours.keys() != theirs.keys():
-            raise Wrong(f"tensors of one export only: {sorted(ours.keys() ^ theirs.keys())[:3]}")
+        alone = sorted(ours.keys() ^ theirs.keys())
+        assert not alone, f"tensors of one export only: {alone[:3]}"
         for name, expected in theirs.items():
             away = float((ours[name] - expected).abs().max())
-            if not away <= close:
-                raise Wrong(f"{name} of the resumed run is off by {away:.1e}")
+            assert away <= close, f"{name} of the resumed run is off by {away:.1e}"
         rows, expected_rows = self.rows(), whole.rows()
         steps, expected_steps = ([row["step"] for row in each] for each in (rows, expected_rows))
-        if steps != expected_steps:
-            counts = [f"{len(each)} rows of {len(set(each))}" for each in (steps, expected_steps)]
-            raise Wrong(f"metrics.jsonl has {counts[0]} steps, not {counts[1]}")
+        here, there = (f"{len(each)} rows of {len({*each})}" for each in (steps, expected_steps))
+        assert steps == expected_steps, f"metrics.jsonl has {here} steps, not {there}"
         for row, expected in zip(rows, expected_rows, strict=True):
             for key in row.keys() | expected.keys():
-                here, there = row.get(key, float("nan")), expected.get(key, float("nan"))
-                if not abs(here - there) <= close * max(1, abs(there)):
-                    raise Wrong(f"{key} of step {row['step']} is {here}, not {there}")
+                found, true = row.get(key, float("nan")), expected.get(key, float("nan"))
+                said = f"{key} of step {row['step']}: {found}, not {true}"
+                assert abs(found - true) <= close * max(1, abs(true)), said

@@ -8,8 +8,6 @@ where commands import measure and measure imports decoding, no arrow says that c
 decoding as well.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 from pathlib import Path

@@ -8,8 +8,6 @@ Prints the seed. An example that fails is written above its test as ``@example(.
 later run begins with it; commit it together with what mends it. Exits with 1 if any was found.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import random
@@ -91,6 +89,7 @@ def decorator(call: str, fixtures: set[str], names: dict[str, Any], origin: str)
         ValueError: if its values, as they are written, mean nothing in that module.
         SyntaxError: if they are no Python.
     """
+    # an argument begins at four spaces with its name; a string that spans lines has \n written out
     _, *lines = re.split(r"\n    (?=[^\W\d]\w*=)", call.strip().removesuffix(")"))
     given = [line for line in lines if line.partition("=")[0] not in fixtures]
     text = ast.unparse(_Numbers().visit(ast.parse("dict(" + "\n".join([*given, ")"]))))
@@ -104,35 +103,22 @@ def decorator(call: str, fixtures: set[str], names: dict[str, Any], origin: str)
 def pinned(source: str, name: str, lines: list[str]) -> str:
     """Return a test file with decorators above one of its tests."""
     tree = ast.parse(source)
-    test = next(
-        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name
-    )
+    tests = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    test = next(node for node in tests if node.name == name)
     rows = source.splitlines(keepends=True)
-    indent = " " * test.col_offset
-    rows[test.lineno - 1 : test.lineno - 1] = [
-        f"{indent}{line}\n" for line in lines if f"{indent}{line}\n" not in rows
-    ]
-    imported = {
-        each.name
-        for node in tree.body
-        if isinstance(node, ast.ImportFrom) and node.module == "hypothesis"
-        for each in node.names
-    }
-    if "example" not in imported:
-        place = next(
-            node.lineno - 1
-            for node in tree.body
-            if isinstance(node, ast.ImportFrom) and node.module == "hypothesis"
-        )
-        rows.insert(place, "from hypothesis import example\n")
+    above = [f"{' ' * test.col_offset}{line}\n" for line in lines]
+    rows[test.lineno - 1 : test.lineno - 1] = [line for line in above if line not in rows]
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    imports = [node for node in imports if node.module == "hypothesis"]
+    if not any(each.name == "example" for node in imports for each in node.names):
+        rows.insert(imports[0].lineno - 1, "from hypothesis import example\n")
     return "".join(rows)
 
 
 def main() -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    text = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=text)
     parser.add_argument("--seed", type=int, help="of an earlier run; none: a new one")
     parser.add_argument("--times", type=int, default=TIMES, help="as many examples as by default")
     given, more = parser.parse_known_args()

@@ -8,9 +8,6 @@ the library directly: needs torch, transformers and this repository, nothing els
 and random, or the golden checkpoint of the tests.
 """
 
-from __future__ import annotations
-
-import sys
 import tempfile
 import time
 import warnings
@@ -109,16 +106,14 @@ def require_identity(model: PreTrainedModel, tree: Tree = TREE, **options: Any) 
                 continue
             plain, found = run_both(model, prompts, sampler, tree, **options)
             for row, (left, right) in enumerate(zip(plain.rows, found.rows, strict=True)):
-                if left.new_tokens != right.new_tokens:
-                    raise AssertionError(f"{mode}, row {row} of {len(prompts)}: other tokens")
+                where = f"{mode}, row {row} of {len(prompts)}"
+                assert left.new_tokens == right.new_tokens, f"{where}: other tokens"
                 own = Sampler(temperature=sampler.temperature, seed=sampler.seed + row)
                 alone, _ = run_both(model, prompts[row : row + 1], own, tree)
-                if alone.new_tokens != left.new_tokens:
-                    raise AssertionError(f"{mode}: row {row} differs from the row alone")
+                assert alone.new_tokens == left.new_tokens, f"{where}: not those of the row alone"
             replays += plain.num_replays + found.num_replays
             lengths.append(found.accept_length)
-    if min(lengths) < 1.3:
-        raise AssertionError(f"the right guesses were not accepted: accept length {min(lengths)}")
+    assert min(lengths) >= 1.3, f"the right guesses were not accepted: accept length {min(lengths)}"
     return f"accept length {min(lengths):.2f} or more, {replays} near ties replayed"
 
 
@@ -149,8 +144,7 @@ def flash_attention(device: torch.device) -> str:
     model = build("llama", head_dim=16).to(device, torch.bfloat16)
     model.set_attn_implementation("flash_attention_2")
     support = tree_support(model)
-    if support.kind != "chain":
-        raise AssertionError(f"flash attention was taken for {support.kind}")
+    assert support.kind == "chain", f"flash attention was taken for {support.kind}"
     return near_ties(model, Tree.chain(3), prompts=PROMPTS[:1])
 
 
@@ -160,25 +154,20 @@ def near_ties(
     """Where tree and plain decoding differ, the two tokens were closer than rounding."""
     given = [prompt.to(model.device) for prompt in prompts]
     found: list[Divergence] = []
-    compared = 0
-    lengths = []
+    compared, lengths = 0, []
     for sampler in MODES.values():
         pairs = [run_both(model, [prompt], sampler, tree) for prompt in prompts]
         lengths += [decoded.accept_length for _, decoded in pairs]
         texts = [plain.new_tokens for plain, _ in pairs]
-        diverging = compare(
-            [Prompt(f"prompt {i}", "", prompt) for i, prompt in enumerate(given)],
-            texts,
-            [decoded.new_tokens for _, decoded in pairs],
-            [sampler] * len(pairs),
-            rounding=Rounding(model, list(zip(given, texts, strict=True)), [tree.num_nodes]),
-        )
+        rounding = Rounding(model, list(zip(given, texts, strict=True)), [tree.num_nodes])
+        named = [Prompt(f"prompt {i}", "", prompt) for i, prompt in enumerate(given)]
+        guessed = [decoded.new_tokens for _, decoded in pairs]
+        diverging = compare(named, texts, guessed, [sampler] * len(pairs), rounding=rounding)
         compared += len(pairs)
         found += diverging
-        if wrong := [each for each in diverging if not each.near_tie]:
-            raise AssertionError(f"rounding does not explain {wrong[0]}")
-    if min(lengths) < 1.1:
-        raise AssertionError(f"the right guesses were not accepted: accept length {min(lengths)}")
+        wrong = [each for each in diverging if not each.near_tie]
+        assert not wrong, f"rounding does not explain {wrong[0]}"
+    assert min(lengths) >= 1.1, f"the right guesses were not accepted: accept length {min(lengths)}"
     widest = max((each.margin_fp32 or 0.0 for each in found), default=0.0)
     return (
         f"{compared - len(found)} of {compared} identical, {len(found)} near ties, margins up to"
@@ -196,9 +185,7 @@ def loaded_anew(sizes: dict[str, Any], **options: Any) -> PreTrainedModel:
     """Return a model of some sizes as ``from_pretrained`` loads it with ``options``."""
     with tempfile.TemporaryDirectory() as folder:
         build("llama", **sizes).save_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
-    assert isinstance(model, PreTrainedModel)
-    return model
+        return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 
 def four_bit(device: torch.device) -> str:
@@ -208,16 +195,10 @@ def four_bit(device: torch.device) -> str:
     from transformers import BitsAndBytesConfig
 
     nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
+    how = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **nf4)}
     # the kernels want round sizes
     sizes = {"std": 0.15, "hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
-    return near_ties(
-        loaded_anew(
-            sizes,
-            dtype=torch.float32,
-            device_map={"": device},
-            quantization_config=BitsAndBytesConfig(load_in_4bit=True, **nf4),
-        )
-    )
+    return near_ties(loaded_anew(sizes, dtype=torch.float32, device_map={"": device}, **how))
 
 
 def several_devices(device: torch.device) -> str:
@@ -238,9 +219,8 @@ def compiled(device: torch.device) -> str:
     model = build("llama").to(device)
     said = require_identity(model, compile=True)
     given: dict[str, Any] = {**inputs(PROMPTS, device), "max_new_tokens": NEW_TOKENS}
-    plain, as_fast = (plain_decode(model, **given, compile=each) for each in (False, True))
-    if not torch.equal(plain.sequences, as_fast.sequences):
-        raise AssertionError("plain decoding gives other tokens when compiled")
+    plain, as_fast = (plain_decode(model, **given, compile=fast) for fast in (False, True))
+    assert torch.equal(plain.sequences, as_fast.sequences), "plain tokens differ when compiled"
     if skipped := counters["inductor"]["cudagraph_skips"]:
         raise AssertionError(f"same tokens, but {skipped} passes went without CUDA graphs; {said}")
     return said
@@ -261,8 +241,7 @@ def kv_commit(device: torch.device) -> str:
             for kept, whole in zip(ours.buffers, (theirs.keys, theirs.values), strict=True):
                 kept = kept[:, :, : tokens.shape[1]]
                 worst = max(worst, float((kept - whole).abs().max() / whole.abs().max()))
-    if worst > 1e-4:
-        raise AssertionError(f"keys or values differ by {worst:.2g} of the largest")
+    assert worst <= 1e-4, f"keys or values differ by {worst:.2g} of the largest"
     return f"largest relative difference {worst:.1g}"
 
 
@@ -277,8 +256,8 @@ def pinned(export: Export, drafter: Any, *keys: str) -> list[DecodeResult]:
     for case in make_golden.cases():
         results.append(decode_case(export, case, drafter))
         for key in keys:
-            if [getattr(row, key) for row in results[-1].rows] != case[key]:
-                raise AssertionError(f"{case['name']}: other {key}")
+            found = [getattr(row, key) for row in results[-1].rows]
+            assert found == case[key], f"{case['name']}: other {key}"
     return results
 
 
@@ -326,9 +305,9 @@ def head_kinds(device: torch.device) -> str:
             ):
                 for result in pinned(export, drafter, "new_tokens"):
                     num_steps[place] += sum(len(row.accept_lengths) for row in result.rows)
-        if abs(num_steps["here"] - num_steps["cpu"]) > 0.01 * num_steps["cpu"]:
-            raise AssertionError(f"{name}: {num_steps['here']} steps, on a CPU {num_steps['cpu']}")
-        said.append(f"{name} {num_steps['here']} steps")
+        here, there = num_steps["here"], num_steps["cpu"]
+        assert abs(here - there) <= 0.01 * there, f"{name}: {here} steps, on a CPU {there}"
+        said.append(f"{name} {here} steps")
     return ", ".join(said)
 
 
@@ -340,18 +319,15 @@ def doors(device: torch.device) -> str:
     settings: dict[str, Any] = {"max_new_tokens": 24, "repetition_penalty": 1.1}
     for temperature in (0.0, 0.7):
         ours = decoder.generate(**given, temperature=temperature, **settings)
-        sampling = {"do_sample": temperature > 0} | (
-            {"temperature": temperature} if temperature else {}
-        )
+        sampling = {"do_sample": True, "temperature": temperature} if temperature else {}
         theirs = export.base.generate(**given, custom_generate=decoder, **sampling, **settings)
-        if not torch.equal(ours.sequences, theirs):
-            raise AssertionError(f"temperature {temperature}: the doors give other tokens")
+        assert torch.equal(ours.sequences, theirs), f"T={temperature}: other tokens by two doors"
     last = given["input_ids"][-1:]
     first = decoder.generate(last, 12, return_dict_in_generate=True)
     turn = torch.cat([first.sequences, last], dim=1)
     again = decoder.generate(turn, 12, past_key_values=first.cache)
-    if not torch.equal(again.sequences, decoder.generate(turn, 12).sequences):
-        raise AssertionError("a second turn behind the cache differs from a fresh one")
+    fresh = decoder.generate(turn, 12)
+    assert torch.equal(again.sequences, fresh.sequences), "behind the cache a turn differs"
     return f"{len(PROMPTS)} rows; a second turn of {turn.shape[1]} tokens"
 
 
@@ -378,8 +354,7 @@ def synchronisations(device: torch.device) -> str:
         places.update(f"{Path(w.filename).name}:{w.lineno}" for w in waits)
     per_step = (counts[1] - counts[0]) / (steps[1] - steps[0])
     where = ", ".join(f"{place} {count}" for place, count in places.most_common(4))
-    if per_step > 1.05:
-        raise AssertionError(f"{per_step:.2f} per step: {where}")
+    assert per_step <= 1.05, f"{per_step:.2f} per step: {where}"
     return f"{per_step:.2f} per step: {where}"
 
 
@@ -389,15 +364,14 @@ def memory(device: torch.device) -> str:
     run_both(model, PROMPTS, MODES["sampled"])
     if device.type != "cuda":
         raise NotRun("needs a CUDA device; decoding itself ran")
-    left, peaks = [], []
+    found = []
     for _ in range(3):
         torch.cuda.reset_peak_memory_stats()
         run_both(model, PROMPTS, MODES["sampled"])
-        left.append(torch.cuda.memory_allocated())
-        peaks.append(torch.cuda.max_memory_allocated())
-    if left[2] > left[0] or peaks[2] > peaks[0]:
-        raise AssertionError(f"left behind {left}, peaks {peaks} bytes")
-    return f"peak {peaks[0] / 2**20:.1f} MiB, {left[0] / 2**20:.1f} MiB stay"
+        found.append((torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()))
+    (left, peak), _, last = found
+    assert last[0] <= left and last[1] <= peak, f"bytes left behind, and peaks: {found}"
+    return f"peak {peak / 2**20:.1f} MiB, {left / 2**20:.1f} MiB stay"
 
 
 Check = Callable[[torch.device], str]
@@ -448,4 +422,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

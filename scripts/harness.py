@@ -32,13 +32,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a clone need not be installed
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+# ruff: noqa: E402
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
-from specheads.system.files import whole_file  # noqa: E402
-from specheads.system.hardware import environment, peak_memory, pick_dtype, quiet_loading  # noqa: E402
+from specheads.system.files import whole_file
+from specheads.system.hardware import environment, peak_memory, pick_dtype, quiet_loading
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what imports transformers takes seconds, which --list and --help need not
     from transformers import LlamaForCausalLM, PreTrainedModel
 
     from specheads.attention.tree import Tree
@@ -69,18 +71,15 @@ def parse(kind: type[S], argv: Sequence[str] | None = None) -> S:
             ``name: text`` of its docstring are the options' help.
         argv: the words; None takes those of this process.
     """
-    parser = argparse.ArgumentParser(
-        description=sys.modules[kind.__module__].__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    page, form = sys.modules[kind.__module__].__doc__, argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=page, formatter_class=form)
     documented = "\n".join(each.__doc__ or "" for each in kind.__mro__)
     texts = dict(re.findall(r"^ +(\w+): (.+)$", documented, re.MULTILINE))
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         hint = hints[field.name]
         options: dict[str, Any] = {"help": texts.get(field.name), "default": field.default}
-        if field.default is dataclasses.MISSING:
-            options["required"] = True
+        options["required"] = field.default is dataclasses.MISSING
         if hint is bool:
             options["action"] = "store_true"
         elif typing.get_origin(hint) is tuple:
@@ -96,16 +95,15 @@ def parse(kind: type[S], argv: Sequence[str] | None = None) -> S:
         parser.error(str(error))
 
 
-def recorded(settings: Any) -> dict[str, Any]:
-    """Return settings for a record: all but the places of files on this machine."""
+def report(settings: Any, **content: Any) -> dict[str, Any]:
+    """Return the document of an experiment: environment, settings, and what was found.
+
+    Settings that are places of files on this machine are left out.
+    """
     hints = typing.get_type_hints(type(settings))
     places = [name for name, hint in hints.items() if Path in (hint, *typing.get_args(hint))]
-    return {name: value for name, value in vars(settings).items() if name not in places}
-
-
-def report(settings: Any, **content: Any) -> dict[str, Any]:
-    """Return the document of an experiment: environment, settings, and what was found."""
-    return {"environment": environment(), "settings": recorded(settings), **content}
+    recorded = {name: value for name, value in vars(settings).items() if name not in places}
+    return {"environment": environment(), "settings": recorded, **content}
 
 
 def write(path: Path | None, document: Any, *, quiet: bool = False) -> None:
@@ -123,6 +121,23 @@ def kept(path: Path, make: Callable[[], Any]) -> Any:
     if not path.is_file():
         write(path, {"value": make()}, quiet=True)
     return json.loads(path.read_text())["value"]
+
+
+def publish(
+    settings: Any, rows: Sequence[Any], about: Mapping[str, Any] | None = None, **content: Any
+) -> None:
+    """Print rows, and write them and more ``content`` to ``settings.out``, see :func:`report`.
+
+    Args:
+        settings: of the experiment.
+        rows: what is printed.
+        about: written among the settings.
+        content: beside the rows.
+    """
+    print("\n\n".join(map(describe, rows)), flush=True)
+    document = report(settings, rows=rows, **content)
+    document["settings"] |= about or {}
+    write(settings.out, document)
 
 
 def describe(found: Mapping[str, Any], indent: str = "") -> str:
@@ -147,11 +162,6 @@ def describe(found: Mapping[str, Any], indent: str = "") -> str:
     lines = [indent + ", ".join(flat)] if flat else []
     lines += [f"{indent}{name}:\n{describe(each, indent + '    ')}" for name, each in deeper]
     return "\n".join(lines)
-
-
-def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print some rows, see :func:`describe`."""
-    print("\n\n".join(map(describe, rows)), flush=True)
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:
@@ -194,9 +204,8 @@ def attempt(run: Callable[[], Any]) -> tuple[str, Any]:
 
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Return median and quartiles."""
-    low, middle, high = (
-        statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
-    )
+    several = [*values] * (1 + (len(values) == 1))
+    low, middle, high = statistics.quantiles(several, n=4, method="inclusive")
     return {"median": middle, "q25": low, "q75": high}
 
 
@@ -234,8 +243,6 @@ def allocator_peak(build: Callable[[], Callable[[], Any]]) -> tuple[int, Any]:
     Args:
         build: makes all that the step needs, which counts too, and returns the step.
     """
-    from torch.profiler import ProfilerActivity, profile
-
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step = build()
         begin = time.time_ns()
@@ -244,6 +251,7 @@ def allocator_peak(build: Callable[[], Callable[[], Any]]) -> tuple[int, Any]:
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     peak = current = 0
     for when, change in changes:
+        # what was built before counts for as long as it lives, but not the peak of its building
         current += change
         peak = max(peak, current) if when >= begin else 0
     return peak, result
@@ -412,6 +420,14 @@ def accept_lengths(
     return found
 
 
+def clocked_rows(
+    base: Any, methods: Any, prompts: Any, temperatures: Sequence[float], repeats: int
+) -> list[dict[str, Any]]:
+    """Return the rows of a bench at several temperatures."""
+    heats = (measure_rows(base, methods, prompts, t, repeats=repeats) for t in temperatures)
+    return [row for rows in heats for row in rows]
+
+
 # runs that an experiment compares
 
 
@@ -430,6 +446,12 @@ def train(run: Path, settings: Sequence[str]) -> Path:
         if done.returncode:
             raise SystemExit(done.returncode)
     return run / "export"
+
+
+def clocked_lines(run: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's metrics that say how fast it was."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if "train/tokens_per_second" in line]
 
 
 def training_length(steps: int, seed: int) -> list[str]:
@@ -474,9 +496,9 @@ class Part:
     reads: tuple[str, ...] = ()
     section: str = ""
 
-    def digest(self, root: Path = ROOT) -> str:
+    def digest(self) -> str:
         """Return a hash of what is run, and on which shipped files."""
-        files = [(root / folder / "manifest.json").read_text() for folder in self.reads]
+        files = [(ROOT / folder / "manifest.json").read_text() for folder in self.reads]
         return hashlib.sha256(json.dumps([self.commands, files]).encode()).hexdigest()[:16]
 
 
@@ -544,11 +566,11 @@ def read_record(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
-def is_done(part: Part, record: Mapping[str, Any], root: Path = ROOT) -> bool:
+def is_done(part: Part, record: Mapping[str, Any]) -> bool:
     """Return whether ``part`` ended well with the same settings, and its files are still there."""
     entry = record.get(part.name, {})
-    same = entry.get("state") == DONE and entry.get("settings") == part.digest(root)
-    return same and all((root / path).exists() for path in part.outputs)
+    same = entry.get("state") == DONE and entry.get("settings") == part.digest()
+    return same and all((ROOT / path).exists() for path in part.outputs)
 
 
 def chosen(parts: Sequence[Part], only: Sequence[str]) -> list[Part]:
@@ -574,14 +596,7 @@ def list_of(parts: Sequence[Part], record: Mapping[str, Any]) -> str:
     return "\n".join([*lines, f"{sum(part.minutes for part in parts):g} min in all"])
 
 
-def run_parts(
-    parts: Sequence[Part],
-    record_file: Path,
-    *,
-    resume: bool,
-    run: Callable[[Sequence[str]], int] = run_command,
-    root: Path = ROOT,
-) -> list[str]:
+def run_parts(parts: Sequence[Part], record_file: Path, *, resume: bool) -> list[str]:
     """Run ``parts`` in order; return the names of those that failed or lack what they need.
 
     A part is done when all its commands ended with 0 and its files are there. The record is written
@@ -591,13 +606,11 @@ def run_parts(
         parts: each behind those that it needs.
         record_file: what is done, with which settings, and how long it took.
         resume: leave out what is done.
-        run: gets the arguments after ``python``, returns the exit code.
-        root: the repository.
     """
     record, failed = read_record(record_file), []
     for number, part in enumerate(parts, 1):
         where = f"[{number}/{len(parts)}] {part.name}"
-        if resume and is_done(part, record, root):
+        if resume and is_done(part, record):
             print(f"{where}: done, {record[part.name]['seconds'] / 60:.1f} min", flush=True)
             continue
         if lacking := [name for name in part.needs if name in failed]:
@@ -605,20 +618,18 @@ def run_parts(
             failed.append(part.name)
             continue
         print(f"{where}: about {part.minutes:g} min", flush=True)
-        start, state = time.monotonic(), DONE
+        start, state = time.monotonic(), ""
         for command in part.commands:
             print(f"$ {typed(command)}", flush=True)
-            if code := run(command):
+            if code := run_command(command):
                 state = f"exit code {code} of {typed(command)}"
                 break
-        missing = [path for path in part.outputs if not (root / path).exists()]
-        if state == DONE and missing:
-            state = f"{missing[0]} was not written"
-        if state != DONE:
-            failed.append(part.name)
+        missing = [path for path in part.outputs if not (ROOT / path).exists()]
+        state = state or (f"{missing[0]} was not written" if missing else DONE)
+        failed += [part.name] * (state != DONE)
         record[part.name] = {
             "state": state,
-            "settings": part.digest(root),
+            "settings": part.digest(),
             "seconds": round(time.monotonic() - start, 1),
             "finished": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         }
@@ -627,6 +638,20 @@ def run_parts(
     spent = sum(record[part.name]["seconds"] for part in parts if part.name in record)
     print(f"{spent / 60:.1f} min in {len(parts)} parts", flush=True)
     return failed
+
+
+def perform(parts: Sequence[Part], given: PartsSettings, record: Path) -> bool:
+    """List the parts that were asked for, or run them; return whether they ran.
+
+    Raises:
+        SystemExit: for a name that no part has, or naming the parts that failed.
+    """
+    parts = chosen(parts, given.only)
+    if given.list:
+        print(list_of(parts, read_record(record)))
+    elif failed := run_parts(parts, record, resume=given.resume):
+        raise SystemExit(f"failed: {', '.join(failed)}; go on with --resume")
+    return not given.list
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ repository. A prompt is pinned only where every choice is clear, of the base mod
 heads' guesses, so that another processor's rounding changes nothing.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence
@@ -22,7 +20,6 @@ from unittest.mock import patch
 
 import harness
 import torch
-from harness import ROOT
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -38,9 +35,10 @@ from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
 from specheads.training.objectives import HeadsObjective
 from specheads.verification.sampling import Sampler
+from tests.ragged import padded
 
-GOLDEN = ROOT / "tests" / "golden"
-TEXT = ROOT / "data" / "tinycode" / "calibration.jsonl"
+GOLDEN = harness.ROOT / "tests" / "golden"
+TEXT = harness.ROOT / "data" / "tinycode" / "calibration.jsonl"
 NUM_HEADS = 4
 TREE = Tree.from_choices(
     [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 0, 0, 0)]
@@ -114,46 +112,31 @@ def train(objective: nn.Module, texts: list[list[int]], steps: int, lr: float = 
 def make(path: Path, steps: int) -> None:
     """Train base and heads and export them, rounded to bfloat16 to halve the files."""
     tokenizer = load_tokenizer("tinycode")
-    special = {
-        f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")
-    }
     sizes = {"intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"max_position_embeddings": 1024, "tie_word_embeddings": True, **special}
+    sizes |= {"max_position_embeddings": 1024, "tie_word_embeddings": True}
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        sizes[name] = getattr(tokenizer, name)
     base = harness.llama(len(tokenizer), 64, 2, **sizes)
     texts = [render(tokenizer, record["messages"]) for record in records()]
     heads = MedusaHeads(NUM_HEADS, 1, base.config.hidden_size, base.config.vocab_size, "shared")
     # together: the states of so small a model foresee nothing unless the heads ask for it
     train(HeadsObjective(base, heads, LossConfig(lambda_0=0.5), train_base=True), texts, steps)
     base.eval()
-    save_export(
-        path,
-        heads,
-        tokenizer,
-        TREE,
-        {
-            "base": {"name": "golden", "digest": "none"},
-            "training": {"recipe": "scripts/make_golden.py", "steps": steps},
-        },
-        tuned_base=base,
-        dtype="bfloat16",
-    )
+    training = {"recipe": "scripts/make_golden.py", "steps": steps}
+    info = {"base": {"name": "golden", "digest": "none"}, "training": training}
+    save_export(path, heads, tokenizer, TREE, info, tuned_base=base, dtype="bfloat16")
 
 
 def make_drafter(export: Export, name: str) -> HeadsDrafter | NgramDrafter:
     """Return the drafter of a case: ``heads`` or ``lookup``."""
-    if name == "lookup":
-        return NgramDrafter()
-    return HeadsDrafter(export.heads, output_layer(export.base), export.tree)
+    return NgramDrafter() if name == "lookup" else harness.tree_drafter(export)
 
 
 def request(export: Export, case: dict[str, Any]) -> dict[str, Any]:
-    """Return how a case is decoded: its prompts, left-padded with 0, and its settings."""
-    prompts, width = case["prompts"], max(map(len, case["prompts"]))
-    ids = [[0] * (width - len(prompt)) + prompt for prompt in prompts]
-    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    """Return how a case is decoded: its prompts, left-padded, and its settings."""
+    given = padded([torch.tensor([prompt]) for prompt in case["prompts"]])
     return {
-        "input_ids": torch.tensor(ids, device=export.base.device),
-        "attention_mask": torch.tensor(mask, device=export.base.device),
+        **{key: value.to(export.base.device) for key, value in given.items()},
         "max_new_tokens": case["max_new_tokens"],
         "sampler": Sampler(temperature=case["temperature"], seed=case["seed"]),
         "eos_token_ids": [export.tokenizer.eos_token_id],
@@ -162,8 +145,8 @@ def request(export: Export, case: dict[str, Any]) -> dict[str, Any]:
 
 def decode_case(export: Export, case: dict[str, Any], drafter: Any = None) -> DecodeResult:
     """Decode a case of expected.json, with ``drafter`` in place of its own if given."""
-    own = make_drafter(export, case["drafter"]) if drafter is None else drafter
-    return decode(export.base, own, **request(export, case))
+    drafter = drafter or make_drafter(export, case["drafter"])
+    return decode(export.base, drafter, **request(export, case))
 
 
 def choice_gap(export: Export, case: dict[str, Any], new: list[int]) -> float:
@@ -183,20 +166,15 @@ def choice_gap(export: Export, case: dict[str, Any], new: list[int]) -> float:
 def guess_gap(export: Export, case: dict[str, Any]) -> tuple[DecodeResult, float]:
     """Decode a case by its heads; return the result, and how clearly their guesses were ranked."""
     drafter, gaps = make_drafter(export, "heads"), list[float]()
-    snapshot = export.heads.snapshot
+    predict = export.heads.snapshot(output_layer(export.base))
 
-    def watched(output: Any) -> Any:
-        predict = snapshot(output)
+    def watched(hidden: Tensor) -> Tensor:
+        logits = predict(hidden)
+        best = logits.topk(TREE.max_rank + 2, dim=-1).values
+        gaps.append(float((best[..., :-1] - best[..., 1:]).min()))
+        return logits
 
-        def run(hidden: Tensor) -> Tensor:
-            logits: Tensor = predict(hidden)
-            best = logits.topk(TREE.max_rank + 2, dim=-1).values
-            gaps.append(float((best[..., :-1] - best[..., 1:]).min()))
-            return logits
-
-        return run
-
-    with patch.object(export.heads, "snapshot", watched):
+    with patch.object(export.heads, "snapshot", lambda output: watched):
         result = decode_case(export, case, drafter)
     return result, min(gaps)
 
@@ -227,9 +205,7 @@ def pin(export: Export) -> dict[str, Any]:
         case["new_tokens"] = [row.new_tokens for row in result.rows]
         case["accept_lengths"] = [row.accept_lengths for row in result.rows]
         done.append(case)
-        print(
-            f"{name}: accept length {result.accept_length:.2f}, gaps of choices and guesses {gaps}"
-        )
+        print(f"{name}: accept length {result.accept_length:.2f}, gaps (choices, guesses) {gaps}")
         for row in result.rows:
             print("  ", repr(export.tokenizer.decode(row.new_tokens)))
     return {"made_by": "scripts/make_golden.py", "cases": done}
@@ -241,9 +217,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     if not given.pin:
         make(given.out / "export", given.steps)
-    text = json.dumps(
-        pin(load_export(given.out / "export", dtype="float32", device="cpu")), indent=1
-    )
+    export = load_export(given.out / "export", dtype="float32", device="cpu")
+    text = json.dumps(pin(export), indent=1)
     # innermost lists on one line each
     text = re.sub(r"\[[^\[\]{}]*\]", lambda found: " ".join(found.group().split()), text)
     (given.out / "expected.json").write_text(text + "\n", encoding="utf-8")

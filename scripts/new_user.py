@@ -7,12 +7,11 @@ A person has a model in a local folder and records of their own in a ``.jsonl``.
 a copy of the embedded model under another name, and the records are functions of Python's standard
 library: signature and docstring asked, body answered. Then six commands, each as a user types it:
 look at the data, train, fit the tree, measure, decode, export. What they print goes into the JSON,
-and from there onto the page. Exits with 1 where a command fails or is too long to be typed.
+and from there onto the page. Exits with 1 where a command fails.
 """
 
-from __future__ import annotations
-
 import ast
+import itertools
 import json
 import os
 import re
@@ -30,12 +29,10 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from harness import ROOT
 
 from specheads.system.files import tinycode_dir
 from specheads.system.hardware import environment
 
-LONGEST_COMMAND = 100  # characters
 COMMANDS = (
     "specheads preview data=jsonl data.path=my.jsonl model=./my-model",
     "specheads train +recipe=medusa1 model=./my-model data=jsonl data.path=my.jsonl name=mine"
@@ -90,11 +87,10 @@ def functions(source: Path) -> Iterator[dict[str, str]]:
     text = source.read_text(encoding="utf-8")
     lines = text.splitlines(keepends=True)
     for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, ast.FunctionDef) or not ast.get_docstring(node):
+        documented = isinstance(node, ast.FunctionDef) and ast.get_docstring(node)
+        if not documented or len(node.body) < 2:
             continue
-        if len(node.body) < 2:
-            continue
-        docstring, first = node.body[0], node.body[1]
+        docstring, first = node.body[:2]
         begin, split = node.lineno - 1, docstring.end_lineno or 0
         whole = textwrap.dedent("".join(lines[begin : node.end_lineno])).splitlines(keepends=True)
         head, body = "".join(whole[: split - begin]), "".join(whole[split - begin :])
@@ -110,9 +106,7 @@ def write_files(folder: Path, num_records: int, num_kept: int) -> None:
                  "tokenizer_config.json", "chat_template.jinja"):  # fmt: skip
         shutil.copyfile(tinycode_dir() / name, model / name)
     library = Path(sysconfig.get_path("stdlib"))
-    records: list[dict[str, str]] = []
-    for source in sorted(library.glob("*.py")):
-        records += functions(source)
+    records = itertools.chain.from_iterable(map(functions, sorted(library.glob("*.py"))))
     unique = list({record["prompt"]: record for record in records}.values())
     every = max(2, len(unique) // num_kept)
     kept = unique[::every][:num_kept]
@@ -126,16 +120,12 @@ def run(command: str, folder: Path, extra: Sequence[str] = ()) -> dict[str, Any]
     words = shlex.split(command)
     assert words[0] == "specheads"
     started = time.perf_counter()
+    environ = {"PYTHONPATH": str(harness.ROOT), "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "specheads.cli", *words[1:], *extra],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
+        [sys.executable, "-m", "specheads.cli", *words[1:], *extra], cwd=folder,
+        env={**os.environ, **environ}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
     return {
         "command": command,
         "extra": list(extra),
@@ -149,7 +139,7 @@ def tidy(output: str, folder: Path) -> list[str]:
     """Return the lines as a terminal would leave them: bars that were overwritten are gone."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", output)
     plain = plain.replace(str(folder) + "/", "").replace(str(folder), ".")
-    lines = [line.split("\r")[-1].rstrip() for line in plain.split("\n")]
+    lines = (line.split("\r")[-1].rstrip() for line in plain.split("\n"))
     return [line for line in lines if line and not re.search(r"\d+%\|", line)]
 
 
@@ -183,9 +173,9 @@ def render(record: dict[str, Any]) -> str:
 
 def shown(lines: list[str]) -> list[str]:
     """Return the lines that the page shows, cut in their middle where there are many."""
-    if len(lines) <= SHOWN_HEAD + SHOWN_TAIL + 1:
-        return lines
     left_out = len(lines) - SHOWN_HEAD - SHOWN_TAIL
+    if left_out <= 1:
+        return lines
     return [*lines[:SHOWN_HEAD], f"... {left_out} lines ...", *lines[-SHOWN_TAIL:]]
 
 
@@ -214,8 +204,6 @@ def perform(folder: Path, *, quick: bool) -> dict[str, Any]:
 def main() -> None:
     """Perform or only render, and write."""
     given = harness.parse(Settings)
-    if long := [command for command in COMMANDS if len(command) >= LONGEST_COMMAND]:
-        raise SystemExit(f"too long to be typed: {long[0]}")
     if given.render:
         record = json.loads(given.render.read_text())
     else:

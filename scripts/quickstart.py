@@ -4,8 +4,6 @@ Runs ``python -m specheads.train +recipe=hydra`` as a user would, and prints wha
 on held-out prompts. ``--checkpoint`` skips the training and shows an export that is there already.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys
@@ -16,7 +14,6 @@ from typing import Any
 
 import harness
 import torch
-from harness import ROOT
 from tqdm import tqdm
 
 from specheads.config import DecodeConfig
@@ -42,15 +39,15 @@ def run(*command: str) -> None:
         SystemExit: with its exit code, if it failed.
     """
     print("$ python", *command, flush=True)
-    if code := subprocess.run([sys.executable, *command], cwd=ROOT, check=False).returncode:
+    if code := subprocess.run([sys.executable, *command], cwd=harness.ROOT, check=False).returncode:
         raise SystemExit(code)
 
 
 def train(overrides: Sequence[str]) -> Path:
     """Train under a name that no earlier run has taken, choose the tree; return the export."""
     names = ["hydra", *(f"hydra-{number}" for number in range(2, 1000))]
-    name = next(name for name in names if not (ROOT / "runs" / name).exists())
-    export = ROOT / "runs" / name / "export"
+    name = next(name for name in names if not (harness.ROOT / "runs" / name).exists())
+    export = harness.ROOT / "runs" / name / "export"
     named = [f"name={name}"] * (name != "hydra")
     run("-m", "specheads.train", "+recipe=hydra", *named, *overrides)
     print()
@@ -99,15 +96,11 @@ def show_sample(export: Export, prompt: Prompt) -> None:
     request = {"max_new_tokens": MAX_NEW_TOKENS, "eos_token_ids": eos, "on_tokens": printer}
     result = decode(export.base, drafter, prompt.input_ids, **request)
     printer.finish()
-    print(export.tokenizer.decode(prompt.input_ids[0], skip_special_tokens=True))
-    print("-" * 40)
-    print(("" if color else "|").join(pieces))
-    print("-" * 40)
+    asked = export.tokenizer.decode(prompt.input_ids[0], skip_special_tokens=True)
+    rule, text = "-" * 40, ("" if color else "|").join(pieces)
     how = "share a colour" if color else "stand between two bars"
-    print(
-        f"{len(result.new_tokens)} tokens in {result.num_steps} verify steps; "
-        f"the tokens of one step {how}."
-    )
+    said = f"{len(result.new_tokens)} tokens in {result.num_steps} verify steps; the tokens of one"
+    print(asked, rule, text, rule, f"{said} step {how}.", sep="\n")
 
 
 def print_table(rows: list[dict[str, Any]], method: str) -> None:
@@ -131,15 +124,13 @@ def print_table(rows: list[dict[str, Any]], method: str) -> None:
 
 def print_heldout(training: dict[str, Any]) -> None:
     """Print how far the tuned base has moved from the original."""
-    heldout = training.get("heldout")
-    if not heldout or "original_loss" not in heldout:
+    heldout = training.get("heldout") or {}
+    if "original_loss" not in heldout:
         print("The base model is the original one.")
         return
     tuned, original = heldout["loss"], heldout["original_loss"]
-    print(
-        f"Held-out loss {tuned:.4f} nats/token tuned, {original:.4f} original "
-        f"({tuned / original - 1:+.2%}), KL(original || tuned) {heldout['kl']:.4f} nats/token."
-    )
+    change = f"({tuned / original - 1:+.2%}), KL(original || tuned) {heldout['kl']:.4f} nats/token."
+    print(f"Held-out loss {tuned:.4f} nats/token tuned, {original:.4f} original {change}")
 
 
 def main() -> None:
@@ -166,10 +157,9 @@ def main() -> None:
         f" {tree['tree_nodes']} nodes:"
     )
     print_table(rows, method)
-    print(
-        f"\nToken-identical to plain decoding of the same base in float32: {same[0.0]} of "
-        f"{len(compared)} greedy, {same[1.0]} of {len(compared)} sampled at T=1 with a seed."
-    )
+    found = [f"{number} of {len(compared)}" for number in same.values()]
+    print("\nToken-identical to plain decoding of the same base in float32:", end=" ")
+    print(f"{found[0]} greedy, {found[1]} sampled at T=1 with a seed.")
     if fast.base.dtype != torch.float32:
         print(
             f"In {name}, where rounding can decide a near tie: {tree['identical']} of "

@@ -6,14 +6,13 @@
 A run's own ``metrics.jsonl`` and ``provenance.json`` hold all of it; nothing is run.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics
 from pathlib import Path
 from typing import Any
 
+MEASURED = ("final/", "heldout/")
 # places, machines and names of one person's runs; a reader's are others
 PRIVATE = ("run_dir=", "name=", "hydra.run.dir=", "log.", "features.dir=", "checkpoint.every=")
 
@@ -35,11 +34,7 @@ def cost(run: Path) -> dict[str, Any]:
         "steps": rows[-1]["step"],
         "tokens_per_second": round(statistics.median(speeds)),
         "peak_memory_gb": round(max(peaks) / 1e9, 2),
-        "measured": {
-            key: round(value, 4)
-            for key, value in last.items()
-            if key.startswith(("final/", "heldout/"))
-        },
+        "measured": {k: round(v, 4) for k, v in last.items() if k.startswith(MEASURED)},
     }
 
 
@@ -48,12 +43,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, help="run directories")
     parser.add_argument("--out", type=Path, help="the JSON; printed where none is given")
-    arguments = parser.parse_args()
-    text = json.dumps({"runs": [cost(run) for run in arguments.runs]}, indent=1)
-    if arguments.out:
-        arguments.out.write_text(text + "\n")
-    else:
-        print(text)
+    given = parser.parse_args()
+    text = json.dumps({"runs": [cost(run) for run in given.runs]}, indent=1)
+    given.out.write_text(text + "\n") if given.out else print(text)
 
 
 if __name__ == "__main__":

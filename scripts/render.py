@@ -8,8 +8,6 @@ function of this module or of ``render_training``, which gets the files; several
 same block. A sentence with a measured figure belongs into one: nothing else holds it to its file.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
@@ -94,13 +92,11 @@ def steps(row: Bench) -> str:
 def place_of(bench: Bench) -> str:
     """Return prompts, limits, dtype, machine and date, as a table's last line says them."""
     settings, place, row = bench["settings"], bench["environment"], bench["rows"][0]
-    busy = ""
+    busy, others = "", place.get("largest_other_share")
     if place["contended"]:
-        busy = f" The machine was disturbed: plain decoding varied {place['baseline_drift']:.2f}x"
-        busy += " between repeats"
-        if others := place.get("largest_other_share"):
-            busy += f", others took up to {others:.0%} of the processors"
-        busy += "."
+        drift = f"{place['baseline_drift']:.2f}x between repeats"
+        share = f", others took up to {others:.0%} of the processors" if others else ""
+        busy = f" The machine was disturbed: plain decoding varied {drift}{share}."
     return (
         f"{row['num_prompts']} held-out prompts of up to {settings['max_new_tokens']} new tokens,"
         f" {settings['repeats']} repeat{'s' * (settings['repeats'] > 1)}, {row['dtype']},"
@@ -140,9 +136,10 @@ def clocked(
                 row = rows[method, heat, 1]
                 heads = method.split("/")[-1] in ("tree", "tree_dynamic")
                 ratio = f"{row['speedup_vs_plain'] / row['accept_length']:.2f}" if heads else ""
-                lines.append(f"{file} | " * (len(files) > 1))
-                lines[-1] += (
-                    f"{heat:g} | {name_of(bench, method)} | {row['tree_nodes']}"
+                lines.append(
+                    f"{file} | "
+                    * (len(files) > 1)
+                    + f"{heat:g} | {name_of(bench, method)} | {row['tree_nodes']}"
                     f" | {row['tokens_per_second']:.0f} | {speedup(row)}"
                     f" | {row['speedup_vs_hf_generate']:.2f} | {steps(row)} | {ratio}"
                     f" | {row['rep8']:.2f} | {same_cell(row)}"
@@ -172,10 +169,8 @@ def speeds(read: Read, file: str) -> str:
         of = [rows[method, heat, 1] for heat in heats]
         ratios = " | ".join("1" if method == "plain" else speedup(row) for row in of)
         lengths = f"{steps(of[0])} / {steps(of[-1])}" if drafts(method) else ""
-        lines.append(
-            f"{name_of(bench, method)} | {ratios} | {lengths} | {of[0]['rep8']:.2f}"
-            f" | {same_cell(of[0])}"
-        )
+        ends = f"{of[0]['rep8']:.2f} | {same_cell(of[0])}"
+        lines.append(f"{name_of(bench, method)} | {ratios} | {lengths} | {ends}")
     first, *others = (f"T={heat:g}" for heat in heats)
     head = " | ".join([f"drafter | {first}: speed-up (95%)", *others])
     plain = (rows["plain", heat, 1]["tokens_per_second"] for heat in heats)
@@ -270,9 +265,8 @@ def identical(read: Read, file: str) -> str:
     """Say how many outputs are identical where rounding hardly matters."""
     bench = read(file)
     held = [row for row in bench["rows"] if drafts(row["method"]) and row["identical"] is not None]
-    equal, compared, ties = (
-        sum(row[key] for row in held) for key in ("identical", "compared", "near_ties")
-    )
+    keys = "identical", "compared", "near_ties"
+    equal, compared, ties = (sum(row[key] for row in held) for key in keys)
     rest = f"; {ties} of the others first differ at a near-tie" if equal < compared else ""
     return (
         f"In float32 {equal} of {compared} outputs of {len({row['method'] for row in held})}"
@@ -329,10 +323,8 @@ def tree_search(read: Read) -> str:
 
 def tree_sizes(read: Read) -> str:
     """Return what a larger static tree brings."""
-    lines = [
-        f"{of['num_nodes']} | {of['accept_length']:.2f} | {of['speedup']:.2f}x"
-        for of in read("tinycode_medusa2_trees")["sizes"]
-    ]
+    form = "{num_nodes} | {accept_length:.2f} | {speedup:.2f}x"
+    lines = (form.format(**of) for of in read("tinycode_medusa2_trees")["sizes"])
     return table("nodes | expected accept length | expected speed-up of steps", lines)
 
 
@@ -364,10 +356,8 @@ def passes(read: Read) -> str:
 def growth(read: Read) -> str:
     """Say how the cost of a step grows along a text."""
     found = read("tinycode_step")["growth"]
-    token, step = (
-        cells((of[f"beyond_plain_per_{unit}"]["median"] for of in found), sign=" and ")
-        for unit in ("token", "step")
-    )
+    keys = "beyond_plain_per_token", "beyond_plain_per_step"
+    token, step = (cells((of[key]["median"] for of in found), sign=" and ") for key in keys)
     return (
         f"In a text of {found[0]['new_tokens']:,} tokens the second half costs the tree {token} of"
         " what it costs plain decoding, both relative to the first half, at"
@@ -537,9 +527,8 @@ def main() -> None:
     if not parser.parse_args().check:
         print("\n".join(render(FOLDER, FIGURES, PAGES)))
         return
-    read = reader(FOLDER)
-    found = [f"{page.name}: {name}" for page in PAGES for name in differing(page.read_text(), read)]
-    if found:
+    marks = {page.name: differing(page.read_text(), reader(FOLDER)) for page in PAGES}
+    if found := [f"{page}: {name}" for page, names in marks.items() for name in names]:
         raise SystemExit("not what benchmarks/ says: " + "; ".join(found))
 
 

@@ -4,8 +4,6 @@ A block is a public function whose first argument is ``read``, which returns the
 ``benchmarks/NAME.json`` by its NAME. It gives a table with its head, or sentences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, median
 from typing import Any
@@ -15,7 +13,7 @@ from specheads.measure.render import with_bounds
 Bench = dict[str, Any]
 Read = Callable[[str], Any]
 
-MIB = 2**20
+MIB, TOPS = 2**20, ("top1", "top5")
 WAYS = {
     "medusa1": "Medusa-1",
     "regenerated": "... on the base's own answers",
@@ -62,17 +60,15 @@ def speedup(row: Bench, unit: str = "") -> str:
 def adaptive(read: Read) -> str:
     """Return rules of draft length, judged and clocked, beside the best fixed one."""
     found = read("tinycode_adaptive")
-    lines = []
+    kinds, clocked, lines = ("body", "next", "rename", "type_hint", "mix"), found["clocked"], []
     for rule, judged in found["judged"].items():
-        clock = found["clocked"].get(rule)
+        clock = clocked.get(rule)
         cell = with_bounds(clock["speedup"]["mix"], clock["ci95"], "x") if clock else ""
-        columns = (judged[kind] for kind in ("body", "next", "rename", "type_hint", "mix"))
-        lines.append(f"`{rule}` | {cells(columns, '.2f')} | {cell}")
+        lines.append(f"`{rule}` | {cells(judged[kind] for kind in kinds)} | {cell}")
     relative = {rule: of["relative"] for rule, of in found["relative_to_best_fixed"].items()}
     worst, rule, kind = min((of[k], r, k) for r, of in relative.items() for k in of)
-    ours, fixed = (
-        found["clocked"][rule]["speedup"]["mix"] for rule in ("adaptive, unmeasured", "fixed 3")
-    )
+    names = "adaptive, unmeasured", "fixed 3"
+    ours, fixed = (clocked[name]["speedup"]["mix"] for name in names)
     head = "draft length | body | next | rename | type_hint | mix | clocked mix (95%)"
     return (
         f"{table(head, lines)}\n\nIn plain steps a draft pass costs {found['costs']['draft']:.3f},"
@@ -107,9 +103,9 @@ def distill(read: Read) -> str:
     best = max(row["t1"]["alpha"] for row in found)
     shown = {}
     for row in found:
-        warm = f"{row['t1']['alpha']:.3f}"
-        warm = f"**{warm}**" if row["t1"]["alpha"] == best else warm
-        shown[row["loss"], row["data"]] = f"{warm} / {row['t0']['alpha']:.3f}"
+        bold = "**" * (row["t1"]["alpha"] == best)
+        both = f"{bold}{row['t1']['alpha']:.3f}{bold} / {row['t0']['alpha']:.3f}"
+        shown[row["loss"], row["data"]] = both
     data = ("documents", "corpus", "regenerated", "on_policy")
     lines = [
         " | ".join([f"`{loss}`", *(shown.get((loss, each), "") for each in data)])
@@ -144,11 +140,8 @@ def recipes(read: Read) -> str:
             change = found["loss"] / found["original_loss"] - 1
             loss = f"{found['loss']:.4f}, the original's {found['original_loss']:.4f}"
             loss += f" ({change:+.2%}), KL {found['kl']:.4f}"
-        heads = [key for key in found if key.startswith("head_")]
-        top = (
-            cells((found[key] for key in heads if key.endswith(end)), sign=" ")
-            for end in ("top1", "top5")
-        )
+        heads = {key: value for key, value in found.items() if key.startswith("head_")}
+        top = (cells((v for k, v in heads.items() if k.endswith(n)), sign=" ") for n in TOPS)
         lines.append(
             f"{run['run']} | {run['steps']:,} | {run['tokens_per_second']:,} | {run['threads']}"
             f" | {run['peak_memory_gb']:.2f} GB | {loss} | {' | '.join(top)}"
@@ -237,11 +230,8 @@ def heads_lookup(read: Read) -> str:
 
 def memory_step(read: Read) -> str:
     """Return memory and time of a training step."""
-    rows = {
-        (row["recipe"], row["lm_head"], row["implementation"], row["num_heads"]): row
-        for row in read("memory")["rows"]
-    }
-    lines = []
+    names, lines = ("recipe", "lm_head", "implementation", "num_heads"), []
+    rows = {tuple(row[name] for name in names): row for row in read("memory")["rows"]}
     for key in dict.fromkeys(key[:3] for key in rows):
         one, four = rows[(*key, 1)], rows[(*key, 4)]
         lines.append(
@@ -268,8 +258,8 @@ def memory(read: Read, file: str) -> str:
     for of in report["times"]:
         clock = (of[side]["seconds"] for side in ("ours", "naive"))
         ours, naive = (f"{median(t):.2f} s ({min(t):.2f}-{max(t):.2f})" for t in clock)
-        times.append(f"{ours} against {naive}, {of['seconds_vs_naive']:.2f} times, with")
-        times[-1] += f" {allocators[of['allocator']]}"
+        ratio, how = of["seconds_vs_naive"], allocators[of["allocator"]]
+        times.append(f"{ours} against {naive}, {ratio:.2f} times, with {how}")
     return (
         f"{table('heads | ours, MiB | growth | naive, MiB | growth', lines)}\n\n"
         "Peak of the allocator in a training step, and its growth over one head, the heads' own"
@@ -287,16 +277,16 @@ def mtp_table(read: Read) -> str:
         seeds = _seeds(data, way)
         rows, times = rows_of(seeds[0]), seeds[0]["step_ms"]
         found = {t: [row["accept"][t] for row in seeds] for t in ("t0", "t1")}
-        copies = [
-            f"{fmean(each['prompt_lookup']['accept_length'] for each in of):.2f}"
-            for of in found.values()
-        ]
+
+        def lengths(t: str, method: str, found: Any = found) -> list[float]:
+            return [each[method]["accept_length"] for each in found[t]]
+
+        copies = [f"{fmean(lengths(t, 'prompt_lookup')):.2f}" for t in found]
         own, ratio, shown = ["1 | "] * 2, "", ["plain"]
         if "step" in times:
             own = [
-                f"{spread([each['tree']['accept_length'] for each in of])}"
-                f" | {speedup(rows['tree', heat, 1], 'x')}"
-                for heat, of in enumerate(found.values())
+                f"{spread(lengths(t, 'tree'))} | {speedup(rows['tree', heat, 1], 'x')}"
+                for heat, t in enumerate(found)
             ]
             row, shown = rows["tree", 0, 1], ["plain", "verify", "heads"]
             ratio = f"{row['speedup_vs_plain'] / row['accept_length']:.2f}"
@@ -318,10 +308,8 @@ def mtp_table(read: Read) -> str:
 def mtp_cost(read: Read) -> str:
     """Say what predicting several tokens costs in next-token loss."""
     data = read("mtp_table")
-    bits = {
-        way: fmean(row["loss"]["bits_per_byte"] for row in _seeds(data, way))
-        for way in data["training"]
-    }
+    seeds = {way: _seeds(data, way) for way in data["training"]}
+    bits = {way: fmean(row["loss"]["bits_per_byte"] for row in of) for way, of in seeds.items()}
     byte, bpe = bits["byte-n1"], bits["bpe-n1"]
     return (
         "With layers and tokens equal, predicting four bytes costs"
@@ -335,10 +323,8 @@ def mtp_cost(read: Read) -> str:
 def mtp_plain(read: Read) -> str:
     """Say how fast the byte model decodes plainly in either dtype."""
     half, single = (rows_of(read(f"mtp_byte/bench{end}")) for end in ("", "_fp32"))
-    slow, fast, tree = (
-        row["tokens_per_second"]
-        for row in (half["plain", 0, 1], single["plain", 0, 1], half["tree", 0, 1])
-    )
+    rows = half["plain", 0, 1], single["plain", 0, 1], half["tree", 0, 1]
+    slow, fast, tree = (row["tokens_per_second"] for row in rows)
     return (
         f"Plain decoding of the byte model makes {fast:.0f} tokens per second in float32 and"
         f" {slow:.0f} in bfloat16 at T=0, as its matrices are too small for bfloat16 to pay one row"

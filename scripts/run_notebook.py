@@ -8,8 +8,6 @@ are stored small and without a date, so that the same cells give the same file. 
 nothing, and exits with 1 where what is printed is not what is stored.
 """
 
-from __future__ import annotations
-
 import argparse
 import base64
 import contextlib
@@ -39,13 +37,8 @@ def execute(notebook: dict[str, Any]) -> list[list[dict[str, Any]]]:
             figure.savefig(data, format="png", dpi=DPI, metadata={"Software": None})
             picture = base64.b64encode(data.getvalue()).decode()
             size = "x".join(f"{each:g}" for each in figure.get_size_inches())
-            shown.append(
-                {
-                    "output_type": "display_data",
-                    "data": {"image/png": picture, "text/plain": [f"<figure, {size} inches>"]},
-                    "metadata": {},
-                }
-            )
+            content = {"image/png": picture, "text/plain": [f"<figure, {size} inches>"]}
+            shown.append({"output_type": "display_data", "data": content, "metadata": {}})
         plt.close("all")
 
     before, plt.show = plt.show, show

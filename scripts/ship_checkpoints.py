@@ -8,8 +8,6 @@ were measured at and the record of the training are kept. A folder that is there
 train them again stands in data/checkpoints/README.md, and in scripts/bench_full.py as commands.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -66,13 +64,8 @@ def ship_draft(source: Path, target: Path) -> None:
     about = read_provenance(source)
     if about is None:
         raise SystemExit(f"{source} is no draft model made by specheads")
-    save_draft(
-        target,
-        load_base_model(str(source), dtype="float32", device="cpu"),
-        load_tokenizer(str(source)),
-        about,
-        dtype=DTYPE,
-    )
+    draft = load_base_model(str(source), dtype="float32", device="cpu")
+    save_draft(target, draft, load_tokenizer(str(source)), about, dtype=DTYPE)
 
 
 def write_card(folder: Path) -> None:

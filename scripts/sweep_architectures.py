@@ -16,8 +16,8 @@ is not kept is printed as WRONG, and the exit code is 1. Types that cannot be bu
 settings are listed and prove nothing.
 """
 
-from __future__ import annotations
-
+import contextlib
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -88,9 +88,8 @@ ENCODERS = (
 )
 # the same type with another mechanism, whose threshold is within reach
 VARIANTS = {name: kind for name, kind in THRESHOLD_MODELS.items() if "longrope" in name}
-VARIANTS["phi4_multimodal-longrope"] = VARIANTS["phi3-longrope"]._replace(
-    model_type="phi4_multimodal"
-)
+PHI4 = "phi4_multimodal"
+VARIANTS[f"{PHI4}-longrope"] = VARIANTS["phi3-longrope"]._replace(model_type=PHI4)
 
 
 @dataclass
@@ -116,12 +115,9 @@ def settings_of(known: Any) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for name, value in SIZES.items():
         own = getattr(type(known), name, None)
-        try:
-            there = hasattr(known, name)
-        except Exception:  # one that differs from layer to layer
-            there = False
-        if there and not (isinstance(own, property) and own.fset is None):
-            settings[name] = value
+        with contextlib.suppress(Exception):  # one that differs from layer to layer
+            if hasattr(known, name) and not (isinstance(own, property) and own.fset is None):
+                settings[name] = value
     kinds = getattr(known, "layer_types", None)
     names = ("layer_types", "layers_block_type")
     if kinds and not any(isinstance(getattr(type(known), n, None), property) for n in names):
@@ -177,8 +173,7 @@ def prompt_lengths(model: PreTrainedModel) -> list[int]:
 
 def broken_promises(model: PreTrainedModel, *, trees: bool) -> tuple[list[str], list[str]]:
     """Return what differs from what was promised, and what was refused instead of decoded."""
-    wrong: list[str] = []
-    refused: list[str] = []
+    wrong, refused = list[str](), list[str]()
     seeded = Sampler(temperature=0.9, seed=3)
     greedy = GenerationConfig(max_new_tokens=NUM_NEW, do_sample=False, pad_token_id=0)
     lengths = prompt_lengths(model)
@@ -243,40 +238,23 @@ TITLES = {
 }
 
 
-def page(document: dict[str, Any]) -> str:
-    """Return the page of what was found."""
-    verdicts = document["verdicts"]
+def page(before: str, document: dict[str, Any]) -> str:
+    """Return the page of what was found: its text as it was, its version and tables anew."""
+    verdicts, head = document["verdicts"], before.partition("| | types |")[0]
     lines = [
-        "# Architectures",
-        "",
-        f"Every type that `AutoModelForCausalLM` of transformers {document['transformers']} knows,",
-        "built tiny with random weights in float32 and compared: the plain loop with `generate`,",
-        "trees and chains with the plain loop, seeded, and three rows of different lengths with",
-        "each alone. Prompts are short, just before and just across every position that the config",
-        f"names: longrope's threshold and `floor_scale` are set to {THRESHOLD}, windows and chunks",
-        f"to {WINDOW}. What your own model is, `doctor` tells",
-        "([which models](decoding.md#which-models)); pretrained weights were not tried. From",
-        "[architectures.json](../benchmarks/architectures.json):",
-        "",
-        "```sh",
-        "python scripts/sweep_architectures.py --json benchmarks/architectures.json"
-        " --page docs/architectures.md",
-        "```",
-        "",
-        "| | types |",
+        re.sub(r"(?<=transformers )[\w.]+", document["transformers"], head) + "| | types |",
         "|---|---|",
         *(f"| {title} | {len(verdicts.get(key, {}))} |" for key, title in TITLES.items()),
     ]
     for key, title in TITLES.items():
-        if found := verdicts.get(key):
-            bare = ", ".join(f"`{name}`" for name, reason in sorted(found.items()) if not reason)
+        if found := sorted(verdicts.get(key, {}).items()):
+            bare = ", ".join(f"`{name}`" for name, reason in found if not reason)
             rows = [
                 f"| `{name}` | {' '.join(reason.split()).replace('|', '/').replace('<', '&lt;')} |"
-                for name, reason in sorted(found.items())
+                for name, reason in found
                 if reason
             ]
-            lines += ["", f"## {title}"]
-            lines += ["", bare] if bare else []
+            lines += ["", f"## {title}", *(["", bare] if bare else [])]
             lines += ["", "| type | |", "|---|---|", *rows] if rows else []
     return "\n".join(lines) + "\n"
 
@@ -297,15 +275,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             signal.alarm(0)
         found.setdefault(verdict, {})[name] = " ".join(reason.split())[:300]
-    for verdict, types in sorted(found.items()):
+    found = {verdict: dict(sorted(types.items())) for verdict, types in sorted(found.items())}
+    for verdict, types in found.items():
         print(f"\n{verdict}: {len(types)}")
         for name, reason in types.items():
             print(f"  {name:<28}{reason[:160]}".rstrip())
-    kinds = {verdict: dict(sorted(types.items())) for verdict, types in sorted(found.items())}
-    document = {"transformers": transformers.__version__, "verdicts": kinds}
+    document = {"transformers": transformers.__version__, "verdicts": found}
     harness.write(given.json, document)
     if given.page:
-        given.page.write_text(page(document))
+        given.page.write_text(page(given.page.read_text(), document))
     return int("WRONG" in found)
 
 

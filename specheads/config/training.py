@@ -44,6 +44,8 @@ class ModelConfig:
 class HeadsConfig:
     """Medusa heads (arXiv:2401.10774, section 2.1), and Hydra heads (arXiv:2402.05109)."""
 
+    kind: str = "medusa"  # Hydra heads too (condition); or another one of models/kinds.py
+    options: dict[str, Any] = field(default_factory=dict)  # of such another kind: its own settings
     num_heads: int = 4
     num_layers: int = 1  # residual blocks per head; 0 leaves only the output matrix
     # own (copy of the base's output matrix), shared (the base's), low_rank, or pruned (own, for
@@ -64,6 +66,8 @@ class HeadsConfig:
         trained = self.num_layers > 0 or self.lm_head != "shared" or self.condition
         expected = "at least 1 with heads.lm_head=shared (nothing would be trained)"
         check(trained, "heads.num_layers", self.num_layers, expected)
+        taken = self.kind != "medusa" or not self.options
+        check(taken, "heads.options", self.options, "empty with heads.kind=medusa, which has keys")
 
 
 @dataclass

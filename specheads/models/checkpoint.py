@@ -137,7 +137,11 @@ def cast_tensors(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[
 
 
 # by the ``kind`` of config.json
-KINDS: dict[str, type[Heads]] = {"medusa": MedusaHeads, "hydra": MedusaHeads, "mtp": MtpHeads}
+KINDS: dict[str, type[Heads]] = {
+    "medusa": MedusaHeads,
+    "hydra": MedusaHeads,
+    "mtp": MtpHeads,
+}
 
 
 def build_heads(config: dict[str, Any]) -> Heads:

@@ -2,8 +2,9 @@
 
 Training, decoding and exports ask heads what :class:`Heads` lists, and never which kind they are.
 A new kind is one module with an ``nn.Module`` that answers it, an entry in ``KINDS`` of
-:mod:`specheads.models.checkpoint`, its section of the settings, a recipe, and a place in
-tests/unit/test_heads_contract.py, which holds every kind to what is written here.
+:mod:`specheads.models.checkpoint`, and one in tests/unit/test_heads_contract.py, which holds every
+kind to what is written here. The recipes of Medusa heads train it by ``heads.kind``;
+docs/adding_a_method.md adds one.
 
 Shapes: K heads, d what the output matrix of the base reads, V vocabulary, V' the tokens that the
 heads can guess, B rows, T positions.
@@ -98,9 +99,9 @@ class Heads(Protocol):
 
     What depends on the map of tokens alone is written here, once for all kinds.
 
-    How the weights start is the recipe's business. A kind whose loss is no sum over heads of such
-    products brings an objective of its own, beside its recipe. Learning rates and memory planning
-    find a head's own output matrix by ``lm_head`` in its tensors' names.
+    Weights start as ``from_settings`` leaves them, where no recipe does more. A kind whose loss is
+    no sum over heads of such products brings an objective of its own, beside its recipe. Learning
+    rates and memory planning find a head's own output matrix by ``lm_head`` in its tensors' names.
 
     Attributes:
         config_keys: keys of config.json without which an export of this kind is refused.

@@ -31,7 +31,7 @@ from specheads.losses.cross_entropy import IGNORE, check_implementation
 from specheads.models import base as bases
 from specheads.models import draft as drafts
 from specheads.models.adapters import add_adapter, check_tunable, require_grad
-from specheads.models.checkpoint import load_heads
+from specheads.models.checkpoint import KINDS, load_heads
 from specheads.models.heads import MedusaHeads
 from specheads.models.kinds import Heads
 from specheads.models.mtp import MtpHeads
@@ -39,7 +39,7 @@ from specheads.models.output import OutputLayer, output_layer
 from specheads.models.quantize import METHODS, quantization_of
 from specheads.models.support import tree_support
 from specheads.system import dist, hardware
-from specheads.system.errors import refuse
+from specheads.system.errors import one_of, refuse
 from specheads.system.files import tinycode_dir
 from specheads.training.engine import Spread
 
@@ -298,22 +298,25 @@ def prompt_records(
     return [record for turn in turns for record in turn if record is not None][:wanted]
 
 
-def build_heads(
-    cfg: TrainConfig, base: PreTrainedModel, output: OutputLayer, data: Data
-) -> MedusaHeads:
-    """Return the heads of ``cfg.heads`` where the base's last hidden states are.
+def build_heads(cfg: TrainConfig, base: PreTrainedModel, output: OutputLayer, data: Data) -> Any:
+    """Return the heads of ``cfg.heads``, an ``nn.Module``, where the base's output layer is.
 
-    They start as the base, or as those of the export ``heads.start``.
+    They start as those of the export ``heads.start``; without one, Medusa heads as the base.
 
     Raises:
         ConfigError: if they cannot be built for this base, or those of the export are others.
     """
     wanted = cfg.heads
-    with in_section("heads"):
-        heads = MedusaHeads.from_settings(wanted, base, output)
+    # heads.condition makes Hydra heads; those of MTP have a section and recipes of their own
+    one_of("heads.kind", wanted.kind, *(name for name in KINDS if name not in ("hydra", "mtp")))
+    try:
+        with in_section("heads"):
+            heads = KINDS[wanted.kind].from_settings(wanted, base, output)
+    except TypeError as error:  # a word that the kind does not take
+        raise ConfigError(f"heads.options={wanted.options}: {error}") from None
     if wanted.start:
         _start_from(wanted.start, heads)
-    else:
+    elif isinstance(heads, MedusaHeads):
         kept = None
         if wanted.lm_head == "pruned":
             assert not isinstance(data.train, StreamedBatches)  # read_data has seen to it

@@ -78,16 +78,14 @@ def test_verify_steps_are_clocked_up_to_the_largest_tree(
     assert costs == [1.0, 1.0, 2.0, 3.0, 3.5, 4.0, 4.25, 4.5, 4.75, 5.0]
 
 
+OF_HEADS = ("heads", "draft_heads")  # which a base model alone has not
 EVERY: list[dict[str, Any]] = [
     {},
-    {"drafter": "lookup"},
-    {"drafter": "suffix"},
+    *({"drafter": name} for name in DRAFTERS if name not in (*OF_HEADS, "lookahead")),
     {"drafter": "lookahead", "window": 3, "ngram": 3, "guesses": 2},
-    {"drafter": "draft"},
     {"drafter": "draft", "draft_tokens": 3},
     {"drafter": "draft", "draft_sampling": "coupled"},
     {"drafter": "draft_tree", "draft_sampling": "coupled"},
-    {"drafter": "draft_tree"},
     {"drafter": "draft_tree", "draft_tokens": 2, "num_nodes": 6},
     {"drafter": "draft+suffix", "num_nodes": 8},
     {"drafter": "lookahead+lookup+draft_tree"},

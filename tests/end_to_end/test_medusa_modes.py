@@ -133,6 +133,8 @@ def test_cached_features_train_the_same_heads(
         (("+recipe=medusa1", "heads=low_rank", "heads.rank=4000"), "rank must be in 1..32"),
         (("+recipe=medusa1", "heads=pruned"), "num_kept must be in 1..272"),
         (("+recipe=medusa1", "heads.start=/nowhere"), "/nowhere"),
+        (("+recipe=medusa1", "heads.kind=mtp"), "heads.kind must be one of medusa, got 'mtp'"),
+        (("+recipe=medusa1", "+heads.options.width=3"), "heads.options must be empty with"),
         (
             ("+recipe=medusa2", "features.dir=f"),
             "features.dir=f keeps hidden states of a frozen base",

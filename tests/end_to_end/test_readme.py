@@ -119,7 +119,7 @@ def test_guide_to_decoding_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip()
 
 
-# those of docs/adding_a_method.md are files: test_adding_a_method.py writes and runs them
+# those of docs/adding_a_method.md are files and edits: test_adding_a_method.py applies them
 OWN_TESTS = ("README.md", "docs/decoding.md", "docs/adding_a_method.md")
 OTHERS = [name for name in PAGES if name not in OWN_TESTS]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -110,21 +110,27 @@ def test_text_shows_every_figure() -> None:
     assert harness.describe(row) == expected
 
 
-class Runner:
-    """Writes the file that a command names last, or fails."""
+Run = Callable[..., tuple[list[str], list[str]]]
 
-    def __init__(self, root: Path, failing: str = "") -> None:
-        self.root, self.failing = root, failing
-        self.ran: list[str] = []
 
-    def __call__(self, command: Sequence[str]) -> int:
-        """Stand in for a process."""
-        self.ran.append(command[0])
-        if command[0] == self.failing:
-            return 3
-        if command[-1].endswith(".json"):
-            (self.root / command[-1]).write_text("{}")
-        return 0
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Return what runs parts whose commands write the file that they name last, or fail."""
+
+    def run_parts(parts: list[Any], *, resume: bool = True, failing: str = "") -> Any:
+        ran: list[str] = []
+
+        def command(words: Sequence[str]) -> int:
+            ran.append(words[0])
+            if words[0] != failing and words[-1].endswith(".json"):
+                (tmp_path / words[-1]).write_text("{}")
+            return 3 * (words[0] == failing)
+
+        monkeypatch.setattr(harness, "ROOT", tmp_path)
+        monkeypatch.setattr(harness, "run_command", command)
+        return harness.run_parts(parts, tmp_path / "parts.json", resume=resume), ran
+
+    return run_parts
 
 
 def three() -> list[Any]:
@@ -136,52 +142,39 @@ def three() -> list[Any]:
     ]
 
 
-def test_resuming_runs_what_is_left(tmp_path: Path) -> None:
+def test_resuming_runs_what_is_left(tmp_path: Path, run: Run) -> None:
     """Forty minutes of measurements that start from nothing after Ctrl-C are not made again."""
-    record = tmp_path / "parts.json"
-    first = Runner(tmp_path, failing="two")
-    assert harness.run_parts(three(), record, resume=False, run=first, root=tmp_path) == ["two"]
-    assert first.ran == ["train", "one", "before", "two"]
-    assert json.loads(record.read_text())["two"]["state"].startswith("exit code 3")
-    again = Runner(tmp_path)
-    assert harness.run_parts(three(), record, resume=True, run=again, root=tmp_path) == []
-    assert again.ran == ["before", "two"]
-    whole = Runner(tmp_path)
-    harness.run_parts(three(), record, resume=False, run=whole, root=tmp_path)
-    assert len(whole.ran) == 4
+    first = run(three(), resume=False, failing="two")
+    assert first == (["two"], ["train", "one", "before", "two"])
+    record = json.loads((tmp_path / "parts.json").read_text())
+    assert record["two"]["state"].startswith("exit code 3")
+    assert run(three()) == ([], ["before", "two"])
+    assert len(run(three(), resume=False)[1]) == 4
 
 
-def test_what_changed_is_measured_again(tmp_path: Path) -> None:
+def test_what_changed_is_measured_again(tmp_path: Path, run: Run) -> None:
     """A figure of other settings, or of a checkpoint since replaced, would be kept for good."""
     (tmp_path / "shipped").mkdir()
     manifest = tmp_path / "shipped" / "manifest.json"
     manifest.write_text("old")
     part = harness.Part("one", (("one", "1.json"),), ("1.json",), 1, reads=("shipped",))
-    record = tmp_path / "parts.json"
-
-    def ran(asked: Any) -> list[str]:
-        runner = Runner(tmp_path)
-        harness.run_parts([asked], record, resume=True, run=runner, root=tmp_path)
-        return runner.ran
-
-    assert ran(part) == ["one"] and ran(part) == []
+    assert run([part])[1] == ["one"] and run([part])[1] == []
     manifest.write_text("new")
-    assert ran(part) == ["one"]
+    assert run([part])[1] == ["one"]
     (tmp_path / "1.json").unlink()
-    assert ran(part) == ["one"]
+    assert run([part])[1] == ["one"]
     other = harness.Part("one", (("one", "more", "1.json"),), ("1.json",), 1, reads=("shipped",))
-    assert ran(other) == ["one"]
+    assert run([other])[1] == ["one"]
 
 
-def test_failures_are_not_taken_for_done(tmp_path: Path) -> None:
+def test_failures_are_not_taken_for_done(tmp_path: Path, run: Run) -> None:
     """A measurement of a model that failed to train is one of an older model."""
-    record = tmp_path / "parts.json"
-    runner = Runner(tmp_path, failing="train")
-    failed = harness.run_parts(three(), record, resume=True, run=runner, root=tmp_path)
-    assert failed == ["train", "one"] and "one" not in runner.ran
+    failed, ran = run(three(), failing="train")
+    assert failed == ["train", "one"] and "one" not in ran
     silent = [harness.Part("three", (("three",),), ("3.json",), 1)]
-    assert harness.run_parts(silent, record, resume=True, run=runner, root=tmp_path) == ["three"]
-    assert json.loads(record.read_text())["three"]["state"] == "3.json was not written"
+    assert run(silent)[0] == ["three"]
+    record = json.loads((tmp_path / "parts.json").read_text())
+    assert record["three"]["state"] == "3.json was not written"
     with pytest.raises(SystemExit, match="no part is called four; there are train, one, two"):
         harness.chosen(three(), ["four"])
 

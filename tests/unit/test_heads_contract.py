@@ -182,6 +182,7 @@ def test_the_settings_are_all_taken(tiny_llama: LlamaForCausalLM, kind: Any, set
     config = made.to_config()
     shared = {key: value for key, value in vars(settings).items() if key in config}
     assert made.num_heads == 2 and config["vocab_size"] == 272 and config["hidden_size"] == 32
-    skipped = ("num_heads", "rank", "markov_rank", "num_kept")  # of other forms, or n of the paper
+    # of other forms, n of the paper, or hydra by condition
+    skipped = ("num_heads", "rank", "markov_rank", "num_kept", "kind")
     assert all(config[key] == value for key, value in shared.items() if key not in skipped)
     assert made.needs_embedding == getattr(settings, "condition", False)
