@@ -243,7 +243,7 @@ def test_the_sweep_finds_what_its_page_says(name: str, verdict: str) -> None:
 
 def test_the_sweep_tells_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prevents a page on which all is well because nothing was compared."""
-    monkeypatch.setattr(forward, "thresholds", lambda model: None)
+    monkeypatch.setattr(forward, "thresholds", lambda model: forward.Thresholds())
     verdict, reason = SWEEP.judge("llama-longrope")
     assert verdict == "WRONG"
     assert "guesses change the text behind 61 tokens" in reason

@@ -74,7 +74,9 @@ def trained(draft: PreTrainedModel, kind: str, **more: Any) -> MedusaHeads:
         for i in range(2):
             seen = hidden[:, 3 : -2 - i]
             tokens = torch.stack([texts[:, 4 + j : texts.shape[1] - 1 - i + j] for j in (0, 1)], -1)
-            logits = heads.head_logits(i, seen, output, tokens[..., : i + 1], embed)
+            features = heads.features(i, seen, tokens[..., : i + 1], embed)
+            products = torch.nn.functional.linear(features, heads.output_weight(i, output.weight))
+            logits = heads.finish(products, output)
             labels = texts[:, 5 + i :]
             loss = loss + torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         optimizer.zero_grad()

@@ -86,7 +86,8 @@ def test_defaults_trust_nobody() -> None:
         if "trust" not in (text := path.read_text()):
             continue
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.AnnAssign) and name_of(node.target) in (
+            # without a value it is a keyword that its callee has a default for
+            if isinstance(node, ast.AnnAssign) and node.value and name_of(node.target) in (
                 "trust_remote_code", "resume_trust",
             ):  # fmt: skip
                 assert isinstance(node.value, ast.Constant) and node.value.value is False, path

@@ -460,7 +460,9 @@ def one_by_one(objective: HeadsObjective, batch: Batch, kind: str) -> Tensor:
                     if label == IGNORE:
                         continue
                     ahead = ids[t + 1 : t + i + 2]
-                    logits = heads.head_logits(i, hidden[t], output, ahead, embed)
+                    features = heads.features(i, hidden[t], ahead, embed)
+                    matrix = heads.output_weight(i, output.weight)
+                    logits = heads.finish(torch.nn.functional.linear(features, matrix), output)
                     counts[i] += 1
                     sums[i] = sums[i] + distance(kind, logits, teacher[t + i + 1], label, kept)
     weights = [objective.loss.decay ** (i + 1) for i in range(heads.num_heads)]
