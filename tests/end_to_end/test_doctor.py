@@ -31,9 +31,7 @@ def test_a_missing_device_is_said_beside_what_is_there(
 ) -> None:
     """The doctor is asked about a GPU where there is none, and says that all is well."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(
-        installation, "try_imports", lambda modules: {}
-    )  # importing them all takes long
+    monkeypatch.setattr(installation, "try_imports", lambda modules: {})  # which takes long
     with pytest.raises(ConfigError, match="device=cuda, but torch finds no GPU here"):
         run(DoctorConfig(device="cuda"))
     assert "\nGPU " in capsys.readouterr().out
