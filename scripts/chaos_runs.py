@@ -41,10 +41,9 @@ QUIET["PYTHONWARNINGS"] = "ignore::UserWarning"  # of semaphores that a killed r
 # A run of one process is forked from one that has imported everything, which saves the seconds
 # that importing takes; apart from that, and from how it is hurt, it is python -m specheads.train.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    ["transformers.models.llama.modeling_llama", "specheads.train", "specheads.decoding.loop"]
-    + ["specheads.training.loop", "specheads.training.objectives", "hydra._internal.hydra"]
-)
+IMPORTED = ["transformers.models.llama.modeling_llama", "specheads.train"]
+IMPORTED += ["specheads.decoding.loop", "specheads.training.loop"]
+IMPORTED += ["specheads.training.objectives", "hydra._internal.hydra"]
 LOCK = Lock()  # two threads that ask for the end of one fork would each get half of the answer
 
 
@@ -248,6 +247,7 @@ class Workshop:
         self.folder, self.base, self.records = folder, folder / "base", folder / "records.jsonl"
         self.whole: dict[int, Lab] = {}  # by number of ranks
         self.lock = Lock()
+        FORKS.set_forkserver_preload(IMPORTED)  # of the whole process: not for who only looks here
         more = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
         harness.llama(272, 32, 2, intermediate_size=64, **more).save_pretrained(self.base)
         byte_tokenizer(512).save_pretrained(self.base)
