@@ -34,7 +34,7 @@ from signal import SIGINT, SIGKILL, SIGSTOP, SIGTERM, SIGUSR1
 from typing import Any
 
 import harness
-from chaos_runs import POISON, SAVED_EVERY, STEPS, Lab, Run, Workshop
+from chaos_runs import FORKS, IMPORTED, POISON, SAVED_EVERY, STEPS, Lab, Run, Workshop
 
 from specheads.system.hardware import environment
 
@@ -456,4 +456,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    FORKS.set_forkserver_preload(IMPORTED)  # of all forks of this process, which is ours alone here
     raise SystemExit(main())

@@ -247,7 +247,6 @@ class Workshop:
         self.folder, self.base, self.records = folder, folder / "base", folder / "records.jsonl"
         self.whole: dict[int, Lab] = {}  # by number of ranks
         self.lock = Lock()
-        FORKS.set_forkserver_preload(IMPORTED)  # of the whole process: not for who only looks here
         more = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
         harness.llama(272, 32, 2, intermediate_size=64, **more).save_pretrained(self.base)
         byte_tokenizer(512).save_pretrained(self.base)

@@ -77,7 +77,7 @@ def test_wheel_runs_from_an_empty_folder(site: Path, tmp_path: Path) -> None:
             "(a.conf_dir, a.recipes_dir, a.tinycode_dir)]))",
         )
     )
-    assert all(Path(path).is_relative_to(site) for path in found)
+    assert all(Path(path).is_relative_to(site) for path in found), found
     composed = run(site, tmp_path, "-m", "specheads.train", "+recipe=medusa2", "--cfg", "job")
     assert "recipe: medusa2" in composed
     assert "train" in run(site, tmp_path, "-m", "specheads.cli", "--help")
