@@ -2,7 +2,7 @@
 
     python scripts/fuzz.py              # all of them, at random: make fuzz
     python scripts/fuzz.py --seed 17    # what another run drew: make fuzz FUZZ="--seed 17"
-    python scripts/fuzz.py tests/unit/test_tree.py
+    python scripts/fuzz.py tests/attention/test_tree.py
 
 Prints the seed. An example that fails is written above its test as ``@example(...)``, so that every
 later run begins with it; commit it together with what mends it. Exits with 1 if any was found.

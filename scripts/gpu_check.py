@@ -213,7 +213,7 @@ def several_devices(device: torch.device) -> str:
 def compiled(device: torch.device) -> str:
     """The compiled verify step, on a GPU captured in CUDA graphs, gives the same tokens."""
     if device.type == "cpu":
-        raise NotRun("needs a GPU; tests/unit tries it on a CPU")
+        raise NotRun("needs a GPU; the tests try it on a CPU")
     from torch._dynamo.utils import counters
 
     model = build("llama").to(device)

@@ -1,7 +1,7 @@
 """What training a known model needs of memory and time, for bases that are not on this machine.
 
 What a decoder of Llama's kind brings to a rank is counted for transformers' modules as they are
-(tests/unit/test_shapes.py holds them to what autograd really saves): a norm keeps its float32
+(tests/scripts/test_shapes.py holds them to what autograd really saves): a norm keeps its float32
 input, its normalised input and its output; sdpa its q, k, v and output; the MLP its gate, the
 gate's activation, the other factor and the product. A frozen matrix keeps no input; an adapter
 keeps its own, after dropout, and dropout its mask. How ZeRO divides it says

@@ -2,8 +2,8 @@
 
 Training, decoding and exports ask heads what :class:`Heads` lists, and never which kind they are.
 A new kind is one module with an ``nn.Module`` that answers it, an entry in ``KINDS`` of
-:mod:`specheads.models.checkpoint`, and one in tests/unit/test_heads_contract.py, which holds every
-kind to what is written here. The recipes of Medusa heads train it by ``heads.kind``;
+:mod:`specheads.models.checkpoint`, and one in tests/models/test_heads_contract.py, which holds
+every kind to what is written here. The recipes of Medusa heads train it by ``heads.kind``;
 docs/adding_a_method.md adds one.
 
 Shapes: K heads, d what the output matrix of the base reads, V vocabulary, V' the tokens that the

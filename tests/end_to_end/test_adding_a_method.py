@@ -46,7 +46,7 @@ def test_what_the_page_adds_trains_and_decodes(tmp_path: Path) -> None:
     for block in BLOCK.findall(PAGE):
         apply(*block, tmp_path)
     (tmp_path / "page.md").write_text(PAGE)
-    files = ("end_to_end/added_method", "unit/test_heads_contract", "unit/test_soft_loss")
+    files = ("end_to_end/added_method", "models/test_heads_contract", "losses/test_soft_loss")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-k"]
         + ["added or bottleneck or every_kind or hellinger"]

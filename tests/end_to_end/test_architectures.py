@@ -30,8 +30,8 @@ from specheads.decoding.result import DecodeResult
 from specheads.models import forward
 from specheads.verification.sampling import Sampler
 from tests.processes import ROOT
+from tests.script_modules import load_script
 from tests.scripted import ScriptedDrafter
-from tests.scripts import load_script
 from tests.zoo import CHAIN_MODELS, TREE_MODELS, VOCAB, WINDOW, build
 
 SWEEP = load_script("sweep_architectures")

@@ -22,7 +22,7 @@ from specheads.models.base import build_from_init, load_tokenizer
 from specheads.models.mtp import MtpHeads, block_config
 from tests.composed import composed
 from tests.end_to_end.commands import start
-from tests.scripts import load_script
+from tests.script_modules import load_script
 
 adaptive: Any = load_script("bench_adaptive")
 distill: Any = load_script("bench_distill")

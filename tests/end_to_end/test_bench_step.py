@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.scripts import load_script
+from tests.script_modules import load_script
 
 script: Any = load_script("bench_step")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specheads.losses.cross_entropy import IGNORE
-from tests.scripts import load_script
+from tests.script_modules import load_script
 
 features: Any = load_script("bench_features")
 memory: Any = load_script("bench_memory")

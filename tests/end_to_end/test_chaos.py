@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.end_to_end.test_distributed import missing
-from tests.scripts import load_script
+from tests.script_modules import load_script
 
 chaos: Any = load_script("chaos")
 chaos_runs: Any = load_script("chaos_runs")

@@ -14,7 +14,7 @@ from specheads.drafters.growing import Grown
 from specheads.drafters.heads import HeadsDrafter
 from specheads.models.checkpoint import Export, load_export
 from specheads.models.output import output_layer
-from tests.scripts import load_script
+from tests.script_modules import load_script
 
 make_golden = load_script("make_golden")
 CASES = make_golden.cases()

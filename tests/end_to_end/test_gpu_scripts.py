@@ -10,7 +10,7 @@ import torch
 
 from specheads.decoding import accept
 from tests import processes
-from tests.scripts import load_script
+from tests.script_modules import load_script
 
 gpu_check = load_script("gpu_check")
 bench_gpu = load_script("bench_gpu")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts import ROOT, load_script
+from tests.script_modules import ROOT, load_script
 
 new_user = load_script("new_user")
 RECORD, PAGE = ROOT / "benchmarks" / "first_hour.json", ROOT / "docs" / "first_hour.md"

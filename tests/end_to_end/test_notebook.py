@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.scripts import ROOT, load_script
+from tests.script_modules import ROOT, load_script
 
 PATH = ROOT / "docs" / "speculation.ipynb"
 notebook_script = load_script("run_notebook")

@@ -11,7 +11,7 @@ import torch
 from specheads import cli
 from tests.composed import composed
 from tests.processes import ROOT
-from tests.scripts import options_of
+from tests.script_modules import options_of
 
 README = (ROOT / "README.md").read_text()
 GUIDE = (ROOT / "docs" / "decoding.md").read_text()

@@ -10,9 +10,9 @@ import pytest
 from specheads.config import InterruptedRunError
 from specheads.training.checkpoints import checkpoints_of
 from tests.end_to_end.commands import SHORT, on_files, start
+from tests.runs.test_metrics_file import room_for
 from tests.toys import toy_config
-from tests.unit.test_loop import assert_same, rows_of, train
-from tests.unit.test_metrics_file import room_for
+from tests.training.test_loop import assert_same, rows_of, train
 from tests.wandb_records import offline_run
 
 

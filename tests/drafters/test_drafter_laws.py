@@ -26,7 +26,7 @@ from specheads.models.heads import MedusaHeads
 from specheads.models.mtp import MtpHeads, block_config
 from specheads.models.output import output_layer
 from tests.drafter_laws import check_deterministic, check_sampled
-from tests.unit.test_draft_model import near
+from tests.drafters.test_draft_model import near
 from tests.zoo import VOCAB, build
 
 MIXED = Tree.from_choices([(0,), (1,), (2,), (0, 0), (1, 0), (1, 1), (1, 0, 0)])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts import ROOT, load_script
+from tests.script_modules import ROOT, load_script
 
 recipe_costs = load_script("recipe_costs")
 

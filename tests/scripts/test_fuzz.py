@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import conftest
-from tests.scripts import ROOT, load_script
+from tests.script_modules import ROOT, load_script
 
 fuzz = load_script("fuzz")
 

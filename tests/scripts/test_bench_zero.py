@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specheads.training.plan import SPREADS, need
-from tests.scripts import load_script
+from tests.script_modules import load_script
 
 DOCS = Path(__file__).parents[2] / "docs" / "scaling.md"
 bench: Any = load_script("bench_zero")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts import load_script
+from tests.script_modules import load_script
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "specheads"

@@ -14,7 +14,7 @@ import torch
 from specheads.measure.clock import read_prompts
 from specheads.models.base import load_tokenizer
 from tests.composed import composed
-from tests.scripts import ROOT, load_script, options_of
+from tests.script_modules import ROOT, load_script, options_of
 
 full: Any = load_script("bench_full")
 PARTS = full.full_parts()

@@ -12,7 +12,7 @@ from torch import Tensor
 from specheads.losses.cross_entropy import linear_cross_entropy
 from specheads.losses.distill import KINDS, SoftLoss, Teacher, linear_soft_loss
 from specheads.losses.fused import IGNORE, Output
-from tests.unit.test_losses import Watch, distance
+from tests.losses.test_losses import Watch, distance
 
 VOCAB = 37
 TOKEN_MAP = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(5))[:11]

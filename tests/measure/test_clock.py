@@ -21,7 +21,7 @@ from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer
 from specheads.system.files import tinycode_dir
 from tests.ragged import ROWS
-from tests.scripts import load_script
+from tests.script_modules import load_script
 
 bench_step: Any = load_script("bench_step")
 

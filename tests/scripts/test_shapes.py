@@ -16,7 +16,7 @@ from specheads.models.adapters import add_adapter
 from specheads.models.output import packed_hidden
 from specheads.training.objectives import LMObjective
 from tests.conftest import build_tiny_llama
-from tests.scripts import load_script
+from tests.script_modules import load_script
 
 costs: Any = load_script("zero_costs")
 

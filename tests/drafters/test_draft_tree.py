@@ -16,8 +16,8 @@ from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import Candidates, Prefill, StepResult
 from specheads.drafters.draft_tree import DraftTreeDrafter
 from specheads.verification.sampling import Sampler
+from tests.drafters.test_draft_model import near
 from tests.ragged import ROWS, new_tokens, padded
-from tests.unit.test_draft_model import near
 from tests.zoo import VOCAB, build
 
 Path = tuple[int, ...]

@@ -14,8 +14,8 @@ import pytest
 from specheads.config import ConfigError, RunError
 from specheads.runs.directory import check_run_dir, lock, unlock
 from specheads.runs.log import RunLog
+from tests.runs.test_metrics_file import room_for
 from tests.toys import toy_config
-from tests.unit.test_metrics_file import room_for
 
 
 def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from specheads.drafters.lookup import NgramDrafter
 from specheads.models import support as tree_support
 from specheads.models.output import capture_hidden
 from specheads.verification.sampling import Sampler
+from tests.decoding.test_batch import alone, left_padded, prompts
 from tests.scripted import ScriptedDrafter, build
-from tests.unit.test_batch import alone, left_padded, prompts
 
 
 @pytest.fixture(autouse=True)

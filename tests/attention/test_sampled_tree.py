@@ -21,6 +21,8 @@ from specheads.drafters.contract import Candidates
 from specheads.drafters.draft_tree import SampledTreeDrafter, sequoia_tree
 from specheads.verification.acceptance import sample_siblings
 from specheads.verification.sampling import Sampler, draft_noise, gumbel_noise
+from tests.drafters.test_draft_model import near
+from tests.drafters.test_draft_tree import check_fresh, prefill_of, says
 from tests.end_to_end.test_distribution import excess
 from tests.enumeration import (
     DRAFT_SITES,
@@ -32,8 +34,6 @@ from tests.enumeration import (
     without_tokens,
 )
 from tests.ragged import ROWS, padded
-from tests.unit.test_draft_model import near
-from tests.unit.test_draft_tree import check_fresh, prefill_of, says
 from tests.zoo import build
 
 TREE = sequoia_tree([0.5, 0.25, 0.1], 8, 3)[0]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.scripts import ROOT, load_script
+from tests.script_modules import ROOT, load_script
 
 render: Any = load_script("render")
 READ = render.reader(render.FOLDER)

@@ -22,7 +22,7 @@ from specheads.data.load import load_records
 from specheads.data.readers import Reader, Row
 from specheads.data.schema import Dropped
 from specheads.data.stream import Place, RecordStream, StreamedBatches, shuffled
-from tests.unit.test_sources import as_folder, as_hub, as_jsonl, as_parquet, write_lines
+from tests.data.test_sources import as_folder, as_hub, as_jsonl, as_parquet, write_lines
 
 MAKERS = {"jsonl": as_jsonl, "parquet": as_parquet, "folder": as_folder, "hub": as_hub}
 

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from specheads.training.engine import Spread
 from specheads.training.plan import RESERVED, SPREADS, Load, need
-from tests.scripts import load_script
+from tests.script_modules import load_script
 
 costs: Any = load_script("zero_costs")
 

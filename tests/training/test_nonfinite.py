@@ -17,7 +17,7 @@ from specheads.training.checkpoints import checkpoints_of, load_progress
 from specheads.training.engine import Objective, TorchEngine, lr_factor, param_groups
 from specheads.training.loop import gather
 from tests.toys import ToyBatches, ToyObjective, toy_config
-from tests.unit.test_loop import assert_same, rows_of, train
+from tests.training.test_loop import assert_same, rows_of, train
 
 
 class Faulty(ToyObjective):

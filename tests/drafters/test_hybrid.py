@@ -34,8 +34,8 @@ from specheads.drafters.merge import (
 from specheads.measure.clock import pad_left
 from specheads.models.output import output_layer
 from specheads.verification.sampling import Sampler
+from tests.models.test_mtp_drafters import counting
 from tests.ragged import ROWS, new_tokens, padded
-from tests.unit.test_mtp_drafters import counting
 from tests.zoo import VOCAB, build
 
 NUM_NEW = 32

@@ -20,9 +20,9 @@ from specheads.models.heads import MedusaHeads
 from specheads.models.output import capture_hidden, output_layer
 from specheads.verification.sampling import Sampler
 from tests.drafter_laws import check_deterministic, check_greedy_identity
+from tests.drafters.test_draft_model import near
+from tests.drafters.test_draft_tree import check_fresh, paths_of, prefill_of
 from tests.ragged import ROWS, new_tokens, padded
-from tests.unit.test_draft_model import near
-from tests.unit.test_draft_tree import check_fresh, paths_of, prefill_of
 from tests.zoo import VOCAB, build
 
 TREE = Tree.from_choices([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0)])

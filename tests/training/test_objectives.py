@@ -17,7 +17,7 @@ from specheads.models.adapters import adapter_parameters, add_adapter
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer, packed_hidden
 from specheads.training.objectives import Batch, HeadsObjective, LMObjective
-from tests.scripts import load_script
+from tests.script_modules import load_script
 
 RECIPES = [(kind, train) for kind in ("own", "shared") for train in (False, True)]
 

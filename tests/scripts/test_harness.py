@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import pytest
 
-from tests.scripts import ROOT, load_script
+from tests.script_modules import ROOT, load_script
 
 harness: Any = load_script("harness")
 

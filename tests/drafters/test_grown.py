@@ -17,7 +17,7 @@ from specheads.drafters.growing import Grown
 from specheads.drafters.heads import HeadsDrafter, embedding
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer
-from tests.unit.test_sequential import build, one_by_one, prefill
+from tests.drafters.test_sequential import build, one_by_one, prefill
 
 Path = tuple[int, ...]
 TEMPERATURES = [0.5, 2.0, 1.0]

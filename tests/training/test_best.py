@@ -21,7 +21,7 @@ from specheads.training.checkpoints import checkpoints_of
 from specheads.training.engine import TorchEngine, param_groups
 from specheads.training.loop import Stage, fit
 from tests.toys import ToyBatches, ToyObjective, toy_config
-from tests.unit.test_loop import assert_same, rows_of
+from tests.training.test_loop import assert_same, rows_of
 
 KEY = "eval/accept_length"
 LENGTHS = {2: 1.5, 4: 3.0, 6: 2.0, 8: 2.5}

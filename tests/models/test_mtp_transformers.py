@@ -14,7 +14,7 @@ from specheads.drafters.heads import static_drafter
 from specheads.models.mtp import MtpHeads, block_config
 from specheads.models.output import output_layer
 from tests import zoo
-from tests.unit.test_mtp_sequential import run
+from tests.models.test_mtp_sequential import run
 
 Drafted = tuple[list[int], list[int]]  # a text up to the root, and the guesses behind it
 THEIRS = {
