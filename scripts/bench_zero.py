@@ -31,6 +31,7 @@ from typing import Any
 import harness
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from zero_costs import (
     A100_OF_8,
     ADAM_TRAFFIC,
@@ -106,7 +107,8 @@ def storages(tensors: Iterable[Any]) -> dict[int, int]:
     """Return address -> bytes of what ``tensors`` lie in, each once."""
     found: dict[int, int] = {}
     for tensor in tensors:
-        if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+        # a compiler that ran in this process leaves tensors that lie nowhere
+        if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor) and not tensor.is_meta:
             storage = tensor.untyped_storage()
             if storage.nbytes() >= SMALL:
                 found[storage.data_ptr()] = storage.nbytes()
