@@ -136,8 +136,15 @@ def measure_alphas(export: Path, prompts: Path, given: Settings) -> dict[str, An
     kinds, eos = sorted({text.kind for text in texts}), end_tokens(base, tokenizer)
     found: dict[str, Any] = {"parameters": sum(each.numel() for each in draft.parameters())}
     for temperature in (0.0, 1.0):
-        ids, heat = [text.input_ids for text in texts], {"temperature": temperature, "seed": 0}
-        measured = measure_alpha(base, draft, ids, max_new_tokens=limit, eos_token_ids=eos, **heat)
+        measured = measure_alpha(
+            base,
+            draft,
+            [text.input_ids for text in texts],
+            max_new_tokens=limit,
+            eos_token_ids=eos,
+            temperature=temperature,
+            seed=0,
+        )
         pairs = list(zip(measured.texts, texts, strict=True))
         of_kind = {
             kind: [Alpha([one]).alpha for one, text in pairs if text.kind == kind] for kind in kinds

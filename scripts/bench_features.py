@@ -168,8 +168,14 @@ def measure(name: str, folder: Path, given: Settings) -> dict[str, Any]:
     batches = partial(PackedBatches, documents, seed=given.seed, pad_token_id=0, **of_rows)
 
     about = {"base model": name, "computation": "float32, autocast none"}
-    how = {"given_as": base.dtype, "dtype": given.features_dtype}
-    plan = plan_features(folder / name, documents, about, hidden_size=hidden, **how)
+    plan = plan_features(
+        folder / name,
+        documents,
+        about,
+        hidden_size=hidden,
+        given_as=base.dtype,
+        dtype=given.features_dtype,
+    )
     print(f"\n{name}: {plan.describe()}", flush=True)
     begin = time.perf_counter()
     write_cache(plan, documents, base, (given.rows, given.seq_len))

@@ -301,9 +301,16 @@ def time_training(engine: str, lm_head: str, given: Settings) -> dict[str, Any]:
     runner.close()
     shape = Shape.from_config(model.config)
     tokens = given.train_rows * given.train_seq_len
-    work = {"tokens": tokens, "seq_len": given.train_seq_len, "size": model.dtype.itemsize}
-    trained = {"num_heads": NUM_HEADS, "own_heads": lm_head == "own", "head_size": 4}
-    load = load_of(shape, "frozen", **work, **trained)  # as plain torch has it
+    load = load_of(  # as plain torch has it
+        shape,
+        "frozen",
+        tokens=tokens,
+        seq_len=given.train_seq_len,
+        size=model.dtype.itemsize,
+        num_heads=NUM_HEADS,
+        own_heads=lm_head == "own",
+        head_size=4,
+    )
     flops = 1e3 * load.flops / times["ms"]
     machine = hardware.environment()["device"]
     promised = [rate for name, rate in FLOPS.items() if name in machine]

@@ -286,10 +286,17 @@ def shape_of(given: Settings) -> Shape:
 
 def load(given: Settings) -> Brought:
     """Return what the measured model brings to a rank."""
-    work = {"tokens": given.rows * given.seq_len, "seq_len": given.seq_len, "size": 4}
-    chunk = max(256, 2**23 // given.vocab)
-    how = {"num_heads": 0, "own_heads": False, "checkpointed": False, "chunk": chunk}
-    return load_of(shape_of(given), "full", **work, **how)
+    return load_of(
+        shape_of(given),
+        "full",
+        tokens=given.rows * given.seq_len,
+        seq_len=given.seq_len,
+        size=4,
+        num_heads=0,
+        own_heads=False,
+        checkpointed=False,
+        chunk=max(256, 2**23 // given.vocab),
+    )
 
 
 def predict(given: Settings, stage: int, machine: Machine | None) -> dict[str, Any]:

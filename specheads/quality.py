@@ -60,9 +60,18 @@ def run(config: QualityConfig) -> None:
             )
         if not rule.lossless and prompts:
             drafter = choose_drafter(subject, config.decode).drafter
-            how = {key: getattr(config, key) for key in ("max_new_tokens", "temperature", "seed")}
-            how |= {"eos_token_ids": eos, "compile": config.decode.compile}
-            lossy = quality.lossy_cost(base, drafter, rule, prompts, tick=bar.update, **how)
+            lossy = quality.lossy_cost(
+                base,
+                drafter,
+                rule,
+                prompts,
+                temperature=config.temperature,
+                seed=config.seed,
+                tick=bar.update,
+                max_new_tokens=limit,
+                eos_token_ids=eos,
+                compile=config.decode.compile,
+            )
     machine = environment(base.device)
     result: dict[str, Any] = {
         "environment": machine,

@@ -18,6 +18,7 @@ Written for the call of vLLM 0.32 and 0.33; nothing of vLLM is imported here.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
@@ -66,7 +67,7 @@ def read_rows(
     return texts
 
 
-class Proposer(Generic[State]):
+class Proposer(ABC, Generic[State]):
     """What vLLM calls, for a way to guess that keeps a state per request.
 
     vLLM names no requests: it moves them between rows, and takes some out for a while. What names
@@ -123,16 +124,17 @@ class Proposer(Generic[State]):
         self._known.setdefault(text.tobytes(), []).append(state)
         return state
 
+    @abstractmethod
     def _begin(self) -> State:
         """Return the state of an empty text."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _extend(self, state: State, new: list[int]) -> None:
         """Tell a state the tokens that follow."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _guess(self, state: State, limit: int) -> list[int]:
-        raise NotImplementedError
+        """Return at most ``limit`` tokens that may follow the state's text."""
 
 
 class NgramProposer(Proposer[NgramRow]):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 from specheads.attention.tree import RowTrees, Tree
 from specheads.drafters.contract import FINAL, Candidates, Prefill, StepResult
@@ -112,3 +113,19 @@ class ScriptedState:
     rows: list[int]
     positions: list[int]
     root: Tensor
+
+
+class Recorder(BaseStreamer):
+    """A streamer that keeps what it is fed."""
+
+    def __init__(self) -> None:
+        self.parts: list[list[int]] = []
+        self.ended = 0
+
+    def put(self, value: Tensor) -> None:
+        """Keep."""
+        self.parts.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        """Count."""
+        self.ended += 1

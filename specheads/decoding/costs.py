@@ -141,14 +141,20 @@ def runner(
         temperature: of the sampling, whose noise costs time at every node.
     """
     sampler = Sampler(temperature=temperature)
-    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampler": sampler}
 
     def run(after_step: Callable[[], None]) -> None:
         def tick(row: int, tokens: list[int]) -> None:
             if row == 0:
                 after_step()
 
-        decode(base, drafter, input_ids, on_tokens=tick, **settings)
+        decode(
+            base,
+            drafter,
+            input_ids,
+            max_new_tokens=max_new_tokens,
+            sampler=sampler,
+            on_tokens=tick,
+        )
 
     return run
 
@@ -301,8 +307,10 @@ def clock_drafts(
     lengths = clocked_lengths(max_tokens)
     drafters: list[Drafter | None] = [None, *map(Blank, lengths)]
     drafters += [make(n) for make in makes.values() for n in lengths]
-    limits: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
-    runs = [runner(base, each, prompt, **limits) for each in drafters]
+    runs = [
+        runner(base, each, prompt, max_new_tokens=max_new_tokens, temperature=temperature)
+        for each in drafters
+    ]
     clocked, starts = clock_texts(runs, repeats=repeats)
     plain, *costs = ratios(clocked)
     start, *units = map(median, ratios([clocked[0], *starts])[1:])
@@ -349,9 +357,15 @@ def step_costs(base: PreTrainedModel, draft: PreTrainedModel, max_tokens: int) -
         draft: draft model.
         max_tokens: longest chain.
     """
-    makes: dict[str, Make] = {"": lambda n: DraftModelDrafter(draft, FixedLength(n))}
-    limits = {"max_tokens": max_tokens, "max_new_tokens": _NUM_TOKENS, "repeats": _REPEATS}
-    return clock_drafts(base, makes, _prompt(base, draft), **limits)[""].by_nodes(max_tokens)
+    costs = clock_drafts(
+        base,
+        {"draft": lambda n: DraftModelDrafter(draft, FixedLength(n))},
+        _prompt(base, draft),
+        max_tokens=max_tokens,
+        max_new_tokens=_NUM_TOKENS,
+        repeats=_REPEATS,
+    )
+    return costs["draft"].by_nodes(max_tokens)
 
 
 def verify_costs(base: PreTrainedModel, max_nodes: int) -> list[float]:

@@ -68,8 +68,9 @@ def tree_kind(export: Export, decode: DecodeConfig) -> str:
         return decode.tree
     if decode.num_nodes:
         return "dynamic"
-    speedups = [each.get("speedup", 0) for each in (dynamic_settings(export), _measured_on(export))]
-    return "dynamic" if speedups[0] > speedups[1] else "static"
+    dynamic = dynamic_settings(export).get("speedup", 0)
+    static = _measured_on(export).get("speedup", 0)
+    return "dynamic" if dynamic > static else "static"
 
 
 def _measured_on(export: Export) -> dict[str, Any]:

@@ -434,8 +434,13 @@ def upload(folder: str | Path, push: str, *, private: bool = False) -> str:
     try:
         hub.create_repo(push, private=private, repo_type="model", exist_ok=True)
         hidden = [".*", "**/.*"]  # what editors and systems leave behind
-        more: dict[str, Any] = {"repo_type": "model", "commit_message": "Export of specheads"}
-        hub.upload_folder(repo_id=push, folder_path=str(folder), ignore_patterns=hidden, **more)
+        hub.upload_folder(
+            repo_id=push,
+            repo_type="model",
+            folder_path=str(folder),
+            ignore_patterns=hidden,
+            commit_message="Export of specheads",
+        )
     except Exception as error:
         reason = _reason(error)
         raise RunError(f"{folder} is written, but was not uploaded to {push}: {reason}") from None

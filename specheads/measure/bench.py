@@ -336,9 +336,16 @@ class Contest:
         if lossy is not None and subject.export is None:
             rules.append((chosen[0], lossy))
         for each, rule in rules:
-            name, extra = f"{each.name}_{rule.rule}" if rule else each.name, each.extra_parameters
-            more: dict[str, Any] = {"rule": rule, "extra": extra, "kind": each.name}
-            methods.append(self.ours(name, each.drafter, each.num_nodes, **more))
+            methods.append(
+                self.ours(
+                    f"{each.name}_{rule.rule}" if rule else each.name,
+                    each.drafter,
+                    each.num_nodes,
+                    rule=rule,
+                    extra=each.extra_parameters,
+                    kind=each.name,
+                )
+            )
         return methods
 
     def of_others(self, others: Mapping[str, Export]) -> list[Method]:

@@ -16,7 +16,6 @@ from transformers import (
     PreTrainedModel,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
-    TextStreamer,
 )
 
 from specheads.attention.cache import TreeCache
@@ -32,7 +31,7 @@ from specheads.models.forward import ModelPass
 from specheads.models.output import output_layer
 from specheads.verification.sampling import Sampler
 from tests.ragged import NUM_NEW, PAD, ROWS, After, Alternate, new_tokens, padded, texts_of
-from tests.scripted import VOCAB, ScriptedDrafter, build
+from tests.scripted import VOCAB, Recorder, ScriptedDrafter, build
 
 CONTROLS: dict[str, Callable[[], dict[str, Any]]] = {
     "nothing": dict,
@@ -205,22 +204,6 @@ def test_scores_of_sampling_are_without_noise(llama: PreTrainedModel) -> None:
     assert direct.new_tokens == plain.new_tokens and direct.scores is not None
     for a, b in zip(direct.scores, result.scores, strict=True):
         torch.testing.assert_close(a, b)
-
-
-class Recorder(TextStreamer):
-    """Keeps what it is fed."""
-
-    def __init__(self) -> None:
-        self.parts: list[list[int]] = []
-        self.ended = 0
-
-    def put(self, value: Tensor) -> None:
-        """Keep."""
-        self.parts.append(value.flatten().tolist())
-
-    def end(self) -> None:
-        """Count."""
-        self.ended += 1
 
 
 def test_streamers_are_fed_per_step_at_both_doors(llama: PreTrainedModel) -> None:

@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.generation.streamers import BaseStreamer
 
 from specheads.attention.tree import default_tree
 from specheads.decoding.generate import SpecDecoder
 from specheads.decoding.loop import plain_decode
 from specheads.verification.sampling import Sampler
-from tests.scripted import VOCAB, ScriptedDrafter, build
+from tests.scripted import VOCAB, Recorder, ScriptedDrafter, build
 
 IDS = torch.randint(VOCAB, (1, 9), generator=torch.Generator().manual_seed(9))
 ONES = {"attention_mask": torch.ones_like(IDS)}
@@ -101,22 +99,6 @@ def test_eos_comes_from_the_generation_config(decoder: SpecDecoder) -> None:
         result = decoder.generate(IDS, 40)
         assert result.finished
         assert result.new_tokens == free[: free.index(free[7]) + 1]
-
-
-class Recorder(BaseStreamer):
-    """Keeps what it is fed."""
-
-    def __init__(self) -> None:
-        self.parts: list[list[int]] = []
-        self.ended = 0
-
-    def put(self, value: Tensor) -> None:
-        """Keep."""
-        self.parts.append(value.flatten().tolist())
-
-    def end(self) -> None:
-        """Count."""
-        self.ended += 1
 
 
 def test_streamer_gets_prompt_steps_and_end(decoder: SpecDecoder) -> None:

@@ -60,7 +60,7 @@ class AddingEngine(TorchEngine):
 
     def step(self, factor: float) -> float:
         """Add the gradients of all ranks up, and step."""
-        for parameter in self.trained:
+        for parameter in self.trained.values():
             if parameter.grad is not None:
                 parameter.grad = dist.sum_over_ranks(parameter.grad)
         return super().step(factor)
