@@ -83,6 +83,7 @@ class Client:
             raise ConfigError("endpoint must not hold a password; set OPENAI_API_KEY")
         self.url, self.timeout, self.retries, self.pause = url.rstrip("/"), timeout, retries, pause
         self.stopped = threading.Event()
+        self.refusal = ""  # what the server said that it will say to every request
         self._key = os.environ.get("OPENAI_API_KEY", "")
         self._opener = urllib.request.build_opener(_NoRedirect, _Http, _Https)
 
@@ -326,6 +327,8 @@ def ask_server(
 def _settle(
     client: Client, model: str, sampling: Sampling, record: Record
 ) -> Dialogue | RecordError:
+    if client.refusal:  # other threads must not go on asking until the first one's error is read
+        raise RunError(client.refusal)
     try:
         talk = dialogue(record)
         while not talk.finished:
@@ -336,7 +339,8 @@ def _settle(
         found = error
     except ServerError as error:
         if error.hopeless:
-            raise RunError(f"{client.url} refuses all requests: {error}") from None
+            client.refusal = f"{client.url} refuses all requests: {error}"
+            raise RunError(client.refusal) from None
         found = RecordError("server" if error.transient else "refused", str(error))
     found.row = record
     return found
