@@ -40,6 +40,9 @@ class ModelConfig:
         one_of("model.quantization", self.quantization, "none", "nf4", "int8")
 
 
+LM_HEADS = ("own", "shared", "low_rank", "pruned", "shared_pruned")
+
+
 @dataclass
 class HeadsConfig:
     """Medusa heads (arXiv:2401.10774, section 2.1), and Hydra heads (arXiv:2402.05109)."""
@@ -48,11 +51,12 @@ class HeadsConfig:
     options: dict[str, Any] = field(default_factory=dict)  # of such another kind: its own settings
     num_heads: int = 4
     num_layers: int = 1  # residual blocks per head; 0 leaves only the output matrix
-    # own (copy of the base's output matrix), shared (the base's), low_rank, or pruned (own, for
-    # the num_kept tokens that are most frequent in the training data)
+    # own (copy of the base's output matrix), shared (the base's), low_rank, pruned (own, for the
+    # num_kept tokens that are most frequent in the training data), or shared_pruned (the base's
+    # rows of these tokens, not stored again)
     lm_head: str = "own"
     rank: int = 64  # low_rank: inner size of up @ down
-    num_kept: int = 32_000  # pruned: tokens that a head can guess
+    num_kept: int = 32_000  # pruned, shared_pruned: tokens that a head can guess
     condition: bool = False  # Hydra: each head reads the tokens drafted before its own
     prefix_layer: bool = False  # Hydra++: one attention layer between base and heads
     correction: str = "none"  # none, or markov: a low-rank bias from the token drafted before
@@ -61,10 +65,10 @@ class HeadsConfig:
 
     def __post_init__(self) -> None:
         at_least(self, "heads.", num_heads=1, num_layers=0, rank=1, num_kept=1, markov_rank=1)
-        one_of("heads.lm_head", self.lm_head, "own", "shared", "low_rank", "pruned")
+        one_of("heads.lm_head", self.lm_head, *LM_HEADS)
         one_of("heads.correction", self.correction, "none", "markov")
-        trained = self.num_layers > 0 or self.lm_head != "shared" or self.condition
-        expected = "at least 1 with heads.lm_head=shared (nothing would be trained)"
+        trained = self.num_layers > 0 or "shared" not in self.lm_head or self.condition
+        expected = f"at least 1 with heads.lm_head={self.lm_head} (nothing would be trained)"
         check(trained, "heads.num_layers", self.num_layers, expected)
         taken = self.kind != "medusa" or not self.options
         check(taken, "heads.options", self.options, "empty with heads.kind=medusa, which has keys")

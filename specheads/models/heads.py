@@ -13,20 +13,23 @@ vocabulary is small, what a token adds is looked up in a table instead of comput
 The output matrices of trained heads can be made smaller (:func:`low_rank_heads`,
 :func:`pruned_heads`); more training can follow.
 
-Shapes: K heads, d hidden size, V vocabulary, V' the tokens that the heads can guess (V unless
-pruned), B rows, n nodes of a level, D heads in use.
+Shapes: K heads, d hidden size, V vocabulary, V' the tokens that the heads can guess (V unless they
+are pruned), B rows, n nodes of a level, D heads in use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack, cast
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from specheads.config.training import LM_HEADS
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.base import Embed
 from specheads.models.blocks import (
@@ -49,7 +52,6 @@ if TYPE_CHECKING:
     from specheads.config import HeadsConfig
     from specheads.models.output import OutputLayer
 
-LM_HEADS = ("own", "shared", "low_rank", "pruned")
 _MAX_STACKED = 1 << 22  # parameters that a snapshot may copy
 MAX_TABLE = 1 << 23  # numbers in the tables of one kind; beyond, products are computed
 _SIZES = ("num_heads", "num_layers", "hidden_size", "vocab_size", "lm_head")
@@ -60,7 +62,8 @@ class Form(TypedDict, total=False):
 
     Attributes:
         rank: low_rank: the inner size.
-        num_kept: pruned: V', the number of tokens (choose them with ``init_from_output``).
+        num_kept: pruned, shared_pruned: V', the number of tokens (choose them with
+            ``init_from_output``).
         markov_rank: inner size of the bias from the token drafted before; 0 for none.
         condition: read the tokens drafted before (Hydra).
         joined: read them as published Hydra heads do, side by side with the hidden state; only with
@@ -76,6 +79,15 @@ class Form(TypedDict, total=False):
     prefix: dict[str, Any] | None
 
 
+@dataclass(frozen=True)
+class _Gathered:
+    """Rows of a frozen matrix; matrix and map of tokens that they were taken by, and versions."""
+
+    rows: Tensor
+    sources: tuple[ref[Tensor], ...]
+    state: tuple[int, int]
+
+
 class MedusaHeads(nn.Module, Heads):
     """K Medusa or Hydra heads; their contract is :class:`specheads.models.kinds.Heads`.
 
@@ -85,7 +97,8 @@ class MedusaHeads(nn.Module, Heads):
         hidden_size: d of the base model.
         vocab_size: V of the base model.
         lm_head: ``own``, one matrix per head (fill it with ``init_from_output``); ``shared``, the
-            base's; ``low_rank``, one ``up @ down`` per head; ``pruned``, own ones for some tokens.
+            base's; ``low_rank``, one ``up @ down`` per head; ``pruned``, own ones for some tokens;
+            ``shared_pruned``, the base's rows of some tokens, of which only the map is stored.
         **form: see :class:`Form`.
 
     Attributes:
@@ -118,7 +131,8 @@ class MedusaHeads(nn.Module, Heads):
         markov_rank, prefix = form.get("markov_rank", 0), form.get("prefix")
         condition, joined = form.get("condition", False), form.get("joined", False)
         most = min(hidden_size, vocab_size)
-        low_rank, pruned = lm_head == "low_rank", lm_head == "pruned"
+        low_rank, pruned = lm_head == "low_rank", lm_head in ("pruned", "shared_pruned")
+        shared = lm_head in ("shared", "shared_pruned")
         one_of("lm_head", lm_head, *LM_HEADS)
         check(num_heads >= 1, "num_heads", num_heads, "at least 1")
         check(num_layers >= 0, "num_layers", num_layers, "at least 0")
@@ -135,6 +149,7 @@ class MedusaHeads(nn.Module, Heads):
         self.kind = "hydra" if condition else "medusa"
         self.sequential = condition or markov_rank > 0
         self.one_matrix = lm_head == "shared" and not markov_rank
+        self._gathered: _Gathered | None = None
         self.rank = rank if low_rank else 0
         self.num_outputs = num_kept if pruned else vocab_size
         self.register_buffer("token_map", torch.arange(num_kept) if pruned else None)
@@ -142,7 +157,7 @@ class MedusaHeads(nn.Module, Heads):
         def own_matrix() -> nn.Linear | LowRank | None:
             if low_rank:
                 return LowRank(vocab_size, rank, hidden_size)
-            if lm_head == "shared":
+            if shared:
                 return None
             return nn.Linear(hidden_size, self.num_outputs, bias=False)
 
@@ -237,11 +252,12 @@ class MedusaHeads(nn.Module, Heads):
     def init_from_output(self, weight: Tensor, kept: Tensor | None = None) -> None:
         """Make every head's output matrix the base's [V, d], or as near to it as its form allows.
 
-        Low rank takes the nearest matrix of that rank (truncated SVD); nothing happens if shared.
+        Low rank takes the nearest matrix of that rank (truncated SVD); shared ones only take
+        ``kept``.
 
         Args:
             weight: the base's output matrix.
-            kept: pruned: the [V'] token ids to keep; None keeps the first ones.
+            kept: where pruned, the [V'] token ids to keep; None keeps the first ones.
 
         Raises:
             ValueError: if shapes differ, or ``kept`` is not a set of V' tokens.
@@ -265,7 +281,7 @@ class MedusaHeads(nn.Module, Heads):
             if self.lm_head == "low_rank":
                 head.get_parameter("lm_head.up.weight").copy_(up)
                 head.get_parameter("lm_head.down.weight").copy_(down)
-            elif self.lm_head != "shared":
+            elif head.lm_head is not None:
                 own = weight if self.token_map is None else weight[self.token_map.to(weight.device)]
                 head.get_parameter("lm_head.weight").copy_(own)
 
@@ -323,7 +339,30 @@ class MedusaHeads(nn.Module, Heads):
 
         With a Markov correction this joins two matrices into a new one.
         """
-        return self.head(i).output_weight(base_weight)
+        return self.head(i).output_weight(self.shared_rows(base_weight))
+
+    def shared_rows(self, base_weight: Tensor) -> Tensor:
+        """Return the rows [V', d] of the base's output matrix [V, d] that heads without own read.
+
+        Rows of a frozen matrix are gathered once, and again only when map or matrix change. Those
+        of a matrix that is trained are gathered at every call, so that gradients reach it.
+        """
+        kept = self.token_map
+        if self.lm_head != "shared_pruned" or kept is None:
+            return base_weight
+        if any(each.requires_grad or each.is_inference() for each in (base_weight, kept)):
+            return base_weight[kept.to(base_weight.device)]
+        sources, state = (base_weight, kept), (base_weight._version, kept._version)
+        known = self._gathered
+        if (
+            known is None
+            or known.state != state
+            or any(a() is not b for a, b in zip(known.sources, sources, strict=True))
+        ):
+            with torch.inference_mode(False), torch.no_grad():  # training may read them too
+                rows = base_weight[kept.to(base_weight.device)]
+            self._gathered = known = _Gathered(rows, tuple(map(ref, sources)), state)
+        return known.rows
 
     @torch.no_grad()
     def snapshot(self, output: OutputLayer) -> Callable[[Tensor], Tensor]:
@@ -356,13 +395,13 @@ class MedusaHeads(nn.Module, Heads):
         heads (146 to 55 us for six of width 256). Large heads are not copied: reading them costs
         what it costs.
         """
-        heads = list(map(self.head, range(self.num_heads)))
+        heads, shared = list(map(self.head, range(self.num_heads))), self.shared_rows(output.weight)
         if sum(parameter.numel() for parameter in self.heads.parameters()) > _MAX_STACKED:
 
             @torch.no_grad()
             def each(hidden: Tensor) -> Tensor:
                 features = [head.own_features(hidden) for head in heads]
-                return multiplied(features, [head.own_weight(output.weight) for head in heads])
+                return multiplied(features, [head.own_weight(shared) for head in heads])
 
             return each
 
@@ -373,10 +412,9 @@ class MedusaHeads(nn.Module, Heads):
             (stacked(f"blocks.{i}.weight").transpose(1, 2), stacked(f"blocks.{i}.bias")[:, None])
             for i in range(self.num_layers)
         ]
-        names = {"shared": [], "low_rank": ["lm_head.down.weight", "lm_head.up.weight"]}
-        matrices = [
-            stacked(name).transpose(1, 2) for name in names.get(self.lm_head, ["lm_head.weight"])
-        ]
+        names = {"low_rank": ["lm_head.down.weight", "lm_head.up.weight"]}
+        own = [] if heads[0].lm_head is None else names.get(self.lm_head, ["lm_head.weight"])
+        matrices = [stacked(name).transpose(1, 2) for name in own]
 
         @torch.no_grad()
         def all_at_once(hidden: Tensor) -> Tensor:
@@ -387,7 +425,7 @@ class MedusaHeads(nn.Module, Heads):
             for matrix in matrices:
                 x = torch.bmm(x.to(matrix.dtype), matrix)
             if not matrices:
-                x = F.linear(x.to(output.weight.dtype), output.weight)
+                x = F.linear(x.to(shared.dtype), shared)
             return x.view(self.num_heads, *hidden.shape[:-1], self.num_outputs)
 
         return all_at_once
@@ -497,7 +535,7 @@ class Walk:
                 x = self._carried[..., : steps.heads.hidden_size]
             else:
                 x = head.conditioned(self._hidden, self._carried)
-            products = head.own_product(x, steps.output.weight)
+            products = head.own_product(x, steps.heads.shared_rows(steps.output.weight))
         if head.markov is not None:
             if steps.biases:
                 added = F.embedding(self.tokens, steps.biases[self.depth])

@@ -78,7 +78,7 @@ def read_data(cfg: TrainConfig) -> Read:
         "data.growth": cfg.data.growth,
         "features.dir": cfg.features.dir,
         "draft.stored": cfg.draft.stored,
-        "heads.lm_head": "pruned" if cfg.heads.lm_head == "pruned" else "",
+        "heads.lm_head": cfg.heads.lm_head if "pruned" in cfg.heads.lm_head else "",
         "tokenizer": "bpe" if cfg.tokenizer == "bpe" else "",
     }
     refuse(
@@ -318,7 +318,7 @@ def build_heads(cfg: TrainConfig, base: PreTrainedModel, output: OutputLayer, da
         _start_from(wanted.start, heads)
     elif isinstance(heads, MedusaHeads):
         kept = None
-        if wanted.lm_head == "pruned":
+        if "pruned" in wanted.lm_head:
             assert not isinstance(data.train, StreamedBatches)  # read_data has seen to it
             kept = most_frequent(data.train.documents, heads.vocab_size, wanted.num_kept)
         heads.init_from_output(output.weight, kept)

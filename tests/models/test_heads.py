@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,9 @@ def test_misuse_names_both_numbers() -> None:
     heads, _ = build("own")
     with pytest.raises(ValueError, match=r"\(21, 8\), the heads were built for \(20, 8\)"):
         heads.init_from_output(torch.zeros(21, 8))
-    with pytest.raises(ValueError, match="own, shared, low_rank, pruned, got 'tied'"):
+    with pytest.raises(
+        ValueError, match="own, shared, low_rank, pruned, shared_pruned, got 'tied'"
+    ):
         MedusaHeads(3, 1, 8, 20, "tied")
     with pytest.raises(ValueError, match="num_heads must be at least 1, got 0"):
         MedusaHeads(0, 1, 8, 20)
@@ -147,8 +150,15 @@ def test_misuse_names_both_numbers() -> None:
 KINDS: dict[str, dict[str, Any]] = {
     "low_rank": {"lm_head": "low_rank", "rank": 4},
     "pruned": {"lm_head": "pruned", "num_kept": 7},
+    "shared_pruned": {"lm_head": "shared_pruned", "num_kept": 7},
     "markov": {"markov_rank": 3},
     "hydra": {"condition": True},
+    "hydra_rows": {
+        "condition": True,
+        "markov_rank": 3,
+        "lm_head": "shared_pruned",
+        "num_kept": 7,
+    },
     "hydra_shared": {"condition": True, "lm_head": "shared"},
     "everything": {"condition": True, "markov_rank": 3, "lm_head": "pruned", "num_kept": 7},
     "low_rank_markov": {"markov_rank": 3, "lm_head": "low_rank", "rank": 4},
@@ -182,8 +192,8 @@ def by_definition(
             weight = names[f"heads.{i}.condition.weight"]
             x = x + weight @ torch.cat(parts[: i + 1]) + names[f"heads.{i}.condition.bias"]
         x = x + F.silu(names[f"heads.{i}.blocks.0.weight"] @ x + names[f"heads.{i}.blocks.0.bias"])
-        if heads.lm_head == "shared":
-            logits = output.weight @ x
+        if heads.lm_head.startswith("shared"):
+            logits = output.weight[kept] @ x
         elif heads.lm_head == "low_rank":
             up = names[f"heads.{i}.lm_head.up.weight"]
             logits = up @ (names[f"heads.{i}.lm_head.down.weight"] @ x)
@@ -232,6 +242,29 @@ def test_every_kind_starts_as_the_base_or_near(kind: str) -> None:
         base = output.finish(hidden @ nearest.T + output.bias)
     for logits in found:
         torch.testing.assert_close(logits[:, kept], base[:, kept])
+
+
+def test_shared_rows_are_gathered_once_and_never_stale() -> None:
+    """Gathered at every step they cost a copy of megabytes; kept too long, heads guess wrongly."""
+    heads, output, _ = build_kind("shared_pruned")
+    matrix = output.weight.requires_grad_(False)
+    assert sorted(name for name in heads.state_dict() if "heads." not in name) == ["token_map"]
+    assert not any("lm_head" in name for name in heads.state_dict())
+    with torch.inference_mode():
+        first = heads.shared_rows(matrix)
+    assert heads.shared_rows(matrix) is first is heads.output_weight(1, matrix)
+    assert not first.is_inference() and heads.token_map is not None
+    heads.token_map.copy_(torch.arange(7))
+    assert torch.equal(heads.shared_rows(matrix), matrix[:7])
+    matrix.add_(1)
+    assert torch.equal(heads.shared_rows(matrix), matrix[:7])
+    other = matrix.clone()
+    assert torch.equal(copy.deepcopy(heads).shared_rows(other.mul_(2)), other[:7])
+    heads.load_state_dict({**heads.state_dict(), "token_map": KEPT.sort().values}, assign=True)
+    assert torch.equal(heads.shared_rows(matrix), matrix[KEPT.sort().values])
+    trained = matrix.requires_grad_()
+    heads.shared_rows(trained).sum().backward()
+    assert trained.grad is not None and int((trained.grad != 0).any(1).sum()) == len(KEPT)
 
 
 def test_a_pruned_head_speaks_of_tokens_it_knows() -> None:
