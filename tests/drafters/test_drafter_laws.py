@@ -103,15 +103,7 @@ DETERMINISTIC: dict[str, tuple[Callable[[], Drafter], float]] = {
     "blank": (lambda: Blank(3), 0.9),
     **{
         f"{kind}, {name}": (partial(of_heads, kind, shape), 1)
-        for kind in (
-            "medusa",
-            "medusa_prefix",
-            "pruned",
-            "rows",
-            "hydra",
-            "hydra_prefix",
-            "everything",
-        )
+        for kind in (*KINDS, "medusa_prefix", "hydra_prefix")
         for name, shape in {"static": default_tree(3, 14), "grown": Grown(12)}.items()
     },
     **{

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from specheads.config import AdapterConfig, ConfigError, ExportConfig
+from specheads.config.training import LM_HEADS
 from specheads.formats import card, write
 from specheads.formats.medusa import write_heads
 from specheads.models.adapters import adapter_parameters, add_adapter, merge_adapter
@@ -43,14 +44,12 @@ def ours(heads: MedusaHeads, output: OutputLayer | Path, hidden: Tensor = HIDDEN
 def natives(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> dict[str, Path]:
     """A native export for every form of output matrix; ``deep`` has two blocks, ``flat`` none."""
     root = tmp_path_factory.mktemp("natives")
-    kinds = {
-        name: medusa(name) for name in ("own", "shared", "low_rank", "pruned", "shared_pruned")
-    }
+    kinds = {name: medusa(name) for name in LM_HEADS}
     kinds |= {"deep": medusa("own", 2), "flat": medusa("own", 0)}
     return {name: save(root / name, heads, tiny_model_dir) for name, heads in kinds.items()}
 
 
-KINDS = {name: (name, 1) for name in ("own", "shared", "low_rank", "pruned", "shared_pruned")}
+KINDS = {name: (name, 1) for name in LM_HEADS}
 KINDS |= {"deep": ("own", 2), "flat": ("own", 0)}
 
 

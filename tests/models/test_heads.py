@@ -139,9 +139,7 @@ def test_misuse_names_both_numbers() -> None:
     heads, _ = build("own")
     with pytest.raises(ValueError, match=r"\(21, 8\), the heads were built for \(20, 8\)"):
         heads.init_from_output(torch.zeros(21, 8))
-    with pytest.raises(
-        ValueError, match="own, shared, low_rank, pruned, shared_pruned, got 'tied'"
-    ):
+    with pytest.raises(ValueError, match="low_rank, pruned, shared_pruned, got 'tied'"):
         MedusaHeads(3, 1, 8, 20, "tied")
     with pytest.raises(ValueError, match="num_heads must be at least 1, got 0"):
         MedusaHeads(0, 1, 8, 20)
