@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -27,7 +26,7 @@ from specheads.data.pack import GrowingBatches, PackedBatches, check_isolation, 
 from specheads.data.schema import Dropped, Record
 from specheads.data.stream import RecordStream, StreamedBatches
 from specheads.data.tokenizers import choose_tokenizer, complete_init
-from specheads.losses.cross_entropy import IGNORE, check_implementation
+from specheads.losses.cross_entropy import check_implementation
 from specheads.models import base as bases
 from specheads.models import draft as drafts
 from specheads.models.adapters import add_adapter, check_tunable, require_grad
@@ -42,6 +41,7 @@ from specheads.system import dist, hardware
 from specheads.system.errors import one_of, refuse
 from specheads.system.files import tinycode_dir
 from specheads.training.engine import Spread
+from specheads.training.rule import learned_counts
 
 
 @dataclass(frozen=True)
@@ -400,9 +400,8 @@ def _start_from(start: str, heads: Heads) -> None:
 
 def most_frequent(documents: Sequence[Encoded], vocab_size: int, num_kept: int) -> Tensor:
     """Return the ``num_kept`` ids that are learned most often, ties by id; [num_kept] long."""
-    learned = [document.labels[document.labels != IGNORE] for document in documents]
-    counts = np.bincount(np.concatenate(learned), minlength=vocab_size)
-    return torch.from_numpy(np.argsort(-counts, kind="stable")[:num_kept])
+    counts = learned_counts(documents, vocab_size)
+    return counts.sort(descending=True, stable=True).indices[:num_kept]
 
 
 def new_base(

@@ -1,0 +1,212 @@
+"""The numbers of a run that follow from its base and its data, where nobody has given them.
+
+Recipes leave open what suits one model only (``steps: 0``, ``optim.lr: 0``, ``features.dir: auto``,
+``heads.lm_head: auto``, ``heads.num_kept: 0``); what was measured for a model stands in its file in
+conf/model, under ``tuned``. :func:`decide` fills in the rest, once, before anything is built; a run
+that is resumed takes what its checkpoint says (:func:`as_decided`), whatever the rule says then.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specheads.config import ConfigError, TrainConfig
+from specheads.data import teacher_cache
+from specheads.data.chat import Encoded
+from specheads.data.pack import GrowingBatches, PackedBatches
+from specheads.data.schema import json_digest
+from specheads.losses.cross_entropy import IGNORE
+from specheads.models.checkpoint import KINDS
+from specheads.models.output import FINAL
+from specheads.system import dist
+
+if TYPE_CHECKING:
+    from specheads.training.setup import Data
+
+# key -> the value that leaves it to the rule
+OPEN: dict[str, Any] = {
+    "steps": 0, "optim.lr": 0, "features.dir": "auto", "heads.lm_head": "auto", "heads.num_kept": 0,
+}  # fmt: skip
+
+# The anchor, by a trial on SmolLM2-135M (d = 576), not by a sweep: a drafter trained well there
+# with AdamW at 1e-3 and Muon at 1e-2, and Hydra heads badly at 6e-3 and 4e-2. That rates fall as
+# 1/width is assumed, from the theory of wide networks, as are the bounds.
+ANCHOR_LR, ANCHOR_WIDTH = 1e-3, 576
+LR_BOUNDS = 1e-4, 3e-3
+EPOCHS = 3  # assumed: the heads of the trial learned their data by heart in more
+STEPS_BOUNDS = 100, 20_000  # fewer leave no room for warm-up and decay
+STREAMED_STEPS = 300  # of records that nobody has counted
+COVERED = 0.98  # of the answers' tokens; on 206,000 of SmolLM2's 8,192 tokens are 98.6%
+SMALLEST_VOCABULARY = 2_048
+DISK_SHARE = 0.25  # of the free room, that stored hidden states may take
+
+
+def learning_rate(width: int) -> float:
+    """Return AdamW's rate for heads on a base of this width, ``ANCHOR_LR * ANCHOR_WIDTH / width``.
+
+    With matrices of size d x d a step of one size in every weight changes what they put out by d
+    times as much, and Adam's steps are of one size: so the rate that is stable falls as 1/d (Yang
+    et al., arXiv:2203.03466, table 3). Muon's rate is ``optim.muon_ratio`` of it. Kept in
+    ``LR_BOUNDS``, to two digits.
+    """
+    low, high = LR_BOUNDS
+    return float(f"{min(high, max(low, ANCHOR_LR * ANCHOR_WIDTH / width)):.1e}")
+
+
+def steps_for_rows(rows: int, rows_per_step: int) -> int:
+    """Return the optimizer steps of ``EPOCHS`` passes over ``rows``, in ``STEPS_BOUNDS``.
+
+    Heads are small beside what they read and learn little after a few passes; more of them teach
+    the texts by heart.
+    """
+    low, high = STEPS_BOUNDS
+    return min(high, max(low, math.ceil(EPOCHS * rows / rows_per_step)))
+
+
+def steps_for_time(minutes: float, seconds_per_step: float) -> int:
+    """Return the optimizer steps that ``minutes`` hold, of a measured length; at least 1.
+
+    To be asked once, and given to the run as ``steps``: the schedule's decay needs to know the end,
+    and a resumed run the same one.
+    """
+    return max(1, int(60 * minutes / seconds_per_step))
+
+
+def draft_vocabulary(counts: Sequence[int] | Tensor) -> tuple[int, float]:
+    """Return how many of the most frequent tokens heads should guess among, and their share.
+
+    The smallest power of two, from ``SMALLEST_VOCABULARY`` on, that covers ``COVERED`` of all
+    occurrences. At most a quarter of the vocabulary: what is beyond that costs more to multiply
+    than its guesses bring. A vocabulary of which that is too little is taken whole.
+
+    Args:
+        counts: [V], how often each token is learned.
+    """
+    counted = torch.as_tensor(counts).double().sort(descending=True).values
+    total = counted.sum().clamp_min(1)
+    size, most = SMALLEST_VOCABULARY, len(counted) // 4
+    if most < size:
+        return len(counted), 1.0
+    while 2 * size <= most and counted[:size].sum() < COVERED * total:
+        size *= 2
+    return size, float(counted[:size].sum() / total)
+
+
+def learned_counts(documents: Sequence[Encoded], vocab_size: int) -> Tensor:
+    """Return how often each token is learned, [vocab_size] long."""
+    learned = [document.labels[document.labels != IGNORE] for document in documents]
+    return torch.from_numpy(np.bincount(np.concatenate(learned), minlength=vocab_size))
+
+
+def decide(cfg: TrainConfig, base: PreTrainedModel, data: Data) -> TrainConfig:
+    """Return the settings with what they leave open decided; one line says what and why.
+
+    Args:
+        cfg: the run's settings.
+        base: the base model, loaded.
+        data: the run's, packed.
+
+    Raises:
+        ConfigError: if the rule cannot decide: steps of rows that grow.
+    """
+    vocab_size, width = base.get_output_embeddings().weight.shape
+    packed = data.train if isinstance(data.train, PackedBatches) else None
+    found: dict[str, Any] = {}
+    said = []
+    if not cfg.optim.lr:
+        found["optim.lr"] = learning_rate(width)
+        said.append(f"lr {found['optim.lr']:.1e} (width {width})")
+    if not cfg.steps and packed is None:
+        if isinstance(data.train, GrowingBatches):
+            raise ConfigError("steps=0 needs rows of one length; give steps=, or data.growth=[]")
+        found["steps"] = STREAMED_STEPS
+        said.append(f"steps {STREAMED_STEPS} (the records are streamed, nobody has counted them)")
+    elif not cfg.steps and packed is not None:
+        per_step = cfg.data.rows * cfg.optim.accumulation * dist.world_size()
+        steps = found["steps"] = steps_for_rows(packed.rows_per_epoch, per_step)
+        epochs, learned = steps * per_step / packed.rows_per_epoch, data.summary["train"]["learned"]
+        said.append(f"steps {steps:,} ({epochs:.3g} epochs of {learned:,} learned tokens)")
+    heads = cfg.heads
+    if heads.lm_head == "auto" or ("pruned" in heads.lm_head and not heads.num_kept):
+        kept, share = vocab_size, 1.0
+        if packed is not None:
+            kept, share = draft_vocabulary(learned_counts(packed.documents, vocab_size))
+        kept = heads.num_kept or kept
+        found["heads.num_kept"] = min(kept, vocab_size)
+        if heads.lm_head == "auto":
+            found["heads.lm_head"] = "pruned" if kept < vocab_size and packed else "own"
+        if kept < vocab_size and packed:
+            covers = f"{share:.1%} of the answers' tokens" if not heads.num_kept else "given"
+            said.append(f"draft vocabulary {kept:,} ({covers})")
+    if cfg.features.dir == "auto":
+        found["features.dir"], why = _features(cfg, base, packed, width)
+        said.append(f"features.dir {found['features.dir'] or 'none'} ({why})")
+    if said and dist.is_main():
+        print(f"by rule: {', '.join(said)}", flush=True)
+    return _filled(cfg, found)
+
+
+def _features(
+    cfg: TrainConfig, base: PreTrainedModel, packed: PackedBatches | None, width: int
+) -> tuple[str, str]:
+    """Return the folder of stored hidden states beside the run's, or none, and why.
+
+    It is called by what its numbers are made of, base and documents among it, so that runs on the
+    same data share one, and other data takes another.
+    """
+    if packed is None or dist.world_size() > 1:
+        return "", "not for rows that stream or grow, nor for several processes"
+    if getattr(KINDS.get(cfg.heads.kind), "taps", None) != (FINAL,):
+        return "", "the heads read more than the base's final hidden states"
+    root = Path(cfg.run_dir).expanduser().absolute().parent / "features"
+    given_as = torch.bfloat16 if cfg.autocast == "bfloat16" else base.dtype
+    made_of = teacher_cache.computed_by(cfg.model, cfg.autocast)
+    numbers: dict[str, Any] = {"hidden_size": width, "given_as": given_as}
+    plan = teacher_cache.plan_features(
+        root / "none", packed.documents, made_of, dtype=cfg.features.dtype, **numbers
+    )
+    folder = Path(cfg.run_dir).parent / "features" / json_digest(plan.made_of).hex()[:12]
+    size = teacher_cache.readable(plan.num_bytes)
+    there = next(each for each in (root, *root.parents) if each.exists())
+    free = shutil.disk_usage(there).free
+    if not folder.exists() and plan.num_bytes > DISK_SHARE * free:
+        return "", f"{size} is too much for a disk with {teacher_cache.readable(free)} free"
+    return str(folder), size
+
+
+def as_decided(cfg: TrainConfig, settings: Mapping[str, Any]) -> TrainConfig:
+    """Return the settings with what they leave open as it was in an earlier start of the run.
+
+    Args:
+        cfg: the settings of now.
+        settings: of then, ``{"optim.lr": 0.001, ...}``; what they lack stays open.
+    """
+    return _filled(cfg, {key: settings[key] for key in open_keys(cfg) if key in settings})
+
+
+def open_keys(cfg: TrainConfig) -> list[str]:
+    """Return the keys that the settings leave to the rule."""
+    return [key for key, value in OPEN.items() if _value(cfg, key) == value]
+
+
+def _value(cfg: Any, key: str) -> Any:
+    first, _, rest = key.partition(".")
+    return _value(getattr(cfg, first), rest) if rest else getattr(cfg, first)
+
+
+def _filled(cfg: Any, found: Mapping[str, Any]) -> Any:
+    for key, value in found.items():
+        first, _, rest = key.partition(".")
+        part = _filled(getattr(cfg, first), {rest: value}) if rest else value
+        cfg = replace(cfg, **{first: part})
+    return cfg
