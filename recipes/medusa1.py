@@ -21,7 +21,7 @@ def run(cfg: TrainConfig) -> None:
     read = read_data(cfg)
     base, output, tokenizer = load_base(cfg)
     data = load_data(cfg, base, tokenizer, train_base=False, read=read)
-    cfg = decide(cfg, base, data)
+    cfg = decide(cfg, base, data.train)
     heads = build_heads(cfg, base, output, data)
     speculation = Speculation(cfg, base, heads, output, tokenizer, data)
 

@@ -24,7 +24,7 @@ def run(cfg: TrainConfig) -> None:
     read = read_data(cfg)
     base, output, tokenizer = load_base(cfg, train_base=True)
     data = load_data(cfg, base, tokenizer, train_base=True, read=read)
-    cfg = decide(cfg, base, data)
+    cfg = decide(cfg, base, data.train)
     heads = build_heads(cfg, base, output, data)
     speculation = Speculation(cfg, base, heads, output, tokenizer, data)
 

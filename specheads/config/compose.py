@@ -121,9 +121,8 @@ def tuned(key: str, otherwise: Any, *, _root_: Any) -> Any:
     """Return ``model.tuned.<key>``, or ``otherwise`` where those numbers are another model's."""
     from omegaconf import OmegaConf
 
-    model = _root_.get("model") or {}
-    mine = model.get("tuned") and model.tuned.get("name") == model.name
-    found = OmegaConf.select(model.tuned, key) if mine else None
+    mine = OmegaConf.select(_root_, "model.tuned.name") == OmegaConf.select(_root_, "model.name")
+    found = OmegaConf.select(_root_, f"model.tuned.{key}") if mine else None
     return otherwise if found is None else found
 
 

@@ -13,14 +13,14 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.config import ConfigError, TrainConfig
+from specheads.config import TrainConfig
 from specheads.data import teacher_cache
 from specheads.data.chat import Encoded
 from specheads.data.pack import GrowingBatches, PackedBatches
@@ -29,9 +29,7 @@ from specheads.losses.cross_entropy import IGNORE
 from specheads.models.checkpoint import KINDS
 from specheads.models.output import FINAL
 from specheads.system import dist
-
-if TYPE_CHECKING:
-    from specheads.training.setup import Data
+from specheads.system.errors import refuse
 
 # key -> the value that leaves it to the rule
 OPEN: dict[str, Any] = {
@@ -82,7 +80,7 @@ def steps_for_time(minutes: float, seconds_per_step: float) -> int:
     return max(1, int(60 * minutes / seconds_per_step))
 
 
-def draft_vocabulary(counts: Sequence[int] | Tensor) -> tuple[int, float]:
+def draft_vocabulary(counts: Tensor, wanted: int = 0) -> tuple[int, float]:
     """Return how many of the most frequent tokens heads should guess among, and their share.
 
     The smallest power of two, from ``SMALLEST_VOCABULARY`` on, that covers ``COVERED`` of all
@@ -91,15 +89,16 @@ def draft_vocabulary(counts: Sequence[int] | Tensor) -> tuple[int, float]:
 
     Args:
         counts: [V], how often each token is learned.
+        wanted: a size that is given; 0 for none.
     """
-    counted = torch.as_tensor(counts).double().sort(descending=True).values
+    counted = counts.double().sort(descending=True).values
     total = counted.sum().clamp_min(1)
-    size, most = SMALLEST_VOCABULARY, len(counted) // 4
-    if most < size:
+    size, most = wanted or SMALLEST_VOCABULARY, len(counted) // 4
+    if not wanted and most < size:
         return len(counted), 1.0
-    while 2 * size <= most and counted[:size].sum() < COVERED * total:
+    while not wanted and 2 * size <= most and counted[:size].sum() < COVERED * total:
         size *= 2
-    return size, float(counted[:size].sum() / total)
+    return min(size, len(counted)), float(counted[:size].sum() / total)
 
 
 def learned_counts(documents: Sequence[Encoded], vocab_size: int) -> Tensor:
@@ -108,47 +107,48 @@ def learned_counts(documents: Sequence[Encoded], vocab_size: int) -> Tensor:
     return torch.from_numpy(np.bincount(np.concatenate(learned), minlength=vocab_size))
 
 
-def decide(cfg: TrainConfig, base: PreTrainedModel, data: Data) -> TrainConfig:
+def decide(cfg: TrainConfig, base: PreTrainedModel, batches: object) -> TrainConfig:
     """Return the settings with what they leave open decided; one line says what and why.
 
     Args:
         cfg: the run's settings.
         base: the base model, loaded.
-        data: the run's, packed.
+        batches: the run's training data.
 
     Raises:
         ConfigError: if the rule cannot decide: steps of rows that grow.
     """
     vocab_size, width = base.get_output_embeddings().weight.shape
-    packed = data.train if isinstance(data.train, PackedBatches) else None
+    packed = batches if isinstance(batches, PackedBatches) else None
+    heads, open_now = cfg.heads, open_keys(cfg)
+    counts = torch.zeros(vocab_size)
+    if packed is not None and open_now:
+        counts = learned_counts(packed.documents, vocab_size)
     found: dict[str, Any] = {}
     said = []
-    if not cfg.optim.lr:
+    if "optim.lr" in open_now:
         found["optim.lr"] = learning_rate(width)
         said.append(f"lr {found['optim.lr']:.1e} (width {width})")
-    if not cfg.steps and packed is None:
-        if isinstance(data.train, GrowingBatches):
-            raise ConfigError("steps=0 needs rows of one length; give steps=, or data.growth=[]")
-        found["steps"] = STREAMED_STEPS
-        said.append(f"steps {STREAMED_STEPS} (the records are streamed, nobody has counted them)")
-    elif not cfg.steps and packed is not None:
+    if "steps" in open_now and packed is not None:
         per_step = cfg.data.rows * cfg.optim.accumulation * dist.world_size()
         steps = found["steps"] = steps_for_rows(packed.rows_per_epoch, per_step)
-        epochs, learned = steps * per_step / packed.rows_per_epoch, data.summary["train"]["learned"]
-        said.append(f"steps {steps:,} ({epochs:.3g} epochs of {learned:,} learned tokens)")
-    heads = cfg.heads
+        epochs = f"{steps * per_step / packed.rows_per_epoch:.3g} epochs"
+        said.append(f"steps {steps:,} ({epochs} of {int(counts.sum()):,} learned tokens)")
+    elif "steps" in open_now:
+        grow = "steps=0 needs rows of one length; give steps=, or data.growth=[]"
+        refuse({grow: isinstance(batches, GrowingBatches)})
+        found["steps"] = STREAMED_STEPS
+        said.append(f"steps {STREAMED_STEPS} (the records are streamed, nobody has counted them)")
     if heads.lm_head == "auto" or ("pruned" in heads.lm_head and not heads.num_kept):
         kept, share = vocab_size, 1.0
         if packed is not None:
-            kept, share = draft_vocabulary(learned_counts(packed.documents, vocab_size))
-        kept = heads.num_kept or kept
-        found["heads.num_kept"] = min(kept, vocab_size)
+            kept, share = draft_vocabulary(counts, heads.num_kept)
+        if kept < vocab_size:
+            said.append(f"draft vocabulary {kept:,} ({share:.1%} of the answers' tokens)")
+        found["heads.num_kept"] = kept
         if heads.lm_head == "auto":
-            found["heads.lm_head"] = "pruned" if kept < vocab_size and packed else "own"
-        if kept < vocab_size and packed:
-            covers = f"{share:.1%} of the answers' tokens" if not heads.num_kept else "given"
-            said.append(f"draft vocabulary {kept:,} ({covers})")
-    if cfg.features.dir == "auto":
+            found["heads.lm_head"] = "pruned" if kept < vocab_size else "own"
+    if "features.dir" in open_now:
         found["features.dir"], why = _features(cfg, base, packed, width)
         said.append(f"features.dir {found['features.dir'] or 'none'} ({why})")
     if said and dist.is_main():
