@@ -239,10 +239,13 @@ class EvaluateConfig:
     loss_rows: int = 32  # packed held-out rows for the loss and the KL; 0: all
     keep_best: bool = True  # export the heads of the evaluation with the best accept length
     patience: int = 0  # stop after so many evaluations without a better one; 0: never
+    # for tree and final figures, after training; 0: a fifth of what training takes, at least one
+    minutes: float = 0.0
 
     def __post_init__(self) -> None:
         at_least(self, "evaluate.", every=0, num_prompts=1, num_nodes=2, loss_rows=0, patience=0)
         at_least(self, "evaluate.", max_new_tokens=2)  # the first one is the prefill's
+        at_least(self, "evaluate.", minutes=0)
         found = self.temperatures
         ok = len(found) > 0 and all(each >= 0 for each in found)
         check(ok, "evaluate.temperatures", found, "at least one, none negative")

@@ -98,7 +98,7 @@ def draft_vocabulary(counts: Tensor, wanted: int = 0) -> tuple[int, float]:
         return len(counted), 1.0
     while not wanted and 2 * size <= most and counted[:size].sum() < COVERED * total:
         size *= 2
-    return min(size, len(counted)), float(counted[:size].sum() / total)
+    return size, float(counted[:size].sum() / total)
 
 
 def learned_counts(documents: Sequence[Encoded], vocab_size: int) -> Tensor:
@@ -145,7 +145,8 @@ def decide(cfg: TrainConfig, base: PreTrainedModel, batches: object) -> TrainCon
             kept, share = draft_vocabulary(counts, heads.num_kept)
         if kept < vocab_size:
             said.append(f"draft vocabulary {kept:,} ({share:.1%} of the answers' tokens)")
-        found["heads.num_kept"] = kept
+        if not heads.num_kept:
+            found["heads.num_kept"] = kept
         if heads.lm_head == "auto":
             found["heads.lm_head"] = "pruned" if kept < vocab_size else "own"
     if "features.dir" in open_now:

@@ -76,7 +76,7 @@ def read_data(cfg: TrainConfig) -> Read:
         return Read(train, heldout, dropped)
     needs_all = {
         "data.growth": cfg.data.growth,
-        "features.dir": cfg.features.dir,
+        "features.dir": "" if cfg.features.dir == "auto" else cfg.features.dir,
         "draft.stored": cfg.draft.stored,
         "heads.lm_head": cfg.heads.lm_head if "pruned" in cfg.heads.lm_head else "",
         "tokenizer": "bpe" if cfg.tokenizer == "bpe" else "",

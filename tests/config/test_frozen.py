@@ -36,7 +36,7 @@ def test_the_embedded_model_keeps_its_numbers(words: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["medusa1", "hydra"])
 def test_another_model_has_none_of_them(recipe: str) -> None:
-    """The embedded model's learning rate on another base learns nothing, and costs the same hours."""
+    """One model's learning rate on another learns nothing, and costs the same hours."""
     for model in ("model=/some/folder", "model=qwen3_8b", "model.name=/some/folder"):
         cfg = composed("train", [f"+recipe={recipe}", model, "data=jsonl", "data.path=mine"])
         assert (cfg.steps, cfg.optim.lr, cfg.heads.num_kept) == (0, 0, 0)
