@@ -130,7 +130,7 @@ def measuring_time(evaluate: EvaluateConfig, log: RunLog) -> Budget:
 
     At least a minute. Without limit where this start of a run took no step of it.
     """
-    return Budget(60 * evaluate.minutes or max(60.0, TRAINING_SHARE * log.training_seconds))
+    return Budget(60 * evaluate.minutes or max(60.0, TRAINING_SHARE * log.training_seconds()))
 
 
 def say_cut(log: RunLog, found: Outcome, asked: int) -> None:

@@ -94,8 +94,8 @@ class RunLog:
         self._doing, self._since = "", 0.0
         self._said = time.monotonic()
         self._ended = threading.Event()
-        self._step = 0
-        self._clocked = 0, 0.0  # steps of this start, and their seconds, without evaluations
+        self._step = self._first = 0
+        self._begun = 0.0
         if not dist.is_main():
             return
         self._made = not self.dir.exists()
@@ -191,7 +191,7 @@ class RunLog:
         self._bar = tqdm(
             total=self.cfg.steps, initial=step, disable=quiet, unit="step", dynamic_ncols=True
         )
-        self._step = step
+        self._step, self._first, self._begun = step, step, time.monotonic()
         self.doing("the first step" if quiet else "")
 
     def advance(self) -> None:
@@ -203,15 +203,10 @@ class RunLog:
         if self._bar is not None:
             self._bar.update()
 
-    def clocked(self, steps: int, seconds: float) -> None:
-        """Take note of how long some steps took."""
-        self._clocked = self._clocked[0] + steps, self._clocked[1] + seconds
-
-    @property
     def training_seconds(self) -> float:
-        """How long all steps of the run take, by those of this start; inf if it took none."""
-        steps, seconds = self._clocked
-        return seconds / steps * self.cfg.steps if steps else math.inf
+        """Return how long the whole training takes, by this start's steps until now; inf for none."""
+        steps = self._step - self._first
+        return (time.monotonic() - self._begun) / steps * self.cfg.steps if steps else math.inf
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
         """Write one row to metrics.jsonl and wandb; a full disk shows in ``trouble``."""

@@ -264,7 +264,6 @@ class _Training:
         if self.steps:  # since the last row; right after a resume there is no rate
             row["train/tokens_per_second"] = self.tokens / (now - self.since)
             left = (now - self.since) / self.steps * (self.cfg.steps - step)
-            self.run.clocked(self.steps, now - self.since)
         self.tokens, self.steps, self.since = 0.0, 0, now
         rates = learning_rates(self.stage.groups, self.factor(step - 1))
         row |= {f"train/lr/{name}": rate for name, rate in rates.items()}

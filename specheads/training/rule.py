@@ -10,22 +10,21 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from specheads.config import TrainConfig
 from specheads.data import teacher_cache
-from specheads.data.chat import Encoded
+from specheads.data.chat import learned_counts
 from specheads.data.pack import GrowingBatches, PackedBatches
 from specheads.data.schema import json_digest
-from specheads.losses.cross_entropy import IGNORE
 from specheads.models.checkpoint import KINDS
 from specheads.models.output import FINAL
 from specheads.system import dist
@@ -80,7 +79,7 @@ def steps_for_time(minutes: float, seconds_per_step: float) -> int:
     return max(1, int(60 * minutes / seconds_per_step))
 
 
-def draft_vocabulary(counts: Tensor, wanted: int = 0) -> tuple[int, float]:
+def draft_vocabulary(counts: NDArray[Any], wanted: int = 0) -> tuple[int, float]:
     """Return how many of the most frequent tokens heads should guess among, and their share.
 
     The smallest power of two, from ``SMALLEST_VOCABULARY`` on, that covers ``COVERED`` of all
@@ -91,20 +90,14 @@ def draft_vocabulary(counts: Tensor, wanted: int = 0) -> tuple[int, float]:
         counts: [V], how often each token is learned.
         wanted: a size that is given; 0 for none.
     """
-    counted = counts.double().sort(descending=True).values
-    total = counted.sum().clamp_min(1)
+    counted = np.sort(counts)[::-1]
+    total = max(1, counted.sum())
     size, most = wanted or SMALLEST_VOCABULARY, len(counted) // 4
     if not wanted and most < size:
         return len(counted), 1.0
     while not wanted and 2 * size <= most and counted[:size].sum() < COVERED * total:
         size *= 2
     return size, float(counted[:size].sum() / total)
-
-
-def learned_counts(documents: Sequence[Encoded], vocab_size: int) -> Tensor:
-    """Return how often each token is learned, [vocab_size] long."""
-    learned = [document.labels[document.labels != IGNORE] for document in documents]
-    return torch.from_numpy(np.bincount(np.concatenate(learned), minlength=vocab_size))
 
 
 def decide(cfg: TrainConfig, base: PreTrainedModel, batches: object) -> TrainConfig:
@@ -118,11 +111,13 @@ def decide(cfg: TrainConfig, base: PreTrainedModel, batches: object) -> TrainCon
     Raises:
         ConfigError: if the rule cannot decide: steps of rows that grow.
     """
+    heads, open_now = cfg.heads, open_keys(cfg)
+    if not open_now:
+        return cfg
     vocab_size, width = base.get_output_embeddings().weight.shape
     packed = batches if isinstance(batches, PackedBatches) else None
-    heads, open_now = cfg.heads, open_keys(cfg)
-    counts = torch.zeros(vocab_size)
-    if packed is not None and open_now:
+    counts = np.zeros(vocab_size)
+    if packed is not None:
         counts = learned_counts(packed.documents, vocab_size)
     found: dict[str, Any] = {}
     said = []
@@ -169,17 +164,14 @@ def _features(
         return "", "not for rows that stream or grow, nor for several processes"
     if getattr(KINDS.get(cfg.heads.kind), "taps", None) != (FINAL,):
         return "", "the heads read more than the base's final hidden states"
-    root = Path(cfg.run_dir).expanduser().absolute().parent / "features"
-    given_as = torch.bfloat16 if cfg.autocast == "bfloat16" else base.dtype
+    root, dtype = Path(cfg.run_dir).parent / "features", cfg.features.dtype
     made_of = teacher_cache.computed_by(cfg.model, cfg.autocast)
-    numbers: dict[str, Any] = {"hidden_size": width, "given_as": given_as}
-    plan = teacher_cache.plan_features(
-        root / "none", packed.documents, made_of, dtype=cfg.features.dtype, **numbers
-    )
-    folder = Path(cfg.run_dir).parent / "features" / json_digest(plan.made_of).hex()[:12]
+    numbers: dict[str, Any] = {"hidden_size": width, "given_as": base.dtype, "dtype": dtype}
+    plan = teacher_cache.plan_features(root / "none", packed.documents, made_of, **numbers)
+    folder = root / json_digest(plan.made_of).hex()[:12]
     size = teacher_cache.readable(plan.num_bytes)
-    there = next(each for each in (root, *root.parents) if each.exists())
-    free = shutil.disk_usage(there).free
+    whole = root.absolute()
+    free = shutil.disk_usage(next(each for each in whole.parents if each.exists())).free
     if not folder.exists() and plan.num_bytes > DISK_SHARE * free:
         return "", f"{size} is too much for a disk with {teacher_cache.readable(free)} free"
     return str(folder), size
@@ -197,17 +189,13 @@ def as_decided(cfg: TrainConfig, settings: Mapping[str, Any]) -> TrainConfig:
 
 def open_keys(cfg: TrainConfig) -> list[str]:
     """Return the keys that the settings leave to the rule."""
-    return [key for key, value in OPEN.items() if _value(cfg, key) == value]
+    return [key for key, value in OPEN.items() if attrgetter(key)(cfg) == value]
 
 
-def _value(cfg: Any, key: str) -> Any:
-    first, _, rest = key.partition(".")
-    return _value(getattr(cfg, first), rest) if rest else getattr(cfg, first)
-
-
-def _filled(cfg: Any, found: Mapping[str, Any]) -> Any:
+def _filled(cfg: TrainConfig, found: Mapping[str, Any]) -> TrainConfig:
     for key, value in found.items():
-        first, _, rest = key.partition(".")
-        part = _filled(getattr(cfg, first), {rest: value}) if rest else value
-        cfg = replace(cfg, **{first: part})
+        section, _, name = key.rpartition(".")
+        if section:
+            value = replace(getattr(cfg, section), **{name: value})
+        cfg = replace(cfg, **{section or name: value})
     return cfg

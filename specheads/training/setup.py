@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.config import ConfigError, LossConfig, TrainConfig
-from specheads.data.chat import Documents, Encoded, Encoder, encode_records
+from specheads.data.chat import Documents, Encoder, encode_records, learned_counts, most_frequent
 from specheads.data.load import load_records, read_jsonl
 from specheads.data.pack import GrowingBatches, PackedBatches, check_isolation, one_pass
 from specheads.data.schema import Dropped, Record
@@ -41,7 +40,6 @@ from specheads.system import dist, hardware
 from specheads.system.errors import one_of, refuse
 from specheads.system.files import tinycode_dir
 from specheads.training.engine import Spread
-from specheads.training.rule import learned_counts
 
 
 @dataclass(frozen=True)
@@ -320,7 +318,8 @@ def build_heads(cfg: TrainConfig, base: PreTrainedModel, output: OutputLayer, da
         kept = None
         if "pruned" in wanted.lm_head:
             assert not isinstance(data.train, StreamedBatches)  # read_data has seen to it
-            kept = most_frequent(data.train.documents, heads.vocab_size, wanted.num_kept)
+            counts = learned_counts(data.train.documents, heads.vocab_size)
+            kept = torch.from_numpy(most_frequent(counts, wanted.num_kept))
         heads.init_from_output(output.weight, kept)
     return heads.to(_place(output, cfg.device))
 
@@ -396,12 +395,6 @@ def _start_from(start: str, heads: Heads) -> None:
         other = f"heads.start={start} holds heads of {heads.kind}.{key}={there}, not {here}"
         refuse({other: there != here})
     heads.load_state_dict(found.state_dict())
-
-
-def most_frequent(documents: Sequence[Encoded], vocab_size: int, num_kept: int) -> Tensor:
-    """Return the ``num_kept`` ids that are learned most often, ties by id; [num_kept] long."""
-    counts = learned_counts(documents, vocab_size)
-    return counts.sort(descending=True, stable=True).indices[:num_kept]
 
 
 def new_base(
