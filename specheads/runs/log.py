@@ -204,7 +204,7 @@ class RunLog:
             self._bar.update()
 
     def training_seconds(self) -> float:
-        """Return how long the whole training takes, by this start's steps until now; inf for none."""
+        """Return how long the whole training takes, by this start's steps; inf for none."""
         steps = self._step - self._first
         return (time.monotonic() - self._begun) / steps * self.cfg.steps if steps else math.inf
 

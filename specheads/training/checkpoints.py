@@ -39,7 +39,7 @@ from specheads.training.rule import as_decided, open_keys
 # These may differ between a run and its continuation; anything else would change what is learned.
 FREE_TO_CHANGE = (
     "name", "run_dir", "max_steps", "resume", "resume_trust", "dry_run", "log", "checkpoint",
-    "device", "dist_timeout", "optim.skip_nonfinite", "tree", "evaluate",
+    "device", "dist_timeout", "optim.skip_nonfinite", "tree", "evaluate", "model.tuned",
 )  # fmt: skip
 
 
