@@ -25,7 +25,7 @@ from specheads.data import teacher_cache
 from specheads.data.chat import learned_counts
 from specheads.data.pack import GrowingBatches, PackedBatches
 from specheads.data.schema import json_digest
-from specheads.models.checkpoint import KINDS
+from specheads.models.checkpoint import KINDS, read_config
 from specheads.models.output import FINAL
 from specheads.system import dist
 from specheads.system.errors import refuse
@@ -134,7 +134,10 @@ def decide(cfg: TrainConfig, base: PreTrainedModel, batches: object) -> TrainCon
         refuse({grow: isinstance(batches, GrowingBatches)})
         found["steps"] = STREAMED_STEPS
         said.append(f"steps {STREAMED_STEPS} (the records are streamed, nobody has counted them)")
-    if heads.lm_head == "auto" or ("pruned" in heads.lm_head and not heads.num_kept):
+    if heads.lm_head == "auto" and heads.start:  # they are what they are
+        info = read_config(heads.start)
+        found |= {f"heads.{key}": info[key] for key in ("lm_head", "num_kept") if key in info}
+    elif heads.lm_head == "auto" or ("pruned" in heads.lm_head and not heads.num_kept):
         kept, share = vocab_size, 1.0
         if packed is not None:
             kept, share = draft_vocabulary(counts, heads.num_kept)

@@ -99,6 +99,10 @@ def test_a_recipe_needs_nothing_but_base_and_data(
         assert again[key] == first[key]
     export = load_export(run_dir / "export")
     assert export.config["training"]["steps"] == 5 and export.config["num_kept"] == 64
+    # another data's vocabulary would be another one; heads that go on are as they were
+    more = [f"heads.start={run_dir / 'export'}", f"hydra.run.dir={tmp_path / 'more'}", "steps=1"]
+    assert start(monkeypatch, *wanted, *small, *more) == 0
+    assert "draft vocabulary" not in capsys.readouterr().out
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] == 5
 
