@@ -135,12 +135,9 @@ def measuring_time(evaluate: EvaluateConfig, log: RunLog) -> Budget:
 
 def say_cut(log: RunLog, found: Outcome, asked: int) -> None:
     """Say how many prompts the final figures are of, where time did not suffice for all."""
-    counts = {key: int(n) for key, n in found.figures.items() if key.startswith("final/prompts/")}
-    if counts and min(counts.values()) < asked:
-        used = ", ".join(f"{n} at {key.rpartition('/')[2]}" for key, n in counts.items())
-        log.say(
-            f"measured on {used} of {asked} prompts: the time for it was over (evaluate.minutes)"
-        )
+    used = min(n for key, n in found.figures.items() if key.startswith("final/prompts/"))
+    if used < asked:
+        log.say(f"measured on {used:.0f} of {asked} prompts: its time was over (evaluate.minutes)")
 
 
 @contextlib.contextmanager

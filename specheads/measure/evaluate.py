@@ -63,15 +63,11 @@ def decode_all(
     With a budget only the first ones, in their order, as far as the time goes that each temperature
     has, and ``LEAST`` of them at the least.
     """
-    contest, budget = (
-        Contest(base, eos_token_ids, None, evaluate.max_new_tokens),
-        budget or Budget(),
-    )
+    contest = Contest(base, eos_token_ids, None, evaluate.max_new_tokens)
     methods = [contest.ours(), *(contest.ours(*each) for each in drafters.items())]
-    found: RunsAt = {}
+    budget, count, found = budget or Budget(), len(evaluate.temperatures), {}
     for number, temperature in enumerate(evaluate.temperatures):
-        part = budget.part(1 / (len(evaluate.temperatures) - number))
-        tick = part.tick(LEAST * len(methods))
+        tick = budget.part(1 / (count - number)).tick(LEAST * len(methods))
         runs = clock(methods, prompts, temperature, repeats=1, seed=SEED, tick=tick)
         found[f"t{temperature:g}"] = runs
     return found

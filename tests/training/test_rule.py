@@ -108,13 +108,16 @@ def test_a_recipe_needs_nothing_but_base_and_data(
 
 
 def test_shared_rows_are_not_in_the_export(
-    tmp_path: Path, tiny_model_dir: Path, tiny_jsonl: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path: Path, tiny_model_dir: Path, tiny_jsonl: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     """Stored once more, a drafter of a few megabytes is as large as the base's output matrix."""
     run_dir = tmp_path / "run"
     wanted = ["+recipe=hydra", *on_files(tiny_model_dir, tiny_jsonl, run_dir), "+debug=cpu"]
     wanted += ["heads.lm_head=shared_pruned", "heads.num_kept=100", "data.seq_len=64"]
+    wanted += ["evaluate.minutes=1e-6", "evaluate.num_prompts=4", "data.eval_fraction=0.4"]
     assert start(monkeypatch, *wanted, "heads.num_heads=2", "tree.choices=[[0],[0,0]]") == 0
+    assert "measured on 3 of 4 prompts" in capsys.readouterr().out
     export = load_export(run_dir / "export")
     assert not [name for name in export.heads.state_dict() if "lm_head" in name]
     assert export.heads.token_map is not None and export.heads.num_outputs == 100
