@@ -10,6 +10,7 @@ from specheads.runs.log import RunLog
 from specheads.training.engine import param_groups
 from specheads.training.loop import Stage, fit
 from specheads.training.objectives import HeadsObjective
+from specheads.training.rule import decide
 from specheads.training.setup import build_heads, load_base, load_data, read_data
 from specheads.training.teachers import cached_features
 
@@ -20,6 +21,7 @@ def run(cfg: TrainConfig) -> None:
     read = read_data(cfg)
     base, output, tokenizer = load_base(cfg)
     data = load_data(cfg, base, tokenizer, train_base=False, read=read)
+    cfg = decide(cfg, base, data.train)
     heads = build_heads(cfg, base, output, data)
     speculation = Speculation(cfg, base, heads, output, tokenizer, data)
 

@@ -26,6 +26,7 @@ from specheads.data.schema import Record
 from specheads.decoding.stream import continue_prompts
 from specheads.formats import card
 from specheads.measure.calibrate import Calibration, describe_expected
+from specheads.measure.clock import Budget
 from specheads.measure.evaluate import (
     choose_tree,
     decode_heldout,
@@ -119,6 +120,24 @@ def say_plan(
     """Say what the stages of a dry run need, see ``plan_stage`` and ``describe_costs``."""
     plans = [plan_stage(stage, cfg, parts, output_weight) for stage in stages]
     log.say(describe_costs(cfg, plans, parts, *notes))
+
+
+TRAINING_SHARE = 0.2  # of the time that training takes, for what is measured after it
+
+
+def measuring_time(evaluate: EvaluateConfig, log: RunLog) -> Budget:
+    """Return the time for tree and final figures: ``evaluate.minutes``, or a share of the training.
+
+    At least a minute. Without limit where this start of a run took no step of it.
+    """
+    return Budget(60 * evaluate.minutes or max(60.0, TRAINING_SHARE * log.training_seconds()))
+
+
+def say_cut(log: RunLog, found: Outcome, asked: int) -> None:
+    """Say how many prompts the final figures are of, where time did not suffice for all."""
+    used = min(n for key, n in found.figures.items() if key.startswith("final/prompts/"))
+    if used < asked:
+        log.say(f"measured on {used:.0f} of {asked} prompts: its time was over (evaluate.minutes)")
 
 
 @contextlib.contextmanager
@@ -248,6 +267,8 @@ class Speculation:
         with improving(export, log) as measuring:
             card.write(export, "native", read_config(export))
             figures: dict[str, float] = {}
+            budget = measuring_time(cfg.evaluate, log)
+            log.doing("measuring held-out loss and accuracy")
             with measuring("held-out loss and accuracy"):
                 if tuned:
                     figures = heldout_loss(base, self.output, heldout, original)
@@ -259,10 +280,11 @@ class Speculation:
                 figures |= heads_accuracy(base, heads, self.output, heldout)
                 log.record(steps, {f"heldout/{key}": value for key, value in figures.items()})
             log.say("measuring trees ...")
+            log.doing("measuring trees")
             chosen = Calibration(tree, 0.0, {})
             with measuring("the tree"):
                 texts = Texts(self.prompts, self.eos, cfg.evaluate.max_new_tokens, seed=cfg.seed)
-                chosen = choose_tree(base, heads, self.output, texts, cfg.tree)
+                chosen = choose_tree(base, heads, self.output, texts, cfg.tree, budget.part(0.5))
             set_tree(
                 export,
                 chosen.tree,
@@ -278,9 +300,13 @@ class Speculation:
             loaded = Export(base, as_loaded(heads, base), self.tokenizer, chosen.tree, config)
             write_prompts(prompts, self.records)
             found = Outcome({})
+            log.doing("measuring accept length and speed")
             with measuring("accept length and speed"):
-                found = final_evaluation(loaded, prompts, cfg.evaluate, samples=cfg.log.samples)
+                found = final_evaluation(
+                    loaded, prompts, cfg.evaluate, budget, samples=cfg.log.samples
+                )
                 log.outcome(steps, found)
+                say_cut(log, found, len(self.records))
             card.write(export, "native", config, final=found.figures)
 
 
@@ -359,6 +385,8 @@ class Drafting:
         log.say(f"saved to {export}")
         with improving(export, log) as measuring:
             card.write(export, "native", read_provenance(export) or {})
+            budget = measuring_time(cfg.evaluate, log)
+            log.doing("measuring the draft model")
             heldout = heldout_agreement(self.judge, self.data.heldout)
             log.record(steps, {f"heldout/{key}": value for key, value in heldout.items()})
             log.say(
@@ -370,10 +398,11 @@ class Drafting:
             found = Outcome({})
             with measuring("accept length and speed"):
                 found = final_draft_evaluation(
-                    self.base, exported, self.tokenizer, prompts, cfg.evaluate,
+                    self.base, exported, self.tokenizer, prompts, cfg.evaluate, budget,
                     samples=cfg.log.samples,
                 )  # fmt: skip
                 log.outcome(steps, found)
+                say_cut(log, found, len(self.records))
             info["training"] = {**training, "heldout": heldout}
             save(info | {"measured": found.figures})
             card.write(export, "native", read_provenance(export) or {}, final=found.figures)

@@ -7,7 +7,7 @@ import re
 from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from specheads.config import commands, data, training
 from specheads.system.errors import ConfigError
@@ -117,13 +117,23 @@ def swept(overrides: str, number: int) -> str:
     return name if name == told else f"{name}-{number}"
 
 
+def tuned(key: str, otherwise: Any, *, _root_: Any) -> Any:
+    """Return ``model.tuned.<key>``, or ``otherwise`` where those numbers are another model's."""
+    from omegaconf import OmegaConf
+
+    mine = OmegaConf.select(_root_, "model.tuned.name") == OmegaConf.select(_root_, "model.name")
+    found = OmegaConf.select(_root_, f"model.tuned.{key}") if mine else None
+    return otherwise if found is None else found
+
+
 @cache
 def register_schemas() -> None:
-    """Make known to Hydra what conf/*.yaml name: the dataclasses, and :func:`swept`."""
+    """Make known to Hydra what conf/*.yaml name: dataclasses, :func:`swept`, :func:`tuned`."""
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
     OmegaConf.register_new_resolver("swept", swept, replace=True)
+    OmegaConf.register_new_resolver("tuned", tuned, replace=True)
     for module in _MODULES:
         for name, schema in vars(module).items():  # TreeSearchConfig is tree_search_schema
             if kind := re.fullmatch(r"(\w+)Config", name):

@@ -144,7 +144,9 @@ def _check_type(key: str, value: object, declared: str) -> None:
 class FeaturesConfig:
     """A cache of the frozen base's last hidden states, so that heads train without the base."""
 
-    dir: str = ""  # where it lies or is to be made; empty: run the base at every step
+    # where it lies or is to be made; empty: run the base at every step; auto: beside the run's
+    # directory, by the digest of base and data, where the disk has room
+    dir: str = ""
     dtype: str = "auto"  # auto (that of model.dtype), float32, bfloat16, int8 (a scale per token)
 
     def __post_init__(self) -> None:

@@ -31,13 +31,20 @@ class ModelConfig:
     quantization: str = "none"
     gradient_checkpointing: bool = False  # recompute the base's layers in backward
     trust_remote_code: bool = False
+    # numbers that suit the model ``name`` in it, by recipe; recipes read them while they compose
+    tuned: dict[str, Any] = field(default_factory=dict)
     # pretrain, mtp: a transformers config to build from scratch (model_type and sizes)
     init: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.dtype = dtype_name("model.dtype", self.dtype)
+        self.tuned = {}  # they are where they belong now
         one_of("model.attn", self.attn, "sdpa", "eager", "flex_attention", "flash_attention_2")
         one_of("model.quantization", self.quantization, "none", "nf4", "int8")
+
+
+RULED = ("medusa1",)  # recipes that decide by specheads/training/rule.py
+LM_HEADS = ("own", "shared", "low_rank", "pruned", "shared_pruned")
 
 
 @dataclass
@@ -48,11 +55,13 @@ class HeadsConfig:
     options: dict[str, Any] = field(default_factory=dict)  # of such another kind: its own settings
     num_heads: int = 4
     num_layers: int = 1  # residual blocks per head; 0 leaves only the output matrix
-    # own (copy of the base's output matrix), shared (the base's), low_rank, or pruned (own, for
-    # the num_kept tokens that are most frequent in the training data)
+    # own (copy of the base's output matrix), shared (the base's), low_rank, pruned (own, for the
+    # num_kept tokens that are most frequent in the training data), or shared_pruned (the base's
+    # rows of these tokens, not stored again); auto: pruned where the vocabulary is large, else own
     lm_head: str = "own"
     rank: int = 64  # low_rank: inner size of up @ down
-    num_kept: int = 32_000  # pruned: tokens that a head can guess
+    # pruned, shared_pruned: tokens that a head can guess; 0: as many as cover 98% of the answers
+    num_kept: int = 32_000
     condition: bool = False  # Hydra: each head reads the tokens drafted before its own
     prefix_layer: bool = False  # Hydra++: one attention layer between base and heads
     correction: str = "none"  # none, or markov: a low-rank bias from the token drafted before
@@ -60,11 +69,11 @@ class HeadsConfig:
     start: str = ""  # an export whose heads to start from, of the same shape
 
     def __post_init__(self) -> None:
-        at_least(self, "heads.", num_heads=1, num_layers=0, rank=1, num_kept=1, markov_rank=1)
-        one_of("heads.lm_head", self.lm_head, "own", "shared", "low_rank", "pruned")
+        at_least(self, "heads.", num_heads=1, num_layers=0, rank=1, num_kept=0, markov_rank=1)
+        one_of("heads.lm_head", self.lm_head, *LM_HEADS, "auto")
         one_of("heads.correction", self.correction, "none", "markov")
-        trained = self.num_layers > 0 or self.lm_head != "shared" or self.condition
-        expected = "at least 1 with heads.lm_head=shared (nothing would be trained)"
+        trained = self.num_layers > 0 or "shared" not in self.lm_head or self.condition
+        expected = f"at least 1 with heads.lm_head={self.lm_head} (nothing would be trained)"
         check(trained, "heads.num_layers", self.num_layers, expected)
         taken = self.kind != "medusa" or not self.options
         check(taken, "heads.options", self.options, "empty with heads.kind=medusa, which has keys")
@@ -183,7 +192,7 @@ class OptimConfig:
 
     # adamw, adamw8bit (bitsandbytes), or muon (hidden matrices by Muon, the rest by AdamW)
     name: str = "adamw"
-    lr: float = 1e-3  # heads, weights and biases alike
+    lr: float = 1e-3  # heads, weights and biases alike; 0: by rule, from the base's width
     base_lr: float = 2.5e-4  # base model, where it is trained
     muon_ratio: float = 6.7  # Muon's learning rate relative to AdamW's
     weight_decay: float = 0.0  # with muon: of the hidden matrices only
@@ -201,7 +210,8 @@ class OptimConfig:
     def __post_init__(self) -> None:
         one_of("optim.name", self.name, "adamw", "adamw8bit", "muon")
         one_of("optim.schedule", self.schedule, "cosine", "constant", "wsd")
-        positive(self, "optim.", "lr", "base_lr", "muon_ratio", "grad_clip")
+        positive(self, "optim.", "base_lr", "muon_ratio", "grad_clip")
+        check(self.lr >= 0, "optim.lr", self.lr, "positive")
         at_least(self, "optim.", warmup_steps=0, accumulation=1, skip_nonfinite=0)
         within(self, "optim.", decay_fraction="[0, 1]")
 
@@ -229,10 +239,13 @@ class EvaluateConfig:
     loss_rows: int = 32  # packed held-out rows for the loss and the KL; 0: all
     keep_best: bool = True  # export the heads of the evaluation with the best accept length
     patience: int = 0  # stop after so many evaluations without a better one; 0: never
+    # for tree and final figures, after training; 0: a fifth of what training takes, at least one
+    minutes: float = 0.0
 
     def __post_init__(self) -> None:
         at_least(self, "evaluate.", every=0, num_prompts=1, num_nodes=2, loss_rows=0, patience=0)
         at_least(self, "evaluate.", max_new_tokens=2)  # the first one is the prefill's
+        at_least(self, "evaluate.", minutes=0)
         found = self.temperatures
         ok = len(found) > 0 and all(each >= 0 for each in found)
         check(ok, "evaluate.temperatures", found, "at least one, none negative")
@@ -276,7 +289,7 @@ class TrainConfig:
     name: str = "run"
     run_dir: str = MISSING
     seed: int = 0
-    steps: int = 300  # optimizer steps of the whole recipe
+    steps: int = 300  # optimizer steps of the whole recipe; 0: by rule, from the data
     max_steps: int = 0  # stop after this many steps, resumably; 0: run all
     warmup_heads: float = 0.2  # medusa2: share of the steps that train the heads alone
     # none, bfloat16 (fp32 weights, bf16 matrix products), float16 (DeepSpeed's: 16-bit weights with
@@ -309,7 +322,11 @@ class TrainConfig:
     deepspeed: dict[str, Any] = field(default_factory=dict)  # {} is plain torch
 
     def __post_init__(self) -> None:
-        at_least(self, steps=1, max_steps=0, dist_timeout=1)
+        at_least(self, steps=0, max_steps=0, dist_timeout=1)
+        fixed = self.recipe and self.recipe not in RULED and not self.recipe.endswith(".py")
+        given = f"given: {self.recipe} has no rule for it"
+        check(self.steps > 0 or not fixed, "steps", self.steps, given)
+        check(self.optim.lr > 0 or not fixed, "optim.lr", self.optim.lr, given)
         within(self, warmup_heads="[0, 1)")
         check(self.tokenizer_size > 272, "tokenizer_size", self.tokenizer_size, "more than 272")
         check_device(self.device)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -222,6 +222,17 @@ class Encoder:
                 "that the chat template refuses",
                 f"the chat template of {self.name} refuses it: {error or type(error).__name__}",
             ) from None
+
+
+def learned_counts(documents: Iterable[Encoded], vocab_size: int) -> NDArray[np.int64]:
+    """Return how often each token is learned, [vocab_size]."""
+    labels = np.concatenate([document.labels for document in documents])
+    return np.bincount(labels[labels != IGNORE], minlength=vocab_size)
+
+
+def most_frequent(counts: NDArray[np.int64], num_kept: int) -> NDArray[np.int64]:
+    """Return the ``num_kept`` ids that occur most often, ties by id, [num_kept]."""
+    return np.argsort(-counts, kind="stable")[:num_kept]
 
 
 def runs(learned: Sequence[bool]) -> list[tuple[int, int]]:

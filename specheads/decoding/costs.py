@@ -76,17 +76,19 @@ def never_falling(groups: Sequence[Sequence[float]]) -> list[float]:
     return [median(values) for values, count in blocks for _ in range(count)]
 
 
-def clock_steps(runs: Sequence[Run], *, repeats: int) -> list[list[float]]:
+def clock_steps(
+    runs: Sequence[Run], *, repeats: int, enough: Callable[[], bool] = lambda: False
+) -> list[list[float]]:
     """Clock decoders against each other, in turn, so that a slow minute hits all of them.
 
     Returns:
         Seconds per step, [runs][repeats], see :func:`clock_texts`.
     """
-    return clock_texts(runs, repeats=repeats)[0]
+    return clock_texts(runs, repeats=repeats, enough=enough)[0]
 
 
 def clock_texts(
-    runs: Sequence[Run], *, repeats: int
+    runs: Sequence[Run], *, repeats: int, enough: Callable[[], bool] = lambda: False
 ) -> tuple[list[list[float]], list[list[float]]]:
     """Clock steps, and what comes before them: the prefill, and a drafter's reading of the prompt.
 
@@ -96,14 +98,15 @@ def clock_texts(
     Args:
         runs: decode a text and call back after every step.
         repeats: number of rounds.
+        enough: asked after every round, whether it is to be the last one.
 
     Returns:
-        Seconds per step and seconds before, both [runs][repeats].
+        Seconds per step and seconds before, both [runs][rounds].
     """
     for run in runs:
         run(lambda: None)
-    seconds = [[0.0] * repeats for _ in runs]
-    starts = [[0.0] * repeats for _ in runs]
+    seconds: list[list[float]] = [[] for _ in runs]
+    starts: list[list[float]] = [[] for _ in runs]
     for repeat in range(repeats):
         first = repeat % len(runs)  # none always runs on a warmer cache than the others
         for index in (*range(first, len(runs)), *range(first)):
@@ -112,9 +115,12 @@ def clock_texts(
             # the first call ends the prefill
             steps = [after - before for before, after in itertools.pairwise(times[1:])]
             ordered = sorted(steps or [times[-1] - times[0]])
-            seconds[index][repeat] = step = ordered[len(ordered) // 4]
+            step = ordered[len(ordered) // 4]
+            seconds[index].append(step)
             # drafters read the prompt in the first step
-            starts[index][repeat] = max(0.0, times[:3][-1] - times[0] - step)
+            starts[index].append(max(0.0, times[:3][-1] - times[0] - step))
+        if enough():
+            break
     return seconds, starts
 
 

@@ -110,10 +110,10 @@ def check(job: Job) -> None:
         problem = "correct their logits by the token drafted before (markov_rank)"
     elif info.get("prefix_layer"):
         problem = "read the text through an attention layer of their own (prefix_layer)"
-    elif not names.matrix and info["lm_head"] != "shared":
+    elif not names.matrix and not info["lm_head"].startswith("shared"):
         holds = "holds heads that share the base's output matrix"
         problem = f"have their own (lm_head={info['lm_head']}): use fasterdecoding_v1"
-    elif info["lm_head"] == "pruned" and not names.common:
+    elif names.matrix and info["lm_head"] in ("pruned", "shared_pruned") and not names.common:
         kept, all_tokens = info["num_kept"], info["vocab_size"]
         holds = "has output matrices for all tokens"
         if kept < all_tokens:
@@ -200,7 +200,7 @@ def _tensors(
     form: str, heads: MedusaHeads, output: OutputLayer | None
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Return the tensors of ``heads`` by the names of a layout, and what the user has to know."""
-    names, shared = _NAMES[form], heads.lm_head == "shared"
+    names, shared = _NAMES[form], heads.lm_head.startswith("shared")
     notes = [names.note.format(heads=heads.num_heads)]
     found = {}
     for i in range(heads.num_heads):
@@ -213,6 +213,11 @@ def _tensors(
             for part, tensor in block.items():
                 found[names.block.format(i=i, j=j, part=part)] = tensor
     if output is None or not names.matrix:
+        if heads.num_outputs < heads.vocab_size:
+            notes.append(
+                f"engines multiply by the base's whole matrix: these heads guess among all"
+                f" {heads.vocab_size:,} tokens there, among {heads.num_outputs:,} of them here"
+            )
         return found, notes
     if not output.weight.is_floating_point():
         raise ConfigError(
@@ -220,15 +225,17 @@ def _tensors(
         )
     capped = "the format does not: the heads' logits are larger there,"
     notes += check_output(f"format={form} holds", output, capped)
+    pruned = heads.token_map is not None and heads.num_outputs < heads.vocab_size
+    if pruned:
+        found["token_map"] = heads.token_map
+    rows = heads.shared_rows(output.weight) if pruned else output.weight
     if shared and names.common:
-        return found | {names.common: output.weight}, notes
+        return found | {names.common: rows}, notes
     for i in range(heads.num_heads):
         # copies, since safetensors writes no two tensors that share their memory
-        matrix = output.weight if shared else _matrix(heads, i)
+        matrix = rows if shared else _matrix(heads, i)
         scale = 1.0 if names.common else output.scale
         found[names.matrix.format(i=i, last=heads.num_layers)] = times(matrix, scale)
-    if heads.token_map is not None and heads.num_outputs < heads.vocab_size:
-        found["token_map"] = heads.token_map
     return found, notes
 
 
@@ -268,7 +275,7 @@ def _vllm_config(heads: MedusaHeads, output: OutputLayer) -> dict[str, Any]:
         "num_heads": heads.num_heads,
         "num_hidden_layers": max(heads.num_layers, 1),
         "medusa_fc_bias": True,
-        "original_lm_head": heads.lm_head == "shared",
+        "original_lm_head": heads.lm_head.startswith("shared"),
     }
     if output.scale != 1.0:
         config["logit_scale"] = output.scale
@@ -364,7 +371,8 @@ class Layout:
         names = {name for head in self.blocks for pair in head for name in pair if name}
         found = self.files.read(names | set(self.matrices))
         matrices = self._matrices(found, output)
-        lm_head = "shared" if not matrices else "own" if kept is None else "pruned"
+        forms = ("own", "pruned") if matrices else ("shared", "shared_pruned")
+        lm_head = forms[kept is not None]
         with torch.device("meta"):
             heads = MedusaHeads(
                 len(self.blocks), len(self.blocks[0]), hidden_size, vocab_size, lm_head,
@@ -395,16 +403,15 @@ class Layout:
                 f"config.json: logit_scale is {scale!r:.40}, expected a number above 0"
             )
         factor = float(scale) / output.scale
-        if kept is None and factor == 1.0 and len(set(self.matrices)) == 1:
-            only = found[self.matrices[0]]
-            if torch.equal(only.to(output.weight.dtype), output.weight):
-                self.notes.append(
-                    "their output matrix is the base's: it is shared, not stored again"
-                )
-                return []
         matrices = [found[name] for name in self.matrices]
+        rows = output.weight
         if kept is not None:
+            rows = rows[kept]
             matrices = [each[kept] if len(each) > len(kept) else each for each in matrices]
+        one = factor == 1.0 and len(set(self.matrices)) == 1
+        if one and torch.equal(matrices[0].to(rows.dtype), rows):
+            self.notes.append("their output matrix is the base's: it is shared, not stored again")
+            return []
         return [times(each, factor) for each in matrices]
 
     def _kept(self, vocab_size: int) -> Tensor | None:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import huggingface_hub
-import numpy as np
 import torch
 from huggingface_hub.errors import LocalTokenNotFoundError
 from torch import Tensor
@@ -25,11 +24,10 @@ from transformers import PreTrainedTokenizerBase
 
 from specheads.attention.tree import Tree
 from specheads.config import ConfigError, ExportConfig, RunError
-from specheads.data.chat import Encoder
+from specheads.data.chat import Encoder, learned_counts, most_frequent
 from specheads.data.schema import Record
 from specheads.formats import medusa, mtp_standard, serving
 from specheads.formats.serving import Job, Serving
-from specheads.losses.cross_entropy import IGNORE
 from specheads.models import mtp_hf
 from specheads.models.adapters import merge_adapter
 from specheads.models.base import load_base_model, load_config, load_tokenizer, torch_dtype
@@ -359,20 +357,18 @@ def _most_frequent(
     """Return the tokens to keep, and how much of the counted answers they are; prints that."""
     encode = Encoder(tokenizer)
     documents = [encode(record) for record in tqdm(records, unit="record", disable=None)]
-    learned = np.concatenate([document.labels for document in documents])
-    learned = learned[learned != IGNORE]
-    if not len(learned):
+    counts = learned_counts(documents, heads.vocab_size)
+    if not (total := int(counts.sum())):
         raise ConfigError(f"counted={config.counted}: its records hold no answers")
-    counts = np.bincount(learned, minlength=heads.vocab_size)
-    kept = torch.from_numpy(np.argsort(-counts, kind="stable")[: config.num_kept])  # ties by id
-    share, seen = float(np.isin(learned, kept.numpy()).mean()), len(np.unique(learned))
+    kept = most_frequent(counts, config.num_kept)
+    share, seen = float(counts[kept].sum() / total), int((counts > 0).sum())
     print(
-        f"the {len(kept):,} kept tokens are {share:.2%} of the {len(learned):,} answer tokens of"
+        f"the {len(kept):,} kept tokens are {share:.2%} of the {total:,} answer tokens of"
         f" {config.counted}"
     )
     if seen < len(kept):
         print(f"only {seen:,} different tokens occur there; the others are kept by their number")
-    return kept, {"counted_tokens": len(learned), "counted_share": share}
+    return torch.from_numpy(kept), {"counted_tokens": total, "counted_share": share}
 
 
 def num_bytes(heads: Heads, dtype: str | None = None) -> int:

@@ -12,6 +12,8 @@ nothing.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +29,7 @@ from specheads.config import EvaluateConfig, TreeConfig
 from specheads.decoding.costs import CostCurve, clock_steps, ratios, runner
 from specheads.drafters.contract import Drafter
 from specheads.drafters.heads import HeadsDrafter, dynamic_drafter, static_drafter
+from specheads.measure.clock import Budget
 from specheads.measure.hits import (
     Gains,
     Progress,
@@ -45,6 +48,7 @@ from specheads.models.forward import undisturbed
 from specheads.models.kinds import Heads
 from specheads.models.output import OutputLayer, output_layer
 
+LEAST_TOKENS = 16  # of a clocked text, however little time there is
 SIZES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # clocked; those between are interpolated
 _REFINEMENTS = 3  # rounds of clocking around the fastest size
 
@@ -119,12 +123,15 @@ class Search:
         max_nodes: largest size.
         batch_size: rows of the clocked steps.
         repeats: of the clocking.
+        budget: time for all of it. Where it does not suffice, fewer prompts are decoded (those of a
+            batch at the least), shorter texts, fewer sizes and fewer repeats are clocked.
     """
 
     num_nodes: int = 0
     max_nodes: int = 48
     batch_size: int = 1
     repeats: int = 5
+    budget: Budget = field(default_factory=Budget)
 
 
 def calibrate(
@@ -157,9 +164,11 @@ def calibrate(
         ConfigError: if their texts are too short to measure anything.
     """
     search = search or Search()
-    hits = collect_hits(base, heads, output, texts, progress)
+    decoding = search.budget.part(0.5)
+    batches = lambda items: decoding.within(progress(items))  # noqa: E731
+    hits = collect_hits(base, heads, output, texts, batches)
     measured_on: dict[str, Any] = {
-        "num_prompts": len(texts.prompts),
+        "num_prompts": len(hits),
         "num_positions": sum(len(text.ranks) for of_prompt in hits for text in of_prompt),
         "temperatures": list(texts.temperatures),
         "max_new_tokens": texts.max_new_tokens,
@@ -207,21 +216,29 @@ def _clock_sizes(
     longest = max(texts.prompts, key=lambda prompt: prompt.shape[1]).expand(search.batch_size, -1)
     limit, temperature = texts.max_new_tokens, texts.temperatures[0]
     plain: list[float] = []
-    smaller = () if search.num_nodes else SIZES
+    smaller: tuple[int, ...] = () if search.num_nodes else SIZES
+    if (left := search.budget.left) < math.inf:
+        began, alone = time.perf_counter(), runner(base, None, longest, max_new_tokens=limit)
+        alone(lambda: None)
+        runs_of_all = (1 + 2 * len(smaller)) * (1 + search.repeats)
+        wanted_seconds = runs_of_all * (time.perf_counter() - began)
+        if wanted_seconds > left:
+            limit = min(limit, max(LEAST_TOKENS, int(limit * left / wanted_seconds)))
+            smaller = smaller[::2]
     wanted = {
         name: [size for size in smaller if size < kind.largest] + [kind.largest]
         for name, kind in kinds.items()
     }
     for _ in range(1 if search.num_nodes else 1 + _REFINEMENTS):
         trees = [(kinds[name], size) for name, sizes in wanted.items() for size in sizes]
-        if not trees:
+        if not trees or (plain and search.budget.spent()):
             break
         drafters = [None, *(kind.make(size) for kind, size in trees)]
         runs = [
             runner(base, each, longest, max_new_tokens=limit, temperature=temperature)
             for each in drafters
         ]
-        seconds = clock_steps(runs, repeats=search.repeats)
+        seconds = clock_steps(runs, repeats=search.repeats, enough=search.budget.spent)
         plain += seconds[0]
         # in plain steps of the same round, so that a slow minute of the machine cancels out
         for (kind, size), costs in zip(trees, ratios(seconds)[1:], strict=True):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
+import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +28,8 @@ from specheads.models.base import context_length
 from specheads.system import hardware
 from specheads.system.files import tinycode_dir
 from specheads.system.hardware import peak_memory
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,48 @@ class Batch:
     input_ids: Tensor
     attention_mask: Tensor
     first: int = 0
+
+
+ENOUGH = object()  # what a tick answers when no further batch is to be begun
+
+
+class Budget:
+    """Time that a measurement may take; asked between its parts, whose least is always done.
+
+    Args:
+        seconds: from now on.
+        now: tells the time, in seconds.
+    """
+
+    def __init__(
+        self, seconds: float = math.inf, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._now, self._end = now, now() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left; none where it is below 0."""
+        return self._end - self._now()
+
+    def spent(self) -> bool:
+        """Return whether nothing is left."""
+        return self.left <= 0
+
+    def part(self, share: float) -> Budget:
+        """Return a share of what is left, which begins now."""
+        return Budget(share * max(self.left, 0.0), self._now)
+
+    def within(self, items: Iterable[T], least: int = 1) -> Iterator[T]:
+        """Yield items, ``least`` of them and then as long as time is left."""
+        for number, item in enumerate(items):
+            if number >= least and self.spent():
+                return
+            yield item
+
+    def tick(self, least: int) -> Callable[[], object]:
+        """Return what counts its calls, and answers ENOUGH after ``least`` when time is over."""
+        calls = itertools.count(1)
+        return lambda: ENOUGH if next(calls) >= least and self.spent() else None
 
 
 Decode = Callable[..., list[DecodedRow]]  # (batch, temperature, seed, max_new_tokens=...)
@@ -172,7 +219,7 @@ def clock(
         repeats: clocked rounds over all prompts.
         batch_size: prompts decoded together, neighbours in ``prompts``.
         seed: prompt n is sampled with ``seed + n``.
-        tick: called after every decoded prompt.
+        tick: called after every decoded prompt; if it answers ENOUGH, the batch is the last one.
         prefill: clock, in each turn just before it, the method's prefill alone as well.
 
     Returns:
@@ -203,6 +250,7 @@ def clock(
             of.seconds.append([])
             of.prefill += [[]] if prefill else []
         for index, batch in enumerate(batches):
+            answers: list[object] = []
             first = (index + repeat) % len(methods)
             for method in (*methods[first:], *methods[:first]):
                 of = runs[method.name]
@@ -211,8 +259,10 @@ def clock(
                 seconds, decoded = clocked(method, batch)
                 of.seconds[-1].append(seconds)
                 of.decoded += decoded if repeat == 0 else []
-                for _ in decoded:
-                    tick()
+                answers += [tick() for _ in decoded]
+            if ENOUGH in answers:
+                batches = batches[: index + 1]
+                break
     return runs
 
 

@@ -28,7 +28,7 @@ from specheads.drafters.heads import static_drafter
 from specheads.drafters.length import FixedLength
 from specheads.measure.bench import Contest
 from specheads.measure.calibrate import Calibration, Search, calibrate
-from specheads.measure.clock import Prompt, Runs, clock, prompts_of
+from specheads.measure.clock import Budget, Prompt, Runs, clock, prompts_of
 from specheads.measure.drafts import Alpha, agreement
 from specheads.measure.hits import Texts
 from specheads.measure.plots import tree_svg
@@ -43,6 +43,7 @@ from specheads.system.files import whole_file
 from specheads.verification.sampling import Sampler
 
 SEED = 0  # of what is drawn, in all runs alike, so that they differ by their weights only; bench's
+LEAST = 3  # prompts that are decoded however little time there is
 NUM_TOKENS = 4  # of a draft model's chain, the same at every step of a run and in all runs
 
 RunsAt = dict[str, dict[str, Runs]]  # t<temperature> -> plain or the drafter's name -> runs
@@ -55,14 +56,21 @@ def decode_all(
     prompts: Sequence[Prompt],
     evaluate: EvaluateConfig,
     eos_token_ids: tuple[int, ...],
+    budget: Budget | None = None,
 ) -> RunsAt:
-    """Decode all prompts once at every temperature, plainly and with each of ``drafters``."""
+    """Decode all prompts once at every temperature, plainly and with each of ``drafters``.
+
+    With a budget only the first ones, in their order, as far as the time goes that each temperature
+    has, and ``LEAST`` of them at the least.
+    """
     contest = Contest(base, eos_token_ids, None, evaluate.max_new_tokens)
     methods = [contest.ours(), *(contest.ours(*each) for each in drafters.items())]
-    return {
-        f"t{temperature:g}": clock(methods, prompts, temperature, repeats=1, seed=SEED)
-        for temperature in evaluate.temperatures
-    }
+    budget, count, found = budget or Budget(), len(evaluate.temperatures), {}
+    for number, temperature in enumerate(evaluate.temperatures):
+        tick = budget.part(1 / (count - number)).tick(LEAST * len(methods))
+        runs = clock(methods, prompts, temperature, repeats=1, seed=SEED, tick=tick)
+        found[f"t{temperature:g}"] = runs
+    return found
 
 
 def decode_heldout(
@@ -211,7 +219,12 @@ def write_prompts(path: Path, records: Sequence[dict[str, Any]]) -> None:
 
 
 def choose_tree(
-    base: PreTrainedModel, heads: Heads, output: OutputLayer, texts: Texts, tree: TreeConfig
+    base: PreTrainedModel,
+    heads: Heads,
+    output: OutputLayer,
+    texts: Texts,
+    tree: TreeConfig,
+    budget: Budget | None = None,
 ) -> Calibration:
     """Return the tree that the settings give, or the fastest one measured on ``texts``."""
     if tree.choices:
@@ -219,11 +232,18 @@ def choose_tree(
     base.eval()
     heads.eval()
     with torch.inference_mode():
-        return calibrate(base, heads, output, texts, Search(tree.num_nodes))
+        return calibrate(
+            base, heads, output, texts, Search(tree.num_nodes, budget=budget or Budget())
+        )
 
 
 def final_evaluation(
-    export: Export, path: Path, evaluate: EvaluateConfig, *, samples: int = 0
+    export: Export,
+    path: Path,
+    evaluate: EvaluateConfig,
+    budget: Budget | None = None,
+    *,
+    samples: int = 0,
 ) -> Outcome:
     """Decode with an export as users will: what ``specheads.bench`` measures on the same prompts.
 
@@ -235,6 +255,7 @@ def final_evaluation(
         export: loaded, in the dtype in question.
         path: prompts, see :func:`specheads.measure.evaluate.write_prompts`.
         evaluate: how many prompts and tokens, and at which temperatures.
+        budget: the time for it; see :func:`decode_all`.
         samples: texts to keep.
 
     Returns:
@@ -251,7 +272,8 @@ def final_evaluation(
     prompts, _ = prompts_of(base, tokenizer, path, *limits)
     drafter = static_drafter(base, export.heads, output_layer(base), export.tree)
     with undisturbed(base, export.heads):
-        runs = decode_all(base, {"tree": drafter}, prompts, evaluate, end_tokens(base, tokenizer))
+        eos = end_tokens(base, tokenizer)
+        runs = decode_all(base, {"tree": drafter}, prompts, evaluate, eos, budget)
     found = {
         at: figures(of, "tree", evaluate, export.tree.max_depth) | {"rep8": _plain_rep8(of)}
         for at, of in runs.items()
@@ -269,7 +291,8 @@ def _final(found: FiguresAt, runs: RunsAt) -> dict[str, float]:
     """
     if not any(each.accept_lengths for of in runs.values() for each in of["plain"].decoded):
         raise ConfigError("the base ends every text with its first token")
-    return {
+    prompts = {f"final/prompts/{at}": float(len(of["plain"].decoded)) for at, of in runs.items()}
+    return prompts | {
         f"final/{key}/{at}": round(value, 4)
         for at, of in found.items()
         for key, value in of.items()
@@ -286,7 +309,7 @@ def sample_texts(
     """Return what plain decoding and a drafter wrote, the temperatures in turn.
 
     Args:
-        prompts: as many as there are texts in each of ``runs``.
+        prompts: the first of them are those of ``runs``.
         runs: ``t<temperature>`` -> method -> its runs; ``plain`` among the methods.
         drafter: the method beside it.
         tokenizer: makes text of tokens, special ones included.
@@ -307,6 +330,7 @@ def sample_texts(
         }
         for number, prompt in enumerate(prompts)
         for at, of in runs.items()
+        if number < len(of["plain"].decoded)
         for plain, drafted in [(of["plain"].decoded[number], of[drafter].decoded[number])]
     )
     return list(islice(found, num_samples))
@@ -358,6 +382,7 @@ def final_draft_evaluation(
     tokenizer: PreTrainedTokenizerBase,
     path: Path,
     evaluate: EvaluateConfig,
+    budget: Budget | None = None,
     *,
     samples: int = 0,
 ) -> Outcome:
@@ -369,6 +394,7 @@ def final_draft_evaluation(
         tokenizer: of both.
         path: prompts, see :func:`specheads.measure.evaluate.write_prompts`.
         evaluate: how many prompts and tokens, and at which temperatures.
+        budget: the time for it; see :func:`decode_all`.
         samples: texts to keep.
 
     Returns:
@@ -379,7 +405,8 @@ def final_draft_evaluation(
     """
     limits = evaluate.num_prompts, evaluate.max_new_tokens
     prompts, _ = prompts_of(base, tokenizer, path, *limits, draft)
-    found, runs = measure_draft(base, draft, prompts, evaluate, end_tokens(base, tokenizer))
+    eos = end_tokens(base, tokenizer)
+    found, runs = measure_draft(base, draft, prompts, evaluate, eos, budget)
     texts = sample_texts(prompts, runs, "chain", tokenizer, samples)
     return Outcome(_final(found, runs), texts)
 
@@ -390,6 +417,7 @@ def measure_draft(
     prompts: Sequence[Prompt],
     evaluate: EvaluateConfig,
     eos_token_ids: tuple[int, ...],
+    budget: Budget | None = None,
 ) -> tuple[FiguresAt, RunsAt]:
     """Decode all prompts once at every temperature, plainly and with chains of ``NUM_TOKENS``.
 
@@ -407,7 +435,7 @@ def measure_draft(
     found: FiguresAt = {}
     with undisturbed(base, draft):
         drafter = DraftModelDrafter(draft, FixedLength(NUM_TOKENS), sampling="sampled")
-        runs = decode_all(base, {"chain": drafter}, prompts, evaluate, eos_token_ids)
+        runs = decode_all(base, {"chain": drafter}, prompts, evaluate, eos_token_ids, budget)
         for temperature in evaluate.temperatures:
             at = f"t{temperature:g}"
             of = figures(runs[at], "chain", evaluate, NUM_TOKENS)
@@ -417,7 +445,7 @@ def measure_draft(
             sampler, limit = Sampler(temperature=temperature), evaluate.max_new_tokens - 1
             texts = [
                 agreement(base, draft, prompt.input_ids, text.new_tokens, sampler, limit)
-                for prompt, text in zip(prompts, runs[at]["plain"].decoded, strict=True)
+                for prompt, text in zip(prompts, runs[at]["plain"].decoded, strict=False)
             ]
             found[at] |= {"alpha": Alpha(texts).alpha, "rep8": _plain_rep8(runs[at])}
     return found, runs

@@ -190,6 +190,13 @@ def collect_hits(
 ) -> list[list[Hits]]:
     """Decode plainly from every prompt; return its hits, one text per temperature.
 
+    Args:
+        base: base model.
+        heads: heads on its last hidden state.
+        output: its output layer.
+        texts: to write.
+        progress: wraps the batches of prompts; where it ends early, only those before are returned.
+
     Raises:
         ValueError: if there are no prompts.
         ConfigError: if their texts are too short to measure anything.
@@ -203,6 +210,7 @@ def collect_hits(
         found[number].append(
             measure_hits(base, heads, output, whole, prompt.shape[1], ended=row.finished)
         )
+    found = [of_prompt for of_prompt in found if of_prompt]
     if not any(len(text.ranks) for of_prompt in found for text in of_prompt):
         if all(text.ended for of_prompt in found for text in of_prompt):
             raise ConfigError("the base ends every text with its first token")

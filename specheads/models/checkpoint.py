@@ -377,7 +377,7 @@ def load_export(
     trusted = loading.get("trust_remote_code", False)
     tokenizer = load_tokenizer(str(path), trust_remote_code=trusted)
     check_tokenizer(tokenizer, model)
-    if heads.lm_head == "shared" and model.get_output_embeddings().weight.is_meta:
+    if heads.lm_head.startswith("shared") and model.get_output_embeddings().weight.is_meta:
         raise ConfigError(f"{path}: its heads share the output layer; device_map offloads that one")
     dtype = torch_dtype(loading.get("dtype") or config["base"]["dtype"])
     heads = as_loaded(heads, model, dtype).requires_grad_(False)

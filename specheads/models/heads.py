@@ -13,8 +13,8 @@ vocabulary is small, what a token adds is looked up in a table instead of comput
 The output matrices of trained heads can be made smaller (:func:`low_rank_heads`,
 :func:`pruned_heads`); more training can follow.
 
-Shapes: K heads, d hidden size, V vocabulary, V' the tokens that the heads can guess (V unless
-pruned), B rows, n nodes of a level, D heads in use.
+Shapes: K heads, d hidden size, V vocabulary, V' the tokens that the heads can guess (V unless they
+are pruned), B rows, n nodes of a level, D heads in use.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from specheads.config.training import LM_HEADS
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.base import Embed
 from specheads.models.blocks import (
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
     from specheads.config import HeadsConfig
     from specheads.models.output import OutputLayer
 
-LM_HEADS = ("own", "shared", "low_rank", "pruned")
 _MAX_STACKED = 1 << 22  # parameters that a snapshot may copy
 MAX_TABLE = 1 << 23  # numbers in the tables of one kind; beyond, products are computed
 _SIZES = ("num_heads", "num_layers", "hidden_size", "vocab_size", "lm_head")
@@ -60,7 +60,8 @@ class Form(TypedDict, total=False):
 
     Attributes:
         rank: low_rank: the inner size.
-        num_kept: pruned: V', the number of tokens (choose them with ``init_from_output``).
+        num_kept: pruned, shared_pruned: V', the number of tokens (choose them with
+            ``init_from_output``).
         markov_rank: inner size of the bias from the token drafted before; 0 for none.
         condition: read the tokens drafted before (Hydra).
         joined: read them as published Hydra heads do, side by side with the hidden state; only with
@@ -85,7 +86,8 @@ class MedusaHeads(nn.Module, Heads):
         hidden_size: d of the base model.
         vocab_size: V of the base model.
         lm_head: ``own``, one matrix per head (fill it with ``init_from_output``); ``shared``, the
-            base's; ``low_rank``, one ``up @ down`` per head; ``pruned``, own ones for some tokens.
+            base's; ``low_rank``, one ``up @ down`` per head; ``pruned``, own ones for some tokens;
+            ``shared_pruned``, the base's rows of some tokens, of which only the map is stored.
         **form: see :class:`Form`.
 
     Attributes:
@@ -118,7 +120,8 @@ class MedusaHeads(nn.Module, Heads):
         markov_rank, prefix = form.get("markov_rank", 0), form.get("prefix")
         condition, joined = form.get("condition", False), form.get("joined", False)
         most = min(hidden_size, vocab_size)
-        low_rank, pruned = lm_head == "low_rank", lm_head == "pruned"
+        low_rank, pruned = lm_head == "low_rank", lm_head in ("pruned", "shared_pruned")
+        shared = lm_head in ("shared", "shared_pruned")
         one_of("lm_head", lm_head, *LM_HEADS)
         check(num_heads >= 1, "num_heads", num_heads, "at least 1")
         check(num_layers >= 0, "num_layers", num_layers, "at least 0")
@@ -142,7 +145,7 @@ class MedusaHeads(nn.Module, Heads):
         def own_matrix() -> nn.Linear | LowRank | None:
             if low_rank:
                 return LowRank(vocab_size, rank, hidden_size)
-            if lm_head == "shared":
+            if shared:
                 return None
             return nn.Linear(hidden_size, self.num_outputs, bias=False)
 
@@ -237,11 +240,12 @@ class MedusaHeads(nn.Module, Heads):
     def init_from_output(self, weight: Tensor, kept: Tensor | None = None) -> None:
         """Make every head's output matrix the base's [V, d], or as near to it as its form allows.
 
-        Low rank takes the nearest matrix of that rank (truncated SVD); nothing happens if shared.
+        Low rank takes the nearest matrix of that rank (truncated SVD); shared ones only take
+        ``kept``.
 
         Args:
             weight: the base's output matrix.
-            kept: pruned: the [V'] token ids to keep; None keeps the first ones.
+            kept: where pruned, the [V'] token ids to keep; None keeps the first ones.
 
         Raises:
             ValueError: if shapes differ, or ``kept`` is not a set of V' tokens.
@@ -265,7 +269,7 @@ class MedusaHeads(nn.Module, Heads):
             if self.lm_head == "low_rank":
                 head.get_parameter("lm_head.up.weight").copy_(up)
                 head.get_parameter("lm_head.down.weight").copy_(down)
-            elif self.lm_head != "shared":
+            elif head.lm_head is not None:
                 own = weight if self.token_map is None else weight[self.token_map.to(weight.device)]
                 head.get_parameter("lm_head.weight").copy_(own)
 
@@ -323,7 +327,17 @@ class MedusaHeads(nn.Module, Heads):
 
         With a Markov correction this joins two matrices into a new one.
         """
-        return self.head(i).output_weight(base_weight)
+        return self.head(i).output_weight(self.shared_rows(base_weight))
+
+    def shared_rows(self, base_weight: Tensor) -> Tensor:
+        """Return the rows [V', d] of the base's output matrix [V, d] that heads without own read.
+
+        Some of them are a copy, through which gradients go. Decoding makes one for a text, never
+        for a step (9 MB of 8,192 rows of 576 in bfloat16): so no copy of other weights is used.
+        """
+        if self.lm_head != "shared_pruned" or self.token_map is None:
+            return base_weight
+        return base_weight[self.token_map.to(base_weight.device)]
 
     @torch.no_grad()
     def snapshot(self, output: OutputLayer) -> Callable[[Tensor], Tensor]:
@@ -356,13 +370,13 @@ class MedusaHeads(nn.Module, Heads):
         heads (146 to 55 us for six of width 256). Large heads are not copied: reading them costs
         what it costs.
         """
-        heads = list(map(self.head, range(self.num_heads)))
+        heads, shared = list(map(self.head, range(self.num_heads))), self.shared_rows(output.weight)
         if sum(parameter.numel() for parameter in self.heads.parameters()) > _MAX_STACKED:
 
             @torch.no_grad()
             def each(hidden: Tensor) -> Tensor:
                 features = [head.own_features(hidden) for head in heads]
-                return multiplied(features, [head.own_weight(output.weight) for head in heads])
+                return multiplied(features, [head.own_weight(shared) for head in heads])
 
             return each
 
@@ -373,10 +387,9 @@ class MedusaHeads(nn.Module, Heads):
             (stacked(f"blocks.{i}.weight").transpose(1, 2), stacked(f"blocks.{i}.bias")[:, None])
             for i in range(self.num_layers)
         ]
-        names = {"shared": [], "low_rank": ["lm_head.down.weight", "lm_head.up.weight"]}
-        matrices = [
-            stacked(name).transpose(1, 2) for name in names.get(self.lm_head, ["lm_head.weight"])
-        ]
+        names = {"low_rank": ["lm_head.down.weight", "lm_head.up.weight"]}
+        own = [] if heads[0].lm_head is None else names.get(self.lm_head, ["lm_head.weight"])
+        matrices = [stacked(name).transpose(1, 2) for name in own]
 
         @torch.no_grad()
         def all_at_once(hidden: Tensor) -> Tensor:
@@ -387,7 +400,7 @@ class MedusaHeads(nn.Module, Heads):
             for matrix in matrices:
                 x = torch.bmm(x.to(matrix.dtype), matrix)
             if not matrices:
-                x = F.linear(x.to(output.weight.dtype), output.weight)
+                x = F.linear(x.to(shared.dtype), shared)
             return x.view(self.num_heads, *hidden.shape[:-1], self.num_outputs)
 
         return all_at_once
@@ -427,10 +440,12 @@ class Steps:
         self._tabulates_biases = heads.markov_rank > 0 and size <= MAX_TABLE
         self.offset: Tensor | None = None  # [D * d], the conditions' own biases
         self.products: Callable[[Tensor], Tensor] | None = None
+        self.rows: Tensor | None = None  # of the base's output matrix, where heads share them
 
     @torch.no_grad()
     def refresh(self) -> Begin:
         """Take the weights as they are now, and return :meth:`begin`."""
+        self.rows = self.heads.shared_rows(self.output.weight)
         parts = [self.heads.head(i) for i in range(self.depth)]
         conditions = [part.condition for part in parts if part.condition is not None]
         conditions *= self._tabulates_conditions
@@ -497,7 +512,7 @@ class Walk:
                 x = self._carried[..., : steps.heads.hidden_size]
             else:
                 x = head.conditioned(self._hidden, self._carried)
-            products = head.own_product(x, steps.output.weight)
+            products = head.own_product(x, cast(Tensor, steps.rows))
         if head.markov is not None:
             if steps.biases:
                 added = F.embedding(self.tokens, steps.biases[self.depth])

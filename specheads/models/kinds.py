@@ -116,7 +116,8 @@ class Heads(Protocol):
         num_outputs: V'.
         hidden_size: d.
         vocab_size: V.
-        lm_head: ``shared``, the base's output matrix; any other word: matrices of their own.
+        lm_head: ``shared``, the base's output matrix; ``shared_pruned``, some of its rows; any
+            other word: matrices of their own.
         token_map: [V'] token ids that the heads can guess; None for all.
         kind: its name in config.json.
         taps: the hidden states of the base that they read, side by side if several.
@@ -202,7 +203,7 @@ class Heads(Protocol):
         """
 
     def output_weight(self, i: int, base_weight: Tensor) -> Tensor:
-        """Return the matrix [V', d_i] of head ``i``, the base's own [V, d] where it is shared."""
+        """Return the matrix [V', d_i] of head ``i``, the base's own or rows of it where shared."""
 
     @staticmethod
     def required(embed: Embed | None) -> Embed:

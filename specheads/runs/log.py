@@ -1,15 +1,19 @@
 """What a run writes about itself while it lives: console, ``metrics.jsonl``, Weights & Biases.
 
-The console gets one aligned line per ``log.every`` steps and, on a terminal, a progress bar.
+The console gets one aligned line per ``log.every`` steps, on a terminal a progress bar, and where
+nothing else is said for ten seconds a line with what is going on.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +30,7 @@ from specheads.system.redact import redact
 
 # of an evaluation's many figures those for the console; all are in metrics.jsonl
 _EVALUATED = re.compile(r"eval/[^/]+|final/(accept_length|alpha|speedup)/[^/]+")
+_SILENT = 10.0  # seconds after which a line says what is going on
 _ALPHA = ("draft/alpha", "draft/alpha_top", "heldout/alpha")  # of a draft model
 
 
@@ -86,6 +91,11 @@ class RunLog:
         self._wandb: WandbLog | None = None
         self._metrics: directory.MetricsFile | None = None
         self._provenance: dict[str, Any] = {}
+        self._doing, self._since = "", 0.0
+        self._said = time.monotonic()
+        self._ended = threading.Event()
+        self._step = self._first = 0
+        self._begun = 0.0
         if not dist.is_main():
             return
         self._made = not self.dir.exists()
@@ -114,7 +124,19 @@ class RunLog:
 
     def __enter__(self) -> Self:
         """Return self; the directory is already locked."""
+        if dist.is_main():
+            threading.Thread(target=self._break_silence, daemon=True).start()
         return self
+
+    def _break_silence(self) -> None:
+        while not self._ended.wait(_SILENT / 10):
+            if self._doing and time.monotonic() - self._said >= _SILENT:
+                minutes, seconds = divmod(round(time.monotonic() - self._since), 60)
+                self.say(f"{self._doing}, {minutes}:{seconds:02d}")
+
+    def doing(self, what: str) -> None:
+        """Take note of what begins now, for lines where nothing else is said; empty: nothing."""
+        self._doing, self._since = what, time.monotonic()
 
     def __exit__(
         self,
@@ -127,6 +149,7 @@ class RunLog:
         Raises:
             RunError: if the run went well, but its last metrics could not be written.
         """
+        self._ended.set()
         if not dist.is_main():
             return
         if self._bar is not None:
@@ -168,12 +191,22 @@ class RunLog:
         self._bar = tqdm(
             total=self.cfg.steps, initial=step, disable=quiet, unit="step", dynamic_ncols=True
         )
+        self._step, self._first, self._begun = step, step, time.monotonic()
+        self.doing("the first step" if quiet else "")
 
     def advance(self) -> None:
         """Move the progress bar by one optimizer step."""
         self._stepped = True
+        self._step += 1
+        if self._doing:  # no bar says it
+            self._doing = f"step {self._step}/{self.cfg.steps}"
         if self._bar is not None:
             self._bar.update()
+
+    def training_seconds(self) -> float:
+        """Return how long the whole training takes, by this start's steps; inf for none."""
+        steps = self._step - self._first
+        return (time.monotonic() - self._begun) / steps * self.cfg.steps if steps else math.inf
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
         """Write one row to metrics.jsonl and wandb; a full disk shows in ``trouble``."""
@@ -226,6 +259,7 @@ class RunLog:
 
     def say(self, text: str) -> None:
         """Print ``text`` on rank 0 without tearing the progress bar."""
+        self._said = time.monotonic()
         if not dist.is_main():
             return
         try:

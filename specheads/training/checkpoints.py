@@ -34,11 +34,12 @@ from specheads.system import dist
 from specheads.system.files import aside, flush_folder, publish, writing
 from specheads.system.redact import redact
 from specheads.training.engine import Spread
+from specheads.training.rule import as_decided, open_keys
 
 # These may differ between a run and its continuation; anything else would change what is learned.
 FREE_TO_CHANGE = (
     "name", "run_dir", "max_steps", "resume", "resume_trust", "dry_run", "log", "checkpoint",
-    "device", "dist_timeout", "optim.skip_nonfinite", "tree", "evaluate",
+    "device", "dist_timeout", "optim.skip_nonfinite", "tree", "evaluate", "model.tuned",
 )  # fmt: skip
 
 
@@ -144,6 +145,7 @@ def check_settings(path: Path, state: Mapping[str, Any], cfg: TrainConfig) -> No
         )
     # known to be the same, it may have moved, or have another name
     may_differ = {"model.name", "model.revision"} if base and theirs else set()
+    may_differ |= set(open_keys(cfg))  # they become what they were then, see ready_to_resume
     if now["optim.accumulation"] == needed:
         may_differ.add("optim.accumulation")
     for key in sorted((now.keys() | before.keys()) - may_differ):
@@ -428,8 +430,8 @@ def ready_to_resume(cfg: TrainConfig, say: Callable[[str], None]) -> TrainConfig
         say: told of damaged checkpoints, and of what another number of ranks changes.
 
     Returns:
-        ``cfg``, on another number of ranks than before with the ``optim.accumulation`` that keeps
-        the global batch.
+        ``cfg`` with what it leaves open as it was decided then; on another number of ranks than
+        before with the ``optim.accumulation`` that keeps the global batch.
 
     Raises:
         ConfigError: if it cannot be resumed; see :func:`checkpoint_to_resume`, :func:`verify`.
@@ -439,6 +441,7 @@ def ready_to_resume(cfg: TrainConfig, say: Callable[[str], None]) -> TrainConfig
         return cfg
     verify(path)
     state = read_state(path)
+    cfg = as_decided(cfg, state["settings"])
     if state["world_size"] == dist.world_size():
         return cfg
     needed = accumulation_here(path, state)

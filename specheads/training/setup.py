@@ -14,20 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.config import ConfigError, LossConfig, TrainConfig
-from specheads.data.chat import Documents, Encoded, Encoder, encode_records
+from specheads.data.chat import Documents, Encoder, encode_records, learned_counts, most_frequent
 from specheads.data.load import load_records, read_jsonl
 from specheads.data.pack import GrowingBatches, PackedBatches, check_isolation, one_pass
 from specheads.data.schema import Dropped, Record
 from specheads.data.stream import RecordStream, StreamedBatches
 from specheads.data.tokenizers import choose_tokenizer, complete_init
-from specheads.losses.cross_entropy import IGNORE, check_implementation
+from specheads.losses.cross_entropy import check_implementation
 from specheads.models import base as bases
 from specheads.models import draft as drafts
 from specheads.models.adapters import add_adapter, check_tunable, require_grad
@@ -76,9 +74,9 @@ def read_data(cfg: TrainConfig) -> Read:
         return Read(train, heldout, dropped)
     needs_all = {
         "data.growth": cfg.data.growth,
-        "features.dir": cfg.features.dir,
+        "features.dir": "" if cfg.features.dir == "auto" else cfg.features.dir,
         "draft.stored": cfg.draft.stored,
-        "heads.lm_head": "pruned" if cfg.heads.lm_head == "pruned" else "",
+        "heads.lm_head": cfg.heads.lm_head if "pruned" in cfg.heads.lm_head else "",
         "tokenizer": "bpe" if cfg.tokenizer == "bpe" else "",
     }
     refuse(
@@ -318,9 +316,10 @@ def build_heads(cfg: TrainConfig, base: PreTrainedModel, output: OutputLayer, da
         _start_from(wanted.start, heads)
     elif isinstance(heads, MedusaHeads):
         kept = None
-        if wanted.lm_head == "pruned":
+        if "pruned" in wanted.lm_head:
             assert not isinstance(data.train, StreamedBatches)  # read_data has seen to it
-            kept = most_frequent(data.train.documents, heads.vocab_size, wanted.num_kept)
+            counts = learned_counts(data.train.documents, heads.vocab_size)
+            kept = torch.from_numpy(most_frequent(counts, wanted.num_kept))
         heads.init_from_output(output.weight, kept)
     return heads.to(_place(output, cfg.device))
 
@@ -396,13 +395,6 @@ def _start_from(start: str, heads: Heads) -> None:
         other = f"heads.start={start} holds heads of {heads.kind}.{key}={there}, not {here}"
         refuse({other: there != here})
     heads.load_state_dict(found.state_dict())
-
-
-def most_frequent(documents: Sequence[Encoded], vocab_size: int, num_kept: int) -> Tensor:
-    """Return the ``num_kept`` ids that are learned most often, ties by id; [num_kept] long."""
-    learned = [document.labels[document.labels != IGNORE] for document in documents]
-    counts = np.bincount(np.concatenate(learned), minlength=vocab_size)
-    return torch.from_numpy(np.argsort(-counts, kind="stable")[:num_kept])
 
 
 def new_base(

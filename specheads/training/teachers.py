@@ -76,6 +76,7 @@ def cached_features(
         filling = f"time to fill it: {clock(passes * seconds_per_pass(base, batches))}"
         return without_features(batches, sample.shape[-1], base.dtype), heldout, [said, filling]
     log.say(said)
+    log.doing("storing hidden states")
     caches = []
     shape = batches.rows, batches.seq_len
     for plan, (_, documents) in zip(plans, places, strict=True):
@@ -157,6 +158,7 @@ def stored_teacher(
     if cfg.dry_run:
         return Mapped(batches, add_nothing), [said]
     log.say(said)
+    log.doing("storing what the base says")
     given, autocast = (plan, batches.documents, base), cfg.autocast == "bfloat16"
     shape = batches.rows, batches.seq_len
     teacher_cache.write_cache(*given, shape, output=output, autocast=autocast)

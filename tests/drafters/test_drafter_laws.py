@@ -38,6 +38,7 @@ LOOPING = 4  # a seed whose model repeats itself
 KINDS: dict[str, dict[str, Any]] = {
     "medusa": {},
     "pruned": {"markov_rank": 5, "lm_head": "pruned", "num_kept": 40},
+    "rows": {"lm_head": "shared_pruned", "num_kept": 40},
     "hydra": {"condition": True},
     "everything": {"condition": True, "markov_rank": 5},
 }
@@ -102,7 +103,7 @@ DETERMINISTIC: dict[str, tuple[Callable[[], Drafter], float]] = {
     "blank": (lambda: Blank(3), 0.9),
     **{
         f"{kind}, {name}": (partial(of_heads, kind, shape), 1)
-        for kind in ("medusa", "medusa_prefix", "pruned", "hydra", "hydra_prefix", "everything")
+        for kind in (*KINDS, "medusa_prefix", "hydra_prefix")
         for name, shape in {"static": default_tree(3, 14), "grown": Grown(12)}.items()
     },
     **{

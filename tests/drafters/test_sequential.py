@@ -23,6 +23,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "markov_pruned": {"markov_rank": 5, "lm_head": "pruned", "num_kept": 90},
     "hydra": {"condition": True},
     "hydra_shared": {"condition": True, "lm_head": "shared", "num_layers": 0},
+    "hydra_rows": {"condition": True, "lm_head": "shared_pruned", "num_kept": 90},
     "hydra_low_rank": {"condition": True, "lm_head": "low_rank", "rank": 8, "num_layers": 2},
     "everything": {"condition": True, "markov_rank": 5, "lm_head": "pruned", "num_kept": 90},
 }

@@ -266,7 +266,7 @@ def test_a_run_directory_is_used_once(run: Start, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
     code, error = run("resume=auto", "optim.lr=0.5")
     assert code == 2
-    assert "optim.lr was 0.001, is 0.5" in error
+    assert "optim.lr was 0.003, is 0.5" in error
 
 
 def test_a_file_in_place_of_the_run_directory(run: Start, tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_cached_features_train_the_same_heads(
         (("+recipe=medusa2", "loss.base=distill"), "adapter=lora beside it"),
         (("+recipe=medusa2", "model.quantization=nf4"), "adapter=lora"),
         (("+recipe=medusa1", "heads=low_rank", "heads.rank=4000"), "rank must be in 1..32"),
-        (("+recipe=medusa1", "heads=pruned"), "num_kept must be in 1..272"),
+        (("+recipe=medusa1", "heads=pruned", "heads.num_kept=300"), "num_kept must be in 1..272"),
         (("+recipe=medusa1", "heads.start=/nowhere"), "/nowhere"),
         (("+recipe=medusa1", "heads.kind=mtp"), "heads.kind must be one of medusa, got 'mtp'"),
         (("+recipe=medusa1", "+heads.options.width=3"), "heads.options must be empty with"),

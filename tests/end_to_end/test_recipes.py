@@ -50,6 +50,7 @@ OWN = {
         *MTP,
     ),
     "mtp_finetune": MTP,
+    "medusa1": ("autocast=none", "optim.lr=1e-3"),  # that of a base so narrow is another by rule
 }
 
 

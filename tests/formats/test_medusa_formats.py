@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from specheads.config import AdapterConfig, ConfigError, ExportConfig
+from specheads.config.training import LM_HEADS
 from specheads.formats import card, write
 from specheads.formats.medusa import write_heads
 from specheads.models.adapters import adapter_parameters, add_adapter, merge_adapter
@@ -43,12 +44,12 @@ def ours(heads: MedusaHeads, output: OutputLayer | Path, hidden: Tensor = HIDDEN
 def natives(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> dict[str, Path]:
     """A native export for every form of output matrix; ``deep`` has two blocks, ``flat`` none."""
     root = tmp_path_factory.mktemp("natives")
-    kinds = {name: medusa(name) for name in ("own", "shared", "low_rank", "pruned")}
+    kinds = {name: medusa(name) for name in LM_HEADS}
     kinds |= {"deep": medusa("own", 2), "flat": medusa("own", 0)}
     return {name: save(root / name, heads, tiny_model_dir) for name, heads in kinds.items()}
 
 
-KINDS = {name: (name, 1) for name in ("own", "shared", "low_rank", "pruned")}
+KINDS = {name: (name, 1) for name in LM_HEADS}
 KINDS |= {"deep": ("own", 2), "flat": ("own", 0)}
 
 
@@ -86,13 +87,20 @@ def test_the_original_layout_gives_the_same_logits(
 
 
 def test_version_2_shares_the_matrix(
-    natives: dict[str, Path], tiny_model_dir: Path, tmp_path: Path
-) -> None:
+    natives: dict[str, Path], tiny_model_dir: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     """Written of heads with matrices of their own, version 2 would drop these without a word."""
     folder = made(natives["shared"], tmp_path / "made", format="fasterdecoding-v2")
     base = load_base_model(str(tiny_model_dir))
     found = original_medusa.logits(original_medusa.v2(folder, base.lm_head), HIDDEN)
     torch.testing.assert_close(found, ours(medusa("shared"), tiny_model_dir), **CLOSE)
+    rows = made(natives["shared_pruned"], tmp_path / "rows", format="fasterdecoding-v2")
+    found = original_medusa.logits(original_medusa.v2(rows, base.lm_head), HIDDEN)
+    kept = medusa("shared_pruned").token_map
+    expected = ours(medusa("shared_pruned"), tiny_model_dir)
+    torch.testing.assert_close(found[..., kept], expected[..., kept], **CLOSE)
+    assert "among all 272 tokens there, among 40 of them here" in capsys.readouterr().out
     for kind in ("own", "low_rank", "pruned", "deep"):
         with pytest.raises(ConfigError, match=r"share the base's .*: use fasterdecoding_v1") as no:
             made(natives[kind], tmp_path / "v2", format="fasterdecoding_v2")
@@ -117,13 +125,13 @@ def test_one_folder_holds_base_and_heads(
 def test_a_factor_of_the_base_is_not_lost(tmp_path: Path) -> None:
     """Cohere and Granite multiply their logits: another temperature, and other thresholds."""
     layer = OutputLayer(nn.Linear(SIZE, VOCAB, bias=False), scale=0.0625)
-    for kind in ("own", "shared", "pruned"):
+    for kind in ("own", "shared", "pruned", "shared_pruned"):
         heads, (vllm, original) = medusa(kind), (tmp_path / f"{kind}{i}" for i in range(2))
         expected = ours(heads, layer)
         vllm.mkdir()
         write_heads("vllm_medusa", vllm, heads, layer, None)
         torch.testing.assert_close(Medusa(vllm).logits(HIDDEN), expected, **CLOSE)
-        if kind != "pruned":
+        if "pruned" not in kind:
             original.mkdir()
             write_heads("fasterdecoding_v1", original, heads, layer, None)
             found = original_medusa.logits(original_medusa.v1(original), HIDDEN)
@@ -206,8 +214,10 @@ def test_heads_that_a_format_has_no_place_for(
         with pytest.raises(ConfigError, match=message) as refused:
             made(path, tmp_path / "made", format=form)
         assert "\n" not in str(refused.value) and not (tmp_path / "made").exists()
-    pruned = save(tmp_path / "pruned", medusa("pruned"), tiny_model_dir)
-    if form in ("fasterdecoding_v1", "merged"):
+    for kind in ("pruned", "shared_pruned"):
+        pruned = save(tmp_path / kind, medusa(kind), tiny_model_dir)
+        if form not in ("fasterdecoding_v1", "merged"):
+            continue
         with pytest.raises(ConfigError, match="pruned to 40 of 272, which vllm_medusa can hold"):
             made(pruned, tmp_path / "made", format=form)
 

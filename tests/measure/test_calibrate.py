@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,9 +13,17 @@ from torch import Tensor
 from specheads.attention.tree import Tree
 from specheads.measure import calibrate as module
 from specheads.measure.calibrate import Calibration, Kind, Search, calibrate
+from specheads.measure.clock import Budget
 from specheads.measure.hits import Gains, Hits, Texts, static_gains
 from tests.conftest import Medusa
 from tests.conftest import three_prompts as prompts
+
+
+class Plain(tuple[int, int]):
+    """A plain run, which can be started to see how long it takes."""
+
+    def __call__(self, after_step: Callable[[], None]) -> None:
+        """Take no time."""
 
 
 @pytest.fixture
@@ -26,10 +35,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], float]],
 
         def fake_runner(base: Any, drafter: Any, input_ids: Tensor, **_: Any) -> tuple[int, int]:
             if drafter is None:
-                return 0, len(input_ids)
+                return Plain((0, len(input_ids)))
             return drafter.num_nodes, len(input_ids)
 
-        def fake_clock(runs: Sequence[tuple[int, int]], *, repeats: int) -> list[list[float]]:
+        def fake_clock(
+            runs: Sequence[tuple[int, int]], *, repeats: int, **_: Any
+        ) -> list[list[float]]:
             clocked.extend(nodes for nodes, _ in runs[1:])
             return [
                 [0.002 * rows * (cost(nodes) if nodes else 1.0)] * repeats for nodes, rows in runs
@@ -66,6 +77,27 @@ def test_gain_is_weighed_against_time(
         assert found.expected_accept_length == max(lengths)
     assert set(clocked) >= {2, 4, 6, 8, 12, 16, 20}
     assert found.measured_on["plain_step_ms"] == 2
+
+
+def test_little_time_takes_fewer_prompts_and_sizes(
+    medusa: Medusa, clock: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven minutes of measuring after ten of training; and prompts that were not decoded."""
+    monkeypatch.setattr("specheads.measure.hits.ROWS", 1)
+    monkeypatch.setattr(module, "SIZES", (2, 4, 6, 8))
+    clocked = clock(lambda nodes: 1 + 0.1 * nodes)
+    same = prompts()
+    monkeypatch.setattr("tests.measure.test_calibrate.prompts", lambda: same)
+    whole, all_sizes = find(medusa), [*clocked]
+    enough = find(medusa, budget=Budget(1e9))
+    assert enough.tree == whole.tree and enough.measured_on == whole.measured_on
+    clocked.clear()
+    ticks = itertools.count()
+    short = find(medusa, budget=Budget(2, lambda: float(next(ticks))))
+    assert whole.measured_on["num_prompts"] == len(same)
+    assert short.measured_on["num_prompts"] == 1
+    assert set(clocked) < set(all_sizes) and 4 not in clocked
+    assert short.tree.num_nodes > 1
 
 
 @pytest.mark.parametrize("knee", [5, 10, 19])

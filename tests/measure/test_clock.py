@@ -15,7 +15,7 @@ from specheads.decoding import loop
 from specheads.decoding.result import DecodedRow
 from specheads.drafters.heads import static_drafter
 from specheads.measure.bench import Contest
-from specheads.measure.clock import Batch, Method, Prompt, clock, prompt_file
+from specheads.measure.clock import Batch, Budget, Method, Prompt, clock, prompt_file
 from specheads.models.forward import ModelPass
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer
@@ -42,6 +42,42 @@ def test_compilation_is_not_clocked(compiled: bool) -> None:
     before = calls[: len(calls) - clocked]
     assert set(before) == (set(range(4)) if compiled else {0, 3})
     assert [len(runs[name].seconds[0]) for name in ("plain", "tree")] == [4, 4]
+
+
+class Watch:
+    """A clock that moves when it is told to."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        """Return the time."""
+        return self.now
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(100, 6), (10.5, 4), (1, 2), (0, 2)])
+def test_a_budget_ends_between_prompts(seconds: float, expected: int) -> None:
+    """Prompts of one method only, or figures of fewer prompts than they say, compare nothing."""
+    watch = Watch()
+
+    def decode(batch: Batch, temperature: float, seed: int) -> list[DecodedRow]:
+        watch.now += 1
+        return [DecodedRow([seed, int(batch.input_ids)], [1])]
+
+    methods = [Method("plain", decode), Method("tree", decode)]
+    prompts = [Prompt(str(i), "kind", torch.tensor([[i]])) for i in range(6)]
+    whole = clock(methods, prompts, 0.0, repeats=1)
+    tick = Budget(seconds, watch).tick(2 * len(methods))
+    runs = clock(methods, prompts, 0.0, repeats=1, tick=tick)
+    for name, of in runs.items():
+        assert of.decoded == whole[name].decoded[:expected]
+        assert len(of.seconds[0]) == expected
+    budget, taken = Budget(10, watch), []
+    for item in budget.within(range(9), least=2):
+        taken.append(item)
+        watch.now += 4
+    assert taken == [0, 1, 2] and budget.spent()
+    assert list(budget.within(range(9))) == [0] and budget.part(0.5).left == 0
+    assert Budget(8, watch).part(0.25).left == 2 and not Budget().spent()
 
 
 @pytest.fixture

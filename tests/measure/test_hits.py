@@ -67,6 +67,7 @@ def test_replay_is_what_decoding_does(medusa: Medusa, temperature: float, ends: 
 
 KINDS: dict[str, dict[str, Any]] = {
     "pruned": {"lm_head": "pruned", "num_kept": 120},
+    "shared_pruned": {"lm_head": "shared_pruned", "num_kept": 120},
     "markov": {"markov_rank": 4, "lm_head": "shared"},
     "hydra_prefix": {"condition": True},
     "everything": {"condition": True, "markov_rank": 4, "lm_head": "pruned", "num_kept": 200},

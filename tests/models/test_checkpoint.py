@@ -359,6 +359,7 @@ def test_plain_model(
     [
         {"lm_head": "low_rank", "rank": 5},
         {"lm_head": "pruned", "num_kept": 30},
+        {"lm_head": "shared_pruned", "num_kept": 30},
         {"condition": True, "prefix": {"hidden_size": 32, "num_attention_heads": 4}},
         {"markov_rank": 6, "condition": True},
     ],

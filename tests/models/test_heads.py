@@ -138,7 +138,7 @@ def test_misuse_names_both_numbers() -> None:
     heads, _ = build("own")
     with pytest.raises(ValueError, match=r"\(21, 8\), the heads were built for \(20, 8\)"):
         heads.init_from_output(torch.zeros(21, 8))
-    with pytest.raises(ValueError, match="own, shared, low_rank, pruned, got 'tied'"):
+    with pytest.raises(ValueError, match="low_rank, pruned, shared_pruned, got 'tied'"):
         MedusaHeads(3, 1, 8, 20, "tied")
     with pytest.raises(ValueError, match="num_heads must be at least 1, got 0"):
         MedusaHeads(0, 1, 8, 20)
@@ -147,8 +147,15 @@ def test_misuse_names_both_numbers() -> None:
 KINDS: dict[str, dict[str, Any]] = {
     "low_rank": {"lm_head": "low_rank", "rank": 4},
     "pruned": {"lm_head": "pruned", "num_kept": 7},
+    "shared_pruned": {"lm_head": "shared_pruned", "num_kept": 7},
     "markov": {"markov_rank": 3},
     "hydra": {"condition": True},
+    "hydra_rows": {
+        "condition": True,
+        "markov_rank": 3,
+        "lm_head": "shared_pruned",
+        "num_kept": 7,
+    },
     "hydra_shared": {"condition": True, "lm_head": "shared"},
     "everything": {"condition": True, "markov_rank": 3, "lm_head": "pruned", "num_kept": 7},
     "low_rank_markov": {"markov_rank": 3, "lm_head": "low_rank", "rank": 4},
@@ -182,8 +189,8 @@ def by_definition(
             weight = names[f"heads.{i}.condition.weight"]
             x = x + weight @ torch.cat(parts[: i + 1]) + names[f"heads.{i}.condition.bias"]
         x = x + F.silu(names[f"heads.{i}.blocks.0.weight"] @ x + names[f"heads.{i}.blocks.0.bias"])
-        if heads.lm_head == "shared":
-            logits = output.weight @ x
+        if heads.lm_head.startswith("shared"):
+            logits = output.weight[kept] @ x
         elif heads.lm_head == "low_rank":
             up = names[f"heads.{i}.lm_head.up.weight"]
             logits = up @ (names[f"heads.{i}.lm_head.down.weight"] @ x)
@@ -232,6 +239,32 @@ def test_every_kind_starts_as_the_base_or_near(kind: str) -> None:
         base = output.finish(hidden @ nearest.T + output.bias)
     for logits in found:
         torch.testing.assert_close(logits[:, kept], base[:, kept])
+
+
+def test_shared_rows_are_gathered_once_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathered at every step they cost a copy of megabytes; of an earlier text, wrong guesses."""
+    gathered = []
+    real = MedusaHeads.shared_rows
+    counting = lambda *args: gathered.append(1) or real(*args)  # noqa: E731
+    monkeypatch.setattr(MedusaHeads, "shared_rows", counting)
+    for kind in ("shared_pruned", "hydra_rows"):
+        heads, output, embed = build_kind(kind)
+        assert not any("lm_head" in name for name in heads.state_dict())
+        assert heads.token_map is not None and "token_map" in heads.state_dict()
+        with torch.no_grad():
+            output.weight.mul_(3)
+        hidden, root = torch.randn(2, 8), torch.tensor([3, 4])
+        gathered.clear()
+        if heads.sequential:
+            begin = heads.steps(output, embed, 3)()
+            walks = [begin(hidden, root) for _ in range(4)]
+            found = [walk.logits() for walk in walks][0][:, 0]
+        else:
+            guess = heads.snapshot(output)
+            found = [guess(hidden) for _ in range(4)][0][0]
+        assert len(gathered) == 1
+        expected = heads.logits(hidden, output, root[:, None].expand(-1, 3), embed)[0]
+        torch.testing.assert_close(found, expected)
 
 
 def test_a_pruned_head_speaks_of_tokens_it_knows() -> None:

@@ -46,6 +46,8 @@ FORMS: dict[str, Callable[[LlamaForCausalLM], Heads]] = {
     "shared": medusa(lm_head="shared"),
     "low rank, prefix": medusa(lm_head="low_rank", rank=4, prefix=True),
     "pruned, markov": medusa(lm_head="pruned", num_kept=90, markov_rank=4),
+    "rows of the base's": medusa(lm_head="shared_pruned", num_kept=90),
+    "rows, markov": medusa(lm_head="shared_pruned", num_kept=90, markov_rank=4),
     "shared, markov": medusa(lm_head="shared", markov_rank=4),
     "hydra": medusa(condition=True, prefix=True),
     "joined": medusa(condition=True, joined=True),

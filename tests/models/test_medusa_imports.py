@@ -70,6 +70,7 @@ def said(folder: Path) -> Tensor:
 FORMS = [
     ("own", "vllm_medusa", "own"), ("shared", "vllm_medusa", "shared"),
     ("pruned", "vllm_medusa", "pruned"), ("low_rank", "vllm_medusa", "own"),
+    ("shared_pruned", "vllm_medusa", "shared_pruned"),
     ("own", "fasterdecoding_v1", "own"), ("shared", "fasterdecoding_v1", "own"),
     ("shared", "fasterdecoding_v2", "shared"), ("own", "merged", "own"),
 ]  # fmt: skip

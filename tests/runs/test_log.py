@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,25 @@ def test_a_dry_run_leaves_nothing(tmp_path: Path) -> None:
     with RunLog(toy_config(tmp_path / "run", dry_run=True)):
         pass
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_never_silent_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Minutes without a line look like a run that hangs, and are killed."""
+    monkeypatch.setattr("specheads.runs.log._SILENT", 0.1)
+    with RunLog(toy_config(tmp_path, steps=20)) as log:
+        log.begin(3)
+        assert log.training_seconds() == math.inf
+        log.advance()
+        assert log.training_seconds() < 20 * 10
+        time.sleep(0.5)
+        assert "step 4/20, 0:0" in capsys.readouterr().out
+        log.doing("measuring trees")
+        time.sleep(0.5)
+        assert 1 <= capsys.readouterr().out.count("measuring trees, 0:0") <= 5
+    time.sleep(0.3)
+    assert "measuring" not in capsys.readouterr().out
 
 
 def test_provenance_says_where_figures_come_from(tmp_path: Path) -> None:

@@ -393,6 +393,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "markov": {"markov_rank": 4},
     "low_rank": {"lm_head": "low_rank", "rank": 6},
     "pruned": {"lm_head": "pruned", "num_kept": 120},
+    "shared_pruned": {"lm_head": "shared_pruned", "num_kept": 120},
     "everything": {
         "condition": True,
         "markov_rank": 4,
@@ -495,6 +496,21 @@ def test_every_kind_of_head_learns_what_it_will_see(
         assert error <= 2e-5 * parameter.grad.norm() + 1e-7, name
     assert all(p.grad is None for p in objective.base.parameters())  # type: ignore[union-attr]
     assert 0 <= metrics["head_0/top1"] <= metrics["head_0/top5"] <= 1
+
+
+def test_shared_rows_pass_gradients_to_a_base_that_is_trained(
+    make_tiny_llama: Callable[..., LlamaForCausalLM],
+) -> None:
+    """Rows taken as constants would train the base without what its heads say of them."""
+    found = []
+    for implementation in ("fused", "naive"):
+        base, options = make_tiny_llama(), {"lambda_0": 1.0, "implementation": implementation}
+        objective = build_kind(base, "shared_pruned", train_base=True, **options)
+        found.append(gradients(objective, random_batch(3)))
+    assert_same(*found)
+    alone = build_kind(make_tiny_llama(), "shared_pruned", train_base=True, lambda_0=0.0)
+    without = gradients(alone, random_batch(3))
+    assert not torch.allclose(found[0]["base.lm_head.weight"], without["base.lm_head.weight"])
 
 
 @pytest.mark.parametrize("kind", ["hydra", "everything"])
