@@ -117,7 +117,8 @@ class PlainStream:
             self._jobs[row] = job
             self._seeds.append(job.seed)
             self._output.add(job.ids, job.limit)
-        base = ModelPass(self.model, TreeCache(), chain_only=self._chain_only)
+        room = 0 if self._base else self.batch_size
+        base = ModelPass(self.model, TreeCache(room), chain_only=self._chain_only)
         counts = [len(job.ids) for job in jobs]
         rows = self._emit(base, pad_rows([job.ids for job in jobs], base.device), counts, rows)
         if not rows:
@@ -145,9 +146,13 @@ class PlainStream:
         logits = base.read_next(tokens, counts, partial(self._output.texts.__getitem__, rows[0]))
         chosen = next_tokens(self._output, self._chooser, logits, rows)
         self._output.emit(rows, [[token] for token in chosen])
-        kept = [i for i, row in enumerate(rows) if self._output.budget(row)]
-        self._ended += [row for row in rows if not self._output.budget(row)]
-        if 0 < len(kept) < len(rows):
+        going = [self._output.budget(row) > 0 for row in rows]
+        self._ended += [row for row, goes in zip(rows, going, strict=True) if not goes]
+        kept, num_kept = list(range(len(rows))), sum(going)
+        # the last rows move into the places of those that have ended, all others stay
+        last = [i for i in kept[num_kept:] if going[i]]
+        kept = [i if going[i] else last.pop() for i in kept[:num_kept]]
+        if 0 < num_kept < len(rows):
             base.cache.select(torch.tensor(kept))
         return [rows[i] for i in kept]
 
