@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -120,32 +120,31 @@ class Engine:
 
     def _one_by_one(self, records: Sequence[Record]) -> Iterator[Outcome]:
         """Answer plainly: whenever rows have ended, the next dialogues take their places."""
-        ends, size = self.turns.end_tokens, self.batch_size
-        stream = PlainStream(self.base, self.sampling, eos_token_ids=ends, batch_size=size)
         waiting: deque[Dialogue] = deque()
         pools, start = self._pools(records), time.monotonic()
-        while True:
-            while len(waiting) < stream.free and (talks := next(pools, None)) is not None:
-                waiting += talks
-            if stream.free == size and not waiting:
-                break
-            # a prompt alone is read as fast as a few together: let some rows become free
-            if waiting and stream.free >= min(-(-size // 4), len(waiting)):
-                jobs = [self._job(talk) for talk in islice(waiting, stream.free)]
-                stream.add(jobs := jobs[: stream.num_fitting(jobs)])
-                for _ in jobs:
-                    waiting.popleft()
-            if stream.free < size:
-                stream.step()
-            if ended := stream.take_ended():
-                talks = [job.owner for job, _ in ended]
-                # begun conversations first, or they would pile up until the records are at an end
-                waiting.extendleft(self._settle(talks, [row for _, row in ended]))
+
+        def take(num: int) -> list[Job]:
+            while len(waiting) < num and (talks := next(pools, None)) is not None:
+                waiting.extend(talks)
+            return [self._job(waiting.popleft()) for _ in range(min(num, len(waiting)))]
+
+        stream = self.stream(self.sampling)
+        for ended in stream.run(take):
+            talks = [job.owner for job, _ in ended]
+            # begun conversations first, or they would pile up until the records are at an end
+            waiting.extendleft(self._settle(talks, [row for _, row in ended]))
+            self._outcome.num_tokens += stream.num_tokens
+            stream.num_tokens = 0
             settled = len(self._outcome.answered) + len(self._outcome.quarantined)
-            if settled >= size or time.monotonic() - start > HELD:
+            if settled >= self.batch_size or time.monotonic() - start > HELD:
                 yield self._taken()
                 start = time.monotonic()
         yield self._taken()
+
+    def stream(self, sampler: Sampler) -> PlainStream:
+        """Return rows for the base model's own plain decoding."""
+        ends, size = self.turns.end_tokens, self.batch_size
+        return PlainStream(self.base, sampler, eos_token_ids=ends, batch_size=size)
 
     def _by_batches(self, records: Sequence[Record]) -> Iterator[Outcome]:
         """Answer with heads, whose state belongs to a batch."""
@@ -153,14 +152,15 @@ class Engine:
             for i in range(0, len(talks), self.batch_size):
                 batch = talks[i : i + self.batch_size]
                 while batch:
-                    batch = self._settle(batch, self.decode([self._job(talk) for talk in batch]))
+                    rows = self.decode([self._job(talk) for talk in batch])
+                    self._outcome.num_tokens += sum(len(row.new_tokens) for row in rows)
+                    batch = self._settle(batch, rows)
                 yield self._taken()
         yield self._taken()
 
     def _settle(self, talks: list[Dialogue], rows: Sequence[DecodedRow]) -> list[Dialogue]:
         """Give dialogues their next answers; return those in which another one is due."""
         outcome, waiting = self._outcome, list[Dialogue]()
-        outcome.num_tokens += sum(len(row.new_tokens) for row in rows)
         for talk, row in zip(talks, rows, strict=True):
             with outcome.quarantining(talk.record):
                 self.turns.add(talk, row.new_tokens, ended=row.finished)
