@@ -162,9 +162,7 @@ class Output:
         for prompt in prompts:
             self.add(prompt, max_new_tokens)
 
-    def add(
-        self, prompt: Sequence[int], max_new_tokens: int, ends: Collection[int] = ()
-    ) -> None:
+    def add(self, prompt: Sequence[int], max_new_tokens: int, ends: Collection[int] = ()) -> None:
         """Begin one more row, which the tokens ``ends`` end too."""
         row = len(self.rows)
         self.rows.append(DecodedRow())

@@ -84,9 +84,7 @@ class PlainStream:
         self._rows: list[int] = []  # of the cache: which jobs they belong to
         self._ended: list[int] = []
 
-    def run(
-        self, take: Callable[[int], Sequence[Job]]
-    ) -> Iterator[list[tuple[Job, DecodedRow]]]:
+    def run(self, take: Callable[[int], Sequence[Job]]) -> Iterator[list[tuple[Job, DecodedRow]]]:
         """Decode until there are no more jobs; yield after each step those that have ended.
 
         Args:

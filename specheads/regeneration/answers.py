@@ -197,16 +197,15 @@ class AnswerFile:
         In which order answers came depends on when a run was killed; what is trained on must not.
         """
         place = {record["id"]: number for number, record in enumerate(records)}
-        with self.path.open("rb") as file:
-            lines = list(file)
+        lines = self.path.read_bytes().splitlines(keepends=True)
         order = [place.get(name, len(place)) for name in self.done]
         if order == sorted(order):
             return
         ranked = sorted(zip(order, lines, self.done, strict=True), key=lambda line: line[0])
         with whole_file(self.path) as fresh:
             fresh.write_bytes(b"".join(line for _, line, _ in ranked))
-            file, self._file = self._file, _locked(fresh)
-        os.close(file)
+            old, self._file = self._file, _locked(fresh)
+        os.close(old)
         self.done = {name: self.done[name] for _, _, name in ranked}
 
     def reasons(self) -> str:
@@ -283,4 +282,5 @@ def _append(file: int, values: Iterable[Mapping[str, Any]]) -> None:
     data = _lines(values)
     while data:
         data = data[os.write(file, data) :]
-    os.fsync(file)
+        if not data:
+            os.fsync(file)

@@ -11,9 +11,8 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -289,22 +288,25 @@ def _digest(model: str, config: RegenerateConfig) -> str:
     return base_digest(model, revision=config.revision)
 
 
+def weights_of(config: RegenerateConfig, who: Answering) -> dict[str, Any]:
+    """Return what there is to know of the weights that make texts; a file is of the same only."""
+    if config.endpoint:
+        return {"model": who.model, "endpoint": True, "tokenizer": config.model}
+    dtype = hardware.pick_dtype(config.dtype, hardware.pick_device(config.device))
+    return {
+        "model_digest": who.digest,  # its folder may move
+        "tuned": who.tuned,
+        "quantization": who.quantization,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+
+
 def settings_of(config: RegenerateConfig, who: Answering) -> dict[str, Any]:
     """Return all that decides which answers there are; a file is continued with the same only."""
-    if config.endpoint:
-        ours = {"model": who.model, "endpoint": True, "tokenizer": config.model}
-    else:
-        dtype = hardware.pick_dtype(config.dtype, hardware.pick_device(config.device))
-        ours = {
-            "model_digest": who.digest,  # its folder may move
-            "tuned": who.tuned,
-            "quantization": who.quantization,
-            "dtype": str(dtype).removeprefix("torch."),
-        }
     # greedy answers do not depend on how others would be drawn
     drawn = {"top_k": config.top_k, "top_p": config.top_p, "seed": config.seed}
     return {
-        **ours,
+        **weights_of(config, who),
         "temperature": config.temperature,
         **(drawn if config.temperature else {}),
         "max_new_tokens": config.max_new_tokens,
@@ -319,14 +321,8 @@ def sampling_of(config: RegenerateConfig) -> Sampling:
     return Sampling(*drawn, max_new_tokens=limit, keep_truncated=kept)
 
 
-def load_engine(config: RegenerateConfig, who: Answering, drawn: dict[str, Any]) -> Engine:
-    """Load the base model, and the heads of ``checkpoint`` where there is one.
-
-    Args:
-        config: the settings.
-        who: whose answers they ask for.
-        drawn: JSON about how answers are drawn, for every answered record.
-    """
+def load_engine(config: RegenerateConfig, who: Answering) -> Engine:
+    """Load the base model, and the heads of ``checkpoint`` where there is one."""
     device = hardware.pick_device(config.device)
     dtype = hardware.pick_dtype(config.dtype, device)
     hardware.pin_threads(config.threads)
@@ -345,28 +341,30 @@ def load_engine(config: RegenerateConfig, who: Answering, drawn: dict[str, Any])
     made = {"model": who.model, "revision": revision, **asdict(who)}
     made["dtype"] = str(base.dtype).removeprefix("torch.")
     sampling, size = sampling_of(config), config.batch_size
-    return Engine(base, turns, sampling, made | drawn, drafter=drafter, batch_size=size)
+    return Engine(base, turns, sampling, made | drawn_by(config), drafter=drafter, batch_size=size)
 
 
-def asker(
-    config: RegenerateConfig, who: Answering, client: Client | None
-) -> Callable[[Sequence[Record]], Iterator[Outcome]]:
-    """Return what answers records: the server of ``client``, or the base model, loaded now."""
+def drawn_by(config: RegenerateConfig) -> dict[str, Any]:
+    """Return JSON about how answers are drawn, for every answered record."""
     names = ("temperature", "top_k", "top_p", "seed", "max_new_tokens")
-    drawn = {name: getattr(config, name) for name in names} | {"specheads": __version__}
-    if client is None:
-        return load_engine(config, who, drawn).answer
+    return {name: getattr(config, name) for name in names} | {"specheads": __version__}
+
+
+def ask_endpoint(
+    config: RegenerateConfig, who: Answering, client: Client, records: Sequence[Record]
+) -> Iterator[Outcome]:
+    """Let the server of ``client`` answer records."""
     encode, trust = None, config.trust_remote_code
     if config.model:
         encode = span_encoder(
             load_tokenizer(config.model, revision=config.revision, trust_remote_code=trust)
         )
-    return partial(
-        ask_server,
+    return ask_server(
         client,
         who.model,
         sampling_of(config),
-        generation={"model": who.model, "endpoint": client.url} | drawn,
+        records,
+        {"model": who.model, "endpoint": client.url} | drawn_by(config),
         concurrency=config.concurrency,
         encode=encode,
     )
