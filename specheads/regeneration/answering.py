@@ -12,18 +12,21 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specheads.config import ConfigError, InterruptedRunError, RegenerateConfig, RunError
 from specheads.data.load import load_records, read_prompts
 from specheads.data.schema import Dropped, Record
 from specheads.models.base import load_tokenizer
 from specheads.regeneration import engine
-from specheads.regeneration.answers import AnswerFile, Outcome
+from specheads.regeneration.answers import AnswerFile, Outcome, read_lines
 from specheads.regeneration.dialogue import check_answerable
 from specheads.regeneration.endpoint import Client
-from specheads.regeneration.questions import read_leads, write_questions
+from specheads.regeneration.questions import read_leads, write_next_turns, write_questions
 from specheads.system.terminal import advance, progress_bar, waiting_for
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 Say = Callable[[str], object]
 Ask = Callable[[Sequence[Record]], Iterator[Outcome]]
@@ -68,20 +71,46 @@ def regenerate(config: RegenerateConfig, say: Say) -> dict[str, Any]:
         return engine.ask_endpoint(config, who, client, left)
 
     with _resumable(output):
+        settings = engine.settings_of(config, who)
         if own:
-            with progress_bar("question", total=config.limit) as bar:
-                questions, told = write_questions(
+            records = _own_questions(config, local(), engine.weights_of(config, who), say)
+        for turn in range(1, config.questions.turns if own else 1):
+            said = f"{output}.turn{turn}.jsonl"
+            write_answers(said, settings, records, ask, say)
+            answered = in_fair_order([record for _, record in read_lines(Path(said))])
+            with progress_bar("conversation", total=len(answered)) as bar:
+                records = write_next_turns(
                     local(),
-                    f"{output}.questions.jsonl",
+                    f"{output}.questions{turn + 1}.jsonl",
                     config.questions,
-                    whose=engine.weights_of(config, who),
-                    limit=config.limit,
+                    answered,
+                    whose=settings,
                     seed=config.seed,
-                    tick=lambda num: advance(bar, num - bar.n),
+                    tick=_shown_by(bar),
                 )
-            say(told)
-            records = in_fair_order(questions)
-        return write_answers(output, engine.settings_of(config, who), records, ask, say)
+        return write_answers(output, settings, records, ask, say)
+
+
+def _own_questions(
+    config: RegenerateConfig, base: engine.Engine, whose: Mapping[str, Any], say: Say
+) -> list[Record]:
+    """Return the questions that the base writes, in the order in which they are answered."""
+    with progress_bar("question", total=config.limit) as bar:
+        questions, told = write_questions(
+            base,
+            f"{config.output}.questions.jsonl",
+            config.questions,
+            whose=whose,
+            limit=config.limit,
+            seed=config.seed,
+            tick=_shown_by(bar),
+        )
+    say(told)
+    return in_fair_order(questions)
+
+
+def _shown_by(bar: tqdm[Any]) -> Callable[[int], None]:
+    return lambda num: advance(bar, num - bar.n)
 
 
 @contextlib.contextmanager

@@ -114,7 +114,7 @@ class Engine:
             talks: list[Dialogue] = []
             for record in records[start : start + size]:
                 with self._outcome.quarantining(record):
-                    talks.append(self._ask(dialogue(record)))
+                    talks += self._begun(record)
             yield sorted(talks, key=lambda talk: (len(talk.turns), len(talk.ids)))
 
     def _one_by_one(self, records: Sequence[Record]) -> Iterator[Outcome]:
@@ -174,6 +174,24 @@ class Engine:
                 }
                 outcome.answered.append(talk.answered(self.generation, tokens))
         return waiting
+
+    def _begun(self, record: Record) -> list[Dialogue]:
+        """Ask for the first answer that is due; one that was given just so before is taken again.
+
+        So what a user says next in a conversation of the base's own follows the answer it follows.
+        """
+        talk, made = self._ask(dialogue(record)), record.get("generation", {})
+        if not self.generation.items() <= made.items():
+            return [talk]
+        ids = record["tokens"]["ids"]
+        for (start, stop), reason in zip(
+            record["tokens"]["answers"], made["finish_reason"], strict=False
+        ):
+            if ids[:start] != talk.ids:
+                break
+            if not self._settle([talk], [DecodedRow(ids[start:stop], finished=reason == "stop")]):
+                return []
+        return [talk]
 
     def _ask(self, talk: Dialogue) -> Dialogue:
         self.turns.ask(talk)

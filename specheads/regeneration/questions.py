@@ -9,6 +9,7 @@ A base without a chat template writes texts from their beginning. The first line
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import time
@@ -16,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache, cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +108,6 @@ def write_questions(
         try:
             for _ in writer.steps(known):
                 tick(len(writer.kept))
-                if writer.num_judged >= BLOCK + MOST * len(writer.kept):
-                    break
                 if time.monotonic() - start > HELD:
                     writer.flush(file)
                     start = time.monotonic()
@@ -117,7 +117,70 @@ def write_questions(
             raise RunError(_too_few(len(writer.kept), limit, file))
         kinds = Counter(record["kind"] for record in writer.kept)
         told = ", ".join(f"{kind} {num:,}" for kind, num in kinds.items())
-        return writer.kept, f"{path}: {len(writer.kept):,} questions ({told}), {file.reasons()}"
+        left_out = file.reasons().replace("in quarantine", "left out")
+        return writer.kept, f"{path}: {len(writer.kept):,} questions ({told}), {left_out}"
+
+
+def write_next_turns(
+    engine: Engine,
+    path: str | Path,
+    asked: QuestionsConfig,
+    answered: Sequence[Record],
+    *,
+    whose: Mapping[str, Any],
+    seed: int,
+    tick: Callable[[int], object] = lambda num: None,
+) -> list[Record]:
+    """Let the base write the user's next turn behind each conversation, as far as it writes one.
+
+    Where it does not end, or is empty, the conversation stays as it is.
+
+    Args:
+        engine: the base model.
+        path: the .jsonl of conversations.
+        asked: how turns are drawn.
+        answered: conversations that end with an answer.
+        whose: as in :func:`write_questions`, and how the answers were drawn.
+        seed: of the draws.
+        tick: called after every step with how many conversations are done.
+
+    Returns:
+        The conversations in their order.
+    """
+    pen, place = _Pen(engine, asked, seed), {r["id"]: n for n, r in enumerate(answered)}
+    leads = read_leads(asked.kinds, chat=pen.chat)
+    with AnswerFile(path, {**whose, **asdict(asked), "seed": seed}) as file:
+        left = [record for record in answered if record["id"] not in file.done]
+        around = {
+            record["id"]: pen.around(leads[record["kind"]]["system"], record["messages"])
+            for record in left
+        }
+        waiting, start, fresh = iter(left), time.monotonic(), list[Record]()
+
+        def take(num: int) -> list[Job]:
+            jobs: list[Job] = []
+            for record in islice(waiting, num):
+                name = f"turn {len(record['messages'])} {record['id']}"
+                try:
+                    jobs.append(pen.job(around[record["id"]][0], record, name))
+                except RecordError:
+                    fresh.append(record)
+            return jobs
+
+        for ended in engine.stream(sampler_of(asked)).run(take):
+            for job, row in ended:
+                record = job.owner
+                with contextlib.suppress(RecordError):
+                    text = pen.text(row, *around[record["id"]][1:]).strip()
+                    turn = [{"role": "user", "content": text}] if text else []
+                    record = record | {"messages": [*record["messages"], *turn]}
+                fresh.append(record)
+            if time.monotonic() - start > HELD:
+                file.append(fresh)
+                start, fresh[:] = time.monotonic(), []
+            tick(len(file.done))
+        file.append(fresh)
+        return sorted((r for _, r in read_lines(file.path)), key=lambda r: place[r["id"]])
 
 
 def _too_few(num_kept: int, limit: int, file: AnswerFile) -> str:
@@ -127,6 +190,98 @@ def _too_few(num_kept: int, limit: int, file: AnswerFile) -> str:
         f" {limit:,} are wanted: {file.reasons()}, see {file.bad_path};"
         f" {_CURES.get(reason, _OTHERS)}"
     )
+
+
+class _Pen:
+    """Lets the base write user's turns: which tokens come before one, and where it ends."""
+
+    def __init__(self, engine: Engine, asked: QuestionsConfig, seed: int) -> None:
+        self.engine, self.asked, self.seed = engine, asked, seed
+        self.tokenizer = engine.turns.tokenizer
+        self.special = frozenset(special_ids(self.tokenizer))
+        self.chat = self.tokenizer.chat_template is not None
+        self.led = cache(self.around)  # by a kind's system turn
+
+    @cached_property
+    def breaks(self) -> frozenset[int]:
+        """The tokens with a line break in them."""
+        ids = range(len(self.tokenizer))
+        return frozenset(i for i in ids if "\n" in str(self.tokenizer.decode([i])))
+
+    def around(self, system: str, past: Sequence[Any] = ()) -> tuple[str, frozenset[int], str]:
+        """Return what the template puts before a user's turn, and the tokens, or the text, behind.
+
+        Args:
+            system: a system turn; left out where it is empty, or the template knows none.
+            past: the messages between it and the turn.
+
+        Raises:
+            ConfigError: if the template leaves the turn out.
+        """
+        led = [{"role": "system", "content": system}]
+        turn = {"role": "user", "content": STAND_IN}
+        before = found = behind = ""
+        for first in (led, [])[not system :]:
+            with contextlib.suppress(TemplateError):
+                text, _ = render(self.tokenizer, [*first, *past, turn], add_generation_prompt=True)
+                before, found, behind = text.partition(STAND_IN)
+                break
+        if not found:
+            raise ConfigError(
+                f"the chat template of {self.tokenizer.name_or_path} does not show a user's turn,"
+                " so that none can be written; give prompts=<file>"
+            )
+        after = next((i for i in self._ids(behind) if i in self.special), None)
+        ends = {*self.engine.turns.end_tokens, *([] if after is None else [after])}
+        return before, frozenset(ends), behind.strip() if after is None else ""
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+    def job(self, before: str, owner: Any, name: str, *, one_line: bool = False) -> Job:
+        """Return the job of going on with ``before``; without it, of a text from its beginning.
+
+        Raises:
+            RecordError: if nothing fits behind it.
+        """
+        start, eos, bos = (
+            self._ids(before),
+            self.tokenizer.eos_token_id,
+            self.tokenizer.bos_token_id,
+        )
+        if not self.chat:
+            nothing = self.engine.turns.encoder.prompt({"id": "", "text": ""})
+            start = nothing or [eos if bos is None else bos]
+        limit = min(self.asked.max_new_tokens, self.engine.context - len(start))
+        if limit < 1:
+            raise RecordError("too_long", f"{len(start)} tokens come before it")
+        ends = self.special | (self.breaks if one_line else frozenset())
+        return Job(start, limit, record_seed(self.seed, name), owner, ends)
+
+    def text(self, row: DecodedRow, ends: frozenset[int], marker: str) -> str:
+        """Return the text of a turn that has ended.
+
+        Args:
+            row: what was written.
+            ends: tokens that end it.
+            marker: a text that does, where no token does.
+
+        Raises:
+            RecordError: if it has not, or is no turn.
+        """
+        tokens, last = row.new_tokens, row.new_tokens[-1]
+        if max(tokens) >= len(self.tokenizer):
+            raise RecordError("token", f"token {max(tokens)} stands for nothing")
+        if last in self.special - ends:
+            raise RecordError("special", f"token {last} within it")
+        text, found = self.engine.turns.text(tokens), ""
+        if marker:
+            text, found, _ = text.partition(marker)
+        if not found and last not in ends:
+            raise RecordError("truncated", f"no end within {len(tokens)} tokens")
+        if "\ufffd" in text:
+            raise RecordError("text", "half a character")
+        return text
 
 
 class _Writer:
@@ -140,10 +295,8 @@ class _Writer:
     """
 
     def __init__(self, engine: Engine, asked: QuestionsConfig, seed: int, limit: int) -> None:
-        self.engine, self.asked, self.seed, self.limit = engine, asked, seed, limit
-        self.tokenizer = engine.turns.tokenizer
-        self.chat = self.tokenizer.chat_template is not None
-        self.leads = read_leads(asked.kinds, chat=self.chat)
+        self.pen, self.limit = _Pen(engine, asked, seed), limit
+        self.leads = read_leads(asked.kinds, chat=self.pen.chat)
         self.kept: list[Record] = []
         self.fresh: list[Record] = []
         self.rejected: list[RecordError] = []
@@ -151,7 +304,11 @@ class _Writer:
         self._kinds: list[str] = []  # of the attempts that are planned
         self._found: dict[int, Record | RecordError] = {}  # ahead of one that is not written yet
         self._similar, self._openings = SimilarTexts(), Counter[str]()
-        self._around = cache(self._rendered)
+
+    @property
+    def ended(self) -> bool:
+        """Whether there are enough questions, or no hope of them."""
+        return len(self.kept) == self.limit or self.num_judged >= BLOCK + MOST * len(self.kept)
 
     def steps(self, known: Mapping[str, Record | RecordError]) -> Iterator[None]:
         """Write until there are enough; what is known by an attempt's id is not written again."""
@@ -159,23 +316,21 @@ class _Writer:
         def take(num: int) -> list[Job]:
             jobs: list[Job] = []
             while len(jobs) < num and (number := self._next()) is not None:
-                if (name := f"self/{number}") in known:
+                if (name := _name(number)) in known:
                     self._found[number] = known[name]
-                    self._judge(known)
-                elif (job := self._job(number)) is not None:
-                    jobs.append(job)
+                else:
+                    with self._finding(number):
+                        jobs.append(self._job(number))
+                self._judge(known)
             return jobs
 
-        sampler = Sampler(self.asked.temperature, top_p=self.asked.top_p)
-        for ended in self.engine.stream(sampler).run(take):
+        for ended in self.pen.engine.stream(sampler_of(self.pen.asked)).run(take):
             for job, row in ended:
-                try:
-                    self._found[job.owner] = self._written(job, row)
-                except RecordError as error:
-                    self._found[job.owner] = error
+                with self._finding(job.owner):
+                    self._found[job.owner] = self._written(job.owner, row)
             self._judge(known)
             yield
-            if len(self.kept) == self.limit:
+            if self.ended:
                 return
 
     def flush(self, file: AnswerFile) -> None:
@@ -183,11 +338,19 @@ class _Writer:
         file.append(self.fresh, self.rejected)
         self.fresh, self.rejected = [], []
 
+    @contextlib.contextmanager
+    def _finding(self, number: int) -> Iterator[None]:
+        """Take a RecordError of the block for what the attempt became."""
+        try:
+            yield
+        except RecordError as error:
+            self._found[number] = error
+
     def _next(self) -> int | None:
         """Return the number of the next attempt, None while none is to be begun."""
         number, missing = self._num_begun, self.limit - len(self.kept)
-        # every second one is of no use
-        if number - self.num_judged >= 2 * missing + self.engine.batch_size * (missing > 0):
+        # about every second one is of use; more than are missing are begun, to keep the rows full
+        if self.ended or number - self.num_judged >= 2 * missing + self.pen.engine.batch_size:
             return None
         if number == len(self._kinds):  # a block is planned from all but the block before it
             if self.num_judged < number - BLOCK:
@@ -202,124 +365,63 @@ class _Writer:
         Args:
             num_seen: how many attempts are looked at for that; more may have been judged.
         """
-        counts = Counter(r["kind"] for r in self.kept if int(r["id"][5:]) < num_seen)
+        seen = {_name(number) for number in range(num_seen)}
+        counts = Counter(record["kind"] for record in self.kept if record["id"] in seen)
         for _ in range(BLOCK):
             kind = min(self.leads, key=lambda kind: (counts[kind] + 1) / self.leads[kind]["share"])
             counts[kind] += 1
             self._kinds.append(kind)
 
     def _opening(self, number: int) -> str:
-        lead, chance = self.leads[self._kinds[number]], random.Random(f"{self.seed}/{number}")
+        lead = self.leads[self._kinds[number]]
+        chance = random.Random(f"{self.pen.seed}/{number}")
         return chance.choice(lead["openings"]) + chance.choice(lead.get("beginnings", [""]))
 
-    def _job(self, number: int) -> Job | None:
-        lead, turns = self.leads[self._kinds[number]], self.engine.turns
-        if not self.chat:
-            eos, bos = self.tokenizer.eos_token_id, self.tokenizer.bos_token_id
-            nothing = turns.encoder.prompt({"id": "", "text": ""})
-            start = nothing or [eos if bos is None else bos]
-        else:
-            before = self._around(lead["system"])[0] + self._opening(number)
-            start = self.tokenizer(before, add_special_tokens=False, verbose=False).input_ids
-        limit = min(self.asked.max_new_tokens, self.engine.context - len(start))
-        if limit < 1:
-            detail = f"{len(start)} tokens before it in a context of {self.engine.context}"
-            self._found[number] = RecordError("too_long", detail)
-            return None
-        ends = self._special | (self._breaks if lead.get("one_line") else frozenset())
-        seed = record_seed(self.seed, f"question {number}")
-        return Job(list(start), limit, seed, number, ends)
+    def _job(self, number: int) -> Job:
+        lead, before = self.leads[self._kinds[number]], ""
+        if self.pen.chat:
+            before = self.pen.led(lead["system"])[0] + self._opening(number)
+        one_line = lead.get("one_line", False)
+        return self.pen.job(before, number, f"question {number}", one_line=one_line)
 
-    @cached_property
-    def _special(self) -> frozenset[int]:
-        return frozenset(special_ids(self.tokenizer))
-
-    @cached_property
-    def _breaks(self) -> frozenset[int]:
-        """The tokens with a line break in them."""
-        ids = range(len(self.tokenizer))
-        return frozenset(i for i in ids if "\n" in str(self.tokenizer.decode([i])))
-
-    def _rendered(self, system: str) -> tuple[str, str]:
-        """Return what the chat template puts before and behind a user's turn.
-
-        Raises:
-            ConfigError: if it leaves the turn out.
-        """
-        user = {"role": "user", "content": STAND_IN}
-        messages = [{"role": "system", "content": system}, user]
-        try:
-            text, _ = render(self.tokenizer, messages[not system :], add_generation_prompt=True)
-        except TemplateError:  # some know no system turns
-            text, _ = render(self.tokenizer, [user], add_generation_prompt=True)
-        before, found, behind = text.partition(STAND_IN)
-        if not found:
-            raise ConfigError(f"the chat template of {self.tokenizer.name_or_path} has no user")
-        return before, behind
-
-    def _written(self, job: Job, row: DecodedRow) -> Record:
-        """Return the question that was written.
-
-        Raises:
-            RecordError: if it is none.
-        """
-        number, tokens = job.owner, row.new_tokens
-        lead, opening, last = self.leads[self._kinds[number]], "", tokens[-1]
-        ends, marker = set(self.engine.turns.end_tokens), ""
-        if self.chat:
-            opening, behind = self._opening(number), self._around(lead["system"])[1]
-            ids = self.tokenizer(behind, add_special_tokens=False, verbose=False).input_ids
-            first = next((i for i in ids if i in self._special), None)
-            ends |= {first} if first is not None else set()
-            marker = "" if first is not None else behind.strip()
-        if max(tokens) >= len(self.tokenizer):
-            raise RecordError(
-                "token", f"token {max(tokens)} of {len(self.tokenizer)} was generated"
-            )
-        text = self.engine.turns.text(tokens[:-1] if last in ends | self._special else tokens)
-        if marker and marker in text:
-            text, last = text.partition(marker)[0], next(iter(ends))
-        if row.finished and lead.get("one_line"):
-            text = text.split("\n")[0]
-        if last in self._special - ends:
-            raise RecordError("special", f"token {last} within a question")
-        if last not in ends and not (row.finished and lead.get("one_line")):
-            raise RecordError("truncated", f"no end within {len(tokens)} tokens")
-        if "\ufffd" in text:
-            raise RecordError("text", "half a character")
-        whole = (opening + text).strip()
+    def _written(self, number: int, row: DecodedRow) -> Record:
+        """Return the question that was written; RecordError if it is none."""
+        lead, marker = self.leads[self._kinds[number]], ""
+        ends = frozenset(self.pen.engine.turns.end_tokens)
+        if self.pen.chat:
+            _, ends, marker = self.pen.led(lead["system"])
+        if lead.get("one_line"):
+            ends |= self.pen.breaks
+        text = self.pen.text(row, ends, marker)
+        if lead.get("one_line"):
+            text = text.partition("\n")[0]
+        whole = (self._opening(number) + text).strip()
         if not text.strip() or len(whole) < _SHORTEST:
             raise RecordError("length", f"{len(text)} characters")
         return self._record(number, whole)
 
     def _record(self, number: int, text: str) -> Record:
-        about = {"id": f"self/{number}", "kind": self._kinds[number]}
-        if not self.chat:
+        about = {"id": _name(number), "kind": self._kinds[number]}
+        if not self.pen.chat:
             return about | {"prompt": text, "completion": ""}
         return about | {"messages": [{"role": "user", "content": text}]}
 
     def _judge(self, known: Mapping[str, object]) -> None:
         """Settle the attempts whose turn it is."""
-        while self.num_judged in self._found and len(self.kept) < self.limit:
+        while self.num_judged in self._found and not self.ended:
             number, self.num_judged = self.num_judged, self.num_judged + 1
-            found = self._found.pop(number)
-            is_known = f"self/{number}" in known
-            if not isinstance(found, RecordError):
-                try:
-                    self._keep(found, check=not is_known)
-                    self.fresh += [] if is_known else [found]
-                except RecordError as error:
-                    found = error
-            if isinstance(found, RecordError) and not is_known:
-                found.row = self._record(number, "")
-                self.rejected.append(found)
+            found, is_known = self._found.pop(number), _name(number) in known
+            try:
+                if isinstance(found, RecordError):
+                    raise found
+                self._keep(found, check=not is_known)
+                self.fresh += [] if is_known else [found]
+            except RecordError as error:
+                error.row = self._record(number, "")
+                self.rejected += [] if is_known else [error]
 
     def _keep(self, record: Record, *, check: bool) -> None:
-        """Keep a question.
-
-        Raises:
-            RecordError: if there is one like it, or too many begin like it.
-        """
+        """Keep a question; RecordError if there is one like it, or too many begin like it."""
         text = record["prompt"] if "prompt" in record else record["messages"][0]["content"]
         opening = " ".join(words(text)[:2])
         if check:
@@ -330,3 +432,12 @@ class _Writer:
         self.kept.append(record)
         self._similar.add(text)
         self._openings[opening] += 1
+
+
+def _name(number: int) -> str:
+    return f"self/{number}"
+
+
+def sampler_of(asked: QuestionsConfig) -> Sampler:
+    """Return how user's turns are drawn; each has a seed of its own."""
+    return Sampler(asked.temperature, top_p=asked.top_p)
