@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specheads.config import ConfigError, InterruptedRunError, RegenerateConfig, RunError
 from specheads.data.load import load_records, read_prompts
@@ -22,11 +22,8 @@ from specheads.regeneration import engine
 from specheads.regeneration.answers import AnswerFile, Outcome, read_lines
 from specheads.regeneration.dialogue import check_answerable
 from specheads.regeneration.endpoint import Client
-from specheads.regeneration.questions import read_leads, write_next_turns, write_questions
+from specheads.regeneration.questions import Questioner, read_leads
 from specheads.system.terminal import advance, progress_bar, waiting_for
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
 
 Say = Callable[[str], object]
 Ask = Callable[[Sequence[Record]], Iterator[Outcome]]
@@ -70,58 +67,34 @@ def regenerate(config: RegenerateConfig, say: Say) -> dict[str, Any]:
             return local().answer(left)
         return engine.ask_endpoint(config, who, client, left)
 
-    with _resumable(output):
-        settings = engine.settings_of(config, who)
+    settings, limit = engine.settings_of(config, who), config.limit
+    try:
         if own:
-            records = _own_questions(config, local(), engine.weights_of(config, who), say)
+            whose = engine.weights_of(config, who)
+            questioner = Questioner(local(), config.questions, config.seed, whose)
+            with _bar("question", limit) as tick:
+                records, told = questioner.write(Path(f"{output}.questions.jsonl"), limit, tick)
+            say(told)
+            records = in_fair_order(records)
         for turn in range(1, config.questions.turns if own else 1):
             said = f"{output}.turn{turn}.jsonl"
             write_answers(said, settings, records, ask, say)
-            answered = in_fair_order([record for _, record in read_lines(Path(said))])
-            with progress_bar("conversation", total=len(answered)) as bar:
-                records = write_next_turns(
-                    local(),
-                    f"{output}.questions{turn + 1}.jsonl",
-                    config.questions,
-                    answered,
-                    whose=settings,
-                    seed=config.seed,
-                    tick=_shown_by(bar),
-                )
+            answered = [record for _, record in read_lines(Path(said))]
+            questioner = Questioner(local(), config.questions, config.seed, settings)
+            with _bar("conversation", len(answered)) as tick:
+                records = questioner.go_on(Path(f"{said}.next.jsonl"), answered, tick)
         return write_answers(output, settings, records, ask, say)
-
-
-def _own_questions(
-    config: RegenerateConfig, base: engine.Engine, whose: Mapping[str, Any], say: Say
-) -> list[Record]:
-    """Return the questions that the base writes, in the order in which they are answered."""
-    with progress_bar("question", total=config.limit) as bar:
-        questions, told = write_questions(
-            base,
-            f"{config.output}.questions.jsonl",
-            config.questions,
-            whose=whose,
-            limit=config.limit,
-            seed=config.seed,
-            tick=_shown_by(bar),
-        )
-    say(told)
-    return in_fair_order(questions)
-
-
-def _shown_by(bar: tqdm[Any]) -> Callable[[int], None]:
-    return lambda num: advance(bar, num - bar.n)
-
-
-@contextlib.contextmanager
-def _resumable(output: str) -> Iterator[None]:
-    """Say after Ctrl-C how to go on."""
-    try:
-        yield
     except KeyboardInterrupt:
         raise InterruptedRunError(
             f"interrupted: {output} keeps what is there; the same command goes on"
         ) from None
+
+
+@contextlib.contextmanager
+def _bar(unit: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar; yield a function that is told how many there are."""
+    with progress_bar(unit, total=total) as bar:
+        yield lambda num: advance(bar, num - bar.n)
 
 
 def write_answers(
