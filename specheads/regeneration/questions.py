@@ -110,14 +110,12 @@ class Questioner:
             known: dict[str, Record | RecordError] = {r["id"]: r for _, r in read_lines(path)}
             known |= {name: RecordError(reason) for name, reason in file.bad.items()}
             attempts, start = _Attempts(self, limit), time.monotonic()
-            try:
-                for _ in attempts.steps(known):
-                    tick(len(attempts.kept))
-                    if time.monotonic() - start > HELD:
-                        attempts.flush(file)
-                        start = time.monotonic()
-            finally:
-                attempts.flush(file)
+            for _ in attempts.steps(known):
+                tick(len(attempts.kept))
+                if time.monotonic() - start > HELD:
+                    attempts.flush(file)
+                    start = time.monotonic()
+            attempts.flush(file)
             left_out = file.reasons().replace("in quarantine", "left out")
             num, kinds = len(attempts.kept), Counter(each["kind"] for each in attempts.kept)
             if num < limit:
