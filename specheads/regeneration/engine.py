@@ -180,13 +180,12 @@ class Engine:
 
         So what a user says next in a conversation of the base's own follows the answer it follows.
         """
-        talk, made = self._ask(dialogue(record)), record.get("generation", {})
-        if not self.generation.items() <= made.items():
+        talk, made = self._ask(dialogue(record)), record.get("generation")
+        if not isinstance(made, dict) or not self.generation.items() <= made.items():
             return [talk]
-        ids = record["tokens"]["ids"]
-        for (start, stop), reason in zip(
-            record["tokens"]["answers"], made["finish_reason"], strict=False
-        ):
+        tokens, reasons = record.get("tokens", {}), made.get("finish_reason", ())
+        for (start, stop), reason in zip(tokens.get("answers", ()), reasons, strict=False):
+            ids = tokens["ids"]
             if ids[:start] != talk.ids:
                 break
             if not self._settle([talk], [DecodedRow(ids[start:stop], finished=reason == "stop")]):
