@@ -173,6 +173,9 @@ class TreeLayer(DynamicLayer):
 class TreeCache(Cache):
     """The cache of all layers, made by ``TreeCache()`` and given to the model as it is.
 
+    Args:
+        room: rows to make room for, so that :meth:`join` copies those that come and no others.
+
     Attributes:
         tokens: per row the token ids in its slots; whoever decodes keeps them, so that a later
             turn of a conversation can see how much of it is already here.
@@ -180,8 +183,8 @@ class TreeCache(Cache):
             passes of a model that has one.
     """
 
-    def __init__(self) -> None:
-        self.rows = RowEnds()
+    def __init__(self, room: int = 0) -> None:
+        self.rows, self.room = RowEnds(), room
         super().__init__(layer_class_to_replicate=partial(TreeLayer, self.rows))  # type: ignore[arg-type]
         self.tokens: list[list[int]] = []
         self.sides: set[int] = set()
@@ -210,21 +213,28 @@ class TreeCache(Cache):
             ValueError: if the cache has another number of rows.
         """
         self._take_rows(batch_size)
-        held = 0 if self._pool is None else self._pool.shape[4]
-        num_slots, layers = self.rows.longest + num_tokens, self._live_layers()
-        if not self._poolable or num_slots <= held or not layers:
+        self._make_room(batch_size, self.rows.longest + num_tokens)
+
+    def _make_room(self, num_rows: int, num_slots: int) -> None:
+        """Let the common buffer hold so many rows and slots, where layers are of equal shape."""
+        num_held, held = (0, 0) if self._pool is None else self._pool.shape[2:5:2]
+        layers = self._live_layers()
+        enough = num_rows <= num_held and num_slots <= held
+        if not self._poolable or enough or not layers:
             return
         buffers = [t for layer in layers for t in layer.buffers]
         # layers that differ or are spread over devices keep and grow their own buffers
         self._poolable = len({(*t.shape[:2], t.shape[3], t.dtype, t.device) for t in buffers}) == 1
         if not self._poolable:
             return
-        num_slots = grown_capacity(max(num_slots, *(each.capacity for each in layers)), held)
-        num_rows, num_heads, _, width = buffers[0].shape
-        shape = (len(layers), 2, num_rows, num_heads, num_slots, width)
-        self._pool = buffers[0].new_zeros(shape)
+        if num_slots > held:
+            capacities = (each.capacity for each in layers)
+            num_slots = grown_capacity(max(num_slots, *capacities), held)
+        there, num_heads, _, width = buffers[0].shape
+        shape = (max(num_rows, self.room), num_heads, max(num_slots, held), width)
+        self._pool = buffers[0].new_zeros(len(layers), 2, *shape)
         for layer, (keys, values) in zip(layers, self._pool, strict=True):
-            layer.use_buffers(keys, values)
+            layer.use_buffers(keys[:there], values[:there])
 
     def _take_rows(self, num_rows: int) -> None:
         """Take so many rows where there are none yet; raise ValueError for another number."""
@@ -281,7 +291,7 @@ class TreeCache(Cache):
         layers = self._live_layers()
         pool = self._pool
         if pool is not None and all(layer.capacity == pool.shape[4] for layer in layers):
-            return [pool]
+            return [pool[:, :, : len(self.lengths)]]
         return [t for layer in layers for t in layer.buffers]
 
     def _move(self, buffer: Tensor, nodes: Tensor) -> None:
@@ -342,29 +352,47 @@ class TreeCache(Cache):
         return known
 
     def select(self, rows: Tensor) -> None:
-        """Keep the rows ``rows`` [R] (long), in that order."""
-        kept = rows.tolist()
-        if self._pool is not None:
-            self._pool = self._pool.index_select(2, rows.to(self._pool.device))
-            for layer, (keys, values) in zip(self._live_layers(), self._pool, strict=True):
-                layer.buffers = keys, values
-        else:
+        """Keep the rows ``rows`` [R] (long), in that order; only rows that move are copied."""
+        kept, end = rows.tolist(), self.rows.longest
+        moved = [(row, place) for place, row in enumerate(kept) if row != place]
+        if len(kept) > len(self.lengths):
             for layer in self._live_layers():
                 layer.buffers = tuple(t.index_select(0, rows.to(t.device)) for t in layer.buffers)
+            self._pool = None  # made again with the next pass
+        elif moved:
+            sources, places = map(list, zip(*moved, strict=True))
+            for buffer in self._buffers():
+                live = buffer[..., :end, :]
+                if live.dim() == 4:
+                    live[places] = live[sources]
+                else:
+                    live[:, :, places] = live[:, :, sources]
+        for layer in self._live_layers():
+            layer.buffers = tuple(t[: len(kept)] for t in layer.buffers)
         self.rows.set([self.lengths[row] for row in kept])
         if self.tokens:
             self.tokens = [self.tokens[row] for row in kept]
 
     def join(self, other: TreeCache) -> None:
         """Take over the rows of ``other``, of the same model; they come behind the rows here."""
-        for layer, more in zip(self._live_layers(), other._live_layers(), strict=True):
-            capacity = max(layer.capacity, more.capacity)
-            pairs = zip(layer.buffers, more.buffers, strict=True)
-            layer.buffers = tuple(
-                torch.cat([F.pad(each, (0, 0, 0, capacity - each.shape[2])) for each in pair])
-                for pair in pairs
-            )
-        self._pool = None  # made again with the next pass
+        start, end = len(self.lengths), other.rows.longest
+        stop = start + len(other.lengths)
+        self._make_room(stop, end)
+        for number, (layer, more) in enumerate(
+            zip(self._live_layers(), other._live_layers(), strict=True)
+        ):
+            if self._pool is None:  # layers that differ have buffers of their own
+                size = max(layer.capacity, more.capacity)
+                pairs = zip(layer.buffers, more.buffers, strict=True)
+                layer.buffers = tuple(
+                    torch.cat([F.pad(each, (0, 0, 0, size - each.shape[2])) for each in pair])
+                    for pair in pairs
+                )
+                continue
+            layer.buffers = tuple(self._pool[number, :, :stop])
+            for mine, theirs in zip(layer.buffers, more.buffers, strict=True):
+                mine[start:, :, :end] = theirs[:, :, :end]
+                mine[start:, :, end:] = 0  # what a row left here that had it before
         self.rows.set([*self.lengths, *other.lengths])
         self.tokens += other.tokens
 

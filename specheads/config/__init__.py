@@ -17,6 +17,7 @@ from specheads.config.commands import (
     GenerateConfig,
     PreviewConfig,
     QualityConfig,
+    QuestionsConfig,
     RegenerateConfig,
     SpecBenchConfig,
     TreeSearchConfig,

@@ -295,6 +295,22 @@ class QualityConfig(MeasureSettings, CheckpointSettings):
 
 
 @dataclass
+class QuestionsConfig:
+    """With ``prompts=self``: how the base model asks questions."""
+
+    temperature: float = 1.0
+    top_p: float = 0.95
+    max_new_tokens: int = 160  # of a user's turn; one that has not ended by then is left out
+    turns: int = 1  # of the user in a conversation; later ones answer what the base has said
+    # names in conf/questions.json; empty: all of them, in the shares that it states
+    kinds: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        at_least(self, "questions.", temperature=0, max_new_tokens=1, turns=1)
+        within(self, "questions.", top_p="(0, 1]")
+
+
+@dataclass
 class RegenerateConfig(MeasureSettings):
     """Everything ``python -m specheads.regenerate`` accepts."""
 
@@ -308,10 +324,13 @@ class RegenerateConfig(MeasureSettings):
     concurrency: int = 32  # endpoint: requests at one time
     retries: int = 4  # endpoint: of a failed request, with growing pauses
     timeout: float = 300.0  # endpoint: seconds of one request
-    prompts: str = ""  # a .jsonl of records; empty: the records that data says
+    # a .jsonl of records or of prompts, or a .txt with a prompt per line; self: questions that the
+    # base writes itself; empty: the records that data says
+    prompts: str = ""
+    questions: QuestionsConfig = field(default_factory=QuestionsConfig)
     data: DataConfig = field(default_factory=DataConfig)
     output: str = MISSING  # the .jsonl to write; one that is there is continued
-    limit: int = 0  # records of the input; 0: all
+    limit: int = 0  # records of the input; 0: all. With prompts=self: how many questions
     batch_size: int = 8
     max_new_tokens: int = 512  # of one answer; longer ones are quarantined as truncated
     keep_truncated: bool = False  # keep answers that reached the limit, without their end
@@ -327,6 +346,10 @@ class RegenerateConfig(MeasureSettings):
         within(self, top_p="(0, 1]")
         both = bool(self.endpoint and self.checkpoint)
         check(not both, "endpoint", self.endpoint, "left out with checkpoint")
+        if self.prompts == "self":
+            check(self.limit > 0, "limit", self.limit, "the number of questions with prompts=self")
+            here = "left out with prompts=self: a server does not let its model write a user's turn"
+            check(not self.endpoint, "endpoint", self.endpoint, here)
 
 
 @dataclass

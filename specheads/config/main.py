@@ -46,36 +46,43 @@ T = TypeVar("T")
 C = TypeVar("C", bound=Any)
 
 
-def tidy_arguments(argv: list[str]) -> list[str]:
+def tidy_arguments(argv: list[str], *, data_group: bool = True) -> list[str]:
     """Return the command line as Hydra wants it.
 
     ``model=`` with anything but a file of conf/model, a folder or a name on the hub, becomes
-    ``model.name=``. ``recipe=`` and ``debug=`` get the ``+`` by which Hydra adds a group, and
-    ``data.columns={ours: theirs}`` the ``++`` without which it adds nothing to a dict. Flags go
-    first: argparse takes settings behind them for unknown arguments. The runs of a sweep are told
-    apart by what is swept, see conf/train.yaml.
+    ``model.name=``, and ``data=`` with a file ``data.path=`` and how it is read. ``recipe=`` and
+    ``debug=`` get the ``+`` by which Hydra adds a group, and ``data.columns={ours: theirs}`` the
+    ``++`` without which it adds nothing to a dict. Flags go first: argparse takes settings behind
+    them for unknown arguments. The runs of a sweep are told apart by what is swept, see
+    conf/train.yaml.
+
+    Args:
+        argv: the command line.
+        data_group: whether ``data=`` names a file of conf/data; to one command it is a path.
 
     Raises:
-        ConfigError: if a word is neither a setting, ``key=value``, nor a flag of Hydra.
+        ConfigError: if a word is neither a setting, ``key=value``, nor a flag of Hydra, or data is
+            a file that holds no records.
     """
     flags, settings = _flags_and_settings(argv)
     places = [conf_dir(), *(Path(after) for flag, after in pairwise(flags) if flag in _CONFIG_DIR)]
     models = {path.stem for place in places for path in (place / "model").glob("*.yaml")}
 
-    def rewrite(arg: str) -> str:
+    def rewrite(arg: str) -> list[str]:
         key, _, value = arg.partition("=")
         if key.startswith("data.columns"):
-            return f"++{arg}"
+            return [f"++{arg}"]
         if key == "resume.trust":  # resume itself is a word, which has no keys below it
-            return f"resume_trust={value}"
+            return [f"resume_trust={value}"]
         if key in ("recipe", "debug"):
-            return f"+{arg}"
+            return [f"+{arg}"]
+        if key == "data" and data_group and (source := _source(value)):
+            return [f"data={source}", f"data.path={_quoted(value)}"]
         if key != "model" or models.issuperset(value.split(",")):
-            return arg
-        plain = re.fullmatch(r"[\w./:@~+,-]+", value)  # anything else must be quoted for Hydra
-        return f"model.name={value}" if plain else f"model.name='{value}'"
+            return [arg]
+        return [f"model.name={_quoted(value)}"]
 
-    settings = [rewrite(arg) for arg in settings]
+    settings = [each for arg in settings for each in rewrite(arg)]
     if {"-m", "--multirun"} & set(flags):
         from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -84,6 +91,29 @@ def tidy_arguments(argv: list[str]) -> list[str]:
         keys = ",".join(f"'{key}'" for key in same)
         settings.append(f"hydra.job.config.override_dirname.exclude_keys=[{keys}]")
     return flags + settings
+
+
+def _quoted(value: str) -> str:
+    # anything else means something to Hydra
+    return value if re.fullmatch(r"[\w./:@~+,-]+", value) else f"'{value}'"
+
+
+def _source(value: str) -> str:
+    """Return which file of conf/data reads the file or folder ``value``; empty if it is neither.
+
+    Raises:
+        ConfigError: if it is a file with another ending.
+    """
+    path = Path(value).expanduser()
+    sources = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+    if source := sources.get(path.suffix, "parquet" if path.is_dir() else ""):
+        return source
+    if path.is_file() or "/" in value or (path.suffix and "," not in value):
+        raise ConfigError(
+            f"data={value}: expected a file that ends in {', '.join(sources)}, a folder of .parquet"
+            " files, or a name of conf/data as pycode"
+        )
+    return ""
 
 
 # of Hydra; the second ones are followed by a value
@@ -188,7 +218,8 @@ def hydra_main(
         for key in literal:
             sys.argv[1:], values = take_literals(sys.argv[1:], key)
             taken |= {key: values} if values else {}
-        sys.argv[1:] = tidy_arguments(take_local_rank(sys.argv[1:]))
+        group = "Config" in str(schema.__annotations__.get("data"))
+        sys.argv[1:] = tidy_arguments(take_local_rank(sys.argv[1:]), data_group=group)
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=name)(checked)()
     except (HydraException, OmegaConfBaseException, ConfigError) as error:
         if wants_traceback:

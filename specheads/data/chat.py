@@ -70,7 +70,7 @@ class Encoder:
         if tokenizer.eos_token_id is None:
             raise ConfigError(f"tokenizer {self.name} has no eos token, so no answer could end")
         self._eos = int(tokenizer.eos_token_id)
-        self._special = _special_ids(tokenizer)
+        self._special = special_ids(tokenizer)
         self._prefix = _added_before(tokenizer)
         template = tokenizer.chat_template
         if isinstance(template, dict):  # several, by purpose
@@ -444,7 +444,7 @@ def segments(
         texts join to that of the document.
     """
     ids = encoded.input_ids.tolist()
-    special = _special_ids(tokenizer)
+    special = special_ids(tokenizer)
     alike = [
         (label != IGNORE, i in special)
         for i, label in zip(ids, encoded.labels.tolist(), strict=True)
@@ -460,7 +460,8 @@ def segments(
         shown, start = whole, stop
 
 
-def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the ids of the special tokens, those that were added later among them."""
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     return special | set(tokenizer.all_special_ids)
 

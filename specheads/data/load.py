@@ -11,13 +11,15 @@ or ``text`` (everything is learned). It may bring its token ids along, see
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 from specheads.config import ConfigError, DataConfig, mixture_parts
-from specheads.data.readers import Reader, Row, json_reader, open_reader
+from specheads.data.readers import Reader, Row, json_reader, open_reader, text_lines
 from specheads.data.schema import (
+    CONTENTS,
     Dropped,
     Record,
     RecordError,
@@ -51,12 +53,16 @@ def _collect(
     tally: Tally,
     dropped: Dropped,
     limit: int = 0,
+    meant: Callable[[object], object] = lambda value: value,
 ) -> list[Record]:
-    """Turn rows, of which there are ``limit`` if it is not 0, into records with different ids."""
+    """Turn rows, of which there are ``limit`` if it is not 0, into records with different ids.
+
+    ``meant`` returns what a row's value stands for.
+    """
     seen: dict[str, str] = {}
 
     def make(row: Row) -> Record:
-        value = row.parse()
+        value = meant(row.parse())
         record = to_record(value, row.where, row.name, columns, dropped)
         first = seen.setdefault(record["id"], row.where)
         if first != row.where:
@@ -186,6 +192,38 @@ def read_jsonl(path: str | Path) -> list[Record]:
     """
     reader, dropped = json_reader(Path(path), DataConfig().max_row_bytes), Dropped()
     return _collect(reader, None, Tally(0, dropped), dropped)
+
+
+def read_prompts(path: str | Path, *, chat: bool) -> list[Record]:
+    """Read a file of prompts that are to be answered.
+
+    It holds what :func:`read_jsonl` reads, where answers may be missing: objects with only
+    ``prompt`` are taken, and a .txt is a prompt per line, blank lines left out.
+
+    Args:
+        path: the file.
+        chat: make user's turns of such prompts, for a base with a chat template; else they are
+            texts that it goes on with.
+
+    Raises:
+        ConfigError: as :func:`read_jsonl`.
+    """
+    path, dropped = Path(path).expanduser(), Dropped()
+
+    def meant(value: object) -> object:
+        given = value.keys() & set().union(*CONTENTS) if isinstance(value, dict) else set()
+        if not isinstance(value, dict) or given != {"prompt"}:
+            return value
+        if not chat:
+            return value | {"completion": ""}
+        rest = {key: value[key] for key in value if key != "prompt"}
+        return rest | {"messages": [{"role": "user", "content": value["prompt"]}]}
+
+    if path.suffix == ".txt":
+        reader = Reader(str(path), "", partial(text_lines, path))
+    else:
+        reader = json_reader(path, DataConfig().max_row_bytes)
+    return _collect(reader, None, Tally(0, dropped), dropped, meant=meant)
 
 
 def load_records(data: DataConfig, split: str, *, dropped: Dropped | None = None) -> list[Record]:

@@ -161,6 +161,20 @@ def json_lines(
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
 
 
+def text_lines(path: Path) -> Iterator[Row]:
+    """Yield the lines of a .txt that are not blank, each a prompt."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read {path}: not UTF-8 at byte {error.start + 1}") from None
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            value = {"prompt": line.rstrip("\r")}
+            yield Row(f"{path}:{number}", f"{path.name}:{number}", partial(dict, value))
+
+
 def _items(path: Path, max_bytes: int, row: int = 0, place: object = None) -> Iterator[Row]:
     """Yield the items of the list in a .json file."""
     try:

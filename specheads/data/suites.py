@@ -20,7 +20,7 @@ import copy
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerBase
 from specheads.config import ConfigError, DataConfig
 from specheads.data.chat import Encoder
 from specheads.data.load import read_jsonl
-from specheads.data.readers import Row, json_reader, parquet_reader
+from specheads.data.readers import Row, json_reader, parquet_reader, text_lines
 from specheads.data.schema import Record, RecordError, check_text, naming, one_line
 
 # SPEED-Bench is published with this in place of the texts that its licence keeps elsewhere
@@ -128,23 +128,16 @@ def _is_suite(path: Path) -> bool:
 def _rows(path: Path) -> Iterator[Row]:
     largest = DataConfig().max_row_bytes
     if path.suffix == ".txt":
-        return _lines(path)
+        return map(_numbered, text_lines(path))
     if path.suffix == ".parquet" or path.is_dir():
         return parquet_reader(path, _COLUMNS, largest).read()
     return json_reader(path, largest).read()
 
 
-def _lines(path: Path) -> Iterator[Row]:
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"cannot read {path}: not UTF-8 at byte {error.start + 1}") from None
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            value = {"prompt": line.rstrip("\r"), "question_id": number}
-            yield Row(f"{path}:{number}", f"{path.name}:{number}", partial(dict, value))
+def _numbered(row: Row) -> Row:
+    """Return a line of a .txt with its number as the question's."""
+    value: Any = row.load()
+    return replace(row, load=partial(dict, value, question_id=int(row.name.rpartition(":")[2])))
 
 
 def _question(row: Row, number: int) -> Question:

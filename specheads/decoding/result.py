@@ -155,18 +155,20 @@ class Output:
         self.rows: list[DecodedRow] = []
         self.texts: list[list[int]] = []
         self.limits: list[int] = []
+        self.ends: list[Collection[int]] = []
         self.criteria: list[list[Stopping]] = []
         self.kept: list[list[tuple[Tensor, Tensor]]] | None = [] if keep_scores else None
         self.num_calls = 0
         for prompt in prompts:
             self.add(prompt, max_new_tokens)
 
-    def add(self, prompt: Sequence[int], max_new_tokens: int) -> None:
-        """Begin one more row."""
+    def add(self, prompt: Sequence[int], max_new_tokens: int, ends: Collection[int] = ()) -> None:
+        """Begin one more row, which the tokens ``ends`` end too."""
         row = len(self.rows)
         self.rows.append(DecodedRow())
         self.texts.append(list(prompt))
         self.limits.append(max_new_tokens)
+        self.ends.append(ends)
         own = [copy_for_row(each, row, "stopping criterion") for each in self._rules]
         self.criteria.append(own)
         if self.kept is not None:
@@ -211,7 +213,8 @@ class Output:
             decoded.new_tokens.append(token)
             self.texts[row].append(token)
             kept += 1
-            if token in self.eos_token_ids or self._stops(row):
+            ended = token in self.eos_token_ids or token in self.ends[row]
+            if ended or self._stops(row):
                 decoded.finished = True
                 break
         if self.num_calls:

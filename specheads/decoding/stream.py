@@ -8,7 +8,7 @@ that is being trained.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -35,12 +35,14 @@ class Job:
         limit: of new tokens; with the prompt they have to fit the model's context.
         seed: of its draws.
         owner: whatever the caller knows it by.
+        ends: tokens that end it beside those that end all rows.
     """
 
     ids: list[int]
     limit: int
     seed: int = 0
     owner: Any = None
+    ends: Collection[int] = ()
 
 
 class PlainStream:
@@ -51,6 +53,9 @@ class PlainStream:
         sampler: how tokens are drawn; its seeds are not used, each job has its own.
         eos_token_ids: tokens that end a row.
         batch_size: rows.
+
+    Attributes:
+        num_tokens: that all rows together were given, counted on; whoever reads may set it back.
 
     Raises:
         ValueError: for several rows of a model whose masks or positions are out of reach.
@@ -69,7 +74,7 @@ class PlainStream:
         self._chain_only = support.kind == "chain"
         self._thresholds = thresholds(model)
         self.model = model
-        self.batch_size = batch_size
+        self.batch_size, self.num_tokens = batch_size, 0
         self._jobs: dict[int, Job] = {}  # by row of the output
         self._seeds: list[int] = []
         self._output = Output([], model.device, 0, eos_token_ids=eos_token_ids)
@@ -78,6 +83,28 @@ class PlainStream:
         self._base: ModelPass | None = None
         self._rows: list[int] = []  # of the cache: which jobs they belong to
         self._ended: list[int] = []
+
+    def run(self, take: Callable[[int], Sequence[Job]]) -> Iterator[list[tuple[Job, DecodedRow]]]:
+        """Decode until there are no more jobs; yield after each step those that have ended.
+
+        Args:
+            take: returns at most so many jobs, as many as there are now. It is asked whenever a
+                sixteenth of the rows is free (a prompt alone is read as fast as a few together),
+                and for the last time when all rows are free and it returns none.
+        """
+        waiting: list[Job] = []
+        while True:
+            if self.free >= max(1, self.batch_size // 16):
+                waiting += take(self.free - len(waiting))
+                num = self.num_fitting(waiting)
+                self.add(waiting[:num])
+                waiting = waiting[num:]
+            if self.free < self.batch_size:
+                self.step()
+            ended = self.take_ended()
+            if not ended and not waiting and self.free == self.batch_size:
+                return
+            yield ended
 
     @property
     def free(self) -> int:
@@ -116,8 +143,9 @@ class PlainStream:
         for row, job in zip(rows, jobs, strict=True):
             self._jobs[row] = job
             self._seeds.append(job.seed)
-            self._output.add(job.ids, job.limit)
-        base = ModelPass(self.model, TreeCache(), chain_only=self._chain_only)
+            self._output.add(job.ids, job.limit, job.ends)
+        room = 0 if self._base else self.batch_size
+        base = ModelPass(self.model, TreeCache(room), chain_only=self._chain_only)
         counts = [len(job.ids) for job in jobs]
         rows = self._emit(base, pad_rows([job.ids for job in jobs], base.device), counts, rows)
         if not rows:
@@ -145,9 +173,14 @@ class PlainStream:
         logits = base.read_next(tokens, counts, partial(self._output.texts.__getitem__, rows[0]))
         chosen = next_tokens(self._output, self._chooser, logits, rows)
         self._output.emit(rows, [[token] for token in chosen])
-        kept = [i for i, row in enumerate(rows) if self._output.budget(row)]
-        self._ended += [row for row in rows if not self._output.budget(row)]
-        if 0 < len(kept) < len(rows):
+        self.num_tokens += len(rows)
+        going = [self._output.budget(row) > 0 for row in rows]
+        self._ended += [row for row, goes in zip(rows, going, strict=True) if not goes]
+        kept, num_kept = list(range(len(rows))), sum(going)
+        # the last rows move into the places of those that have ended, all others stay
+        last = [i for i in kept[num_kept:] if going[i]]
+        kept = [i if going[i] else last.pop() for i in kept[:num_kept]]
+        if 0 < num_kept < len(rows):
             base.cache.select(torch.tensor(kept))
         return [rows[i] for i in kept]
 
@@ -200,13 +233,12 @@ def continue_prompts(
         stream = PlainStream(
             model, Sampler(temperature=temperature), eos_token_ids=eos_token_ids, batch_size=rows
         )
-        while waiting or stream.free < rows:
-            if waiting and stream.free >= min(-(-rows // 4), len(waiting)):
-                num = stream.num_fitting(waiting)
-                stream.add(waiting[:num])
-                waiting = waiting[num:]
-            if stream.free < rows:
-                stream.step()
-            for job, row in stream.take_ended():
+
+        def take(num: int) -> list[Job]:
+            taken, waiting[:num] = waiting[:num], []
+            return taken
+
+        for ended in stream.run(take):
+            for job, row in ended:
                 answers[job.owner] = row.new_tokens
     return answers

@@ -92,14 +92,12 @@ class AnswerFile:
         self.settings_path = self.path.with_name(self.path.name + ".json")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            self._file = _locked(self.path)
+        except BlockingIOError:
+            raise ConfigError(f"another process is writing {self.path}") from None
         except OSError as error:
             raise ConfigError(f"cannot write {self.path}: {error.strerror}") from None
         try:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise ConfigError(f"another process is writing {self.path}") from None
             self._check_settings(settings)
             self.num_cut = cut_torn_line(self.path)
             self.done = self._read_done()
@@ -179,10 +177,10 @@ class AnswerFile:
             for error in quarantined
         ]
         try:
-            _append(self._file, answered)
-            if bad:
+            if bad:  # first, so that a kill leaves both files in the order of their records
                 with self.bad_path.open("ab", buffering=0) as file:
                     _append(file.fileno(), bad)
+            _append(self._file, answered)
         except OSError as error:
             if not no_room(error):
                 raise
@@ -192,6 +190,23 @@ class AnswerFile:
             ) from None
         self.done |= {record["id"]: prompt_digest(record) for record in answered}
         self.bad |= {line["id"]: line["reason"] for line in bad}
+
+    def sort(self, records: Sequence[Record]) -> None:
+        """Put the lines into the order of ``records``, those of no such record behind them.
+
+        In which order answers came depends on when a run was killed; what is trained on must not.
+        """
+        place = {record["id"]: number for number, record in enumerate(records)}
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        order = [place.get(name, len(place)) for name in self.done]
+        if order == sorted(order):
+            return
+        ranked = sorted(zip(order, lines, self.done, strict=True), key=lambda line: line[0])
+        with whole_file(self.path) as fresh:
+            fresh.write_bytes(b"".join(line for _, line, _ in ranked))
+            old, self._file = self._file, _locked(fresh)
+        os.close(old)
+        self.done = {name: self.done[name] for _, _, name in ranked}
 
     def reasons(self) -> str:
         """Return how many records are in quarantine and why, as a few words."""
@@ -206,6 +221,17 @@ class AnswerFile:
     def __exit__(self, *error: object) -> None:
         """Close the file, which gives the lock back."""
         os.close(self._file)
+
+
+def _locked(path: Path) -> int:
+    """Open a file for appending, as its only writer; BlockingIOError where there is another."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        raise
+    return file
 
 
 def cut_torn_line(path: Path) -> int:
@@ -256,4 +282,5 @@ def _append(file: int, values: Iterable[Mapping[str, Any]]) -> None:
     data = _lines(values)
     while data:
         data = data[os.write(file, data) :]
-    os.fsync(file)
+        if not data:
+            os.fsync(file)

@@ -21,7 +21,7 @@ from specheads.data.schema import Record, RecordError, json_digest, tokenizer_di
 from specheads.losses.cross_entropy import IGNORE
 
 _ROLES = ("system", "user", "assistant")
-_STAND_IN = "9a41f0c7-the-answer"  # no text holds it by chance
+STAND_IN = "9a41f0c7-the-answer"  # no text holds it by chance
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class TurnEncoder:
             if talk.answers:
                 self._go_on(talk)
             else:
-                messages = [*talk.turns[0], {"role": "assistant", "content": _STAND_IN}]
+                messages = [*talk.turns[0], {"role": "assistant", "content": STAND_IN}]
                 talk.ids = self.encoder.prompt({"id": talk.record["id"], "messages": messages})
         except (ConfigError, TemplateError) as error:
             raise RecordError("template", str(error)) from None
@@ -251,12 +251,12 @@ class TurnEncoder:
     def _between(self, talk: Dialogue) -> list[int]:
         """Return the ids behind the latest answer's text, up to where the next one starts."""
         num_past = len(talk.answers)
-        stand_in = {"role": "assistant", "content": _STAND_IN}
+        stand_in = {"role": "assistant", "content": STAND_IN}
         messages = [message for turn in talk.turns[:num_past] for message in (*turn, stand_in)]
         text, _ = render(
             self.tokenizer, [*messages, *talk.turns[num_past]], add_generation_prompt=True
         )
-        _, found, behind = text.rpartition(_STAND_IN)
+        _, found, behind = text.rpartition(STAND_IN)
         if not found:
             raise RecordError("template", "the chat template leaves earlier answers out")
         return list(self.tokenizer(behind, add_special_tokens=False, verbose=False).input_ids)

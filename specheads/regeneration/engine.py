@@ -11,10 +11,9 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -115,37 +114,36 @@ class Engine:
             talks: list[Dialogue] = []
             for record in records[start : start + size]:
                 with self._outcome.quarantining(record):
-                    talks.append(self._ask(dialogue(record)))
+                    talks += self._begun(record)
             yield sorted(talks, key=lambda talk: (len(talk.turns), len(talk.ids)))
 
     def _one_by_one(self, records: Sequence[Record]) -> Iterator[Outcome]:
         """Answer plainly: whenever rows have ended, the next dialogues take their places."""
-        ends, size = self.turns.end_tokens, self.batch_size
-        stream = PlainStream(self.base, self.sampling, eos_token_ids=ends, batch_size=size)
         waiting: deque[Dialogue] = deque()
         pools, start = self._pools(records), time.monotonic()
-        while True:
-            while len(waiting) < stream.free and (talks := next(pools, None)) is not None:
-                waiting += talks
-            if stream.free == size and not waiting:
-                break
-            # a prompt alone is read as fast as a few together: let some rows become free
-            if waiting and stream.free >= min(-(-size // 4), len(waiting)):
-                jobs = [self._job(talk) for talk in islice(waiting, stream.free)]
-                stream.add(jobs := jobs[: stream.num_fitting(jobs)])
-                for _ in jobs:
-                    waiting.popleft()
-            if stream.free < size:
-                stream.step()
-            if ended := stream.take_ended():
-                talks = [job.owner for job, _ in ended]
-                # begun conversations first, or they would pile up until the records are at an end
-                waiting.extendleft(self._settle(talks, [row for _, row in ended]))
+
+        def take(num: int) -> list[Job]:
+            while len(waiting) < num and (talks := next(pools, None)) is not None:
+                waiting.extend(talks)
+            return [self._job(waiting.popleft()) for _ in range(min(num, len(waiting)))]
+
+        stream = self.stream(self.sampling)
+        for ended in stream.run(take):
+            talks = [job.owner for job, _ in ended]
+            # begun conversations first, or they would pile up until the records are at an end
+            waiting.extendleft(self._settle(talks, [row for _, row in ended]))
+            self._outcome.num_tokens += stream.num_tokens
+            stream.num_tokens = 0
             settled = len(self._outcome.answered) + len(self._outcome.quarantined)
-            if settled >= size or time.monotonic() - start > HELD:
+            if settled >= self.batch_size or time.monotonic() - start > HELD:
                 yield self._taken()
                 start = time.monotonic()
         yield self._taken()
+
+    def stream(self, sampler: Sampler) -> PlainStream:
+        """Return rows for the base model's own plain decoding."""
+        ends, size = self.turns.end_tokens, self.batch_size
+        return PlainStream(self.base, sampler, eos_token_ids=ends, batch_size=size)
 
     def _by_batches(self, records: Sequence[Record]) -> Iterator[Outcome]:
         """Answer with heads, whose state belongs to a batch."""
@@ -153,14 +151,15 @@ class Engine:
             for i in range(0, len(talks), self.batch_size):
                 batch = talks[i : i + self.batch_size]
                 while batch:
-                    batch = self._settle(batch, self.decode([self._job(talk) for talk in batch]))
+                    rows = self.decode([self._job(talk) for talk in batch])
+                    self._outcome.num_tokens += sum(len(row.new_tokens) for row in rows)
+                    batch = self._settle(batch, rows)
                 yield self._taken()
         yield self._taken()
 
     def _settle(self, talks: list[Dialogue], rows: Sequence[DecodedRow]) -> list[Dialogue]:
         """Give dialogues their next answers; return those in which another one is due."""
         outcome, waiting = self._outcome, list[Dialogue]()
-        outcome.num_tokens += sum(len(row.new_tokens) for row in rows)
         for talk, row in zip(talks, rows, strict=True):
             with outcome.quarantining(talk.record):
                 self.turns.add(talk, row.new_tokens, ended=row.finished)
@@ -175,6 +174,23 @@ class Engine:
                 }
                 outcome.answered.append(talk.answered(self.generation, tokens))
         return waiting
+
+    def _begun(self, record: Record) -> list[Dialogue]:
+        """Ask for the first answer that is due; one that was given just so before is taken again.
+
+        So what a user says next in a conversation of the base's own follows the answer it follows.
+        """
+        talk, made = self._ask(dialogue(record)), record.get("generation")
+        if not isinstance(made, dict) or not self.generation.items() <= made.items():
+            return [talk]
+        tokens, reasons = record.get("tokens", {}), made.get("finish_reason", ())
+        for (start, stop), reason in zip(tokens.get("answers", ()), reasons, strict=False):
+            ids = tokens["ids"]
+            if ids[:start] != talk.ids:
+                break
+            if not self._settle([talk], [DecodedRow(ids[start:stop], finished=reason == "stop")]):
+                return []
+        return [talk]
 
     def _ask(self, talk: Dialogue) -> Dialogue:
         self.turns.ask(talk)
@@ -289,22 +305,25 @@ def _digest(model: str, config: RegenerateConfig) -> str:
     return base_digest(model, revision=config.revision)
 
 
+def weights_of(config: RegenerateConfig, who: Answering) -> dict[str, Any]:
+    """Return what there is to know of the weights that make texts; a file is of the same only."""
+    if config.endpoint:
+        return {"model": who.model, "endpoint": True, "tokenizer": config.model}
+    dtype = hardware.pick_dtype(config.dtype, hardware.pick_device(config.device))
+    return {
+        "model_digest": who.digest,  # its folder may move
+        "tuned": who.tuned,
+        "quantization": who.quantization,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+
+
 def settings_of(config: RegenerateConfig, who: Answering) -> dict[str, Any]:
     """Return all that decides which answers there are; a file is continued with the same only."""
-    if config.endpoint:
-        ours = {"model": who.model, "endpoint": True, "tokenizer": config.model}
-    else:
-        dtype = hardware.pick_dtype(config.dtype, hardware.pick_device(config.device))
-        ours = {
-            "model_digest": who.digest,  # its folder may move
-            "tuned": who.tuned,
-            "quantization": who.quantization,
-            "dtype": str(dtype).removeprefix("torch."),
-        }
     # greedy answers do not depend on how others would be drawn
     drawn = {"top_k": config.top_k, "top_p": config.top_p, "seed": config.seed}
     return {
-        **ours,
+        **weights_of(config, who),
         "temperature": config.temperature,
         **(drawn if config.temperature else {}),
         "max_new_tokens": config.max_new_tokens,
@@ -319,14 +338,8 @@ def sampling_of(config: RegenerateConfig) -> Sampling:
     return Sampling(*drawn, max_new_tokens=limit, keep_truncated=kept)
 
 
-def load_engine(config: RegenerateConfig, who: Answering, drawn: dict[str, Any]) -> Engine:
-    """Load the base model, and the heads of ``checkpoint`` where there is one.
-
-    Args:
-        config: the settings.
-        who: whose answers they ask for.
-        drawn: JSON about how answers are drawn, for every answered record.
-    """
+def load_engine(config: RegenerateConfig, who: Answering) -> Engine:
+    """Load the base model, and the heads of ``checkpoint`` where there is one."""
     device = hardware.pick_device(config.device)
     dtype = hardware.pick_dtype(config.dtype, device)
     hardware.pin_threads(config.threads)
@@ -345,28 +358,30 @@ def load_engine(config: RegenerateConfig, who: Answering, drawn: dict[str, Any])
     made = {"model": who.model, "revision": revision, **asdict(who)}
     made["dtype"] = str(base.dtype).removeprefix("torch.")
     sampling, size = sampling_of(config), config.batch_size
-    return Engine(base, turns, sampling, made | drawn, drafter=drafter, batch_size=size)
+    return Engine(base, turns, sampling, made | drawn_by(config), drafter=drafter, batch_size=size)
 
 
-def asker(
-    config: RegenerateConfig, who: Answering, client: Client | None
-) -> Callable[[Sequence[Record]], Iterator[Outcome]]:
-    """Return what answers records: the server of ``client``, or the base model, loaded now."""
+def drawn_by(config: RegenerateConfig) -> dict[str, Any]:
+    """Return JSON about how answers are drawn, for every answered record."""
     names = ("temperature", "top_k", "top_p", "seed", "max_new_tokens")
-    drawn = {name: getattr(config, name) for name in names} | {"specheads": __version__}
-    if client is None:
-        return load_engine(config, who, drawn).answer
+    return {name: getattr(config, name) for name in names} | {"specheads": __version__}
+
+
+def ask_endpoint(
+    config: RegenerateConfig, who: Answering, client: Client, records: Sequence[Record]
+) -> Iterator[Outcome]:
+    """Let the server of ``client`` answer records."""
     encode, trust = None, config.trust_remote_code
     if config.model:
         encode = span_encoder(
             load_tokenizer(config.model, revision=config.revision, trust_remote_code=trust)
         )
-    return partial(
-        ask_server,
+    return ask_server(
         client,
         who.model,
         sampling_of(config),
-        generation={"model": who.model, "endpoint": client.url} | drawn,
+        records,
+        {"model": who.model, "endpoint": client.url} | drawn_by(config),
         concurrency=config.concurrency,
         encode=encode,
     )

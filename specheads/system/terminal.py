@@ -15,6 +15,8 @@ import re
 import select
 import signal
 import sys
+import threading
+import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TextIO
@@ -133,6 +135,41 @@ def progress_bar(unit: str, *, seconds: float = 10, **settings: Any) -> tqdm[Any
         settings |= {"file": _LineByLine(), "mininterval": seconds, "miniters": 1}
         settings["bar_format"] = line
     return tqdm(unit=unit, **settings)
+
+
+def advance(bar: tqdm[Any], num: int, told: str = "") -> None:
+    """Add ``num`` to a bar; it is shown again after its time even where nothing was added."""
+    bar.set_postfix_str(told, refresh=False)
+    if not bar.update(num) and time.time() - bar.last_print_t >= bar.mininterval:
+        bar.last_print_t = time.time()
+        bar.refresh()
+
+
+@contextlib.contextmanager
+def waiting_for(what: str, *, first: float = 3, seconds: float = 10) -> Iterator[None]:
+    """While open, print a line now and then, so that nobody takes a long wait for the end.
+
+    Args:
+        what: the line's text; behind it stands how long it has been.
+        first: seconds before the first line.
+        seconds: time between two lines.
+    """
+    done, start = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        pause = first
+        while not done.wait(pause):
+            past = time.monotonic() - start
+            print(f"{what} ({past:.0f} s)", file=sys.stderr, flush=True)
+            pause = seconds
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 class StatusLine:

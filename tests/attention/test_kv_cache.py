@@ -197,3 +197,50 @@ def test_after_a_commit_the_cache_is_that_of_a_prefill(name: str, own_trees: boo
                     torch.testing.assert_close(
                         found[row, :, : len(text)], true[0], atol=1e-5, rtol=1e-5
                     )
+
+
+@pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS)
+@pytest.mark.parametrize("room", [0, 4])
+def test_rows_come_and_go_in_place(widths: Sequence[int], room: int) -> None:
+    """A row that ends or comes must move no other: of 64 rows that copied the cache every step.
+
+    The reference keeps each row's keys beside it.
+    """
+    chance, cache, live = torch.Generator().manual_seed(1), TreeCache(room), list[list[Tensor]]()
+    for turn in range(12):
+        other, num = TreeCache(), 1 + turn % 2
+        keys = write(other, 5 + 40 * turn, num, widths, seed=turn)
+        other.extend([int(torch.randint(1, 5, (1,), generator=chance)) for _ in range(num)])
+        rows = [[k[row, :, :n] for k in keys] for row, n in enumerate(other.lengths)]
+        if cache.lengths:
+            cache.join(other)
+        else:
+            cache = other
+            cache.room = room
+        live += rows
+        cache.reserve(len(live), 3)
+        if len(live) >= 4:
+            pointers = [t.data_ptr() for layer in cache.layers for t in layer.buffers]
+            kept = torch.randperm(len(live), generator=chance)[: 1 + turn % 3]
+            cache.select(kept)
+            live = [live[row] for row in kept.tolist()]
+            now = [t.data_ptr() for layer in cache.layers for t in layer.buffers]
+            assert now == pointers
+        for layer, found in enumerate(rows_of(cache)):
+            assert all(row.equal(each[layer]) for row, each in zip(found, live, strict=True))
+
+
+def test_a_newcomers_row_holds_nothing_of_the_row_before() -> None:
+    """A row that has overflowed would poison the one that takes its place: 0 times inf is nan."""
+    cache, other = TreeCache(2), TreeCache()
+    write(cache, 6, 2)
+    cache.extend([6, 6])
+    cache.reserve(2, 1)
+    for layer in cache.layers:
+        for buffer in layer.buffers:
+            buffer[1] = torch.inf
+    cache.select(torch.tensor([0]))
+    write(other, 3, 1, seed=2)
+    other.extend([3])
+    cache.join(other)
+    assert all(t[1, :, 3:].eq(0).all() for layer in cache.layers for t in layer.buffers)

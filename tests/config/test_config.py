@@ -222,3 +222,26 @@ def test_columns_are_given_as_they_are_written() -> None:
     given = ["data.columns={user: question, assistant: a+b}", "data.columns.system=s"]
     cfg = composed("+recipe=medusa1", *given)
     assert cfg.data.columns == {"user": "question", "assistant": "a+b", "system": "s"}
+
+
+def test_a_file_is_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`data=my.jsonl` would otherwise be looked up as a file of conf/data, and not be found.
+
+    One command's `data` is a path itself, and is left alone.
+    """
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "many").mkdir()
+    (tmp_path / "csv").touch()
+    for given, source, path in (
+        ("my.jsonl", "jsonl", "my.jsonl"),
+        ("/a/b c.json", "jsonl", "'/a/b c.json'"),
+        ("x/y.parquet", "parquet", "x/y.parquet"),
+        ("many", "parquet", "many"),
+    ):
+        assert tidy_arguments([f"data={given}"]) == [f"data={source}", f"data.path={path}"]
+        assert tidy_arguments([f"data={given}"], data_group=False) == [f"data={given}"]
+    for kept in ("data=pycode", "data=jsonl,hub", "data=unknown", "data.path=my.jsonl"):
+        assert tidy_arguments([kept]) == [kept]
+    for wrong in ("my.csv", "csv", "none/such"):
+        with pytest.raises(ConfigError, match=rf"^data={wrong}: expected a file that ends in .jso"):
+            tidy_arguments([f"data={wrong}"])

@@ -11,7 +11,7 @@ import pytest
 
 from specheads.config import ConfigError, DataConfig
 from specheads.data import pycode
-from specheads.data.load import load_records, read_jsonl
+from specheads.data.load import load_records, read_jsonl, read_prompts
 
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 
@@ -143,3 +143,45 @@ def test_pycode_mixes_documents_by_size(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(asked) == 2, "pairs are not made where none are wanted"
     with pytest.raises(ConfigError, match="data.kinds: unknown nxet; there are body"):
         load_records(DataConfig(kinds=["nxet"]), "train")
+
+
+def test_prompts_alone_are_what_messages_give(tmp_path: Path) -> None:
+    """A prompt that became another record would be drawn with another seed, or not be read."""
+    texts = ["What is this?", " two  words ", "é\u2028\u00a0x", '{"prompt": 1}']
+    turns = [[{"role": "user", "content": text}] for text in texts]
+    (tmp_path / "p.txt").write_bytes(
+        ("\ufeff" + "\r\n".join([texts[0], "", *texts[1:]]) + "\n \n").encode()
+    )
+    lines = [1, 3, 4, 5]
+    expected = [
+        {"id": f"p.txt:{number}", "kind": "chat", "messages": messages}
+        for number, messages in zip(lines, turns, strict=True)
+    ]
+    assert read_prompts(tmp_path / "p.txt", chat=True) == expected
+    for each in ({"prompt": 0}, {"prompt": 0, "kind": "k", "id": "a"}):
+        given = [each | {"prompt": text} for text in texts[:1]]
+        meant = [{k: v for k, v in each.items() if k != "prompt"} | {"messages": turns[0]}]
+        files = []
+        for name, rows in (("a", given), ("b", meant)):
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / "p.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+            files.append(read_prompts(tmp_path / name / "p.jsonl", chat=True))
+        assert files[0] == files[1] == read_jsonl(tmp_path / "b" / "p.jsonl")
+    bare = read_prompts(tmp_path / "a" / "p.jsonl", chat=False)
+    assert bare == [{"id": "a", "kind": "k", "prompt": texts[0], "completion": ""}]
+    pair = {"prompt": "x", "completion": "y"}
+    (tmp_path / "pair.jsonl").write_text(json.dumps(pair) + "\n")
+    for chat in (True, False):
+        (record,) = read_prompts(tmp_path / "pair.jsonl", chat=chat)
+        assert record == pair | {"id": "pair.jsonl:1", "kind": "completion"}
+    for content, complaint in (
+        (b'{"prompt": 3}', r"\.jsonl:1: messages\[0\]\.content must be a string"),
+        (b'{"turns": ["x"]}', "a record holds messages"),
+    ):
+        (tmp_path / "wrong.jsonl").write_bytes(content)
+        with pytest.raises(ConfigError, match=complaint):
+            read_prompts(tmp_path / "wrong.jsonl", chat=True)
+    for content, complaint in ((b" \n", "holds no records"), (b"\xff", "not UTF-8 at byte 1")):
+        (tmp_path / "wrong.txt").write_bytes(content)
+        with pytest.raises(ConfigError, match=complaint):
+            read_prompts(tmp_path / "wrong.txt", chat=True)

@@ -205,3 +205,19 @@ def test_text_that_is_no_utf8_survives(tmp_path: Path) -> None:
     assert lines_of(answers.path) == [record]
     with AnswerFile(tmp_path / "out.jsonl", SETTINGS) as answers:
         assert answers.left([record]) == []
+
+
+def test_the_end_is_in_the_order_of_the_records(tmp_path: Path) -> None:
+    """What is trained on must not depend on which answers a killed run had already given."""
+    path = tmp_path / "out.jsonl"
+    with AnswerFile(path, SETTINGS) as answers:
+        answers.append([RECORDS[2], RECORDS[0]])
+        answers.append([chat("of a larger limit"), RECORDS[1]])
+        answers.sort(RECORDS)
+        assert lines_of(path) == [*RECORDS, chat("of a larger limit")]
+        with pytest.raises(ConfigError, match="another process is writing"):
+            AnswerFile(path, SETTINGS)
+        answers.append([chat("more")])
+        assert [line["id"] for line in lines_of(path)] == list(answers.done)
+    with AnswerFile(path, SETTINGS) as answers:
+        assert answers.left(RECORDS) == [] and len(answers.done) == 5

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+import time
 import traceback
 import unicodedata
 import warnings
@@ -18,11 +19,13 @@ from specheads.system import terminal
 from specheads.system.terminal import (
     Lines,
     StatusLine,
+    advance,
     escape_output,
     harmless,
     keys_of,
     progress_bar,
     unescaped,
+    waiting_for,
     wants_color,
 )
 
@@ -212,3 +215,20 @@ def test_a_bar_without_a_terminal_is_lines(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert [*progress_bar("text", iterable=[1, 2])] == [1, 2]
     assert "\r" in capsys.readouterr().err
+
+
+def test_a_long_wait_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """Minutes without a line are taken for a program that hangs."""
+    with waiting_for("loading it", first=0.01, seconds=0.01):
+        time.sleep(0.2)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) >= 2 and lines[0] == "loading it (0 s)"
+    with waiting_for("loading it"):
+        pass
+    assert not capsys.readouterr().err
+    with progress_bar("text", seconds=0.01, total=3) as bar:
+        for _ in range(3):
+            time.sleep(0.02)
+            advance(bar, 0, "5 tokens/s")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) >= 4 and "text 0 of 3" in lines[2] and "5 tokens/s" in lines[2]

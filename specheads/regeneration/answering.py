@@ -1,0 +1,217 @@
+"""All that ``regenerate`` does: prompts are read or asked by the base itself, answers are written.
+
+Commands and pipelines call :func:`regenerate`, which says on its way what it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from specheads.config import ConfigError, InterruptedRunError, RegenerateConfig, RunError
+from specheads.data.load import load_records, read_prompts
+from specheads.data.schema import Dropped, Record
+from specheads.models.base import load_tokenizer
+from specheads.regeneration import engine
+from specheads.regeneration.answers import AnswerFile, Outcome, read_lines
+from specheads.regeneration.dialogue import check_answerable
+from specheads.regeneration.endpoint import Client
+from specheads.regeneration.questions import Questioner, read_leads
+from specheads.system.terminal import advance, progress_bar, waiting_for
+
+Say = Callable[[str], object]
+Ask = Callable[[Sequence[Record]], Iterator[Outcome]]
+
+
+def regenerate(config: RegenerateConfig, say: Say) -> dict[str, Any]:
+    """Answer the prompts that the settings name, or go on with the file of answers.
+
+    Args:
+        config: the settings.
+        say: called with what a user wants to know on the way.
+
+    Returns:
+        What :func:`write_answers` returns.
+
+    Raises:
+        ConfigError: if settings or prompts are wrong.
+        RunError: if too few questions can be used, no record is answered, or a server fails.
+        InterruptedRunError: on Ctrl-C; the same call goes on.
+    """
+    client, output = None, config.output
+    own = config.prompts == "self"
+    if not own and config.prompts and Path(config.prompts).resolve() == Path(output).resolve():
+        raise ConfigError(f"output={output} is the input itself")
+    if config.endpoint:
+        client = Client(config.endpoint, timeout=config.timeout, retries=config.retries)
+    with waiting_for("specheads: reading the prompts and the model's files"):
+        read_leads(config.questions.kinds)
+        records = [] if own else read_input(config, say)
+        who = engine.who_answers(config, client)
+
+    @cache
+    def local() -> engine.Engine:
+        with waiting_for(f"specheads: loading {who.model}"):
+            return engine.load_engine(config, who)
+
+    def ask(left: Sequence[Record]) -> Iterator[Outcome]:
+        if who.tuned:
+            say(f"the answers are those of the tuned base {who.model}, not of its original")
+        if client is None:
+            return local().answer(left)
+        return engine.ask_endpoint(config, who, client, left)
+
+    settings, limit = engine.settings_of(config, who), config.limit
+    try:
+        if own:
+            whose = engine.weights_of(config, who)
+            questioner = Questioner(local(), config.questions, config.seed, whose)
+            with _bar("question", limit) as tick:
+                records, told = questioner.write(Path(f"{output}.questions.jsonl"), limit, tick)
+            say(told)
+            records = in_fair_order(records)
+        for turn in range(1, config.questions.turns if own else 1):
+            said = f"{output}.turn{turn}.jsonl"
+            write_answers(said, settings, records, ask, say)
+            answered = [record for _, record in read_lines(Path(said))]
+            questioner = Questioner(local(), config.questions, config.seed, settings)
+            with _bar("conversation", len(answered)) as tick:
+                records = questioner.go_on(Path(f"{said}.next.jsonl"), answered, tick)
+        return write_answers(output, settings, records, ask, say)
+    except KeyboardInterrupt:
+        raise InterruptedRunError(
+            f"interrupted: {output} keeps what is there; the same command goes on"
+        ) from None
+
+
+@contextlib.contextmanager
+def _bar(unit: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar; yield a function that is told how many there are."""
+    with progress_bar(unit, total=total) as bar:
+        yield lambda num: advance(bar, num - bar.n)
+
+
+def write_answers(
+    output: str, settings: Mapping[str, Any], records: Sequence[Record], ask: Ask, say: Say
+) -> dict[str, Any]:
+    """Append the answers to ``records`` to a file, but for those that it holds already.
+
+    Where none is left, the answers stand in the order of their records, whenever they came.
+
+    Args:
+        output: the .jsonl.
+        settings: JSON of all that decides what answers there are.
+        records: what to answer, with different ids.
+        ask: answers them; it is called where some are left only.
+        say: called before with what is to be done, and after with what was.
+
+    Returns:
+        ``output``, and the numbers of records ``done``, ``done_before``, ``left`` and ``bad``.
+
+    Raises:
+        ConfigError: if the file was made otherwise.
+        RunError: if no record is answered, or as ``ask`` does.
+    """
+    with AnswerFile(output, settings) as answers:
+        left, num_before = answers.left(records), len(answers.done)
+        cut = f", {answers.num_cut} bytes of an unfinished line cut off" if answers.num_cut else ""
+        say(
+            f"{output}: {num_before:,} done before, {answers.reasons()}{cut},"
+            f" {len(left):,} left of {len(records):,}"
+        )
+        if left:
+            _append(ask(left), answers, len(left))
+        num_left = len(answers.left(records))
+        if not num_left:
+            answers.sort(records)
+        say(
+            f"{output}: {len(answers.done) - num_before:,} done now, {len(answers.done):,} in all,"
+            f" {answers.reasons()}, {num_left:,} left"
+        )
+        bad = Counter(answers.bad.values())
+        if bad["server"]:
+            say(f"the server failed {bad['server']:,} of them; the same command tries those again")
+        cure = _cure_of_cut_answers(answers.done, answers.bad, int(settings["max_new_tokens"]))
+        if not answers.done:
+            raise RunError(f"no record was answered: {answers.reasons()}{cure and f'; {cure}'}")
+        if cure:
+            say(cure)
+        done = {"done": len(answers.done), "done_before": num_before}
+        return {"output": output, **done, "left": num_left, "bad": dict(bad)}
+
+
+def _cure_of_cut_answers(done: Collection[str], bad: Mapping[str, str], max_new_tokens: int) -> str:
+    """Return what to do where a tenth of all records or more is truncated, else nothing.
+
+    Those that are left are the short ones: heads would learn from them that answers are short.
+
+    Args:
+        done: ids of the answered records.
+        bad: id -> reason of the others.
+        max_new_tokens: that the answers were given.
+    """
+    num_cut = sum(reason == "truncated" for reason in bad.values())
+    if not num_cut or num_cut * 10 < len(done) + len(bad):
+        return ""
+    return (
+        f"{num_cut:,} of {len(done) + len(bad):,} records reached max_new_tokens={max_new_tokens}"
+        f" (or the context's end) before an answer's end: max_new_tokens={4 * max_new_tokens} with"
+        " another output= lets more answers end, keep_truncated=true keeps them as they are"
+    )
+
+
+def read_input(config: RegenerateConfig, say: Say) -> list[Record]:
+    """Return the records to answer, in an order of which every beginning is a fair sample.
+
+    Raises:
+        ConfigError: if the input is wrong, or one of its records holds a text.
+    """
+    if config.prompts:
+        records = read_prompts(config.prompts, chat=_takes_messages(config))
+    else:
+        dropped = Dropped()
+        records = load_records(config.data, "train", dropped=dropped)
+        if dropped:
+            say(dropped.summary())
+    check_answerable(records)
+    records = in_fair_order(records)
+    return records[: config.limit] if config.limit else records
+
+
+def _takes_messages(config: RegenerateConfig) -> bool:
+    """Tell whether who answers has a chat template; a server of which nothing is known has one."""
+    if config.endpoint and not config.model:
+        return True
+    tokenizer = load_tokenizer(
+        config.checkpoint or config.model or "tinycode",
+        revision=None if config.checkpoint else config.revision,
+        trust_remote_code=config.trust_remote_code,
+    )
+    return tokenizer.chat_template is not None
+
+
+def in_fair_order(records: Sequence[Record]) -> list[Record]:
+    """Return records in an order by their ids of which every beginning is a fair sample."""
+
+    def rank(record: Record) -> bytes:
+        return hashlib.sha256(record["id"].encode("utf-8", "surrogatepass")).digest()
+
+    return sorted(records, key=rank)
+
+
+def _append(outcomes: Iterator[Outcome], answers: AnswerFile, total: int) -> None:
+    """Write what becomes of records as it comes."""
+    num_tokens, start = 0, time.monotonic()
+    with progress_bar("record", total=total) as bar:
+        for outcome in outcomes:
+            answers.append(outcome.answered, outcome.quarantined)
+            num_tokens += outcome.num_tokens
+            rate = num_tokens / max(time.monotonic() - start, 1e-9)
+            num = len(outcome.answered) + len(outcome.quarantined)
+            advance(bar, num, f"{rate:,.0f} tokens/s")
