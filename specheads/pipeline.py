@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -53,14 +54,33 @@ from specheads.models.manifest import read_provenance
 from specheads.models.output import OutputLayer
 from specheads.models.quantize import quantization_of
 from specheads.runs.log import Outcome, RunLog
-from specheads.system import dist
+from specheads.system import dist, hardware, heartbeat
 from specheads.system.errors import refuse
 from specheads.training.best import chosen as chosen_step
+from specheads.training.checkpoints import ready_to_resume, seed_generators
 from specheads.training.heldout import Original, heads_accuracy, heldout_agreement, heldout_loss
 from specheads.training.loop import Stage
 from specheads.training.objectives import DraftObjective
 from specheads.training.plan import describe_costs, describe_run, plan_stage, tokens_per_step
 from specheads.training.setup import Data, in_section, prompt_records
+
+
+def run_recipe(
+    run: Callable[[TrainConfig], None], cfg: TrainConfig, say: Callable[[str], None]
+) -> None:
+    """Run a recipe in its directory, resumed where that is asked for, with its threads and seeds.
+
+    Raises:
+        ConfigError: if there is nothing that could be resumed.
+    """
+    if cfg.resume:
+        cfg = ready_to_resume(cfg, say)
+    hardware.pin_threads(None)
+    seed_generators(cfg.seed)
+    if not sys.stderr.isatty():
+        hardware.quiet_loading()
+    with heartbeat.together():
+        run(cfg)
 
 
 def check_tree(tree: TreeConfig, evaluate: EvaluateConfig, num_heads: int) -> None:

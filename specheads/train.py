@@ -7,12 +7,11 @@ before the settings are known to be right.
 
 from __future__ import annotations
 
-import importlib.util
 import operator
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import reduce
@@ -23,36 +22,16 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from specheads.config import ConfigError, TrainConfig
+from specheads.config.compose import load_recipe
 from specheads.config.main import hydra_main
 from specheads.runs.directory import check_run_dir, leaving_nothing, read_rows
-from specheads.system import dist, hardware, heartbeat
+from specheads.system import dist, hardware
 from specheads.system.errors import EXIT_INTERRUPTED
-from specheads.system.files import conf_dir, recipes_dir
+from specheads.system.files import conf_dir
 from specheads.system.hardware import keep_freed_memory
 from specheads.system.launch import read_launcher
 from specheads.system.signals import StopSignal
 from specheads.system.terminal import stop
-
-Recipe = Callable[[TrainConfig], None]
-
-
-def load_recipe(name: str) -> Recipe:
-    """Return ``run`` of ``recipes/<name>.py``, or of the user's own file ``<name>.py``.
-
-    Raises:
-        ConfigError: if there is no such file, or it has no function ``run``.
-    """
-    path = Path(name) if name.endswith(".py") else recipes_dir() / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"specheads_recipe_{path.stem}", path)
-    if not path.is_file() or spec is None or spec.loader is None:
-        raise ConfigError(f"recipe={name}: there is no file {path}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module
-    spec.loader.exec_module(module)
-    run = getattr(module, "run", None)
-    if not callable(run):
-        raise ConfigError(f"recipe={name}: {path} has no function run(cfg)")
-    return run
 
 
 def say(line: str) -> None:
@@ -81,17 +60,10 @@ def train(cfg: TrainConfig) -> None:
     hardware.pick_device(cfg.device)  # or a line why not, before anything is read
     run = load_recipe(cfg.recipe)
     check_run_dir(Path(cfg.run_dir), cfg.resume)
-    from specheads.training.checkpoints import ready_to_resume, seed_generators
+    from specheads.pipeline import run_recipe
 
-    if cfg.resume:
-        cfg = ready_to_resume(cfg, say)
     keep_freed_memory()
-    hardware.pin_threads(None)
-    seed_generators(cfg.seed)
-    if not sys.stderr.isatty():
-        hardware.quiet_loading()
-    with heartbeat.together():
-        run(cfg)
+    run_recipe(run, cfg, say)
 
 
 def compare_runs(runs: Sequence[TrainConfig]) -> list[str]:

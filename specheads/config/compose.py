@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import re
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -11,11 +14,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from specheads.config import commands, data, training
 from specheads.system.errors import ConfigError
+from specheads.system.files import conf_dir, recipes_dir
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 T = TypeVar("T")
+Recipe = Callable[[training.TrainConfig], None]
 _MODULES = (training, commands, data)
 
 
@@ -139,3 +144,47 @@ def register_schemas() -> None:
             if kind := re.fullmatch(r"(\w+)Config", name):
                 key = re.sub(r"\B(?=[A-Z])", "_", kind[1]).lower()
                 ConfigStore.instance().store(name=f"{key}_schema", node=schema)
+
+
+def composed(name: str, schema: type[T], words: Sequence[str]) -> T:
+    """Return the checked settings of ``conf/<name>.yaml`` with ``words``, Hydra's overrides.
+
+    As a command composes them, for those who are called by a program: by Python, or by a command
+    that trains on its way.
+
+    Raises:
+        ConfigError: if a setting is wrong.
+    """
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    register_schemas()
+    around, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # a command's own
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+            return to_config(compose(name, overrides=list(words)), schema)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explain(error)) from None
+    finally:
+        GlobalHydra.instance().hydra = around
+
+
+def load_recipe(name: str) -> Recipe:
+    """Return ``run`` of ``recipes/<name>.py``, or of the user's own file ``<name>.py``.
+
+    Raises:
+        ConfigError: if there is no such file, or it has no function ``run``.
+    """
+    path = Path(name) if name.endswith(".py") else recipes_dir() / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"specheads_recipe_{path.stem}", path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise ConfigError(f"recipe={name}: there is no file {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module
+    spec.loader.exec_module(module)
+    run = getattr(module, "run", None)
+    if not callable(run):
+        raise ConfigError(f"recipe={name}: {path} has no function run(cfg)")
+    return run
