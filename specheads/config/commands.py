@@ -353,6 +353,31 @@ class RegenerateConfig(MeasureSettings):
 
 
 @dataclass
+class AutoConfig(LoadSettings):
+    """Everything ``python -m specheads.auto`` accepts."""
+
+    model: str = MISSING  # any chat model: a folder, a .gguf, a name on the hub, smollm2, tinycode
+    minutes: float = 60.0  # for everything, from the questions to the figures
+    name: str = ""  # of the folder below runs/; empty: auto-<model>
+    kind: str = "auto"  # a recipe for heads on a frozen base; auto: the one that serves base best
+    prompts: str = ""  # prompts of your own beside the base's: .txt or .jsonl
+    data: DataConfig | None = None  # the same, as any other command takes records
+    endpoint: str = ""  # an OpenAI-compatible server that writes questions' answers instead
+    endpoint_model: str = ""  # the model's name there; empty: the first that the server lists
+    batch_size: int = 64  # questions that are written and answered together
+    threads: int = 0  # 0: OMP_NUM_THREADS, the container's quota, the processors: the least
+    seed: int = 0
+    trust_remote_code: bool = False
+    json: bool = False  # one JSON object on standard output, everything else on standard error
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(self, "", "minutes")
+        at_least(self, batch_size=1)
+        check("/" not in self.name, "name", self.name, "a folder's name, without a slash")
+
+
+@dataclass
 class PreviewConfig:
     """Everything ``python -m specheads.preview`` accepts."""
 

@@ -1,0 +1,40 @@
+"""From a model's name to heads for it: ``python -m specheads.auto model=<any chat model>``.
+
+The base model writes questions and answers them, heads are trained on that, and their tree and
+speed are measured on this machine, all within ``minutes``. The same command goes on where it was
+stopped; what it writes lies in ``runs/<name>``.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from specheads.config import AutoConfig, InterruptedRunError
+from specheads.config.main import answer, answers_json, hydra_main
+from specheads.system.signals import StopSignal
+
+
+@answers_json
+def run(config: AutoConfig) -> None:
+    """Go through the stages, and say what came of them."""
+    _say(f"{config.model}, {config.minutes:g} minutes")
+    from specheads.stages import auto
+
+    try:
+        answer(auto(config, _say))
+    except KeyboardInterrupt:
+        raise InterruptedRunError("interrupted: the same command goes on") from None
+
+
+def _say(text: str) -> None:
+    print(f"specheads: {text}", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Entry point."""
+    with StopSignal(at_once=True, advice="the same command goes on"):
+        hydra_main("auto", AutoConfig, run, literal=("model",))
+
+
+if __name__ == "__main__":
+    main()
