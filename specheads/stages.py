@@ -1,8 +1,8 @@
-"""From a base model's name to heads for it: the stages of ``specheads auto``, in order.
+"""From a base model's name to heads for it: the stages of ``specheads auto``, in their order.
 
 Each stage writes what the next one reads below the run's folder, and ``auto.json`` says which have
 ended: the same command goes on behind the last of them. How the time is divided is decided once,
-from what the first questions and answers took here, and kept in the same file, so that a run which
+from what the first questions and answers took here, and kept in the same file, so that a run that
 was killed comes to the same data as one that was not.
 """
 
@@ -10,41 +10,58 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from specheads.config import AutoConfig, ConfigError, RegenerateConfig, RunError, TrainConfig
+from specheads.config import (
+    AutoConfig,
+    ConfigError,
+    QuestionsConfig,
+    RegenerateConfig,
+    RunError,
+    TrainConfig,
+)
 from specheads.config.compose import composed, load_recipe
-from specheads.data.schema import json_digest
+from specheads.config.main import tidy_arguments
 from specheads.decoding.exported import load_subject
 from specheads.formats import card
 from specheads.measure import bench
-from specheads.measure.clock import prompts_of
+from specheads.measure.clock import make_batches, prompts_of, take_turn
 from specheads.measure.diagnose import examine
 from specheads.measure.render import bench_text, interval
 from specheads.models.base import load_base_model, load_tokenizer
+from specheads.models.support import tree_support
 from specheads.pipeline import run_recipe
-from specheads.regeneration.engine import regenerate
-from specheads.runs.directory import is_used
+from specheads.regeneration.answering import regenerate
+from specheads.regeneration.engine import load_engine, weights_of, who_answers
+from specheads.regeneration.questions import write_questions
+from specheads.runs.directory import is_used, lock, unlock
 from specheads.system import hardware
 from specheads.system.files import whole_file
 from specheads.system.terminal import progress_bar
+from specheads.training.engine import param_groups
+from specheads.training.loop import Stage
+from specheads.training.objectives import HeadsObjective
+from specheads.training.plan import plan_stage
+from specheads.training.rule import decide, steps_for_time
+from specheads.training.setup import build_heads, load_base, load_data, read_data
+from specheads.training.teachers import cached_features
 
 Say = Callable[[str], None]
 
-# which recipe, by what the base can be decoded with, and the settings that its numbers are not
-RECIPES = {
-    "tree": ("hydra", ["heads.lm_head=shared_pruned"]),
-    "chain": ("hydra", ["heads.lm_head=shared_pruned"]),
-}
-FIRST = 64  # questions that are written and answered to learn how long that takes
-LEAST = 256  # questions without which nothing is learned that holds for others
-MEASURING = 0.12  # share of the time for the tree and the figures
+# The recipe that serves a base best, by what the base can be decoded with.
+RECIPES = {"tree": "hydra", "chain": "hydra"}
+FIRST = 64  # questions that are written and answered to learn how long that takes here
+LEAST = 256  # questions below which heads learn their answers by heart
+MEASURING = 0.12  # share of the time that the tree and the figures take
 TEMPERATURE = 0.7  # of the answers: more varied than greedy ones, closer to what is asked for
 ANSWER_TOKENS = 192  # of one answer at most; those that reach it are learned without their end
+NEW_TOKENS = 64  # of one text of the figures
+TEMPERATURES = (0.0, 0.7, 1.0)
 
 
 class Progress:
@@ -65,16 +82,18 @@ class Progress:
         if self.path.exists():
             try:
                 self.found = json.loads(self.path.read_text(encoding="utf-8"))
-                before, self.ended = self.found["asked"], self.found["seconds"]
+                before, _ = self.found["asked"], self.found["seconds"]
             except (ValueError, KeyError, TypeError) as error:
-                raise ConfigError(f"{self.path} is damaged ({error}); choose another name=") from None
+                damaged = f"{self.path} is damaged ({error}); choose another name="
+                raise ConfigError(damaged) from None
             for key, value in asked.items():
                 if before.get(key) != value:
                     raise ConfigError(
                         f"{self.path} was begun with {key}={before.get(key)}, now it is {value};"
                         " choose another name=, or give what it was begun with"
                     )
-        self.ended = self.found["seconds"]
+        self.ended: dict[str, float] = self.found["seconds"]
+        self.plan: dict[str, Any] = self.found["plan"]
 
     @property
     def left(self) -> float:
@@ -93,7 +112,282 @@ class Progress:
         self.ended[name] = round(time.monotonic() - begun, 1)
         self.write()
 
+    def doing(self, what: str) -> None:
+        """Say what takes a while now."""
+        self.say(what)
+
     def write(self) -> None:
         """Write the file whole."""
         with whole_file(self.path) as fresh:
             fresh.write_text(json.dumps(self.found, indent=1) + "\n", encoding="utf-8")
+
+
+def auto(config: AutoConfig, say: Say) -> dict[str, Any]:
+    """Train heads for a base model from nothing but its name, or go on with that.
+
+    Args:
+        config: the settings.
+        say: called with what a user wants to know on the way.
+
+    Returns:
+        ``export`` (the folder of the heads), ``bench`` (the content of bench.json), ``plan`` and
+        ``seconds`` by stage.
+
+    Raises:
+        ConfigError: if settings or data are wrong, the folder holds another run, or the base can
+            not be decoded with guesses.
+        RunError: if the time is too short for this base here, or its questions are of no use and
+            there are no others.
+    """
+    name = config.name or "auto-" + (re.sub(r"[^\w.-]+", "-", config.model).strip("-.") or "model")
+    folder = Path("runs") / name
+    folder.mkdir(parents=True, exist_ok=True)
+    held = lock(folder / "LOCK")
+    try:
+        asked = asdict(config)
+        for key in ("minutes", "json", "device", "threads", "name"):  # these change no data
+            del asked[key]
+        progress = Progress(folder, asked, config.minutes, say)
+        stages = _Stages(config, folder, progress)
+        progress.stage("doctor", stages.examine)
+        progress.stage("first questions", stages.write_first)
+        progress.stage("questions and answers", stages.write)
+        progress.stage("features", stages.store_features)
+        progress.stage("training", stages.train)
+        progress.stage("figures", stages.measure)
+        return stages.conclude()
+    finally:
+        unlock(folder, held)
+
+
+class _Stages:
+    """What each stage does.
+
+    Args:
+        config: the settings.
+        folder: of the run.
+        progress: what has ended.
+    """
+
+    def __init__(self, config: AutoConfig, folder: Path, progress: Progress) -> None:
+        self.config, self.folder, self.progress = config, folder, progress
+        self.plan, self.say = progress.plan, progress.say
+        self.device, self.dtype, _ = hardware.prepare(config.device, config.dtype, config.threads)
+
+    def examine(self) -> None:
+        """Find out what the base can be decoded with, and which recipe serves it."""
+        name, trust = self.config.model, self.config.trust_remote_code
+        tokenizer = load_tokenizer(name, trust_remote_code=trust)
+        base = load_base_model(
+            name, attn="auto", dtype=self.dtype, device=self.device, trust_remote_code=trust
+        )
+        for finding in examine(base, tokenizer):
+            self.say(f"{finding.name}: {finding.text}")
+            if not finding.ok:
+                raise RunError(f"{name} cannot be decoded with guesses: {finding.text}")
+        kind = self.config.kind
+        self.plan["recipe"] = RECIPES[tree_support(base).kind] if kind == "auto" else kind
+
+    def write_first(self) -> None:
+        """Write the user's own answers, and of the base's questions as many as tell the time."""
+        config, begun = self.config, time.monotonic()
+        files = self._write_given()
+        start = time.monotonic()
+        try:
+            self._write_own(FIRST)
+            files.append("answers.jsonl")
+        except RunError as error:
+            if not files:
+                raise
+            self.say(f"going on with the given prompts alone: {error}")
+        self.plan["files"] = files
+        seconds = time.monotonic() - start
+        left = self.progress.left - (time.monotonic() - begun) / 60
+        text = (left - MEASURING * config.minutes) / 2
+        self.plan["questions"] = FIRST + max(0, int(60 * text * FIRST / seconds))
+        if "answers.jsonl" not in files:
+            self.plan["questions"] = 0
+        elif len(files) == 1 and self.plan["questions"] < LEAST:
+            least = 2 * LEAST * seconds / FIRST / 60 / (1 - MEASURING) + config.minutes - left
+            raise RunError(
+                f"minutes={config.minutes:g} is too short for {config.model} here:"
+                f" {FIRST} questions and answers took {seconds:.0f} seconds; expected at least"
+                f" minutes={least:.0f}"
+            )
+        else:
+            self.say(f"{self.plan['questions']:,} questions and answers, {text:.0f} minutes")
+
+    def write(self) -> None:
+        """Write the rest of the base's questions, and answer them."""
+        if self.plan["questions"]:
+            self._write_own(self.plan["questions"])
+
+    def _answering(self) -> RegenerateConfig:
+        config = self.config
+        return RegenerateConfig(
+            model=config.model,
+            batch_size=config.batch_size,
+            max_new_tokens=ANSWER_TOKENS,
+            keep_truncated=True,
+            temperature=TEMPERATURE,
+            dtype=config.dtype,
+            device=config.device,
+            threads=config.threads,
+            seed=config.seed,
+            trust_remote_code=config.trust_remote_code,
+        )
+
+    def _write_given(self) -> list[str]:
+        """Answer what the user gave; return the names of the files."""
+        config, files = self.config, list[str]()
+        served = replace(
+            self._answering(), endpoint=config.endpoint, endpoint_model=config.endpoint_model
+        )
+        if config.prompts:
+            files.append("own.jsonl")
+            output = str(self.folder / files[-1])
+            regenerate(replace(served, prompts=config.prompts, output=output), self.say)
+        if config.data:
+            files.append("data.jsonl")
+            output = str(self.folder / files[-1])
+            regenerate(replace(served, data=config.data, output=output), self.say)
+        return files
+
+    def _write_own(self, limit: int) -> None:
+        """Let the base write ``limit`` questions, and answer them: it, or the server."""
+        config, output = self.config, str(self.folder / "answers.jsonl")
+        own = replace(self._answering(), prompts="self", limit=limit, output=output)
+        if not config.endpoint:
+            regenerate(own, self.say)
+            return
+        who, questions = who_answers(own), f"{output}.questions.jsonl"
+        _, told = write_questions(
+            load_engine(own, who),
+            questions,
+            QuestionsConfig(),
+            whose=weights_of(own, who),
+            limit=limit,
+            seed=config.seed,
+        )
+        self.say(told)
+        served = replace(own, endpoint=config.endpoint, endpoint_model=config.endpoint_model)
+        regenerate(replace(served, prompts=questions, limit=0), self.say)
+
+    def _training(self) -> TrainConfig:
+        """Return the settings of the training; its numbers are by rule, but for the steps."""
+        config = self.config
+        parts = [{"source": "jsonl", "path": str(self.folder / n)} for n in self.plan["files"]]
+        words = [f"+recipe={self.plan['recipe']}", f"model={config.model}", "data=mixture"]
+        words += [f"run_dir={self.folder / 'training'}", "data.mixture=[{source: jsonl, path: x}]"]
+        cfg = composed("train", TrainConfig, tidy_arguments(words))
+        return replace(
+            cfg,
+            seed=config.seed,
+            device=config.device,
+            model=replace(
+                cfg.model, dtype=str(self.dtype).removeprefix("torch."),
+                trust_remote_code=config.trust_remote_code,
+            ),
+            data=replace(cfg.data, mixture=parts),
+            evaluate=replace(cfg.evaluate, minutes=MEASURING * config.minutes / 2),
+        )  # fmt: skip
+
+    def store_features(self) -> None:
+        """Store the base's hidden states, and count the steps that the time holds."""
+        cfg, begun = self._training(), time.monotonic()
+        read = read_data(cfg)
+        base, output, tokenizer = load_base(cfg)
+        data = load_data(cfg, base, tokenizer, train_base=False, read=read)
+        cfg = decide(cfg, base, data.train)
+        heads = build_heads(cfg, base, output, data)
+        batches, _, _ = cached_features(cfg, base, data, self.progress)
+        objective = HeadsObjective(
+            None if cfg.features.dir else base, heads, cfg.loss,
+            train_base=False, output=output, embed=base.get_input_embeddings(),
+        )  # fmt: skip
+        stage = Stage(objective, batches, param_groups(cfg.optim, heads=(heads, cfg.optim.lr)))
+        found = plan_stage(stage, cfg, {"base": base, "heads": heads}, output.weight)
+        left = self.progress.left - (time.monotonic() - begun) / 60
+        minutes = left - MEASURING * self.config.minutes
+        # its steps of the optimizer are not in what was clocked, nor are evaluations
+        self.plan["steps"] = min(cfg.steps, steps_for_time(0.85 * minutes, found.seconds_per_step))
+        self.say(f"{self.plan['steps']:,} steps of {found.seconds_per_step:.2f} seconds")
+
+    def train(self) -> None:
+        """Train heads, choose their tree, and export them."""
+        cfg = self._training()
+        steps = self.plan["steps"]
+        cfg = replace(
+            cfg,
+            steps=steps,
+            resume="auto" if is_used(Path(cfg.run_dir)) else "",
+            checkpoint=replace(cfg.checkpoint, every=max(1, steps // 10)),
+            evaluate=replace(cfg.evaluate, every=max(1, steps // 4)),
+        )
+        run_recipe(load_recipe(cfg.recipe), cfg, self.say)
+
+    def measure(self) -> None:
+        """Decode held-out questions beside plain decoding, for as long as is left."""
+        run = self.folder / "training"
+        trust = self.config.trust_remote_code
+        subject = load_subject(
+            str(run / "export"), dtype=self.dtype, device=self.device, trust_remote_code=trust
+        )
+        assert subject.export is not None
+        contest = bench.Contest.of(subject, NEW_TOKENS)
+        trees = contest.of_trees(subject.export.heads, [subject.export.tree])
+        methods = [*contest.baselines(), *trees]
+        prompts, digest = prompts_of(
+            subject.base, subject.tokenizer, run / "prompts.jsonl", 64, NEW_TOKENS
+        )
+        begun = time.monotonic()
+        for _ in take_turn(methods, make_batches(prompts, 1)[0], 0.0, prefill=True):
+            pass  # met for the first time, which takes longer: never too little time
+        seconds = (time.monotonic() - begun) * len(TEMPERATURES)
+        number = max(4, int(60 * max(self.progress.left, 1) / seconds))
+        prompts = prompts[:number]
+        settings = {
+            "checkpoint": str(run / "export"),
+            "tree": subject.export.tree.to_json(),
+            "num_prompts": len(prompts),
+            "prompts_sha256": digest,
+            "max_new_tokens": NEW_TOKENS,
+        }
+        with progress_bar("text", total=len(methods) * len(prompts) * len(TEMPERATURES)) as bar:
+            result, _ = bench.benchmark(
+                subject.base, methods, prompts, bench.Plan(TEMPERATURES, 1), settings=settings,
+                bar=bar,
+            )  # fmt: skip
+        with whole_file(self.folder / "bench.json") as fresh:
+            fresh.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        print(bench_text(result))
+        card.measured(run / "export", result)
+
+    def conclude(self) -> dict[str, Any]:
+        """Say what came of it in three lines."""
+        export = self.folder / "training" / "export"
+        result = json.loads((self.folder / "bench.json").read_text(encoding="utf-8"))
+        rows = {r["temperature"]: r for r in result["rows"] if r["method"] == "tree"}
+        told = ", ".join(
+            f"{row['speedup_vs_plain']:.2f}x ({interval(row['speedup_vs_plain_ci95'])}) at"
+            f" T={temperature:g}"
+            for temperature, row in rows.items()
+        )
+        pays = [f"{t:g}" for t, row in rows.items() if row["speedup_vs_plain_ci95"][0] > 1]
+        verdict = f"pays at T={', '.join(pays)}" if pays else "does not pay on this machine"
+        self.say(
+            f"speed-up {told} over plain decoding of {result['settings']['num_prompts']} held-out"
+            f" questions: speculation {verdict}"
+        )
+        self.say(f"heads: {export}, with a card; figures: {self.folder / 'bench.json'}")
+        self.say(
+            f"use: specheads chat checkpoint={export}; in Python"
+            f" specheads.load_export('{export}'); for engines specheads export checkpoint={export}"
+            " format=..., see docs/serving.md"
+        )
+        return {
+            "export": str(export),
+            "bench": result,
+            "plan": self.plan,
+            "seconds": self.progress.ended,
+        }

@@ -8,6 +8,7 @@ the library imports it for its errors, and runs where Hydra is not installed.
 # ruff: noqa: F401 (what stands here is offered)
 
 from specheads.config.commands import (
+    AutoConfig,
     BenchConfig,
     ChatConfig,
     CompareConfig,

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -34,15 +34,24 @@ from specheads.data.pack import Batch, Mapped, PackedBatches
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.base import input_device
 from specheads.models.output import OutputLayer, packed_hidden
-from specheads.runs.log import RunLog
 from specheads.system import dist
 from specheads.training.loop import Batches
 from specheads.training.plan import TIMED, clock
 from specheads.training.setup import Data
 
 
+class Log(Protocol):
+    """Where it is said what goes on: a run's log, or what stands in for it."""
+
+    def say(self, text: str) -> None:
+        """Say a line."""
+
+    def doing(self, what: str) -> None:
+        """Take note of what begins now."""
+
+
 def cached_features(
-    cfg: TrainConfig, base: PreTrainedModel, data: Data, log: RunLog
+    cfg: TrainConfig, base: PreTrainedModel, data: Data, log: Log
 ) -> tuple[Batches, list[Batch], list[str]]:
     """Return batches and held-out rows with the base's hidden states, if ``features.dir`` is set.
 
@@ -119,7 +128,7 @@ def stored_teacher(
     output: OutputLayer,
     batches: object,
     vocab_size: int,
-    log: RunLog,
+    log: Log,
 ) -> tuple[Batches, list[str]]:
     """Return batches with the base's most likely tokens at every position, from ``draft.stored``.
 
