@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from specheads.config import AutoConfig, InterruptedRunError
+from specheads.config import AutoConfig, ConfigError, InterruptedRunError
 from specheads.config.main import answer, answers_json, hydra_main
 from specheads.system.signals import StopSignal
 
@@ -17,6 +17,8 @@ from specheads.system.signals import StopSignal
 @answers_json
 def run(config: AutoConfig) -> None:
     """Go through the stages, and say what came of them."""
+    if not config.model:
+        raise ConfigError("model is missing; expected a folder, a .gguf file or a name on the hub")
     _say(f"{config.model}, {config.minutes:g} minutes")
     from specheads.stages import auto
 

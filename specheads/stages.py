@@ -27,11 +27,13 @@ from specheads.config import (
 )
 from specheads.config.compose import composed, load_recipe
 from specheads.config.main import tidy_arguments
+from specheads.data.load import read_jsonl
 from specheads.decoding.exported import load_subject
 from specheads.formats import card
 from specheads.measure import bench
 from specheads.measure.clock import make_batches, prompts_of, take_turn
 from specheads.measure.diagnose import examine
+from specheads.measure.evaluate import write_prompts
 from specheads.measure.render import bench_text, interval
 from specheads.models.base import load_base_model, load_tokenizer
 from specheads.models.support import tree_support
@@ -60,7 +62,7 @@ LEAST = 256  # questions below which heads learn their answers by heart
 MEASURING = 0.12  # share of the time that the tree and the figures take
 TEMPERATURE = 0.7  # of the answers: more varied than greedy ones, closer to what is asked for
 ANSWER_TOKENS = 192  # of one answer at most; those that reach it are learned without their end
-NEW_TOKENS = 64  # of one text of the figures
+NUM_PROMPTS, NEW_TOKENS = 12, 48  # that the tree is chosen on; the figures are of others
 TEMPERATURES = (0.0, 0.7, 1.0)
 
 
@@ -192,9 +194,11 @@ class _Stages:
         """Write the user's own answers, and of the base's questions as many as tell the time."""
         config, begun = self.config, time.monotonic()
         files = self._write_given()
-        start = time.monotonic()
+        start, before = time.monotonic(), self.folder / "answers.jsonl.questions.jsonl"
+        # what a run that was killed here has left says nothing about time
+        known = before.read_bytes().count(b"\n") if before.exists() else 0
         try:
-            self._write_own(FIRST)
+            self._write_own(known + FIRST)
             files.append("answers.jsonl")
         except RunError as error:
             if not files:
@@ -204,7 +208,7 @@ class _Stages:
         seconds = time.monotonic() - start
         left = self.progress.left - (time.monotonic() - begun) / 60
         text = (left - MEASURING * config.minutes) / 2
-        self.plan["questions"] = FIRST + max(0, int(60 * text * FIRST / seconds))
+        self.plan["questions"] = known + FIRST + max(0, int(60 * text * FIRST / seconds))
         if "answers.jsonl" not in files:
             self.plan["questions"] = 0
         elif len(files) == 1 and self.plan["questions"] < LEAST:
@@ -289,7 +293,12 @@ class _Stages:
                 trust_remote_code=config.trust_remote_code,
             ),
             data=replace(cfg.data, mixture=parts),
-            evaluate=replace(cfg.evaluate, minutes=MEASURING * config.minutes / 2),
+            evaluate=replace(
+                cfg.evaluate,
+                num_prompts=NUM_PROMPTS,
+                max_new_tokens=NEW_TOKENS,
+                minutes=MEASURING * config.minutes / 2,
+            ),
         )  # fmt: skip
 
     def store_features(self) -> None:
@@ -298,6 +307,7 @@ class _Stages:
         read = read_data(cfg)
         base, output, tokenizer = load_base(cfg)
         data = load_data(cfg, base, tokenizer, train_base=False, read=read)
+        write_prompts(self.folder / "heldout.jsonl", data.heldout_records)
         cfg = decide(cfg, base, data.train)
         heads = build_heads(cfg, base, output, data)
         batches, _, _ = cached_features(cfg, base, data, self.progress)
@@ -322,7 +332,8 @@ class _Stages:
             steps=steps,
             resume="auto" if is_used(Path(cfg.run_dir)) else "",
             checkpoint=replace(cfg.checkpoint, every=max(1, steps // 10)),
-            evaluate=replace(cfg.evaluate, every=max(1, steps // 4)),
+            # once, in the middle: decoding takes longer than many steps
+            evaluate=replace(cfg.evaluate, every=steps // 2 + 1),
         )
         run_recipe(load_recipe(cfg.recipe), cfg, self.say)
 
@@ -337,15 +348,17 @@ class _Stages:
         contest = bench.Contest.of(subject, NEW_TOKENS)
         trees = contest.of_trees(subject.export.heads, [subject.export.tree])
         methods = [*contest.baselines(), *trees]
+        seen = {each["id"] for each in read_jsonl(run / "prompts.jsonl")}
         prompts, digest = prompts_of(
-            subject.base, subject.tokenizer, run / "prompts.jsonl", 64, NEW_TOKENS
+            subject.base, subject.tokenizer, self.folder / "heldout.jsonl", 1 << 20, NEW_TOKENS
         )
+        others = [prompt for prompt in prompts if prompt.id not in seen]
         begun = time.monotonic()
-        for _ in take_turn(methods, make_batches(prompts, 1)[0], 0.0, prefill=True):
+        for _ in take_turn(methods, make_batches(prompts[:1], 1)[0], 0.0, prefill=True):
             pass  # met for the first time, which takes longer: never too little time
         seconds = (time.monotonic() - begun) * len(TEMPERATURES)
         number = max(4, int(60 * max(self.progress.left, 1) / seconds))
-        prompts = prompts[:number]
+        prompts = (others or prompts)[:number]
         settings = {
             "checkpoint": str(run / "export"),
             "tree": subject.export.tree.to_json(),

@@ -356,7 +356,7 @@ class RegenerateConfig(MeasureSettings):
 class AutoConfig(LoadSettings):
     """Everything ``python -m specheads.auto`` accepts."""
 
-    model: str = MISSING  # any chat model: a folder, a .gguf, a name on the hub, smollm2, tinycode
+    model: str = ""  # any chat model: a folder, a .gguf, a name on the hub, smollm2, tinycode
     minutes: float = 60.0  # for everything, from the questions to the figures
     name: str = ""  # of the folder below runs/; empty: auto-<model>
     kind: str = "auto"  # a recipe for heads on a frozen base; auto: the one that serves base best
