@@ -28,6 +28,7 @@ from specheads.config import (
 from specheads.config.compose import composed, load_recipe
 from specheads.config.main import tidy_arguments
 from specheads.data.load import read_jsonl
+from specheads.data.pack import check_isolation
 from specheads.decoding.exported import load_subject
 from specheads.formats import card
 from specheads.measure import bench
@@ -35,7 +36,7 @@ from specheads.measure.clock import make_batches, prompts_of, take_turn
 from specheads.measure.diagnose import examine
 from specheads.measure.evaluate import write_prompts
 from specheads.measure.render import bench_text, interval
-from specheads.models.base import load_base_model, load_tokenizer
+from specheads.models.base import context_length, load_base_model, load_tokenizer
 from specheads.models.support import tree_support
 from specheads.pipeline import run_recipe
 from specheads.regeneration.answering import regenerate
@@ -187,8 +188,11 @@ class _Stages:
             self.say(f"{finding.name}: {finding.text}")
             if not finding.ok:
                 raise RunError(f"{name} cannot be decoded with guesses: {finding.text}")
+        check_isolation(base)  # training's own check, before there is anything to train on
         kind = self.config.kind
         self.plan["recipe"] = RECIPES[tree_support(base).kind] if kind == "auto" else kind
+        self.plan["context"] = context_length(base)
+        self.plan["attn"] = base.config._attn_implementation
 
     def write_first(self) -> None:
         """Write the user's own answers, and of the base's questions as many as tell the time."""
@@ -284,15 +288,16 @@ class _Stages:
         words = [f"+recipe={self.plan['recipe']}", f"model={config.model}", "data=mixture"]
         words += [f"run_dir={self.folder / 'training'}", "data.mixture=[{source: jsonl, path: x}]"]
         cfg = composed("train", TrainConfig, tidy_arguments(words))
+        length = min(cfg.data.seq_len, self.plan["context"] or cfg.data.seq_len)
         return replace(
             cfg,
             seed=config.seed,
             device=config.device,
             model=replace(
-                cfg.model, dtype=str(self.dtype).removeprefix("torch."),
+                cfg.model, attn=self.plan["attn"], dtype=str(self.dtype).removeprefix("torch."),
                 trust_remote_code=config.trust_remote_code,
             ),
-            data=replace(cfg.data, mixture=parts),
+            data=replace(cfg.data, mixture=parts, seq_len=length),
             evaluate=replace(
                 cfg.evaluate,
                 num_prompts=NUM_PROMPTS,

@@ -1,0 +1,152 @@
+"""``specheads auto``: from a model's name to heads for it, however often it is stopped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from specheads import stages
+from specheads.config import AutoConfig, ConfigError, RunError
+from specheads.data.tokenizers import byte_tokenizer
+from specheads.decoding.exported import exported_drafter
+from specheads.decoding.generate import SpecDecoder
+from specheads.models.checkpoint import load_export
+from specheads.regeneration import questions
+from tests.conftest import build_byte_tokenizer, build_tiny_llama
+from tests.zoo import build
+
+ARCHITECTURES = (
+    "llama", "qwen2", "qwen3", "mistral-window", "gemma2", "gemma3", "phi3", "gpt2", "gpt_neox",
+    "qwen3_moe", "mixtral", "deepseek_v3",
+)  # fmt: skip
+EOS = 258
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    for name, value in {"FIRST": 4, "LEAST": 4, "ANSWER_TOKENS": 16, "NUM_PROMPTS": 2}.items():
+        monkeypatch.setattr(stages, name, value)
+    monkeypatch.setattr(stages, "NEW_TOKENS", 8)
+    monkeypatch.setattr(questions, "BLOCK", 8)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """Return a file of prompts, one per line."""
+    path = tmp_path / "prompts.txt"
+    path.write_text("".join(f"Write {i} words about the {i}th day.\n" for i in range(40)))
+    return path
+
+
+@pytest.fixture
+def talker(tmp_path: Path) -> Path:
+    """Return the folder of a tiny model whose texts end by themselves, most of them soon."""
+    model: LlamaForCausalLM = build_tiny_llama(std=0.2, vocab_size=262)
+    with torch.no_grad():
+        direction = torch.randn(32, generator=torch.Generator().manual_seed(5))
+        direction /= direction.norm()
+        model.model.embed_tokens.weight += 0.5 * direction
+        model.lm_head.weight[EOS] += 4 * direction
+    path = tmp_path / "talker"
+    model.save_pretrained(path)
+    tokenizer: PreTrainedTokenizerFast = build_byte_tokenizer()
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def settings(model: Path, **given: Any) -> AutoConfig:
+    """Return settings of a run of some seconds."""
+    return AutoConfig(**{"model": str(model), "minutes": 0.02, "dtype": "float32", **given})
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_any_architecture_comes_to_heads(name: str, tmp_path: Path, prompts: Path) -> None:
+    """A base of another kind would train for an hour and then fail at its export or figures."""
+    model = build(name, vocab_size=280)
+    folder = tmp_path / "base"
+    model.save_pretrained(folder)
+    byte_tokenizer(256).save_pretrained(folder)
+    found = stages.auto(settings(folder, prompts=str(prompts)), lambda line: None)
+    export = load_export(found["export"])
+    ids = torch.tensor([[5, 6, 7, 8]])
+    drafted = SpecDecoder(export.base, exported_drafter(export)).generate(ids, 12)
+    assert drafted.new_tokens == SpecDecoder(export.base, None).generate(ids, 12).new_tokens
+    rows = [row for row in found["bench"]["rows"] if row["method"] == "tree"]
+    assert {row["temperature"] for row in rows} == {0.0, 0.7, 1.0}
+    assert all(row["identical"] == row["compared"] > 0 for row in rows)
+
+
+class KilledError(Exception):
+    """What a process that is killed leaves undone, as far as a test can do it in passing."""
+
+
+def test_a_run_goes_on_where_it_was_killed(
+    talker: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill after 50 of 60 minutes would begin anew, or train on other data than was planned."""
+    del prompts
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        if len(said) == stop:
+            raise KilledError(line)
+
+    given = settings(talker, name="killed")
+    finished, kills, stop = list[str](), 0, 3
+    monkeypatch.setattr(stages, "MEASURING", 0.5)
+    while True:
+        said.clear()
+        try:
+            found = stages.auto(given, say)
+            break
+        except KilledError:
+            kills, stop = kills + 1, stop + 5
+        state = Path("runs/killed/auto.json")
+        done = json.loads(state.read_text())["seconds"] if state.exists() else {}
+        assert list(done)[: len(finished)] == finished  # nothing that has ended is done again
+        assert all(f"{name}: done before" in said for name in finished)
+        finished = list(done)
+    assert kills > 2 and Path(found["export"], "model.safetensors").is_file()
+    whole = stages.auto(settings(talker, name="whole"), lambda line: None)
+    for file in ("answers.jsonl", "answers.jsonl.questions.jsonl"):
+        one, other = (records(Path("runs", name, file)) for name in ("killed", "whole"))
+        shared = one.keys() & other.keys()  # how many there are is a matter of time
+        assert len(shared) >= 4 and all(one[key] == other[key] for key in shared)
+    assert whole["plan"]["recipe"] == "hydra"
+
+
+def records(path: Path) -> dict[str, Any]:
+    """Return the records of a file by their ids."""
+    return {each["id"]: each for each in map(json.loads, path.read_text().splitlines())}
+
+
+def test_what_cannot_be_is_said_in_a_line(
+    talker: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An hour with the wrong settings, or too little of it, would end in heads of no use."""
+    quiet: Callable[[str], None] = lambda line: None  # noqa: E731
+    monkeypatch.setattr(stages, "LEAST", 1 << 20)
+    with pytest.raises(RunError, match=r"minutes=0.02 is too short .* expected at least minutes="):
+        stages.auto(settings(talker), quiet)
+    with pytest.raises(ConfigError, match=r"auto.json was begun with seed=0, now it is 1"):
+        stages.auto(settings(talker, seed=1), quiet)
+    with pytest.raises(ConfigError, match="kind must be one of"):
+        settings(talker, kind="medusa9")
+    build("opt", vocab_size=280).save_pretrained(tmp_path / "opt")
+    byte_tokenizer(256).save_pretrained(tmp_path / "opt")
+    with pytest.raises(ConfigError, match="does not keep packed documents apart"):
+        stages.auto(settings(tmp_path / "opt", prompts=str(prompts)), quiet)
+    assert not list(Path("runs").glob("*opt/*.jsonl"))  # said before anything is written
+    path = Path("runs/auto-" + str(talker).strip("/").replace("/", "-"), "auto.json")
+    path.write_text("{")
+    with pytest.raises(ConfigError, match=r"auto.json is damaged"):
+        stages.auto(settings(talker), quiet)
