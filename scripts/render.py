@@ -35,7 +35,7 @@ PAGES = (
     *(FIGURES / f"{page}.md" for page in ("exactness", "methods", "performance", "recipes")),
 )
 BLOCK = re.compile(r"(<!-- figures: (?!end )(.+?) -->\n)(.*?)(<!-- figures: end -->)", re.DOTALL)
-ABSENT = "Not measured yet; `make bench` does."
+ABSENT = "Not measured yet"
 SHADES = ("#2f6f9f", "#6fa3c7", "#e0b15e", "#c9ced6")  # from the lowest temperature on
 LINES = ("#2f6f9f", "#7fb0d3", "#e0b15e", "#b5651d", "#6b8e23", "#9aa5b1", "#8e5ea2", "#333333")
 TREES = ("prompt_lookup", "tree", "tree_dynamic")
@@ -305,6 +305,130 @@ def quality(read: Read) -> str:
     )
 
 
+def fastest(row: Bench) -> str:
+    """Return a row's speed-up over the faster of plain decoding and generate; empty for none."""
+    return with_bounds(row.get("speedup_vs_fastest"), row.get("speedup_vs_fastest_ci95"))
+
+
+def real(read: Read) -> str:
+    """Return the table of a real base: the total time of all questions, the fastest way first."""
+    bench = read("real/bench")
+    rows, heats, settings = rows_of(bench), heats_of(bench), bench["settings"]
+    ratios = settings["generate_over_plain"]
+    lines = []
+    for method in ranked(bench):
+        of = [rows.get((method, heat, 1), {}) for heat in heats]
+        lengths = f"{steps(of[0])} / {steps(of[-1])}" if drafts(method) else ""
+        ends = f"{of[0]['rep8']:.2f} | {same_cell(of[0])}"
+        ratio = " | ".join(map(fastest, of))
+        lines.append(
+            f"{name_of(bench, method)} | {of[0]['tree_nodes']} | {ratio} | {lengths} | {ends}"
+        )
+    head = " | ".join(f"T={heat:g}" for heat in heats)
+    ends = f"T={heats[0]:g} / {heats[-1]:g} | rep8 | same"
+    plain = (rows["plain", heat, 1]["tokens_per_second"] for heat in heats)
+    return (
+        f"{table(f'drafter | nodes | {head} | accept length, {ends}', lines)}\n\n"
+        "Speed-up (95%), the prefill included and nothing counted behind the end of an answer, over"
+        " the faster of our plain loop and transformers' `generate`, which makes"
+        f" {cells((ratios[f'{heat:g}'] for heat in heats), '.2f', ', ')} of the plain loop's tokens"
+        f" per second at T={cells(heats, 'g', ', ')} ({settings['generate_questions']} questions);"
+        f" the plain loop makes {cells(plain, '.1f', ', ')}. rep8 (share of repeated 8-grams) and"
+        " same (texts equal to plain decoding's; in brackets those that first differ at a near-tie)"
+        f" are at T={heats[0]:g}. {place_of(bench)}"
+    )
+
+
+def real_headline(read: Read) -> str:
+    """Say what the heads of a real base give, by the rule of the headline."""
+    bench = read("real/bench")
+    first, rows = bench["headline"], rows_of(bench)
+    hot = rows[first["method"], 1.0, 1]
+    alone = (
+        f"{with_bounds(of['speedup'], of['ci95'], 'x')} of {NAMES[of['other']]} at"
+        f" T={of['temperature']:g}"
+        for of in bench["without_copying"]
+        if of["other"] != "plain"
+    )
+    return (
+        f"The heads alone: **{first['speedup_vs_fastest']:.2f}x** at T={first['temperature']:g}"
+        f" (95% {cells(first['speedup_vs_fastest_ci95'], '.2f', ' to ')}; plain greedy rep8"
+        f" {first['rep8_plain_greedy']:.2f}), accept length {first['accept_length']:.2f};"
+        f" **{hot['speedup_vs_fastest']:.2f}x** at T=1"
+        f" ({cells(hot['speedup_vs_fastest_ci95'], '.2f', ' to ')}), {hot['accept_length']:.2f}. On"
+        f" the five kinds that give nothing to copy they are as fast as {', '.join(alone)}."
+    )
+
+
+def real_kinds(read: Read) -> str:
+    """Return accept length and speed-up over plain decoding per kind of question."""
+    bench = read("real/bench")
+    rows, heats = rows_of(bench), heats_of(bench)
+    columns = list(bench["rows"][0]["per_kind"])
+    lines = []
+    for heat in (heats[0], heats[-1]):
+        for method in filter(drafts, ranked(bench)):
+            of = [rows[method, heat, 1]["per_kind"][kind] for kind in columns]
+            both = (f"{k['accept_length']:.2f} ({k['speedup_vs_plain']:.2f}x)" for k in of)
+            lines.append(f"{heat:g} | {name_of(bench, method)} | {' | '.join(both)}")
+    return (
+        table(" | ".join(["T | drafter", *columns]), lines)
+        + "\n\nAccept length (speed-up over plain decoding)."
+    )
+
+
+def real_beside(read: Read) -> str:
+    """Return what else was measured: transformers' loops, Spec-Bench's formula, own questions."""
+    few, suite = read("real/transformers"), read("real/spec_bench")
+    lines = [
+        f"{NAMES[row['method']]} | {row['temperature']:g} | {row['num_prompts']}"
+        f" | {speedup(row)} | "
+        for row in few["rows"]
+        if row["method"].startswith("hf_")
+    ]
+    (whole,) = (each for each in suite["scores"] if each["task"] == "overall")
+    for name, key in (
+        ("Spec-Bench's formula", "published"),
+        ("that formula corrected", "corrected"),
+    ):
+        found = whole[key]
+        bounds = found.get("speedup_ci95")
+        ratio = with_bounds(found["speedup"], bounds) if bounds else f"{found['speedup']:.2f}"
+        ends = f"{whole['num_questions']} | {ratio} | {whole['accept_length']:.2f}"
+        lines.append(f"its own heads, {name} | {suite['settings']['temperature']:g} | {ends}")
+    try:
+        own = read("real/own")["rows"]
+    except FileNotFoundError:  # of an export that holds no questions of its base
+        own = []
+    lines += [
+        f"{name_of(few, row['method'])}, questions that the base wrote"
+        f" itself | {row['temperature']:g} | {row['num_prompts']} | {speedup(row)} | {steps(row)}"
+        for row in own
+        if row["method"] != "plain"
+    ]
+    return table("beside | T | questions | speed-up over plain (95%) | accept length", lines)
+
+
+def real_identity(read: Read) -> str:
+    """Return how many greedy texts are plain decoding's, beside what rounding alone does."""
+    found, bench = read("real/identity"), read("real/bench")
+    lines = [
+        f"{name_of(bench, of['method'])} | {of['dtype']}"
+        f" | {of['identical']}/{of['compared']} | {of['near_ties']} | {of['within_self_test']}"
+        f" | {of['largest_margin']:.2g} | {of['self_test_error']:.2g}"
+        for of in found["decodings"]
+    ]
+    dtype = found["decodings"][0]["dtype"]
+    lines += [
+        f"plain decoding itself, passes {of['passes']} | {dtype}"
+        f" | {of['identical']}/{of['compared']} |  |  |  | "
+        for of in found["plain_against_itself"]
+    ]
+    head = "decoding, T=0 | dtype | texts equal to plain decoding's | others that differ at a"
+    head += " near-tie | ... closer than the self-test's error | largest margin | self-test's error"
+    return table(head, lines)
+
+
 def tree_search(read: Read) -> str:
     """Return accept lengths that the search expected, and those measured on other prompts."""
     found = read("tinycode_medusa2_trees")
@@ -383,7 +507,7 @@ def rendered(mark: str, read: Read) -> str:
     try:
         return str(block(read, *files))
     except FileNotFoundError:
-        return ABSENT
+        return f"{ABSENT}; `make bench{'-real' * name.startswith('real')}` does."
 
 
 def fill(page: str, read: Read) -> str:
