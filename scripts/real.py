@@ -70,7 +70,8 @@ def show(checkpoint: str) -> None:
     if told.returncode:
         raise SystemExit(told.returncode)
     hardware.pin_threads(0)
-    subject = load_subject(checkpoint, dtype="auto")
+    dtype = hardware.pick_dtype("auto", hardware.pick_device())
+    subject = load_subject(checkpoint, dtype=dtype)
     base, tokenizer, export = subject.base, subject.tokenizer, subject.export
     if export is None:
         raise SystemExit(f"{checkpoint} has no heads: there is nothing to measure")
