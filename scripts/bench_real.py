@@ -362,31 +362,6 @@ def plain_against_itself(
     ]
 
 
-def judged(one: Contestants, result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return how many greedy texts are plain decoding's, and how close the others' scores were.
-
-    Args:
-        one: the model that decoded.
-        result: the content of its bench.json.
-    """
-    error, found = tree_support(one.subject.base).error, []
-    for row in result["rows"]:
-        if row["temperature"] or row["method"] == "plain" or row["identical"] is None:
-            continue
-        margins = [each["margin_dtype"] for each in row["divergences"]]
-        known = [margin for margin in margins if margin is not None]
-        keys = "method", "dtype", "tree_nodes", "identical", "compared", "near_ties"
-        found.append(
-            {key: row[key] for key in keys}
-            | {
-                "self_test_error": float(f"{error:.3g}"),
-                "within_self_test": sum(margin < error for margin in known),
-                "largest_margin": float(f"{max(known, default=0.0):.3g}"),
-            }
-        )
-    return found
-
-
 def spec_bench(one: Contestants, folder: Path) -> None:
     """Let the command answer three questions of a kind, each plainly and with the heads.
 
@@ -429,6 +404,18 @@ def measured_pace(one: Contestants, folder: Path, status: Status) -> float:
     return fmean(report.whole(part.answers(folder, status)[0]["plain"])[1])
 
 
+def affordable(seconds: float, each: float, few: int, number: int) -> int:
+    """Return how many of ``number`` questions fit into a time, the kinds in equal parts.
+
+    Args:
+        seconds: that are left.
+        each: seconds of a question.
+        few: questions that are taken in any case.
+        number: of questions.
+    """
+    return min(number, max(8 * int(seconds / (8 * each)), few))
+
+
 def the_questions(one: Contestants, folder: Path, status: Status, pace: float) -> dict[str, Any]:
     """Return the figures of all questions, and of three of a kind beside transformers' loops."""
     number, theirs = len(one.prompts), one.only("hf_generate", "hf_lookup")
@@ -453,7 +440,8 @@ def the_questions(one: Contestants, folder: Path, status: Status, pace: float) -
     against_the_fastest(bench, beside)
     bench["without_copying"] = without_copying(one, whole)
     itself = plain_against_itself(one, whole[0.0, 1]["plain"].decoded, folder, status)
-    found = {"decodings": judged(one, bench), "plain_against_itself": itself}
+    error = {one.given.dtype: tree_support(one.subject.base).error}
+    found = {"self_test_error": error, "plain_against_itself": itself}
     return {"bench": bench, "transformers": beside, "identity": found}
 
 
@@ -470,14 +458,18 @@ def main() -> None:
     status.ahead = later + pace * (ROUNDING * len(one.prompts) + FLOAT32 * one.few)
     results = the_questions(one, folder, status, pace)
 
-    fits = 8 * int((status.left - later) / (pace * FLOAT32 * 8))
-    number = harness.kept(folder / "number.json", lambda: min(len(one.prompts), max(fits, one.few)))
+    number = harness.kept(
+        folder / "number.json",
+        lambda: affordable(status.left - later, pace * FLOAT32, one.few, len(one.prompts)),
+    )
     status.ahead = later + pace * FLOAT32 * number
     exact = Contestants.load(given, "float32", QUESTIONS, number)
     part = Part("float32", exact.prompts, exact.only("plain", one.quoted), 0.0)
     runs, seen = part.answers(folder, status)
     results["float32"] = exact.document({(0.0, 1): runs}, [seen])
-    results["identity"]["decodings"] += judged(exact, results["float32"])
+    results["identity"]["self_test_error"]["float32"] = tree_support(exact.subject.base).error
+    for name, result in results.items():
+        harness.write(given.out / f"{name}.json", result)
     if own_file.is_file():
         own = Contestants.load(given, given.dtype, own_file, one.few)
         clocked, watched = {}, []
@@ -486,8 +478,7 @@ def main() -> None:
             clocked[heat, 1], seen = part.answers(folder, status)
             watched.append(seen)
         results["own"] = own.document(clocked, watched)
-    for name, result in results.items():
-        harness.write(given.out / f"{name}.json", result)
+        harness.write(given.out / "own.json", results["own"])
     status.say("spec_bench")
     spec_bench(one, folder)
     status.ahead = 0.0

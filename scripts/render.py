@@ -160,23 +160,36 @@ def compiled(read: Read) -> str:
     return clocked(read, "tinycode_medusa2_compiled", methods=("plain", *TREES[1:]), heats=(0.7, 1))
 
 
+def fastest(row: Bench) -> str:
+    """Return a row's speed-up, over the faster rival where there are two; empty for no row."""
+    name = "speedup_vs_fastest" if "speedup_vs_fastest" in row else "speedup_vs_plain"
+    return with_bounds(row.get(name), row.get(f"{name}_ci95"))
+
+
 def speeds(read: Read, file: str) -> str:
     """Return speed-ups, accept lengths and identity, a line per method, the fastest first."""
     bench = read(file)
     rows, heats = rows_of(bench), heats_of(bench)
     lines = []
     for method in ranked(bench):
-        of = [rows[method, heat, 1] for heat in heats]
-        ratios = " | ".join("1" if method == "plain" else speedup(row) for row in of)
+        of = [rows.get((method, heat, 1), {}) for heat in heats]
+        ratios = " | ".join("1" if method == "plain" else fastest(row) for row in of)
         lengths = f"{steps(of[0])} / {steps(of[-1])}" if drafts(method) else ""
         ends = f"{of[0]['rep8']:.2f} | {same_cell(of[0])}"
         lines.append(f"{name_of(bench, method)} | {ratios} | {lengths} | {ends}")
     first, *others = (f"T={heat:g}" for heat in heats)
     head = " | ".join([f"drafter | {first}: speed-up (95%)", *others])
     plain = (rows["plain", heat, 1]["tokens_per_second"] for heat in heats)
+    rival = ""
+    if ratios := bench["settings"].get("generate_over_plain"):
+        rival = (
+            "Speed-ups are over the faster of plain decoding and transformers' `generate`, which"
+            f" makes {cells((ratios[f'{heat:g}'] for heat in heats), '.2f', ', ')} times as many"
+            f" tokens per second ({bench['settings']['generate_questions']} questions). "
+        )
     return (
         f"{table(f'{head} | accept length, {first} / {heats[-1]:g} | rep8 | same', lines)}\n\n"
-        f"Plain decoding: {cells(plain, '.0f', ', ')} tokens per second at"
+        f"{rival}Plain decoding: {cells(plain, '.0f', ', ')} tokens per second at"
         f" T={cells(heats, 'g', ', ')}. rep8 (share of repeated 8-grams) and same (outputs equal to"
         " plain decoding's, token by token; in brackets those that first differ at a near-tie) are"
         f" at {first}. {place_of(bench)}"
@@ -208,7 +221,9 @@ def kinds(read: Read, file: str) -> str:
     bench = read(file)
     rows, heats, methods = rows_of(bench), heats_of(bench), TREES
     if ("suffix", heats[0], 1) in rows:
-        methods, heats = KINDS, [heats[0], heats[-1]]
+        heats = [heats[0], heats[-1]]
+        own = KINDS if ("tree", heats[0], 1) in rows else ("tree_dynamic", *KINDS)
+        methods = tuple(method for method in own if (method, heats[0], 1) in rows)
     columns = sorted(bench["rows"][0]["per_kind"])
     head = " | ".join(["T | drafter", *(f"`{kind}`" for kind in columns)])
     lines = []
@@ -305,40 +320,6 @@ def quality(read: Read) -> str:
     )
 
 
-def fastest(row: Bench) -> str:
-    """Return a row's speed-up over the faster of plain decoding and generate; empty for none."""
-    return with_bounds(row.get("speedup_vs_fastest"), row.get("speedup_vs_fastest_ci95"))
-
-
-def real(read: Read) -> str:
-    """Return the table of a real base: the total time of all questions, the fastest way first."""
-    bench = read("real/bench")
-    rows, heats, settings = rows_of(bench), heats_of(bench), bench["settings"]
-    ratios = settings["generate_over_plain"]
-    lines = []
-    for method in ranked(bench):
-        of = [rows.get((method, heat, 1), {}) for heat in heats]
-        lengths = f"{steps(of[0])} / {steps(of[-1])}" if drafts(method) else ""
-        ends = f"{of[0]['rep8']:.2f} | {same_cell(of[0])}"
-        ratio = " | ".join(map(fastest, of))
-        lines.append(
-            f"{name_of(bench, method)} | {of[0]['tree_nodes']} | {ratio} | {lengths} | {ends}"
-        )
-    head = " | ".join(f"T={heat:g}" for heat in heats)
-    ends = f"T={heats[0]:g} / {heats[-1]:g} | rep8 | same"
-    plain = (rows["plain", heat, 1]["tokens_per_second"] for heat in heats)
-    return (
-        f"{table(f'drafter | nodes | {head} | accept length, {ends}', lines)}\n\n"
-        "Speed-up (95%), the prefill included and nothing counted behind the end of an answer, over"
-        " the faster of our plain loop and transformers' `generate`, which makes"
-        f" {cells((ratios[f'{heat:g}'] for heat in heats), '.2f', ', ')} of the plain loop's tokens"
-        f" per second at T={cells(heats, 'g', ', ')} ({settings['generate_questions']} questions);"
-        f" the plain loop makes {cells(plain, '.1f', ', ')}. rep8 (share of repeated 8-grams) and"
-        " same (texts equal to plain decoding's; in brackets those that first differ at a near-tie)"
-        f" are at T={heats[0]:g}. {place_of(bench)}"
-    )
-
-
 def real_headline(read: Read) -> str:
     """Say what the heads of a real base give, by the rule of the headline."""
     bench = read("real/bench")
@@ -357,23 +338,6 @@ def real_headline(read: Read) -> str:
         f" **{hot['speedup_vs_fastest']:.2f}x** at T=1"
         f" ({cells(hot['speedup_vs_fastest_ci95'], '.2f', ' to ')}), {hot['accept_length']:.2f}. On"
         f" the five kinds that give nothing to copy they are as fast as {', '.join(alone)}."
-    )
-
-
-def real_kinds(read: Read) -> str:
-    """Return accept length and speed-up over plain decoding per kind of question."""
-    bench = read("real/bench")
-    rows, heats = rows_of(bench), heats_of(bench)
-    columns = list(bench["rows"][0]["per_kind"])
-    lines = []
-    for heat in (heats[0], heats[-1]):
-        for method in filter(drafts, ranked(bench)):
-            of = [rows[method, heat, 1]["per_kind"][kind] for kind in columns]
-            both = (f"{k['accept_length']:.2f} ({k['speedup_vs_plain']:.2f}x)" for k in of)
-            lines.append(f"{heat:g} | {name_of(bench, method)} | {' | '.join(both)}")
-    return (
-        table(" | ".join(["T | drafter", *columns]), lines)
-        + "\n\nAccept length (speed-up over plain decoding)."
     )
 
 
@@ -411,16 +375,21 @@ def real_beside(read: Read) -> str:
 
 def real_identity(read: Read) -> str:
     """Return how many greedy texts are plain decoding's, beside what rounding alone does."""
-    found, bench = read("real/identity"), read("real/bench")
-    lines = [
-        f"{name_of(bench, of['method'])} | {of['dtype']}"
-        f" | {of['identical']}/{of['compared']} | {of['near_ties']} | {of['within_self_test']}"
-        f" | {of['largest_margin']:.2g} | {of['self_test_error']:.2g}"
-        for of in found["decodings"]
-    ]
-    dtype = found["decodings"][0]["dtype"]
+    found, lines = read("real/identity"), []
+    for bench in map(read, ("real/bench", "real/float32")):
+        for row in bench["rows"]:
+            if row["temperature"] or not drafts(row["method"]):
+                continue
+            error = found["self_test_error"][row["dtype"]]
+            margins = [each["margin_dtype"] or 0.0 for each in row["divergences"]]
+            lines.append(
+                f"{name_of(bench, row['method'])} | {row['dtype']}"
+                f" | {row['identical']}/{row['compared']} | {row['near_ties']}"
+                f" | {sum(margin < error for margin in margins)} | {max(margins, default=0.0):.2g}"
+                f" | {error:.2g}"
+            )
     lines += [
-        f"plain decoding itself, passes {of['passes']} | {dtype}"
+        f"plain decoding itself, passes {of['passes']} | {read('real/bench')['rows'][0]['dtype']}"
         f" | {of['identical']}/{of['compared']} |  |  |  | "
         for of in found["plain_against_itself"]
     ]
@@ -507,7 +476,7 @@ def rendered(mark: str, read: Read) -> str:
     try:
         return str(block(read, *files))
     except FileNotFoundError:
-        return f"{ABSENT}; `make bench{'-real' * name.startswith('real')}` does."
+        return f"{ABSENT}; `make bench{'-real' * ('real' in mark)}` does."
 
 
 def fill(page: str, read: Read) -> str:

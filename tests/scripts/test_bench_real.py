@@ -91,16 +91,27 @@ def test_the_figures_are_those_of_all_questions(
         ("hf_generate", 0.7)
     ]
     assert [row["dtype"] for row in found["float32"]["rows"]] == ["float32", "float32"]
-    (exact,) = (of for of in found["identity"]["decodings"] if of["dtype"] == "float32")
+    exact = found["float32"]["rows"][1]
     assert exact["identical"] + exact["near_ties"] == exact["compared"] == 9
+    assert found["identity"]["self_test_error"].keys() == {"bfloat16", "float32"}
     assert [of["compared"] for of in found["identity"]["plain_against_itself"]] == [9, 9]
     assert composed("spec_bench", command[2:]).max_new_tokens == 3
     lines = (folder / "work" / "few.jsonl").read_text().splitlines()
     assert len({json.loads(line)["kind"] for line in lines}) == 8
     read = render.reader(folder / "out")
-    for name in ("real", "real_headline", "real_kinds", "real_identity"):
-        text = render.rendered(name, read)
-        assert render.ABSENT not in text and "its own heads" in text or name == "real_headline"
+    for mark in ("speeds real/bench", "kinds real/bench", "real_headline", "real_identity"):
+        assert render.ABSENT not in render.rendered(mark, read)
+
+
+def test_the_time_is_kept_to() -> None:
+    """A part that takes what it likes ends after the night for which it was planned."""
+    assert [real.affordable(left, 10.0, 24, 96) for left in (-5, 300, 500, 9000)] == [
+        24,
+        24,
+        48,
+        96,
+    ]
+    assert real.affordable(500, 10.0, 9, 9) == 9
 
 
 def test_the_faster_rival_counts() -> None:
