@@ -463,6 +463,7 @@ def main() -> None:
         lambda: affordable(status.left - later, pace * FLOAT32, one.few, len(one.prompts)),
     )
     status.ahead = later + pace * FLOAT32 * number
+    status.say("loading in float32")
     exact = Contestants.load(given, "float32", QUESTIONS, number)
     part = Part("float32", exact.prompts, exact.only("plain", one.quoted), 0.0)
     runs, seen = part.answers(folder, status)

@@ -28,7 +28,7 @@ def test_the_doctor_says_tree(program: Program) -> None:
     """A base that is read wrongly (permuted keys, another rope) decodes nonsense in trees."""
     done = program("doctor", "model=smollm2")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^decoding +tree", done.stdout, re.MULTILINE), done.stdout
+    assert re.search(r"^verdict +tree", done.stdout, re.MULTILINE), done.stdout
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
