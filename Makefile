@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all test-distributed fuzz bench bench-full lint
+.PHONY: help setup quickstart test test-all test-distributed test-real fuzz bench bench-full \
+	bench-real real real-train lint
 
 help:
 	@echo "make setup             create $(VENV) from constraints.txt"
@@ -18,7 +19,11 @@ help:
 	@echo "make fuzz              other random examples for the tests; keeps those that fail"
 	@echo "make bench             measure every figure of the README again (about 50 minutes)"
 	@echo "make bench-full        train and measure all of BENCHMARKS.md again (about a day)"
-	@echo "                       either goes on where it was stopped with BENCH=--resume"
+	@echo "make real              SmolLM2 (fetched, 93 MB) with the heads that ship: an answer, a short bench"
+	@echo "make real-train        train those heads again (twice 100 minutes at most)"
+	@echo "make bench-real        measure all figures on SmolLM2 again (90 minutes at most)"
+	@echo "                       all of these but real go on where they were stopped with BENCH=--resume"
+	@echo "make test-real         the tests that need SmolLM2"
 	@echo "make lint              ruff and mypy"
 
 # The stamp is written last, so an interrupted installation is taken up again.
@@ -49,10 +54,13 @@ test: lint
 	$(PYTEST)
 
 test-all: lint
-	$(PYTEST) -m "not gpu"
+	$(PYTEST) -m "not gpu and not real"
 
 test-distributed: $(STAMP)
 	$(BIN)/pytest -q -m distributed
+
+test-real: $(STAMP)
+	$(BIN)/pytest -q -m real
 
 # The default tests draw the same examples every time; here it is FUZZ="--seed N" that repeats them.
 fuzz: $(STAMP)
@@ -63,3 +71,12 @@ bench: $(STAMP)
 
 bench-full: $(STAMP)
 	$(BIN)/python scripts/bench_full.py $(BENCH)
+
+bench-real: $(STAMP)
+	$(BIN)/python scripts/bench_real.py $(BENCH)
+
+real: $(STAMP)
+	$(BIN)/python scripts/real.py
+
+real-train: $(STAMP)
+	$(BIN)/python scripts/real.py --train $(BENCH)

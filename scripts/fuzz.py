@@ -127,7 +127,7 @@ def main() -> int:
     print(f'fuzz: seed {seed}; the same again: make fuzz FUZZ="{again}"', flush=True)
     keep = Keep(given.times, f"make fuzz, seed {seed}")
     options = ["-q", "--timeout=0", "--disable-warnings", "--hypothesis-profile=fuzz"]
-    chosen = ["-m", "hypothesis and not slow and not gpu", f"--hypothesis-seed={seed}"]
+    chosen = ["-m", "hypothesis and not slow and not gpu and not real", f"--hypothesis-seed={seed}"]
     code = pytest.main([*options, *chosen, *more], plugins=[keep])
     keep.write()
     print("\n".join(["", *keep.said, f"fuzz: seed {seed}, {len(keep.said)} found"]))

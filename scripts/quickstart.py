@@ -57,14 +57,19 @@ def train(overrides: Sequence[str]) -> Path:
     return export
 
 
-def measure(export: Export, prompts: list[Prompt]) -> list[dict[str, Any]]:
+def measure(
+    export: Export,
+    prompts: list[Prompt],
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    heats: Sequence[float] = (0.0, 1.0, LOOPING_HEADLINE),
+) -> list[dict[str, Any]]:
     """Clock plain, generate, prompt lookup and the tree; return the rows of a bench."""
-    methods = harness.methods_of(export, export.heads, [export.tree], MAX_NEW_TOKENS)
+    methods = harness.methods_of(export, export.heads, [export.tree], max_new_tokens)
     if tree_kind(export, DecodeConfig()) == "dynamic":
-        contest = Contest.of(export, MAX_NEW_TOKENS)
+        contest = Contest.of(export, max_new_tokens)
         methods += contest.of_export(export, DecodeConfig(tree="dynamic"))
     rows: list[dict[str, Any]] = []
-    for heat in (0.0, 1.0, LOOPING_HEADLINE):
+    for heat in heats:
         if heat == LOOPING_HEADLINE and rows[0]["rep8"] <= REP8_LIMIT:
             break  # greedy text does not loop, so its figures mean something
         total = len(methods) * len(prompts)

@@ -35,7 +35,7 @@ PAGES = (
     *(FIGURES / f"{page}.md" for page in ("exactness", "methods", "performance", "recipes")),
 )
 BLOCK = re.compile(r"(<!-- figures: (?!end )(.+?) -->\n)(.*?)(<!-- figures: end -->)", re.DOTALL)
-ABSENT = "Not measured yet; `make bench` does."
+ABSENT = "Not measured yet"
 SHADES = ("#2f6f9f", "#6fa3c7", "#e0b15e", "#c9ced6")  # from the lowest temperature on
 LINES = ("#2f6f9f", "#7fb0d3", "#e0b15e", "#b5651d", "#6b8e23", "#9aa5b1", "#8e5ea2", "#333333")
 TREES = ("prompt_lookup", "tree", "tree_dynamic")
@@ -160,23 +160,36 @@ def compiled(read: Read) -> str:
     return clocked(read, "tinycode_medusa2_compiled", methods=("plain", *TREES[1:]), heats=(0.7, 1))
 
 
+def fastest(row: Bench) -> str:
+    """Return a row's speed-up, over the faster rival where there are two; empty for no row."""
+    name = "speedup_vs_fastest" if "speedup_vs_fastest" in row else "speedup_vs_plain"
+    return with_bounds(row.get(name), row.get(f"{name}_ci95"))
+
+
 def speeds(read: Read, file: str) -> str:
     """Return speed-ups, accept lengths and identity, a line per method, the fastest first."""
     bench = read(file)
     rows, heats = rows_of(bench), heats_of(bench)
     lines = []
     for method in ranked(bench):
-        of = [rows[method, heat, 1] for heat in heats]
-        ratios = " | ".join("1" if method == "plain" else speedup(row) for row in of)
+        of = [rows.get((method, heat, 1), {}) for heat in heats]
+        ratios = " | ".join("1" if method == "plain" else fastest(row) for row in of)
         lengths = f"{steps(of[0])} / {steps(of[-1])}" if drafts(method) else ""
         ends = f"{of[0]['rep8']:.2f} | {same_cell(of[0])}"
         lines.append(f"{name_of(bench, method)} | {ratios} | {lengths} | {ends}")
     first, *others = (f"T={heat:g}" for heat in heats)
     head = " | ".join([f"drafter | {first}: speed-up (95%)", *others])
     plain = (rows["plain", heat, 1]["tokens_per_second"] for heat in heats)
+    rival = ""
+    if ratios := bench["settings"].get("generate_over_plain"):
+        rival = (
+            "Speed-ups are over the faster of plain decoding and transformers' `generate`, which"
+            f" makes {cells((ratios[f'{heat:g}'] for heat in heats), '.2f', ', ')} times as many"
+            f" tokens per second ({bench['settings']['generate_questions']} questions). "
+        )
     return (
         f"{table(f'{head} | accept length, {first} / {heats[-1]:g} | rep8 | same', lines)}\n\n"
-        f"Plain decoding: {cells(plain, '.0f', ', ')} tokens per second at"
+        f"{rival}Plain decoding: {cells(plain, '.0f', ', ')} tokens per second at"
         f" T={cells(heats, 'g', ', ')}. rep8 (share of repeated 8-grams) and same (outputs equal to"
         " plain decoding's, token by token; in brackets those that first differ at a near-tie) are"
         f" at {first}. {place_of(bench)}"
@@ -208,7 +221,9 @@ def kinds(read: Read, file: str) -> str:
     bench = read(file)
     rows, heats, methods = rows_of(bench), heats_of(bench), TREES
     if ("suffix", heats[0], 1) in rows:
-        methods, heats = KINDS, [heats[0], heats[-1]]
+        heats = [heats[0], heats[-1]]
+        own = KINDS if ("tree", heats[0], 1) in rows else ("tree_dynamic", *KINDS)
+        methods = tuple(method for method in own if (method, heats[0], 1) in rows)
     columns = sorted(bench["rows"][0]["per_kind"])
     head = " | ".join(["T | drafter", *(f"`{kind}`" for kind in columns)])
     lines = []
@@ -305,6 +320,84 @@ def quality(read: Read) -> str:
     )
 
 
+def real_headline(read: Read) -> str:
+    """Say what the heads of a real base give, by the rule of the headline."""
+    bench = read("real/bench")
+    first, rows = bench["headline"], rows_of(bench)
+    hot = rows[first["method"], 1.0, 1]
+    alone = (
+        f"{with_bounds(of['speedup'], of['ci95'], 'x')} of {NAMES[of['other']]} at"
+        f" T={of['temperature']:g}"
+        for of in bench["without_copying"]
+        if of["other"] != "plain"
+    )
+    return (
+        f"The heads alone: **{first['speedup_vs_fastest']:.2f}x** at T={first['temperature']:g}"
+        f" (95% {cells(first['speedup_vs_fastest_ci95'], '.2f', ' to ')}; plain greedy rep8"
+        f" {first['rep8_plain_greedy']:.2f}), accept length {first['accept_length']:.2f};"
+        f" **{hot['speedup_vs_fastest']:.2f}x** at T=1"
+        f" ({cells(hot['speedup_vs_fastest_ci95'], '.2f', ' to ')}), {hot['accept_length']:.2f}. On"
+        f" the five kinds that give nothing to copy they are as fast as {', '.join(alone)}."
+    )
+
+
+def real_beside(read: Read) -> str:
+    """Return what else was measured: transformers' loops, Spec-Bench's formula, own questions."""
+    few, suite = read("real/transformers"), read("real/spec_bench")
+    lines = [
+        f"{NAMES[row['method']]} | {row['temperature']:g} | {row['num_prompts']}"
+        f" | {speedup(row)} | "
+        for row in few["rows"]
+        if row["method"].startswith("hf_")
+    ]
+    (whole,) = (each for each in suite["scores"] if each["task"] == "overall")
+    for name, key in (
+        ("Spec-Bench's formula", "published"),
+        ("that formula corrected", "corrected"),
+    ):
+        found = whole[key]
+        bounds = found.get("speedup_ci95")
+        ratio = with_bounds(found["speedup"], bounds) if bounds else f"{found['speedup']:.2f}"
+        ends = f"{whole['num_questions']} | {ratio} | {whole['accept_length']:.2f}"
+        lines.append(f"its own heads, {name} | {suite['settings']['temperature']:g} | {ends}")
+    try:
+        own = read("real/own")["rows"]
+    except FileNotFoundError:  # of an export that holds no questions of its base
+        own = []
+    lines += [
+        f"{name_of(few, row['method'])}, questions that the base wrote"
+        f" itself | {row['temperature']:g} | {row['num_prompts']} | {speedup(row)} | {steps(row)}"
+        for row in own
+        if row["method"] != "plain"
+    ]
+    return table("beside | T | questions | speed-up over plain (95%) | accept length", lines)
+
+
+def real_identity(read: Read) -> str:
+    """Return how many greedy texts are plain decoding's, beside what rounding alone does."""
+    found, lines = read("real/identity"), []
+    for bench in map(read, ("real/bench", "real/float32")):
+        for row in bench["rows"]:
+            if row["temperature"] or not drafts(row["method"]):
+                continue
+            error = found["self_test_error"][row["dtype"]]
+            margins = [each["margin_dtype"] or 0.0 for each in row["divergences"]]
+            lines.append(
+                f"{name_of(bench, row['method'])} | {row['dtype']}"
+                f" | {row['identical']}/{row['compared']} | {row['near_ties']}"
+                f" | {sum(margin < error for margin in margins)} | {max(margins, default=0.0):.2g}"
+                f" | {error:.2g}"
+            )
+    lines += [
+        f"plain decoding itself, passes {of['passes']} | {read('real/bench')['rows'][0]['dtype']}"
+        f" | {of['identical']}/{of['compared']} |  |  |  | "
+        for of in found["plain_against_itself"]
+    ]
+    head = "decoding, T=0 | dtype | texts equal to plain decoding's | others that differ at a"
+    head += " near-tie | ... closer than the self-test's error | largest margin | self-test's error"
+    return table(head, lines)
+
+
 def tree_search(read: Read) -> str:
     """Return accept lengths that the search expected, and those measured on other prompts."""
     found = read("tinycode_medusa2_trees")
@@ -383,7 +476,7 @@ def rendered(mark: str, read: Read) -> str:
     try:
         return str(block(read, *files))
     except FileNotFoundError:
-        return ABSENT
+        return f"{ABSENT}; `make bench{'-real' * ('real' in mark)}` does."
 
 
 def fill(page: str, read: Read) -> str:

@@ -504,12 +504,14 @@ def make_rows(
     clocked: Clocked,
     *,
     seed: int = 0,
+    most_texts: int = 0,
 ) -> tuple[list[dict[str, Any]], Noise | None]:
     """Compare all tokens with those of plain decoding alone, and return the rows of bench.json.
 
     A batch, too, is held to plain decoding of each prompt by itself; its speed to plain decoding in
     batches of the same size. With the rows comes what rounding does to logits along the plain
-    texts, measured where anything differs.
+    texts, measured where anything differs: along the first ``most_texts`` of each temperature, or
+    all of them, which takes as long as decoding them again.
     """
     plain = {
         temperature: [decoded.new_tokens for decoded in runs["plain"].decoded]
@@ -517,7 +519,8 @@ def make_rows(
         if size == 1
     }
     ids = [prompt.input_ids for prompt in prompts]
-    texts = [pair for of in plain.values() for pair in zip(ids, of, strict=True)]
+    number = most_texts or len(ids)
+    texts = [each for of in plain.values() for each in zip(ids[:number], of, strict=False)]
     # all nodes of a batch go through one matrix product, whose shape decides how it rounds
     widths = {method.tree_nodes * size for method in methods for _, size in clocked}
     compiled = any(method.compiled for method in methods)

@@ -229,18 +229,13 @@ def clock(
     device = prompts[0].input_ids.device
     batches = make_batches(prompts, batch_size)
 
-    def clocked(method: Method, batch: Batch, *limit: int) -> tuple[float, list[DecodedRow]]:
-        start = time.perf_counter()
-        decoded = method.decode(batch, temperature, seed + batch.first, *limit)
-        return time.perf_counter() - start, decoded
-
     runs = {method.name: Runs(batch_size=batch_size) for method in methods}
     for method in methods:  # warm up, and look at the memory of one batch of this method alone
         # where passes are compiled, a shape met for the first time takes seconds: meet all now
         for batch in batches if any(each.compiled for each in methods) else batches[-1:]:
-            clocked(method, batch)
+            method.decode(batch, temperature, seed + batch.first)
         peak_memory(device, reset=True)
-        clocked(method, batches[0])
+        method.decode(batches[0], temperature, seed)
         runs[method.name].peak_memory = peak_memory(device)
     started = hardware.sample()
     for repeat in range(repeats):
@@ -251,12 +246,13 @@ def clock(
             of.prefill += [[]] if prefill else []
         for index, batch in enumerate(batches):
             answers: list[object] = []
-            first = (index + repeat) % len(methods)
-            for method in (*methods[first:], *methods[:first]):
-                of = runs[method.name]
+            turn = take_turn(
+                methods, batch, temperature, seed=seed, first=index + repeat, prefill=prefill
+            )
+            for name, (before, seconds, decoded) in turn:
+                of = runs[name]
                 if prefill:
-                    of.prefill[-1].append(clocked(method, batch, 1)[0])
-                seconds, decoded = clocked(method, batch)
+                    of.prefill[-1].append(before)
                 of.seconds[-1].append(seconds)
                 of.decoded += decoded if repeat == 0 else []
                 answers += [tick() for _ in decoded]
@@ -264,6 +260,41 @@ def clock(
                 batches = batches[: index + 1]
                 break
     return runs
+
+
+@torch.inference_mode()
+def take_turn(
+    methods: Sequence[Method],
+    batch: Batch,
+    temperature: float,
+    *,
+    seed: int = 0,
+    first: int = 0,
+    prefill: bool = False,
+) -> Iterator[tuple[str, tuple[float, float, list[DecodedRow]]]]:
+    """Decode one batch with every method, one after the other.
+
+    Args:
+        methods: of distinct names.
+        batch: what to continue.
+        temperature: of the sampling.
+        seed: prompt n is sampled with ``seed + n``.
+        first: number of the turn, which decides who begins.
+        prefill: clock each method's prefill alone as well, just before it.
+
+    Yields:
+        The method's name; the seconds of its prefill alone, 0 where it is not clocked; those of
+        the whole call; and one result per row.
+    """
+    first %= len(methods)
+    for method in (*methods[first:], *methods[:first]):
+        begin = time.perf_counter()
+        if prefill:
+            method.decode(batch, temperature, seed + batch.first, 1)
+        middle = time.perf_counter()
+        decoded = method.decode(batch, temperature, seed + batch.first)
+        end = time.perf_counter()
+        yield method.name, (middle - begin if prefill else 0.0, end - middle, decoded)
 
 
 def prompt_file(given: str, checkpoint: str, name: str) -> Path:

@@ -78,6 +78,7 @@ class Rounding:
         compiled: bool = False,
     ) -> None:
         self.base, self.compiled = base, compiled
+        self._seen: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         self.texts = [(prompt, list(tokens)) for prompt, tokens in texts]
         longest = max((len(tokens) for _, tokens in self.texts), default=0)
         self.widths = tuple(sorted({min(width, longest) for width in widths} - {0, 1}))
@@ -88,6 +89,22 @@ class Rounding:
         if self.base.dtype in EXACT:
             return self.base
         return in_float32(self.base)
+
+    def logits(self, ids: Tensor, prompt: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what plain decoding sees after ``ids`` [1, T], and the float32 logits, [V] each.
+
+        They are remembered, as several decodings of a text often leave it at the same token.
+
+        Args:
+            ids: the text.
+            prompt: [1, P], which it begins with.
+        """
+        key = prompt.shape[1], *ids[0].tolist()
+        if key not in self._seen:
+            in_dtype = replay(self.base, ids, prompt.shape[1])[0]
+            in_fp32 = given_logits(self.reference, ids, ids.shape[1], 0)[0]
+            self._seen[key] = in_dtype, in_fp32
+        return self._seen[key]
 
     @cached_property
     @torch.inference_mode()
@@ -231,9 +248,7 @@ def compare(
         # up to here both are the same text, so one replay of it gives the logits both chose from
         before = torch.tensor([left[:index]], dtype=prompt.dtype, device=prompt.device)
         ids = torch.cat([prompt, before], dim=1)
-        in_dtype = replay(rounding.base, ids, prompt.shape[1])[0]
-        in_fp32 = given_logits(rounding.reference, ids, ids.shape[1], 0)[0]
-        scores = [choice_scores(x, ids.shape[1], sampler) for x in (in_dtype, in_fp32)]
+        scores = [choice_scores(x, ids.shape[1], sampler) for x in rounding.logits(ids, prompt)]
         margin_dtype, margin_fp32 = (abs(float(x[a]) - float(x[b])) for x in scores)
         noise = rounding.noise
         near_tie = margin_dtype <= noise.shape and margin_fp32 <= noise.dtype

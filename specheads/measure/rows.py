@@ -196,7 +196,11 @@ def make_row(
         "seconds": [round(sum(repeat), 6) for repeat in of.seconds],
         "prefill_seconds": [round(sum(repeat), 6) for repeat in of.prefill],
         **_speeds(work, whole(plain)),
-        "speedup_vs_hf_generate": round(speed(work) / speed(whole(runs["hf_generate"])), 4),
+        "speedup_vs_hf_generate": (
+            round(speed(work) / speed(whole(runs["hf_generate"])), 4)
+            if "hf_generate" in runs
+            else None
+        ),
         **_speeds(without_prefill(of), without_prefill(plain), "decode_"),
         "accept_length": round(mean_accept_length(lengths), 4),
         "accept_length_ci95": rounded(accept_length_ci95(lengths)),

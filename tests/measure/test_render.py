@@ -93,6 +93,8 @@ def test_a_changed_digit_is_found(mark: str) -> None:
     page = render.fill(page_of(mark), READ)
     assert page.startswith("Text.\n") and page.endswith("\nEnd.\n")
     assert not render.differing(page, READ) and render.fill(page, READ) == page
+    if render.ABSENT in page:
+        return
     start = page.index("-->") + 3
     digits = [i for i in range(start, page.index(END)) if page[i].isdigit()]
     for i in (digits[0], digits[len(digits) // 2], digits[-1]):
