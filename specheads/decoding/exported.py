@@ -32,10 +32,11 @@ from specheads.drafters.lookup import LOOKUP_NGRAM, LOOKUP_TOKENS, NgramDrafter,
 from specheads.drafters.merge import HybridDrafter
 from specheads.models.base import check_tokenizer, input_device, load_base_model, load_tokenizer
 from specheads.models.checkpoint import Export, load_export
+from specheads.models.digest import file_sha256
 from specheads.models.draft import check_same_tokenizer, load_draft
 from specheads.models.kinds import Heads
 from specheads.models.manifest import MANIFEST, PROVENANCE, read_json
-from specheads.models.names import base_digest, file_sha256
+from specheads.models.names import base_digest
 from specheads.models.output import output_layer
 from specheads.system import hardware
 

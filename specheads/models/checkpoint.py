@@ -32,6 +32,7 @@ from specheads.models.base import (
     output_device,
     torch_dtype,
 )
+from specheads.models.digest import file_sha256
 from specheads.models.export_config import check_config
 from specheads.models.heads import MedusaHeads
 from specheads.models.kinds import Heads
@@ -48,7 +49,7 @@ from specheads.models.manifest import (
     write_manifest,
 )
 from specheads.models.mtp import MtpHeads
-from specheads.models.names import base_digest, file_sha256, resolve_name
+from specheads.models.names import base_digest, resolve_name
 from specheads.models.quantize import METHODS, quantization_of
 from specheads.system.files import whole_folder
 from specheads.system.redact import redact

@@ -36,14 +36,9 @@ from specheads.models.base import (
     load_tokenizer,
 )
 from specheads.models.checkpoint import load_export, read_config
+from specheads.models.digest import file_sha256, weight_files
 from specheads.models.forward import groups_by_side
-from specheads.models.names import (
-    base_digest,
-    file_sha256,
-    model_folder,
-    resolve_name,
-    weight_files,
-)
+from specheads.models.names import base_digest, model_folder, resolve_name
 from specheads.models.support import tree_support
 from specheads.regeneration.answers import Outcome, Sampling, record_seed
 from specheads.regeneration.dialogue import (

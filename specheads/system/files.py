@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -183,3 +184,20 @@ def whole_file(path: Path) -> Iterator[Path]:
         flush_file(fresh)
         fresh.replace(path)
         flush_file(path.parent)
+
+
+@contextlib.contextmanager
+def locked(folder: Path, key: str) -> Iterator[None]:
+    """Make ``folder`` and hold it locked; the lock dies with its process, others wait for it.
+
+    Raises:
+        ConfigError: naming the setting ``key``, if the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = (folder / "LOCK").open("a")
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    except OSError as error:
+        raise ConfigError(f"{key}={folder} cannot be written: {error}") from None
+    with handle:
+        yield
