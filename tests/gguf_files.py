@@ -69,6 +69,8 @@ NAMES: dict[str, dict[str, str]] = {
         "post_feedforward_layernorm.weight": "post_ffw_norm.weight",
     },
 }  # fmt: skip
+# what ends a text: transformers' own class for Qwen2 has a token of this name in any case
+END = {"llama": "<|end|>", "qwen2": "<|endoftext|>", "phi3": "<eos>", "gemma3": "<eos>"}
 WORDS = ["the", "cat", "sat", "on", "mat", "hello", "world", "don't", "in", "1999", "12"]
 TEXTS = ["the cat sat on the mat", "hello  world, in 1999", " a\n  12 don't é 日本", "x"]
 TEMPLATE = (
@@ -84,8 +86,8 @@ def byte_alphabet() -> list[str]:
     return [chr(byte) if byte in kept else chr(next(others)) for byte in range(256)]
 
 
-def byte_level_vocabulary() -> tuple[list[str], list[str]]:
-    """Return tokens (specials last) and merges, best first."""
+def byte_level_vocabulary(end: str = "<|end|>") -> tuple[list[str], list[str]]:
+    """Return tokens (specials last, ``end`` ends a text) and merges, best first."""
     alphabet, merges = byte_alphabet(), []
     tokens = list(alphabet)
     for word in WORDS:
@@ -96,7 +98,7 @@ def byte_level_vocabulary() -> tuple[list[str], list[str]]:
                 tokens.append(merged)
                 merges.append(f"{pieces[0]} {pieces[1]}")
             pieces[:2] = [merged]
-    return [*tokens, "<|end|>", "<|user|>", "<|assistant|>", "<pad>"], merges
+    return [*tokens, end, "<|user|>", "<|assistant|>", "<pad>"], merges
 
 
 def sentencepiece_vocabulary() -> list[str]:
@@ -208,7 +210,7 @@ def write(
         writer.add_value_length(width)
     if "sliding_window" in sizes:
         writer.add_sliding_window(sizes["sliding_window"])
-    _add_tokenizer(writer, kind)
+    _add_tokenizer(writer, kind, END[architecture])
     extra(writer)
     tensors = stored(architecture, model)
     change(tensors)
@@ -227,17 +229,17 @@ def write(
     return read
 
 
-def _add_tokenizer(writer: Any, kind: str) -> None:
+def _add_tokenizer(writer: Any, kind: str, end: str) -> None:
     normal, unknown, control, byte = 1, 2, 3, 6
     writer.add_tokenizer_model(kind)
     if kind == "gpt2":
-        tokens, merges = byte_level_vocabulary()
+        tokens, merges = byte_level_vocabulary(end)
         writer.add_tokenizer_pre("qwen2")
         writer.add_token_merges(merges)
         types = [
             control if token.startswith("<|") or token == "<pad>" else normal for token in tokens
         ]
-        writer.add_eos_token_id(tokens.index("<|end|>"))
+        writer.add_eos_token_id(tokens.index(end))
         writer.add_add_bos_token(False)
     else:
         tokens = sentencepiece_vocabulary()
@@ -246,7 +248,7 @@ def _add_tokenizer(writer: Any, kind: str) -> None:
         writer.add_tokenizer_pre("default")
         writer.add_token_scores([-float(index) for index in range(len(tokens))])
         writer.add_bos_token_id(tokens.index("<bos>"))
-        writer.add_eos_token_id(tokens.index("<eos>"))
+        writer.add_eos_token_id(tokens.index(end))
         writer.add_eot_token_id(tokens.index("<|user|>"))
         writer.add_unk_token_id(tokens.index("<unk>"))
         writer.add_add_bos_token(True)

@@ -101,13 +101,13 @@ class Subject:
 def is_plain_model(checkpoint: str) -> bool:
     """Return whether ``checkpoint`` names a base model rather than an export of specheads.
 
-    ``tinycode``, a folder whose config.json is transformers', or, where there is no such folder, a
-    name of the form owner/model.
+    ``tinycode``, a GGUF file, a folder whose config.json is transformers', or, where there is no
+    such folder, a name of the form owner/model.
 
     Raises:
         ConfigError: if the folder's config.json cannot be read.
     """
-    if checkpoint == "tinycode":
+    if checkpoint == "tinycode" or checkpoint.endswith(".gguf"):
         return True
     path = Path(checkpoint).expanduser()
     if path.is_dir():
@@ -123,7 +123,7 @@ def weights_digest(checkpoint: str) -> str:
     """Return a digest of an export's or a folder's weights, or the name of a model on the hub."""
     if not is_plain_model(checkpoint):
         return file_sha256(Path(checkpoint) / MANIFEST)
-    if checkpoint == "tinycode" or Path(checkpoint).expanduser().is_dir():
+    if checkpoint == "tinycode" or Path(checkpoint).expanduser().exists():
         return base_digest(checkpoint)
     return checkpoint
 

