@@ -23,7 +23,7 @@ from specheads.system.errors import (
 class ModelConfig:
     """Which base model, and how it is loaded."""
 
-    name: str = "tinycode"  # "tinycode" (embedded), a folder, or a hub name
+    name: str = "tinycode"  # "tinycode" (embedded), "smollm2", a folder, a .gguf, or a hub name
     revision: str | None = None
     dtype: str = "float32"  # of the weights while training: fp32, bf16, fp16, or torch's names
     attn: str = "sdpa"  # sdpa, eager, flex_attention; flash_attention_2 for training only
@@ -31,6 +31,7 @@ class ModelConfig:
     quantization: str = "none"
     gradient_checkpointing: bool = False  # recompute the base's layers in backward
     trust_remote_code: bool = False
+    other_base: bool = False  # heads.start may be an export that was made for other weights
     # pretrain, mtp: a transformers config to build from scratch (model_type and sizes)
     init: dict[str, Any] = field(default_factory=dict)
 
