@@ -80,7 +80,9 @@ def gguf_folder(file: Path) -> Path:
     if folder.is_dir():  # put there in one piece
         return folder
     if find_spec("gguf") is None:
-        raise ConfigError(f"{file} needs the package gguf to be read: pip install specheads[gguf]")
+        raise ConfigError(
+            f"{file} needs the package gguf to be read: pip install 'specheads[gguf]'"
+        )
     opened = _open(file)
     with locked(folder.parent, "SPECHEADS_CACHE"):
         if not folder.is_dir():

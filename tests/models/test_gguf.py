@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import shutil
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,9 @@ from transformers import PreTrainedModel
 from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.lookup import SuffixDrafter
 from specheads.formats.card import licence_of
+from specheads.models import gguf
 from specheads.models.base import end_tokens, load_base_model, load_tokenizer
+from specheads.models.names import base_digest, model_folder, resolve_name
 from tests import gguf_files
 
 pytest.importorskip("gguf")
@@ -115,3 +120,63 @@ def test_tokens_are_those_of_the_vocabulary(tmp_path: Path, architecture: str) -
     prompt = torch.tensor([tokenizer("the cat sat on the cat sat").input_ids])
     plain = plain_decode(base, prompt, max_new_tokens=24)
     assert decode(base, SuffixDrafter(), prompt, max_new_tokens=24).new_tokens == plain.new_tokens
+
+
+def test_the_same_file_gives_the_same_bytes_and_one_conversion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A base's digest is of its files: heads of one machine must be known on the next."""
+    model, one, other = gguf_files.build("llama"), tmp_path / "one.gguf", tmp_path / "b" / "2.gguf"
+    gguf_files.write(one, "llama", model)
+    other.parent.mkdir()
+    shutil.copy(one, other)
+    (other.parent / "tokenizer_config.json").write_text('{"tokenizer_class": "T5Tokenizer"}')
+    with ThreadPoolExecutor(2) as pool:
+        first, again = pool.map(model_folder, [str(one), str(other)])
+    assert first == again
+    assert len(capsys.readouterr().err.splitlines()) == 1, "the second waits for the first"
+    found = {file.name: file.read_bytes() for file in first.iterdir()}
+    digest = base_digest(str(one))
+    monkeypatch.setenv("SPECHEADS_CACHE", str(tmp_path / "another"))
+    second = model_folder(str(other))
+    assert second != first and base_digest(str(other)) == digest
+    assert {file.name: file.read_bytes() for file in second.iterdir()} == found
+
+
+def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that fits once and is held twice ends the process where it was to be converted."""
+    file, peaks = tmp_path / "model.gguf", []
+    read = gguf_files.write(file, "gemma3", gguf_files.build("gemma3"), quantized=True)
+    write = gguf._Weights.write
+
+    def watched(weights: gguf._Weights, out: Path) -> None:
+        tracemalloc.start()
+        write(weights, out)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+
+    monkeypatch.setattr(gguf._Weights, "write", watched)
+    resolve_name(str(file))
+    sizes = [4 * tensor.numel() for tensor in read.values()]
+    assert peaks[0] < 4 * max(sizes) < sum(sizes) / 2
+
+
+@pytest.mark.parametrize("architecture", ["llama", "phi3"])
+def test_factors_of_frequencies_are_carried_over(tmp_path: Path, architecture: str) -> None:
+    """Llama 3 and Phi-3 scale positions by a tensor of factors: without it they fail far away."""
+    file, model = tmp_path / "model.gguf", gguf_files.build(architecture)
+    width = 16 if architecture == "llama" else 12
+    factors = torch.linspace(1, 8, width // 2)
+    names = (
+        ["rope_freqs"] if architecture == "llama" else ["rope_factors_short", "rope_factors_long"]
+    )
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        tensors.update({f"{name}.weight": factors for name in names})
+
+    gguf_files.write(file, architecture, model, change=add)
+    loaded = load_base_model(str(file), attn="eager")
+    before = logits_of(model)
+    model.model.rotary_emb.inv_freq /= factors
+    assert not torch.allclose(logits_of(model), before, atol=1e-2)
+    torch.testing.assert_close(logits_of(loaded), logits_of(model), rtol=0, atol=1e-5)
