@@ -394,7 +394,7 @@ class _Weights:
         first = {id(tensor): name for name, tensor in reversed(state.items())}  # of tied ones
         self.wanted: dict[str, Tensor] = {name: state[name] for name in first.values()}
         self.parts: dict[str, list[str]] = {name: [] for name in state}
-        for name in opened.tensors.keys() - set(_ROPE_FACTORS):
+        for name in sorted(opened.tensors.keys() - set(_ROPE_FACTORS)):
             target = names.get(name) or names.get(name.removesuffix(".weight"))
             if target is None:
                 raise ConfigError(f"{opened.path}: transformers knows no place for {name:.80}")
@@ -422,7 +422,7 @@ class _Weights:
 
     def _made(self, weight: str) -> np.ndarray:
         merged: dict[str, Any] = {}  # where transformers puts what it joins
-        for name in sorted(self.parts[weight]):
+        for name in self.parts[weight]:
             found = self.processor.process(
                 weights=self.opened.read(name),
                 name=name,
