@@ -8,12 +8,10 @@ be a stranger's: before a library sees it, lengths and counts are held to the fi
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import struct
 import subprocess
 import sys
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from zipfile import ZipFile
 import numpy as np
 import torch
 from tokenizers import Tokenizer, pre_tokenizers
-from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -38,23 +35,9 @@ from specheads.models.digest import cache_dir, file_sha256
 from specheads.models.manifest import check_counts, expect, one_line
 from specheads.system.files import locked, whole_folder, writing
 
-_SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
-_TEXT, _ARRAY = 8, 9
-_MOST_VALUES = 1 << 22  # in the metadata: a vocabulary of 262,144 has a million, with its scores
+# of the metadata: a vocabulary of 262,144 takes a million, and as many if merges stand there too
+_MOST_VALUES = 1 << 23
 _LONGEST_TEXT = 1 << 20  # bytes: chat templates have some thousand
-_MOST_TENSORS = 1 << 16
 # of llama.cpp's 27 B models alone, which it knows by their number of layers
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 # pre-tokenizers that part digits and then split as GPT-2's: llama.cpp's src/llama-vocab.cpp;
@@ -83,7 +66,7 @@ def gguf_folder(file: Path) -> Path:
         raise ConfigError(
             f"{file} needs the package gguf to be read: pip install 'specheads[gguf]'"
         )
-    opened = _open(file)
+    opened = _Opened(file)
     with locked(folder.parent, "SPECHEADS_CACHE"):
         if not folder.is_dir():
             print(f"specheads: converting {file} into {folder}, once", file=sys.stderr)
@@ -153,156 +136,57 @@ def _check_digest(file: Path, expected: str) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """Where a tensor lies in a file.
-
-    Attributes:
-        shape: of its numbers, as torch says it.
-        kind: ggml's number of its type.
-        start: of its bytes in the file.
-        packed: shape of its bytes.
-    """
-
-    shape: tuple[int, ...]
-    kind: int
-    start: int
-    packed: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class _Opened:
     """A GGUF file whose head has been read, and found to fit into it."""
 
-    path: Path
-    data: np.memmap
-    metadata: dict[str, Any]
-    tensors: dict[str, _Stored]
+    def __init__(self, path: Path) -> None:
+        """Read the head.
 
-    @property
-    def architecture(self) -> str:
-        """What llama.cpp calls the architecture."""
-        return str(self.metadata.get("general.architecture"))
+        Raises:
+            ConfigError: one line, if it is none, is cut off, or lies about lengths or counts.
+        """
+        import gguf
+
+        class Bounded(gguf.GGUFReader):
+            """Every read is held to the file, which numpy's slices are not, and all are counted."""
+
+            left = _MOST_VALUES
+
+            def _get(
+                self, offset: int, dtype: Any, count: int = 1, *order: Any, **orders: Any
+            ) -> Any:
+                found = super()._get(offset, dtype, count, *order, **orders)
+                self.left -= 1
+                if len(found) != count or self.left < 0:
+                    raise ConfigError(f"{path} is cut off, or lies about a length or a count")
+                return found
+
+            def _get_str(self, offset: int) -> Any:
+                length = int(self._get(offset, np.uint64)[0])
+                expect(length <= _LONGEST_TEXT, f"{path}: a string's length", length, "under 1 MiB")
+                return super()._get_str(offset)
+
+        with one_line(f"cannot read {path}"):
+            reader = Bounded(path)
+            expect(reader.byte_order == "I", f"{path}: byte order", "swapped", "this machine's")
+            self.metadata = {key: field.contents() for key, field in reader.fields.items()}
+        self.path, self.dequantize = path, gguf.dequantize
+        self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self.architecture = str(self.metadata.get("general.architecture"))
 
     def about(self, key: str) -> Any:
-        """Return what the metadata says about the architecture; None where nothing."""
+        """Return what the metadata say about the architecture; None where nothing."""
         return self.metadata.get(f"{self.architecture}.{key}")
 
     def read(self, name: str) -> np.ndarray:
         """Return the numbers of a tensor, float32."""
-        import gguf
-
-        stored = self.tensors[name]
-        raw = self.data[stored.start : stored.start + math.prod(stored.packed)]
-        kind = gguf.GGMLQuantizationType(stored.kind)
-        return gguf.dequantize(raw.reshape(stored.packed), kind)
-
-
-class _Head:
-    """The head of a GGUF file, read from its beginning on; nothing beyond the file is."""
-
-    def __init__(self, path: Path, data: np.memmap) -> None:
-        self.path, self.data, self.at, self.left = path, data, 0, _MOST_VALUES
-
-    def numbers(self, code: str, count: int = 1) -> tuple[Any, ...]:
-        """Read ``count`` numbers of one format of ``struct``."""
-        self.left -= count
-        expect(self.left >= 0, f"{self.path}: its values", f"more than {_MOST_VALUES}", "fewer")
-        return struct.unpack(f"<{count}{code}", self._take(count * struct.calcsize(f"<{code}")))
-
-    def text(self) -> str:
-        """Read a string."""
-        (length,) = self.numbers("Q")
-        expect(length <= _LONGEST_TEXT, f"{self.path}: a string's length", length, "at most 1 MiB")
-        return self._take(length).decode()
-
-    def _take(self, size: int) -> bytes:
-        self.at += size
-        if self.at > len(self.data):
-            raise ConfigError(
-                f"{self.path} is cut off, or lies about a length: it has {len(self.data)} bytes,"
-                f" its head goes on to {self.at}"
-            )
-        return self.data[self.at - size : self.at].tobytes()
-
-    def value(self, kind: int) -> Any:
-        """Read a value of the metadata; an array becomes a list."""
-        if kind == _TEXT:
-            return self.text()
-        if kind == _ARRAY:
-            kind, count = (*self.numbers("I"), *self.numbers("Q"))
-            if kind in _SCALARS:
-                return list(self.numbers(_SCALARS[kind], count))
-            expect(kind == _TEXT, f"{self.path}: the type of an array", kind, "numbers or strings")
-            return [self.text() for _ in range(count)]
-        expect(kind in _SCALARS, f"{self.path}: the type of a value", kind, "0 to 12")
-        return self.numbers(_SCALARS[kind])[0]
-
-
-def _open(file: Path) -> _Opened:
-    """Read the head of a GGUF file, and hold it to the file.
-
-    Raises:
-        ConfigError: one line, if it is none, is cut off, or lies about lengths, counts or shapes.
-    """
-    with one_line(f"cannot read {file}"):
-        data = np.memmap(file, mode="r", dtype=np.uint8)
-    head = _Head(file, data)
-    if bytes(data[:4]) != b"GGUF":
-        raise ConfigError(f"{file} is no GGUF file: it begins with {bytes(data[:4])!r}")
-    with one_line(f"cannot read {file}"):
-        _, version, num_tensors, num_keys = (*head.numbers("I", 2), *head.numbers("Q", 2))
-        expect(version in (2, 3), f"{file}: its version of GGUF", version, "2 or 3")
-        expect(num_tensors <= _MOST_TENSORS, f"{file}: tensors", num_tensors, _MOST_TENSORS)
-        metadata = {}
-        for _ in range(num_keys):
-            key = head.text()
-            metadata[key] = head.value(*head.numbers("I"))
-        places = {}
-        for _ in range(num_tensors):
-            name, (rank,) = head.text(), head.numbers("I")
-            expect(1 <= rank <= 4, f"{file}: {name}: dimensions", rank, "1 to 4")
-            sizes = head.numbers("Q", rank)
-            places[name] = (sizes[::-1], *head.numbers("I"), *head.numbers("Q"))
-        expect(len(places) == num_tensors, f"{file}: tensors", len(places), num_tensors)
-        align = metadata.get("general.alignment", 32)
-        expect(type(align) is int and 0 < align <= 1 << 20, f"{file}: alignment", align, "32")
-        start = -(-head.at // align) * align
-        tensors = {
-            name: _stored(file, name, shape, kind, start + offset)
-            for name, (shape, kind, offset) in places.items()
-        }
-    for name, stored in tensors.items():
-        if (end := stored.start + math.prod(stored.packed)) > len(data):
-            raise ConfigError(
-                f"{file} is cut off: {name} ends at byte {end}, the file has {len(data)}"
-            )
-    return _Opened(file, data, metadata, tensors)
-
-
-def _stored(file: Path, name: str, shape: tuple[int, ...], kind: int, start: int) -> _Stored:
-    """Return where a tensor lies, if its type can be dequantised and its rows are whole blocks."""
-    import gguf
-
-    try:
-        block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
-        gguf.dequantize(np.zeros((1, size), np.uint8), gguf.GGMLQuantizationType(kind))
-    except (ValueError, KeyError, NotImplementedError):
-        raise ConfigError(
-            f"{file}: {name} has quantisation {kind}, which gguf cannot read"
-        ) from None
-    expect(shape[-1] % block == 0, f"{file}: {name}: row", shape[-1], f"a multiple of {block}")
-    return _Stored(shape, kind, start, (*shape[:-1], shape[-1] // block * size))
+        tensor = self.tensors[name]
+        found: np.ndarray = self.dequantize(tensor.data, tensor.tensor_type)
+        return found
 
 
 def _convert(opened: _Opened, folder: Path) -> None:
     """Write config, tokenizer, weights and card of a GGUF file into an empty folder."""
-    from transformers.modeling_gguf_pytorch_utils import (
-        TENSOR_PROCESSORS,
-        TensorProcessor,
-        get_gguf_hf_weights_map,
-    )
-
     link = folder / "model.gguf"  # transformers also reads what lies beside the file
     link.symlink_to(opened.path.resolve())
     values: dict[str, Any] = PreTrainedConfig.get_config_dict(folder, gguf_file=link.name)[0]
@@ -312,12 +196,10 @@ def _convert(opened: _Opened, folder: Path) -> None:
     link.unlink()
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
-    processor = TENSOR_PROCESSORS.get(opened.architecture, TensorProcessor)(config.to_dict())
-    weights = _Weights(opened, processor, get_gguf_hf_weights_map(model, processor), model)
-    weights.write(folder / "model.safetensors")
+    _Weights(opened, model, config).write(folder / "model.safetensors")
     config.architectures, config.dtype = [type(model).__name__], torch.float32
     config.save_pretrained(folder)
-    _save_ends(opened, config, folder)
+    _save_ends(opened, folder)
     _save_card(opened, folder)
 
 
@@ -375,33 +257,34 @@ def _rope_scaling(opened: _Opened) -> dict[str, Any]:
 class _Weights:
     """The weights that a model wants, each made of one or several tensors of a GGUF file."""
 
-    def __init__(
-        self, opened: _Opened, processor: Any, names: dict[str, str], model: torch.nn.Module
-    ) -> None:
-        """Find what each weight is made of.
-
-        Args:
-            opened: the file.
-            processor: transformers' for the architecture.
-            names: weight by name of the tensor, which may lack ``.weight``; transformers' table.
-            model: what the config makes, on any device.
+    def __init__(self, opened: _Opened, model: torch.nn.Module, config: PreTrainedConfig) -> None:
+        """Find what each weight of ``model``, which may lie on ``meta``, is made of.
 
         Raises:
             ConfigError: if a tensor is missing or left over.
         """
-        self.opened, self.processor, self.names = opened, processor, names
+        from transformers.modeling_gguf_pytorch_utils import (
+            TENSOR_PROCESSORS,
+            TensorProcessor,
+            get_gguf_hf_weights_map,
+        )
+
+        kind = TENSOR_PROCESSORS.get(opened.architecture, TensorProcessor)
+        self.opened, self.processor = opened, kind(config.to_dict())
+        # weight by name of the tensor, which may lack ``.weight``
+        self.names: dict[str, str] = get_gguf_hf_weights_map(model, self.processor)
         state = model.state_dict(keep_vars=True)
         first = {id(tensor): name for name, tensor in reversed(state.items())}  # of tied ones
-        self.wanted: dict[str, Tensor] = {name: state[name] for name in first.values()}
+        self.shapes = {name: state[name].shape for name in sorted(first.values())}
         self.parts: dict[str, list[str]] = {name: [] for name in state}
         for name in sorted(opened.tensors.keys() - set(_ROPE_FACTORS)):
-            target = names.get(name) or names.get(name.removesuffix(".weight"))
+            target = self.names.get(name) or self.names.get(name.removesuffix(".weight"))
             if target is None:
                 raise ConfigError(f"{opened.path}: transformers knows no place for {name:.80}")
             self.parts[target].append(name)
-        if missing := sorted(name for name in self.wanted if not self.parts[name]):
+        if missing := [name for name in self.shapes if not self.parts[name]]:
             raise ConfigError(
-                f"{opened.path} lacks {len(missing)} of {len(self.wanted)} weights, first"
+                f"{opened.path} lacks {len(missing)} of {len(self.shapes)} weights, first"
                 f" {missing[0]}"
             )
 
@@ -409,15 +292,13 @@ class _Weights:
         """Write them as safetensors, float32; no more than one is in memory at a time."""
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
-        for name in sorted(self.wanted):
-            shape, start = list(self.wanted[name].shape), end
-            end += 4 * math.prod(shape)
-            header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+        for name, shape in self.shapes.items():
+            start, end = end, end + 4 * shape.numel()
+            header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
         text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
         with file.open("wb") as out:
             out.write(struct.pack("<Q", len(text)) + text)
-            for name in sorted(self.wanted):
+            for name in self.shapes:
                 out.write(self._made(name).data)
 
     def _made(self, weight: str) -> np.ndarray:
@@ -431,11 +312,11 @@ class _Weights:
             )
         values = merged[weight].numpy() if weight in merged else found.weights
         parts = [part for part, target in self.names.items() if target == weight]
-        shape, wanted = list(values.shape), list(self.wanted[weight].shape)
+        wanted, shape = self.shapes[weight], values.shape
         if shape != wanted or (weight in merged and len(parts) > len(self.parts[weight])):
             raise ConfigError(
                 f"{self.opened.path}: {' and '.join(self.parts[weight])} make {weight} of shape"
-                f" {shape}, its metadata describe {wanted}"
+                f" {list(shape)}, its metadata describe {list(wanted)}"
             )
         return np.ascontiguousarray(values, dtype="<f4")
 
@@ -463,21 +344,13 @@ def _save_tokenizer(opened: _Opened, made: Any, folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def _save_ends(opened: _Opened, config: PreTrainedConfig, folder: Path) -> None:
+def _save_ends(opened: _Opened, folder: Path) -> None:
     """Write the generation settings: which tokens begin, end and fill a text."""
-    ids: dict[str, list[int]] = {}
-    for name in ("bos", "eos", "eot", "eom", "padding"):
-        value = opened.metadata.get(f"tokenizer.ggml.{name}_token_id")
-        if value is not None:
-            most = config.get_text_config().vocab_size
-            known = type(value) is int and 0 <= value < most
-            expect(known, f"{opened.path}: the id of {name}", value, f"0 to {most - 1}")
-            ids.setdefault("eos" if name in ("eot", "eom") else name, []).append(value)
-    ends = list(dict.fromkeys(ids.get("eos", [])))
+    names = ("bos", "padding", "eos", "eot", "eom")  # the last two end turns
+    found = [opened.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names]
+    ends = list(dict.fromkeys(each for each in found[2:] if each is not None))
     GenerationConfig(
-        bos_token_id=ids.get("bos", [None])[0],
-        eos_token_id=ends[0] if len(ends) == 1 else ends or None,
-        pad_token_id=ids.get("padding", [None])[0],
+        bos_token_id=found[0], pad_token_id=found[1], eos_token_id=ends or None
     ).save_pretrained(folder)
 
 
@@ -488,6 +361,5 @@ def _save_card(opened: _Opened, folder: Path) -> None:
         for key in ("license", "license_name", "license_link")
     }
     lines = [f"{key}: {json.dumps(value)}" for key, value in said.items() if value is not None]
-    about = f"Made by specheads of the GGUF file with sha256 {file_sha256(opened.path)}."
-    text = "\n".join(["---", *lines, "---", "", about, ""])
+    text = "\n".join(["---", *lines, "---", "", "Made by specheads of a GGUF file.", ""])
     (folder / "README.md").write_text(text, encoding="utf-8")
