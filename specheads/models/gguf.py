@@ -155,11 +155,14 @@ class _Opened:
             def _get(
                 self, offset: int, dtype: Any, count: int = 1, *order: Any, **orders: Any
             ) -> Any:
-                found = super()._get(offset, dtype, count, *order, **orders)
                 self.left -= 1
-                if len(found) != count or self.left < 0:
-                    raise ConfigError(f"{path} is cut off, or lies about a length or a count")
-                return found
+                end = int(offset) + int(count) * np.dtype(dtype).itemsize
+                if end > len(self.data) or self.left < 0:
+                    raise ConfigError(
+                        f"{path} is cut off, or lies about a length or a count: it has"
+                        f" {len(self.data)} bytes, and something ends at {end}"
+                    )
+                return super()._get(offset, dtype, count, *order, **orders)
 
             def _get_str(self, offset: int) -> Any:
                 length = int(self._get(offset, np.uint64)[0])

@@ -80,14 +80,17 @@ def test_a_file_cut_off_anywhere_is_refused(tmp_path: Path, whole: bytes) -> Non
 NOT_ONE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "another kind": (lambda b: b"PK\3\4" + b[4:], "cannot read .*magic invalid"),
     "version": (lambda b: put(b, 4, "I", 9), "cannot read .*version 9"),
-    "tensors": (lambda b: put(b, 8, "Q", 1 << 62), "cut off, or lies about a length"),
+    "tensors": (lambda b: put(b, 8, "Q", 1 << 62), "cut off|cannot read|string's length"),
     "keys": (lambda b: put(b, 16, "Q", 1 << 62), "cut off|cannot read|string's length"),
     "a string": (lambda b: put(b, 24, "Q", 1 << 60), "a string's length is"),
     "an array": (
         lambda b: put(b, after(b, "tokenizer.ggml.token_type") + 8, "Q", 1 << 60),
         "cut off, or lies about a length",
     ),
-    "nested": (lambda b: put(b, after(b, "tokenizer.ggml.tokens") + 4, "I", 9), "cannot read"),
+    "nested": (
+        lambda b: put(b, after(b, "tokenizer.ggml.tokens") + 4, "I", 9),
+        "cut off|cannot read",
+    ),
     "a type": (lambda b: put(b, after(b, "general.name"), "I", 77), "cannot read .*77"),
     "dimensions": (lambda b: put(b, after(b, "output_norm.weight"), "I", 9), "bad.gguf"),
     "long rows": (
@@ -100,7 +103,7 @@ NOT_ONE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     ),
     "quantisation": (
         lambda b: put(b, after(b, "blk.0.ffn_up.weight") + 20, "I", 99),
-        "cannot read .*99 is not a valid GGMLQuantizationType",
+        "cannot read .*99.* is not a valid GGMLQuantizationType",
     ),
     "integers": (
         lambda b: put(b, after(b, "blk.0.ffn_up.weight") + 20, "I", 24),

