@@ -126,8 +126,9 @@ def load_original(config: QualityConfig, name: str, subject: Subject) -> PreTrai
             changed.
     """
     from specheads.models.base import load_base_model, load_tokenizer
+    from specheads.models.digest import check_recorded
     from specheads.models.draft import check_same_tokenizer
-    from specheads.models.names import base_digest, check_recorded
+    from specheads.models.names import base_digest
 
     dtype, device, revision = subject.base.dtype, subject.base.device, None
     given = bool(config.original)

@@ -41,7 +41,8 @@ def run(config: TreeSearchConfig) -> None:
     own = Path(config.checkpoint) / "tree.svg"
     picture = check_folder("out", config.out) if config.out else own
     device, dtype, _ = hardware.prepare(config.device, config.dtype, config.threads)
-    export = load_export(config.checkpoint, base=config.base or None, dtype=dtype, device=device)
+    on: dict[str, Any] = {"dtype": dtype, "device": device, "other_base": config.other_base}
+    export = load_export(config.checkpoint, base=config.base or None, **on)
     calibration, measured, digest = choose_prompts(config, export)
     base, heads, temperatures = export.base, export.heads, sorted({config.temperature, 1.0})
     ids, ends = [each.input_ids for each in calibration], end_tokens(base, export.tokenizer)

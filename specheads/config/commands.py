@@ -72,8 +72,10 @@ class DecodeConfig:
 class CheckpointSettings:
     """Which model a command decodes with."""
 
-    checkpoint: str = MISSING  # an export, or a base model: a folder, a hub name, tinycode
+    # an export (smollm2: the shipped one), or a base model: a folder, a .gguf, a hub name, tinycode
+    checkpoint: str = MISSING
     base: str | None = ""  # where the export's base model is now, if it was moved
+    other_base: bool = False  # take a base with other weights: exact, but fewer guesses may fit
 
 
 @dataclass
@@ -319,6 +321,7 @@ class RegenerateConfig(MeasureSettings):
     model: str = ""
     revision: str | None = None
     checkpoint: str = ""  # an export on that base: its heads make the answers come faster
+    other_base: bool = False  # the export was made for other weights: exact, perhaps slower
     endpoint: str = ""  # an OpenAI-compatible server instead, e.g. http://localhost:8000/v1
     endpoint_model: str = ""  # the model's name there; empty: the first that the server lists
     concurrency: int = 32  # endpoint: requests at one time

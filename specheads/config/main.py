@@ -35,7 +35,7 @@ from specheads.system.errors import (
     InterruptedRunError,
     RunError,
 )
-from specheads.system.files import conf_dir
+from specheads.system.files import conf_dir, shipped_export
 from specheads.system.launch import take_local_rank
 from specheads.system.terminal import escape_output, stop
 
@@ -195,6 +195,8 @@ def hydra_main(
                 for key, values in taken.items():
                     is_list = isinstance(getattr(config, key), list)
                     config = replace(config, **{key: values if is_list else values[-1]})
+                if isinstance(named := getattr(config, "checkpoint", None), str):
+                    config.checkpoint = shipped_export(named)
                 task(config)
         except (ConfigError, RunError, InterruptedRunError) as error:
             if wants_traceback and error.exit_code != EXIT_INTERRUPTED:

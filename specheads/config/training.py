@@ -23,7 +23,7 @@ from specheads.system.errors import (
 class ModelConfig:
     """Which base model, and how it is loaded."""
 
-    name: str = "tinycode"  # "tinycode" (embedded), a folder, or a hub name
+    name: str = "tinycode"  # "tinycode" (embedded), "smollm2", a folder, a .gguf, or a hub name
     revision: str | None = None
     dtype: str = "float32"  # of the weights while training: fp32, bf16, fp16, or torch's names
     attn: str = "sdpa"  # sdpa, eager, flex_attention; flash_attention_2 for training only
@@ -33,6 +33,7 @@ class ModelConfig:
     trust_remote_code: bool = False
     # numbers that suit the model ``name`` in it, by recipe; recipes read them while they compose
     tuned: dict[str, Any] = field(default_factory=dict)
+    other_base: bool = False  # heads.start may be an export that was made for other weights
     # pretrain, mtp: a transformers config to build from scratch (model_type and sizes)
     init: dict[str, Any] = field(default_factory=dict)
 

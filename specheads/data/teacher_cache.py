@@ -15,8 +15,6 @@ Shapes: B T batch, n tokens of one document, d hidden size, k stored tokens, V v
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import math
@@ -42,7 +40,7 @@ from specheads.models.base import input_device
 from specheads.models.forward import undisturbed
 from specheads.models.names import base_digest
 from specheads.models.output import OutputLayer, packed_hidden
-from specheads.system.files import whole_file
+from specheads.system.files import locked, whole_file
 
 INDEX = "index.json"
 # of the numbers in one shard, which is held in memory while it fills; one document may have more
@@ -360,7 +358,7 @@ def write_cache(
     """
     if not plan.missing():
         return  # a complete cache may lie on a disk that cannot be written
-    with _locked(plan.folder, plan.key):
+    with locked(plan.folder, plan.key):
         missing = plan.missing()  # again: another process may have written them meanwhile
         if not missing:
             return
@@ -484,19 +482,6 @@ def _opened(plan: Plan, path: Path) -> Any:
     if (file.metadata() or {}).get("made_of") != metadata(plan, "")["made_of"]:
         raise _damaged(path, "it is of another cache")
     return file
-
-
-@contextlib.contextmanager
-def _locked(folder: Path, key: str) -> Iterator[None]:
-    """Make ``folder`` and hold it locked; the lock dies with its process, others wait for it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = (folder / "LOCK").open("a")
-        fcntl.flock(handle, fcntl.LOCK_EX)
-    except OSError as error:
-        raise ConfigError(f"{key}={folder} cannot be written: {error}") from None
-    with handle:
-        yield
 
 
 class TeacherCache:

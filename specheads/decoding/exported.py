@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -30,12 +30,19 @@ from specheads.drafters.length import CALIBRATED, AdaptiveLength, FixedLength, L
 from specheads.drafters.lookahead import LookaheadDrafter
 from specheads.drafters.lookup import LOOKUP_NGRAM, LOOKUP_TOKENS, NgramDrafter, SuffixDrafter
 from specheads.drafters.merge import HybridDrafter
-from specheads.models.base import check_tokenizer, input_device, load_base_model, load_tokenizer
+from specheads.models.base import (
+    Loading,
+    check_tokenizer,
+    input_device,
+    load_base_model,
+    load_tokenizer,
+)
 from specheads.models.checkpoint import Export, load_export
+from specheads.models.digest import file_sha256
 from specheads.models.draft import check_same_tokenizer, load_draft
 from specheads.models.kinds import Heads
 from specheads.models.manifest import MANIFEST, PROVENANCE, read_json
-from specheads.models.names import base_digest, file_sha256
+from specheads.models.names import base_digest
 from specheads.models.output import output_layer
 from specheads.system import hardware
 
@@ -100,13 +107,13 @@ class Subject:
 def is_plain_model(checkpoint: str) -> bool:
     """Return whether ``checkpoint`` names a base model rather than an export of specheads.
 
-    ``tinycode``, a folder whose config.json is transformers', or, where there is no such folder, a
-    name of the form owner/model.
+    ``tinycode``, a GGUF file, a folder whose config.json is transformers', or, where there is no
+    such folder, a name of the form owner/model.
 
     Raises:
         ConfigError: if the folder's config.json cannot be read.
     """
-    if checkpoint == "tinycode":
+    if checkpoint == "tinycode" or checkpoint.endswith(".gguf"):
         return True
     path = Path(checkpoint).expanduser()
     if path.is_dir():
@@ -122,7 +129,7 @@ def weights_digest(checkpoint: str) -> str:
     """Return a digest of an export's or a folder's weights, or the name of a model on the hub."""
     if not is_plain_model(checkpoint):
         return file_sha256(Path(checkpoint) / MANIFEST)
-    if checkpoint == "tinycode" or Path(checkpoint).expanduser().is_dir():
+    if checkpoint == "tinycode" or Path(checkpoint).expanduser().exists():
         return base_digest(checkpoint)
     return checkpoint
 
@@ -131,40 +138,32 @@ def load_subject(
     checkpoint: str,
     *,
     base: str | None = None,
-    dtype: str | torch.dtype = "float32",
-    device: str | torch.device = "auto",
-    device_map: str | None = None,
-    attn: str = "auto",
-    trust_remote_code: bool = False,
+    other_base: bool = False,
+    **loading: Unpack[Loading],
 ) -> Subject:
     """Load an export, or a base model alone.
 
     Args:
         checkpoint: an export's folder, or what :func:`is_plain_model` knows.
         base: where an export's base model is now, if it was moved.
-        dtype: of the weights.
-        device: where they go: one of torch's, or what :func:`hardware.pick_device` knows.
-        device_map: in place of ``device``, see :func:`specheads.models.base.load_base_model`.
-        attn: attention implementation of a base model alone; an export's is its own.
-        trust_remote_code: run modelling code that comes with the model.
+        other_base: a base of other weights than an export's is taken, with a line that says so.
+        **loading: see :class:`specheads.models.base.Loading`; float32 unless given. ``attn`` is of
+            a base model alone, an export's is its own.
 
     Raises:
         ConfigError: if it cannot be found or loaded, or ``base`` is given for a base model.
     """
-    options: dict[str, Any] = {
-        "dtype": dtype,
-        "device": device,
-        "device_map": device_map or None,
-        "trust_remote_code": trust_remote_code,
-    }
+    options: Loading = {"dtype": "float32", "attn": "auto", **loading}
     if not is_plain_model(checkpoint):
-        export = load_export(checkpoint, base=base or None, **options)
+        options.pop("attn")
+        export = load_export(checkpoint, base=base or None, other_base=other_base, **options)
         return Subject(export.base, export.tokenizer, export)
     if base:
         raise ConfigError(f"base is {base}, but checkpoint={checkpoint} is a base model itself")
     try:
-        tokenizer = load_tokenizer(checkpoint, trust_remote_code=trust_remote_code)
-        model = load_base_model(checkpoint, attn=attn, **options)
+        trusted = options.get("trust_remote_code", False)
+        tokenizer = load_tokenizer(checkpoint, trust_remote_code=trusted)
+        model = load_base_model(checkpoint, **options)
     except ConfigError as error:
         raise ConfigError(
             f"checkpoint={checkpoint} is no export, and as a base model: {error}"
@@ -190,9 +189,8 @@ def subject_of(
     threads = None if isinstance(config, TextSettings) else config.threads
     spread = config.device_map if isinstance(config, TextSettings) else None
     device, dtype, _ = hardware.prepare(config.device, config.dtype, threads)
-    return load_subject(
-        config.checkpoint, base=config.base, dtype=dtype, device=device, device_map=spread
-    )
+    where: Loading = {"dtype": dtype, "device": device, "device_map": spread or None}
+    return load_subject(config.checkpoint, base=config.base, other_base=config.other_base, **where)
 
 
 ADAPTIVE_TOKENS = 8  # longest draft where the length adapts itself

@@ -20,8 +20,13 @@ from specheads.formats.serving import Serving
 from specheads.formats.write import FORMATS, commands, upload
 from specheads.models.checkpoint import read_config
 from specheads.models.manifest import read_json, read_provenance
-from specheads.models.names import is_hub_error, keep_to_the_cache_if_unreachable
-from specheads.system.files import tinycode_dir, whole_file
+from specheads.models.names import (
+    OURS,
+    is_hub_error,
+    keep_to_the_cache_if_unreachable,
+    resolve_name,
+)
+from specheads.system.files import whole_file
 
 CARD = "README.md"
 BEGIN = "<!-- specheads: measured. This part is rewritten; write elsewhere. -->"
@@ -205,7 +210,7 @@ def _save(file: Path, text: str) -> None:
 
 def _on_the_hub(base: str) -> bool:
     """Return whether a recorded base is a name on the hub: folders are recorded by full paths."""
-    return bool(base) and base != "tinycode" and not Path(base).is_absolute()
+    return bool(base) and base not in OURS and not Path(base).is_absolute()
 
 
 def _shown_base(info: Mapping[str, Any]) -> str:
@@ -219,7 +224,7 @@ def _moved(about: Mapping[str, Any]) -> str:
     base = str(about.get("name") or "")
     if about.get("tuned") or not base or _on_the_hub(base):
         return ""
-    return "data/tinycode" if base == "tinycode" else "BASE"
+    return {"tinycode": "data/tinycode", "smollm2": "smollm2"}.get(base, "BASE")
 
 
 def _without_heads(form: str, info: Mapping[str, Any]) -> bool:
@@ -514,12 +519,14 @@ def licence_of(name: str, revision: str | None = None) -> Licence:
     """Return the licence of a base model.
 
     Args:
-        name: a folder, a name on the hub, ``tinycode``; empty where there is no original.
+        name: a folder, a GGUF file, a name on the hub, ``tinycode``, ``smollm2``; empty where there
+            is no original.
         revision: of the hub's.
     """
     if not name:
         return Licence(UNKNOWN)
-    folder = tinycode_dir() if name == "tinycode" else Path(name).expanduser()
+    ours = name in OURS or name.endswith(".gguf")
+    folder = Path(resolve_name(name) if ours else name).expanduser()
     found = None
     if folder.is_dir():
         found = _of_file(folder / CARD) or _of_file(folder / "config.json")

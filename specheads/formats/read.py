@@ -25,6 +25,7 @@ from specheads.models.base import (
     load_tokenizer,
 )
 from specheads.models.checkpoint import origin, save_export
+from specheads.models.digest import weight_files
 from specheads.models.manifest import (
     MANIFEST,
     PROVENANCE,
@@ -33,7 +34,7 @@ from specheads.models.manifest import (
     open_safetensors,
     read_json,
 )
-from specheads.models.names import model_folder, weight_files
+from specheads.models.names import model_folder
 
 _FILES = [f"{stem}_lm_head{end}" for stem in ("medusa", "hydra") for end in (".safetensors", ".pt")]
 _NUM_NODES = 16  # of the tree until one was searched

@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from specheads.models.names import OURS, resolve_name
 from specheads.system import __version__
-from specheads.system.files import tinycode_dir
 
 if TYPE_CHECKING:
     import torch
@@ -96,7 +96,7 @@ def taken_for(path: str | Path) -> str:
 def base_name(info: dict[str, Any], folder: str) -> str:
     """Return how engines find the original base model; it is the folder itself where none was."""
     name = str(info.get("base", {}).get("name") or folder)
-    return str(tinycode_dir()) if name == "tinycode" else name
+    return resolve_name(name) if name in OURS or name.endswith(".gguf") else name
 
 
 def lines(found: list[Serving]) -> list[str]:

@@ -89,6 +89,7 @@ PACKAGES = (
     Package("deepspeed", "deepspeed", "deepspeed=zero0 to zero3"),
     Package("ninja", "ninja", "DeepSpeed's offload"),
     Package("wandb", "wandb", "log.wandb"),
+    Package("gguf", "gguf", "model=<file>.gguf, model=smollm2"),
     Package("matplotlib", "matplotlib", "bench report=, plots"),
     Package("liger_kernel", "liger-kernel", "loss.implementation=liger", needs_gpu=True),
     Package("flash_attn", "flash-attn", "model.attn=flash_attention_2", needs_gpu=True),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
@@ -32,6 +33,7 @@ from specheads.models.base import (
     output_device,
     torch_dtype,
 )
+from specheads.models.digest import file_sha256
 from specheads.models.export_config import check_config
 from specheads.models.heads import MedusaHeads
 from specheads.models.kinds import Heads
@@ -48,9 +50,9 @@ from specheads.models.manifest import (
     write_manifest,
 )
 from specheads.models.mtp import MtpHeads
-from specheads.models.names import base_digest, file_sha256, resolve_name
+from specheads.models.names import OURS, base_digest, resolve_name
 from specheads.models.quantize import METHODS, quantization_of
-from specheads.system.files import whole_folder
+from specheads.system.files import shipped_export, whole_folder
 from specheads.system.redact import redact
 
 
@@ -344,6 +346,7 @@ def load_export(
     path: str | Path,
     *,
     base: str | None = None,
+    other_base: bool = False,
     beside: Export | None = None,
     **loading: Unpack[Loading],
 ) -> Export:
@@ -352,8 +355,9 @@ def load_export(
     The heads are to be decoded with: they do not learn until ``heads.requires_grad_()``.
 
     Args:
-        path: an export folder.
+        path: an export folder, or ``smollm2`` for the shipped one.
         base: where the original base model is now, if not under its recorded name.
+        other_base: a base of other weights is taken, with a line that says so.
         beside: an export that is loaded already, whose base model, of the same weights, is shared.
         **loading: how and where the base goes, see :class:`specheads.models.base.Loading`; its
             dtype, which is also that of the heads (see :func:`as_loaded`), is the recorded one
@@ -364,7 +368,7 @@ def load_export(
             base or its vocabulary is another, tensors are missing or unexpected, or the tree is
             deeper than there are heads.
     """
-    path = Path(path)
+    path = Path(shipped_export(str(path)))
     config = read_config(path)
     _check_tokenizer_files(path, config, check_manifest(path))
     tree = _load_tree(path, config)
@@ -373,7 +377,7 @@ def load_export(
         _check_shared(path, config, beside.config)
         heads = as_loaded(heads, beside.base).requires_grad_(False)
         return Export(beside.base, heads, beside.tokenizer, tree, config)
-    model = _load_base(path, config, base, loading)
+    model = _load_base(path, config, base, loading, other_base=other_base)
     trusted = loading.get("trust_remote_code", False)
     tokenizer = load_tokenizer(str(path), trust_remote_code=trusted)
     check_tokenizer(tokenizer, model)
@@ -385,7 +389,7 @@ def load_export(
 
 
 def _load_base(
-    path: Path, config: dict[str, Any], base: str | None, loading: Loading
+    path: Path, config: dict[str, Any], base: str | None, loading: Loading, *, other_base: bool
 ) -> PreTrainedModel:
     """Load the base model of an export: its own, ``base``, or the recorded one."""
     info = config["base"]
@@ -402,18 +406,21 @@ def _load_base(
     options |= {key: value for key, value in loading.items() if value is not None}
     quantization = _quantization(path, info)
     try:
-        if not inside and (folder := Path(resolve_name(name))).is_dir():
+        if local := not inside and (folder := Path(resolve_name(name))).is_dir():
             # before it is loaded: a stranger's config may name any path
             about = read_json(folder / "config.json", f"{folder} is no model", strict=False)
-            _check_base(path, config, name, about)
+            _check_sizes(path, config, name, about)
+            check_digest(path, config, name, other_base=other_base)
         model = load_base_model(name, revision=revision, quantization=quantization, **options)
     except OtherBaseError:
         raise
     except ConfigError as error:
         raise ConfigError(f"{path} needs its base model: {error}") from None
-    # again: the files of a hub model are there only now, and a config may lie about its sizes
+    # a config may lie about its sizes, and the files of a hub model are there only now
     shape = model.get_output_embeddings().weight.shape
-    _check_base(path, config, name, dict(zip(_NOUNS, shape, strict=True)), revision)
+    _check_sizes(path, config, name, dict(zip(_NOUNS, shape, strict=True)))
+    if not inside and not local:
+        check_digest(path, config, name, revision=revision, other_base=other_base)
     if info.get("adapter"):
         load_adapter(model, path / _ADAPTER)
     return model
@@ -532,26 +539,46 @@ def _check_depth(tree: Tree, num_heads: int) -> None:
         raise ConfigError(f"the tree is {tree.max_depth} deep, but there are {num_heads} heads")
 
 
-def _check_base(
-    path: Path,
-    config: dict[str, Any],
-    name: str,
-    sizes: dict[str, Any],
-    revision: str | None = None,
-) -> None:
-    """Hold a base to what the heads were trained on: its sizes, and its weights if not our own."""
+def _check_sizes(path: Path, config: dict[str, Any], name: str, sizes: dict[str, Any]) -> None:
     for key, noun in _NOUNS.items():
         if type(size := sizes.get(key)) is int and size != config[key]:
             raise OtherBaseError(
                 f"{path} was trained for a base model with {config[key]} {noun}, {name} has {size}"
             )
-    if _holds_base(config):
-        return  # under the manifest of the export
-    if (found := base_digest(name, revision=revision)) != config["base"]["digest"]:
+
+
+def check_digest(
+    path: Path,
+    config: dict[str, Any],
+    name: str,
+    *,
+    revision: str | None = None,
+    other_base: bool = False,
+) -> None:
+    """Hold the weights of a base to those that an export was trained on.
+
+    Args:
+        path: the export.
+        config: its config.json.
+        name: of the base, whose files have been downloaded.
+        revision: of a hub model.
+        other_base: only print that they are others.
+
+    Raises:
+        OtherBaseError: one line with both digests.
+    """
+    if (found := base_digest(name, revision=revision)) == config["base"]["digest"]:
+        return
+    told = (
+        f"{path} was trained on other weights than those of {name}: digest"
+        f" {config['base']['digest'][:12]} recorded, {found[:12]} found"
+    )
+    if not other_base:
         raise OtherBaseError(
-            f"{path} was trained on other weights than those of {name}: digest"
-            f" {config['base']['digest'][:12]} recorded, {found[:12]} found"
+            f"{told}; other_base=true, or model.other_base=true in"
+            " training, takes them all the same"
         )
+    print(f"specheads: {told}; tokens stay exact, acceptance may differ", file=sys.stderr)
 
 
 def _check_shared(path: Path, config: dict[str, Any], beside: dict[str, Any]) -> None:
@@ -585,14 +612,14 @@ def _quantization(path: Path, info: dict[str, Any]) -> str:
 
 
 def findable(name: str) -> str:
-    """Return a base model's name as others can use it: the full path of a folder.
+    """Return a base model's name as others can use it: the full path of a folder or GGUF file.
 
-    A relative path would mean another folder for whoever loads the export. An empty name, where
-    there is no original, stays empty, and is not the current folder.
+    A relative path would mean another one for whoever loads the export. An empty name, where there
+    is no original, stays empty, and is not the current folder.
     """
-    folder = Path(name).expanduser()
-    own = not name or name == "tinycode" or not folder.is_dir()
-    return name if own else str(folder.resolve())
+    path = Path(name).expanduser()
+    known = not name or name in OURS or not path.exists()
+    return name if known else str(path.resolve())
 
 
 def _tree_section(

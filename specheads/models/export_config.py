@@ -11,8 +11,8 @@ from typing import Any
 
 from specheads.config import ConfigError
 from specheads.models.blocks import FINAL_NORM, SIZES
+from specheads.models.digest import check_recorded
 from specheads.models.manifest import expect, nested
-from specheads.models.names import check_recorded
 
 MAX_NODES = 4096  # of a tree: the verify step of that many tokens takes seconds
 _NUMBERS = {  # lowest and highest

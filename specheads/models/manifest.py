@@ -35,7 +35,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
 from specheads.config import ConfigError, InterruptedRunError, RunError
-from specheads.models.names import check_recorded, file_sha256, weight_files
+from specheads.models.digest import check_recorded, file_sha256, weight_files
 
 
 @contextlib.contextmanager

@@ -1,20 +1,15 @@
 """What the names of models mean, and how their weights are recognised.
 
-A name is a folder, a name on the hub, or the embedded model. Whether the hub answers is found out
-once, as every file of a model would be tried for a minute. Weights are recognised by the sha256 of
-their files, computed once per file and machine, or in milliseconds by a sample of them.
+A name is a folder, a GGUF file, a name on the hub, or a model that specheads knows. Whether the hub
+answers is found out once, as every file of a model would be tried for a minute. Weights are
+recognised by the sha256 of their files, or in milliseconds by a sample of them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
-import os
-import re
 import socket
 import sys
-import tempfile
 from functools import lru_cache
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -23,6 +18,8 @@ from urllib.request import getproxies
 from transformers.utils import cached_file
 
 from specheads.config import ConfigError
+from specheads.models.digest import file_sha256, weight_files
+from specheads.models.gguf import gguf_folder, smollm2_folder
 from specheads.system.files import tinycode_dir
 
 _PATIENCE = 5.0  # seconds for a connection
@@ -68,21 +65,30 @@ def _answers(endpoint: str) -> bool:
     return True
 
 
-_HUB_NAME = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
-_REVISION = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*")
+# models that mean the same weights everywhere, whatever lies in the current folder
+OURS = ("tinycode", "smollm2")
 
 
 def resolve_name(name: str) -> str:
-    """Return what transformers calls the model: ``tinycode`` is the embedded one's folder.
+    """Return what transformers calls the model: its folder, or its name on the hub.
 
-    For a name on the hub it is found out whether the hub answers.
+    A GGUF file is converted, and ``smollm2`` fetched, where that has not been done yet. For a name
+    on the hub it is found out whether the hub answers.
 
     Raises:
-        ConfigError: if ``name`` looks like a folder that does not exist, or one without a model.
+        ConfigError: if ``name`` looks like a folder that does not exist, or one without a model, or
+            is a GGUF file that cannot be converted.
+        RunError: if the disk is full, or ``smollm2`` cannot be fetched.
     """
     if name == "tinycode":
         return str(tinycode_dir())
+    if name == "smollm2":
+        return str(smollm2_folder())
     path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ConfigError(f"model.name={name}: there is no such file")
+        return str(gguf_folder(path))
     if path.is_dir():
         if not any(path.glob("*.json")):  # which a tokenizer alone has too
             found = ", ".join(sorted(each.name for each in path.iterdir())[:5])
@@ -96,67 +102,6 @@ def resolve_name(name: str) -> str:
         raise ConfigError(f"model.name={name}: there is no such folder")
     keep_to_the_cache_if_unreachable()
     return name
-
-
-def check_recorded(name: object, revision: object) -> None:
-    """Check the base model that a config names which may come from a stranger.
-
-    What is written is a name on the hub, ``tinycode``, or the full path of a folder, which
-    :func:`specheads.models.names.base_digest` is asked about before anything of it is loaded. A
-    path that starts from wherever the user happens to be is never written.
-
-    Raises:
-        ConfigError: one line, if ``name`` is anything else, or ``revision`` no name of one.
-    """
-    known = isinstance(name, str) and (
-        not name or Path(name).is_absolute() or (_HUB_NAME.fullmatch(name) and ".." not in name)
-    )
-    if not known or (isinstance(name, str) and (".." in Path(name).parts or "\0" in name)):
-        raise ConfigError(
-            f"base.name is {name!r:.80}, which is neither a name on the hub nor the full path of a"
-            " folder"
-        )
-    if revision is not None and not (
-        isinstance(revision, str) and _REVISION.fullmatch(revision) and ".." not in revision
-    ):
-        raise ConfigError(f"base.revision is {revision!r:.80}, which names no revision")
-
-
-_CACHED_FROM = 4 << 20  # bytes; smaller files are hashed faster than looked up
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-
-
-def cache_dir() -> Path:
-    """Return the folder for what can be computed again: $SPECHEADS_CACHE or ~/.cache/specheads."""
-    return Path(os.environ.get("SPECHEADS_CACHE") or Path.home() / ".cache" / "specheads")
-
-
-def file_sha256(path: str | Path) -> str:
-    """Return the sha256 of a file, from the cache if path, size and time are known.
-
-    A file in the hub's cache is a link to a blob that is named by its sha256, so that nothing is
-    read at all.
-    """
-    path = Path(path).resolve()
-    hub = path.parent.name == "blobs" and (path.parent.parent / "snapshots").is_dir()
-    if hub and _SHA256.fullmatch(path.name):
-        return path.name
-    stat = path.stat()
-    if stat.st_size < _CACHED_FROM:
-        return _hash(path)
-    key = f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}"
-    entry = cache_dir() / "sha256" / hashlib.sha256(key.encode()).hexdigest()
-    with contextlib.suppress(OSError):
-        known = entry.read_text(encoding="ascii")
-        if _SHA256.fullmatch(known):
-            return known
-    digest = _hash(path)
-    with contextlib.suppress(OSError):  # a cache that cannot be written costs time, nothing else
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=entry.parent, delete=False) as file:
-            file.write(digest)
-        Path(file.name).replace(entry)
-    return digest
 
 
 def base_digest(name: str, *, revision: str | None = None) -> str:
@@ -191,32 +136,6 @@ def model_folder(name: str, *, revision: str | None = None) -> Path:
         raise ConfigError(f"cannot find model {name}: {str(error).splitlines()[0]}") from None
     assert config is not None
     return Path(config).parent
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Return the files that transformers would load weights from, sorted by name.
-
-    Raises:
-        ConfigError: if the index of the files is damaged, or names one outside of ``folder``.
-    """
-    if (single := folder / "model.safetensors").is_file():
-        return [single]
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return []
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        odd = [name for name in names if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name)]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise ConfigError(f"{index} is damaged: it must hold an object 'weight_map'") from None
-    if odd:
-        raise ConfigError(f"{index} names {min(odd)!r:.80}, which is no safetensors file beside it")
-    return [folder / name for name in sorted(names)]
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 _WHOLE = 8 << 20  # bytes; a smaller file is read whole

@@ -35,14 +35,9 @@ from specheads.models.base import (
     load_tokenizer,
 )
 from specheads.models.checkpoint import load_export, read_config
+from specheads.models.digest import file_sha256, weight_files
 from specheads.models.forward import groups_by_side
-from specheads.models.names import (
-    base_digest,
-    file_sha256,
-    model_folder,
-    resolve_name,
-    weight_files,
-)
+from specheads.models.names import base_digest, model_folder, resolve_name
 from specheads.models.support import tree_support
 from specheads.regeneration.answers import Outcome, Sampling, record_seed
 from specheads.regeneration.dialogue import (
@@ -268,10 +263,11 @@ def who_answers(config: RegenerateConfig, client: Client | None = None) -> Answe
     method = (info.get("quantization") or {}).get("method")
     if not info["tuned"]:
         found = _digest(config.model, config) if config.model else info["digest"]
-        if found != info["digest"]:
+        if found != info["digest"] and not config.other_base:
             raise ConfigError(
                 f"{config.checkpoint} was trained on {info['name']}, digest"
-                f" {info['digest'][:12]}; model={config.model} has {found[:12]}"
+                f" {info['digest'][:12]}; model={config.model} has {found[:12]};"
+                " other_base=true takes them all the same"
             )
         return Answering(config.model or info["name"], found, quantization=method)
     tuned = Path(config.checkpoint) / ("adapter" if info.get("adapter") else "base")
@@ -348,6 +344,7 @@ def load_engine(config: RegenerateConfig, who: Answering) -> Engine:
     drafter = None
     if config.checkpoint:
         original = None if who.tuned else config.model or None
+        on["other_base"] = config.other_base
         export = load_export(config.checkpoint, base=original, **on)
         base, tokenizer, drafter = export.base, export.tokenizer, exported_drafter(export)
     else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -42,6 +43,23 @@ def tinycode_dir() -> Path:
     """Return the folder of the embedded base model."""
     # a clone keeps it under data/, which inside the package is the name of a module
     return _shipped("tinycode", "data/tinycode")
+
+
+def shipped_export(checkpoint: str) -> str:
+    """Return the folder of the heads that ship for ``smollm2``; any other checkpoint as it is.
+
+    Raises:
+        ConfigError: if there are none in this version.
+    """
+    if checkpoint != "smollm2":
+        return checkpoint
+    try:
+        return str(_shipped("checkpoints/smollm2", "data/checkpoints/smollm2"))
+    except FileNotFoundError:
+        raise ConfigError(
+            "checkpoint=smollm2: this version ships no heads for smollm2 yet; train some with"
+            " +recipe=hydra model=smollm2"
+        ) from None
 
 
 def check_folder(key: str, path: str | Path) -> Path:
@@ -183,3 +201,20 @@ def whole_file(path: Path) -> Iterator[Path]:
         flush_file(fresh)
         fresh.replace(path)
         flush_file(path.parent)
+
+
+@contextlib.contextmanager
+def locked(folder: Path, key: str) -> Iterator[None]:
+    """Make ``folder`` and hold it locked; the lock dies with its process, others wait for it.
+
+    Raises:
+        ConfigError: naming the setting ``key``, if the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = (folder / "LOCK").open("a")
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    except OSError as error:
+        raise ConfigError(f"{key}={folder} cannot be written: {error}") from None
+    with handle:
+        yield

@@ -29,7 +29,7 @@ from specheads.losses.cross_entropy import check_implementation
 from specheads.models import base as bases
 from specheads.models import draft as drafts
 from specheads.models.adapters import add_adapter, check_tunable, require_grad
-from specheads.models.checkpoint import KINDS, load_heads
+from specheads.models.checkpoint import KINDS, check_digest, load_heads, read_config
 from specheads.models.heads import MedusaHeads
 from specheads.models.kinds import Heads
 from specheads.models.mtp import MtpHeads
@@ -313,7 +313,7 @@ def build_heads(cfg: TrainConfig, base: PreTrainedModel, output: OutputLayer, da
     except TypeError as error:  # a word that the kind does not take
         raise ConfigError(f"heads.options={wanted.options}: {error}") from None
     if wanted.start:
-        _start_from(wanted.start, heads)
+        _start_from(cfg, heads)
     elif isinstance(heads, MedusaHeads):
         kept = None
         if "pruned" in wanted.lm_head:
@@ -342,7 +342,7 @@ def build_mtp_heads(
     with in_section("mtp"):
         heads = MtpHeads.from_settings(cfg.mtp, base, output)
         if cfg.heads.start:
-            _start_from(cfg.heads.start, heads)
+            _start_from(cfg, heads)
         elif start == "base":
             method = (quantization_of(base) or {"method": "nf4"})["method"]
             if method not in METHODS:
@@ -378,8 +378,17 @@ def _place(output: OutputLayer, device: str) -> torch.device:
     return found if found.type != "meta" else hardware.pick_device(device)
 
 
-def _start_from(start: str, heads: Heads) -> None:
+def _start_from(cfg: TrainConfig, heads: Heads) -> None:
+    start, model = cfg.heads.start, cfg.model
     found = load_heads(start)
+    if not model.init:
+        check_digest(
+            Path(start),
+            read_config(start),
+            model.name,
+            revision=model.revision,
+            other_base=model.other_base,
+        )
     ours, theirs = (
         {name: tuple(tensor.shape) for name, tensor in each.state_dict().items()}
         for each in (heads, found)

@@ -138,7 +138,13 @@ def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
 
 def here(word: str, model: Path) -> str:
     """Return a word of a page with this machine's places."""
-    for place in ("/path/to/model", "/path/to/small", "./my-model", "lmsys/vicuna-7b-v1.3"):
+    for place in (
+        "/path/to/model.gguf",
+        "/path/to/model",
+        "/path/to/small",
+        "./my-model",
+        "lmsys/vicuna-7b-v1.3",
+    ):
         word = word.replace(place, str(model))
     key, _, value = word.partition("=")
     if word == "checkpoint=smollm2":  # fetched by tests/end_to_end/test_real.py alone

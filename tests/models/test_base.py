@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from specheads.config import ConfigError
-from specheads.models import base, names
+from specheads.models import base, digest, names
 from specheads.models.base import (
     build_from_init,
     check_tokenizer,
@@ -206,7 +206,7 @@ def test_digest_is_of_the_weights(
     save_file(tensors, copy / "model.safetensors")
     assert names.base_digest(str(copy)) != first
     make_tiny_llama().save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
-    assert len(names.weight_files(tmp_path / "sharded")) > 1
+    assert len(digest.weight_files(tmp_path / "sharded")) > 1
     names.base_digest(str(tmp_path / "sharded"))
     (copy / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="holds no weights"):
@@ -218,20 +218,20 @@ def test_file_hashes_are_cached_until_the_file_changes(
 ) -> None:
     """140 GB are hashed once per machine, and a changed file is never taken for the old one."""
     monkeypatch.setenv("SPECHEADS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(names, "_CACHED_FROM", 0)
+    monkeypatch.setattr(digest, "_CACHED_FROM", 0)
     calls: list[Path] = []
-    read = names._hash
-    monkeypatch.setattr(names, "_hash", lambda path: calls.append(path) or read(path))
+    read = digest._hash
+    monkeypatch.setattr(digest, "_hash", lambda path: calls.append(path) or read(path))
     file = tmp_path / "f"
     file.write_bytes(b"one")
-    assert names.file_sha256(file) == names.file_sha256(file)
+    assert digest.file_sha256(file) == digest.file_sha256(file)
     assert len(calls) == 1
-    before = names.file_sha256(file)
+    before = digest.file_sha256(file)
     file.write_bytes(b"three")
-    assert names.file_sha256(file) != before
+    assert digest.file_sha256(file) != before
     assert len(calls) == 2
     monkeypatch.setenv("SPECHEADS_CACHE", "/dev/null/nowhere")
-    assert names.file_sha256(file)
+    assert digest.file_sha256(file)
 
 
 def test_hub_files_are_named_by_their_hash(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_hub_files_are_named_by_their_hash(tmp_path: Path) -> None:
     (tmp_path / "blobs" / name).write_bytes(b"whatever")
     link = tmp_path / "snapshots" / "1" / "model.safetensors"
     link.symlink_to(tmp_path / "blobs" / name)
-    assert names.file_sha256(link) == name
+    assert digest.file_sha256(link) == name
 
 
 def test_tinycode_is_the_embedded_folder(

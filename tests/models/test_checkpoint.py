@@ -183,7 +183,7 @@ def _other_base(tmp_path: Path, make: Callable[..., PreTrainedModel], **values: 
 
 def test_a_wrong_base_is_refused(
     export: Path, tmp_path: Path, tiny_model_dir: Path,
-    make_tiny_llama: Callable[..., PreTrainedModel],
+    make_tiny_llama: Callable[..., PreTrainedModel], capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """Heads over other weights of the same shape load well and are never accepted."""
     moved = shutil.copytree(tiny_model_dir, tmp_path / "moved")
@@ -192,12 +192,15 @@ def test_a_wrong_base_is_refused(
     digests = (base_digest(str(tiny_model_dir))[:12], base_digest(other)[:12])
     with pytest.raises(ConfigError, match="{} recorded, {} found".format(*digests)):
         load_export(export, base=other)
+    load_export(export, base=other, other_base=True)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "{} recorded, {} found".format(*digests) in line and "tokens stay exact" in line
     other = _other_base(tmp_path, make_tiny_llama, vocab_size=280)
     with pytest.raises(ConfigError, match="with 272 outputs, .* has 280"):
         load_export(export, base=other)
     other = _other_base(tmp_path, make_tiny_llama, hidden_size=64)
     with pytest.raises(ConfigError, match="with 32 hidden numbers, .* has 64"):
-        load_export(export, base=other)
+        load_export(export, base=other, other_base=True)
 
 
 def test_a_tokenizer_beyond_the_base_is_refused(

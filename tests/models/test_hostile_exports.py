@@ -24,8 +24,9 @@ from specheads.formats.write import recorded_dtype
 from specheads.models import base
 from specheads.models.base import load_base_model, load_tokenizer
 from specheads.models.checkpoint import load_export
+from specheads.models.digest import weight_files
 from specheads.models.manifest import MANIFEST, check_manifest, read_json, write_manifest
-from specheads.models.names import base_digest, weight_files
+from specheads.models.names import base_digest
 from specheads.system.terminal import harmless
 from tests.export_kinds import build_exports, load, refusal
 

@@ -41,6 +41,7 @@ LAZY = {
     "datasets",
     "deepspeed",
     "bitsandbytes",
+    "gguf",
     "peft",
     "wandb",
     "matplotlib",
