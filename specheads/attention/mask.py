@@ -218,8 +218,8 @@ def _folded_now() -> _Folded | None:
 # Keys that are summed in one matrix product. MKL adds them one after the other, so that the zeros
 # of hidden slots change nothing, up to 384 of them; more it adds in parts that depend on the number
 KEY_BLOCK = 256
-# of the forward pass at hand: the block of each key, or None where its slot says it
-_ordered_active: ContextVar[tuple[Tensor | None] | None] = ContextVar(
+# of the forward pass at hand: see attend_in_order; the mask is laid out by the first layer
+_ordered_active: ContextVar[tuple[Tensor | None, _Folded] | None] = ContextVar(
     "specheads_ordered", default=None
 )
 
@@ -228,7 +228,7 @@ _ordered_active: ContextVar[tuple[Tensor | None] | None] = ContextVar(
 def ordered_attention(tree: Tree | RowTrees, num_cached: int) -> Iterator[None]:
     """While open, sdpa attention of one row along ``tree`` does not round by the pass's shape."""
     _install_grouped()
-    token = _ordered_active.set((_key_blocks(tree, num_cached),))
+    token = _ordered_active.set((_key_blocks(tree, num_cached), {}))
     try:
         yield
     finally:
@@ -250,6 +250,7 @@ def attend_in_order(
     mask: Tensor,
     scale: float | None,
     blocks: Tensor | None,
+    folded: _Folded,
 ) -> Tensor:
     """Attend so that a query's bits depend neither on other queries nor on where hidden keys lie.
 
@@ -263,29 +264,39 @@ def attend_in_order(
         mask: [1, 1, N, L], additive.
         scale: None is 1 / sqrt(d).
         blocks: [L], which block each key belongs to; None: those of its slot.
+        folded: see :func:`attend_folded`.
 
     Returns:
         [1, N, H * G, e].
     """
     (_, num_heads, num_keys, width), num_tokens = key.shape, query.shape[2]
-    queries = query.reshape(num_heads, -1, width).float().mul_(scale or width**-0.5)
+    queries = query.reshape(num_heads, -1, width).float()
     num_queries = queries.shape[1]
     # MKL takes other kernels, which round otherwise, for fewer rows than that
-    queries = pad(queries, (0, 0, 0, max(width // 16, 2, num_queries) - num_queries))
-    weights = torch.bmm(queries, key[0].float().transpose(1, 2))
-    weights[:, :num_queries].unflatten(1, (-1, num_tokens)).add_(mask[0])
+    padding = max(width // 16, 2, num_queries) - num_queries
+    if padding:
+        queries = pad(queries, (0, 0, 0, padding))
+    if (known := (id(mask), num_queries)) not in folded:
+        laid_out = mask[0].float().repeat(1, num_queries // num_tokens, 1)
+        folded[known] = mask, pad(laid_out, (0, 0, 0, padding))
+    keys, values = key[0].float(), value[0].float()
+    weights = torch.baddbmm(
+        folded[known][1], queries, keys.transpose(1, 2), alpha=scale or width**-0.5
+    )
     weights.sub_(weights.amax(-1, keepdim=True)).exp_()
-    output, values = weights.new_zeros(()), value[0].float()
+    total = weights.sum(-1, keepdim=True, dtype=torch.float64)
+    output = None
     for first in range(0, num_keys, KEY_BLOCK):
         # nodes may lie behind the end of the block that their positions belong to
         stop = first + KEY_BLOCK + (0 if blocks is None else num_tokens)
         part = weights[..., first:stop]
         if blocks is not None:
             part = part.masked_fill(blocks[first:stop] != first // KEY_BLOCK, 0)
-        output = output + torch.bmm(part, values[:, first:stop])
-    output.div_(weights.sum(-1, keepdim=True, dtype=torch.float64))
-    output = output[:, :num_queries].reshape(1, -1, num_tokens, value.shape[3]).transpose(1, 2)
-    return output.to(query.dtype, memory_format=torch.contiguous_format)
+        summed = torch.bmm(part, values[:, first:stop])
+        output = summed if output is None else output.add_(summed)
+    assert output is not None
+    output = output.div_(total)[:, :num_queries].reshape(1, -1, num_tokens, value.shape[3])
+    return output.transpose(1, 2).to(query.dtype, memory_format=torch.contiguous_format)
 
 
 @lru_cache(maxsize=1)
