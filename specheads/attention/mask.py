@@ -13,6 +13,10 @@ every layer and step: with 16 query and 2 key heads, eight times the memory traf
 reads. Kernels can do without. On CPU torch's own grouped mode (``enable_gqa``) does; elsewhere the
 kernels with masks have no such mode, so that the query heads of a group are laid one behind the
 other along the query length and share the mask's rows.
+
+:func:`ordered_attention` gives a token the same bits whatever else is in its pass. The kernels do
+not: a node's key lies in another slot than plain decoding would give it, so that sums over keys are
+formed in another order, and bfloat16 keeps too few bits to hide it.
 """
 
 from __future__ import annotations
@@ -211,6 +215,90 @@ def _folded_now() -> _Folded | None:
     return _grouped_active.get()
 
 
+# Keys that are summed in one matrix product. MKL adds them one after the other, so that the zeros
+# of hidden slots change nothing, up to 384 of them; more it adds in parts that depend on the number
+KEY_BLOCK = 256
+# of the forward pass at hand: see attend_in_order; the mask is laid out by the first layer
+_ordered_active: ContextVar[tuple[Tensor | None, _Folded] | None] = ContextVar(
+    "specheads_ordered", default=None
+)
+
+
+@contextlib.contextmanager
+def ordered_attention(tree: Tree | RowTrees, num_cached: int) -> Iterator[None]:
+    """While open, sdpa attention of one row along ``tree`` does not round by the pass's shape."""
+    _install_grouped()
+    token = _ordered_active.set((_key_blocks(tree, num_cached), {}))
+    try:
+        yield
+    finally:
+        _ordered_active.reset(token)
+
+
+def _key_blocks(tree: Tree | RowTrees, num_cached: int) -> Tensor | None:
+    """Return the block of each key's position [L]; None where all are those of their slots."""
+    depths = batched(tree, tree.depths)[0]
+    if num_cached // KEY_BLOCK == (num_cached + len(depths) - 1) // KEY_BLOCK:
+        return None
+    return torch.cat([torch.arange(num_cached), num_cached + depths]) // KEY_BLOCK
+
+
+def attend_in_order(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float | None,
+    blocks: Tensor | None,
+    folded: _Folded,
+) -> Tensor:
+    """Attend so that a query's bits depend neither on other queries nor on where hidden keys lie.
+
+    All in float32. Weights are summed in float64, where the order does not show; the weighted sum
+    of values is formed by blocks of keys' positions, and within a block in the order of slots.
+
+    Args:
+        query: [1, H * G, N, d].
+        key: [1, H, L, d].
+        value: [1, H, L, e].
+        mask: [1, 1, N, L], additive.
+        scale: None is 1 / sqrt(d).
+        blocks: [L], which block each key belongs to; None: those of its slot.
+        folded: see :func:`attend_folded`.
+
+    Returns:
+        [1, N, H * G, e].
+    """
+    (_, num_heads, num_keys, width), num_tokens = key.shape, query.shape[2]
+    queries = query.reshape(num_heads, -1, width).float()
+    num_queries = queries.shape[1]
+    # MKL takes other kernels, which round otherwise, for fewer rows than that
+    padding = max(width // 16, 2, num_queries) - num_queries
+    if padding:
+        queries = pad(queries, (0, 0, 0, padding))
+    if (known := (id(mask), num_queries)) not in folded:
+        laid_out = mask[0].float().repeat(1, num_queries // num_tokens, 1)
+        folded[known] = mask, pad(laid_out, (0, 0, 0, padding))
+    keys, values = key[0].float(), value[0].float()
+    weights = torch.baddbmm(
+        folded[known][1], queries, keys.transpose(1, 2), alpha=scale or width**-0.5
+    )
+    weights.sub_(weights.amax(-1, keepdim=True)).exp_()
+    total = weights.sum(-1, keepdim=True, dtype=torch.float64)
+    output = None
+    for first in range(0, num_keys, KEY_BLOCK):
+        # nodes may lie behind the end of the block that their positions belong to
+        stop = first + KEY_BLOCK + (0 if blocks is None else num_tokens)
+        part = weights[..., first:stop]
+        if blocks is not None:
+            part = part.masked_fill(blocks[first:stop] != first // KEY_BLOCK, 0)
+        summed = torch.bmm(part, values[:, first:stop])
+        output = summed if output is None else output.add_(summed)
+    assert output is not None
+    output = output.div_(total)[:, :num_queries].reshape(1, -1, num_tokens, value.shape[3])
+    return output.transpose(1, 2).to(query.dtype, memory_format=torch.contiguous_format)
+
+
 @lru_cache(maxsize=1)
 def _install_grouped() -> None:
     """Register the wrapper once; without an open context it only passes through."""
@@ -225,6 +313,11 @@ def _install_grouped() -> None:
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        ordered = None if torch.compiler.is_compiling() else _ordered_active.get()
+        scale = kwargs.get("scaling")
+        if ordered and attention_mask is not None and _is_plain(args, kwargs):
+            output = attend_in_order(query, key, value, attention_mask, scale, *ordered)
+            return output, None
         folded = _folded_now()
         if (
             folded is None
@@ -233,7 +326,6 @@ def _install_grouped() -> None:
             or not _is_plain(args, kwargs)
         ):
             return stock(module, query, key, value, attention_mask, *args, **kwargs)
-        scale = kwargs.get("scaling")
         if query.device.type == "cpu":
             output = scaled_dot_product_attention(
                 query, key, value, attention_mask, scale=scale, enable_gqa=True

@@ -255,7 +255,7 @@ def tapped(base: ModelPass, taps: Collection[str]) -> Iterator[Callable[[], dict
         return
     capture = capture_traced if base.compiled else capture_hidden
     with capture(base.model, taps) as captured:
-        yield lambda: {tap: captured.at[tap] for tap in taps}
+        yield lambda: {tap: captured.at[tap][:, : base.num_tokens] for tap in taps}
 
 
 def propose(

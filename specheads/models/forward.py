@@ -33,16 +33,26 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
 from specheads.attention.cache import TreeCache, grown_capacity
-from specheads.attention.mask import grouped_attention, grouped_attention_traced, tree_attention
+from specheads.attention.mask import (
+    grouped_attention,
+    grouped_attention_traced,
+    ordered_attention,
+    tree_attention,
+)
 from specheads.attention.tree import RowTrees, Tree, batched
 from specheads.config import ConfigError
 from specheads.models.base import context_length, input_device
 from specheads.models.output import FINAL, TRUNK, Captured, capture_hidden, last_layer
+
+# Where one token's pass is made to round as a tree's. It costs some 35 microseconds more per layer
+# and step, which narrow layers would feel, and 20 per 100 keys beside the kernel's 7.
+LEAST_WIDTH, MOST_ORDERED = 512, 512
 
 _captured: WeakKeyDictionary[PreTrainedModel, tuple[Captured, set[str], object]] = (
     WeakKeyDictionary()
@@ -284,6 +294,10 @@ class ModelPass:
         chain_only: the model masks by itself, so that no mask of ours may be asked for: one row,
             and a chain in place of a tree.
         compiled: run all passes but the prefill compiled; the first of each shape takes a while.
+        alike: round one token's pass and a tree's alike, where :func:`rounds_by_shape` says so.
+
+    Attributes:
+        num_tokens: T of the latest pass, without what it was padded with.
 
     Raises:
         ValueError: for a model that cannot be compiled with masks of ours.
@@ -296,6 +310,7 @@ class ModelPass:
         *,
         chain_only: bool = False,
         compiled: bool = False,
+        alike: bool = True,
     ) -> None:
         attention, name = model.config.get_text_config()._attn_implementation, type(model).__name__
         if compiled and attention not in ("sdpa", "eager"):
@@ -308,6 +323,8 @@ class ModelPass:
         self.cache = cache
         self.chain_only = chain_only
         self.compiled = compiled
+        self.num_tokens = 0
+        self._alike = alike and not (chain_only or compiled) and rounds_by_shape(model)
         self.device = input_device(model)
         self._context = context_length(model)
         self._thresholds = thresholds(model)
@@ -395,11 +412,15 @@ class ModelPass:
             [B, V].
         """
         num_rows, num_tokens = tokens.shape
-        cache = self.cache
+        cache, self.num_tokens = self.cache, num_tokens
         cache.reserve(num_rows, num_tokens)
         self._note_side(num_tokens)
         if self.compiled and num_tokens == 1 and cache.layers:
             logits = self._run_compiled(tokens, Tree.chain(0))[:, -1]
+            cache.extend(counts)
+            return logits
+        if self._alike and tokens.numel() == 1 and 0 < cache.rows.longest < MOST_ORDERED:
+            logits = self.verify(tokens, Tree.chain(0))[:, -1]
             cache.extend(counts)
             return logits
         last = [max(count, 1) - 1 for count in counts]
@@ -434,20 +455,29 @@ class ModelPass:
         Returns:
             Logits [B, N, V].
         """
+        num_rows, self.num_tokens = tokens.shape
+        alike = self._alike and num_rows == 1 and self.cache.rows.longest < MOST_ORDERED
+        if alike and self.num_tokens == 1:
+            # matrix products round one row otherwise than two or more: nobody reads the second
+            tokens, tree = F.pad(tokens, (0, 1)), Tree.chain(1)
         self.cache.reserve(*tokens.shape)
         self._note_side(1)
         if self.compiled:
             return self._run_compiled(tokens, tree)
         # a root alone behind rows of one length is a plain step
         plain = self.chain_only or (tree.num_nodes == 1 and self.cache.rows.uniform)
-        with contextlib.nullcontext() if plain else masked(tree, self.cache):
+        with contextlib.ExitStack() as stack:
+            if not plain:
+                stack.enter_context(masked(tree, self.cache))
+            if alike:
+                stack.enter_context(ordered_attention(tree, self.cache.rows.longest))
             logits: Tensor = self.model(
                 input_ids=tokens.clamp(min=0).to(self.device),
                 position_ids=self._node_positions(tree),
                 past_key_values=self.cache,
                 use_cache=True,
             ).logits
-        return logits
+        return logits[:, : self.num_tokens]
 
     def _run_compiled(self, tokens: Tensor, tree: Tree | RowTrees) -> Tensor:
         tokens = tokens.clamp(min=0).to(self.device)
@@ -470,6 +500,26 @@ class ModelPass:
         # padding, and guesses that the limit forbids: whatever is said of them is ignored, but a
         # learned embedding has no row for positions outside the context
         return positions.clamp(max=self._context - 1)
+
+
+def rounds_by_shape(model: PreTrainedModel) -> bool:
+    """Tell whether passes of one row are to be made to round alike, whatever their tokens' number.
+
+    In 16 bits on a CPU a pass over one token rounds otherwise than one over a tree, and the cure
+    costs little: two tokens at least, and attention that keeps an order. In float32 near-ties are
+    settled by replays. GPUs choose kernels by shape in all products, which no padding evens out.
+    Masks with a window, and positions with thresholds, are left to the model.
+    """
+    config = model.config.get_text_config()
+    return (
+        input_device(model).type == "cpu"
+        and model.dtype in (torch.bfloat16, torch.float16)
+        and config._attn_implementation == "sdpa"
+        and getattr(config, "hidden_size", 0) >= LEAST_WIDTH
+        and not getattr(config, "sliding_window", None)
+        and set(getattr(config, "layer_types", None) or ()) <= {"full_attention"}
+        and not thresholds(model).name
+    )
 
 
 @contextlib.contextmanager
