@@ -20,7 +20,6 @@ from typing import Any
 from specheads.config import (
     AutoConfig,
     ConfigError,
-    QuestionsConfig,
     RegenerateConfig,
     RunError,
     TrainConfig,
@@ -41,7 +40,7 @@ from specheads.models.support import tree_support
 from specheads.pipeline import run_recipe
 from specheads.regeneration.answering import regenerate
 from specheads.regeneration.engine import load_engine, weights_of, who_answers
-from specheads.regeneration.questions import write_questions
+from specheads.regeneration.questions import Questioner
 from specheads.runs.directory import is_used, lock, unlock
 from specheads.system import hardware
 from specheads.system.files import whole_file
@@ -268,18 +267,18 @@ class _Stages:
         if not config.endpoint:
             regenerate(own, self.say)
             return
-        who, questions = who_answers(own), f"{output}.questions.jsonl"
-        _, told = write_questions(
-            load_engine(own, who),
-            questions,
-            QuestionsConfig(),
-            whose=weights_of(own, who),
-            limit=limit,
-            seed=config.seed,
+        questions, whose = Path(f"{output}.questions.jsonl"), who_answers(own)
+        writer = Questioner(
+            load_engine(own, whose), own.questions, config.seed, weights_of(own, whose)
         )
-        self.say(told)
-        served = replace(own, endpoint=config.endpoint, endpoint_model=config.endpoint_model)
-        regenerate(replace(served, prompts=questions, limit=0), self.say)
+        self.say(writer.write(questions, limit)[1])
+        served = replace(
+            own,
+            endpoint=config.endpoint,
+            endpoint_model=config.endpoint_model,
+            prompts=str(questions),
+        )
+        regenerate(served, self.say)
 
     def _training(self) -> TrainConfig:
         """Return the settings of the training; its numbers are by rule, but for the steps."""

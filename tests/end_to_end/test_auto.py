@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +124,42 @@ def test_a_run_goes_on_where_it_was_killed(
         shared = one.keys() & other.keys()  # how many there are is a matter of time
         assert len(shared) >= 4 and all(one[key] == other[key] for key in shared)
     assert whole["plan"]["recipe"] == "hydra"
+
+
+def test_a_server_answers_what_the_base_asks(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour of a running server would not be used, or it be asked to write a user's turn."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append(body["messages"][-1]["content"])
+            choice = {"message": {"content": "As you say."}, "finish_reason": "stop"}
+            data = json.dumps({"choices": [choice], "usage": {"completion_tokens": 3}}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+    monkeypatch.setattr(stages._Stages, "store_features", lambda self: None)
+    monkeypatch.setattr(stages._Stages, "train", lambda self: pytest.skip("trained elsewhere"))
+    stop = pytest.raises(pytest.skip.Exception)
+    try:
+        with stop:
+            stages.auto(settings(talker, endpoint=url, endpoint_model="m"), lambda line: None)
+    finally:
+        server.shutdown()
+        server.server_close()
+    (folder,) = Path("runs").iterdir()
+    answered = records(folder / "answers.jsonl")
+    assert len(answered) >= 4 and len(asked) == len(answered)
+    assert {of["messages"][-1]["content"] for of in answered.values()} == {"As you say."}
 
 
 def records(path: Path) -> dict[str, Any]:
