@@ -253,7 +253,12 @@ def _rope_scaling(opened: _Opened) -> dict[str, Any]:
             "attention_factor": opened.about("rope.scaling.attn_factor") or 1.0,
         }
     kinds = ("none", "linear", "yarn")
-    expect(scaling["rope_type"] in kinds, "rope.scaling.type", scaling["rope_type"], kinds)
+    expect(
+        scaling["rope_type"] in kinds,
+        f"{opened.path}: rope.scaling.type",
+        scaling["rope_type"],
+        kinds,
+    )
     return {} if scaling["rope_type"] == "none" else scaling
 
 
@@ -299,6 +304,7 @@ class _Weights:
             start, end = end, end + 4 * shape.numel()
             header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
         text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)  # so that the numbers are aligned
         with file.open("wb") as out:
             out.write(struct.pack("<Q", len(text)) + text)
             for name in self.shapes:

@@ -38,7 +38,7 @@ from specheads.models.quantize import METHODS, quantization_of
 from specheads.models.support import tree_support
 from specheads.system import dist, hardware
 from specheads.system.errors import one_of, refuse
-from specheads.system.files import tinycode_dir
+from specheads.system.files import shipped_export, tinycode_dir
 from specheads.training.engine import Spread
 
 
@@ -379,7 +379,7 @@ def _place(output: OutputLayer, device: str) -> torch.device:
 
 
 def _start_from(cfg: TrainConfig, heads: Heads) -> None:
-    start, model = cfg.heads.start, cfg.model
+    start, model = shipped_export(cfg.heads.start), cfg.model
     found = load_heads(start)
     if not model.init:
         check_digest(

@@ -19,6 +19,7 @@ from specheads.drafters.lookup import SuffixDrafter
 from specheads.formats.card import licence_of
 from specheads.models import gguf
 from specheads.models.base import end_tokens, load_base_model, load_tokenizer
+from specheads.models.digest import file_sha256
 from specheads.models.names import base_digest, model_folder, resolve_name
 from tests import gguf_files
 
@@ -190,6 +191,9 @@ def test_smollm2_is_what_transformers_reads(
     """All figures are of these weights: a number of them that is wrong is wrong everywhere."""
     monkeypatch.delenv("SPECHEADS_CACHE")  # the user's own: fetched once
     ours, tokenizer = load_base_model("smollm2", attn="eager"), load_tokenizer("smollm2")
+    weights = file_sha256(model_folder("smollm2") / "model.safetensors")
+    # what heads for it record as their base: it must be the same everywhere, and for good
+    assert weights == "9e7a06a51fdacdc59d5796a7cab5060d1df61ce32003f4115eb261ae330a7381"
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
