@@ -14,7 +14,8 @@ decoding and not almost always so. This rests on rounding being below ``sampling
 the self-test measures more, near-ties are wider by as much; but a model which multiplies rounding
 like that (dozens of layers with random weights did) is not promised to give the very tokens of
 plain decoding. In bfloat16 and float16 rounding is so coarse that near-ties are common, and no
-replay is made: outputs are plausible, not identical.
+replay is made: outputs are plausible, not identical, but where passes are made to round alike, see
+:func:`~specheads.models.forward.rounds_by_shape`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,152 @@
+"""In 16 bits on a CPU, a pass over one token and one over a tree give the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
+from specheads.attention import mask
+from specheads.attention.cache import TreeCache
+from specheads.attention.mask import KEY_BLOCK, attend_in_order
+from specheads.attention.tree import Tree, default_tree
+from specheads.decoding.loop import decode, plain_decode
+from specheads.models.forward import MOST_ORDERED, ModelPass, rounds_by_shape
+from tests.conftest import build_tiny_llama
+from tests.scripted import ScriptedDrafter
+
+SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 1024}
+# siblings on every level, whose keys lie in other slots than plain decoding's
+TREES = [Tree.from_choices([(0,), (1,), (0, 0), (1, 0), (1, 1), (1, 0, 0)]), default_tree(4, 16)]
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    """Return a Llama that is wide enough, with logits that differ."""
+    return build_tiny_llama(**SIZES, **HEADS).to(torch.bfloat16)
+
+
+def needs_rows_alike() -> None:
+    """Skip, aloud, where products of two rows and of many differ: there no padding helps."""
+    generator = torch.Generator().manual_seed(0)
+    rows, weight = (torch.randn(n, 1536, generator=generator).bfloat16() for n in (17, 512))
+    few, many = (nn.functional.linear(rows[:n], weight)[:2] for n in (2, 17))
+    if not torch.equal(few, many):
+        pytest.skip("matrix products of this machine round by the number of rows in bfloat16")
+
+
+def one_by_one(base: ModelPass, nodes: Tensor, tree: Tree) -> Tensor:
+    """Return the logits [N, V] of one-token passes along every path, as plain decoding's are."""
+    length = base.cache.lengths[0]
+    found: dict[int, Tensor] = {}
+    for path in tree.paths.tolist():
+        base.cache.shorten([length])
+        for node in (each for each in path if each >= 0):
+            found[node] = base.read(nodes[:, node : node + 1], [1])[0]
+    return torch.stack([found[node] for node in range(tree.num_nodes)])
+
+
+# with the edge of a block before, inside and behind the tree
+@pytest.mark.parametrize("context", [5, KEY_BLOCK - 4, KEY_BLOCK - 1, KEY_BLOCK, 400])
+@torch.inference_mode()
+def test_trees_and_single_tokens_give_the_same_bits(model: LlamaForCausalLM, context: int) -> None:
+    """Prevents texts that leave plain decoding's at the first near-tie."""
+    needs_rows_alike()
+    ids = torch.randint(0, 256, (1, context), generator=torch.Generator().manual_seed(context))
+    trees = TREES if context > 200 else [Tree.chain(n) for n in (0, 1, 2, 7)] + TREES
+    for tree in trees:
+        base = ModelPass(model, TreeCache())
+        base.read(ids, [context])
+        nodes = torch.randint(0, 256, (1, tree.num_nodes))
+        in_tree = base.verify(nodes, tree)[0]
+        assert in_tree.shape[0] == tree.num_nodes
+        assert torch.equal(in_tree, one_by_one(base, nodes, tree))
+
+
+def test_greedy_texts_are_plain_decodings(model: LlamaForCausalLM) -> None:
+    """Prevents keys of accepted nodes, or a dummy node's, that plain decoding would not have."""
+    needs_rows_alike()
+    prompt = torch.randint(0, 256, (1, KEY_BLOCK - 12), generator=torch.Generator().manual_seed(3))
+    plain = plain_decode(model, prompt, max_new_tokens=40).sequences
+    for hit_rate in (0.0, 0.6):
+        drafter = ScriptedDrafter(TREES[0], plain[0].tolist(), hit_rate, 256)
+        drafted = decode(model, drafter, prompt, max_new_tokens=40)
+        assert torch.equal(drafted.sequences, plain)
+
+
+@contextmanager
+def calls(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Give a list of the rows of every product with a weight, and -1 per ordered attention."""
+    seen: list[int] = []
+
+    def note(*given: object) -> Tensor:
+        seen.append(-1)
+        return attend_in_order(*given)  # type: ignore[arg-type]
+
+    def rows(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        seen.append(inputs[0].shape[:-1].numel())
+
+    hooks = [m.register_forward_pre_hook(rows) for m in model.modules() if type(m) is nn.Linear]
+    with monkeypatch.context() as patch:
+        patch.setattr(mask, "attend_in_order", note)
+        yield seen
+    for hook in hooks:
+        hook.remove()
+
+
+@torch.inference_mode()
+def test_both_passes_make_the_same_calls(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Holds on every machine: prevents a single row, or another attention, in one of the two."""
+    base = ModelPass(model, TreeCache())
+    base.read(torch.ones(1, 9, dtype=torch.long), [9])
+    tokens = torch.ones(1, 7, dtype=torch.long)
+    with calls(model, monkeypatch) as seen:
+        base.verify(tokens, TREES[0])
+        in_tree = [*seen]
+        seen.clear()
+        base.read(tokens[:, :1], [1])
+        assert [2 if rows == 7 else rows for rows in in_tree] == seen
+        assert seen.count(-1) == SIZES["num_hidden_layers"]
+        assert base.num_tokens == 1
+
+
+@torch.inference_mode()
+def test_elsewhere_nothing_changes(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents slower batches, long texts and float32, whose tokens are pinned."""
+    token = torch.ones(1, 1, dtype=torch.long)
+    for rows, length in ((2, 9), (1, MOST_ORDERED)):
+        base = ModelPass(model, TreeCache())
+        base.read(torch.ones(rows, length, dtype=torch.long), [length] * rows)
+        with calls(model, monkeypatch) as seen:
+            base.read(token.repeat(rows, 1), [1] * rows)
+            assert set(seen) == {rows}
+    assert not rounds_by_shape(build_tiny_llama(**SIZES, **HEADS))
+    assert not rounds_by_shape(build_tiny_llama().to(model.dtype))  # narrow
+
+
+@pytest.mark.parametrize("heads,groups,width", [(2, 3, 64), (4, 1, 80), (1, 4, 128)])
+def test_ordered_attention_is_attention(heads: int, groups: int, width: int) -> None:
+    """Prevents a fast path that attends to something else; the reference is in float64."""
+    generator = torch.Generator().manual_seed(0)
+    cached, tree = KEY_BLOCK - 2, TREES[0]
+    num_tokens, num_keys = tree.num_nodes, cached + tree.num_nodes
+    query = torch.randn(1, heads * groups, num_tokens, width, generator=generator)
+    key, value = torch.randn(2, 1, heads, num_keys, width, generator=generator)
+    hidden = torch.zeros(num_tokens, num_keys, dtype=torch.bool)
+    hidden[:, cached:] = ~tree.tree_mask
+    additive = torch.zeros(hidden.shape).masked_fill_(hidden, -1e30)[None, None]
+    scores = query.double() @ key.double().repeat_interleave(groups, 1).transpose(2, 3) * 0.1
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    expected = weights @ value.double().repeat_interleave(groups, 1)
+    for blocks in (None, mask._key_blocks(tree, cached)):
+        given = attend_in_order(query, key, value, additive, 0.1, blocks, {})
+        torch.testing.assert_close(given.double(), expected.transpose(1, 2), atol=1e-5, rtol=1e-5)
