@@ -15,14 +15,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- layers: python scripts/draw_layers.py -->", "<!-- end of layers -->"
-COMMANDS = "commands"  # every module at the root of the package that is not pipeline
+COMMANDS = "commands"  # every module at the root of the package that is none of these
+SHARED = "pipeline", "stages"
 APART = {"__init__", "registration"}  # doors: they import when they are asked
 
 
 def part_of(name: str) -> str:
     """Return the box in which a dotted name below ``specheads`` stands."""
     first = name.split(".")[1]
-    return first if (ROOT / "specheads" / first).is_dir() or first == "pipeline" else COMMANDS
+    return first if (ROOT / "specheads" / first).is_dir() or first in SHARED else COMMANDS
 
 
 def imports() -> dict[str, set[str]]:

@@ -15,8 +15,8 @@ PACKAGE = ROOT / "specheads"
 draw_layers = load_script("draw_layers")
 
 COMMANDS = {
-    "cli", "train", "generate", "chat", "bench", "tree_search", "export", "regenerate", "preview",
-    "compare", "doctor", "quality", "spec_bench", "vllm_proposer",
+    "cli", "auto", "train", "generate", "chat", "bench", "tree_search", "export", "regenerate",
+    "preview", "compare", "doctor", "quality", "spec_bench", "vllm_proposer",
 }  # fmt: skip
 # Lowest first. A part, which is a folder or a module at the root, imports its own layer and the
 # layers before it.
@@ -29,7 +29,8 @@ LAYERS = [
     {"data", "formats", "drafters"},
     {"training", "decoding"},
     {"measure", "regeneration"},
-    {"pipeline", *COMMANDS},
+    {"pipeline"},
+    {"stages", *COMMANDS},
     {"recipes", "__init__"},  # the front door imports what is asked of it
 ]
 # Siblings that must not know each other though they share a layer.
