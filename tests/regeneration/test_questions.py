@@ -21,7 +21,7 @@ from specheads.decoding.result import DecodedRow
 from specheads.decoding.stream import Job, PlainStream
 from specheads.regeneration import answers, questions
 from specheads.regeneration.answers import Sampling
-from specheads.regeneration.dialogue import TurnEncoder
+from specheads.regeneration.dialogue import TurnEncoder, dialogue
 from specheads.regeneration.engine import Engine
 from specheads.regeneration.questions import BLOCK, MOST, Questioner, read_leads
 
@@ -166,7 +166,7 @@ class Scripted:
     """In place of a stream: gives to attempt n the tokens that ``write(n)`` returns."""
 
     def __init__(self, write: Callable[[int], list[int]]) -> None:
-        self.write = write
+        self.write, self.num_tokens = write, 0
 
     def run(self, take: Callable[[int], list[Job]]) -> Iterator[list[tuple[Job, DecodedRow]]]:
         """Yield eight at a time, in another order than they were begun."""
@@ -340,3 +340,23 @@ def test_the_stream_ends_rows_by_their_own_tokens(make_tiny_llama: Any) -> None:
             for job, row in ended}  # fmt: skip
     assert done["all"].new_tokens == first and done["cut"].finished
     assert done["cut"].new_tokens == first[: first.index(end) + 1]
+
+
+def test_an_answer_that_was_given_just_so_is_taken_again(scripted: Callable[..., Any]) -> None:
+    """In bfloat16 it might come out otherwise, and the user's next turn follows the first one."""
+    begun: list[int] = []
+    questioner, _ = scripted(lambda n: begun.append(1) or tokens("anew"))
+    engine = questioner.engine
+    engine.generation = {"model": "x"}
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "old"}]
+    record: dict[str, Any] = {"id": "a", "kind": "chat", "messages": messages}
+    ids = engine.turns.ask(dialogue(record))
+    record["tokens"] = {"ids": ids + tokens("old"), "answers": [[len(ids), len(ids) + 4]]}
+    record["generation"] = {"model": "x", "finish_reason": ["stop"]}
+    (outcome,) = engine.answer([record])
+    assert not begun and outcome.answered[0]["messages"] == messages
+    edited = [{"role": "user", "content": "hello"}, messages[1]]
+    for other in ({"messages": edited}, {"generation": {"model": "y"}}):
+        begun.clear()
+        found = [each for outcome in engine.answer([record | other]) for each in outcome.answered]
+        assert begun and found[0]["messages"][1]["content"] == "anew"
