@@ -67,7 +67,7 @@ def test_usage(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
         ("trian", "did you mean train?"),
         ("tree-serach", "did you mean tree?"),
         ("docter", "did you mean doctor?"),
-        ("xyzzy", "there are train, generate, chat,"),
+        ("xyzzy", "there are auto, train, generate, chat,"),
     ],
 )
 def test_unknown_commands_get_advice(

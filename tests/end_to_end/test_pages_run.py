@@ -47,6 +47,7 @@ SHORT = {
 NEEDS = {
     "endpoint=": "a server",
     "push=": "the hub",
+    "minutes=60": "an hour; tests/end_to_end/test_auto.py runs it in seconds",
 }
 
 
