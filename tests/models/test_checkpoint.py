@@ -6,6 +6,7 @@ import errno
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from transformers import (
 )
 
 from specheads.attention.tree import Tree
-from specheads.config import ConfigError, RunError
+from specheads.config import ConfigError, HeadsConfig, ModelConfig, RunError
 from specheads.models import checkpoint
 from specheads.models.base import load_base_model
 from specheads.models.checkpoint import (
     load_export,
+    load_heads,
     origin,
     read_config,
     save_export,
@@ -35,6 +37,8 @@ from specheads.models.heads import MedusaHeads
 from specheads.models.manifest import check_manifest, write_manifest
 from specheads.models.names import base_digest
 from specheads.models.output import OutputLayer
+from specheads.training.setup import _start_from
+from tests.toys import toy_config
 
 TREE = Tree.from_choices([[0], [1], [0, 0], [0, 0, 0]])
 IDS = torch.arange(20)[None]
@@ -201,6 +205,20 @@ def test_a_wrong_base_is_refused(
     other = _other_base(tmp_path, make_tiny_llama, hidden_size=64)
     with pytest.raises(ConfigError, match="with 32 hidden numbers, .* has 64"):
         load_export(export, base=other, other_base=True)
+
+
+def test_heads_start_on_another_base_by_request_alone(
+    export: Path, tmp_path: Path, make_tiny_llama: Callable[..., PreTrainedModel]
+) -> None:
+    """Heads of other weights start worse than none, and a folder is easily mistaken."""
+    other = _other_base(tmp_path, make_tiny_llama, seed=1)
+    settings = replace(toy_config(tmp_path / "run"), heads=HeadsConfig(start=str(export)))
+    settings = replace(settings, model=ModelConfig(name=other))
+    heads = load_heads(export)
+    with pytest.raises(ConfigError, match=r"other weights.* model\.other_base=true"):
+        _start_from(settings, heads)
+    settings.model.other_base = True
+    _start_from(settings, heads)
 
 
 def test_a_tokenizer_beyond_the_base_is_refused(
