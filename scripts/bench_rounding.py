@@ -113,6 +113,10 @@ class Told:
         """Move on."""
         return state[0] + len(result.new_tokens[0]), result.next_root
 
+    def select(self, state: tuple[int, Tensor], rows: Tensor) -> tuple[int, Tensor]:
+        """Keep the only row."""
+        return state
+
 
 def rounding(model: PreTrainedModel, alike: bool) -> Any:
     """Return a context in which passes round alike, or by their shape."""
@@ -121,7 +125,8 @@ def rounding(model: PreTrainedModel, alike: bool) -> Any:
 
 def random_tree(num_nodes: int, seed: int) -> Tree:
     """Return a tree grown at random places."""
-    place, choices = random.Random(seed), [()]
+    place = random.Random(seed)
+    choices: list[tuple[int, ...]] = [()]
     while len(choices) < num_nodes:
         parent = place.choice(choices)
         rank = sum(len(each) > len(parent) and each[:-1] == parent for each in choices)
