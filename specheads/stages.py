@@ -84,7 +84,7 @@ class Progress:
         if self.path.exists():
             try:
                 self.found = json.loads(self.path.read_text(encoding="utf-8"))
-                before, _ = self.found["asked"], self.found["seconds"]
+                before, *_ = (dict(self.found[key]) for key in ("asked", "seconds", "plan"))
             except (ValueError, KeyError, TypeError) as error:
                 damaged = f"{self.path} is damaged ({error}); choose another name="
                 raise ConfigError(damaged) from None

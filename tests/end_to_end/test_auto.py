@@ -185,6 +185,7 @@ def test_what_cannot_be_is_said_in_a_line(
         stages.auto(settings(tmp_path / "opt", prompts=str(prompts)), quiet)
     assert not list(Path("runs").glob("*opt/*.jsonl"))  # said before anything is written
     path = Path("runs/auto-" + str(talker).strip("/").replace("/", "-"), "auto.json")
-    path.write_text("{")
-    with pytest.raises(ConfigError, match=r"auto.json is damaged"):
-        stages.auto(settings(talker), quiet)
+    for damaged in ("{", "[]", '{"asked": 1, "seconds": {}, "plan": {}}', '{"asked": {}}'):
+        path.write_text(damaged)
+        with pytest.raises(ConfigError, match=r"auto.json is damaged"):
+            stages.auto(settings(talker), quiet)
