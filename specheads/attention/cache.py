@@ -361,12 +361,13 @@ class TreeCache(Cache):
             self._pool = None  # made again with the next pass
         elif moved:
             sources, places = map(list, zip(*moved, strict=True))
-            for buffer in self._buffers():
-                live = buffer[..., :end, :]
-                if live.dim() == 4:
-                    live[places] = live[sources]
-                else:
-                    live[:, :, places] = live[:, :, sources]
+            with torch.inference_mode():  # what a decoding step has made takes no change elsewhere
+                for buffer in self._buffers():
+                    live = buffer[..., :end, :]
+                    if live.dim() == 4:
+                        live[places] = live[sources]
+                    else:
+                        live[:, :, places] = live[:, :, sources]
         for layer in self._live_layers():
             layer.buffers = tuple(t[: len(kept)] for t in layer.buffers)
         self.rows.set([self.lengths[row] for row in kept])

@@ -130,7 +130,8 @@ def test_the_command_saves_prints_and_draws(
     """A figure that is printed and not saved, or saved for prompts that were calibrated on."""
     cost = 0.5
 
-    def fake_clock(runs: list[Any], *, repeats: int) -> list[list[float]]:
+    def fake_clock(runs: list[Any], *, repeats: int, enough: object) -> list[list[float]]:
+        del enough
         return [[0.001] * repeats, *[[0.001 * cost] * repeats for _ in runs[1:]]]
 
     monkeypatch.setattr(calibrate, "clock_steps", fake_clock)

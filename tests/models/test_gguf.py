@@ -136,7 +136,9 @@ def test_the_same_file_gives_the_same_bytes_and_one_conversion(
     with ThreadPoolExecutor(2) as pool:
         first, again = pool.map(model_folder, [str(one), str(other)])
     assert first == again
-    assert len(capsys.readouterr().err.splitlines()) == 1, "the second waits for the first"
+    # others may write too: a logger whose stream another test of the process has closed
+    told = [line for line in capsys.readouterr().err.splitlines() if line.endswith(", once")]
+    assert len(told) == 1, "the second waits for the first"
     found = {file.name: file.read_bytes() for file in first.iterdir()}
     digest = base_digest(str(one))
     monkeypatch.setenv("SPECHEADS_CACHE", str(tmp_path / "another"))
