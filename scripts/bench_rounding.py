@@ -2,9 +2,9 @@
 
     python scripts/bench_rounding.py --base FOLDER --prompts questions.jsonl --out rounding.json
 
-A pass over several tokens may round otherwise than one over one token; ``rounds_by_shape`` of
-specheads/models/forward.py says where both are made to round alike. All is done without it
-("shape") and with it ("alike"):
+A pass over several tokens may round otherwise than one over one token; with ``same_rounding`` both
+round alike, where ``rounds_by_shape`` of specheads/models/forward.py says that they can. All is
+done without it ("shape") and with it ("alike"):
 
 rows   random trees of several sizes behind several contexts: the largest difference of logits to
        those of one-token passes along each path, and the share of nodes whose logits are bit-equal.
@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-from unittest.mock import patch
 
 import harness
 import torch
@@ -35,9 +34,8 @@ from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import Candidates, Prefill, StepResult
 from specheads.measure.clock import Prompt, prompts_of
 from specheads.measure.identity import Rounding, compare
-from specheads.models import forward
 from specheads.models.base import end_tokens, load_base_model, load_tokenizer
-from specheads.models.forward import ModelPass, rounds_by_shape
+from specheads.models.forward import ModelPass
 from specheads.system import hardware
 from specheads.verification.sampling import Sampler
 
@@ -118,11 +116,6 @@ class Told:
         return state
 
 
-def rounding(model: PreTrainedModel, alike: bool) -> Any:
-    """Return a context in which passes round alike, or by their shape."""
-    return patch.object(forward, "rounds_by_shape", lambda _: alike and rounds_by_shape(model))
-
-
 def random_tree(num_nodes: int, seed: int) -> Tree:
     """Return a tree grown at random places."""
     place = random.Random(seed)
@@ -136,8 +129,7 @@ def random_tree(num_nodes: int, seed: int) -> Tree:
 
 def behind(model: PreTrainedModel, ids: Tensor, alike: bool) -> ModelPass:
     """Return passes behind a text [1, P] that was read."""
-    with rounding(model, alike):
-        base = ModelPass(model, TreeCache())
+    base = ModelPass(model, TreeCache(), same_rounding=alike)
     base.read(ids, [ids.shape[1]])
     return base
 
@@ -210,13 +202,13 @@ def texts(model: PreTrainedModel, given: Settings, tokenizer: Any) -> dict[str, 
     for number, prompt in enumerate(prompts, 1):
         ids = prompt.input_ids
         for name, alike in WAYS.items():
-            with rounding(model, alike):
-                own = plain_decode(model, ids, **settings).new_tokens
-                plain[name].append(own)
-                known = [*ids[0].tolist(), *own]
-                for kind, hit_rate in (("drafted", given.hit_rate), ("widened", 0.0)):
-                    drafter = Told(tree, known, hit_rate)
-                    note(f"{name}_{kind}", decode(model, drafter, ids, **settings).new_tokens)
+            own = plain_decode(model, ids, same_rounding=alike, **settings).new_tokens
+            plain[name].append(own)
+            known = [*ids[0].tolist(), *own]
+            for kind, hit_rate in (("drafted", given.hit_rate), ("widened", 0.0)):
+                drafter = Told(tree, known, hit_rate)
+                drafted = decode(model, drafter, ids, same_rounding=alike, **settings)
+                note(f"{name}_{kind}", drafted.new_tokens)
         twice = plain_decode(model, ids.repeat(2, 1), **settings).rows[0].new_tokens
         note("shape_pair", twice)
         equal = {name: count(name, plain, texts) for name, texts in others.items()}
@@ -247,8 +239,7 @@ def judge(
     pairs = [(p.input_ids, text) for p, text in zip(prompts, plain[way], strict=True)]
     differing = [i for i, text in enumerate(other) if text != plain[way][i]]
     noise = Rounding(model, [pairs[i] for i in differing], [given.tree_nodes])
-    with rounding(model, WAYS[way]):
-        first = compare(prompts, plain[way], other, [Sampler()] * len(other), rounding=noise)
+    first = compare(prompts, plain[way], other, [Sampler()] * len(other), rounding=noise)
     near = sum(each.near_tie for each in first)
     return {"equal": len(other) - len(first), "differ": len(first), "near_ties": near}
 

@@ -56,7 +56,12 @@ def run(config: BenchConfig) -> None:
     prompts, digest = prompts_of(base, subject.tokenizer, path, *limits)
     rule = acceptance_rule(decode)
     lossy = None if rule.lossless else rule
-    contest = bench.Contest.of(subject, config.max_new_tokens, compile=decode.compile)
+    contest = bench.Contest.of(
+        subject,
+        config.max_new_tokens,
+        compile=decode.compile,
+        same_rounding=decode.same_rounding,
+    )
     methods = contest.baselines(batched=max(sizes) > 1)
     if export:
         trees = [export.tree]

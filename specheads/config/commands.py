@@ -46,6 +46,8 @@ class DecodeConfig:
     # of a tree that is grown at each step or merged, root included; 0: what tree_search found, all
     num_nodes: int = 0
     compile: bool = False  # torch.compile the base's passes, CUDA graphs on a GPU; slow to start
+    # in 16 bits on a CPU let plain and drafted passes round alike, so that texts are equal; slower
+    same_rounding: bool = False
     acceptance: str = "exact"  # exact; lossy_typical, lossy_lenient: NOT the base's distribution
     epsilon: float = 0.09  # of lossy_typical, larger is stricter
     delta: float = 0.3  # of lossy_typical, larger is stricter

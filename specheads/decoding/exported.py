@@ -388,4 +388,5 @@ def make_decoder(subject: Subject, decode: DecodeConfig, drafter: Drafter | None
         tokenizer=subject.tokenizer,
         acceptance=acceptance_rule(decode),
         compile=decode.compile,
+        same_rounding=decode.same_rounding,
     )

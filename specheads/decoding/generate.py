@@ -141,6 +141,7 @@ class SpecDecoder:
         tokenizer: reads ``stop_strings``.
         acceptance: the rule by which candidates are accepted; exact if None.
         compile: compile the base's passes; the first of each shape takes a while.
+        same_rounding: in 16 bits on a CPU, let plain and drafted passes round alike.
 
     ``streamer`` and ``tokenizer`` are bound here for ``base.generate(custom_generate=decoder)``, as
     transformers 5 hands neither of its own to a ``custom_generate`` callable.
@@ -159,6 +160,7 @@ class SpecDecoder:
     tokenizer: PreTrainedTokenizerBase | None = None
     acceptance: Acceptance | None = None
     compile: bool = field(default=False, kw_only=True)
+    same_rounding: bool = field(default=False, kw_only=True)
     on_tokens: OnTokens | None = field(default=None, init=False)
     last_result: DecodeResult | None = field(default=None, init=False)
 
@@ -292,6 +294,7 @@ class SpecDecoder:
             pad_token_id=0 if pad is None else int(pad),
             keep_scores=as_dict and bool(config.output_scores or config.output_logits),
             compile=self.compile,
+            same_rounding=self.same_rounding,
         )
         if self.streamer is not None:
             self.streamer.end()

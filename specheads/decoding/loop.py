@@ -63,6 +63,7 @@ class Settings:
         pad_token_id: stands in ``sequences`` behind rows that ended early.
         keep_scores: keep what every token was chosen from; it costs 2 V numbers per token.
         compile: run all passes but the prefill compiled; the first of each shape takes a while.
+        same_rounding: in 16 bits on a CPU, let passes over one token and over a tree round alike.
     """
 
     max_new_tokens: int
@@ -77,6 +78,7 @@ class Settings:
     pad_token_id: int = 0
     keep_scores: bool = False
     compile: bool = False
+    same_rounding: bool = False
 
     @property
     def drops_rows(self) -> bool:
@@ -127,7 +129,13 @@ def decode(
     )
     cache = TreeCache() if asked.cache is None else asked.cache
     # a batch and compiled passes need what trees need: masks that are not the model's
-    base = ModelPass(model, cache, chain_only=support.kind == "chain", compiled=asked.compile)
+    base = ModelPass(
+        model,
+        cache,
+        chain_only=support.kind == "chain",
+        compiled=asked.compile,
+        same_rounding=asked.same_rounding,
+    )
     processors = bind(asked.logits_processor, prompts, input_ids.shape[1])
     # saves a tenth of the calls' overhead beside no_grad
     with torch.inference_mode(), tapped(base, drafter.taps if drafter else ()) as hidden:

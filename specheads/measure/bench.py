@@ -36,7 +36,6 @@ from specheads.decoding.exported import (
     num_parameters,
     tree_kind,
 )
-from specheads.decoding.generate import SpecDecoder
 from specheads.decoding.loop import decode
 from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
@@ -72,6 +71,7 @@ class Contest:
         max_new_tokens: limit per prompt.
         compile: compile the base's passes in our own loops, the plain one included, which is then
             measured as it was before too, and generate with compiled passes.
+        same_rounding: see :class:`specheads.decoding.loop.Settings`; of our own loops.
     """
 
     base: PreTrainedModel
@@ -79,13 +79,20 @@ class Contest:
     pad: int | None
     max_new_tokens: int
     compile: bool = False
+    same_rounding: bool = False
 
     @staticmethod
-    def of(subject: Subject | Export, max_new_tokens: int, *, compile: bool = False) -> Contest:
+    def of(
+        subject: Subject | Export,
+        max_new_tokens: int,
+        *,
+        compile: bool = False,
+        same_rounding: bool = False,
+    ) -> Contest:
         """Return the contest on a model that was loaded."""
         base, tokenizer = subject.base, subject.tokenizer
         eos, pad = end_tokens(base, tokenizer), tokenizer.pad_token_id
-        return Contest(base, eos, pad, max_new_tokens, compile)
+        return Contest(base, eos, pad, max_new_tokens, compile, same_rounding)
 
     def ours(
         self,
@@ -128,6 +135,7 @@ class Contest:
                 eos_token_ids=self.eos,
                 acceptance=rule,
                 compile=self.compile,
+                same_rounding=self.same_rounding,
             )
             return list(result.rows)
 
@@ -626,7 +634,7 @@ def answer_missing(
     drafted = exported.load_decoder(
         config.checkpoint, decode, base=config.base, dtype=dtype, device=config.device
     )
-    plain = SpecDecoder(drafted.base, None, tokenizer=drafted.tokenizer, compile=decode.compile)
+    plain = replace(drafted, drafter=None, acceptance=None)
     asked = Asked(
         prompts,
         config.max_new_tokens,

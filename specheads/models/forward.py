@@ -294,7 +294,8 @@ class ModelPass:
         chain_only: the model masks by itself, so that no mask of ours may be asked for: one row,
             and a chain in place of a tree.
         compiled: run all passes but the prefill compiled; the first of each shape takes a while.
-        alike: round one token's pass and a tree's alike, where :func:`rounds_by_shape` says so.
+        same_rounding: round one token's pass and a tree's alike, where :func:`rounds_by_shape`
+            says so.
 
     Attributes:
         num_tokens: T of the latest pass, without what it was padded with.
@@ -310,7 +311,7 @@ class ModelPass:
         *,
         chain_only: bool = False,
         compiled: bool = False,
-        alike: bool = True,
+        same_rounding: bool = False,
     ) -> None:
         attention, name = model.config.get_text_config()._attn_implementation, type(model).__name__
         if compiled and attention not in ("sdpa", "eager"):
@@ -324,7 +325,7 @@ class ModelPass:
         self.chain_only = chain_only
         self.compiled = compiled
         self.num_tokens = 0
-        self._alike = alike and not (chain_only or compiled) and rounds_by_shape(model)
+        self._alike = same_rounding and not (chain_only or compiled) and rounds_by_shape(model)
         self.device = input_device(model)
         self._context = context_length(model)
         self._thresholds = thresholds(model)
@@ -503,12 +504,12 @@ class ModelPass:
 
 
 def rounds_by_shape(model: PreTrainedModel) -> bool:
-    """Tell whether passes of one row are to be made to round alike, whatever their tokens' number.
+    """Tell whether passes of one row can be made to round alike, whatever their tokens' number.
 
-    In 16 bits on a CPU a pass over one token rounds otherwise than one over a tree, and the cure
-    costs little: two tokens at least, and attention that keeps an order. In float32 near-ties are
-    settled by replays. GPUs choose kernels by shape in all products, which no padding evens out.
-    Masks with a window, and positions with thresholds, are left to the model.
+    In 16 bits on a CPU a pass over one token rounds otherwise than one over a tree. The cure, two
+    tokens at least and attention that keeps an order, has its price: see docs/exactness.md. In
+    float32 near-ties are settled by replays. GPUs choose kernels by shape in all products, which
+    no padding evens out. Masks with a window, and positions with thresholds, are left to the model.
     """
     config = model.config.get_text_config()
     return (

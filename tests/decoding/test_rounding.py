@@ -60,7 +60,7 @@ def test_trees_and_single_tokens_give_the_same_bits(model: LlamaForCausalLM, con
     ids = torch.randint(0, 256, (1, context), generator=torch.Generator().manual_seed(context))
     trees = TREES if context > 200 else [Tree.chain(n) for n in (0, 1, 2, 7)] + TREES
     for tree in trees:
-        base = ModelPass(model, TreeCache())
+        base = ModelPass(model, TreeCache(), same_rounding=True)
         base.read(ids, [context])
         nodes = torch.randint(0, 256, (1, tree.num_nodes))
         in_tree = base.verify(nodes, tree)[0]
@@ -72,10 +72,10 @@ def test_greedy_texts_are_plain_decodings(model: LlamaForCausalLM) -> None:
     """Prevents keys of accepted nodes, or a dummy node's, that plain decoding would not have."""
     needs_rows_alike()
     prompt = torch.randint(0, 256, (1, KEY_BLOCK - 12), generator=torch.Generator().manual_seed(3))
-    plain = plain_decode(model, prompt, max_new_tokens=40).sequences
+    plain = plain_decode(model, prompt, max_new_tokens=40, same_rounding=True).sequences
     for hit_rate in (0.0, 0.6):
         drafter = ScriptedDrafter(TREES[0], plain[0].tolist(), hit_rate, 256)
-        drafted = decode(model, drafter, prompt, max_new_tokens=40)
+        drafted = decode(model, drafter, prompt, max_new_tokens=40, same_rounding=True)
         assert torch.equal(drafted.sequences, plain)
 
 
@@ -104,7 +104,7 @@ def test_both_passes_make_the_same_calls(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Holds on every machine: prevents a single row, or another attention, in one of the two."""
-    base = ModelPass(model, TreeCache())
+    base = ModelPass(model, TreeCache(), same_rounding=True)
     base.read(torch.ones(1, 9, dtype=torch.long), [9])
     tokens = torch.ones(1, 7, dtype=torch.long)
     with calls(model, monkeypatch) as seen:
@@ -124,7 +124,7 @@ def test_elsewhere_nothing_changes(
     """Prevents slower batches, long texts and float32, whose tokens are pinned."""
     token = torch.ones(1, 1, dtype=torch.long)
     for rows, length in ((2, 9), (1, MOST_ORDERED)):
-        base = ModelPass(model, TreeCache())
+        base = ModelPass(model, TreeCache(), same_rounding=True)
         base.read(torch.ones(rows, length, dtype=torch.long), [length] * rows)
         with calls(model, monkeypatch) as seen:
             base.read(token.repeat(rows, 1), [1] * rows)
