@@ -58,7 +58,7 @@ Say = Callable[[str], None]
 # The recipe that serves a base best, by what the base can be decoded with.
 RECIPES = {"tree": "hydra", "chain": "hydra"}
 FIRST = 64  # questions that are written and answered to learn how long that takes here
-LEAST = 256  # questions below which heads learn their answers by heart
+LEAST = 128  # questions below which heads learn little but their answers by heart
 MEASURING = 0.12  # share of the time that the tree and the figures take
 TEMPERATURE = 0.7  # of the answers: more varied than greedy ones, closer to what is asked for
 ANSWER_TOKENS = 192  # of one answer at most; those that reach it are learned without their end
