@@ -336,8 +336,8 @@ class _Stages:
             steps=steps,
             resume="auto" if is_used(Path(cfg.run_dir)) else "",
             checkpoint=replace(cfg.checkpoint, every=max(1, steps // 10)),
-            # once, in the middle: decoding takes longer than many steps
-            evaluate=replace(cfg.evaluate, every=steps // 2 + 1),
+            # once, in the middle, and not in a short run: it takes as long as many steps
+            evaluate=replace(cfg.evaluate, every=steps // 2 + 1 if self.config.minutes > 30 else 0),
         )
         run_recipe(load_recipe(cfg.recipe), cfg, self.say)
 
