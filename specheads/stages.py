@@ -353,16 +353,18 @@ class _Stages:
         trees = contest.of_trees(subject.export.heads, [subject.export.tree])
         methods = [*contest.baselines(), *trees]
         seen = {each["id"] for each in read_jsonl(run / "prompts.jsonl")}
-        prompts, digest = prompts_of(
-            subject.base, subject.tokenizer, self.folder / "heldout.jsonl", 1 << 20, NEW_TOKENS
-        )
-        others = [prompt for prompt in prompts if prompt.id not in seen]
+        heldout = read_jsonl(self.folder / "heldout.jsonl")
+        others = [record for record in heldout if record["id"] not in seen]
+        path = self.folder / "measured.jsonl"  # the tree was not chosen on these, if there are any
+        write_prompts(path, others or heldout)
+        base, tokenizer = subject.base, subject.tokenizer
+        first, _ = prompts_of(base, tokenizer, path, 1, NEW_TOKENS)
         begun = time.monotonic()
-        for _ in take_turn(methods, make_batches(prompts[:1], 1)[0], 0.0, prefill=True):
+        for _ in take_turn(methods, make_batches(first, 1)[0], 0.0, prefill=True):
             pass  # met for the first time, which takes longer: never too little time
         seconds = (time.monotonic() - begun) * len(TEMPERATURES)
         number = max(4, int(60 * max(self.progress.left, 1) / seconds))
-        prompts = (others or prompts)[:number]
+        prompts, digest = prompts_of(base, tokenizer, path, number, NEW_TOKENS)
         settings = {
             "checkpoint": str(run / "export"),
             "tree": subject.export.tree.to_json(),
@@ -371,10 +373,8 @@ class _Stages:
             "max_new_tokens": NEW_TOKENS,
         }
         with progress_bar("text", total=len(methods) * len(prompts) * len(TEMPERATURES)) as bar:
-            result, _ = bench.benchmark(
-                subject.base, methods, prompts, bench.Plan(TEMPERATURES, 1), settings=settings,
-                bar=bar,
-            )  # fmt: skip
+            plan = bench.Plan(TEMPERATURES, repeats=1)
+            result, _ = bench.benchmark(base, methods, prompts, plan, settings=settings, bar=bar)
         with whole_file(self.folder / "bench.json") as fresh:
             fresh.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         print(bench_text(result))

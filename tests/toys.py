@@ -1,4 +1,4 @@
-"""A linear language model with heads, and scripted batches, for tests of the loop."""
+"""A linear language model with heads, scripted batches, and a tiny model whose texts end."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from specheads.config import (
     TrainConfig,
 )
 from specheads.losses.cross_entropy import IGNORE, shift_labels
+from tests.conftest import build_byte_tokenizer, build_tiny_llama
 
 VOCAB_SIZE, HIDDEN_SIZE, NUM_HEADS = 11, 6, 2
 
@@ -123,3 +124,16 @@ def toy_config(run_dir: Path, **changes: Any) -> TrainConfig:
         loss=LossConfig(**parts["loss"]),
         evaluate=EvaluateConfig(**parts["evaluate"]),
     )
+
+
+def save_talker(path: Path) -> Path:
+    """Write a tiny model with a chat template, most of whose texts end within 40 tokens."""
+    model, tokenizer = build_tiny_llama(std=0.2, vocab_size=262), build_byte_tokenizer()
+    with torch.no_grad():
+        direction = torch.randn(32, generator=torch.Generator().manual_seed(5))
+        direction /= direction.norm()
+        model.model.embed_tokens.weight += 0.5 * direction  # a part of all hidden states, by which
+        model.lm_head.weight[tokenizer.eos_token_id] += 4 * direction  # the end becomes likely
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path

@@ -14,9 +14,13 @@ from specheads.attention import mask
 from specheads.attention.cache import TreeCache
 from specheads.attention.mask import KEY_BLOCK, attend_in_order
 from specheads.attention.tree import Tree, default_tree
+from specheads.config import DecodeConfig
+from specheads.decoding.exported import Subject, make_decoder
 from specheads.decoding.loop import decode, plain_decode
+from specheads.measure.bench import Contest
+from specheads.measure.clock import Prompt, make_batches
 from specheads.models.forward import MOST_ORDERED, ModelPass, rounds_by_shape
-from tests.conftest import build_tiny_llama
+from tests.conftest import build_byte_tokenizer, build_tiny_llama
 from tests.scripted import ScriptedDrafter
 
 SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 2}
@@ -115,6 +119,24 @@ def test_both_passes_make_the_same_calls(
         assert [2 if rows == 7 else rows for rows in in_tree] == seen
         assert seen.count(-1) == SIZES["num_hidden_layers"]
         assert base.num_tokens == 1
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_it_is_there_where_it_is_asked_for(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
+    """Prevents a setting that does nothing, and a slower baseline where nobody asked."""
+    subject = Subject(model, build_byte_tokenizer(), None)
+    decoder = make_decoder(subject, DecodeConfig(same_rounding=asked), None)
+    contest = Contest.of(subject, 4, same_rounding=asked)
+    ids = torch.ones(1, 9, dtype=torch.long)
+    for decode_some in (
+        lambda: decoder.generate(ids, 4),
+        lambda: contest.ours().decode(make_batches([Prompt("a", "b", ids)], 1)[0], 0.0, 0),
+    ):
+        with calls(model, monkeypatch) as seen:
+            decode_some()
+        assert (-1 in seen) == asked and (2 in seen) == asked
 
 
 @torch.inference_mode()

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specheads import stages
 from specheads.config import AutoConfig, ConfigError, RunError
@@ -20,7 +19,7 @@ from specheads.decoding.exported import exported_drafter
 from specheads.decoding.generate import SpecDecoder
 from specheads.models.checkpoint import load_export
 from specheads.regeneration import questions
-from tests.conftest import build_byte_tokenizer, build_tiny_llama
+from tests.toys import save_talker
 from tests.zoo import build
 
 ARCHITECTURES = "gemma2", "gpt2", "deepseek_v3"  # eager attention, learned positions, experts
@@ -28,7 +27,6 @@ MORE = (
     "llama", "qwen2", "qwen3", "mistral-window", "gemma3", "phi3", "gpt_neox", "qwen3_moe",
     "mixtral",
 )  # fmt: skip
-EOS = 258
 
 
 @pytest.fixture(autouse=True)
@@ -52,17 +50,7 @@ def prompts(tmp_path: Path) -> Path:
 @pytest.fixture
 def talker(tmp_path: Path) -> Path:
     """Return the folder of a tiny model whose texts end by themselves, most of them soon."""
-    model: LlamaForCausalLM = build_tiny_llama(std=0.2, vocab_size=262)
-    with torch.no_grad():
-        direction = torch.randn(32, generator=torch.Generator().manual_seed(5))
-        direction /= direction.norm()
-        model.model.embed_tokens.weight += 0.5 * direction
-        model.lm_head.weight[EOS] += 4 * direction
-    path = tmp_path / "talker"
-    model.save_pretrained(path)
-    tokenizer: PreTrainedTokenizerFast = build_byte_tokenizer()
-    tokenizer.save_pretrained(path)
-    return path
+    return save_talker(tmp_path / "talker")
 
 
 def settings(model: Path, **given: Any) -> AutoConfig:

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specheads import regenerate
 from specheads.attention.tree import default_tree
@@ -34,6 +33,8 @@ from specheads.models.names import base_digest
 from specheads.regeneration import engine
 from specheads.regeneration.answers import record_seed
 from specheads.verification.sampling import Sampler
+from tests.conftest import build_byte_tokenizer, build_tiny_llama
+from tests.toys import save_talker
 
 ROOT = Path(__file__).parents[2]
 EOS = 258
@@ -42,26 +43,7 @@ EOS = 258
 @pytest.fixture(scope="module")
 def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a tiny model whose answers end, most within 40 tokens."""
-    model: LlamaForCausalLM = _conftest("build_tiny_llama")(std=0.2, vocab_size=262)
-    with torch.no_grad():
-        direction = torch.randn(32, generator=torch.Generator().manual_seed(5))
-        direction /= direction.norm()
-        model.model.embed_tokens.weight += 0.5 * direction  # a part of all hidden states, by which
-        model.lm_head.weight[EOS] += 4 * direction  # the end becomes likely
-    path = tmp_path_factory.mktemp("talker") / "base"
-    model.save_pretrained(path)
-    tokenizer: PreTrainedTokenizerFast = _conftest("build_byte_tokenizer")()
-    tokenizer.save_pretrained(path)
-    return path
-
-
-def _conftest(name: str) -> Any:
-    # conftest.py is no module that could be imported by name
-    return next(
-        getattr(module, name)
-        for module in list(sys.modules.values())
-        if str(getattr(module, "__file__", "")) == str(ROOT / "tests" / "conftest.py")
-    )
+    return save_talker(tmp_path_factory.mktemp("talker") / "base")
 
 
 @pytest.fixture
@@ -399,8 +381,8 @@ def test_whose_answers_these_are(
 
 def _other_model(tmp_path: Path) -> Path:
     path = tmp_path / "other"
-    _conftest("build_tiny_llama")(seed=9, vocab_size=262).save_pretrained(path)
-    _conftest("build_byte_tokenizer")().save_pretrained(path)
+    build_tiny_llama(seed=9, vocab_size=262).save_pretrained(path)
+    build_byte_tokenizer().save_pretrained(path)
     return path
 
 
