@@ -46,8 +46,9 @@ lint: $(STAMP)
 
 # A process per core, each with one thread; a file's tests share what they build. In the order of
 # their names, the slow ones of end_to_end come first, and no core waits at the end. SHUFFLE=seed
-# takes files and their tests in another order, in which they must be green too.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
+# takes files and their tests in another order, in which they must be green too. The programs that
+# they start by the hundred would compile the project each time where byte code is not kept.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
 	$(if $(SHUFFLE),--shuffle $(SHUFFLE))
 
 test: lint
