@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,62 +22,61 @@ from tests.ragged import NUM_NEW, ROWS, new_tokens, padded
 Make = Callable[[], Drafter]
 
 
+@lru_cache(maxsize=64)  # one base serves many drafters
+def plain_tokens(
+    model: PreTrainedModel, prompt: tuple[int, ...], num_new: int, sampler: Sampler | None = None
+) -> list[int]:
+    """Return what plain decoding gives."""
+    settings: dict[str, Any] = {"max_new_tokens": num_new, "sampler": sampler or Sampler()}
+    return plain_decode(model, torch.tensor([prompt]), **settings).new_tokens
+
+
 def check_greedy_identity(model: PreTrainedModel, make: Make, *, num_new: int = NUM_NEW) -> float:
     """Demand plain greedy decoding's tokens, alone and in a ragged batch; return accept length."""
-    settings: dict[str, Any] = {"max_new_tokens": num_new}
-    plain = [plain_decode(model, row, **settings) for row in ROWS]
-    alone = [decode(model, make(), row, **settings) for row in ROWS]
-    assert [each.new_tokens for each in alone] == [each.new_tokens for each in plain]
-    together = decode(model, make(), **padded(ROWS), **settings)
-    assert new_tokens(together) == [each.new_tokens for each in plain]
-    check_rows_alike(alone, together)
+    alone = check_identity(model, make, Sampler(), num_new)
     return sum(sum(each.rows[0].accept_lengths) for each in alone) / sum(
         len(each.rows[0].accept_lengths) for each in alone
     )
 
 
-def check_seeded_identity(
-    model: PreTrainedModel, make: Make, *, temperature: float = 1.0, num_new: int = NUM_NEW
-) -> None:
-    """Demand the tokens that plain decoding draws with each seed, alone and in a ragged batch."""
-    for seed in (0, 7):
-        expected, alone = [], []
-        for i, row in enumerate(ROWS):
-            sampler = Sampler(temperature=temperature, seed=seed + i)
-            settings: dict[str, Any] = {"max_new_tokens": num_new, "sampler": sampler}
-            expected.append(plain_decode(model, row, **settings).new_tokens)
-            alone.append(decode(model, make(), row, **settings))
-        assert [each.new_tokens for each in alone] == expected
-        together = decode(
-            model,
-            make(),
-            **padded(ROWS),
-            max_new_tokens=num_new,
-            sampler=Sampler(temperature=temperature, seed=seed),
-        )
-        assert new_tokens(together) == expected
-        check_rows_alike(alone, together)
+def check_identity(
+    model: PreTrainedModel, make: Make, sampler: Sampler, num_new: int = NUM_NEW
+) -> list[DecodeResult]:
+    """Demand what plain decoding gives or draws, alone and in a ragged batch, and its cache."""
+    alone, together = check_rows_alike(model, make, sampler, max_new_tokens=num_new)
+    rows = [(row, replace(sampler, seed=sampler.seed + i)) for i, row in enumerate(ROWS)]
+    expected = [plain_tokens(model, tuple(row[0].tolist()), num_new, own) for row, own in rows]
+    assert [each.new_tokens for each in alone] == expected
+    assert new_tokens(together) == expected
+    return alone
 
 
-def check_rows_alike(alone: list[DecodeResult], together: DecodeResult) -> None:
-    """Demand that a row of a batch was proposed what it is proposed alone."""
-    for one, row in zip(alone, together.rows, strict=True):
-        assert one.rows[0].accept_lengths == row.accept_lengths
+def check_rows_alike(
+    model: PreTrainedModel, make: Make, sampler: Sampler, **settings: Any
+) -> tuple[list[DecodeResult], DecodeResult]:
+    """Demand that a row of a batch gets and is proposed what it is alone; return both."""
+    alone = []
+    for i, row in enumerate(ROWS):
+        cache, own = TreeCache(), replace(sampler, seed=sampler.seed + i)
+        alone.append(decode(model, make(), row, sampler=own, cache=cache, **settings))
+        check_cache(model, cache)
+    together = decode(model, make(), **padded(ROWS), sampler=sampler, **settings)
+    assert [each.new_tokens for each in alone] == new_tokens(together)
+    for one, of_batch in zip(alone, together.rows, strict=True):
+        assert one.rows[0].accept_lengths == of_batch.accept_lengths
+    return alone, together
 
 
-def check_cache(model: PreTrainedModel, make: Make, *, sampler: Sampler | None = None) -> None:
+def check_cache(model: PreTrainedModel, cache: TreeCache) -> None:
     """Demand that the base's cache ends as a prefill of the same text leaves it."""
-    for row in ROWS:
-        cache = TreeCache()
-        decode(model, make(), row, max_new_tokens=NUM_NEW, sampler=sampler, cache=cache)
-        fresh = TreeCache()
-        text = torch.tensor(cache.tokens)
-        with torch.inference_mode():
-            ModelPass(model, fresh).read(text, [text.shape[1]])
-        length = cache.lengths[0]
-        assert length == text.shape[1]
-        for kept, new in zip(_states(cache, length), _states(fresh, length), strict=True):
-            torch.testing.assert_close(kept, new, rtol=1e-4, atol=1e-5)
+    fresh = TreeCache()
+    text = torch.tensor(cache.tokens)
+    with torch.inference_mode():
+        ModelPass(model, fresh).read(text, [text.shape[1]])
+    length = cache.lengths[0]
+    assert length == text.shape[1]
+    for kept, new in zip(_states(cache, length), _states(fresh, length), strict=True):
+        torch.testing.assert_close(kept, new, rtol=1e-4, atol=1e-5)
 
 
 def check_ends(model: PreTrainedModel, make: Make) -> None:
@@ -83,7 +84,7 @@ def check_ends(model: PreTrainedModel, make: Make) -> None:
     for limit in (1, 2, 5):
         result = decode(model, make(), **padded(ROWS), max_new_tokens=limit)
         assert [len(tokens) for tokens in new_tokens(result)] == [limit] * len(ROWS)
-    plain = plain_decode(model, ROWS[0], max_new_tokens=NUM_NEW).new_tokens
+    plain = plain_tokens(model, tuple(ROWS[0][0].tolist()), NUM_NEW)
     end = plain[NUM_NEW // 2]
     result = decode(model, make(), ROWS[0], max_new_tokens=NUM_NEW, eos_token_ids=(end,))
     assert result.new_tokens == plain[: plain.index(end) + 1]
@@ -93,16 +94,14 @@ def check_conversation(model: PreTrainedModel, make: Make) -> None:
     """Demand the same tokens where a text goes on behind a cache."""
     cache = TreeCache()
     first = decode(model, make(), ROWS[0], max_new_tokens=6, cache=cache)
-    text = torch.cat([ROWS[0], torch.tensor([[*first.new_tokens, 5, 6, 7]])], dim=1)
-    second = decode(model, make(), text, max_new_tokens=NUM_NEW, cache=cache)
-    assert second.new_tokens == plain_decode(model, text, max_new_tokens=NUM_NEW).new_tokens
+    text = (*ROWS[0][0].tolist(), *first.new_tokens, 5, 6, 7)
+    second = decode(model, make(), torch.tensor([text]), max_new_tokens=NUM_NEW, cache=cache)
+    assert second.new_tokens == plain_tokens(model, text, NUM_NEW)
 
 
 def check_deterministic(model: PreTrainedModel, make: Make) -> float:
     """Demand all laws of a drafter without sampled candidates; return its greedy accept length."""
-    check_seeded_identity(model, make)
-    check_cache(model, make)
-    check_cache(model, make, sampler=Sampler(temperature=1.0, seed=3))
+    check_identity(model, make, Sampler(temperature=1.0, seed=7))
     check_ends(model, make)
     check_conversation(model, make)
     return check_greedy_identity(model, make)
@@ -110,18 +109,10 @@ def check_deterministic(model: PreTrainedModel, make: Make) -> float:
 
 def check_sampled(model: PreTrainedModel, make: Make) -> float:
     """Demand all laws of a drafter with sampled candidates; return its greedy accept length."""
-    check_cache(model, make, sampler=Sampler(temperature=0.8, top_k=20, seed=3))
     check_ends(model, make)
     check_conversation(model, make)
-    settings: dict[str, Any] = {"max_new_tokens": NUM_NEW, "eos_token_ids": (7, 8, 9)}
-    samplers = [Sampler(0.8, top_p=0.9, seed=4 + row) for row in range(len(ROWS))]
-    together = decode(model, make(), **padded(ROWS), sampler=samplers[0], **settings)
-    alone = [
-        decode(model, make(), row, sampler=sampler, **settings)
-        for row, sampler in zip(ROWS, samplers, strict=True)
-    ]
-    assert new_tokens(together) == [each.new_tokens for each in alone]
-    check_rows_alike(alone, together)
+    sampler = Sampler(0.8, top_k=20, top_p=0.9, seed=4)
+    check_rows_alike(model, make, sampler, max_new_tokens=NUM_NEW, eos_token_ids=(7, 8, 9))
     return check_greedy_identity(model, make)
 
 

@@ -45,26 +45,32 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @cache
+def base(seed: int = 1, name: str = "llama") -> PreTrainedModel:
+    """Return a base model; read only."""
+    return build(name, seed=seed)
+
+
+@cache
 def random_heads(kind: str) -> tuple[MedusaHeads | MtpHeads, Any, Any]:
     """Return heads of ``llama`` that hit now and then, its output layer, and its embedding."""
-    base = build("llama")
+    model = base()
     torch.manual_seed(3)
     if kind.startswith("mtp"):
         variant = kind.removeprefix("mtp_")
         heads: MedusaHeads | MtpHeads = MtpHeads(
-            3, block_config(base.config), VOCAB, variant=variant
+            3, block_config(model.config), VOCAB, variant=variant
         )
-        heads.init_from_base(base)
+        heads.init_from_base(model)
     else:
         options = {**KINDS[kind.removesuffix("_prefix")]}
         if kind.endswith("_prefix"):
-            options["prefix"] = prefix_sizes(base.config)
-        heads = MedusaHeads(3, 1, base.config.hidden_size, VOCAB, **options)
-        heads.init_from_output(output_layer(base).weight)
+            options["prefix"] = prefix_sizes(model.config)
+        heads = MedusaHeads(3, 1, model.config.hidden_size, VOCAB, **options)
+        heads.init_from_output(output_layer(model).weight)
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.add_(0.03 * torch.randn_like(parameter))
-    return heads.eval(), output_layer(base), embedding(base, heads)
+    return heads.eval(), output_layer(model), embedding(model, heads)
 
 
 def of_heads(kind: str, shape: Tree | Grown = WIDE) -> Drafter:
@@ -76,7 +82,7 @@ def of_heads(kind: str, shape: Tree | Grown = WIDE) -> Drafter:
 @cache
 def draft(noise: float) -> PreTrainedModel:
     """Return a model that often says what ``llama`` says."""
-    return near(build("llama"), noise)
+    return near(base(), noise)
 
 
 def windowed(num_nodes: int = 0) -> Drafter:
@@ -138,17 +144,16 @@ SAMPLED: dict[str, Callable[[], Drafter]] = {
 def test_the_laws_hold(name: str) -> None:
     """Prevents other tokens than plain decoding's, and rows that depend on the rest of a batch."""
     make, least = DETERMINISTIC[name]
-    assert check_deterministic(build("llama"), make) > least
+    assert check_deterministic(base(), make) > least
 
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_the_laws_of_samples_hold(name: str) -> None:
     """Prevents that samples spoil greedy decoding, caches, limits, or other rows."""
-    assert check_sampled(build("llama"), SAMPLED[name]) > 1.5
+    assert check_sampled(base(), SAMPLED[name]) > 1.5
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_the_laws_of_lookahead_hold(name: str) -> None:
     """Prevents rows that share a pool or a window, on models that repeat themselves."""
-    model = build(name, seed=LOOPING)
-    assert check_deterministic(model, lambda: LookaheadDrafter(4, 3, 3)) > 1
+    assert check_deterministic(base(LOOPING, name), lambda: LookaheadDrafter(4, 3, 3)) > 1
