@@ -28,7 +28,7 @@ from specheads.verification.sampling import Sampler
 from tests.scripted import MODELS, VOCAB, ScriptedDrafter, build, pretend_rounding
 
 LENGTHS = (9, 3, 14, 1, 6)
-NUM_NEW = 24
+NUM_NEW = 18
 
 
 def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[Tensor]:
