@@ -152,7 +152,7 @@ def _start() -> subprocess.Popen[str]:
     )
 
 
-def _serve(seconds: int, memory: int, free: int, times: int) -> None:
+def _serve(seconds: float, memory: int, free: int, times: int) -> None:
     """Answer requests, a line each, until there are no more."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -180,4 +180,4 @@ def _serve(seconds: int, memory: int, free: int, times: int) -> None:
 
 
 if __name__ == "__main__":
-    _serve(*map(int, sys.argv[1:]))
+    _serve(float(sys.argv[1]), *map(int, sys.argv[2:]))
