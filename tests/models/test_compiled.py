@@ -42,7 +42,7 @@ def _traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_compiled_passes_give_the_same_tokens(name: str) -> None:
     """Prevents a mask, a slot or a position frozen into the compiled pass."""
-    model = build(name)
+    model = build(name, num_hidden_layers=1)
     rows = prompts((9, 4, 14))
     ids, mask = left_padded(rows)
     for sampler in (Sampler(), Sampler(1.0, seed=5)):
@@ -62,7 +62,7 @@ def test_compiled_passes_give_the_same_tokens(name: str) -> None:
 
 def test_a_long_text_is_not_compiled_at_every_step() -> None:
     """Prevents a pass compiled for every length of the text: slower than none by far."""
-    model = build("llama")
+    model = build("llama", num_hidden_layers=1)
     (row,) = prompts((9,))
     truth = plain_decode(model, row, max_new_tokens=120)
     drafter = ScriptedDrafter(Tree.chain(3), truth.sequences[0].tolist(), 0.5)
@@ -73,7 +73,7 @@ def test_a_long_text_is_not_compiled_at_every_step() -> None:
 
 def test_hidden_states_are_those_of_the_pass_at_hand() -> None:
     """Prevents heads fed with the hidden states of an earlier text, in the mix of both loops."""
-    model = build("llama")
+    model = build("llama", num_hidden_layers=1)
     (row,) = prompts((9,))
     truth = plain_decode(model, row, max_new_tokens=30).sequences
     # passes of the same size for a drafter that wants no hidden states, compiled before
