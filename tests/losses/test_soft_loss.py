@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -141,20 +140,22 @@ def test_loss_and_gradients_are_those_of_the_definition(
     kind: str, token_map: Tensor | None, top_k: int, finished: bool
 ) -> None:
     """Gradients made by hand that are off by a factor only show as slightly worse training."""
-    p = problem(token_map=token_map, finished=finished)
-    for chunk_size, (temperature, eta, beta) in zip(
-        (0, 1, 7, 64), itertools.cycle([(1.0, 3.0, 0.5), (0.6, 10.0, 0.1)]), strict=False
+    p = problem(20, token_map=token_map, finished=finished)
+    for chunk_sizes, (temperature, eta, beta) in (
+        ((0, 7), (1.0, 3.0, 0.5)),
+        ((1, 64), (0.6, 10.0, 0.1)),
     ):
         options = {"kind": kind, "top_k": top_k, "temperature": temperature}
         options |= {"eta": eta, "jsd_beta": beta}
         loss, stats = reference(p, **options)
         expected = gradients(3.0 * loss, p)
-        found, found_stats = soft_loss(p, chunk_size, **options)
-        assert distance(found.detach(), loss.detach()) < 1e-12
-        for name, grad in gradients(3.0 * found, p).items():
-            assert distance(grad, expected[name]) < 1e-11, name
-        assert torch.allclose(found_stats, stats, rtol=1e-6)
-        assert torch.equal(found_stats[:, 1:], stats[:, 1:])
+        for chunk_size in chunk_sizes:
+            found, found_stats = soft_loss(p, chunk_size, **options)
+            assert distance(found.detach(), loss.detach()) < 1e-12
+            for name, grad in gradients(3.0 * found, p).items():
+                assert distance(grad, expected[name]) < 1e-11, name
+            assert torch.allclose(found_stats, stats, rtol=1e-6)
+            assert torch.equal(found_stats[:, 1:], stats[:, 1:])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -27,7 +27,7 @@ from tests.enumeration import replay
 from tests.zoo import VOCAB, build
 
 VARIANTS = ("parallel", "causal")
-NUM_NEW = 24
+NUM_NEW = 18
 TREE = default_tree(3, 12)
 
 
@@ -169,13 +169,13 @@ def test_hits_are_what_decoding_gains(variant: str, temperature: float, ends: bo
     base, heads = counting("llama", variant)
     output, prompt = output_layer(base), torch.randint(VOCAB, (1, 9))
     sampler = Sampler(temperature=temperature, seed=5)
-    plain = plain_decode(base, prompt, max_new_tokens=40, sampler=sampler)
-    eos = (plain.new_tokens[25],) if ends else ()
-    plain = plain_decode(base, prompt, max_new_tokens=40, sampler=sampler, eos_token_ids=eos)
+    plain = plain_decode(base, prompt, max_new_tokens=30, sampler=sampler)
+    eos = (plain.new_tokens[20],) if ends else ()
+    plain = plain_decode(base, prompt, max_new_tokens=30, sampler=sampler, eos_token_ids=eos)
     found = measure_hits(base, heads, output, plain.sequences, 9, ended=plain.finished)
     assert found.hidden is None and (found.ranks[:, 0] < 3).any()
     drafter = static_drafter(base, heads, output, TREE)
-    settings: dict[str, Any] = {"sampler": sampler, "max_new_tokens": 40, "eos_token_ids": eos}
+    settings: dict[str, Any] = {"sampler": sampler, "max_new_tokens": 30, "eos_token_ids": eos}
     steps = decode(base, drafter, prompt, **settings).accept_lengths
     counted = list(replay(TREE, found.ranks, ended=ends))
     assert counted == steps[: len(counted)] and max(counted) > 1

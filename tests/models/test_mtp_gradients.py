@@ -335,7 +335,8 @@ def test_a_slot_sees_its_own_past_only(variant: str) -> None:
     found = heads.contextual(hidden, batch["position_ids"], batch["input_ids"], lambda _: read)
     segments, at = batch["segment_ids"][0], torch.arange(LENGTH)
     for i in range(3):
-        for slot in range(sum(lengths)):
+        # around the borders of documents, and in the middle of one
+        for slot in (0, 1, 5, 6, 7, 8, 11, 15, 16, 17, 20, 21, 22):
             same = segments == segments[slot]
             grads = torch.autograd.grad(
                 found[i, 0, slot].square().sum(),

@@ -192,7 +192,7 @@ def test_every_node_of_a_tree_is_what_the_whole_text_says(kind: str) -> None:
     drafter = static_drafter(base, heads, output, WIDE)
     found = []
     for sizes in ((9,), SIZES):
-        watched, lengths = run(base, drafter, prompts(sizes))
+        watched, lengths = run(base, drafter, prompts(sizes), max_new_tokens=12)
         assert min(lengths) == 1 and max(lengths) > 1
         found += lengths
         for texts, candidates in watched.proposed:
@@ -231,7 +231,7 @@ def test_grown_trees_hold_the_best_of_all_prefixes(
     shape = Grown(20, num_ranks=4, width=20)
     drafter = HeadsDrafter(heads, output, shape, base.get_input_embeddings())
     for sizes in ((9,), SIZES):
-        watched, lengths = run(base, drafter, prompts(sizes))
+        watched, lengths = run(base, drafter, prompts(sizes), max_new_tokens=9)
         assert min(lengths) == 1 < max(lengths)
         for texts, candidates in watched.proposed:
             for row, text in enumerate(texts):
