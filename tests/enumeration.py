@@ -34,17 +34,19 @@ class Outcomes:
     def accept(self, probability: Tensor, site: int) -> Tensor:
         """Return the listed outcomes, 0 or 1."""
         assert probability.dtype == torch.float64
-        chosen = [
-            self._choose(row, [1 - p, p], ("accept", site, row))
-            for row, p in enumerate(probability.tolist())
-        ]
-        return torch.tensor(chosen) == 1
+        return self._outcomes(torch.stack([1 - probability, probability], -1), "accept", site) == 1
 
     def draw(self, probs: Tensor, site: int) -> Tensor:
         """Return the listed tokens."""
         assert probs.dtype == torch.float64
         torch.testing.assert_close(probs.sum(-1), torch.ones_like(probs[:, 0]))
-        chosen = [self._choose(row, p, ("draw", site, row)) for row, p in enumerate(probs.tolist())]
+        return self._outcomes(probs, "draw", site)
+
+    def _outcomes(self, probs: Tensor, kind: str, site: int) -> Tensor:
+        chosen, options = probs.argmax(-1).tolist(), probs.tolist()
+        is_open = (probs > NEGLIGIBLE).sum(-1) != 1  # of most choices one outcome is left
+        for row in is_open.nonzero().flatten().tolist():
+            chosen[row] = self._choose(row, options[row], (kind, site, row))
         return torch.tensor(chosen)
 
     def row(self, row: int) -> OneRow:

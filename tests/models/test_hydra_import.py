@@ -216,7 +216,7 @@ def test_damage_is_one_line(
     if saved == "pt":
         (folder / "hydra_lm_head.safetensors").unlink()
         torch.save(heads.state_dict(), weights)
-    for number in range(30):
+    for number in range(20):
         file = folder / "config.json" if number % 2 else weights
         data = file.read_bytes()
         changed = (
@@ -229,4 +229,4 @@ def test_damage_is_one_line(
             except ConfigError as error:
                 refused += 1
                 assert "\n" not in str(error) and not output.exists()
-    assert 5 < refused < 30
+    assert 5 < refused < 20

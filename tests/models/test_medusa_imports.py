@@ -101,16 +101,15 @@ def test_decoding_is_that_of_the_native_form(
     folder = made(GOLDEN, tmp_path / "foreign", format=form)
     back = made(folder, tmp_path / "back", base=str(folder / "base"))
     set_tree(back, Tree.from_choices(read_config(GOLDEN)["tree"]["choices"]))
-    for settings in ({}, {"temperature": 0.7, "seed": 3}):
-        answers = []
-        for checkpoint in (GOLDEN, back):
-            capsys.readouterr()
-            values = {"checkpoint": str(checkpoint), "prompt": "def add(a, b):", "json": True}
-            generate.run(GenerateConfig(**values, max_new_tokens=40, **settings))  # type: ignore
-            answers.append(json.loads(capsys.readouterr().out))
-        for key in ("text", "accept_lengths", "num_steps", "new_tokens"):
-            assert answers[0][key] == answers[1][key], key
-        assert len(set(answers[0]["accept_lengths"])) > 1, "no guess was right"
+    answers = []
+    for checkpoint in (GOLDEN, back):
+        capsys.readouterr()
+        values = {"checkpoint": str(checkpoint), "prompt": "def add(a, b):", "json": True}
+        generate.run(GenerateConfig(**values, max_new_tokens=40))  # type: ignore
+        answers.append(json.loads(capsys.readouterr().out))
+    for key in ("text", "accept_lengths", "num_steps", "new_tokens"):
+        assert answers[0][key] == answers[1][key], key
+    assert len(set(answers[0]["accept_lengths"])) > 1, "no guess was right"
 
 
 def test_heads_are_counted_not_believed(
@@ -430,7 +429,7 @@ def test_damage_is_one_line(form: str, tiny_model_dir: Path, tmp_path: Path) -> 
         tmp_path / "native", medusa("pruned" if "vllm" in form else "own"), tiny_model_dir
     )
     folder, random, refused = made(native, tmp_path / "foreign", format=form), Random(5), 0
-    for number in range(30):
+    for number in range(20):
         file = folder / ("config.json" if number % 2 else next(folder.glob("*.safetensors")).name)
         data = file.read_bytes()
         content = (
@@ -443,4 +442,4 @@ def test_damage_is_one_line(form: str, tiny_model_dir: Path, tmp_path: Path) -> 
                 refused += 1
                 assert "\n" not in str(error) and len(str(error)) < 700
                 assert not (tmp_path / f"back{number}").exists()
-    assert 5 < refused < 30
+    assert 2 < refused < 20
