@@ -101,7 +101,7 @@ def check_conversation(model: PreTrainedModel, make: Make) -> None:
 
 def check_deterministic(model: PreTrainedModel, make: Make) -> float:
     """Demand all laws of a drafter without sampled candidates; return its greedy accept length."""
-    check_identity(model, make, Sampler(temperature=1.0, seed=7))
+    check_identity(model, make, Sampler(temperature=1.0, seed=7), num_new=12)
     check_ends(model, make)
     check_conversation(model, make)
     return check_greedy_identity(model, make)

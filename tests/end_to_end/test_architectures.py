@@ -37,7 +37,7 @@ from tests.zoo import CHAIN_MODELS, TREE_MODELS, VOCAB, WINDOW, build
 SWEEP = load_script("sweep_architectures")
 STORED = json.loads((ROOT / "benchmarks" / "architectures.json").read_text())
 LENGTHS = (9, 3, 14, 1)  # of prompts: within the windows and beyond them
-NUM_NEW = 18
+NUM_NEW = 14
 LETTERS = string.ascii_letters + string.digits + "+-"
 TREES = {
     "chain": Tree.chain(4),
