@@ -204,7 +204,7 @@ def test_compiled_passes_read_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, mode=None: real(f, backend="eager"))
     torch._dynamo.reset()
-    model = build("llama")
+    model = build("llama", num_hidden_layers=1)
     plain = [plain_decode(model, row, max_new_tokens=24).sequences[0].tolist() for row in ROWS]
     drafter = Probing(plain)
     result = decode(model, drafter, **padded(ROWS), max_new_tokens=20, compile=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import lru_cache, partial
 from typing import Any
 
@@ -57,9 +58,11 @@ def written(draft: PreTrainedModel) -> Tensor:
     return torch.cat(found)
 
 
-def trained(draft: PreTrainedModel, kind: str, **more: Any) -> MedusaHeads:
-    """Return two heads that are often right about what the draft model writes."""
+@lru_cache
+def trained(draft: PreTrainedModel, kind: str, prefix: bool = False) -> MedusaHeads:
+    """Return two heads that are often right about what the draft model writes; read only."""
     torch.manual_seed(0)
+    more = {"prefix": prefix_sizes(draft.config)} if prefix else {}
     heads = MedusaHeads(2, 1, draft.config.hidden_size, VOCAB, **KINDS[kind], **more)
     output = output_layer(draft)
     heads.init_from_output(output.weight)
@@ -153,7 +156,7 @@ def test_the_laws_hold(base: PreTrainedModel, draft: PreTrainedModel, heads: Med
 
 def test_a_prefix_layer_follows_the_text(base: PreTrainedModel, draft: PreTrainedModel) -> None:
     """A layer that remembers refused guesses, or misses tokens, only accepts less."""
-    heads = trained(draft, "medusa", prefix=prefix_sizes(draft.config))
+    heads = copy.deepcopy(trained(draft, "medusa", prefix=True))
     assert heads.prefix is not None
     with torch.no_grad():  # it is the identity at the start
         for parameter in heads.prefix.parameters():

@@ -64,9 +64,9 @@ def test_a_long_text_is_not_compiled_at_every_step() -> None:
     """Prevents a pass compiled for every length of the text: slower than none by far."""
     model = build("llama", num_hidden_layers=1)
     (row,) = prompts((9,))
-    truth = plain_decode(model, row, max_new_tokens=120)
+    truth = plain_decode(model, row, max_new_tokens=80)
     drafter = ScriptedDrafter(Tree.chain(3), truth.sequences[0].tolist(), 0.5)
-    for max_new_tokens in (60, 120):
+    for max_new_tokens in (40, 80):
         decode(model, drafter, row, max_new_tokens=max_new_tokens, compile=True)
     assert counters["stats"]["unique_graphs"] <= 3
 
