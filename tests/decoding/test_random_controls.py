@@ -75,7 +75,7 @@ def fresh(chosen: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:Unfeasible length")
-@settings(max_examples=40)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=4),
     tree=trees(),
