@@ -95,9 +95,6 @@ def test_what_fuzzing_finds_is_kept(tmp_path: Path) -> None:
     again = run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "rare")
     assert "Failing" in again.stdout and "explicit" in again.stdout
     assert "1 failed, 1 passed" in again.stdout
-    file.write_text(kept.replace('side == "left"', "True"))
-    mended = run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "rare")
-    assert "2 passed" in mended.stdout, mended.stdout
 
 
 @pytest.mark.parametrize(
