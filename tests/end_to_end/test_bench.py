@@ -158,6 +158,7 @@ def test_tree_search_stores_what_it_measured(
             prompts=str(prompt_file),
             max_new_tokens=24,
             max_nodes=8,
+            repeats=1,
             dtype="float32",
             threads=1,
         )

@@ -317,7 +317,7 @@ def test_bench_does_not_compare_what_was_sampled(
             out=str(out),
             prompts=str(prompt_file),
             num_prompts=2,
-            max_new_tokens=8,
+            max_new_tokens=5,
             repeats=1,
             dtype="float32",
             threads=1,
@@ -343,7 +343,7 @@ def test_other_heads_on_the_same_base_get_rows_of_their_own(
     save_export(other, MedusaHeads(2, 1, 32, 272), tokenizer, default_tree(2, 4), info)
     settings = BenchConfig(
         checkpoint=str(tiny_export), out=str(tmp_path / "bench.json"), prompts=str(prompt_file),
-        exports=[str(other)], num_prompts=2, max_new_tokens=8, repeats=1, dtype="float32",
+        exports=[str(other)], num_prompts=2, max_new_tokens=5, repeats=1, dtype="float32",
         threads=1,
     )  # fmt: skip
     bench(settings)
