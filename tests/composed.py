@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig
 
 from specheads import config
 from specheads.config.main import tidy_arguments
@@ -16,15 +21,25 @@ from tests.processes import ROOT
 
 def composed(program: str, words: Sequence[str]) -> Any:
     """Return the checked settings of ``python -m specheads.<program> <words>``."""
-    config.register_schemas()
     given = [word for word in words if not word.startswith(taken_literally(program))]
     overrides = [word for word in tidy_arguments(given) if word not in ("-m", "--multirun")]
     if program == "train":  # made by Hydra where it runs the program
         overrides.append("run_dir=unused")
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        found = compose(program, overrides=overrides)
+    files = [each for each in overrides if (conf_dir() / each.lstrip("+").split("=")[0]).is_dir()]
+    found = copy.deepcopy(_of_files(program, tuple(files)))
+    values = [each for each in overrides if each not in files]
+    parsed = OverridesParser.create().parse_overrides(values)
+    ConfigLoaderImpl._apply_overrides_to_config(parsed, found)
     name = "".join(part.title() for part in program.split("_"))
     return config.to_config(found, getattr(config, f"{name}Config"))
+
+
+@cache
+def _of_files(program: str, files: tuple[str, ...]) -> DictConfig:
+    """Compose what a command line names of conf/; Hydra sets single values afterwards."""
+    config.register_schemas()
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+        return compose(program, overrides=[*files])
 
 
 def taken_literally(program: str) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -63,22 +64,19 @@ def test_every_recipe_program_has_settings() -> None:
         assert composed(f"+recipe={name}").recipe in programs
 
 
+GROUPS = ("model", "adapter", "data", "heads", "optim", "deepspeed", "+debug")
+
+
 @pytest.mark.parametrize(
-    "override",
-    [
-        *(
-            f"{group}={option}"
-            for group in ("model", "adapter", "data", "heads", "optim", "deepspeed")
-            for option in options(group)
-        ),
-        *(f"+debug={option}" for option in options("debug")),
-    ],
+    "overrides",  # one of every group at a time
+    zip_longest(*([f"{group}={each}" for each in options(group.strip("+"))] for group in GROUPS)),
 )
-def test_every_option_composes(override: str) -> None:
+def test_every_option_composes(overrides: tuple[str | None, ...]) -> None:
     """An option with a key that no dataclass has would only fail for its first user."""
     files = dict.fromkeys(("data=jsonl", "data=parquet", "data=hub"), ["data.path=mine"])
     needed = {**files, "data=mixture": ["data.mixture=[{source: pycode, kinds: [next]}]"]}
-    composed("+recipe=medusa1", override, *needed.get(override, []))
+    given = [each for each in overrides if each]
+    composed("+recipe=medusa1", *given, *(more for each in given for more in needed.get(each, [])))
 
 
 def test_every_yaml_opens_with_its_command() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from hydra._internal.hydra import Hydra
+from hydra.core.config_store import ConfigStore
 
 # a run that takes a second: no wandb, a given tree instead of a measured one
 SHORT = (
@@ -25,6 +26,8 @@ def start(monkeypatch: pytest.MonkeyPatch, *arguments: str, command: str = "trai
     monkeypatch.setattr(sys, "argv", [command, *arguments])
     # composes everything a first time to read hydra.mode, which nobody sets
     monkeypatch.setattr(Hydra, "get_mode", lambda *_, **__: None)
+    # copies all schemas into every composition, which copies those it changes
+    monkeypatch.setattr(ConfigStore, "__deepcopy__", lambda store, _: store, raising=False)
     try:
         importlib.import_module(f"specheads.{command}").main()
     except SystemExit as stopped:

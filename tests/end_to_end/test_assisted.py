@@ -17,7 +17,7 @@ from specheads.measure.clock import Batch
 from tests.ragged import ROWS, padded
 from tests.zoo import build, disturbed
 
-NUM_NEW = 24
+NUM_NEW = 16
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3", "gpt2"])

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 
-from specheads import cli, train
+from specheads import train
 from specheads.training.checkpoints import checkpoints_of
 from tests.end_to_end.commands import SHORT, on_files, start
 
@@ -138,11 +138,11 @@ DEVICE_LESS = {
     "generate": ["checkpoint={export}", "prompt=x"],
     "chat": ["checkpoint={export}"],
     "bench": ["checkpoint={export}"],
-    "tree": ["checkpoint={export}"],
+    "tree_search": ["checkpoint={export}"],
     "compare": ["model={model}", "candidates=[{model}]"],
     "quality": ["checkpoint={export}", "data={records}"],
     "spec_bench": ["checkpoint={export}", "questions={questions}"],
-    "regenerate": ["model={model}", "data=pycode", "limit=2", "output=answers.jsonl"],
+    "regenerate": ["model={model}", "prompts={questions}", "output=answers.jsonl"],
     "export": ["checkpoint={export}", "lm_head=low_rank", "output=out"],
     "doctor": ["model={model}"],
     "train": ["+recipe=medusa1", "model={model}", "hydra.run.dir=run"],
@@ -156,16 +156,14 @@ def test_a_device_that_is_not_there_is_one_line(
 ) -> None:  # fmt: skip
     """Fifty lines of torch, minutes after the start, or the CPU without a word."""
     questions = tmp_path / "questions.jsonl"
-    questions.write_text(json.dumps({"question_id": 1, "category": "a", "turns": ["x"]}) + "\n")
+    question = {"question_id": 1, "category": "a", "turns": ["x"], "prompt": "x"}
+    questions.write_text(json.dumps(question) + "\n")
     places = {"export": tiny_export, "model": tiny_model_dir, "records": tiny_jsonl}
     words = [word.format(**places, questions=questions) for word in DEVICE_LESS[command]]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", _loads)
-    monkeypatch.setattr(sys, "argv", ["specheads", command, *words, "device=cuda"])
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    assert stopped.value.code == 2
+    assert start(monkeypatch, *words, "device=cuda", command=command) == 2
     lines = capsys.readouterr().err.splitlines()
     assert [line for line in lines if line.startswith("specheads: device=cuda, but torch finds no")]
     assert "Traceback" not in "".join(lines) and not (tmp_path / "run" / "LOCK").exists()
@@ -314,11 +312,6 @@ def test_help_is_quick_and_mistakes_reach_the_shell() -> None:
     )
     assert done.returncode == 2
     assert done.stderr == "specheads: unknown key optim.lrr; did you mean optim.lr?\n"
-    done = subprocess.run(
-        [sys.executable, "-m", "specheads.cli", "trian"], capture_output=True, text=True, cwd=ROOT
-    )
-    assert done.returncode == 2
-    assert "unknown command 'trian'" in done.stderr
 
 
 def test_bad_records_are_counted_and_kept_aside(

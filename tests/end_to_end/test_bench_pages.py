@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             steps=str(path / "steps.jsonl"),
             markdown=str(path / "bench.md"),
             report=str(path / "bench.html"),
-            max_new_tokens=12,
+            max_new_tokens=6,
             temperatures=[0.0],
             batch_sizes=[2],
             tree_nodes=[3],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -93,11 +95,29 @@ EVERY: list[dict[str, Any]] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def plain_texts(tiny_model_dir: Path) -> dict[float, str]:
+    """Return what plain decoding prints, by temperature."""
+    found = {}
+    for temperature in (0.0, 0.9):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            generate(asked(tiny_model_dir, temperature, plain=True))
+        found[temperature] = out.getvalue()
+    return found
+
+
+def asked(base: Path, temperature: float, **more: Any) -> GenerateConfig:
+    """Return the settings of a text over a base model."""
+    given = {"prompt": "def f(x): def f(x):", "temperature": temperature, "seed": 3}
+    return GenerateConfig(str(base), max_new_tokens=24, **given, **more)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("settings", EVERY, ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_base_model_alone_decodes_with_any_drafter(
     tiny_model_dir: Path,
     draft_dir: Path,
+    plain_texts: dict[float, str],
     capsys: pytest.CaptureFixture[str],
     settings: dict[str, Any],
     temperature: float,
@@ -105,12 +125,9 @@ def test_a_base_model_alone_decodes_with_any_drafter(
     """A drafter that is named must draft, and none may change the text."""
     if "draft" in settings.get("drafter", ""):
         settings = {**settings, "draft": str(draft_dir)}
-    given = {"prompt": "def f(x): def f(x):", "temperature": temperature, "seed": 3}
-    checkpoint, decoding = str(tiny_model_dir), DecodeConfig(**settings)
-    generate(GenerateConfig(checkpoint, max_new_tokens=24, decode=decoding, **given))  # type: ignore
+    generate(asked(tiny_model_dir, temperature, decode=DecodeConfig(**settings)))
     out, err = capsys.readouterr()
-    generate(GenerateConfig(checkpoint, max_new_tokens=24, plain=True, **given))  # type: ignore
-    assert out == capsys.readouterr().out
+    assert out == plain_texts[temperature]
     if "draft" in settings and temperature == 0:
         assert " in 23 steps" not in err, "the draft model was never right"
 
@@ -256,7 +273,7 @@ def test_bench_names_its_drafters(
             out=str(out),
             prompts=str(prompt_file),
             num_prompts=2,
-            max_new_tokens=8,
+            max_new_tokens=5,
             repeats=1,
             dtype="float32",
             threads=1,
@@ -300,7 +317,7 @@ def test_bench_does_not_compare_what_was_sampled(
             out=str(out),
             prompts=str(prompt_file),
             num_prompts=2,
-            max_new_tokens=8,
+            max_new_tokens=5,
             repeats=1,
             dtype="float32",
             threads=1,
@@ -326,7 +343,7 @@ def test_other_heads_on_the_same_base_get_rows_of_their_own(
     save_export(other, MedusaHeads(2, 1, 32, 272), tokenizer, default_tree(2, 4), info)
     settings = BenchConfig(
         checkpoint=str(tiny_export), out=str(tmp_path / "bench.json"), prompts=str(prompt_file),
-        exports=[str(other)], num_prompts=2, max_new_tokens=8, repeats=1, dtype="float32",
+        exports=[str(other)], num_prompts=2, max_new_tokens=5, repeats=1, dtype="float32",
         threads=1,
     )  # fmt: skip
     bench(settings)

@@ -39,7 +39,7 @@ def untrained_drafter(base: torch.nn.Module) -> HeadsDrafter:
     return HeadsDrafter(heads, output, default_tree(4, 16))
 
 
-@pytest.mark.parametrize("num_prompts", [4, pytest.param(NUM_PROMPTS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_prompts", [2, pytest.param(NUM_PROMPTS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_untrained_heads_write_what_plain_decoding_writes(
     embedded: tuple[torch.nn.Module, list[Prompt], tuple[int, ...]],

