@@ -209,7 +209,7 @@ def test_what_may_pass_is_tried_again(
 ) -> None:
     """A busy minute of a server must not cost a record."""
     server = serve(lambda n, path, body: failure if n < 2 else ok(body))
-    total = ask(server, chats("a"), concurrency=1, timeout=0.5 if failure is None else 600)
+    total = ask(server, chats("a"), concurrency=1, timeout=0.25 if failure is None else 600)
     assert len(total.answered) == 1 and not total.quarantined
     # on a busy machine the right answer may come too late as well, and be asked for again
     assert len(server.seen) == 3 or (failure is None and len(server.seen) > 3)
@@ -344,13 +344,13 @@ DRIPS = {  # the first bytes at once, the others one at a time
 def test_a_request_has_one_deadline(serve: Callable[[Script], Server], where: str) -> None:
     """A server that sends a byte now and then would hold a worker, and so the run, for ever."""
     first, then = DRIPS[where]
-    drip = Drip([first, *(then[i : i + 1] for i in range(len(then)))], pause=0.15)
+    drip = Drip([first, *(then[i : i + 1] for i in range(len(then)))], pause=0.05)
     server = serve(lambda n, path, body: (200, drip, {}))
     with pytest.raises(ServerError) as caught:
-        client_of(server, timeout=0.6, retries=0).call("/x", {})
+        client_of(server, timeout=0.2, retries=0).call("/x", {})
     # all of it takes several seconds
     assert server.sent < len(first + then)
-    late = "no whole answer within timeout=0.6 seconds"
+    late = "no whole answer within timeout=0.2 seconds"
     assert str(caught.value) in (late, "HTTP 400") and (where == "error" or caught.value.transient)
 
 
