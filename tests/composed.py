@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_dir
 
 from specheads import config
@@ -25,6 +27,15 @@ def composed(program: str, words: Sequence[str]) -> Any:
         found = compose(program, overrides=overrides)
     name = "".join(part.title() for part in program.split("_"))
     return config.to_config(found, getattr(config, f"{name}Config"))
+
+
+def changed(cfg: Any, word: str) -> Any:
+    """Return checked settings with one of them, ``section.key=value``, given anew."""
+    key, _, text = word.partition("=")
+    (section, _, name), value = key.rpartition("."), yaml.safe_load(text)
+    if section:
+        name, value = section, replace(getattr(cfg, section), **{name: value})
+    return replace(cfg, **{name: value})
 
 
 def taken_literally(program: str) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hydra._internal.hydra import Hydra
 
-# a run that takes a second: no wandb, a given tree instead of a measured one
+# a run that takes a second: no wandb, a given tree instead of a measured one, greedy figures alone
 SHORT = (
     "+debug=cpu",
     "steps=4",
@@ -17,6 +17,7 @@ SHORT = (
     "tree.choices=[[0],[1],[0,0]]",
     "heads.num_heads=2",
     "optim.warmup_steps=1",
+    "evaluate.temperatures=[0.0]",
 )
 
 
