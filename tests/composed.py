@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -40,6 +42,15 @@ def _of_files(program: str, files: tuple[str, ...]) -> DictConfig:
     config.register_schemas()
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
         return compose(program, overrides=[*files])
+
+
+def changed(cfg: Any, word: str) -> Any:
+    """Return checked settings with one of them, ``section.key=value``, given anew."""
+    key, _, text = word.partition("=")
+    (section, _, name), value = key.rpartition("."), yaml.safe_load(text)
+    if section:
+        name, value = section, replace(getattr(cfg, section), **{name: value})
+    return replace(cfg, **{name: value})
 
 
 def taken_literally(program: str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import pytest
 from hydra._internal.hydra import Hydra
 from hydra.core.config_store import ConfigStore
 
-# a run that takes a second: no wandb, a given tree instead of a measured one
+# a run that takes a second: no wandb, a given tree instead of a measured one, greedy figures alone
 SHORT = (
     "+debug=cpu",
     "steps=4",
@@ -18,6 +18,7 @@ SHORT = (
     "tree.choices=[[0],[1],[0,0]]",
     "heads.num_heads=2",
     "optim.warmup_steps=1",
+    "evaluate.temperatures=[0.0]",
 )
 
 

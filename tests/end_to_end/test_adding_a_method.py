@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+
+from tests import processes
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "adding_a_method.md").read_text()
@@ -47,12 +46,11 @@ def test_what_the_page_adds_trains_and_decodes(tmp_path: Path) -> None:
         apply(*block, tmp_path)
     (tmp_path / "page.md").write_text(PAGE)
     files = ("end_to_end/added_method", "models/test_heads_contract", "losses/test_soft_loss")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-k"]
-        + ["added or bottleneck or every_kind or hellinger"]
-        + [f"tests/{file}.py" for file in files],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True, text=True,
+    done = processes.run(
+        "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-k",
+        "added or bottleneck or every_kind or hellinger",
+        *(f"tests/{file}.py" for file in files),
+        cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     ran = re.search(r"(\d+) passed", done.stdout)

@@ -102,7 +102,7 @@ def test_a_run_goes_on_where_it_was_killed(
             found = stages.auto(given, say)
             break
         except KilledError:
-            kills, stop = kills + 1, stop + 5
+            kills, stop = kills + 1, stop + 8
         state = Path("runs/killed/auto.json")
         done = json.loads(state.read_text())["seconds"] if state.exists() else {}
         assert list(done)[: len(finished)] == finished  # nothing that has ended is done again

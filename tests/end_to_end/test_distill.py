@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from specheads.config import ConfigError, TrainConfig
 from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.length import FixedLength
@@ -19,11 +22,16 @@ from specheads.models.base import load_base_model, load_tokenizer
 from specheads.models.draft import load_draft
 from specheads.models.manifest import read_provenance
 from specheads.models.names import base_digest
+from specheads.train import train as train_by
 from tests import processes
+from tests.composed import changed, composed
 from tests.conftest import build_byte_tokenizer, build_tiny_llama
 from tests.end_to_end.commands import SHORT, on_files, start
 
-DISTILL = ("+recipe=distill", "autocast=none", "evaluate.max_new_tokens=8", "optim.lr=1e-2")
+DISTILL = (
+    "+recipe=distill", "autocast=none", "optim.lr=1e-2", "evaluate.max_new_tokens=8",
+    "evaluate.temperatures=[0,1]",
+)  # fmt: skip
 MODES: dict[str, tuple[str, ...]] = {
     "new": ("draft.hidden=16", "draft.loss=lk_lambda"),
     "pruned": ("draft.start=base", "draft.keep=[1]", "draft.loss=jsd", "draft.jsd_beta=0.3"),
@@ -43,16 +51,29 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def words_of(mode: str, model: Path, records: Path, given: Path, run_dir: Path, *more: str) -> Any:
+    """Return the command's arguments. What is said later counts."""
+    words = {"+recipe": ""}
+    for word in (*on_files(model, records, run_dir), *SHORT, *DISTILL, *MODES[mode], *more):
+        word = word.replace("GIVEN", str(given)).replace("STORED", str(run_dir.parent / "stored"))
+        words[word.partition("=")[0]] = word
+    return words.values()
+
+
+@cache
+def settings_of(mode: str, model: Path, records: Path, given: Path) -> TrainConfig:
+    """Return a mode's settings, composed once; the run directory is to be given."""
+    words = words_of(mode, model, records, given, Path("none"))
+    cfg: TrainConfig = composed("train", [word for word in words if "hydra" not in word])
+    return cfg
+
+
 def train(
     monkeypatch: pytest.MonkeyPatch, mode: str, model: Path, records: Path, given: Path,
     run_dir: Path, *more: str,
 ) -> int:  # fmt: skip
-    """Train; return the exit code. What is said later counts."""
-    words: dict[str, str] = {}
-    for word in (*DISTILL, *on_files(model, records, run_dir), *SHORT, *MODES[mode], *more):
-        word = word.replace("GIVEN", str(given)).replace("STORED", str(run_dir.parent / "stored"))
-        words[word.partition("=")[0]] = word
-    return start(monkeypatch, *words.values())
+    """Train; return the exit code."""
+    return start(monkeypatch, *words_of(mode, model, records, given, run_dir, *more))
 
 
 def rows_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -119,26 +140,6 @@ def test_a_base_that_is_its_own_draft_is_always_right(
     assert evaluated["eval/accept_length"] > 3
     final = rows_of(run_dir)[-1]
     assert final["final/alpha/t0"] == 1 and final["final/alpha/t1"] == pytest.approx(1, abs=1e-4)
-
-
-def test_a_stopped_run_ends_as_one_that_was_not(
-    tmp_path: Path, tiny_model_dir: Path, tiny_jsonl: Path, given: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Answers that are drawn anew on resuming are other answers, of another draft model."""
-    found, files = [], (tiny_model_dir, tiny_jsonl)
-    for name, stops in (("whole", [0]), ("halves", [2, 0])):
-        for stop in stops:
-            more = ["optim.accumulation=3", f"max_steps={stop}"]
-            more += ["resume=auto"] if stop != stops[0] else []
-            run_dir = tmp_path / name
-            code = train(monkeypatch, "on_policy", *files, given, run_dir, *more)
-            assert code == 0
-        found.append(load_file(run_dir / "export" / "model.safetensors"))
-    whole, halves = found
-    assert whole.keys() == halves.keys()
-    for name, tensor in whole.items():
-        assert torch.equal(tensor, halves[name]), name
 
 
 def test_the_best_draft_is_exported(
@@ -222,7 +223,11 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(
         ("stored", "draft.loss=labels", "draft.stored=.* needs the base's distribution"),
         ("stored", "draft.on_policy=0.5", "draft.stored must be empty with draft.on_policy"),
         ("stored", "data.growth=[[32, 0.5]]", "draft.stored needs rows of one length"),
-        ("new", "adapter=lora", "adapter.kind=lora tunes the base; distill trains a draft model"),
+        (
+            "new",
+            "adapter.kind=lora",
+            "adapter.kind=lora tunes the base; distill trains a",
+        ),
         ("new", "features.dir=f", "features.dir=f keeps hidden states for heads"),
         ("new", "draft.loss=kl", "draft.loss must be one of labels, forward_kl"),
         ("new", "evaluate.max_new_tokens=500", "no held-out record has a prompt that leaves room"),
@@ -232,14 +237,13 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(
 )
 def test_contradictions_are_one_line(
     mode: str, more: str, complaint: str, tmp_path: Path, tiny_model_dir: Path, tiny_jsonl: Path,
-    given: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    given: Path,
 ) -> None:  # fmt: skip
     """A setting that is passed over in silence trains something else than was asked for."""
-    run_dir = tmp_path / "run"
-    assert train(monkeypatch, mode, tiny_model_dir, tiny_jsonl, given, run_dir, more) == 2
-    last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert re.search(complaint, last), last
-    assert not list(run_dir.rglob("*"))
+    cfg = settings_of(mode, tiny_model_dir, tiny_jsonl, given)
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        train_by(changed(replace(cfg, run_dir=str(tmp_path / "run")), more))
+    assert "\n" not in str(caught.value) and not list((tmp_path / "run").rglob("*"))
 
 
 def test_a_model_of_other_tokens_is_no_draft_model(

@@ -36,21 +36,29 @@ def missing() -> str:
 WITHOUT = pytest.mark.skipif(
     bool(missing()), reason=f"DeepSpeed cannot compile without {missing()}"
 )
-SKIPPED = [f"{stage}:{dtype}" for dtype in ("float32", "bfloat16") for stage in range(4)]
-SKIPPED += [f"{stage}:float16" for stage in (1, 2, 3)]
+# stages 1 and 2 are one optimizer of DeepSpeed's
+SKIPPED = [f"{stage}:float32" for stage in range(4)]
+SKIPPED += ["0:bfloat16", "2:bfloat16", "3:bfloat16", "1:float16", "3:float16"]
+
+
+# What DeepSpeed compiles is a step of its own Muon, which nobody here takes: asking for it imports
+# half of torch in every rank.
+PROGRAM = """import runpy, sys, torch
+torch.compile = lambda function, *_, **__: function
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 def on_two_ranks(script: str, *arguments: str) -> str:
     """Run a script of this folder as two processes, as torchrun would; return what they print."""
+    words = ("-c", PROGRAM, str(SCRIPTS / script), *arguments)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on any free port
     place = {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
-    ranks = [
-        Process(str(SCRIPTS / script), *arguments, env={**place, "RANK": rank, "LOCAL_RANK": rank})
-        for rank in ("0", "1")
-    ]
+    ranks = [Process(*words, env={**place, "RANK": n, "LOCAL_RANK": n}) for n in ("0", "1")]
     try:
         while {each.poll() for each in ranks} in ({None}, {None, 0}):
             time.sleep(0.05)

@@ -79,7 +79,7 @@ def test_its_tree_is_searched_and_measured(
     export: Path, prompt_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Trees counted for parallel heads, or clocked with their drafter, mean nothing for these."""
-    small: dict[str, Any] = {"max_new_tokens": 16, "repeats": 1, "dtype": "float32", "threads": 1}
+    small: dict[str, Any] = {"max_new_tokens": 8, "repeats": 1, "dtype": "float32", "threads": 1}
     prompts = {"prompts": str(prompt_file)}
     tree_search(
         TreeSearchConfig(
@@ -100,6 +100,7 @@ def test_its_tree_is_searched_and_measured(
             checkpoint=str(export),
             out=str(out),
             num_prompts=2,
+            temperatures=[0.0],
             tree_nodes=[4],
             batch_sizes=[2],
             **prompts,  # type: ignore[arg-type]

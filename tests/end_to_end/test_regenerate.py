@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -34,9 +33,9 @@ from specheads.regeneration import engine
 from specheads.regeneration.answers import record_seed
 from specheads.verification.sampling import Sampler
 from tests.conftest import build_byte_tokenizer, build_tiny_llama
+from tests.processes import Process
 from tests.toys import save_talker
 
-ROOT = Path(__file__).parents[2]
 EOS = 258
 
 
@@ -106,11 +105,10 @@ def bad_of(path: Path) -> dict[str, str]:
     return {k: v["reason"] for k, v in lines_of(bad).items()} if bad.exists() else {}
 
 
-# A process that has imported all and forks one that regenerates, for each line on its input.
+# A process that has imported all and forks one that regenerates, for each line of a pipe.
 # The line's first word is after how many answers it waits to be killed, however long that takes.
 FORKS = """
-import json, os, signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+import json, os, sys, time
 import specheads.regeneration.engine
 from specheads import regenerate
 from specheads.regeneration.answers import AnswerFile
@@ -122,7 +120,8 @@ def waiting(self, *args):
     if not left:
         time.sleep(600)
 AnswerFile.append = waiting
-for line in sys.stdin:
+print("ready", flush=True)
+for number, line in enumerate(open(sys.argv[1])):
     pid = os.fork()
     if not pid:
         left, *arguments = json.loads(line)
@@ -132,9 +131,9 @@ for line in sys.stdin:
         except SystemExit as stopped:
             os._exit(stopped.code or 0)
         os._exit(0)
-    print(pid, flush=True)
+    print(number, "runs as", pid, flush=True)
     status = os.waitpid(pid, 0)[1]
-    print(os.waitstatus_to_exitcode(status), flush=True)
+    print(number, "ended with", os.waitstatus_to_exitcode(status), flush=True)
 """
 
 
@@ -150,39 +149,32 @@ def test_killed_at_any_moment(talker: Path, prompts: Path, tmp_path: Path) -> No
         f"model={talker}", f"prompts={prompts}", f"output={output}", "max_new_tokens=40",
         "temperature=1.0", "dtype=float32", "threads=1", "seed=5", "batch_size=1",
     ]  # fmt: skip
-    said, bad = tmp_path / "said", output.with_name(output.name + ".bad.jsonl")
-    with said.open("w") as errors:
-        forks = subprocess.Popen(
-            [sys.executable, "-c", FORKS],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
-    assert forks.stdin is not None and forks.stdout is not None
+    pipe, bad = tmp_path / "pipe", output.with_name(output.name + ".bad.jsonl")
+    os.mkfifo(pipe)
+    forks = Process("-c", FORKS, str(pipe), cwd=tmp_path)
+    forks.wait_for("^ready")
+    asked = pipe.open("w")
     codes: list[int] = []
     chance = random.Random(7)
     try:
         while 0 not in codes and len(codes) < 40:
             before = _size(output, bad)
-            forks.stdin.write(json.dumps([3 if len(codes) < 7 else 0, *arguments]) + "\n")
-            forks.stdin.flush()
-            pid = int(forks.stdout.readline())
+            asked.write(json.dumps([3 if len(codes) < 7 else 0, *arguments]) + "\n")
+            asked.flush()
+            pid = int(forks.wait_for(rf"^{len(codes)} runs as (\d+)$")[1])
             while _size(output, bad) == before and len(codes) < 7:
                 time.sleep(0.001)
             if len(codes) < 7:
                 time.sleep(chance.uniform(0, 0.02))
                 os.kill(pid, signal.SIGKILL if codes else signal.SIGINT)
-            codes.append(int(forks.stdout.readline()))
+            codes.append(int(forks.wait_for(rf"^{len(codes)} ended with (-?\d+)$")[1]))
             if len(codes) < 8:  # what a kill in the middle of a write leaves
                 with output.open("ab") as file:
                     file.write(b'{"id": "chat/0", "ki'[: chance.randrange(20)])
     finally:
-        forks.stdin.close()
-        forks.wait(timeout=600)
-    text = said.read_text()
+        asked.close()
+        forks.wait()
+    text = forks.stderr
     kills = codes[1:-1]
     assert codes[0] == 75 and codes[-1] == 0 and set(kills) == {-signal.SIGKILL}, (codes, text)
     assert len(kills) == 6

@@ -22,7 +22,9 @@ EVALUATED = ("evaluate.every=2", "evaluate.max_new_tokens=8")
 DISTILL = ("+recipe=distill", "autocast=none", "optim.lr=1e-2", *EVALUATED)
 MODES: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "cached": (("+recipe=medusa1", "features.dir=CACHE", *EVALUATED), (3,)),
-    "on_policy": ((*DISTILL, "draft.on_policy=0.5", "draft.on_policy_tokens=6"), (3,)),
+    "on_policy": (
+        (*DISTILL, "draft.on_policy=0.5", "draft.on_policy_tokens=6", "optim.accumulation=3"), (3,),
+    ),
     "stored": ((*DISTILL, "draft.stored=CACHE", "draft.stored_top_k=8"), (3,)),
     "growing": ((*SCRATCH, "data.growth=[[32, 0.5]]", *EVALUATED), (1, 3, 5)),
     "patience": (

@@ -344,13 +344,13 @@ DRIPS = {  # the first bytes at once, the others one at a time
 def test_a_request_has_one_deadline(serve: Callable[[Script], Server], where: str) -> None:
     """A server that sends a byte now and then would hold a worker, and so the run, for ever."""
     first, then = DRIPS[where]
-    drip = Drip([first, *(then[i : i + 1] for i in range(len(then)))], pause=0.15)
+    drip = Drip([first, *(then[i : i + 1] for i in range(len(then)))], pause=0.05)
     server = serve(lambda n, path, body: (200, drip, {}))
     with pytest.raises(ServerError) as caught:
-        client_of(server, timeout=0.6, retries=0).call("/x", {})
+        client_of(server, timeout=0.2, retries=0).call("/x", {})
     # all of it takes several seconds
     assert server.sent < len(first + then)
-    late = "no whole answer within timeout=0.6 seconds"
+    late = "no whole answer within timeout=0.2 seconds"
     assert str(caught.value) in (late, "HTTP 400") and (where == "error" or caught.value.transient)
 
 

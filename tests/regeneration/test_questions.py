@@ -44,7 +44,7 @@ def asker(
             model.model.embed_tokens.weight += 2 * direction  # a part of all hidden states
             for unprintable in (slice(32), slice(127, 258), slice(259, None)):
                 model.lm_head.weight[unprintable] -= 30 * direction
-            model.lm_head.weight[EOS] += 0.55 * direction
+            model.lm_head.weight[EOS] += 1.2 * direction
             model.lm_head.weight[10] += 30.4 * direction
         model.save_pretrained(tmp_path / name)
         make_byte_tokenizer(**template).save_pretrained(tmp_path / name)

@@ -30,7 +30,7 @@ main()
 
 
 def ended(body: str, *numbers: signal.Signals, once: float = 0.1) -> tuple[int, str]:
-    """Run ``body`` in a process, send it signals 0.3 s apart; return exit code and stderr.
+    """Run ``body`` in a process, send it signals 0.15 s apart; return exit code and stderr.
 
     A stuck body is sent the last one until it ends: on a busy machine two may arrive as one.
     """
@@ -50,7 +50,7 @@ def ended(body: str, *numbers: signal.Signals, once: float = 0.1) -> tuple[int, 
             if process.poll() is not None:
                 break
             process.send_signal(number)
-            time.sleep(0.3)
+            time.sleep(0.15)
         _, errors = process.communicate(timeout=600)
         return process.returncode, errors
     finally:
@@ -68,13 +68,13 @@ def test_a_second_signal_leaves_a_call_that_never_returns(number: signal.Signals
 
 def test_one_request_may_come_twice() -> None:
     """timeout(1) signals the process, then its group: taken for two, nothing would be saved."""
-    code, _ = ended("time.sleep(1)\nsys.exit(75)", signal.SIGTERM, signal.SIGTERM, once=600)
+    code, _ = ended("time.sleep(0.5)\nsys.exit(75)", signal.SIGTERM, signal.SIGTERM, once=600)
     assert code == 75
 
 
 def test_slurms_warning_and_what_it_warned_of_are_one_request() -> None:
     """Slurm sends SIGUSR1 early and SIGTERM in the end, which still leaves time to save."""
-    code, _ = ended("time.sleep(1)\nsys.exit(75)", signal.SIGUSR1, signal.SIGTERM)
+    code, _ = ended("time.sleep(0.5)\nsys.exit(75)", signal.SIGUSR1, signal.SIGTERM)
     assert code == 75
     code, _ = ended("stuck()", signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM)
     assert code == 128 + signal.SIGTERM
