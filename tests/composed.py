@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import compress
 from typing import Any
 
 import yaml
@@ -27,7 +28,9 @@ def composed(program: str, words: Sequence[str]) -> Any:
     overrides = [word for word in tidy_arguments(given) if word not in ("-m", "--multirun")]
     if program == "train":  # made by Hydra where it runs the program
         overrides.append("run_dir=unused")
-    files = [each for each in overrides if (conf_dir() / each.lstrip("+").split("=")[0]).is_dir()]
+    keys = [each.lstrip("+").split("=")[0] for each in overrides]
+    by_hydra = [key.startswith("hydra.") or (conf_dir() / key).is_dir() for key in keys]
+    files = list(compress(overrides, by_hydra))
     found = copy.deepcopy(_of_files(program, tuple(files)))
     values = [each for each in overrides if each not in files]
     parsed = OverridesParser.create().parse_overrides(values)
@@ -38,7 +41,7 @@ def composed(program: str, words: Sequence[str]) -> Any:
 
 @cache
 def _of_files(program: str, files: tuple[str, ...]) -> DictConfig:
-    """Compose what a command line names of conf/; Hydra sets single values afterwards."""
+    """Compose what a command line names of conf/ or tells Hydra; values are set afterwards."""
     config.register_schemas()
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
         return compose(program, overrides=[*files])

@@ -54,8 +54,8 @@ def talker(tmp_path: Path) -> Path:
 
 
 def settings(model: Path, **given: Any) -> AutoConfig:
-    """Return settings of a run of some seconds."""
-    return AutoConfig(**{"model": str(model), "minutes": 0.02, "dtype": "float32", **given})
+    """Return settings of a run that has no time but for the least of everything."""
+    return AutoConfig(**{"model": str(model), "minutes": 0.001, "dtype": "float32", **given})
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,6 @@ def test_a_run_goes_on_where_it_was_killed(
 
     given = settings(talker, name="killed")
     finished, kills, stop = list[str](), 0, 3
-    monkeypatch.setattr(stages, "MEASURING", 0.5)
     while True:
         said.clear()
         try:
@@ -164,7 +163,7 @@ def test_what_cannot_be_is_said_in_a_line(
     """An hour with the wrong settings, or too little of it, would end in heads of no use."""
     quiet: Callable[[str], None] = lambda line: None  # noqa: E731
     monkeypatch.setattr(stages, "LEAST", 1 << 20)
-    with pytest.raises(RunError, match=r"minutes=0.02 is too short .* expected at least minutes="):
+    with pytest.raises(RunError, match=r"minutes=0.001 is too short .* expected at least minutes="):
         stages.auto(settings(talker), quiet)
     with pytest.raises(ConfigError, match=r"auto.json was begun with seed=0, now it is 1"):
         stages.auto(settings(talker, seed=1), quiet)
