@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Self
 
 import harness
 import torch
@@ -77,7 +77,7 @@ class Settings:
 
 
 class Status:
-    """Keeps what was measured, and says every few seconds where the measuring stands.
+    """Keeps what was measured, and says every few seconds, while open, where the measuring stands.
 
     Args:
         minutes: that all of it may take, what was kept before included.
@@ -86,11 +86,19 @@ class Status:
     def __init__(self, minutes: float) -> None:
         self.budget, self.spent_before, self.ahead = minutes * 60, 0.0, 0.0
         self.doing, self.begin = "loading", time.monotonic()
-        threading.Thread(target=self._talk, daemon=True).start()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._talk, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
 
     def _talk(self) -> None:
-        while True:
-            time.sleep(LINE_EVERY)
+        while not self._over.wait(LINE_EVERY):
             self.say(self.doing)
 
     @property
@@ -445,12 +453,13 @@ def the_questions(one: Contestants, folder: Path, status: Status, pace: float) -
     return {"bench": bench, "transformers": beside, "identity": found}
 
 
-def main() -> None:
-    """Measure, part after part, and write."""
-    given = harness.parse(Settings)
-    given.threads = hardware.pin_threads(given.threads)
-    hardware.quiet_loading()
-    status, folder = Status(given.minutes), work_folder(given)
+def measure(given: Settings, status: Status) -> None:
+    """Measure, part after part, and write.
+
+    Raises:
+        SystemExit: at the end, where rounding does not explain a difference.
+    """
+    folder = work_folder(given)
     one = Contestants.load(given, given.dtype, QUESTIONS, given.num_questions)
     own_file = Path(given.checkpoint) / "prompts.jsonl"
     pace = measured_pace(one, folder, status)
@@ -487,6 +496,15 @@ def main() -> None:
     failed = [line for name in ("bench", "float32") for line in report.failures(results[name])]
     if failed:
         raise SystemExit(f"rounding does not explain that {failed[0]} ({len(failed)} in all)")
+
+
+def main() -> None:
+    """Measure."""
+    given = harness.parse(Settings)
+    given.threads = hardware.pin_threads(given.threads)
+    hardware.quiet_loading()
+    with Status(given.minutes) as status:
+        measure(given, status)
 
 
 if __name__ == "__main__":

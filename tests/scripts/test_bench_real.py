@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +147,15 @@ def test_the_commands_of_the_training_exist() -> None:
         (command,) = part.commands
         composed(command[1].removeprefix("specheads."), command[2:])
     assert parts[1].commands[0].count(f"data.path={parts[0].outputs[0]}") == 1
+
+
+def test_its_lines_end_with_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever ran next in the process had lines about questions among what it wrote."""
+    monkeypatch.setattr(real, "LINE_EVERY", 0.001)
+    with pytest.raises(KeyboardInterrupt), real.Status(1.0) as status:
+        while "loading" not in capsys.readouterr().out:
+            time.sleep(0.001)
+        raise KeyboardInterrupt
+    assert not status._thread.is_alive()
