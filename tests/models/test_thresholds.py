@@ -199,9 +199,14 @@ def test_turns_of_ragged_rows(name: str) -> None:
         torch.cat([first, torch.tensor([row.new_tokens]), prompt(more, 1)], dim=1)
         for first, row, more in zip(firsts, said, (2, 40), strict=True)
     ]
-    expected = [plain_decode(model, row, max_new_tokens=8).new_tokens for row in rows]
-    found = plain_decode(model, **padded(rows), max_new_tokens=8, cache=cache)
-    assert [row.new_tokens for row in found.rows] == expected
+    settings: dict[str, Any] = {"max_new_tokens": 8, "keep_scores": True}
+    found = plain_decode(model, **padded(rows), cache=cache, **settings)
+    assert found.logits is not None
+    for number, row in enumerate(rows):
+        alone = plain_decode(model, row, **settings)
+        assert alone.new_tokens == found.rows[number].new_tokens and alone.logits is not None
+        for one, of_batch in zip(alone.logits, found.logits, strict=True):  # tokens may hide it
+            torch.testing.assert_close(of_batch[number], one[0], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", THRESHOLD_MODELS)
