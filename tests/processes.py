@@ -1,6 +1,6 @@
 """Run Python programs in processes of their own, without the seconds that torch takes to import.
 
-They are forks of one process that has imported torch and transformers, and nothing of specheads:
+They are forks of one process that has imported hydra, torch and transformers, and nothing of ours:
 what such a process sees, prints, exits with and is killed by is its own. What a program imports,
 or how soon it starts, is not seen this way: that needs ``subprocess``.
 """
@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(
     [
+        "hydra.core.hydra_config",
         "torch",
         "torch.distributed",
         "transformers.generation.utils",
