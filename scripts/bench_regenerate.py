@@ -4,8 +4,10 @@
 
 Answers are drawn as the command draws them. A raw step is ``model(...)`` on one token of every row
 behind as many cached tokens as the rows of the run held in the mean, with the greedy choice of a
-token and nothing else; rounds of raw steps and of answers come in turn. What does not depend on the
-machine is printed too: passes, rows per step, and prompt tokens and their padding per answer.
+token and nothing else; rounds of raw steps and of answers come in turn. Tokens are counted until
+the last prompt was taken: behind it rows stay empty, which thousands of prompts make nothing of;
+the whole round's are printed beside. What does not depend on the machine is printed too: passes,
+rows per step, and prompt tokens that were read and their padding.
 """
 
 import statistics
@@ -54,11 +56,11 @@ class Settings:
 
     model: str
     prompts: Path
-    num_prompts: int = 256
+    num_prompts: int = 512
     batch_size: int = 64
     max_new_tokens: int = 192
     temperature: float = 0.7
-    rounds: int = 3
+    rounds: int = 2
     steps: int = 40
     dtype: str = "auto"
     threads: int = 0
@@ -66,37 +68,43 @@ class Settings:
 
 
 class Passes:
-    """Counts what a model pass is asked to read; in place of ``ModelPass.read``."""
+    """Counts what a model pass is asked to read; in place of ``ModelPass.read``.
+
+    Attributes:
+        full: the tokens that were given until the latest prompts were taken, and when that was.
+    """
 
     def __init__(self) -> None:
         self.steps = self.rows = self.context = 0
-        self.prefills = self.prompt_tokens = self.padding = 0
+        self.prefills = self.prompt_tokens = self.padding = self.num_prompts = 0
+        self.full = 0, time.perf_counter()
 
     def reading(self, real: Any) -> Any:
         """Return ``read``, counted."""
 
         def read(base: ModelPass, tokens: Tensor, counts: Any) -> Tensor:
-            if base.cache.rows.longest:
+            if tokens.shape[1] == 1:
                 self.steps, self.rows = self.steps + 1, self.rows + len(counts)
                 self.context += sum(base.cache.lengths)
             else:
-                self.prefills, self.prompt_tokens = (
-                    self.prefills + 1,
-                    self.prompt_tokens + sum(counts),
-                )
+                self.full = self.rows + self.num_prompts, time.perf_counter()
+                self.prefills += 1
+                self.num_prompts += len(counts)
+                self.prompt_tokens += sum(counts)
                 self.padding += tokens.numel() - sum(counts)
             return real(base, tokens, counts)
 
         return read
 
 
-def answer(engine: Engine, records: list[Record], passes: Passes) -> tuple[int, float]:
-    """Answer records; return the tokens, and the seconds."""
+def answer(engine: Engine, records: list[Record], passes: Passes) -> tuple[float, float]:
+    """Answer records; return the tokens per second with full batches, and of all."""
     start, num_tokens = time.perf_counter(), 0
     with patch.object(ModelPass, "read", passes.reading(ModelPass.read)):
         for outcome in engine.answer(records):
             num_tokens += outcome.num_tokens
-    return num_tokens, time.perf_counter() - start
+    given, end = passes.full
+    return given / (end - start), num_tokens / (time.perf_counter() - start)
 
 
 @torch.inference_mode()
@@ -127,20 +135,20 @@ def rounds(settings: Settings) -> Iterator[dict[str, float]]:
     records = in_fair_order(records)[: settings.num_prompts]
     for _ in range(settings.rounds):
         passes = Passes()
-        num_tokens, seconds = answer(engine, records, passes)
+        per_second, of_all = answer(engine, records, passes)
         context = round(passes.context / passes.rows)
         step = raw_steps(base, settings.batch_size, context, settings.steps)
         yield {
-            "tokens_per_second": num_tokens / seconds,
+            "tokens_per_second": per_second,
+            "with_the_tail": of_all,
             "raw_tokens_per_second": settings.batch_size / step,
-            "share": num_tokens / seconds * step / settings.batch_size,
+            "share": per_second * step / settings.batch_size,
             "context": context,
             "steps": passes.steps,
             "rows_per_step": passes.rows / passes.steps,
             "prefills": passes.prefills,
             "prompt_tokens": passes.prompt_tokens,
             "padding": passes.padding,
-            "tokens": num_tokens,
         }
 
 

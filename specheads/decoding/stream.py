@@ -8,9 +8,11 @@ that is being trained.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from os.path import commonprefix
 from typing import Any
 
 import torch
@@ -81,6 +83,7 @@ class PlainStream:
         seeded = replace(sampler, seeds=self._seeds)
         self._chooser = make_chooser(model, self._output, seeded, rounding=support.rounding)
         self._base: ModelPass | None = None
+        self._shared: TreeCache | None = None  # of one row: what prompts begin with
         self._rows: list[int] = []  # of the cache: which jobs they belong to
         self._ended: list[int] = []
 
@@ -144,10 +147,9 @@ class PlainStream:
             self._jobs[row] = job
             self._seeds.append(job.seed)
             self._output.add(job.ids, job.limit, job.ends)
-        room = 0 if self._base else self.batch_size
-        base = ModelPass(self.model, TreeCache(room), chain_only=self._chain_only)
-        counts = [len(job.ids) for job in jobs]
-        rows = self._emit(base, pad_rows([job.ids for job in jobs], base.device), counts, rows)
+        base, known = self._begin([job.ids for job in jobs])
+        unread = [job.ids[n:] for n, job in zip(known, jobs, strict=True)]
+        rows = self._emit(base, pad_rows(unread, base.device), [len(ids) for ids in unread], rows)
         if not rows:
             return
         if self._base is None:
@@ -155,6 +157,29 @@ class PlainStream:
         else:
             self._base.cache.join(base.cache)
         self._rows += rows
+
+    def _begin(self, prompts: list[list[int]]) -> tuple[ModelPass, list[int]]:
+        """Return a pass for prompts, and how many tokens of each its cache holds already.
+
+        What several prompts begin with, such as a template's system turn, is read once for all
+        that follow, and its keys are copied.
+        """
+        room = 0 if self._base else self.batch_size
+        known = [0] * len(prompts)
+        if self._shared is None and len(prompts) > 1:
+            common = list(commonprefix([ids[:-1] for ids in prompts]))
+            if common:
+                first = ModelPass(self.model, TreeCache())
+                first.read(torch.tensor([common]), [len(common)])
+                self._shared, first.cache.tokens = first.cache, [common]
+        if self._shared is None:
+            return ModelPass(self.model, TreeCache(room), chain_only=self._chain_only), known
+        cache = copy.deepcopy(self._shared)
+        cache.room = room
+        cache.select(torch.zeros(len(prompts), dtype=torch.long))
+        base = ModelPass(self.model, cache)
+        known, cache.tokens = base.align(prompts), []
+        return base, known
 
     @torch.inference_mode()
     def step(self) -> None:

@@ -226,6 +226,18 @@ def test_a_stream_keeps_the_sides_apart(name: str) -> None:
         stream.add(jobs[:2])
 
 
+@pytest.mark.parametrize("name", THRESHOLD_MODELS)
+def test_a_shared_beginning_is_of_the_texts_own_side(name: str) -> None:
+    """Prevents keys that were made once for all prompts from going where they would differ."""
+    begin, model = prompt(20)[0].tolist(), model_of(name)
+    prompts = [begin + prompt(n)[0].tolist() for n in (9, 12, 55, 70, 60, 41, 30)]
+    limits, seeds = [NUM_NEW] * 7, [0] * 7
+    found = continue_prompts(model, prompts, limits, seeds, temperature=0, batch_size=3)
+    for ids, continued in zip(prompts, found, strict=True):
+        alone = plain_decode(model, torch.tensor([ids]), max_new_tokens=NUM_NEW)
+        assert continued == alone.new_tokens, len(ids)
+
+
 @pytest.mark.parametrize(
     "name", ["phi3-longrope", pytest.param("llama-longrope", marks=pytest.mark.slow)]
 )
