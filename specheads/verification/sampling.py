@@ -249,12 +249,7 @@ class Sampler:
         if 0 < self.top_k < scores.shape[-1]:
             kth = scores.topk(self.top_k, dim=-1).values[..., -1:]
             scores = scores.masked_fill(scores < kth, float("-inf"))
-        if self.top_p < 1:
-            ordered, index = scores.sort(dim=-1)  # ascending
-            drop = ordered.softmax(-1).cumsum(-1) <= 1 - self.top_p
-            drop[..., -1] = False
-            scores = scores.masked_fill(drop.scatter(-1, index, drop), float("-inf"))
-        return scores
+        return scores if self.top_p == 1 else _nucleus(scores, self.top_p)
 
     def warped(self, logits: Tensor) -> Tensor:
         """Return :meth:`warp` of logits, [..., V] float32; greedy: the logits themselves."""
@@ -312,6 +307,30 @@ class Sampler:
         best = scores.topk(2, dim=-1).values
         slack = rounding * logits.abs().amax(-1) / (self.temperature or 1.0)
         return best[..., 0] - best[..., 1] < slack
+
+
+_NUCLEUS = 1024  # tokens among which most distributions have their top-p
+
+
+def _nucleus(scores: Tensor, p: float, num: int = _NUCLEUS) -> Tensor:
+    """Set scores [..., V] to -inf but for the fewest best that together reach probability ``p``.
+
+    The best ``num`` are looked at first, and of rows in which these are not enough, all. To sort
+    a large vocabulary takes longer than all else that a draw needs.
+    """
+    num_tokens = scores.shape[-1]
+    best, index = scores.topk(min(num, num_tokens), dim=-1)
+    # sums in float64: near 1, a token's probability is less than what float32 rounds away
+    total = (scores - best[..., :1]).exp().sum(-1, keepdim=True, dtype=torch.float64)
+    weights = (best - best[..., :1]).exp().double()
+    cut = weights.cumsum(-1) - weights >= p * total  # what stands before a token is enough
+    cut[..., 0] = False
+    best.masked_fill_(cut, -math.inf)
+    left = torch.full_like(scores, -math.inf).scatter_(-1, index, best)
+    flat = ~cut[..., -1]
+    if num < num_tokens and flat.any():
+        left[flat] = _nucleus(scores[flat], p, num_tokens)
+    return left
 
 
 class Survivors:

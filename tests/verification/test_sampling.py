@@ -9,6 +9,7 @@ import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from specheads.attention.tree import Tree, default_tree
+from specheads.verification import sampling
 from specheads.verification.sampling import Sampler, gumbel_noise, noise_ahead
 from tests.sampled import drawn
 
@@ -84,6 +85,18 @@ def test_warpers_are_those_of_transformers() -> None:
     for warper in (TemperatureLogitsWarper(0.7), TopKLogitsWarper(12), TopPLogitsWarper(0.8)):
         expected = warper(torch.zeros(5, 1, dtype=torch.long), expected)
     torch.testing.assert_close(Sampler(0.7, 12, 0.8).warp(logits), expected)
+
+
+@pytest.mark.parametrize("p", [0.05, 0.6, 0.95, 0.9999])
+def test_a_large_vocabulary_is_cut_as_a_small_one(p: float) -> None:
+    """Prevents a top-p of the best thousand tokens where a flat distribution needs more."""
+    logits = torch.randn(2, 4, 5000) * torch.tensor([[0.1], [2.0], [4.0], [30.0]])
+    expected = TopPLogitsWarper(p)(torch.zeros(8, 1, dtype=torch.long), logits.flatten(0, 1))
+    found = Sampler(1.0, top_p=p).warp(logits)
+    assert found.isfinite().equal(expected.view_as(found).isfinite())
+    assert found.equal(torch.where(found.isfinite(), logits, -math.inf))
+    counts = found.isfinite().sum(-1)
+    assert counts.min() >= 1 and (p < 0.5 or counts.max() > sampling._NUCLEUS)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
