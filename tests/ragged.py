@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, StoppingCriteria
+from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
 
-from specheads.decoding.result import DecodeResult
+from specheads.decoding import stream
+from specheads.decoding.choose import Chooser
+from specheads.decoding.result import DecodeResult, Output
+from specheads.decoding.stream import Job
+from specheads.verification.sampling import Sampler
 
 NUM_NEW = 18
 PAD = 63
@@ -65,3 +71,33 @@ class After(StoppingCriteria):
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """Look at the last token."""
         return input_ids[:, -1] == self.token
+
+
+def steps_and_differing(
+    model: PreTrainedModel, turns: Sequence[tuple[int, Sequence[Job]]]
+) -> tuple[int, int]:
+    """Continue jobs, drawn at T=1, in streams of so many rows, one after the other.
+
+    Returns:
+        After how many different texts logits were seen, and how often others than before.
+    """
+    seen: dict[tuple[int, ...], Tensor] = {}
+    choose, differing = stream.next_tokens, 0
+
+    def kept(output: Output, chooser: Chooser, logits: Tensor, rows: list[int]) -> list[int]:
+        nonlocal differing
+        for row, found in zip(rows, logits, strict=True):
+            differing += not seen.setdefault(tuple(output.texts[row]), found).equal(found)
+        return choose(output, chooser, logits, rows)
+
+    with patch.object(stream, "next_tokens", kept):
+        for size, jobs in turns:
+            waiting = list(jobs)
+
+            def take(num: int, waiting: list[Job] = waiting) -> list[Job]:
+                taken, waiting[:num] = waiting[:num], []
+                return taken
+
+            rows = stream.PlainStream(model, Sampler(1.0), batch_size=size)
+            assert sum(len(ended) for ended in rows.run(take)) == len(jobs)
+    return len(seen), differing

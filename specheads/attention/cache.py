@@ -37,9 +37,11 @@ class RowEnds:
     Attributes:
         lengths: per row the committed tokens; empty before the first forward pass.
         fixed_slots: [B, T], where the pass at hand writes, see :meth:`TreeCache.fix`; else None.
+        multiple: of which the number of slots is that a pass sees, a divisor of ``BLOCK``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, multiple: int = 1) -> None:
+        self.multiple = multiple
         self.lengths: list[int] = []
         self.fixed_slots: Tensor | None = None
         self._known: dict[tuple[object, ...], Tensor] = {}
@@ -53,6 +55,10 @@ class RowEnds:
     def longest(self) -> int:
         """The longest row's length, 0 where there are no rows."""
         return max(self.lengths, default=0)
+
+    def seen(self, num_tokens: int) -> int:
+        """Return how many slots a pass sees that writes ``num_tokens`` behind every row."""
+        return -(-(self.longest + num_tokens) // self.multiple) * self.multiple
 
     @property
     def uniform(self) -> bool:
@@ -133,11 +139,11 @@ class TreeLayer(DynamicLayer):
                 for states in (key_states, value_states)
             )
             self.use_buffers(keys, values)
-        self.show(end)
+        self.show(self.rows.seen(num_tokens))
         assert self.keys is not None and self.values is not None
         if self.rows.uniform:
-            self.keys[:, :, start:] = key_states
-            self.values[:, :, start:] = value_states
+            self.keys[:, :, start:end] = key_states
+            self.values[:, :, start:end] = value_states
         else:
             row, slot = self.rows.slots(num_tokens, key_states.device)
             self.keys[row, :, slot] = key_states.transpose(1, 2)
@@ -167,7 +173,7 @@ class TreeLayer(DynamicLayer):
         if self.rows.fixed_slots is not None:
             assert self.keys is not None
             return self.keys.shape[2], 0
-        return self.get_seq_length() + query_length, 0
+        return self.rows.seen(query_length), 0
 
 
 class TreeCache(Cache):
@@ -175,6 +181,7 @@ class TreeCache(Cache):
 
     Args:
         room: rows to make room for, so that :meth:`join` copies those that come and no others.
+        multiple: show passes slots up to a multiple of it, all that are nobody's masked.
 
     Attributes:
         tokens: per row the token ids in its slots; whoever decodes keeps them, so that a later
@@ -183,8 +190,8 @@ class TreeCache(Cache):
             passes of a model that has one.
     """
 
-    def __init__(self, room: int = 0) -> None:
-        self.rows, self.room = RowEnds(), room
+    def __init__(self, room: int = 0, multiple: int = 1) -> None:
+        self.rows, self.room = RowEnds(multiple), room
         super().__init__(layer_class_to_replicate=partial(TreeLayer, self.rows))  # type: ignore[arg-type]
         self.tokens: list[list[int]] = []
         self.sides: set[int] = set()
@@ -200,6 +207,12 @@ class TreeCache(Cache):
     def capacity(self) -> int:
         """Slots there is room for; 0 before the first forward pass."""
         return min((layer.capacity for layer in self._live_layers()), default=0)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return how many keys a layer's pass will see, from slot 0 on."""
+        if not self.layers:
+            return self.rows.seen(query_length), 0
+        return super().get_mask_sizes(query_length, layer_idx)
 
     def _live_layers(self) -> list[TreeLayer]:
         return [x for x in self.layers if isinstance(x, TreeLayer) and x.is_initialized]

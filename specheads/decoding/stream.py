@@ -4,6 +4,10 @@ In a batch all would wait for the longest answer, which among thousands is often
 mean. Here a pass is over as many rows as there is room for, until the last prompts. Each row gets
 the tokens that it would get alone, as in any batch. :func:`continue_prompts` does this with a model
 that is being trained.
+
+In 16 bits that holds where ``rounds_by_shape`` of specheads/models/forward.py says so: on CPUs a
+row's bits depend on how many keys the pass shows, on a prompt's odd token and on being alone, and
+all three are evened out. Elsewhere a near-tie may fall otherwise beside other rows.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from os.path import commonprefix
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -23,9 +28,17 @@ from specheads.attention.cache import TreeCache
 from specheads.decoding.choose import make_chooser
 from specheads.decoding.loop import next_tokens
 from specheads.decoding.result import DecodedRow, Output
-from specheads.models.forward import ModelPass, pad_rows, thresholds, undisturbed
+from specheads.models.forward import (
+    ModelPass,
+    pad_rows,
+    rounds_by_shape,
+    thresholds,
+    undisturbed,
+)
 from specheads.models.support import tree_support
 from specheads.verification.sampling import Sampler
+
+_KEYS = 16  # of a multiple of so many keys none are left over, which kernels sum by themselves
 
 
 @dataclass(frozen=True)
@@ -75,6 +88,7 @@ class PlainStream:
         support.check_batch(batch_size)
         self._chain_only = support.kind == "chain"
         self._thresholds = thresholds(model)
+        self._alike = batch_size > 1 and rounds_by_shape(model)
         self.model = model
         self.batch_size, self.num_tokens = batch_size, 0
         self._jobs: dict[int, Job] = {}  # by row of the output
@@ -149,7 +163,7 @@ class PlainStream:
             self._output.add(job.ids, job.limit, job.ends)
         base, known = self._begin([job.ids for job in jobs])
         unread = [job.ids[n:] for n, job in zip(known, jobs, strict=True)]
-        rows = self._emit(base, pad_rows(unread, base.device), [len(ids) for ids in unread], rows)
+        rows = self._emit(base, self._padded(unread), [len(ids) for ids in unread], rows)
         if not rows:
             return
         if self._base is None:
@@ -164,22 +178,29 @@ class PlainStream:
         What several prompts begin with, such as a template's system turn, is read once for all
         that follow, and its keys are copied.
         """
-        room = 0 if self._base else self.batch_size
+        room, multiple = 0 if self._base else self.batch_size, _KEYS if self._alike else 1
         known = [0] * len(prompts)
         if self._shared is None and len(prompts) > 1:
             common = list(commonprefix([ids[:-1] for ids in prompts]))
             if common:
-                first = ModelPass(self.model, TreeCache())
-                first.read(torch.tensor([common]), [len(common)])
+                first = ModelPass(self.model, TreeCache(multiple=multiple))
+                first.read(self._padded([common]), [len(common)])
                 self._shared, first.cache.tokens = first.cache, [common]
         if self._shared is None:
-            return ModelPass(self.model, TreeCache(room), chain_only=self._chain_only), known
+            cache = TreeCache(room, multiple)
+            return ModelPass(self.model, cache, chain_only=self._chain_only), known
         cache = copy.deepcopy(self._shared)
         cache.room = room
         cache.select(torch.zeros(len(prompts), dtype=torch.long))
         base = ModelPass(self.model, cache)
         known, cache.tokens = base.align(prompts), []
         return base, known
+
+    def _padded(self, unread: Sequence[list[int]]) -> Tensor:
+        """Return prompts [B, T]; where rows are to round alike, of an even T."""
+        tokens = pad_rows(unread, self.model.device)
+        # kernels take queries in blocks of even size, and one that is left over by itself
+        return F.pad(tokens, (0, self._alike * tokens.shape[1] % 2))
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -195,7 +216,13 @@ class PlainStream:
         self, base: ModelPass, tokens: Tensor, counts: list[int], rows: list[int]
     ) -> list[int]:
         """Read tokens, choose the next ones; return the rows that go on."""
-        logits = base.read_next(tokens, counts, partial(self._output.texts.__getitem__, rows[0]))
+        text = partial(self._output.texts.__getitem__, rows[0])
+        if self._alike and tokens.numel() == 1:  # products round one row otherwise than several
+            base.cache.select(torch.zeros(2, dtype=torch.long))
+            logits = base.read_next(tokens.repeat(2, 1), [1, 1], text)[:1]
+            base.cache.select(torch.zeros(1, dtype=torch.long))
+        else:
+            logits = base.read_next(tokens, counts, text)
         chosen = next_tokens(self._output, self._chooser, logits, rows)
         self._output.emit(rows, [[token] for token in chosen])
         self.num_tokens += len(rows)
@@ -233,7 +260,7 @@ def continue_prompts(
 ) -> list[list[int]]:
     """Return what ``model`` writes after each prompt, an end of text included.
 
-    In float32 an answer depends on its prompt, limit and seed alone, not on its neighbours. Modes
+    An answer depends on its prompt, limit and seed alone, not on its neighbours (see above). Modes
     and random generators are left as they were found.
 
     Args:

@@ -429,7 +429,7 @@ class ModelPass:
         whole = kept == [num_tokens - 1]
         ahead = torch.arange(num_tokens, device=self.device)[None]
         # rows that end together see each other's padding in no way: it comes after all they have
-        ragged = not cache.rows.uniform
+        ragged = not cache.rows.uniform or cache.rows.multiple > 1
         with masked(None, cache) if ragged else contextlib.nullcontext():
             logits = self.model(
                 input_ids=tokens.to(self.device),

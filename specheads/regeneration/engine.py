@@ -1,7 +1,8 @@
 """Answer records with the base model itself, many at a time; no answer knows its neighbours.
 
-Each row draws with a seed made from the run's seed and its record's id. In float32 an answer is
-therefore the same whatever batch it falls in, in which order, and after how many restarts.
+Each row draws with a seed made from the run's seed and its record's id. In float32, and in 16 bits
+where :class:`~specheads.decoding.stream.PlainStream` says so, an answer is therefore the same
+whatever batch it falls in, in which order, and after how many restarts.
 
 Below is who answers when ``regenerate`` is run: which weights, with which settings.
 """

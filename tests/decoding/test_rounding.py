@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,10 +18,12 @@ from specheads.attention.tree import Tree, default_tree
 from specheads.config import DecodeConfig
 from specheads.decoding.exported import Subject, make_decoder
 from specheads.decoding.loop import decode, plain_decode
+from specheads.decoding.stream import Job
 from specheads.measure.bench import Contest
 from specheads.measure.clock import Prompt, make_batches
 from specheads.models.forward import MOST_ORDERED, ModelPass, rounds_by_shape
 from tests.conftest import build_byte_tokenizer, build_tiny_llama
+from tests.ragged import steps_and_differing
 from tests.scripted import ScriptedDrafter
 
 SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 2}
@@ -138,6 +141,19 @@ def test_it_is_there_where_it_is_asked_for(
         with calls(model, monkeypatch) as seen:
             decode_some()
         assert (-1 in seen) == asked and (2 in seen) == asked
+
+
+def test_an_answer_is_the_same_beside_any_others(model: LlamaForCausalLM) -> None:
+    """Prevents other answers after a restart, which puts other rows beside those that are left.
+
+    Single rows and odd prompts round otherwise in larger models only: test_real.py.
+    """
+    needs_rows_alike()
+    chance = random.Random(5)
+    own = (33, 1, 9, 12, 40, 33, 20, 25, 2)
+    jobs = [Job([*range(7), *chance.choices(range(256), k=num)], 12, num) for num in own]
+    turns = ((4, jobs), (3, jobs[::-1]), (2, jobs[4:]), (9, jobs), (5, jobs[:1]))
+    assert steps_and_differing(model, turns) == (9 * 12, 0)
 
 
 @torch.inference_mode()

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import random
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from specheads import cli
 from specheads.decoding.exported import load_subject
+from specheads.decoding.stream import Job
 from specheads.measure.bench import Contest, make_rows
 from specheads.measure.clock import clock, prompts_of
+from specheads.models.base import load_base_model
 from specheads.models.support import tree_support
 from tests.end_to_end.conftest import Program
 from tests.end_to_end.test_pages_run import OURS, SHORT, program_and_rest
 from tests.processes import ROOT, run
+from tests.ragged import steps_and_differing
 
 pytestmark = pytest.mark.real
 
@@ -55,6 +60,15 @@ def test_drafted_texts_are_plain_ones(dtype: str) -> None:
         return
     error = tree_support(base).error
     assert [of for of in row["divergences"] if of["margin_dtype"] >= error] == []
+
+
+def test_an_answer_is_the_same_beside_any_others() -> None:
+    """In 16 bits, what a run was killed in would go on with answers that no other run gives."""
+    base = load_base_model("smollm2", dtype=torch.bfloat16)
+    words, chance = list(range(300, 320)), random.Random(3)
+    jobs = [Job(words + chance.choices(words, k=n), 12, n) for n in (33, 9, 61, 33, 20, 12)]
+    turns = ((4, jobs), (2, jobs[:1]), (2, jobs[3:4]), (3, jobs[::-1]), (6, jobs))
+    assert steps_and_differing(base, turns) == (6 * 12, 0)
 
 
 def test_chat_answers(tmp_path: Path) -> None:
