@@ -33,7 +33,7 @@ SHORT = {
     "tree_search": ["num_prompts=2", "num_measured=2", "max_new_tokens=12",
                     "max_nodes=4", "repeats=1"],
     "compare": ["num_prompts=2", "num_measured=2", "max_new_tokens=4", "max_tokens=2", "repeats=1"],
-    "regenerate": ["limit=2", "max_new_tokens=4"],
+    "regenerate": ["limit=2", "max_new_tokens=4", "keep_truncated=true"],
     "quality": ["max_new_tokens=4"],
     "spec_bench": ["max_new_tokens=4"],
     "train": ["dry_run=true", "hydra.run.dir=out", "data.growth=[]",
@@ -75,7 +75,7 @@ def folder(
     heads = MedusaHeads(3, 1, output.shape[1], output.shape[0])
     with torch.no_grad():
         heads.init_from_output(output)
-    for name in ("mine", "hydra", "medusa1", "medusa2"):
+    for name in ("mine", "mine2", "hydra", "medusa1", "medusa2"):
         save_export(
             root / "runs" / name / "export",
             heads,
@@ -147,6 +147,7 @@ def here(word: str, model: Path) -> str:
         "lmsys/vicuna-7b-v1.3",
     ):
         word = word.replace(place, str(model))
+    word = word.replace("/path/to/medusa", "medusa-vicuna")
     key, _, value = word.partition("=")
     if word == "checkpoint=smollm2":  # fetched by tests/end_to_end/test_real.py alone
         return "checkpoint=runs/mine/export"
