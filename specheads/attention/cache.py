@@ -110,7 +110,8 @@ class TreeLayer(DynamicLayer):
 
     def show(self, num_slots: int) -> None:
         """Let ``keys`` and ``values`` be the first slots of the buffers."""
-        self.keys, self.values = (each[:, :, :num_slots] for each in self.buffers)
+        keys, values = self.buffers
+        self.keys, self.values = keys[:, :, :num_slots], values[:, :, :num_slots]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Note dtype and device; the buffers come with the first update."""

@@ -29,7 +29,6 @@ from specheads.attention.cache import RowEnds, TreeLayer, grown_capacity
 from specheads.models.manifest import first_line
 
 _JOINT = 16  # positions; beyond, queries that nobody asks about are not computed
-_FEW = 8  # positions for which float32 products are faster the other way round
 _SPAN = 512  # positions that attend at once: bounds the mask of a long prompt
 
 WINDOWED = ("full_attention", "sliding_attention")  # kinds of attention that the caches know
@@ -220,25 +219,11 @@ def _product(weight: Tensor, x: Tensor, added: Tensor | None) -> Tensor:
         x: [n, N, inputs].
         added: [N or 1, outputs] or [n, N or 1, outputs], or None.
     """
-    # On a CPU, float32, seven [1376, 256] matrices read from memory, x @ W.T against W @ x.T: 704
-    # to 360 us for one position, 1215 to 926 for eight, 1423 to 2225 for twelve; in bfloat16 438 to
-    # 850 for one.
-    if x.shape[-2] > _FEW or x.device.type != "cpu" or x.dtype.itemsize < 4:
-        matrix = weight.transpose(1, 2)
-        return torch.bmm(x, matrix) if added is None else torch.baddbmm(added, x, matrix)
-    # through a flat view, so that strides of single rows are those by which kernels are chosen
-    columns = x.reshape(-1).view(x.shape).transpose(1, 2)
-    num_layers, num_outputs, num_inputs = weight.shape
-    if num_layers == 1:  # in two halves, for a batch of one is multiplied the slow way
-        weight = weight.reshape(2, -1, num_inputs)
-        columns = columns.expand(2, -1, -1)
-    if added is None:
-        found = torch.bmm(weight, columns)
-    else:
-        added = added.transpose(-1, -2)
-        added = added.reshape(-1, weight.shape[1], added.shape[-1])
-        found = torch.baddbmm(added, weight, columns)
-    return found.reshape(num_layers, num_outputs, -1).transpose(1, 2)
+    if len(weight) == 1:  # a batch of one is multiplied the slow way on some processors
+        found = F.linear(x[0], weight[0])[None]
+        return found if added is None else found + added
+    matrix = weight.transpose(1, 2)
+    return torch.bmm(x, matrix) if added is None else torch.baddbmm(added, x, matrix)
 
 
 def _weights(parts: Sequence[nn.Linear]) -> Tensor:

@@ -131,12 +131,11 @@ def splits(draw: st.DrawFn) -> tuple[list[list[int]], list[list[int]]]:
 def test_splits_do_not_matter(
     drawn: tuple[list[list[int]], list[list[int]]], name: str, variant: str
 ) -> None:
-    """Blocks, spans and both ways to multiply, with borders anywhere."""
+    """Blocks and spans, with borders anywhere."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slots, "BLOCK", 8)
         patch.setattr(head_cache, "_SPAN", 5)
         patch.setattr(head_cache, "_JOINT", 6)
-        patch.setattr(head_cache, "_FEW", 3)
         compare(heads_of(name, variant), *drawn, 2e-5)
 
 
