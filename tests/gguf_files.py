@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -159,7 +159,6 @@ def changed(architecture: str, name: str, tensor: Tensor) -> Tensor:
 
 def q4_1(tensor: Tensor) -> tuple[np.ndarray, Tensor]:
     """Return blocks of Q4_1, and by hand what they stand for: 32 times ``d * q + m``."""
-    gguf = pytest.importorskip("gguf")
     packed = gguf.quantize(tensor.numpy(), gguf.GGMLQuantizationType.Q4_1)
     blocks = torch.from_numpy(packed).reshape(-1, 20)
     d, m = (blocks[:, i : i + 2].contiguous().view(torch.float16).float() for i in (0, 2))
@@ -189,7 +188,6 @@ def write(
     Returns:
         What stands in the file, dequantised, by its names there.
     """
-    gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(file, architecture)
     _, more, kind = MODELS[architecture]
     sizes = {**SIZES, **more}

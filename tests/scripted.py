@@ -53,7 +53,7 @@ class ScriptedDrafter:
 
     def start(self, prefill: Prefill) -> ScriptedState:
         """Check the hidden states' shape; remember the roots and their positions."""
-        assert prefill.hidden[FINAL].shape[:2] == prefill.tokens.shape
+        assert prefill.hidden[self.taps[0]].shape[:2] == prefill.tokens.shape
         assert len(prefill.last_hidden(FINAL)) == len(prefill.ids)
         positions = [len(ids) for ids in prefill.ids]
         return ScriptedState(list(range(len(positions))), positions, prefill.root)

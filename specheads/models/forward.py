@@ -54,9 +54,8 @@ from specheads.models.output import FINAL, TRUNK, Captured, capture_hidden, last
 # and step, which narrow layers would feel, and 20 per 100 keys beside the kernel's 7.
 LEAST_WIDTH, MOST_ORDERED = 512, 512
 
-_captured: WeakKeyDictionary[PreTrainedModel, tuple[Captured, set[str], object]] = (
-    WeakKeyDictionary()
-)
+_Recording = tuple[Captured, set[str], contextlib.AbstractContextManager[Captured]]
+_captured: WeakKeyDictionary[PreTrainedModel, _Recording] = WeakKeyDictionary()
 
 
 def _forward(model: PreTrainedModel, **inputs: Any) -> Tensor:
@@ -78,23 +77,23 @@ def capture_traced(model: PreTrainedModel, taps: Collection[str] = (FINAL,)) -> 
     its context would leave passes that record into nowhere. And a pass that was compiled before the
     hook came would go on without it: so it comes with the first compiled pass, needed or not.
     """
-    captured = _capture_for_good(model)
-    if missing := set(taps) - captured[1]:
-        raise ValueError(
-            f"a compiled {type(model).__name__} records no hidden states at {sorted(missing)}"
-        )
-    yield captured[0]
+    yield _capture_for_good(model, taps)
 
 
-def _capture_for_good(model: PreTrainedModel) -> tuple[Captured, set[str]]:
-    if model not in _captured:
-        taps = {FINAL}
-        with contextlib.suppress(ValueError):  # a model without a list of layers has no trunk
-            last_layer(model)
-            taps.add(TRUNK)
-        forever = capture_hidden(model, taps, every_thread=True)
-        _captured[model] = (forever.__enter__(), taps, forever)
-    return _captured[model][:2]
+def _capture_for_good(model: PreTrainedModel, taps: Collection[str] = ()) -> Captured:
+    known = _captured.get(model)
+    if known is None or not known[1].issuperset(taps):
+        wanted = {FINAL, *taps} if known is None else known[1].union(taps)
+        if known is None:
+            with contextlib.suppress(ValueError):  # a model without a list of layers has no trunk
+                last_layer(model)
+                wanted.add(TRUNK)
+        else:  # what is compiled records what was wanted before and nothing else
+            known[2].__exit__(None, None, None)
+            torch.compiler.reset()
+        forever = capture_hidden(model, wanted, every_thread=True)
+        _captured[model] = forever.__enter__(), wanted, forever
+    return _captured[model][0]
 
 
 def run_compiled(

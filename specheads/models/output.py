@@ -10,6 +10,7 @@ import contextlib
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from specheads.models.base import input_device, input_embedding
 
 FINAL = "final"  # tap: what the base hands to its output layer, after the last norm
 TRUNK = "trunk"  # tap: what the base's last layer reads
+LAYER = "layer."  # tap: with a number from 0 on, what that layer of the base puts out
 
 
 @dataclass
@@ -48,12 +50,13 @@ def capture_hidden(
     Args:
         model: the base model.
         taps: ``FINAL``, what it hands to its output layer, after the final norm; ``TRUNK``, what
-            its last layer reads.
+            its last layer reads; ``layer.0``, ..., what that layer puts out.
         every_thread: record the forwards of other threads, too, which may run the model at the
             same time. Only such hooks can be compiled.
 
     Raises:
-        ValueError: if the model has no part below its output layer, or no layers for ``TRUNK``.
+        ValueError: if the model has no part below its output layer, no list of layers, or no such
+            layer; for a tap of another name.
     """
     captured, thread = Captured(), threading.get_ident()
 
@@ -69,13 +72,21 @@ def capture_hidden(
         if mine():
             captured.at[TRUNK] = args[0] if args else kwargs["hidden_states"]
 
+    def keep(tap: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        if mine():
+            captured.at[tap] = output[0] if isinstance(output, tuple) else output
+
     handles = []
-    if FINAL in taps:
-        handles.append(_decoder(model).register_forward_hook(keep_final))
-    if TRUNK in taps:
-        layer = last_layer(model)
-        handles.append(layer.register_forward_pre_hook(keep_trunk, with_kwargs=True))
     try:
+        for tap in taps:
+            if tap == FINAL:
+                handles.append(_decoder(model).register_forward_hook(keep_final))
+            elif tap == TRUNK:
+                last = _layers(model)[-1]
+                handles.append(last.register_forward_pre_hook(keep_trunk, with_kwargs=True))
+            else:
+                layer = _layers(model)[_layer_number(model, tap)]
+                handles.append(layer.register_forward_hook(partial(keep, tap)))
         yield captured
     finally:
         for handle in handles:
@@ -88,10 +99,24 @@ def last_layer(model: PreTrainedModel) -> nn.Module:
     Raises:
         ValueError: if it does not keep them in a list ``layers``.
     """
+    return _layers(model)[-1]
+
+
+def _layers(model: PreTrainedModel) -> nn.ModuleList:
     layers = getattr(_decoder(model), "layers", None)
     if not isinstance(layers, nn.ModuleList) or not len(layers):
-        raise ValueError(f"{type(model).__name__} has no list of layers: its trunk is unknown")
-    return layers[-1]
+        raise ValueError(f"{type(model).__name__} has no list of layers: they cannot be tapped")
+    return layers
+
+
+def _layer_number(model: PreTrainedModel, tap: str) -> int:
+    number, count = tap.removeprefix(LAYER), len(_layers(model))
+    if not tap.startswith(LAYER) or not number.isdecimal() or int(number) >= count:
+        raise ValueError(
+            f"tap {tap!r}: expected {FINAL}, {TRUNK} or {LAYER}0 to {LAYER}{count - 1}, one of the"
+            f" layers of {type(model).__name__}"
+        )
+    return int(number)
 
 
 def final_norm(model: PreTrainedModel) -> nn.Module:
@@ -134,8 +159,14 @@ def packed_hidden(model: PreTrainedModel, input_ids: Tensor, position_ids: Tenso
 
 
 def side_by_side(hidden: Mapping[str, Tensor], taps: Sequence[str]) -> Tensor:
-    """Return the hidden states of several taps, [..., d] each, as [..., number of taps * d]."""
-    return hidden[taps[0]] if len(taps) == 1 else torch.cat([hidden[tap] for tap in taps], dim=-1)
+    """Return the hidden states of several taps, [..., d] each, as [..., number of taps * d].
+
+    A base spread over several devices has them in several places; all come to the last one's.
+    """
+    if len(taps) == 1:
+        return hidden[taps[0]]
+    device = hidden[taps[-1]].device
+    return torch.cat([hidden[tap].to(device) for tap in taps], dim=-1)
 
 
 def packed_taps(

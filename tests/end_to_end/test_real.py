@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from specheads import cli
 from specheads.decoding.exported import load_subject
 from specheads.decoding.stream import Job
 from specheads.measure.bench import Contest, make_rows
@@ -92,7 +91,6 @@ def test_a_command_of_a_page_runs(words: list[str], tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.skipif("auto" not in cli.COMMANDS, reason="there is no command auto yet")
 def test_auto_in_five_minutes(program: Program) -> None:
     """The one command that needs nothing but a name ends with an export that decodes."""
     done = program("auto", "model=smollm2", "minutes=5")

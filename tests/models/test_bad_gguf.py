@@ -22,8 +22,6 @@ from specheads.models.base import load_tokenizer
 from specheads.models.names import resolve_name
 from tests import gguf_files
 
-pytest.importorskip("gguf")
-
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

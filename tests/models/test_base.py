@@ -26,7 +26,15 @@ from specheads.models.base import (
     load_base_model,
     load_tokenizer,
 )
-from specheads.models.output import capture_hidden, output_layer
+from specheads.models.output import (
+    FINAL,
+    TRUNK,
+    capture_hidden,
+    final_norm,
+    output_layer,
+    packed_taps,
+)
+from tests.scripted import build
 
 IDS = torch.arange(10, 30)[None]
 SMALL: dict[str, Any] = {
@@ -179,6 +187,31 @@ def test_capture_ends_with_its_context(tiny_llama: PreTrainedModel) -> None:
     assert captured.hidden is hidden
     with pytest.raises(ValueError, match="no decoder"), capture_hidden(tiny_llama.base_model):
         pass
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
+def test_taps_are_the_layers_of_their_numbers(name: str) -> None:
+    """Layers counted from another number cost drafters that read them accept length, silently."""
+    model = build(name, num_hidden_layers=3)
+    taps = ("layer.0", "layer.1", "layer.2", TRUNK, FINAL)
+    with torch.no_grad(), capture_hidden(model, taps) as captured:
+        every = model(IDS, output_hidden_states=True).hidden_states
+        final, tapped = packed_taps(model, IDS, torch.arange(IDS.shape[1])[None], taps[1:3])
+    assert torch.equal(captured.at["layer.0"], every[1])
+    assert torch.equal(captured.at["layer.1"], every[2])
+    assert torch.equal(captured.at[TRUNK], every[2])
+    assert torch.equal(captured.at[FINAL], every[3])
+    assert torch.equal(final_norm(model)(captured.at["layer.2"]), every[3])
+    assert torch.equal(final, every[3])
+    assert torch.equal(tapped, torch.cat([every[2], captured.at["layer.2"]], dim=-1))
+    hooks = sum(len(module._forward_hooks) for module in model.modules())  # transformers' own
+    for tap in ("layer.3", "layer.-1", "layer.", "3"):
+        with (
+            pytest.raises(ValueError, match=rf"tap '{tap}': expected .* layer.0 to layer.2"),
+            capture_hidden(model, (FINAL, tap)),
+        ):
+            pass
+    assert sum(len(module._forward_hooks) for module in model.modules()) == hooks
 
 
 def test_build_from_init() -> None:

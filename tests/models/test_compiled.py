@@ -13,7 +13,7 @@ from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import Candidates
 from specheads.drafters.lookup import NgramDrafter
 from specheads.models import support as tree_support
-from specheads.models.output import capture_hidden
+from specheads.models.output import FINAL, capture_hidden
 from specheads.verification.sampling import Sampler
 from tests.decoding.test_batch import alone, left_padded, prompts
 from tests.scripted import ScriptedDrafter, build
@@ -71,19 +71,21 @@ def test_a_long_text_is_not_compiled_at_every_step() -> None:
     assert counters["stats"]["unique_graphs"] <= 3
 
 
-def test_hidden_states_are_those_of_the_pass_at_hand() -> None:
-    """Prevents heads fed with the hidden states of an earlier text, in the mix of both loops."""
+@pytest.mark.parametrize("tap", [FINAL, "layer.0"])
+def test_hidden_states_are_those_of_the_pass_at_hand(tap: str) -> None:
+    """Prevents heads fed with the hidden states of an earlier text, in the mix of both loops.
+
+    The passes are compiled for a drafter that wants none, before one comes that wants them.
+    """
     model = build("llama", num_hidden_layers=1)
     (row,) = prompts((9,))
     truth = plain_decode(model, row, max_new_tokens=30).sequences
-    # passes of the same size for a drafter that wants no hidden states, compiled before
     decode(model, Blind(truth[0].tolist()), row, max_new_tokens=30, compile=True)
     for forward in (True, False, True):
         plain_decode(model, row, max_new_tokens=5, compile=forward)
-        with capture_hidden(model) as captured:
+        with capture_hidden(model, (tap,)) as captured:
             model(truth, use_cache=False)
-        assert captured.hidden is not None
-        drafter = Watching(truth[0].tolist(), captured.hidden[0])
+        drafter = Watching(truth[0].tolist(), captured.at[tap][0], tap)
         decode(model, drafter, row, max_new_tokens=30, compile=forward)
 
 
@@ -104,16 +106,16 @@ class Blind(NgramDrafter):
 class Watching(ScriptedDrafter):
     """Checks the hidden states at the accepted nodes."""
 
-    def __init__(self, truth: list[int], hidden: torch.Tensor) -> None:
+    def __init__(self, truth: list[int], hidden: torch.Tensor, tap: str) -> None:
         super().__init__(Tree.chain(3), truth, 0.6)
-        self.true_hidden = hidden
+        self.true_hidden, self.taps = hidden, (tap,)
 
     def observe(self, state: Any, result: Any) -> Any:
         """Compare, then move on."""
         start = state.positions[0]
         for depth, node in enumerate(result.path[0].tolist()):
             if node >= 0 and start + depth < len(self.true_hidden):
-                found = result.hidden["final"][0, node]
+                found = result.hidden[self.taps[0]][0, node]
                 torch.testing.assert_close(
                     found, self.true_hidden[start + depth], atol=1e-4, rtol=1e-4
                 )

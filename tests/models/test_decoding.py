@@ -354,7 +354,7 @@ def test_bad_requests_are_refused(llama: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="max_new_tokens must be at least 1, got 0"):
         decode(llama, drafter, prompt(), max_new_tokens=0)
     drafter.taps = ("middle",)
-    with pytest.raises(ValueError, match="taps must be among"):
+    with pytest.raises(ValueError, match="tap 'middle': expected final, trunk or layer.0 to"):
         decode(llama, drafter, prompt(), max_new_tokens=3)
 
 

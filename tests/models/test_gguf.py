@@ -23,7 +23,6 @@ from specheads.models.digest import file_sha256
 from specheads.models.names import base_digest, model_folder, resolve_name
 from tests import gguf_files
 
-pytest.importorskip("gguf")
 ARCHITECTURES = list(gguf_files.MODELS)
 
 
