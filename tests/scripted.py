@@ -54,7 +54,7 @@ class ScriptedDrafter:
     def start(self, prefill: Prefill) -> ScriptedState:
         """Check the hidden states' shape; remember the roots and their positions."""
         assert prefill.hidden[self.taps[0]].shape[:2] == prefill.tokens.shape
-        assert len(prefill.last_hidden(FINAL)) == len(prefill.ids)
+        assert len(prefill.last_hidden(*self.taps)) == len(prefill.ids)
         positions = [len(ids) for ids in prefill.ids]
         return ScriptedState(list(range(len(positions))), positions, prefill.root)
 
@@ -84,7 +84,7 @@ class ScriptedDrafter:
 
     def observe(self, state: ScriptedState, result: StepResult) -> ScriptedState:
         """Move on."""
-        assert result.hidden[FINAL].shape[:2] == result.tokens.shape
+        assert result.hidden[self.taps[0]].shape[:2] == result.tokens.shape
         gained = map(len, result.new_tokens)
         positions = [n + new for n, new in zip(state.positions, gained, strict=True)]
         return ScriptedState(state.rows, positions, result.next_root)
