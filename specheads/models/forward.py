@@ -88,9 +88,8 @@ def _capture_for_good(model: PreTrainedModel, taps: Collection[str] = ()) -> Cap
             with contextlib.suppress(ValueError):  # a model without a list of layers has no trunk
                 last_layer(model)
                 wanted.add(TRUNK)
-        else:  # what is compiled records what was wanted before and nothing else
+        else:  # a hook in place of another is seen by what is compiled, one more would not be
             known[2].__exit__(None, None, None)
-            torch.compiler.reset()
         forever = capture_hidden(model, wanted, every_thread=True)
         _captured[model] = forever.__enter__(), wanted, forever
     return _captured[model][0]

@@ -77,7 +77,7 @@ def test_hidden_states_are_those_of_the_pass_at_hand(tap: str) -> None:
 
     The passes are compiled for a drafter that wants none, before one comes that wants them.
     """
-    model = build("llama", num_hidden_layers=1)
+    model = build("llama", num_hidden_layers=2)
     (row,) = prompts((9,))
     truth = plain_decode(model, row, max_new_tokens=30).sequences
     decode(model, Blind(truth[0].tolist()), row, max_new_tokens=30, compile=True)
