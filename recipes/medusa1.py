@@ -27,7 +27,7 @@ def run(cfg: TrainConfig) -> None:
 
     with RunLog(cfg) as log:
         start(cfg, log, data, base=base, heads=heads)
-        batches, heldout, notes = cached_features(cfg, base, data, log)
+        batches, heldout, notes = cached_features(cfg, base, data, log, heads.taps)
         objective = HeadsObjective(
             None if cfg.features.dir else base, heads, cfg.loss,
             train_base=False, output=output, embed=base.get_input_embeddings(),

@@ -34,7 +34,7 @@ def run(cfg: TrainConfig) -> None:
         original = None
         if tuned and not cfg.dry_run:
             original = remember_original(base, output, data.heldout)
-        batches, heldout, notes = cached_features(cfg, base, data, log)
+        batches, heldout, notes = cached_features(cfg, base, data, log, heads.taps)
         objective = HeadsObjective(
             None if cfg.features.dir else base, heads, cfg.loss,
             train_base=tuned, output=output, embed=base.get_input_embeddings(),

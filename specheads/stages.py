@@ -314,7 +314,7 @@ class _Stages:
         write_prompts(self.folder / "heldout.jsonl", data.heldout_records)
         cfg = decide(cfg, base, data.train)
         heads = build_heads(cfg, base, output, data)
-        batches, _, _ = cached_features(cfg, base, data, self.progress)
+        batches, _, _ = cached_features(cfg, base, data, self.progress, heads.taps)
         objective = HeadsObjective(
             None if cfg.features.dir else base, heads, cfg.loss,
             train_base=False, output=output, embed=base.get_input_embeddings(),

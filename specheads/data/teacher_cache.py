@@ -1,8 +1,9 @@
 """A cache of what a frozen base model computes, so that others can train without running it.
 
-Two kinds share one store. A feature cache (``features.dir``) holds the last hidden states, from
-which heads are trained. A stored teacher (``draft.stored``) holds the k most likely next tokens at
-every position, from which a draft model is distilled: the base runs once, whatever is tried later.
+Two kinds share one store. A feature cache (``features.dir``) holds hidden states, the final ones
+and those at the taps of the heads that are trained from it. A stored teacher (``draft.stored``)
+holds the k most likely next tokens at every position, from which a draft model is distilled: the
+base runs once, whatever is tried later.
 
 One folder: ``index.json`` (what the numbers were made of, the length of every document, and which
 documents each shard holds, in order) and ``*.safetensors`` shards with named tensors, one row per
@@ -39,7 +40,7 @@ from specheads.losses.fused import rows_at_once
 from specheads.models.base import input_device
 from specheads.models.forward import undisturbed
 from specheads.models.names import base_digest
-from specheads.models.output import OutputLayer, packed_hidden
+from specheads.models.output import FINAL, OutputLayer, packed_taps
 from specheads.system.files import locked, whole_file
 
 INDEX = "index.json"
@@ -83,9 +84,10 @@ class Plan:
         made_of: everything that decides the numbers, by name; a cache made of anything else is
             refused.
         settings: what the index says beside. Features: ``hidden_size`` d, ``dtype`` of the stored
-            numbers (float32, bfloat16, or int8 with a float32 scale per token) and ``given_as``,
-            the dtype in which the base gives its states and the cache gives them back. A stored
-            teacher: ``top_k`` k, and ``vocab_size`` V, the tokens that were chosen from.
+            numbers (float32, bfloat16, or int8 with a float32 scale per token and tap),
+            ``given_as``, the dtype in which the base gives its states and the cache gives them
+            back, and ``taps``, where there are others than the final states. A stored teacher:
+            ``top_k`` k, and ``vocab_size`` V, the tokens that were chosen from.
         lengths: the number of tokens of each document.
         shards: the files, in order.
     """
@@ -103,12 +105,19 @@ class Plan:
         return _KINDS[self.kind][0]
 
     @property
+    def taps(self) -> tuple[str, ...]:
+        """The hidden states of a feature cache, in the order in which they lie side by side."""
+        return tuple(self.settings.get("taps", (FINAL,)))
+
+    @property
     def tensors(self) -> dict[str, tuple[torch.dtype, list[int]]]:
         """Name -> dtype and shape per token of a shard's tensors, in the file's order."""
         # safetensors writes wider dtypes first, floats before integers, so that all are aligned
         if self.kind == "features":
-            hidden = {"hidden": (STORED[self.settings["dtype"]], [self.settings["hidden_size"]])}
-            scale: dict[str, tuple[torch.dtype, list[int]]] = {"scale": (torch.float32, [])}
+            size, num_taps = self.settings["hidden_size"], len(self.taps)
+            hidden = {"hidden": (STORED[self.settings["dtype"]], [num_taps * size])}
+            per_tap = [] if num_taps == 1 else [num_taps]
+            scale: dict[str, tuple[torch.dtype, list[int]]] = {"scale": (torch.float32, per_tap)}
             return scale | hidden if self.settings["dtype"] == "int8" else hidden
         shape = [self.settings["top_k"]]
         return {"log_probs": (torch.float32, shape), "ids": (torch.int32, shape)}
@@ -151,7 +160,8 @@ class Plan:
         given, count = self.settings, len(self.shards)
         if self.kind == "features":
             dtype = "int8 with a scale per token" if given["dtype"] == "int8" else given["dtype"]
-            what = f"{given['hidden_size']} as {dtype}"
+            times = f"{len(self.taps)} x " if len(self.taps) > 1 else ""
+            what = f"{times}{given['hidden_size']} as {dtype}"
         else:
             what = f"{given['top_k']} of {given['vocab_size']:,}"
         return (
@@ -194,6 +204,7 @@ def plan_features(
     hidden_size: int,
     given_as: torch.dtype,
     dtype: str = "auto",
+    taps: Sequence[str] = (FINAL,),
 ) -> Plan:
     """Lay a feature cache out before anything is run, or read the layout of the one that is there.
 
@@ -204,6 +215,7 @@ def plan_features(
         hidden_size: d.
         given_as: the dtype of the base's hidden states.
         dtype: the stored dtype: float32, bfloat16, int8; auto loses nothing.
+        taps: which hidden states, see :func:`specheads.models.output.capture_hidden`.
 
     Raises:
         ConfigError: if ``folder`` holds a cache that was made of something else, naming that.
@@ -211,8 +223,10 @@ def plan_features(
     if dtype == "auto":
         dtype = "bfloat16" if given_as == torch.bfloat16 else "float32"
     given = str(given_as).removeprefix("torch.")
-    settings = {"hidden_size": hidden_size, "dtype": dtype, "given_as": given}
+    settings: dict[str, Any] = {"hidden_size": hidden_size, "dtype": dtype, "given_as": given}
     made_of = {**made_of, "documents": _documents_digest(documents), "dtype": dtype}
+    if tuple(taps) != (FINAL,):  # of the final ones alone the index says what it always said
+        settings["taps"], made_of["taps"] = list(taps), ", ".join(taps)
     return _plan("features", folder, documents, made_of, settings)
 
 
@@ -377,7 +391,7 @@ def write_cache(
                     name: torch.empty(shard.tokens, *per_token, dtype=dtype)
                     for name, (dtype, per_token) in plan.tensors.items()
                 }
-                for i, states in _hidden_states(inside, base, shape, autocast):
+                for i, states in _hidden_states(inside, base, shape, plan.taps, autocast):
                     _check_finite(states, "hidden states", inside[i])
                     if output is None:
                         found = _quantised(states.cpu(), plan)
@@ -391,9 +405,13 @@ def write_cache(
 
 
 def _hidden_states(
-    documents: Sequence[Encoded], base: PreTrainedModel, shape: tuple[int, int], autocast: bool
+    documents: Sequence[Encoded],
+    base: PreTrainedModel,
+    shape: tuple[int, int],
+    taps: Sequence[str],
+    autocast: bool,
 ) -> Iterator[tuple[int, Tensor]]:
-    """Run the base over documents; yield the number of each and its final hidden states [n, d]."""
+    """Run the base over documents; yield the number of each and its states [n, taps * d]."""
     (rows, seq_len), device = shape, input_device(base)
     packed = pack_lengths([len(document.input_ids) for document in documents], seq_len)
     for begin in range(0, len(packed), rows):
@@ -401,8 +419,8 @@ def _hidden_states(
         # what stands in the padding is seen by nothing that is kept
         batch = collate([[documents[i] for i in row] for row in places], seq_len, 0)
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-            hidden = packed_hidden(
-                base, batch["input_ids"].to(device), batch["position_ids"].to(device)
+            _, hidden = packed_taps(
+                base, batch["input_ids"].to(device), batch["position_ids"].to(device), taps
             )
         for b, row in enumerate(places):
             starts = _starts([len(documents[i].input_ids) for i in row])
@@ -414,8 +432,10 @@ def _quantised(states: Tensor, plan: Plan) -> dict[str, Tensor]:
     if plan.settings["dtype"] != "int8":
         return {"hidden": states}
     # symmetric: the largest number of a token becomes 127, so that errors stay below scale / 2
-    scale = states.float().abs().amax(1).clamp_min(1e-30) / 127
-    return {"scale": scale, "hidden": (states.float() / scale[:, None]).round().clamp(-127, 127)}
+    each = states.float().unflatten(1, (len(plan.taps), -1))
+    scale = each.abs().amax(2).clamp_min(1e-30) / 127  # [n, taps]
+    rounded = (each / scale[..., None]).round().clamp(-127, 127).flatten(1)
+    return {"scale": scale[:, 0] if len(plan.taps) == 1 else scale, "hidden": rounded}
 
 
 def _top_logits(
@@ -509,8 +529,8 @@ class TeacherCache:
         """Return what is stored for a document, by its number.
 
         Returns:
-            ``hidden`` [n, d] in the base's dtype, or ``teacher_ids`` [n, k] int64, best first, and
-            ``teacher_log_probs`` [n, k] float32.
+            ``hidden`` [n, taps * d] in the base's dtype, or ``teacher_ids`` [n, k] int64, best
+            first, and ``teacher_log_probs`` [n, k] float32.
         """
         number, start = self._places[document]
         rows = slice(start, start + self.plan.lengths[document])
@@ -519,7 +539,8 @@ class TeacherCache:
             return {"teacher_ids": stored["ids"].long(), "teacher_log_probs": stored["log_probs"]}
         states = stored["hidden"].to(getattr(torch, self.plan.settings["given_as"]))
         if "scale" in stored:
-            states.mul_(stored["scale"][:, None])
+            per_tap = states.view(len(states), len(self.plan.taps), -1)
+            per_tap.mul_(stored["scale"].view(len(states), -1, 1))
         return {"hidden": states}
 
     def rows(self, places: Sequence[Sequence[int]], seq_len: int) -> Batch:

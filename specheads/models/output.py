@@ -169,6 +169,11 @@ def side_by_side(hidden: Mapping[str, Tensor], taps: Sequence[str]) -> Tensor:
     return torch.cat([hidden[tap].to(device) for tap in taps], dim=-1)
 
 
+def with_final(taps: Sequence[str]) -> tuple[str, ...]:
+    """Return the taps, and ``FINAL`` behind them where it is not one of them."""
+    return tuple(taps) if FINAL in taps else (*taps, FINAL)
+
+
 def packed_taps(
     model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, taps: Sequence[str]
 ) -> tuple[Tensor, Tensor]:

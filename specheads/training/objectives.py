@@ -34,7 +34,14 @@ from specheads.losses.cross_entropy import (
 from specheads.losses.distill import SoftLoss, StoredTeacher, Teacher, linear_soft_loss
 from specheads.models.adapters import original, require_grad
 from specheads.models.kinds import Heads
-from specheads.models.output import FINAL, OutputLayer, output_layer, packed_hidden, packed_taps
+from specheads.models.output import (
+    FINAL,
+    OutputLayer,
+    output_layer,
+    packed_hidden,
+    packed_taps,
+    with_final,
+)
 
 Batch = dict[str, Any]
 Metrics = dict[str, Tensor]
@@ -137,7 +144,8 @@ class HeadsObjective(nn.Module):
     own valid labels; a head that has none adds 0. With ``loss.base=distill`` L_LM is
     KL(original || base), the original being the base with its adapter off.
 
-    A batch may carry ``hidden`` [B, T, d], the frozen base's hidden states: it is then not run.
+    A batch may carry ``hidden`` [B, T, n * d], the frozen base's hidden states at the heads' taps
+    and then the final ones, where these are no tap: it is then not run.
 
     Args:
         base: the base model; None if every batch carries ``hidden``.
@@ -219,12 +227,11 @@ class HeadsObjective(nn.Module):
         """Run the base, and keep the positions where something is learned."""
         train_base = self.train_base and torch.is_grad_enabled()
         if "hidden" in batch:
-            if self.heads.taps != (FINAL,):
-                raise ValueError(
-                    f"a batch has no hidden states at {', '.join(self.heads.taps)}, which heads"
-                    " read"
-                )
             hidden = tapped = batch["hidden"]
+            if (taps := self.heads.taps) != (FINAL,):
+                size = self.heads.hidden_size
+                at = with_final(taps).index(FINAL) * size
+                hidden, tapped = tapped[..., at : at + size], tapped[..., : len(taps) * size]
         else:
             assert self.base is not None
             with torch.set_grad_enabled(train_base):

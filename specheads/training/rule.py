@@ -26,7 +26,7 @@ from specheads.data.chat import learned_counts
 from specheads.data.pack import GrowingBatches, PackedBatches
 from specheads.data.schema import json_digest
 from specheads.models.checkpoint import KINDS, read_config
-from specheads.models.output import FINAL
+from specheads.models.output import with_final
 from specheads.system import dist
 from specheads.system.errors import refuse
 
@@ -165,11 +165,13 @@ def _features(
     """
     if packed is None or dist.world_size() > 1:
         return "", "not for rows that stream or grow, nor for several processes"
-    if getattr(KINDS.get(cfg.heads.kind), "taps", None) != (FINAL,):
-        return "", "the heads read more than the base's final hidden states"
+    taps = getattr(KINDS.get(cfg.heads.kind), "taps", None)
+    if taps is None:
+        return "", "what these heads read of the base is not known before they are built"
     root, dtype = Path(cfg.run_dir).parent / "features", cfg.features.dtype
     made_of = teacher_cache.computed_by(cfg.model, cfg.autocast)
     numbers: dict[str, Any] = {"hidden_size": width, "given_as": base.dtype, "dtype": dtype}
+    numbers["taps"] = with_final(taps)
     plan = teacher_cache.plan_features(root / "none", packed.documents, made_of, **numbers)
     folder = root / json_digest(plan.made_of).hex()[:12]
     size = teacher_cache.readable(plan.num_bytes)

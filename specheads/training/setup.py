@@ -358,17 +358,13 @@ def check_mtp(cfg: TrainConfig) -> None:
     """Refuse, before anything is loaded, settings of MTP heads that contradict each other.
 
     Raises:
-        ConfigError: if an adapter has nothing to do, or a cache lacks what the heads read.
+        ConfigError: if an adapter has nothing to do.
     """
-    tuned, kept = cfg.mtp.train_base, f"features.dir={cfg.features.dir} keeps the base's final"
+    tuned = cfg.mtp.train_base
     refuse(
         {
             f"adapter.kind={cfg.adapter.kind} tunes the base, which mtp.train_base=false freezes:"
             " set mtp.train_base=true": cfg.adapter.kind != "none" and not tuned,
-            f"{kept} hidden states; heads of mtp.variant={cfg.mtp.variant} read its trunk, only"
-            " sequential ones the final ones": (
-                cfg.features.dir and not tuned and cfg.mtp.variant != "sequential"
-            ),
         }
     )
 

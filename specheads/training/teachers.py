@@ -33,7 +33,7 @@ from specheads.data.chat import Encoded
 from specheads.data.pack import Batch, Mapped, PackedBatches
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.base import input_device
-from specheads.models.output import OutputLayer, packed_hidden
+from specheads.models.output import FINAL, OutputLayer, packed_hidden, with_final
 from specheads.system import dist
 from specheads.training.loop import Batches
 from specheads.training.plan import TIMED, clock
@@ -51,11 +51,12 @@ class Log(Protocol):
 
 
 def cached_features(
-    cfg: TrainConfig, base: PreTrainedModel, data: Data, log: Log
+    cfg: TrainConfig, base: PreTrainedModel, data: Data, log: Log, taps: Sequence[str] = (FINAL,)
 ) -> tuple[Batches, list[Batch], list[str]]:
     """Return batches and held-out rows with the base's hidden states, if ``features.dir`` is set.
 
-    What is missing in the cache is written. A dry run writes nothing: its batches have zeros.
+    What is missing in the cache is written. A dry run writes nothing: its batches have zeros. With
+    the states at ``taps`` lie the final ones, which are what the base's own tokens come from.
 
     Returns:
         Batches, held-out rows, and lines for a dry run.
@@ -76,14 +77,16 @@ def cached_features(
     numbers: dict[str, Any] = {"hidden_size": sample.shape[-1], "given_as": sample.dtype}
     of_rows = [document for batch in heldout for row in _rows(batch) for document in row]
     places = [(folder, batches.documents), *([(folder / "heldout", of_rows)] if of_rows else [])]
-    numbers["dtype"] = cfg.features.dtype
+    stored = with_final(taps)
+    numbers |= {"dtype": cfg.features.dtype, "taps": stored}
     plans = [teacher_cache.plan_features(*place, made_of, **numbers) for place in places]
     more = f", held-out rows {teacher_cache.readable(plans[1].num_bytes)}" if of_rows else ""
     said = f"{plans[0].describe()}{more}; {teacher_cache.still_missing(*plans)}"
     if cfg.dry_run:
         passes = batches.rows_per_epoch / cfg.data.rows
         filling = f"time to fill it: {clock(passes * seconds_per_pass(base, batches))}"
-        return without_features(batches, sample.shape[-1], base.dtype), heldout, [said, filling]
+        size = len(stored) * sample.shape[-1]
+        return without_features(batches, size, base.dtype), heldout, [said, filling]
     log.say(said)
     log.doing("storing hidden states")
     caches = []
@@ -98,11 +101,11 @@ def cached_features(
     return teacher_cache.CachedBatches(batches, caches[0]), filled, []
 
 
-def without_features(batches: Batches, hidden_size: int, dtype: torch.dtype) -> Mapped:
+def without_features(batches: Batches, size: int, dtype: torch.dtype) -> Mapped:
     """Return batches with hidden states of zeros: what a cache costs that is not written yet."""
 
     def add_zeros(batch: Batch) -> Batch:
-        shape = (*batch["input_ids"].shape, hidden_size)
+        shape = (*batch["input_ids"].shape, size)
         return {**batch, "hidden": torch.zeros(shape, dtype=dtype)}
 
     return Mapped(batches, add_zeros)

@@ -46,7 +46,7 @@ from specheads.data.teacher_cache import (
 )
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.heads import MedusaHeads
-from specheads.models.output import output_layer, packed_hidden
+from specheads.models.output import FINAL, TRUNK, output_layer, packed_hidden, packed_taps
 from specheads.training.objectives import DraftObjective, HeadsObjective
 from specheads.training.teachers import cached_features
 from tests.zoo import VOCAB, build
@@ -391,14 +391,14 @@ def test_processes_share_the_work_of_one(
     """Ranks that all write the same cache cost each other time, or each other's files."""
     documents = some_documents()
     plan = planned("features", tmp_path / "f", documents)
-    run, ranks = teacher_cache.packed_hidden, []
+    run, ranks = teacher_cache.packed_taps, []
 
-    def counted(*args: Any) -> torch.Tensor:
+    def counted(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         ranks.append(threading.get_ident())
         time.sleep(0.001)  # let the other one in, if anything does
         return run(*args)
 
-    monkeypatch.setattr(teacher_cache, "packed_hidden", counted)
+    monkeypatch.setattr(teacher_cache, "packed_taps", counted)
     with ThreadPoolExecutor(2) as pool:  # a lock is of the open file, not of the process
         both = [pool.submit(filled, plan, documents, base) for _ in range(2)]
         one, other = (each.result() for each in both)
@@ -412,16 +412,16 @@ def test_interrupted_writing_goes_on_where_it_was(
     """Hours of a large base model are lost, or half a shard is taken for a whole one."""
     documents = some_documents()
     plan = planned(kind, tmp_path / "f", documents)
-    run, passes = teacher_cache.packed_hidden, 0
+    run, passes = teacher_cache.packed_taps, 0
 
-    def counted(*args: Any) -> torch.Tensor:
+    def counted(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         nonlocal passes
         passes += 1
         if passes == 4:
             raise KeyboardInterrupt
         return run(*args)
 
-    monkeypatch.setattr(teacher_cache, "packed_hidden", counted)
+    monkeypatch.setattr(teacher_cache, "packed_taps", counted)
     with pytest.raises(KeyboardInterrupt):
         filled(plan, documents, base)
     left = plan.missing()
@@ -520,7 +520,7 @@ def test_what_cannot_work_is_said_first(
         filled(plan, documents, base)
     usage = shutil.disk_usage(tmp_path)._replace(free=20_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    monkeypatch.setattr(teacher_cache, "packed_hidden", None)
+    monkeypatch.setattr(teacher_cache, "packed_taps", None)
     plan = planned(kind, tmp_path / "t", documents)
     with pytest.raises(ConfigError, match=r"needs .*B, that disk has 20.0 kB free") as error:
         filled(plan, documents, base)
@@ -550,6 +550,36 @@ def _config(model: Path, folder: Path, **changed: Any) -> TrainConfig:
         features=FeaturesConfig(dir=str(folder)),
         **changed,
     )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_states_of_several_layers_lie_side_by_side(
+    dtype: str, tiny_llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    """Heads trained on another layer's states guess worse, and nothing says why."""
+    taps, documents = ("layer.0", TRUNK, FINAL), _documents()
+    plan = _plan(tmp_path, documents, tiny_llama, dtype=dtype, taps=taps)
+    cache = _write(plan, documents, tiny_llama)
+    assert plan.num_bytes == sum(path.stat().st_size for path in tmp_path.glob("*.*"))
+    assert _plan(tmp_path, documents, tiny_llama, dtype=dtype, taps=taps).missing() == []
+    with pytest.raises(ConfigError, match="was made with another taps"):
+        _plan(tmp_path, documents, tiny_llama, dtype=dtype)
+    size = tiny_llama.config.hidden_size
+    for i, document in enumerate(documents[:5]):
+        ids = torch.from_numpy(document.input_ids).long()[None]
+        with torch.no_grad():
+            _, online = packed_taps(
+                tiny_llama, ids, torch.arange(ids.shape[1])[None], ("layer.0", TRUNK, FINAL)
+            )
+        found = cache[i]["hidden"]
+        assert found.dtype == tiny_llama.dtype
+        for tap, (mine, theirs) in enumerate(
+            zip(found.split(size, 1), online[0].split(size, 1), strict=True)
+        ):
+            # of int8 each tap has a scale of its own: the largest state is that of the last norm
+            largest = theirs.abs().amax(1, keepdim=True)
+            allowed = {"float32": 1e-5, "bfloat16": 2**-8, "int8": 0.51 / 127}[dtype] * largest
+            assert bool(((mine - theirs).abs() <= allowed + 2e-5).all()), tap
 
 
 def test_a_run_plans_writes_and_reuses_its_cache(

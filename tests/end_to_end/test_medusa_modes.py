@@ -120,16 +120,22 @@ def test_heads_go_on_from_an_export(
     assert "holds other heads than heads.* describes" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", [("heads=hydra_plus", "loss.heads=soft"), ("heads=shared",)])
+@pytest.mark.parametrize(
+    "modes",
+    [
+        ("+recipe=medusa1", "heads=hydra_plus", "loss.heads=soft"),
+        ("+recipe=medusa1", "heads=shared"),
+        ("+recipe=mtp_finetune", "mtp.num_heads=3", "loss.heads=soft"),  # reads the trunk
+    ],
+)
 def test_cached_features_train_the_same_heads(
-    kind: tuple[str, ...], tmp_path: Path, tiny_model_dir: Path, tiny_jsonl: Path,
+    modes: tuple[str, ...], tmp_path: Path, tiny_model_dir: Path, tiny_jsonl: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """States of other tokens train heads of another text; a shared matrix must stay frozen."""
     losses = {}
     for name, own in (("online", ()), ("cached", (f"features.dir={tmp_path / 'features'}",))):
         files = on_files(tiny_model_dir, tiny_jsonl, tmp_path / name)
-        modes = ("+recipe=medusa1", *kind)
         assert start(monkeypatch, *modes, *files, *SHORT, *ALONE, *own) == 0
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         rows = map(json.loads, lines)

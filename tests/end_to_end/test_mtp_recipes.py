@@ -257,7 +257,6 @@ def test_a_feature_cache_trains_sequential_heads_as_the_base_would(
         ("parallel", "adapter.kind=lora", "adapter.kind=lora starts from a model that exists"),
         ("parallel", "features.dir=f", "features.dir=f keeps hidden states of a frozen base"),
         ("frozen", "adapter.kind=lora", "mtp.train_base=false freezes: set mtp.train_base=true"),
-        ("frozen", "features.dir=f", "heads of mtp.variant=causal read its trunk"),
         ("tuned", "features.dir=f", "mtp_finetune trains it"),
         ("tuned", "model.quantization=nf4", "quantised weights cannot be trained themselves"),
         ("frozen", "tokenizer=byte", "tokenizer=byte is for models trained from scratch"),
