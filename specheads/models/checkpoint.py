@@ -33,6 +33,7 @@ from specheads.models.base import (
     output_device,
     torch_dtype,
 )
+from specheads.models.block import BlockHeads
 from specheads.models.digest import file_sha256
 from specheads.models.export_config import check_config
 from specheads.models.heads import MedusaHeads
@@ -143,6 +144,7 @@ KINDS: dict[str, type[Heads]] = {
     "medusa": MedusaHeads,
     "hydra": MedusaHeads,
     "mtp": MtpHeads,
+    "block": BlockHeads,
 }
 
 

@@ -28,9 +28,9 @@ _NULLABLE = "dict or NoneType"
 _TYPES = {  # of what is there
     "lm_head": "str", "correction": "str", "variant": "str", "prefix_layer": "bool",
     "hidden_first": "bool", "joined": "bool", "prefix": _NULLABLE, "training": _NULLABLE,
-    "tokenizer": _NULLABLE, "block": "dict", "base.tuned": "bool", "base.adapter": "bool",
-    "base.digest": "str", "base.quantization": _NULLABLE, "tree.choices": "list",
-    "tree.measured_on": _NULLABLE,
+    "tokenizer": _NULLABLE, "block": "dict", "form": "dict", "base.tuned": "bool",
+    "base.adapter": "bool", "base.digest": "str", "base.quantization": _NULLABLE,
+    "tree.choices": "list", "tree.measured_on": _NULLABLE,
 }  # fmt: skip
 _DTYPES = ("float64", "float32", "float16", "bfloat16")
 _LARGEST = 1 << 40  # of any number of a layer's config

@@ -128,6 +128,8 @@ class Heads(Protocol):
             :class:`specheads.models.mtp_walk.TextCache` does.
         one_matrix: all heads multiply by the base's output matrix and by nothing else. One call can
             then make all of their losses, with one gradient buffer of the matrix.
+        anchors: positions of a row at which a step of training asks the heads, where ``contextual``
+            costs too much for all: it is then given these ``places``. 0 asks at all.
     """
 
     config_keys: ClassVar[tuple[str, ...]]
@@ -148,6 +150,7 @@ class Heads(Protocol):
     needs_embedding: bool
     walks_text: bool
     one_matrix: bool
+    anchors: int = 0
 
     @classmethod
     def from_settings(cls, settings: Any, base: PreTrainedModel, output: OutputLayer) -> Heads:
@@ -182,6 +185,9 @@ class Heads(Protocol):
         embed: Embed | None = None,
     ) -> Tensor:
         """Run what looks at whole texts; return what ``features`` takes, [B, T, d] or [K, B, T, d].
+
+        Heads with ``anchors`` also take ``places`` [B, A], in ascending order, and return [K, B, A,
+        d] of these positions alone.
 
         Args:
             hidden: [B, T, d], the base's, at ``taps``; of several documents in a row if packed.

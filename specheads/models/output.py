@@ -102,6 +102,11 @@ def last_layer(model: PreTrainedModel) -> nn.Module:
     return _layers(model)[-1]
 
 
+def num_layers(model: PreTrainedModel) -> int:
+    """Return how many layers the decoder has; raises ValueError as :func:`last_layer` does."""
+    return len(_layers(model))
+
+
 def _layers(model: PreTrainedModel) -> nn.ModuleList:
     layers = getattr(_decoder(model), "layers", None)
     if not isinstance(layers, nn.ModuleList) or not len(layers):

@@ -219,12 +219,24 @@ class HeadsObjective(nn.Module):
         labels = torch.stack(
             [shift_labels(batch["labels"], batch["segment_ids"], o).flatten() for o in offsets]
         )
-        loss, stats = self._loss(self._rows(batch, labels), weights)
+        places = None
+        if self.heads.anchors:
+            places = anchors_of(batch["input_ids"], (labels != IGNORE).any(0), self.heads.anchors)
+            labels, times = at_anchors(labels, places)
+            weights = weights * times
+        loss, stats = self._loss(self._rows(batch, labels, places), weights)
+        stats = stats if places is None else stats * times[:, None]
         names = ["lm"] * self.train_base + [f"head_{i}" for i in range(self.num_heads)]
         return loss * self.engine_scale, metrics_of(names, loss, stats, num_valid)
 
-    def _rows(self, batch: Batch, labels: Tensor) -> _Rows:
-        """Run the base, and keep the positions where something is learned."""
+    def _rows(self, batch: Batch, labels: Tensor, places: Tensor | None) -> _Rows:
+        """Run the base, and keep the positions where something is learned.
+
+        Args:
+            batch: the batch.
+            labels: [G, B * T], or of the places alone [G, B * A].
+            places: [B, A], where the heads are asked; None for everywhere.
+        """
         train_base = self.train_base and torch.is_grad_enabled()
         if "hidden" in batch:
             hidden = tapped = batch["hidden"]
@@ -238,18 +250,25 @@ class HeadsObjective(nn.Module):
                 hidden, tapped = packed_taps(
                     self.base, batch["input_ids"], batch["position_ids"], self.heads.taps
                 )
+        asked = {} if places is None else {"places": places}
         source = self.heads.contextual(
-            tapped, batch["position_ids"], batch["input_ids"], self._embed[0]
+            tapped, batch["position_ids"], batch["input_ids"], self._embed[0], **asked
         )
         same = source is hidden
         source = source.flatten(-3, -2)
         teacher = self._teacher(batch, hidden)
         hidden = hidden.flatten(0, 1)
-        used = (labels != IGNORE).any(0).nonzero().squeeze(1)
         num_rows = hidden.shape[0]
-        if used.numel() < num_rows:  # blocks need not run where nothing is learned
-            hidden, labels = hidden.index_select(0, used), labels.index_select(1, used)
-            source = hidden if same else source.index_select(-2, used)
+        used = (labels != IGNORE).any(0).nonzero().squeeze(1)
+        if used.numel() < labels.shape[1]:  # blocks need not run where nothing is learned
+            labels = labels.index_select(1, used)
+            source = source if same else source.index_select(-2, used)
+        if places is not None:
+            rows = torch.arange(len(places), device=places.device)[:, None]
+            used = (places + rows * batch["input_ids"].shape[1]).flatten().index_select(0, used)
+        if used.numel() < num_rows:
+            hidden = hidden.index_select(0, used)
+            source = hidden if same else source
         tokens = None
         if self.heads.sequential:
             # where head i has a label, the tokens up to it are of the same document
@@ -323,6 +342,45 @@ class HeadsObjective(nn.Module):
         if not torch.is_grad_enabled() or self.heads.num_layers == 0:
             return features(rows.source)
         return checkpoint(features, rows.source, use_reentrant=False, preserve_rng_state=False)
+
+
+def anchors_of(input_ids: Tensor, learned: Tensor, count: int) -> Tensor:
+    """Choose positions of each row at random, those where something is learned first.
+
+    They follow from the row's tokens, so that a run that is resumed, or spread over other
+    processes, chooses the same; in another epoch documents lie in other rows.
+
+    Args:
+        input_ids: [B, T].
+        learned: [B * T] bool.
+        count: at most so many.
+
+    Returns:
+        [B, min(count, T)], in ascending order.
+    """
+    num_rows, num_tokens = input_ids.shape
+    places = torch.arange(num_tokens, device=input_ids.device)
+    number = (input_ids * (places * 2 + 1)).sum(1, keepdim=True) + places * 0x9E3779B9
+    for factor in (0x45D9F3B, 0x2C1B3C6D):  # as integers are hashed: every bit moves all others
+        number = ((number ^ (number >> 16)) * factor) & 0xFFFFFFFF
+    number = (number ^ (number >> 16)) - (learned.view(num_rows, -1).long() << 32)
+    return number.topk(min(count, num_tokens), dim=1, largest=False).indices.sort(1).values
+
+
+def at_anchors(labels: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the labels at some places, and how many times as many there are in all.
+
+    Args:
+        labels: [G, B * T].
+        places: [B, A].
+
+    Returns:
+        [G, B * A], and [G]: by it a sum over the places is an estimate of that over all labels.
+    """
+    each = labels.view(len(labels), len(places), -1)
+    found = each.gather(2, places.expand(len(labels), -1, -1)).flatten(1)
+    counts, kept = ((some != IGNORE).sum(1) for some in (labels, found))
+    return found, counts / kept.clamp_min(1)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from specheads.losses.cross_entropy import check_implementation
 from specheads.models import base as bases
 from specheads.models import draft as drafts
 from specheads.models.adapters import add_adapter, check_tunable, require_grad
+from specheads.models.block import BlockHeads
 from specheads.models.checkpoint import KINDS, check_digest, load_heads, read_config
 from specheads.models.heads import MedusaHeads
 from specheads.models.kinds import Heads
@@ -314,7 +315,7 @@ def build_heads(cfg: TrainConfig, base: PreTrainedModel, output: OutputLayer, da
         raise ConfigError(f"heads.options={wanted.options}: {error}") from None
     if wanted.start:
         _start_from(cfg, heads)
-    elif isinstance(heads, MedusaHeads):
+    elif isinstance(heads, (MedusaHeads, BlockHeads)):
         kept = None
         if "pruned" in wanted.lm_head:
             assert not isinstance(data.train, StreamedBatches)  # read_data has seen to it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from specheads.attention.tree import Tree
 from specheads.config import HeadsConfig, MtpConfig
 from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.heads import static_drafter
+from specheads.models.block import BlockHeads
 from specheads.models.blocks import prefix_sizes
 from specheads.models.checkpoint import KINDS, build_heads, named_tensors
 from specheads.models.heads import MedusaHeads
@@ -41,6 +43,17 @@ def mtp(**options: Any) -> Callable[[LlamaForCausalLM], MtpHeads]:
     return lambda base: MtpHeads(NUM_HEADS, block_config(base.config), 272, **options)
 
 
+def block(settings: HeadsConfig | None = None, **options: Any) -> Callable[..., BlockHeads]:
+    """Return what builds the heads of one block."""
+
+    def build(base: LlamaForCausalLM) -> BlockHeads:
+        given = settings or HeadsConfig(lm_head="shared")
+        asked = replace(given, kind="block", num_heads=NUM_HEADS, options=options)
+        return BlockHeads.from_settings(asked, base, output_layer(base))
+
+    return build
+
+
 FORMS: dict[str, Callable[[LlamaForCausalLM], Heads]] = {
     "medusa": medusa(),
     "shared": medusa(lm_head="shared"),
@@ -54,6 +67,17 @@ FORMS: dict[str, Callable[[LlamaForCausalLM], Heads]] = {
     "mtp parallel": mtp(),
     "mtp causal": mtp(variant="causal", lm_head="own"),
     "mtp sequential": mtp(variant="sequential", hidden_first=True),
+    "block": block(),
+    "block, narrow": block(HeadsConfig(lm_head="shared_pruned", num_kept=90), injection_rank=4),
+    "block, markov": block(
+        HeadsConfig(lm_head="pruned", num_kept=90, correction="markov", markov_rank=4), window=5
+    ),
+    "dflash": block(form="published", sample_from_anchor=False, mask_token_id=256),
+    "dspark": block(
+        HeadsConfig(lm_head="shared", num_layers=2, correction="markov", markov_rank=4),
+        form="published",
+        mask_token_id=256,
+    ),
 }
 
 

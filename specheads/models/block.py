@@ -1,0 +1,672 @@
+"""Block heads: one pass over a block of slots guesses all tokens of a step.
+
+A few layers run over K slots behind the text. What they know of the text are the base's hidden
+states at several of its layers (taps), joined to one context state per position, of which every
+layer makes keys and values: the text itself never passes through the layers, and its keys are made
+once. Inside the block attention goes both ways, so that there is no loop over depths.
+
+Two forms:
+
+``published`` (DFlash, arXiv:2602.06036): the block is the embedding of the root, the token already
+certain, and that of a mask token for every further slot. With ``sample_from_anchor`` slot k guesses
+the token behind its own position (DSpark, arXiv:2607.05147), so that the root's slot guesses too;
+without, slot k + 1 fills in its own, and the root's slot guesses nothing.
+``joined``: slot k starts as the base's final state at the last certain position, to which a linear
+map of its own adds what the taps there and the root's embedding say; at the start nothing, so that
+all slots then say what the base said there.
+
+DSpark's low-rank bias from the token drafted before (``markov_rank``) is that of the other heads,
+one for all slots. Head i reads slot i, or i + 1 where slots fill in.
+
+Shapes: K heads, S slots of a block, L layers, d hidden size, n taps, B rows, T positions, A blocks
+of a row (anchors), H key heads of width h in each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specheads.attention.cache import TreeLayer
+from specheads.models.base import Embed
+from specheads.models.blocks import Markov, normalised
+from specheads.models.head_cache import Slots
+from specheads.models.heads import Steps
+from specheads.models.kinds import Begin, Heads, multiplied
+from specheads.models.output import FINAL, LAYER, OutputLayer, final_norm, num_layers
+from specheads.system.errors import at_least, check, one_of
+
+FORMS = ("joined", "published")
+_TOGETHER = 32  # blocks of a row that attend in one call: more would mask away what they compute
+
+
+@dataclass(frozen=True)
+class BlockForm:
+    """What a recipe says under ``heads.options``, and config.json under ``form``.
+
+    Attributes:
+        form: ``joined`` or ``published``.
+        taps: numbers of the base's layers whose output is read, from 0; -1 for its final state.
+            Empty takes ``num_taps`` of them by rule.
+        num_taps: how many, where ``taps`` does not say which.
+        num_attention_heads: of a layer; 0 takes the base's, as for the three that follow.
+        num_key_value_heads: of a layer.
+        head_dim: h.
+        intermediate_size: of a layer's MLP.
+        rope_theta: of the rotary positions.
+        rms_norm_eps: of all norms.
+        window: a slot sees so many positions before the root; 0 for all.
+        sample_from_anchor: of the published form, see the module.
+        mask_token_id: of the published form, the token whose embedding further slots are.
+        injection_rank: of the joined form, the inner size of what is added to the slots; 0: full.
+        anchors: blocks per row and step of the training.
+    """
+
+    form: str = "joined"
+    taps: tuple[int, ...] = ()
+    num_taps: int = 3
+    num_attention_heads: int = 0
+    num_key_value_heads: int = 0
+    head_dim: int = 0
+    intermediate_size: int = 0
+    rope_theta: float = 10_000.0
+    rms_norm_eps: float = 1e-6
+    window: int = 0
+    sample_from_anchor: bool = True
+    mask_token_id: int = 0
+    injection_rank: int = 0
+    anchors: int = field(default=128, compare=False)  # no part of what the heads are
+
+    def __post_init__(self) -> None:
+        one_of("form", self.form, *FORMS)
+        at_least(
+            self, num_taps=1, num_attention_heads=0, num_key_value_heads=0, head_dim=0,
+            intermediate_size=0, window=0, mask_token_id=0, injection_rank=0, anchors=1,
+        )  # fmt: skip
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> BlockForm:
+        """Return the form that a dictionary describes.
+
+        Raises:
+            ValueError: for a key that is none of its own, or a value of another type.
+        """
+        known = {each.name: each for each in fields(cls)}
+        for key, value in options.items():
+            one_of("options", key, *known)
+            wanted = type(known[key].default)
+            fits = isinstance(value, (list, tuple)) if wanted is tuple else (
+                type(value) is wanted or (wanted is float and type(value) is int)
+            )  # fmt: skip
+            check(fits, f"options.{key}", value, f"a {wanted.__name__}")
+        found = dict(options)
+        if "taps" in found:
+            whole = all(type(tap) is int and tap >= -1 for tap in found["taps"])
+            check(whole, "options.taps", list(found["taps"]), "numbers of layers, or -1")
+            found["taps"] = tuple(found["taps"])
+        return cls(**found)
+
+
+def published_taps(num_base: int, num_taps: int) -> tuple[int, ...]:
+    """Return the layers that DFlash taps: evenly spaced from the second to the fourth-last.
+
+    Layer ``round(1 + i * (n - 4) / (num_taps - 1))`` of n (specforge and speculators alike); a base
+    too shallow for as many distinct ones gives fewer.
+    """
+    last = max(num_base - 3, 1)
+    places = [round(1 + i * (last - 1) / max(num_taps - 1, 1)) for i in range(num_taps)]
+    return tuple(sorted({min(place, num_base - 1) for place in places}))
+
+
+def joined_taps(num_base: int, num_taps: int) -> tuple[int, ...]:
+    """Return evenly spaced layers and, behind them, -1, the base's final state."""
+    places = [round((i + 1) * num_base / num_taps) - 1 for i in range(num_taps - 1)]
+    return (*sorted({min(max(place, 0), num_base - 2) for place in places if num_base > 1}), -1)
+
+
+class BlockLayer(nn.Module):
+    """A layer with norms of queries and keys, as Qwen3's, that reads context states too."""
+
+    def __init__(self, size: int, form: BlockForm) -> None:
+        super().__init__()
+        width = form.head_dim
+        queries, keys = form.num_attention_heads * width, form.num_key_value_heads * width
+        epsilon = form.rms_norm_eps
+        self.width, self.grouped = width, queries > keys
+        self.input_layernorm = nn.RMSNorm(size, eps=epsilon)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps=epsilon)
+        self.self_attn = nn.ModuleDict(
+            {
+                "q_proj": nn.Linear(size, queries, bias=False),
+                "k_proj": nn.Linear(size, keys, bias=False),
+                "v_proj": nn.Linear(size, keys, bias=False),
+                "o_proj": ZeroMatrix(queries, size),
+                "q_norm": nn.RMSNorm(width, eps=epsilon),
+                "k_norm": nn.RMSNorm(width, eps=epsilon),
+            }
+        )
+        self.mlp = nn.ModuleDict(
+            {
+                "gate_proj": nn.Linear(size, form.intermediate_size, bias=False),
+                "up_proj": nn.Linear(size, form.intermediate_size, bias=False),
+                "down_proj": ZeroMatrix(form.intermediate_size, size),
+            }
+        )
+
+    def keys(self, states: Tensor, waves: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys, normed and rotated, and values of states [B, T, d], [B, H, T, h] each.
+
+        Args:
+            states: of the context, or of slots.
+            waves: [2, B, T, h], of their positions.
+        """
+        attention = self.self_attn
+        keys, values = (self._split(attention[name](states)) for name in ("k_proj", "v_proj"))
+        return rotated(attention["k_norm"](keys), waves), values
+
+    def forward(
+        self, x: Tensor, waves: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """Map slots [B, Q, d].
+
+        Args:
+            x: the slots.
+            waves: [2, B, Q, h], of their positions.
+            attend: returns what queries [B, G * H, Q, h] read, given them and the slots' own keys
+                and values [B, H, Q, h].
+        """
+        normed = self.input_layernorm(x)
+        queries = self.self_attn["q_norm"](self._split(self.self_attn["q_proj"](normed)))
+        read = attend(rotated(queries, waves), *self.keys(normed, waves))
+        x = x + self.self_attn["o_proj"](read.transpose(1, 2).flatten(2))
+        normed, mlp = self.post_attention_layernorm(x), self.mlp
+        found: Tensor = x + mlp["down_proj"](
+            F.silu(mlp["gate_proj"](normed)) * mlp["up_proj"](normed)
+        )
+        return found
+
+    def _split(self, states: Tensor) -> Tensor:
+        return states.unflatten(-1, (-1, self.width)).transpose(1, 2)
+
+
+class ZeroMatrix(nn.Linear):
+    """A linear layer without bias whose weight starts as zero."""
+
+    def __init__(self, num_inputs: int, num_outputs: int) -> None:
+        super().__init__(num_inputs, num_outputs, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Set the weight to zero."""
+        nn.init.zeros_(self.weight)
+
+
+def rotated(x: Tensor, waves: Tensor) -> Tensor:
+    """Rotate x [B, H, T, h] by the waves [2, B, T, h] of its positions."""
+    cos, sin = waves[:, :, None].to(x.dtype)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+class BlockHeads(nn.Module, Heads):
+    """K heads of one block; their contract is :class:`specheads.models.kinds.Heads`.
+
+    Args:
+        num_heads: K.
+        num_layers: L.
+        hidden_size: d of the base.
+        vocab_size: V of the base.
+        lm_head: ``shared``, the base's output matrix; ``shared_pruned``, its rows of some tokens;
+            ``own`` or ``pruned``, one of their own for all slots.
+        form: see :class:`BlockForm`, all sizes and taps given.
+        num_kept: where pruned, the tokens that the heads can guess.
+        markov_rank: of the bias from the token drafted before; 0 for none.
+
+    Raises:
+        ValueError: for numbers out of range.
+    """
+
+    config_keys: ClassVar[tuple[str, ...]] = (
+        "num_heads", "num_layers", "hidden_size", "vocab_size", "lm_head", "num_kept",
+        "markov_rank", "form",
+    )  # fmt: skip
+    compressible: ClassVar[bool] = False
+    for_draft_model: ClassVar[bool] = False
+    unseen_settings: ClassVar[tuple[str, ...]] = ("form",)
+    tensor_prefix: ClassVar[str] = "block."
+    kind = "block"
+    needs_embedding, walks_text, condition, joined = True, False, False, False
+    token_map: Tensor | None  # a buffer
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_layers: int,
+        hidden_size: int,
+        vocab_size: int,
+        lm_head: str,
+        form: BlockForm,
+        num_kept: int = 0,
+        markov_rank: int = 0,
+    ) -> None:
+        super().__init__()
+        one_of("lm_head", lm_head, "shared", "shared_pruned", "own", "pruned")
+        pruned = "pruned" in lm_head
+        check(num_heads >= 1, "num_heads", num_heads, "at least 1")
+        check(num_layers >= 1, "num_layers", num_layers, "at least 1")
+        kept = f"in 1..{vocab_size}, the vocabulary"
+        check(1 <= num_kept <= vocab_size or not pruned, "num_kept", num_kept, kept)
+        heads, groups = form.num_attention_heads, form.num_key_value_heads
+        check(groups >= 1 and heads % groups == 0, "num_key_value_heads", groups, f"of {heads}")
+        check(form.head_dim >= 2 and form.head_dim % 2 == 0, "head_dim", form.head_dim, "even")
+        check(form.intermediate_size >= 1, "intermediate_size", form.intermediate_size, "above 0")
+        check(len(form.taps) >= 1, "taps", list(form.taps), "at least one")
+        check(form.mask_token_id < vocab_size, "mask_token_id", form.mask_token_id, kept)
+        fits = form.form == "published" or form.taps[-1] == -1
+        check(fits, "taps", list(form.taps), "-1, the final state, at the end of the joined form's")
+        self.num_heads, self.num_inner, self.form = num_heads, num_layers, form
+        self.hidden_size, self.vocab_size = hidden_size, vocab_size
+        self.lm_head, self.markov_rank = lm_head, markov_rank
+        self.anchors = form.anchors
+        self.num_layers = 0  # all run before a head is asked
+        self.num_outputs = num_kept if pruned else vocab_size
+        self.sequential = markov_rank > 0
+        self.one_matrix = lm_head == "shared" and not markov_rank
+        self.taps = tuple(FINAL if tap < 0 else f"{LAYER}{tap}" for tap in form.taps)
+        # the slot of head 0, and how many slots there are
+        self.first = int(form.form == "published" and not form.sample_from_anchor)
+        self.num_slots = num_heads + self.first
+        self.register_buffer("token_map", torch.arange(num_kept) if pruned else None)
+        width = len(form.taps) * hidden_size
+        self.fc = nn.Linear(width, hidden_size, bias=False)
+        self.hidden_norm = nn.RMSNorm(hidden_size, eps=form.rms_norm_eps)
+        self.layers = nn.ModuleList(BlockLayer(hidden_size, form) for _ in range(num_layers))
+        self.norm = nn.RMSNorm(hidden_size, eps=form.rms_norm_eps)
+        self.inject: nn.Module | None = None
+        if form.form == "joined":
+            read, made, rank = width + hidden_size, num_heads * hidden_size, form.injection_rank
+            self.inject = ZeroMatrix(read, made)
+            if rank:
+                down = nn.Linear(read, rank, bias=False)
+                self.inject = nn.Sequential(down, ZeroMatrix(rank, made))
+        self.own_head = None
+        if "shared" not in lm_head:
+            self.own_head = nn.Linear(hidden_size, self.num_outputs, bias=False)
+        self.markov = Markov(vocab_size, self.num_outputs, markov_rank) if markov_rank else None
+
+    @classmethod
+    def from_settings(cls, settings: Any, base: PreTrainedModel, output: OutputLayer) -> BlockHeads:
+        """Build the heads of the section ``heads`` of a recipe's settings, for a base.
+
+        Raises:
+            ValueError: as the class and :class:`BlockForm` do.
+        """
+        vocab_size, hidden_size = output.weight.shape
+        form, config = BlockForm.of(settings.options), base.config.get_text_config()
+        heads = form.num_attention_heads or config.num_attention_heads
+        by_rule = joined_taps if form.form == "joined" else published_taps
+        form = replace(
+            form,
+            taps=form.taps or by_rule(num_layers(base), form.num_taps),
+            num_attention_heads=heads,
+            num_key_value_heads=form.num_key_value_heads
+            or (getattr(config, "num_key_value_heads", None) or heads),
+            head_dim=form.head_dim
+            or (getattr(config, "head_dim", None) or hidden_size // config.num_attention_heads),
+            intermediate_size=form.intermediate_size
+            or (getattr(config, "intermediate_size", None) or 4 * hidden_size),
+        )
+        found = cls(
+            settings.num_heads,
+            settings.num_layers,
+            hidden_size,
+            vocab_size,
+            settings.lm_head,
+            form,
+            settings.num_kept if "pruned" in settings.lm_head else 0,
+            settings.markov_rank if settings.correction == "markov" else 0,
+        )
+        found.start_from(base)
+        return found
+
+    @torch.no_grad()
+    def start_from(self, base: PreTrainedModel) -> None:
+        """Give the last norm the scale of the base's, whose output matrix reads what it makes."""
+        norm = final_norm(base)
+        weight = next(norm.parameters(), None)
+        if weight is None or weight.is_meta or not weight.numel():
+            return
+        ones = torch.ones(1, weight.shape[-1], dtype=weight.dtype, device=weight.device)
+        self.norm.weight.fill_(float(norm(ones).float().pow(2).mean().sqrt()))
+
+    @torch.no_grad()
+    def init_from_output(self, weight: Tensor, kept: Tensor | None = None) -> None:
+        """Take the tokens to guess, and copy the base's matrix [V, d] where it is not shared.
+
+        Args:
+            weight: the base's output matrix.
+            kept: where pruned, the [V'] token ids to keep; None keeps the first ones.
+        """
+        if self.token_map is not None and kept is not None:
+            self.token_map.copy_(kept.unique())
+        if self.own_head is not None:
+            self.own_head.weight.copy_(self.shared_rows(weight, every=True))
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> BlockHeads:
+        """Build the heads that an export's config.json describes.
+
+        Raises:
+            ValueError: if there are no such heads.
+        """
+        form = BlockForm.of(config["form"])
+        most = {"head_dim": 1 << 12, "num_attention_heads": 1 << 12, "intermediate_size": 1 << 24}
+        for key, bound in most.items():
+            check(getattr(form, key) <= bound, f"form.{key}", getattr(form, key), f"to {bound}")
+        check(len(form.taps) <= 64, "form.taps", len(form.taps), "at most 64")
+        sizes = {key: config[key] for key in cls.config_keys if key != "form"}
+        return cls(**sizes, form=form)
+
+    def to_config(self) -> dict[str, Any]:
+        """Return what :meth:`from_config` builds the same heads from, as JSON."""
+        form = {key: value for key, value in asdict(self.form).items() if key != "anchors"}
+        return {
+            "kind": self.kind,
+            "num_heads": self.num_heads,
+            "num_layers": self.num_inner,
+            "lm_head": self.lm_head,
+            "num_kept": 0 if self.token_map is None else self.num_outputs,
+            "correction": "markov" if self.markov_rank else "none",
+            "markov_rank": self.markov_rank,
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            "form": {**form, "taps": list(self.form.taps)},
+        }
+
+    def make_tables(self) -> None:
+        """Do nothing: rotary tables are made where they are used."""
+
+    def contextual(
+        self,
+        hidden: Tensor,
+        position_ids: Tensor,
+        tokens: Tensor | None = None,
+        embed: Embed | None = None,
+        places: Tensor | None = None,
+    ) -> Tensor:
+        """Run a block behind each of some positions; return what the heads make of its slots.
+
+        Args:
+            hidden: [B, T, n * d], the base's, at ``taps``; of several documents in a row if packed.
+            position_ids: [B, T], restarting at 0 with every document.
+            tokens: [B, T], the texts.
+            embed: the base's input embedding.
+            places: [B, A], positions in ascending order, whose next tokens are the roots; None
+                takes all.
+
+        Returns:
+            [K, B, A, d].
+        """
+        if tokens is None:
+            raise ValueError("these heads read the root, but tokens is None")
+        num_rows, num_tokens = position_ids.shape
+        tapped, context = self.context(hidden)
+        table = self.waves(torch.arange(num_tokens + self.num_slots, device=hidden.device))
+        keys = [
+            cast(BlockLayer, layer).keys(context, table[:, position_ids]) for layer in self.layers
+        ]
+        documents = (position_ids == 0).cumsum(1)
+        every = torch.arange(num_tokens, device=hidden.device)
+        if places is None:
+            places = every.expand(num_rows, -1)
+        slots = torch.arange(self.num_slots, device=hidden.device)
+        found = []
+        for at in places.split(_TOGETHER, dim=1):
+            end = int(at.max()) + 1
+            seen = (every[:end] <= at[..., None]) & (
+                documents[:, None, :end] == documents.gather(1, at)[..., None]
+            )  # [B, a, end]
+            if self.form.window:
+                seen &= every[:end] > at[..., None] - self.form.window
+            blocks = torch.arange(at.shape[1], device=at.device).repeat_interleave(self.num_slots)
+            own = (blocks[:, None] == blocks).expand(num_rows, -1, -1)
+            mask = torch.cat([seen.repeat_interleave(self.num_slots, 1), own], dim=2)[:, None]
+            roots = tokens.gather(1, (at + 1).clamp(max=num_tokens - 1))
+            x = self.start(_rows(tapped, at), roots, embed).flatten(1, 2)  # [B, a * S, d]
+            positions = (position_ids.gather(1, at)[..., None] + 1 + slots).flatten(1)
+            for layer, (k, v) in zip(self.layers, keys, strict=True):
+                x = layer(x, table[:, positions], _attending(k[:, :, :end], v[:, :, :end], mask))
+            found.append(self.finished(x.unflatten(1, (-1, self.num_slots))))
+        return torch.cat(found, dim=2)
+
+    def context(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the taps [..., n * d] as they are read, and the context states [..., d]."""
+        hidden = hidden.to(self.fc.weight.dtype)
+        if self.form.form == "joined":  # layers differ in scale by orders of magnitude
+            hidden = normalised(hidden.unflatten(-1, (len(self.taps), -1))).flatten(-2)
+        return hidden, self.hidden_norm(self.fc(hidden))
+
+    def start(self, taps: Tensor, roots: Tensor, embed: Embed | None) -> Tensor:
+        """Return the slots [..., S, d] before the first layer.
+
+        Args:
+            taps: [..., n * d], as :meth:`context` returns them, at the positions before the roots.
+            roots: [...], the tokens that are certain.
+            embed: the base's input embedding.
+        """
+        with torch.no_grad():  # the base's own, which stays as it is
+            embedded = self.required(embed)(roots).to(taps.dtype)
+            if self.inject is None:
+                masks = torch.full_like(roots, self.form.mask_token_id)
+                masked = self.required(embed)(masks).to(taps.dtype)
+        if self.inject is None:
+            slots = [
+                embedded[..., None, :],
+                masked[..., None, :].expand(*taps.shape[:-1], self.num_slots - 1, -1),
+            ]
+            return torch.cat(slots, dim=-2)
+        added = self.inject(torch.cat([taps, normalised(embedded)], dim=-1))
+        return taps[..., None, -self.hidden_size :] + added.unflatten(-1, (self.num_slots, -1))
+
+    def finished(self, x: Tensor) -> Tensor:
+        """Return what the heads make of slots [B, a, S, d] behind the last layer, [K, B, a, d]."""
+        found: Tensor = self.norm(x[..., self.first :, :])
+        return found.movedim(-2, 0)
+
+    def waves(self, positions: Tensor) -> Tensor:
+        """Return cosines, and sines with their sign, of positions [...], as [2, ..., h] float32."""
+        half = self.form.head_dim // 2
+        places = torch.arange(half, device=positions.device, dtype=torch.float32)
+        angles = positions[..., None] * self.form.rope_theta ** (-places / half)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])
+
+    def features(
+        self, i: int, hidden: Tensor, tokens: Tensor | None = None, embed: Embed | None = None
+    ) -> Tensor:
+        """Return what the output matrix of head ``i`` reads: its slot, and the Markov factor.
+
+        Args:
+            i: the head.
+            hidden: [K, ..., d], what ``contextual`` returned.
+            tokens: [..., K], the root and the tokens behind it; for a Markov correction.
+            embed: not used here.
+        """
+        if self.markov is None:
+            return hidden[i]
+        if tokens is None:
+            raise ValueError("these heads read the token drafted before, but tokens is None")
+        bias: Tensor = self.markov.down(tokens[..., i])
+        return torch.cat([hidden[i].to(bias.dtype), bias], dim=-1)
+
+    def output_weight(self, i: int, base_weight: Tensor) -> Tensor:
+        """Return the matrix [V', d_i], the same of all heads."""
+        weight = self.shared_rows(base_weight)
+        if self.markov is None:
+            return weight
+        return torch.cat([weight.to(self.markov.up.weight.dtype), self.markov.up.weight], dim=1)
+
+    def shared_rows(self, base_weight: Tensor, *, every: bool = False) -> Tensor:
+        """Return the matrix [V', d] without the Markov factor; with ``every`` always the base's."""
+        if self.own_head is not None and not every:
+            return self.own_head.weight
+        if self.token_map is None:
+            return base_weight
+        return base_weight[self.token_map.to(base_weight.device)]
+
+    def head(self, i: int) -> SimpleNamespace:
+        """Return what a walk asks of head ``i`` beyond its product."""
+        return SimpleNamespace(condition=None, markov=self.markov)
+
+    @torch.no_grad()
+    def own_products(self, output: OutputLayer) -> Callable[[Tensor], Tensor]:
+        """Return a function from what ``contextual`` makes [K, ..., d] to products [K, ..., V']."""
+        matrix = self.shared_rows(output.weight)
+        return torch.no_grad()(lambda hidden: multiplied(hidden, [matrix] * self.num_heads))
+
+    def snapshot(self, output: OutputLayer) -> Callable[[Tensor], Tensor]:
+        """Return a function from what ``contextual`` makes [K, ..., d] to logits [K, ..., V'].
+
+        Raises:
+            ValueError: if a head reads the token drafted before.
+        """
+        if self.sequential:
+            raise ValueError("sequential heads cannot guess all at once")
+        products = self.own_products(output)
+        return lambda hidden: self.finish(products(hidden), output)
+
+    def steps(self, output: OutputLayer, embed: Embed | None, depth: int) -> Callable[[], Begin]:
+        """Return how a step is begun from what the cache last returned; for a Markov correction.
+
+        Raises:
+            ValueError: without one.
+        """
+        return Steps(cast(Any, self), output, embed, depth).refresh
+
+    @torch.no_grad()
+    def memory(self, num_rows: int, embed: Embed | None = None) -> BlockCache:
+        """Return the cache of rows of which nothing was read yet."""
+        attention = [cast(BlockLayer, layer).self_attn for layer in self.layers]
+        parts = [
+            cast(Tensor, each[name].weight) for name in ("k_proj", "v_proj") for each in attention
+        ]
+        slots = Slots(self.num_inner, self._table)
+        return BlockCache(self, self.required(embed), torch.cat(parts), slots, (0,) * num_rows)
+
+    def _table(self, capacity: int) -> Tensor:
+        return self.waves(torch.arange(capacity, device=self.fc.weight.device))
+
+
+@dataclass(frozen=True)
+class BlockCache:
+    """Keys and values of the rows' texts in all layers.
+
+    Attributes:
+        heads: whose.
+        embed: the base's input embedding.
+        matrix: [2 * L * H * h, d], keys of all layers, then values: one product for all.
+        slots: keys, rotated, and values per layer, [B, H, C, h].
+        lengths: per row the positions read.
+    """
+
+    heads: BlockHeads
+    embed: Embed
+    matrix: Tensor
+    slots: Slots
+    lengths: tuple[int, ...]
+
+    @torch.no_grad()
+    def append(
+        self, hidden: Tensor, counts: Sequence[int], tokens: Tensor
+    ) -> tuple[BlockCache, Tensor]:
+        """Read on, and run the block behind each row's last position.
+
+        Args:
+            hidden: [B, T, n * d], the base's at the heads' taps, of the positions that follow,
+                right-padded.
+            counts: per row how many of the T are real; where it is 0, the output means nothing.
+            tokens: [B, T], the token that came after each of them, the root at the last one.
+
+        Returns:
+            The cache with them, and what the heads make of their slots, [K, B, d].
+        """
+        heads, device = self.heads, hidden.device
+        num_rows, num_new = tokens.shape
+        tapped, context = heads.context(hidden)
+        self.slots.reserve(self.lengths, num_new)
+        starts = torch.tensor(self.lengths, device=device)[:, None]
+        waves = self.slots.waves[:, starts + torch.arange(num_new, device=device)]
+        width = heads.form.head_dim
+        both = F.linear(context, self.matrix).unflatten(-1, (2 * heads.num_inner, -1, width))
+        parts = both.permute(2, 0, 3, 1, 4).unbind()  # 2 * L times [B, H, T, h]
+        for layer, cache, k, v in zip(
+            heads.layers, self.slots.layers, parts[: heads.num_inner], parts[heads.num_inner :],
+            strict=True,
+        ):  # fmt: skip
+            normed = cast(BlockLayer, layer).self_attn["k_norm"](k)
+            cache.update(rotated(normed, waves), v)
+        lengths = tuple(n + count for n, count in zip(self.lengths, counts, strict=True))
+        last = torch.tensor([max(count, 1) - 1 for count in counts], device=device)[:, None]
+        roots = tokens.gather(1, last)  # [B, 1]
+        x = heads.start(_rows(tapped, last), roots, self.embed)[:, 0]  # [B, S, d]
+        seen = self.slots.reserve(lengths, heads.num_slots)
+        ends = torch.tensor(lengths, device=device)[:, None]
+        slots = torch.arange(heads.num_slots, device=device)
+        waves, mask = self.slots.waves[:, ends + slots], None
+        if num_rows > 1 or heads.form.window:
+            every = torch.arange(seen, device=device)
+            visible = every < ends + heads.num_slots
+            if heads.form.window:
+                visible &= every >= ends - heads.form.window
+            mask = visible[:, None, None]
+        for layer, cache in zip(heads.layers, self.slots.layers, strict=True):
+            x = layer(x, waves, partial(_attend_cached, cache, mask))
+        return replace(self, lengths=lengths), heads.finished(x[:, None])[:, :, 0]
+
+    def select(self, rows: Tensor) -> BlockCache:
+        """Keep the rows ``rows`` [R] (long), in that order."""
+        lengths = tuple(self.lengths[row] for row in rows.tolist())
+        return replace(self, slots=self.slots.select(rows), lengths=lengths)
+
+
+def _attending(
+    keys: Tensor, values: Tensor, mask: Tensor
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return how slots attend to a context's keys and values [B, H, T, h], and to each other.
+
+    Args:
+        keys: of the context.
+        values: of the context.
+        mask: [B, 1, Q, T + Q], true where a slot may look.
+    """
+
+    def attend(queries: Tensor, own_keys: Tensor, own_values: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(
+            queries,
+            torch.cat([keys, own_keys], dim=2),
+            torch.cat([values, own_values], dim=2),
+            attn_mask=mask,
+            enable_gqa=queries.shape[1] != keys.shape[1],
+        )
+
+    return attend
+
+
+def _attend_cached(
+    cache: TreeLayer, mask: Tensor | None, queries: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
+    """Attend to what a cache holds, and to the slots themselves, which lie behind it for now."""
+    keys, values = cache.update(keys, values)
+    grouped = queries.shape[1] != keys.shape[1]
+    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=grouped)
+
+
+def _rows(states: Tensor, places: Tensor) -> Tensor:
+    """Return states [B, A, ...] at places [B, A] of states [B, T, ...]."""
+    return states.gather(1, places[..., None].expand(-1, -1, states.shape[-1]))

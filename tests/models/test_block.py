@@ -1,0 +1,190 @@
+"""Block heads: what a block may see, where they are trained, and what they are built from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from specheads.config import ConfigError, HeadsConfig, LossConfig
+from specheads.losses.cross_entropy import IGNORE, shift_labels
+from specheads.models.block import BlockForm, BlockHeads, joined_taps, published_taps
+from specheads.models.output import output_layer, packed_hidden, packed_taps
+from specheads.training.objectives import HeadsObjective, anchors_of
+from tests.models.test_heads_contract import FORMS
+from tests.training.test_objectives import random_batch
+
+BLOCKS = [name for name in FORMS if name.startswith(("block", "dflash", "dspark"))]
+
+
+@pytest.fixture(params=BLOCKS)
+def heads(request: pytest.FixtureRequest, tiny_llama: LlamaForCausalLM) -> BlockHeads:
+    """Return heads of one form, every tensor drawn."""
+    made: Any = FORMS[request.param](tiny_llama)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            parameter.normal_(mean=float("norm" in name), std=0.1)
+    return made.eval()
+
+
+@torch.no_grad()
+def made_of(
+    heads: BlockHeads, base: LlamaForCausalLM, ids: Tensor, positions: Tensor, **asked: Any
+) -> Tensor:
+    """Return ``contextual`` of texts."""
+    hidden = packed_taps(base, ids, positions, heads.taps)[1]
+    return heads.contextual(hidden, positions, ids, base.get_input_embeddings(), **asked)
+
+
+def test_documents_do_not_see_each_other(tiny_llama: LlamaForCausalLM, heads: BlockHeads) -> None:
+    """Heads that read the document before learn from what they will never see."""
+    lengths = (9, 1, 14)
+    texts = [torch.randint(0, 256, (1, length)) for length in lengths]
+    positions = [torch.arange(length)[None] for length in lengths]
+    packed = made_of(heads, tiny_llama, torch.cat(texts, 1), torch.cat(positions, 1))
+    start = 0
+    for text, places in zip(texts, positions, strict=True):
+        alone = made_of(heads, tiny_llama, text, places)
+        # the last position's root is another document's first token: nothing is learned there
+        end = start + text.shape[1] - 1
+        torch.testing.assert_close(packed[:, :, start:end], alone[:, :, :-1], rtol=1e-4, atol=1e-5)
+        start = end + 1
+
+
+@torch.no_grad()
+def test_a_block_knows_nothing_behind_its_root(
+    tiny_llama: LlamaForCausalLM, heads: BlockHeads
+) -> None:
+    """A guess that saw what it guesses is right in training, and wrong ever after."""
+    ids, positions, at = torch.randint(0, 256, (1, 70)), torch.arange(70)[None], 40
+    hidden = packed_taps(tiny_llama, ids, positions, heads.taps)[1]
+    embed = tiny_llama.get_input_embeddings()
+    found = heads.contextual(hidden, positions, ids, embed)
+    others, states = ids.clone(), hidden.clone()
+    others[:, at + 2 :] = torch.randint(0, 256, others[:, at + 2 :].shape)
+    states[:, at + 1 :].normal_()
+    again = heads.contextual(states, positions, others, embed)
+    assert torch.equal(again[:, :, : at + 1], found[:, :, : at + 1])
+    for changed in ("root", "state"):
+        tokens, states = ids.clone(), hidden.clone()
+        if changed == "root":
+            tokens[:, at + 1] = (tokens[:, at + 1] + 1) % 256
+        else:
+            states[:, at].normal_()
+        other = heads.contextual(states, positions, tokens, embed)[:, :, at]
+        assert not torch.allclose(other, found[:, :, at], atol=1e-3), changed
+
+
+def test_some_positions_are_those_of_all(tiny_llama: LlamaForCausalLM, heads: BlockHeads) -> None:
+    """A block behind another position than was asked for learns the tokens of a third."""
+    ids, positions = torch.randint(0, 256, (2, 80)), torch.arange(80).expand(2, -1).clone()
+    positions[1, 50:] -= 50
+    places = torch.stack([torch.randperm(80)[:45].sort().values for _ in range(2)])
+    whole = made_of(heads, tiny_llama, ids, positions)
+    some = made_of(heads, tiny_llama, ids, positions, places=places)
+    for row in range(2):
+        torch.testing.assert_close(some[:, row], whole[:, row, places[row]], rtol=1e-4, atol=1e-5)
+
+
+def test_anchors_are_drawn_from_the_rows_themselves() -> None:
+    """Positions without a label teach nothing, and others on another rank another model."""
+    ids = torch.randint(0, 50_000, (6, 500))
+    learned = torch.rand(6, 500) < 0.3
+    learned[3] = False
+    learned[3, [7, 9]] = True
+    found = anchors_of(ids, learned.flatten(), 40)
+    assert found.shape == (6, 40)
+    assert bool((found[:, 1:] > found[:, :-1]).all())  # in order, none twice
+    assert [int(learned[row, found[row]].sum()) for row in range(6)] == [40, 40, 40, 2, 40, 40]
+    for row in range(6):
+        assert torch.equal(anchors_of(ids[row : row + 1], learned[row], 40)[0], found[row])
+    assert anchors_of(ids, learned.flatten(), 900).tolist() == [list(range(500))] * 6
+    # evenly: none of ten parts of the row gets half or twice its share over many rows
+    many = anchors_of(torch.randint(0, 50_000, (300, 500)), torch.ones(300 * 500).bool(), 50)
+    shares = torch.histc(many.float(), 10, 0, 500) / many.numel()
+    assert bool(((shares - 0.1).abs() < 0.01).all())
+
+
+@pytest.mark.parametrize("count", [5, 1000])
+@pytest.mark.parametrize("kind", ["hard", "soft"])
+def test_the_loss_is_that_of_the_anchors(
+    count: int, kind: str, tiny_llama: LlamaForCausalLM
+) -> None:
+    """A mean over all labels of a few positions' losses trains with a tenth of the rate."""
+    settings = HeadsConfig(kind="block", num_heads=3, lm_head="shared", options={"anchors": count})
+    heads = BlockHeads.from_settings(settings, tiny_llama, output_layer(tiny_llama))
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    batch = random_batch(3, num_rows=3)
+    loss = LossConfig(heads=kind, chunk_size=16, decay=0.5)
+    objective = HeadsObjective(tiny_llama, heads, loss, train_base=False)
+    found, metrics = objective(batch)
+    learned = shift_labels(batch["labels"], batch["segment_ids"], 2) != IGNORE
+    for ahead in (3, 4):
+        learned |= shift_labels(batch["labels"], batch["segment_ids"], ahead) != IGNORE
+    places = anchors_of(batch["input_ids"], learned.flatten(), count)
+    whole, ids = made_of(heads, tiny_llama, batch["input_ids"], batch["position_ids"]), {}
+    with torch.no_grad():
+        hidden = packed_hidden(tiny_llama, batch["input_ids"], batch["position_ids"])
+        base = tiny_llama.lm_head(hidden)
+    expected = 0.0
+    for i in range(3):
+        labels = shift_labels(batch["labels"], batch["segment_ids"], i + 2)
+        losses = []
+        for row in range(3):
+            for at in places[row].tolist():
+                if labels[row, at] == IGNORE:
+                    continue
+                said = (whole[i, row, at] @ tiny_llama.lm_head.weight.T).log_softmax(-1)
+                if kind == "hard":
+                    losses.append(-said[labels[row, at]])
+                else:
+                    teacher = base[row, at + i + 1].log_softmax(-1)
+                    losses.append((teacher.exp() * (teacher - said)).sum())
+        assert losses
+        ids[i] = torch.stack(losses).mean()
+        expected += 0.5 ** (i + 1) * ids[i]
+    torch.testing.assert_close(found.detach(), torch.as_tensor(expected), rtol=1e-4, atol=1e-5)
+    if kind == "hard":
+        for i, value in ids.items():
+            torch.testing.assert_close(metrics[f"head_{i}/loss"], value, rtol=1e-4, atol=1e-5)
+
+
+def test_taps_by_rule() -> None:
+    """Other layers than the published ones cost accept length where the weights come from there."""
+    assert published_taps(36, 5) == (1, 9, 17, 25, 33)
+    assert published_taps(5, 5) == (1, 2) and published_taps(1, 5) == (0,)
+    assert joined_taps(30, 3) == (9, 19, -1) and joined_taps(5, 3) == (1, 2, -1)
+    assert joined_taps(1, 3) == (-1,) and joined_taps(30, 1) == (-1,)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"form": "dflash"}, "form must be one of joined, published, got 'dflash'"),
+        ({"tap": [1]}, "options must be one of form, taps"),
+        ({"taps": [0, -2]}, r"options.taps must be numbers of layers, or -1, got \[0, -2\]"),
+        ({"taps": 3}, "options.taps must be a tuple, got 3"),
+        ({"taps": [-1, 0]}, "taps must be -1, the final state, at the end"),
+        ({"anchors": 0}, "anchors must be at least 1, got 0"),
+        ({"rope_theta": "10000"}, "options.rope_theta must be a float"),
+        ({"head_dim": 7}, "head_dim must be even, got 7"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads must be"),
+        ({"form": "published", "mask_token_id": 272}, "mask_token_id must be"),
+    ],
+)
+def test_bad_options_are_one_line(
+    options: dict[str, Any], message: str, tiny_llama: LlamaForCausalLM
+) -> None:
+    """A misspelt option trains the default, and the run's config says otherwise."""
+    settings = replace(HeadsConfig(kind="block", lm_head="shared"), options=options)
+    with pytest.raises((ValueError, ConfigError), match=message) as caught:
+        BlockHeads.from_settings(settings, tiny_llama, output_layer(tiny_llama))
+    assert "\n" not in str(caught.value)
+    with pytest.raises((ValueError, ConfigError)):
+        BlockForm.of({**options, "form": "neither"})
