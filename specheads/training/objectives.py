@@ -240,8 +240,13 @@ class HeadsObjective(nn.Module):
         train_base = self.train_base and torch.is_grad_enabled()
         if "hidden" in batch:
             hidden = tapped = batch["hidden"]
-            if (taps := self.heads.taps) != (FINAL,):
-                size = self.heads.hidden_size
+            taps, size = self.heads.taps, self.heads.hidden_size
+            if (found := tapped.shape[-1]) != (wanted := len(with_final(taps)) * size):
+                raise ValueError(
+                    f"a batch has hidden states of {found} numbers; those at"
+                    f" {', '.join(with_final(taps))} are {wanted}"
+                )
+            if taps != (FINAL,):
                 at = with_final(taps).index(FINAL) * size
                 hidden, tapped = tapped[..., at : at + size], tapped[..., : len(taps) * size]
         else:

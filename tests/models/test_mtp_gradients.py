@@ -20,6 +20,7 @@ from specheads.config import ConfigError, LossConfig
 from specheads.losses.cross_entropy import IGNORE, count_valid
 from specheads.models.base import checkpoint_layers
 from specheads.models.mtp import MtpHeads, block_config
+from specheads.models.output import TRUNK, packed_taps
 from specheads.training.engine import lambda_scale
 from specheads.training.objectives import Batch, HeadsObjective
 from tests import zoo
@@ -374,14 +375,22 @@ def test_without_labels_every_gradient_is_zero(variant: str, lm_head: str) -> No
         assert any(g.any() for g in first) != ignore_all
 
 
-def test_stored_hidden_states_are_not_those_of_the_trunk() -> None:
+@pytest.mark.parametrize("heads", ["hard", "soft"])
+def test_stored_hidden_states_are_those_of_the_trunk(heads: str) -> None:
     """Trained on final hidden states, heads on the trunk would meet others while decoding."""
     batch = pack([[torch.arange(10)]])
-    batch["hidden"] = torch.zeros(1, LENGTH, 32)
-    objective = build(Case("llama", "sequential", train_base=False))
-    assert objective(batch)[0] > 0
-    with pytest.raises(ValueError, match="no hidden states at trunk"):
-        build(Case("llama", "parallel", train_base=False))(batch)
+    objective = build(Case("llama", "parallel", train_base=False), heads=heads)
+    online = objective(batch)[0]
+    assert objective.base is not None
+    with torch.no_grad():
+        final, trunk = packed_taps(
+            objective.base, batch["input_ids"], batch["position_ids"], (TRUNK,)
+        )
+    stored = objective({**batch, "hidden": torch.cat([trunk, final], dim=-1)})[0]
+    swapped = objective({**batch, "hidden": torch.cat([final, trunk], dim=-1)})[0]
+    assert torch.equal(stored, online) and not torch.allclose(swapped, online)
+    with pytest.raises(ValueError, match="32 numbers; those at trunk, final are 64"):
+        objective({**batch, "hidden": final})
 
 
 def test_a_step_needs_something_to_fall_from() -> None:
