@@ -60,7 +60,8 @@ class Hits:
             no such token.
         norms: [S, K, G], logsumexp of all logits divided by each of ``TEMPERATURES``.
         ended: whether the text ends after these positions.
-        hidden: [S, d], what the heads read; None for parallel heads, which are not asked again.
+        hidden: [S, d] or [K, S, d], what the heads read; None for parallel heads, which are not
+            asked again.
             Of sequential MTP heads [P - 1 + S, d], all that the base made up to the last root.
         tokens: [S, K + 1], the root and what came after it, -1 beyond the end; None for parallel
             heads.
@@ -540,7 +541,8 @@ def _walks(hits: Hits, drafter: HeadsDrafter) -> Iterator[tuple[Tensor, Walk]]:
     positions, roots = torch.arange(len(hits.ranks)), hits.tokens[:, 0].to(device)
     if not drafter.heads.walks_text:
         for chunk in positions.split(num_rows):
-            yield chunk, begin(hits.hidden[chunk].to(device), roots[chunk], None)
+            hidden = hits.hidden.index_select(-2, chunk).to(device)
+            yield chunk, begin(hidden, roots[chunk], None)
         return
     assert hits.ahead is not None
     num_read = len(hits.hidden)

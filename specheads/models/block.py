@@ -65,7 +65,8 @@ class BlockForm:
         rms_norm_eps: of all norms.
         window: a slot sees so many positions before the root; 0 for all.
         sample_from_anchor: of the published form, see the module.
-        mask_token_id: of the published form, the token whose embedding further slots are.
+        mask_token_id: of the published form, the token whose embedding further slots are; the
+            base's padding where a recipe does not say.
         injection_rank: of the joined form, the inner size of what is added to the slots; 0: full.
         anchors: blocks per row and step of the training.
     """
@@ -132,6 +133,14 @@ def joined_taps(num_base: int, num_taps: int) -> tuple[int, ...]:
     return (*sorted({min(max(place, 0), num_base - 2) for place in places if num_base > 1}), -1)
 
 
+class Norm(nn.RMSNorm):
+    """A norm in the dtype of its weight, also under autocast, which narrows what comes in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., d] to [..., d]."""
+        return super().forward(x.to(self.weight.dtype))
+
+
 class BlockLayer(nn.Module):
     """A layer with norms of queries and keys, as Qwen3's, that reads context states too."""
 
@@ -141,16 +150,16 @@ class BlockLayer(nn.Module):
         queries, keys = form.num_attention_heads * width, form.num_key_value_heads * width
         epsilon = form.rms_norm_eps
         self.width, self.grouped = width, queries > keys
-        self.input_layernorm = nn.RMSNorm(size, eps=epsilon)
-        self.post_attention_layernorm = nn.RMSNorm(size, eps=epsilon)
+        self.input_layernorm = Norm(size, eps=epsilon)
+        self.post_attention_layernorm = Norm(size, eps=epsilon)
         self.self_attn = nn.ModuleDict(
             {
                 "q_proj": nn.Linear(size, queries, bias=False),
                 "k_proj": nn.Linear(size, keys, bias=False),
                 "v_proj": nn.Linear(size, keys, bias=False),
                 "o_proj": ZeroMatrix(queries, size),
-                "q_norm": nn.RMSNorm(width, eps=epsilon),
-                "k_norm": nn.RMSNorm(width, eps=epsilon),
+                "q_norm": Norm(width, eps=epsilon),
+                "k_norm": Norm(width, eps=epsilon),
             }
         )
         self.mlp = nn.ModuleDict(
@@ -285,9 +294,9 @@ class BlockHeads(nn.Module, Heads):
         self.register_buffer("token_map", torch.arange(num_kept) if pruned else None)
         width = len(form.taps) * hidden_size
         self.fc = nn.Linear(width, hidden_size, bias=False)
-        self.hidden_norm = nn.RMSNorm(hidden_size, eps=form.rms_norm_eps)
+        self.hidden_norm = Norm(hidden_size, eps=form.rms_norm_eps)
         self.layers = nn.ModuleList(BlockLayer(hidden_size, form) for _ in range(num_layers))
-        self.norm = nn.RMSNorm(hidden_size, eps=form.rms_norm_eps)
+        self.norm = Norm(hidden_size, eps=form.rms_norm_eps)
         self.inject: nn.Module | None = None
         if form.form == "joined":
             read, made, rank = width + hidden_size, num_heads * hidden_size, form.injection_rank
@@ -295,9 +304,10 @@ class BlockHeads(nn.Module, Heads):
             if rank:
                 down = nn.Linear(read, rank, bias=False)
                 self.inject = nn.Sequential(down, ZeroMatrix(rank, made))
-        self.own_head = None
-        if "shared" not in lm_head:
-            self.own_head = nn.Linear(hidden_size, self.num_outputs, bias=False)
+        own = {} if "shared" in lm_head else {"lm_head": (hidden_size, self.num_outputs)}
+        self.output = nn.ModuleDict(
+            {name: nn.Linear(*size, bias=False) for name, size in own.items()}
+        )
         self.markov = Markov(vocab_size, self.num_outputs, markov_rank) if markov_rank else None
 
     @classmethod
@@ -308,7 +318,9 @@ class BlockHeads(nn.Module, Heads):
             ValueError: as the class and :class:`BlockForm` do.
         """
         vocab_size, hidden_size = output.weight.shape
-        form, config = BlockForm.of(settings.options), base.config.get_text_config()
+        config = base.config.get_text_config()
+        padding = getattr(config, "pad_token_id", None) or 0
+        form = BlockForm.of({"mask_token_id": padding, **settings.options})
         heads = form.num_attention_heads or config.num_attention_heads
         by_rule = joined_taps if form.form == "joined" else published_taps
         form = replace(
@@ -355,8 +367,8 @@ class BlockHeads(nn.Module, Heads):
         """
         if self.token_map is not None and kept is not None:
             self.token_map.copy_(kept.unique())
-        if self.own_head is not None:
-            self.own_head.weight.copy_(self.shared_rows(weight, every=True))
+        for matrix in self.output.values():
+            cast(nn.Linear, matrix).weight.copy_(self.shared_rows(weight, base=True))
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> BlockHeads:
@@ -512,10 +524,10 @@ class BlockHeads(nn.Module, Heads):
             return weight
         return torch.cat([weight.to(self.markov.up.weight.dtype), self.markov.up.weight], dim=1)
 
-    def shared_rows(self, base_weight: Tensor, *, every: bool = False) -> Tensor:
-        """Return the matrix [V', d] without the Markov factor; with ``every`` always the base's."""
-        if self.own_head is not None and not every:
-            return self.own_head.weight
+    def shared_rows(self, base_weight: Tensor, *, base: bool = False) -> Tensor:
+        """Return the matrix [V', d] without the Markov factor; with ``base`` always the base's."""
+        for matrix in () if base else self.output.values():
+            return cast(Tensor, matrix.weight)
         if self.token_map is None:
             return base_weight
         return base_weight[self.token_map.to(base_weight.device)]

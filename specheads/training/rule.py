@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
@@ -25,10 +26,11 @@ from specheads.data import teacher_cache
 from specheads.data.chat import learned_counts
 from specheads.data.pack import GrowingBatches, PackedBatches
 from specheads.data.schema import json_digest
-from specheads.models.checkpoint import KINDS, read_config
-from specheads.models.output import with_final
+from specheads.models.checkpoint import read_config
+from specheads.models.output import OutputLayer, with_final
 from specheads.system import dist
 from specheads.system.errors import refuse
+from specheads.training.setup import heads_of
 
 # key -> the value that leaves it to the rule
 OPEN: dict[str, Any] = {
@@ -148,7 +150,7 @@ def decide(cfg: TrainConfig, base: PreTrainedModel, batches: object) -> TrainCon
         if heads.lm_head == "auto":
             found["heads.lm_head"] = "pruned" if kept < vocab_size else "own"
     if "features.dir" in open_now:
-        found["features.dir"], why = _features(cfg, base, packed, width)
+        found["features.dir"], why = _features(_filled(cfg, found), base, packed)
         said.append(f"features.dir {found['features.dir'] or 'none'} ({why})")
     if said and dist.is_main():
         print(f"by rule: {', '.join(said)}", flush=True)
@@ -156,7 +158,7 @@ def decide(cfg: TrainConfig, base: PreTrainedModel, batches: object) -> TrainCon
 
 
 def _features(
-    cfg: TrainConfig, base: PreTrainedModel, packed: PackedBatches | None, width: int
+    cfg: TrainConfig, base: PreTrainedModel, packed: PackedBatches | None
 ) -> tuple[str, str]:
     """Return the folder of stored hidden states beside the run's, or none, and why.
 
@@ -165,11 +167,12 @@ def _features(
     """
     if packed is None or dist.world_size() > 1:
         return "", "not for rows that stream or grow, nor for several processes"
-    taps = getattr(KINDS.get(cfg.heads.kind), "taps", None)
-    if taps is None:
-        return "", "what these heads read of the base is not known before they are built"
+    output = OutputLayer(base.get_output_embeddings())
+    with torch.device("meta"):  # for what they read; nothing is drawn and nothing takes memory
+        taps = heads_of(cfg.heads, base, output).taps
     root, dtype = Path(cfg.run_dir).parent / "features", cfg.features.dtype
     made_of = teacher_cache.computed_by(cfg.model, cfg.autocast)
+    width = output.weight.shape[1]
     numbers: dict[str, Any] = {"hidden_size": width, "given_as": base.dtype, "dtype": dtype}
     numbers["taps"] = with_final(taps)
     plan = teacher_cache.plan_features(root / "none", packed.documents, made_of, **numbers)

@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specheads.config import ConfigError, LossConfig, TrainConfig
+from specheads.config import ConfigError, HeadsConfig, LossConfig, TrainConfig
 from specheads.data.chat import Documents, Encoder, encode_records, learned_counts, most_frequent
 from specheads.data.load import load_records, read_jsonl
 from specheads.data.pack import GrowingBatches, PackedBatches, check_isolation, one_pass
@@ -297,6 +297,21 @@ def prompt_records(
     return [record for turn in turns for record in turn if record is not None][:wanted]
 
 
+def heads_of(wanted: HeadsConfig, base: PreTrainedModel, output: OutputLayer) -> Any:
+    """Return the heads that the section describes, as they are built, an ``nn.Module``.
+
+    Raises:
+        ConfigError: if they cannot be built for this base.
+    """
+    # heads.condition makes Hydra heads; those of MTP have a section and recipes of their own
+    one_of("heads.kind", wanted.kind, *(name for name in KINDS if name not in ("hydra", "mtp")))
+    try:
+        with in_section("heads"):
+            return KINDS[wanted.kind].from_settings(wanted, base, output)
+    except TypeError as error:  # a word that the kind does not take
+        raise ConfigError(f"heads.options={wanted.options}: {error}") from None
+
+
 def build_heads(cfg: TrainConfig, base: PreTrainedModel, output: OutputLayer, data: Data) -> Any:
     """Return the heads of ``cfg.heads``, an ``nn.Module``, where the base's output layer is.
 
@@ -305,14 +320,7 @@ def build_heads(cfg: TrainConfig, base: PreTrainedModel, output: OutputLayer, da
     Raises:
         ConfigError: if they cannot be built for this base, or those of the export are others.
     """
-    wanted = cfg.heads
-    # heads.condition makes Hydra heads; those of MTP have a section and recipes of their own
-    one_of("heads.kind", wanted.kind, *(name for name in KINDS if name not in ("hydra", "mtp")))
-    try:
-        with in_section("heads"):
-            heads = KINDS[wanted.kind].from_settings(wanted, base, output)
-    except TypeError as error:  # a word that the kind does not take
-        raise ConfigError(f"heads.options={wanted.options}: {error}") from None
+    wanted, heads = cfg.heads, heads_of(cfg.heads, base, output)
     if wanted.start:
         _start_from(cfg, heads)
     elif isinstance(heads, (MedusaHeads, BlockHeads)):
