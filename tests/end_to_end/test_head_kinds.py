@@ -1,4 +1,4 @@
-"""Exports of Hydra heads with a prefix layer, and of pruned ones with a Markov correction."""
+"""Exports of Hydra heads with a prefix layer, of pruned Markov heads, and of block heads."""
 
 from __future__ import annotations
 
@@ -8,32 +8,50 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from specheads.attention.tree import default_tree
 from specheads.bench import run as bench
-from specheads.config import BenchConfig, DecodeConfig, GenerateConfig, TreeSearchConfig
+from specheads.config import (
+    BenchConfig,
+    DecodeConfig,
+    GenerateConfig,
+    HeadsConfig,
+    TreeSearchConfig,
+)
 from specheads.generate import run as generate
 from specheads.models.base import load_base_model, load_tokenizer
+from specheads.models.block import BlockHeads
 from specheads.models.blocks import prefix_sizes
 from specheads.models.checkpoint import load_export, origin, read_config, save_export
 from specheads.models.heads import MedusaHeads
+from specheads.models.output import output_layer
 from specheads.tree_search import run as tree_search
 
 KINDS: dict[str, dict[str, Any]] = {
     "hydra_prefix": {"condition": True},
     "markov_pruned": {"markov_rank": 6, "lm_head": "pruned", "num_kept": 200},
 }
+BLOCKS: dict[str, dict[str, Any]] = {
+    "block": {"form": "joined"},
+    "dspark": {"form": "published", "mask_token_id": 256, "window": 9},
+}
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[*KINDS, *BLOCKS])
 def export(request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path: Path) -> Path:
     """Return the folder of an export of one kind over ``tiny_model_dir``."""
     base = load_base_model(str(tiny_model_dir), dtype="float32")
     output = base.get_output_embeddings().weight
-    sizes = prefix_sizes(base.config) if "prefix" in request.param else None
-    heads = MedusaHeads(
-        3, 1, output.shape[1], output.shape[0], prefix=sizes, **KINDS[request.param]
-    )
+    heads: MedusaHeads | BlockHeads
+    if request.param in BLOCKS:
+        options = BLOCKS[request.param]
+        wanted = HeadsConfig("block", options, 3, 1, "shared", correction="markov", markov_rank=6)
+        heads = BlockHeads.from_settings(wanted, base, output_layer(base))
+    else:
+        sizes = prefix_sizes(base.config) if "prefix" in request.param else None
+        form = KINDS[request.param]
+        heads = MedusaHeads(3, 1, output.shape[1], output.shape[0], prefix=sizes, **form)
     with torch.no_grad():
         heads.init_from_output(output)
         for name, parameter in heads.named_parameters():
@@ -69,9 +87,11 @@ def test_trees_write_what_plain_decoding_writes(
     assert texts[0] == texts[1] == texts[2] and texts[0].strip()
     heads = load_export(export).heads
     assert heads.sequential
-    assert (heads.kind, heads.prefix is not None, heads.num_outputs) in (
+    attends = heads.memory(1, nn.Embedding(272, 32)) is not None
+    assert (heads.kind, attends, heads.num_outputs) in (
         ("hydra", True, 272),
         ("medusa", False, 200),
+        ("block", True, 272),
     )
 
 
