@@ -129,14 +129,15 @@ def check_settings(path: Path, state: Mapping[str, Any], cfg: TrainConfig) -> No
 
     ``optim.accumulation`` may be what it was, or what keeps the global batch on this number of
     ranks (see :func:`accumulation_here`). The base model may have another name, but no other
-    weights.
+    weights. A setting that there was none of then was what its default says.
 
     Raises:
         ConfigError: naming the setting, what it was and what it is.
     """
     needed = accumulation_here(path, state)
     now = json.loads(json.dumps(flatten_settings(cfg)))
-    before = state["settings"]
+    defaults = json.loads(json.dumps(flatten_settings(TrainConfig(run_dir=""))))
+    before = {key: defaults[key] for key in now if key in defaults} | state["settings"]
     base, theirs = _base_of(cfg), state.get("base")
     if base and theirs and base != theirs:
         raise ConfigError(

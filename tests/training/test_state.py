@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from specheads.config import ConfigError, RunError, TreeConfig
+from specheads.config import ConfigError, HeadsConfig, RunError, TreeConfig
 from specheads.models.manifest import save_tensors
 from specheads.system.files import aside, whole_folder
 from specheads.training.checkpoints import (
@@ -143,6 +143,24 @@ def test_settings_that_became_free_do_not_bind_an_older_checkpoint(tmp_path: Pat
     state = json.loads((path / "state.json").read_text())
     state["settings"] |= {"evaluate.max_new_tokens": 5, "tree.num_nodes": 3}
     check_settings(path, state, toy_config(tmp_path))
+
+
+def test_settings_of_today_do_not_bind_an_older_checkpoint(tmp_path: Path) -> None:
+    """A run of an earlier version would be refused for a setting that it could not have."""
+    save_step(tmp_path, 1)
+    (path,) = checkpoints_of(tmp_path)
+    state = json.loads((path / "state.json").read_text())
+    for key in ("heads.kind", "heads.options", "model.other_base"):
+        del state["settings"][key]
+    check_settings(path, state, toy_config(tmp_path))
+    other = toy_config(tmp_path, heads=HeadsConfig(kind="block", options={"window": 3}))
+    with pytest.raises(ConfigError, match="heads.kind was 'medusa', is 'block'"):
+        check_settings(path, state, other)
+    state["settings"] |= {"heads.kind": "block", "heads.options.window": 3}
+    check_settings(path, state, other)
+    del state["settings"]["heads.options.window"]
+    with pytest.raises(ConfigError, match="heads.options.window was None, is 3"):
+        check_settings(path, state, other)
 
 
 def test_what_cannot_be_resumed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
