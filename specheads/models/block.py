@@ -104,10 +104,8 @@ class BlockForm:
         for key, value in options.items():
             one_of("options", key, *known)
             wanted = type(known[key].default)
-            fits = isinstance(value, (list, tuple)) if wanted is tuple else (
-                type(value) is wanted or (wanted is float and type(value) is int)
-            )  # fmt: skip
-            check(fits, f"options.{key}", value, f"a {wanted.__name__}")
+            taken = {tuple: (list, tuple), float: (float, int)}.get(wanted, (wanted,))
+            check(type(value) in taken, f"options.{key}", value, f"a {wanted.__name__}")
         found = dict(options)
         if "taps" in found:
             whole = all(type(tap) is int and tap >= -1 for tap in found["taps"])
@@ -321,19 +319,17 @@ class BlockHeads(nn.Module, Heads):
         config = base.config.get_text_config()
         padding = getattr(config, "pad_token_id", None) or 0
         form = BlockForm.of({"mask_token_id": padding, **settings.options})
-        heads = form.num_attention_heads or config.num_attention_heads
+        heads, of_base = config.num_attention_heads, partial(getattr, config)
+        sizes = {
+            "num_attention_heads": heads,
+            "num_key_value_heads": of_base("num_key_value_heads", None) or heads,
+            "head_dim": of_base("head_dim", None) or hidden_size // heads,
+            "intermediate_size": of_base("intermediate_size", None) or 4 * hidden_size,
+        }
         by_rule = joined_taps if form.form == "joined" else published_taps
-        form = replace(
-            form,
-            taps=form.taps or by_rule(num_layers(base), form.num_taps),
-            num_attention_heads=heads,
-            num_key_value_heads=form.num_key_value_heads
-            or (getattr(config, "num_key_value_heads", None) or heads),
-            head_dim=form.head_dim
-            or (getattr(config, "head_dim", None) or hidden_size // config.num_attention_heads),
-            intermediate_size=form.intermediate_size
-            or (getattr(config, "intermediate_size", None) or 4 * hidden_size),
-        )
+        taps = form.taps or by_rule(num_layers(base), form.num_taps)
+        given = {key: getattr(form, key) or size for key, size in sizes.items()}
+        form = replace(form, taps=taps, **given)
         found = cls(
             settings.num_heads,
             settings.num_layers,
