@@ -118,11 +118,12 @@ def published_taps(num_base: int, num_taps: int) -> tuple[int, ...]:
     """Return the layers that DFlash taps: evenly spaced from the second to the fourth-last.
 
     Layer ``round(1 + i * (n - 4) / (num_taps - 1))`` of n (specforge and speculators alike); a base
-    too shallow for as many distinct ones gives fewer.
+    too shallow for as many distinct ones gives fewer. Never the last, whose state transformers
+    counts behind the final norm and engines before it.
     """
     last = max(num_base - 3, 1)
     places = [round(1 + i * (last - 1) / max(num_taps - 1, 1)) for i in range(num_taps)]
-    return tuple(sorted({min(place, num_base - 1) for place in places}))
+    return tuple(sorted({max(min(place, num_base - 2), 0) for place in places}))
 
 
 def joined_taps(num_base: int, num_taps: int) -> tuple[int, ...]:

@@ -8,9 +8,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import (
+    LlamaForCausalLM,
+    MuseGlimmerAssistantConfig,
+    MuseGlimmerAssistantModel,
+)
+from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 
+from specheads.attention.tree import Tree
 from specheads.config import ConfigError, HeadsConfig, LossConfig
+from specheads.decoding.loop import decode, plain_decode
+from specheads.drafters.heads import static_drafter
 from specheads.losses.cross_entropy import IGNORE, shift_labels
 from specheads.models.block import BlockForm, BlockHeads, joined_taps, published_taps
 from specheads.models.output import output_layer, packed_hidden, packed_taps
@@ -158,7 +166,8 @@ def test_the_loss_is_that_of_the_anchors(
 def test_taps_by_rule() -> None:
     """Other layers than the published ones cost accept length where the weights come from there."""
     assert published_taps(36, 5) == (1, 9, 17, 25, 33)
-    assert published_taps(5, 5) == (1, 2) and published_taps(1, 5) == (0,)
+    assert published_taps(5, 5) == (1, 2) and published_taps(2, 5) == (0,)
+    assert published_taps(1, 5) == (0,)
     assert joined_taps(30, 3) == (9, 19, -1) and joined_taps(5, 3) == (1, 2, -1)
     assert joined_taps(1, 3) == (-1,) and joined_taps(30, 1) == (-1,)
 
@@ -188,3 +197,84 @@ def test_bad_options_are_one_line(
     assert "\n" not in str(caught.value)
     with pytest.raises((ValueError, ConfigError)):
         BlockForm.of({**options, "form": "neither"})
+
+
+def transformers_drafter(heads: BlockHeads) -> MuseGlimmerAssistantModel:
+    """Return transformers' own drafter of this form with the heads' weights."""
+    form, size = heads.form, heads.hidden_size
+    config = MuseGlimmerAssistantConfig(
+        hidden_size=size,
+        intermediate_size=form.intermediate_size,
+        num_hidden_layers=heads.num_inner,
+        num_attention_heads=form.num_attention_heads,
+        num_key_value_heads=form.num_key_value_heads,
+        head_dim=form.head_dim,
+        rms_norm_eps=form.rms_norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": form.rope_theta},
+        layer_types=["full_attention"] * heads.num_inner,
+        block_size=heads.num_slots,
+        mask_token_id=form.mask_token_id,
+        target_layer_ids=list(form.taps),
+    )
+    model = MuseGlimmerAssistantModel(config).eval()
+    renamed = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}
+    state = {}
+    for name, tensor in heads.state_dict().items():
+        for old, new in renamed.items():
+            name = new + name.removeprefix(old) if name.startswith(old) else name
+        state[name] = tensor
+    model.load_state_dict(state)
+    return model
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.3])
+def test_transformers_drafts_the_same(
+    scale: float, tiny_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong layer, position or mask costs engines accept length, and none of them says so.
+
+    transformers has a DFlash loop and a drafter of its own; with these weights it must propose what
+    the heads propose, step by step, and write what greedy decoding writes.
+    """
+    build: Any = FORMS["dflash"]
+    heads = build(tiny_llama)
+    with torch.no_grad():
+        for name, parameter in heads.named_parameters():
+            drawn = torch.randn_like(parameter)
+            parameter.copy_(1 + 0.2 * drawn if "norm" in name else 0.2 * drawn)
+            if "o_proj" in name or "down_proj" in name:
+                parameter.mul_(scale)
+    heads.eval()
+    proposed: list[list[int]] = []
+    own = DFlashTokenCandidateGenerator.get_candidates
+
+    def recorded(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = own(self, input_ids, *args, **kwargs)
+        if drafted := found[0][0, input_ids.shape[1] :].tolist():
+            proposed.append([*input_ids[0].tolist(), *drafted])
+        return found
+
+    monkeypatch.setattr(DFlashTokenCandidateGenerator, "get_candidates", recorded)
+    prompt, settings = torch.randint(0, 256, (1, 9)), {"max_new_tokens": 24, "do_sample": False}
+    settings |= {"eos_token_id": None, "pad_token_id": 0}
+    theirs = tiny_llama.generate(
+        prompt, assistant_model=transformers_drafter(heads), speculation_type="dflash", **settings
+    )
+    plain = plain_decode(tiny_llama, prompt, max_new_tokens=24).new_tokens
+    assert theirs[0, 9:].tolist() == plain
+    drafter = static_drafter(
+        tiny_llama, heads, output_layer(tiny_llama), Tree.chain(heads.num_heads)
+    )
+    ours: list[list[int]] = []
+    propose = drafter.propose
+
+    def recording(state: Any) -> Any:
+        found = propose(state)
+        ours.append(found.tokens[0].tolist())
+        return found
+
+    monkeypatch.setattr(drafter, "propose", recording)
+    assert decode(tiny_llama, drafter, prompt, max_new_tokens=24).new_tokens == plain
+    assert 5 < len(proposed) <= len(ours)
+    for text, tokens in zip(proposed, ours, strict=False):  # ours asks once more at the end
+        assert text[-len(tokens) :] == tokens
