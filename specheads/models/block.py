@@ -35,16 +35,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specheads.attention.cache import TreeLayer
 from specheads.models.base import Embed
-from specheads.models.blocks import Markov, normalised
-from specheads.models.head_cache import Slots
+from specheads.models.blocks import Markov, ZeroLinear, normalised
+from specheads.models.head_cache import Slots, rotated
 from specheads.models.heads import Steps
 from specheads.models.kinds import Begin, Heads, multiplied
 from specheads.models.output import FINAL, LAYER, OutputLayer, final_norm, num_layers
 from specheads.system.errors import at_least, check, one_of
 
 FORMS = ("joined", "published")
+# from the slots' own keys and values to those that they attend to, the text's and their own
+Join = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 _TOGETHER = 32  # blocks of a row that attend in one call: more would mask away what they compute
 
 
@@ -92,6 +93,7 @@ class BlockForm:
             self, num_taps=1, num_attention_heads=0, num_key_value_heads=0, head_dim=0,
             intermediate_size=0, window=0, mask_token_id=0, injection_rank=0, anchors=1,
         )  # fmt: skip
+        check(self.rope_theta > 0, "rope_theta", self.rope_theta, "above 0")
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> BlockForm:
@@ -148,7 +150,7 @@ class BlockLayer(nn.Module):
         width = form.head_dim
         queries, keys = form.num_attention_heads * width, form.num_key_value_heads * width
         epsilon = form.rms_norm_eps
-        self.width, self.grouped = width, queries > keys
+        self.width = width
         self.input_layernorm = Norm(size, eps=epsilon)
         self.post_attention_layernorm = Norm(size, eps=epsilon)
         self.self_attn = nn.ModuleDict(
@@ -156,7 +158,7 @@ class BlockLayer(nn.Module):
                 "q_proj": nn.Linear(size, queries, bias=False),
                 "k_proj": nn.Linear(size, keys, bias=False),
                 "v_proj": nn.Linear(size, keys, bias=False),
-                "o_proj": ZeroMatrix(queries, size),
+                "o_proj": ZeroLinear(queries, size, bias=False),
                 "q_norm": Norm(width, eps=epsilon),
                 "k_norm": Norm(width, eps=epsilon),
             }
@@ -165,7 +167,7 @@ class BlockLayer(nn.Module):
             {
                 "gate_proj": nn.Linear(size, form.intermediate_size, bias=False),
                 "up_proj": nn.Linear(size, form.intermediate_size, bias=False),
-                "down_proj": ZeroMatrix(form.intermediate_size, size),
+                "down_proj": ZeroLinear(form.intermediate_size, size, bias=False),
             }
         )
 
@@ -178,22 +180,24 @@ class BlockLayer(nn.Module):
         """
         attention = self.self_attn
         keys, values = (self._split(attention[name](states)) for name in ("k_proj", "v_proj"))
-        return rotated(attention["k_norm"](keys), waves), values
+        return rotated(attention["k_norm"](keys), waves[:, :, None]), values
 
-    def forward(
-        self, x: Tensor, waves: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
-    ) -> Tensor:
+    def forward(self, x: Tensor, waves: Tensor, join: Join, mask: Tensor | None) -> Tensor:
         """Map slots [B, Q, d].
 
         Args:
             x: the slots.
             waves: [2, B, Q, h], of their positions.
-            attend: returns what queries [B, G * H, Q, h] read, given them and the slots' own keys
-                and values [B, H, Q, h].
+            join: puts the slots' own keys and values [B, H, Q, h] behind those of the text.
+            mask: [B, 1, Q or 1, T + Q], true where a slot may look; None where it may everywhere.
         """
         normed = self.input_layernorm(x)
         queries = self.self_attn["q_norm"](self._split(self.self_attn["q_proj"](normed)))
-        read = attend(rotated(queries, waves), *self.keys(normed, waves))
+        keys, values = join(*self.keys(normed, waves))
+        grouped = queries.shape[1] != keys.shape[1]
+        read = F.scaled_dot_product_attention(
+            rotated(queries, waves[:, :, None]), keys, values, attn_mask=mask, enable_gqa=grouped
+        )
         x = x + self.self_attn["o_proj"](read.transpose(1, 2).flatten(2))
         normed, mlp = self.post_attention_layernorm(x), self.mlp
         found: Tensor = x + mlp["down_proj"](
@@ -203,23 +207,6 @@ class BlockLayer(nn.Module):
 
     def _split(self, states: Tensor) -> Tensor:
         return states.unflatten(-1, (-1, self.width)).transpose(1, 2)
-
-
-class ZeroMatrix(nn.Linear):
-    """A linear layer without bias whose weight starts as zero."""
-
-    def __init__(self, num_inputs: int, num_outputs: int) -> None:
-        super().__init__(num_inputs, num_outputs, bias=False)
-
-    def reset_parameters(self) -> None:
-        """Set the weight to zero."""
-        nn.init.zeros_(self.weight)
-
-
-def rotated(x: Tensor, waves: Tensor) -> Tensor:
-    """Rotate x [B, H, T, h] by the waves [2, B, T, h] of its positions."""
-    cos, sin = waves[:, :, None].to(x.dtype)
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 class BlockHeads(nn.Module, Heads):
@@ -299,10 +286,10 @@ class BlockHeads(nn.Module, Heads):
         self.inject: nn.Module | None = None
         if form.form == "joined":
             read, made, rank = width + hidden_size, num_heads * hidden_size, form.injection_rank
-            self.inject = ZeroMatrix(read, made)
+            self.inject = ZeroLinear(read, made, bias=False)
             if rank:
                 down = nn.Linear(read, rank, bias=False)
-                self.inject = nn.Sequential(down, ZeroMatrix(rank, made))
+                self.inject = nn.Sequential(down, ZeroLinear(rank, made, bias=False))
         own = {} if "shared" in lm_head else {"lm_head": (hidden_size, self.num_outputs)}
         self.output = nn.ModuleDict(
             {name: nn.Linear(*size, bias=False) for name, size in own.items()}
@@ -330,7 +317,7 @@ class BlockHeads(nn.Module, Heads):
         by_rule = joined_taps if form.form == "joined" else published_taps
         taps = form.taps or by_rule(num_layers(base), form.num_taps)
         given = {key: getattr(form, key) or size for key, size in sizes.items()}
-        form = replace(form, taps=taps, **given)
+        form = replace(form, taps=taps, num_taps=len(taps), **given)
         found = cls(
             settings.num_heads,
             settings.num_layers,
@@ -349,19 +336,14 @@ class BlockHeads(nn.Module, Heads):
         """Give the last norm the scale of the base's, whose output matrix reads what it makes."""
         norm = final_norm(base)
         weight = next(norm.parameters(), None)
-        if weight is None or weight.is_meta or not weight.numel():
+        if weight is None or weight.is_meta:  # a norm without a scale, or a look at sizes alone
             return
         ones = torch.ones(1, weight.shape[-1], dtype=weight.dtype, device=weight.device)
         self.norm.weight.fill_(float(norm(ones).float().pow(2).mean().sqrt()))
 
     @torch.no_grad()
     def init_from_output(self, weight: Tensor, kept: Tensor | None = None) -> None:
-        """Take the tokens to guess, and copy the base's matrix [V, d] where it is not shared.
-
-        Args:
-            weight: the base's output matrix.
-            kept: where pruned, the [V'] token ids to keep; None keeps the first ones.
-        """
+        """Take the tokens to guess, and copy the base's matrix where it is not shared."""
         if self.token_map is not None and kept is not None:
             self.token_map.copy_(kept.unique())
         for matrix in self.output.values():
@@ -450,7 +432,8 @@ class BlockHeads(nn.Module, Heads):
             x = self.start(_rows(tapped, at), roots, embed).flatten(1, 2)  # [B, a * S, d]
             positions = (position_ids.gather(1, at)[..., None] + 1 + slots).flatten(1)
             for layer, (k, v) in zip(self.layers, keys, strict=True):
-                x = layer(x, table[:, positions], _attending(k[:, :, :end], v[:, :, :end], mask))
+                text = k[:, :, :end], v[:, :, :end]
+                x = layer(x, table[:, positions], partial(_behind, text), mask)
             found.append(self.finished(x.unflatten(1, (-1, self.num_slots))))
         return torch.cat(found, dim=2)
 
@@ -619,7 +602,7 @@ class BlockCache:
             strict=True,
         ):  # fmt: skip
             normed = cast(BlockLayer, layer).self_attn["k_norm"](k)
-            cache.update(rotated(normed, waves), v)
+            cache.update(rotated(normed, waves[:, :, None]), v)
         lengths = tuple(n + count for n, count in zip(self.lengths, counts, strict=True))
         last = torch.tensor([max(count, 1) - 1 for count in counts], device=device)[:, None]
         roots = tokens.gather(1, last)  # [B, 1]
@@ -635,7 +618,7 @@ class BlockCache:
                 visible &= every >= ends - heads.form.window
             mask = visible[:, None, None]
         for layer, cache in zip(heads.layers, self.slots.layers, strict=True):
-            x = layer(x, waves, partial(_attend_cached, cache, mask))
+            x = layer(x, waves, cache.update, mask)  # until something is written over them
         return replace(self, lengths=lengths), heads.finished(x[:, None])[:, :, 0]
 
     def select(self, rows: Tensor) -> BlockCache:
@@ -644,36 +627,9 @@ class BlockCache:
         return replace(self, slots=self.slots.select(rows), lengths=lengths)
 
 
-def _attending(
-    keys: Tensor, values: Tensor, mask: Tensor
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return how slots attend to a context's keys and values [B, H, T, h], and to each other.
-
-    Args:
-        keys: of the context.
-        values: of the context.
-        mask: [B, 1, Q, T + Q], true where a slot may look.
-    """
-
-    def attend(queries: Tensor, own_keys: Tensor, own_values: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(
-            queries,
-            torch.cat([keys, own_keys], dim=2),
-            torch.cat([values, own_values], dim=2),
-            attn_mask=mask,
-            enable_gqa=queries.shape[1] != keys.shape[1],
-        )
-
-    return attend
-
-
-def _attend_cached(
-    cache: TreeLayer, mask: Tensor | None, queries: Tensor, keys: Tensor, values: Tensor
-) -> Tensor:
-    """Attend to what a cache holds, and to the slots themselves, which lie behind it for now."""
-    keys, values = cache.update(keys, values)
-    grouped = queries.shape[1] != keys.shape[1]
-    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=grouped)
+def _behind(text: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values of a text, and behind them those of slots, in the length."""
+    return torch.cat([text[0], keys], dim=2), torch.cat([text[1], values], dim=2)
 
 
 def _rows(states: Tensor, places: Tensor) -> Tensor:

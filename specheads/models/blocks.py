@@ -26,8 +26,8 @@ class ZeroLinear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Set weight and bias to zero."""
-        nn.init.zeros_(self.weight)
-        nn.init.zeros_(self.bias)
+        for each in self.parameters():
+            nn.init.zeros_(each)
 
 
 class ResBlock(ZeroLinear):

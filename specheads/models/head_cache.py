@@ -181,8 +181,7 @@ class Stack:
         if self.turned_norm is not None:
             norm = self.turned_norm[first : first + shaped.shape[1]]
             shaped = self._normed(shaped) * norm
-        cos, sin = waves[:, :, None]
-        return torch.addcmul(shaped * cos, shaped.roll(self.width // 2, -1), sin)
+        return rotated(shaped, waves[:, :, None])
 
     def _attend(
         self, queries: Tensor, step: Step, keys: Tensor, values: Tensor, *, every: bool
@@ -209,6 +208,12 @@ class Stack:
         together = found[0] if len(found) == 1 else torch.cat(found, dim=3)
         together = together.unflatten(1, (len(self.out), -1))  # [B, n, H, G, positions, h]
         return together.permute(1, 0, 4, 2, 3, 5).reshape(len(self.out), -1, self.out.shape[2])
+
+
+def rotated(x: Tensor, waves: Tensor) -> Tensor:
+    """Rotate x [..., h] by the waves [2, ..., h] of its positions, cosines and signed sines."""
+    cos, sin = waves.to(x.dtype)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def _product(weight: Tensor, x: Tensor, added: Tensor | None) -> Tensor:

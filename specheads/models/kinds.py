@@ -99,7 +99,7 @@ class Heads(Protocol):
 
     What depends on the map of tokens alone is written here, once for all kinds.
 
-    Weights start as ``from_settings`` leaves them, where no recipe does more. A kind whose loss is
+    Weights start as ``from_settings`` and ``init_from_output`` leave them. A kind whose loss is
     no sum over heads of such products brings an objective of its own, beside its recipe. Learning
     rates and memory planning find a head's own output matrix by ``lm_head`` in its tensors' names.
 
@@ -159,6 +159,18 @@ class Heads(Protocol):
         Raises:
             ValueError: one line with the key, without the section's name.
         """
+
+    def init_from_output(self, weight: Tensor, kept: Tensor | None = None) -> None:
+        """Take the tokens that can be guessed, and start from the base's output matrix.
+
+        Args:
+            weight: [V, d], that matrix; not used by heads that start without it.
+            kept: with a ``token_map``, the [V'] token ids to keep; None keeps the first ones.
+
+        Raises:
+            ValueError: if shapes differ, or ``kept`` is not a set of V' tokens.
+        """
+        del weight, kept  # where neither says anything
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Heads:

@@ -29,9 +29,7 @@ from specheads.losses.cross_entropy import check_implementation
 from specheads.models import base as bases
 from specheads.models import draft as drafts
 from specheads.models.adapters import add_adapter, check_tunable, require_grad
-from specheads.models.block import BlockHeads
 from specheads.models.checkpoint import KINDS, check_digest, load_heads, read_config
-from specheads.models.heads import MedusaHeads
 from specheads.models.kinds import Heads
 from specheads.models.mtp import MtpHeads
 from specheads.models.output import OutputLayer, output_layer
@@ -315,7 +313,7 @@ def heads_of(wanted: HeadsConfig, base: PreTrainedModel, output: OutputLayer) ->
 def build_heads(cfg: TrainConfig, base: PreTrainedModel, output: OutputLayer, data: Data) -> Any:
     """Return the heads of ``cfg.heads``, an ``nn.Module``, where the base's output layer is.
 
-    They start as those of the export ``heads.start``; without one, Medusa heads as the base.
+    They start as those of the export ``heads.start``; without one as their kind does.
 
     Raises:
         ConfigError: if they cannot be built for this base, or those of the export are others.
@@ -323,12 +321,12 @@ def build_heads(cfg: TrainConfig, base: PreTrainedModel, output: OutputLayer, da
     wanted, heads = cfg.heads, heads_of(cfg.heads, base, output)
     if wanted.start:
         _start_from(cfg, heads)
-    elif isinstance(heads, (MedusaHeads, BlockHeads)):
+    else:
         kept = None
-        if "pruned" in wanted.lm_head:
+        if heads.token_map is not None:
             assert not isinstance(data.train, StreamedBatches)  # read_data has seen to it
             counts = learned_counts(data.train.documents, heads.vocab_size)
-            kept = torch.from_numpy(most_frequent(counts, wanted.num_kept))
+            kept = torch.from_numpy(most_frequent(counts, heads.num_outputs))
         heads.init_from_output(output.weight, kept)
     return heads.to(_place(output, cfg.device))
 

@@ -23,7 +23,7 @@ from specheads.losses.cross_entropy import IGNORE, shift_labels
 from specheads.models.block import BlockForm, BlockHeads, joined_taps, published_taps
 from specheads.models.output import output_layer, packed_hidden, packed_taps
 from specheads.training.objectives import HeadsObjective, anchors_of
-from tests.models.test_heads_contract import FORMS
+from tests.models.test_heads_contract import FORMS, drawn
 from tests.training.test_objectives import random_batch
 
 BLOCKS = [name for name in FORMS if name.startswith(("block", "dflash", "dspark"))]
@@ -32,11 +32,8 @@ BLOCKS = [name for name in FORMS if name.startswith(("block", "dflash", "dspark"
 @pytest.fixture(params=BLOCKS)
 def heads(request: pytest.FixtureRequest, tiny_llama: LlamaForCausalLM) -> BlockHeads:
     """Return heads of one form, every tensor drawn."""
-    made: Any = FORMS[request.param](tiny_llama)
-    with torch.no_grad():
-        for name, parameter in made.named_parameters():
-            parameter.normal_(mean=float("norm" in name), std=0.1)
-    return made.eval()
+    found: BlockHeads = drawn(FORMS[request.param](tiny_llama))
+    return found
 
 
 @torch.no_grad()
@@ -181,6 +178,7 @@ def test_taps_by_rule() -> None:
         ({"taps": 3}, "options.taps must be a tuple, got 3"),
         ({"taps": [-1, 0]}, "taps must be -1, the final state, at the end"),
         ({"anchors": 0}, "anchors must be at least 1, got 0"),
+        ({"rope_theta": 0.0}, "rope_theta must be above 0, got 0.0"),
         ({"rope_theta": "10000"}, "options.rope_theta must be a float"),
         ({"head_dim": 7}, "head_dim must be even, got 7"),
         ({"num_key_value_heads": 3}, "num_key_value_heads must be"),

@@ -71,8 +71,8 @@ def test_a_long_text_is_not_compiled_at_every_step() -> None:
     assert counters["stats"]["unique_graphs"] <= 3
 
 
-@pytest.mark.parametrize("tap", [FINAL, "layer.0"])
-def test_hidden_states_are_those_of_the_pass_at_hand(tap: str) -> None:
+@pytest.mark.parametrize("taps", [(FINAL,), ("layer.0", FINAL)])
+def test_hidden_states_are_those_of_the_pass_at_hand(taps: tuple[str, ...]) -> None:
     """Prevents heads fed with the hidden states of an earlier text, in the mix of both loops.
 
     The passes are compiled for a drafter that wants none, before one comes that wants them.
@@ -83,9 +83,9 @@ def test_hidden_states_are_those_of_the_pass_at_hand(tap: str) -> None:
     decode(model, Blind(truth[0].tolist()), row, max_new_tokens=30, compile=True)
     for forward in (True, False, True):
         plain_decode(model, row, max_new_tokens=5, compile=forward)
-        with capture_hidden(model, (tap,)) as captured:
+        with capture_hidden(model, taps) as captured:
             model(truth, use_cache=False)
-        drafter = Watching(truth[0].tolist(), captured.at[tap][0], tap)
+        drafter = Watching(truth[0].tolist(), dict(captured.at))
         decode(model, drafter, row, max_new_tokens=30, compile=forward)
 
 
@@ -106,19 +106,18 @@ class Blind(NgramDrafter):
 class Watching(ScriptedDrafter):
     """Checks the hidden states at the accepted nodes."""
 
-    def __init__(self, truth: list[int], hidden: torch.Tensor, tap: str) -> None:
+    def __init__(self, truth: list[int], hidden: dict[str, torch.Tensor]) -> None:
         super().__init__(Tree.chain(3), truth, 0.6)
-        self.true_hidden, self.taps = hidden, (tap,)
+        self.true_hidden, self.taps = hidden, tuple(hidden)
 
     def observe(self, state: Any, result: Any) -> Any:
         """Compare, then move on."""
         start = state.positions[0]
         for depth, node in enumerate(result.path[0].tolist()):
-            if node >= 0 and start + depth < len(self.true_hidden):
-                found = result.hidden[self.taps[0]][0, node]
-                torch.testing.assert_close(
-                    found, self.true_hidden[start + depth], atol=1e-4, rtol=1e-4
-                )
+            for tap, (true,) in self.true_hidden.items():
+                if node >= 0 and start + depth < len(true):
+                    found = result.hidden[tap][0, node]
+                    torch.testing.assert_close(found, true[start + depth], atol=1e-4, rtol=1e-4)
         return super().observe(state, result)
 
 

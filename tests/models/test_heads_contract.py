@@ -84,11 +84,15 @@ FORMS: dict[str, Callable[[LlamaForCausalLM], Heads]] = {
 @pytest.fixture(params=FORMS)
 def heads(request: pytest.FixtureRequest, tiny_llama: LlamaForCausalLM) -> Heads:
     """Return heads of one form, every tensor drawn."""
-    made: Any = FORMS[request.param](tiny_llama)
+    return drawn(FORMS[request.param](tiny_llama))
+
+
+def drawn(heads: Any) -> Any:
+    """Return heads whose every tensor is drawn: what starts as zero or one says something too."""
     with torch.no_grad():
-        for name, parameter in made.named_parameters():
+        for name, parameter in heads.named_parameters():
             parameter.normal_(mean=float("norm" in name), std=0.1)
-    return made.eval()
+    return heads.eval()
 
 
 def read(base: LlamaForCausalLM, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
