@@ -18,7 +18,7 @@ class DataConfig:
 
     # pycode (the Python source on this machine), jsonl, parquet, hub (a datasets name), mixture
     source: str = "pycode"
-    path: str | None = None  # jsonl, parquet: the training file; hub: the data set's name
+    path: str | None = None  # jsonl (.gz too), parquet: the training file; hub: the set's name
     eval_path: str | None = None  # jsonl, parquet: held-out file; None holds out eval_fraction
     eval_fraction: float = 0.05
     subset: str | None = None  # hub: which configuration of the data set

@@ -105,8 +105,9 @@ def _source(value: str) -> str:
         ConfigError: if it is a file with another ending.
     """
     path = Path(value).expanduser()
-    sources = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
-    if source := sources.get(path.suffix, "parquet" if path.is_dir() else ""):
+    sources = {".jsonl": "jsonl", ".json": "jsonl", ".jsonl.gz": "jsonl", ".parquet": "parquet"}
+    ending = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
+    if source := sources.get(ending, "parquet" if path.is_dir() else ""):
         return source
     if path.is_file() or "/" in value or (path.suffix and "," not in value):
         raise ConfigError(

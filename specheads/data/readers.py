@@ -7,8 +7,10 @@ cannot be reached.
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -135,11 +137,11 @@ def json_lines(
 ) -> Iterator[Row]:
     """Yield the lines of a file that are not blank; none longer than ``max_bytes`` is held.
 
-    A place is a byte and the number of lines before it.
+    One called .gz is unpacked. A place is a byte and the number of lines before it.
     """
     offset, number = place or (0, 0)
     try:
-        with path.open("rb", buffering=1 << 20) as file:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb", 1 << 20) as file:
             file.seek(offset)
             while line := file.readline(max_bytes + 2):  # a line end may be two bytes
                 passed = 0
@@ -157,8 +159,9 @@ def json_lines(
                 content = line.rstrip(b"\r\n")
                 parse = partial(_line, content, passed + len(content), max_bytes)
                 yield Row(f"{path}:{number}", f"{path.name}:{number}", parse, [offset, number])
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+    except (OSError, EOFError, zlib.error) as error:  # the last two from what gzip did not write
+        said = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read {path}: {said}") from None
 
 
 def text_lines(path: Path) -> Iterator[Row]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -92,6 +92,9 @@ class Teacher:
     hidden: Tensor  # [N, dt], row by row beside the student's
     output: Output  # weight [V, dt]
     token_map: Tensor | None = None  # [V'] token id of each of the student's outputs, all different
+    # [N] of :func:`log_sums` at the loss's temperature, made once for students that share rows.
+    # With a token map the logits of other tokens are then not asked for again.
+    log_sum: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -167,7 +170,8 @@ def linear_soft_loss(
         if kept is not None:
             output_of = labels.new_full(widest.shape[:1], -1)
             output_of[kept] = torch.arange(kept.numel(), device=labels.device)
-        chunk_size = chunk_size or rows_at_once(widest)
+        narrow = _kept_alone(teacher, loss)
+        chunk_size = chunk_size or rows_at_once(output.weight if narrow else widest)
         measure = _against_made(teacher, loss, min(chunk_size, hidden.shape[0]))
 
     def row_loss(
@@ -197,11 +201,40 @@ def linear_soft_loss(
     )
 
 
+def needs_log_sum(loss: SoftLoss) -> bool:
+    """Return whether, with a token map, the distance depends on what the other tokens weigh.
+
+    Not where the teacher is renormalised over the kept ones. With ``top_k`` all logits are made in
+    any case, to find the best.
+    """
+    return loss.kind in ("tv", "lk_alpha", "lk_lambda") and not loss.top_k
+
+
+@torch.no_grad()
+def log_sums(hidden: Tensor, output: Output, temperature: float) -> Tensor:
+    """Return log sum exp(logit / temperature) over all tokens, [N], of hidden states [N, d]."""
+    size = rows_at_once(output.weight)
+    logits = Logits(output, min(size, len(hidden)))
+    parts = (rows.to(logits.compute) for rows in hidden.split(size))
+    return torch.cat([logits.of(rows).div_(temperature).logsumexp(1) for rows in parts])
+
+
+def _kept_alone(teacher: Teacher, loss: SoftLoss) -> bool:
+    """Return whether the teacher's logits of the kept tokens are enough."""
+    known = teacher.log_sum is not None or not needs_log_sum(loss)
+    return teacher.token_map is not None and known and not loss.top_k
+
+
 @torch.no_grad()
 def _against_made(teacher: Teacher, loss: SoftLoss, chunk_size: int) -> Measure:
     """Compare with logits that are made chunk by chunk, all in one block of ``chunk_size`` rows."""
-    logits = Logits(teacher.output, chunk_size)
-    some = 0 < loss.top_k < len(logits.matrix)
+    kept, output, alone = teacher.token_map, teacher.output, _kept_alone(teacher, loss)
+    log_sum = teacher.log_sum if needs_log_sum(loss) else None
+    some = 0 < loss.top_k < len(output.weight)
+    if kept is not None and alone:
+        bias = None if output.bias is None else output.bias[kept]
+        output = replace(output, weight=output.weight[kept], bias=bias)
+    logits = Logits(output, chunk_size)
 
     def measure(
         rows: Tensor, log_s: Tensor, factor: Tensor, slope: bool
@@ -215,10 +248,11 @@ def _against_made(teacher: Teacher, loss: SoftLoss, chunk_size: int) -> Measure:
             z.fill_(-torch.inf).scatter_(1, where, best)
         if loss.temperature != 1.0:
             z.div_(loss.temperature)
-        if not loss.compare or some or loss.temperature != 1.0:
+        if alone and log_sum is not None:
+            z.sub_(log_sum.index_select(0, rows)[:, None])
+        elif not loss.compare or some or loss.temperature != 1.0:
             log_softmax_(z)  # of logarithms of probabilities as of logits
-        kept = teacher.token_map
-        log_t = z if kept is None else z.index_select(1, kept)
+        log_t = z if kept is None or alone else z.index_select(1, kept)
         return distance(
             loss, log_s, log_t.to(log_s.dtype), factor, slope, restricted=kept is not None
         ), accepted

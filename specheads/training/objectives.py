@@ -31,7 +31,14 @@ from specheads.losses.cross_entropy import (
     linear_cross_entropy,
     shift_labels,
 )
-from specheads.losses.distill import SoftLoss, StoredTeacher, Teacher, linear_soft_loss
+from specheads.losses.distill import (
+    SoftLoss,
+    StoredTeacher,
+    Teacher,
+    linear_soft_loss,
+    log_sums,
+    needs_log_sum,
+)
 from specheads.models.adapters import original, require_grad
 from specheads.models.kinds import Heads
 from specheads.models.output import (
@@ -279,7 +286,7 @@ class HeadsObjective(nn.Module):
             # where head i has a label, the tokens up to it are of the same document
             ahead = torch.arange(1, self.num_heads + 1, device=used.device)
             tokens = batch["input_ids"].flatten()[(used[:, None] + ahead).clamp_max(num_rows - 1)]
-        return _Rows(hidden, source, labels, tokens, teacher, used)
+        return _Rows(hidden, source, labels, tokens, teacher, self._log_sum(teacher, used), used)
 
     def _teacher(self, batch: Batch, hidden: Tensor) -> Tensor | None:
         """Return hidden states [N, d] whose logits are the distribution to be learned."""
@@ -288,6 +295,22 @@ class HeadsObjective(nn.Module):
             with torch.no_grad(), original(self.base):
                 return final_states(self.base, batch)
         return None if self.loss.heads == "hard" else hidden.detach().flatten(0, 1)
+
+    @property
+    def _soft(self) -> SoftLoss:
+        loss = self.loss
+        return SoftLoss(loss.heads, loss.top_k, loss.temperature, loss.lk_eta)
+
+    def _log_sum(self, teacher: Tensor | None, used: Tensor) -> Tensor | None:
+        """Return the teacher's [N] at the positions that a head asks about; None if none does."""
+        if teacher is None or self.heads.token_map is None or self.loss.heads == "hard":
+            return None
+        if not needs_log_sum(self._soft):
+            return None
+        ahead = torch.arange(1, self.num_heads + 1, device=used.device)
+        asked = (used[:, None] + ahead).clamp_max(len(teacher) - 1).unique()
+        sums = log_sums(teacher[asked], self.output.parts(), self.loss.temperature)
+        return sums.new_zeros(len(teacher)).index_copy(0, asked, sums)
 
     def _loss(self, rows: _Rows, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weighted sum of all groups' losses, and their statistics [G, 3]."""
@@ -304,7 +327,7 @@ class HeadsObjective(nn.Module):
         # each by itself: its matrix is its own, or frozen and has no gradient to share
         parts = []
         if self.distill_base:
-            teacher = Teacher(rows.teacher_at(0), output)
+            teacher = rows.teacher_at(0, output)
             same = rows.hidden, output, teacher, labels[0], weights[0].expand_as(labels[0])
             parts.append(linear_soft_loss(*same, SoftLoss("soft"), self.loss.chunk_size))
         elif self.train_base:
@@ -329,11 +352,11 @@ class HeadsObjective(nn.Module):
         )
         if loss.heads == "hard":
             return cross_entropy(features, output, heads.map_labels(labels), weight, loss)
-        teacher = Teacher(rows.teacher_at(i + 1), base, heads.token_map)
+        teacher = rows.teacher_at(i + 1, base, heads.token_map)
+        weight = weight.expand_as(labels)
         return linear_soft_loss(
-            features, output, teacher, labels, weight.expand_as(labels),
-            SoftLoss(loss.heads, loss.top_k, loss.temperature, loss.lk_eta), loss.chunk_size,
-        )  # fmt: skip
+            features, output, teacher, labels, weight, self._soft, loss.chunk_size
+        )
 
     def _features(self, i: int, rows: _Rows) -> Tensor:
         """What head i's matrix reads, [M, d_i]; its inner activations are made again in backward.
@@ -394,7 +417,8 @@ class _Rows:
 
     ``hidden`` [M, d] of the base and ``source``, what the heads read of it: [M, d], or [K, M, d];
     ``labels`` [G, M]; ``tokens`` [M, K], those that follow; ``teacher`` [N, d], hidden
-    states of all positions, and ``places`` [M], where among them the rows stand.
+    states of all positions, ``log_sum`` [N] of theirs, and ``places`` [M], where among them the
+    rows stand.
     """
 
     hidden: Tensor
@@ -402,16 +426,18 @@ class _Rows:
     labels: Tensor
     tokens: Tensor | None
     teacher: Tensor | None
+    log_sum: Tensor | None
     places: Tensor
 
-    def teacher_at(self, ahead: int) -> Tensor:
-        """Return the teacher's hidden states [M, d] ``ahead`` positions after the rows' own.
+    def teacher_at(self, ahead: int, output: Output, token_map: Tensor | None = None) -> Teacher:
+        """Return the teacher ``ahead`` positions after the rows' own, [M].
 
         Rows whose label lies outside their document get some other row's, and are not looked at.
         """
         assert self.teacher is not None
         places = (self.places + ahead).clamp_max(len(self.teacher) - 1)
-        return self.teacher.index_select(0, places)
+        log_sum = None if self.log_sum is None else self.log_sum[places]
+        return Teacher(self.teacher.index_select(0, places), output, token_map, log_sum)
 
 
 LABELS = "labels"

@@ -232,6 +232,7 @@ def test_a_file_is_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     (tmp_path / "csv").touch()
     for given, source, path in (
         ("my.jsonl", "jsonl", "my.jsonl"),
+        ("my.jsonl.gz", "jsonl", "my.jsonl.gz"),
         ("/a/b c.json", "jsonl", "'/a/b c.json'"),
         ("x/y.parquet", "parquet", "x/y.parquet"),
         ("many", "parquet", "many"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -18,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from specheads.config import ConfigError, DataConfig
 from specheads.data import pycode
 from specheads.data.chat import Documents, encode_records
-from specheads.data.load import load_records, shares
+from specheads.data.load import load_records, read_jsonl, shares
 from specheads.data.schema import Dropped
 
 Make = Callable[[Path, Iterable[dict[str, Any]]], DataConfig]
@@ -66,6 +67,13 @@ def as_jsonl(folder: Path, items: Iterable[dict[str, Any]]) -> DataConfig:
     return DataConfig(source="jsonl", path=str(write_lines(folder / "d.jsonl", items)))
 
 
+def as_gzip(folder: Path, items: Iterable[dict[str, Any]]) -> DataConfig:
+    """JSON lines, packed."""
+    path = folder / "d.jsonl.gz"
+    path.write_bytes(gzip.compress(write_lines(folder / "d.jsonl", items).read_bytes()))
+    return DataConfig(source="jsonl", path=str(path))
+
+
 def as_json(folder: Path, items: Iterable[dict[str, Any]]) -> DataConfig:
     """A JSON list."""
     (folder / "d.json").write_text(json.dumps(list(items), indent=1))
@@ -108,7 +116,7 @@ def as_mixture(folder: Path, items: Iterable[dict[str, Any]]) -> DataConfig:
     return DataConfig(source="mixture", mixture=parts)
 
 
-ALL: list[Make] = [as_jsonl, as_json, as_parquet, as_folder, as_hub, as_stream, as_mixture]
+ALL: list[Make] = [as_jsonl, as_gzip, as_json, as_parquet, as_folder, as_hub, as_stream, as_mixture]
 
 
 @pytest.fixture(autouse=True)
@@ -185,6 +193,18 @@ def test_lines_that_are_not_json_are_bad_records(tmp_path: Path) -> None:
     assert dropped.reasons == {"not JSON": 1}
     assert next(iter(dropped.rows)) == f"{path}:31"
     assert '{"id": "r31", "prom' in dropped.rows[f"{path}:31"]["error"]
+
+
+def test_a_packed_file_that_is_cut_off_or_none_is_one_line(tmp_path: Path) -> None:
+    """A download that broke off would be trained on as if it were whole, or end in a traceback."""
+    path = tmp_path / "d.jsonl.gz"
+    whole = gzip.compress(b'{"text": "a"}\n' * 9_000)
+    damaged = whole[:40] + bytes(8) + whole[48:]
+    for content in (whole[:-9], whole[: len(whole) // 2], damaged, b'{"text": "a"}\n'):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match="cannot read .*d.jsonl.gz: ") as caught:
+            read_jsonl(path)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_json_file_may_hold_lines_or_a_list(tmp_path: Path) -> None:

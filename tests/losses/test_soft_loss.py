@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specheads.losses.cross_entropy import linear_cross_entropy
-from specheads.losses.distill import KINDS, SoftLoss, Teacher, linear_soft_loss
+from specheads.losses.distill import KINDS, SoftLoss, Teacher, linear_soft_loss, log_sums
 from specheads.losses.fused import IGNORE, Output
 from tests.losses.test_losses import Watch, distance
 
@@ -134,10 +135,14 @@ def gradients(loss: Tensor, p: dict[str, Any]) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("kind", "top_k"), [(kind, k) for kind in KINDS for k in (0, 1, 6) if not k or kind in BOUNDED]
 )
-@pytest.mark.parametrize("token_map", [None, TOKEN_MAP], ids=["full", "pruned"])
+@pytest.mark.parametrize(
+    ("token_map", "known"),
+    [(None, False), (TOKEN_MAP, False), (TOKEN_MAP, True)],
+    ids=["full", "pruned", "pruned, sums known"],
+)
 @pytest.mark.parametrize("finished", [False, True])
 def test_loss_and_gradients_are_those_of_the_definition(
-    kind: str, token_map: Tensor | None, top_k: int, finished: bool
+    kind: str, token_map: Tensor | None, known: bool, top_k: int, finished: bool
 ) -> None:
     """Gradients made by hand that are off by a factor only show as slightly worse training."""
     p = problem(20, token_map=token_map, finished=finished)
@@ -149,6 +154,10 @@ def test_loss_and_gradients_are_those_of_the_definition(
         options |= {"eta": eta, "jsd_beta": beta}
         loss, stats = reference(p, **options)
         expected = gradients(3.0 * loss, p)
+        if known:
+            theirs = p["teacher"]
+            sums = log_sums(theirs.hidden, theirs.output, temperature)
+            p["teacher"] = replace(theirs, log_sum=sums)
         for chunk_size in chunk_sizes:
             found, found_stats = soft_loss(p, chunk_size, **options)
             assert distance(found.detach(), loss.detach()) < 1e-12
@@ -432,7 +441,20 @@ def test_never_more_than_one_chunk_of_logits(kind: str, token_map: Tensor | None
     with Watch() as watch:
         loss, _ = soft_loss(p, 16, kind=kind, top_k=5 * (kind in BOUNDED))
         loss.backward()
-    assert watch.largest == 16 * 400
+    # without top_k, what is renormalised over the kept tokens needs no logits of the others
+    alone = token_map is not None and kind not in BOUNDED
+    assert watch.largest < 16 * 400 if alone else watch.largest == 16 * 400
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_known_sums_spare_the_logits_of_tokens_that_are_not_kept(kind: str) -> None:
+    """The base's whole matrix once per head instead of once: training at a third of the speed."""
+    p = problem(num_rows=256, vocab=400, token_map=TOKEN_MAP)
+    theirs = p["teacher"]
+    p["teacher"] = replace(theirs, log_sum=log_sums(theirs.hidden, theirs.output, 1.0))
+    with Watch() as watch:
+        soft_loss(p, 16, kind=kind)[0].backward()
+    assert watch.largest < 16 * 400
 
 
 def test_shared_output_matrix_learns_as_student_only() -> None:
