@@ -294,7 +294,7 @@ class TrainConfig:
     max_steps: int = 0  # stop after this many steps, resumably; 0: run all
     warmup_heads: float = 0.2  # medusa2: share of the steps that train the heads alone
     # none, bfloat16 (fp32 weights, bf16 matrix products), float16 (DeepSpeed's: 16-bit weights with
-    # fp32 masters, and a loss scale that finds itself)
+    # fp32 masters, and a loss scale that finds itself); heads: auto, bfloat16 where it is faster
     autocast: str = "none"
     resume: str = ""  # "auto": newest checkpoint of this run; or the path of one
     # resume.trust=true: load DeepSpeed's state, which is pickle, from another run's directory too
@@ -338,7 +338,9 @@ class TrainConfig:
         lora = "adapter=lora beside it: the original is the same weights with the adapter off"
         check(adapted, "loss.base", self.loss.base, lora)
         self.autocast = DTYPES.get(self.autocast, self.autocast)
-        one_of("autocast", self.autocast, "none", "bfloat16", "float16")
+        one_of(
+            "autocast", self.autocast, "none", "bfloat16", "float16", *() if fixed else ("auto",)
+        )
         scaled = bool(self.deepspeed) and self.model.dtype != "bfloat16"
         scale = (
             "bfloat16 or none with deepspeed=none, which scales no loss, or model.dtype=bfloat16"

@@ -1,9 +1,10 @@
 """The numbers of a run that follow from its base and its data, where nobody has given them.
 
 Recipes leave open what suits one model only (``steps: 0``, ``optim.lr: 0``, ``features.dir: auto``,
-``heads.lm_head: auto``, ``heads.num_kept: 0``); what was measured for a model stands in its file in
-conf/model, under ``tuned``. :func:`decide` fills in the rest, once, before anything is built; a run
-that is resumed takes what its checkpoint says (:func:`as_decided`), whatever the rule says then.
+``heads.lm_head: auto``, ``heads.num_kept: 0``, ``autocast: auto``); what was measured for a model
+stands in its file in conf/model, under ``tuned``. :func:`decide` fills in the rest, once, before
+anything is built; a run that is resumed takes what its checkpoint says (:func:`as_decided`),
+whatever the rule says then.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from specheads.data.pack import GrowingBatches, PackedBatches
 from specheads.data.schema import json_digest
 from specheads.models.checkpoint import read_config
 from specheads.models.output import OutputLayer, with_final
-from specheads.system import dist
+from specheads.system import dist, hardware
 from specheads.system.errors import refuse
 from specheads.training.setup import heads_of
 
 # key -> the value that leaves it to the rule
 OPEN: dict[str, Any] = {
     "steps": 0, "optim.lr": 0, "features.dir": "auto", "heads.lm_head": "auto", "heads.num_kept": 0,
+    "autocast": "auto",
 }  # fmt: skip
 
 # The anchor, by a trial on SmolLM2-135M (d = 576), not by a sweep: a drafter trained well there
@@ -116,7 +118,8 @@ def decide(cfg: TrainConfig, base: PreTrainedModel, batches: object) -> TrainCon
     heads, open_now = cfg.heads, open_keys(cfg)
     if not open_now:
         return cfg
-    vocab_size, width = base.get_output_embeddings().weight.shape
+    weight = base.get_output_embeddings().weight
+    (vocab_size, width), output_device = weight.shape, weight.device
     packed = batches if isinstance(batches, PackedBatches) else None
     counts = np.zeros(vocab_size)
     if packed is not None:
@@ -149,6 +152,10 @@ def decide(cfg: TrainConfig, base: PreTrainedModel, batches: object) -> TrainCon
             found["heads.num_kept"] = kept
         if heads.lm_head == "auto":
             found["heads.lm_head"] = "pruned" if kept < vocab_size else "own"
+    if "autocast" in open_now:
+        dtype = str(hardware.faster_dtype(output_device)).removeprefix("torch.")
+        found["autocast"] = "none" if cfg.model.dtype != "float32" or dtype == "float32" else dtype
+        said.append(f"autocast {found['autocast']}")
     if "features.dir" in open_now:
         found["features.dir"], why = _features(_filled(cfg, found), base, packed)
         said.append(f"features.dir {found['features.dir'] or 'none'} ({why})")
