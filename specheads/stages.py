@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+import torch
+from transformers import PreTrainedModel
 
 from specheads.config import (
     AutoConfig,
@@ -59,6 +63,7 @@ Say = Callable[[str], None]
 RECIPES = {"tree": "hydra", "chain": "hydra"}
 FIRST = 64  # questions that are written and answered to learn how long that takes here
 LEAST = 128  # questions below which heads learn little but their answers by heart
+SMALL = 0.125  # share of the memory that float32 weights may take where bfloat16 would do
 MEASURING = 0.12  # share of the time that the tree and the figures take
 TEMPERATURE = 0.7  # of the answers: more varied than greedy ones, closer to what is asked for
 ANSWER_TOKENS = 192  # of one answer at most; those that reach it are learned without their end
@@ -192,6 +197,18 @@ class _Stages:
         self.plan["recipe"] = RECIPES[tree_support(base).kind] if kind == "auto" else kind
         self.plan["context"] = context_length(base)
         self.plan["attn"] = base.config._attn_implementation
+        self.plan["dtype"] = str(self._wide_dtype(base)).removeprefix("torch.")
+
+    def _wide_dtype(self, base: PreTrainedModel) -> torch.dtype:
+        """Return the dtype for many rows at a time: to write, to store hidden states, to train.
+
+        Processors exist that decode faster in bfloat16, where weights are read, and do all else
+        faster in float32, which is taken where it needs little of the memory.
+        """
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if self.config.dtype != "auto" or 4 * base.num_parameters() > SMALL * memory:
+            return self.dtype
+        return hardware.faster_dtype(self.device, rows=self.config.batch_size)
 
     def write_first(self) -> None:
         """Write the user's own answers, and of the base's questions as many as tell the time."""
@@ -237,7 +254,7 @@ class _Stages:
             max_new_tokens=ANSWER_TOKENS,
             keep_truncated=True,
             temperature=TEMPERATURE,
-            dtype=config.dtype,
+            dtype=self.plan["dtype"],
             device=config.device,
             threads=config.threads,
             seed=config.seed,
@@ -293,7 +310,7 @@ class _Stages:
             seed=config.seed,
             device=config.device,
             model=replace(
-                cfg.model, attn=self.plan["attn"], dtype=str(self.dtype).removeprefix("torch."),
+                cfg.model, attn=self.plan["attn"], dtype=self.plan["dtype"],
                 trust_remote_code=config.trust_remote_code,
             ),
             data=replace(cfg.data, mixture=parts, seq_len=length),

@@ -248,3 +248,33 @@ def test_training_on_mps_is_refused() -> None:
     """Its loss sums in float64: the first step would end in torch's own error."""
     with pytest.raises(ConfigError, match="device must be auto, cpu or cuda.*got 'mps'"):
         settings.TrainConfig(device="mps")
+
+
+@pytest.mark.parametrize(
+    ("native", "seconds", "expected"),
+    [
+        (True, 1.7, torch.float32),  # AVX-512 BF16 without AMX
+        (True, 1.1, torch.bfloat16),  # as fast: the next start might find it the other way
+        (True, 0.5, torch.bfloat16),
+        (False, 0.5, torch.float32),  # emulated: not even clocked
+    ],
+)
+def test_many_rows_are_multiplied_in_the_faster_dtype(
+    native: bool, seconds: float, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A processor's flag says that it multiplies bfloat16, and not that this is any faster."""
+    clock, real = [0.0], torch.nn.functional.linear
+
+    def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        clock[0] += seconds if x.dtype == torch.bfloat16 else 1.0
+        return real(x[:1], weight)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    monkeypatch.setattr(hardware.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(hardware, "has_native_bfloat16", lambda: native)
+    hardware.faster_dtype.cache_clear()
+    try:
+        assert hardware.faster_dtype(torch.device("cpu")) == expected
+        assert bool(clock[0]) == native
+    finally:
+        hardware.faster_dtype.cache_clear()

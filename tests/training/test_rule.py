@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -73,6 +74,7 @@ def test_a_recipe_needs_nothing_but_base_and_data(
     """Numbers decided anew by a resumed run are others, and its schedule breaks in the middle."""
     monkeypatch.setattr(rule, "STEPS_BOUNDS", (3, 5))
     monkeypatch.setattr(rule, "SMALLEST_VOCABULARY", 64)
+    monkeypatch.setattr(rule.hardware, "faster_dtype", lambda device: torch.bfloat16)
     run_dir = tmp_path / "runs" / "mine"
     wanted = ["+recipe=hydra", *on_files(tiny_model_dir, tiny_jsonl, run_dir)]
     small = ["log.wandb=disabled", "data.seq_len=64", "evaluate.max_new_tokens=12"]
@@ -83,7 +85,7 @@ def test_a_recipe_needs_nothing_but_base_and_data(
     assert "lr 3.0e-03 (width 32), steps 5 (" in said
     assert "learned tokens), draft vocabulary 64 (" in said and "features.dir " in said
     first = yaml.safe_load((run_dir / "config.yaml").read_text())
-    assert (first["steps"], first["optim"]["lr"]) == (5, 3e-3)
+    assert (first["steps"], first["optim"]["lr"], first["autocast"]) == (5, 3e-3, "bfloat16")
     assert (first["heads"]["lm_head"], first["heads"]["num_kept"]) == ("pruned", 64)
     (features,) = (tmp_path / "runs" / "features").iterdir()
     assert first["features"]["dir"] == str(features)
@@ -92,10 +94,11 @@ def test_a_recipe_needs_nothing_but_base_and_data(
     monkeypatch.setattr(rule, "ANCHOR_LR", 1e-5)
     monkeypatch.setattr(rule, "DISK_SHARE", 0.0)
     monkeypatch.setattr(rule, "SMALLEST_VOCABULARY", 32)
+    monkeypatch.setattr(rule.hardware, "faster_dtype", lambda device: torch.float32)
     assert start(monkeypatch, *wanted, *small, "resume=auto") == 0
     assert "by rule" not in capsys.readouterr().out
     again = yaml.safe_load((run_dir / "config.yaml").read_text())
-    for key in ("steps", "optim", "heads", "features"):
+    for key in ("steps", "optim", "heads", "features", "autocast"):
         assert again[key] == first[key]
     export = load_export(run_dir / "export")
     assert export.config["training"]["steps"] == 5 and export.config["num_kept"] == 64
