@@ -146,6 +146,9 @@ class LossConfig:
     # which is the same weights with their adapter off: needs adapter=lora)
     base: str = "labels"
     decay: float = 0.8
+    # above 0: instead of the decay, weigh each guess by how likely those before it are right, and
+    # those behind that wait for it; the a of D-PACE (arXiv:2605.18810), whose authors take 0.5
+    pace: float = 0.0
     lambda_0: float = 0.2  # weight of the heads' loss beside L_LM (medusa2); medusa1 uses 1
     average: bool = False  # divide the heads' losses by their number (DeepSeek-V3, equation 25)
     # constant; linear or sine, sin(pi/2 * progress): it rises; step: it falls to lambda_end
@@ -162,7 +165,7 @@ class LossConfig:
         one_of("loss.implementation", self.implementation, "fused", "torch", "liger", "naive")
         at_least(self, "loss.", top_k=0, lambda_0=0, lambda_end=0, chunk_size=0)
         positive(self, "loss.", "temperature", "lk_eta")
-        within(self, "loss.", decay="(0, 1]", lambda_ramp="(0, 1]")
+        within(self, "loss.", decay="(0, 1]", lambda_ramp="(0, 1]", pace="[0, 1]")
         if self.lambda_schedule == "step":  # lambda_end is reached by a factor of it
             check(self.lambda_0 > 0, "loss.lambda_0", self.lambda_0, "positive with a step")
 

@@ -18,7 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specheads.losses.fused import Logits, Output, check_rows, fused_loss, rank_of, rows_at_once
+from specheads.losses.fused import (
+    Logits,
+    Output,
+    check_rows,
+    chunks_of_logits,
+    fused_loss,
+    rank_of,
+    rows_at_once,
+)
 from specheads.system.errors import check, one_of, refuse
 
 KINDS = ("soft", "reverse_kl", "jsd", "tv", "lk_alpha", "lk_lambda")
@@ -213,10 +221,8 @@ def needs_log_sum(loss: SoftLoss) -> bool:
 @torch.no_grad()
 def log_sums(hidden: Tensor, output: Output, temperature: float) -> Tensor:
     """Return log sum exp(logit / temperature) over all tokens, [N], of hidden states [N, d]."""
-    size = rows_at_once(output.weight)
-    logits = Logits(output, min(size, len(hidden)))
-    parts = (rows.to(logits.compute) for rows in hidden.split(size))
-    return torch.cat([logits.of(rows).div_(temperature).logsumexp(1) for rows in parts])
+    chunks = chunks_of_logits(hidden, output)
+    return torch.cat([z.div_(temperature).logsumexp(1) for z in chunks])
 
 
 def _kept_alone(teacher: Teacher, loss: SoftLoss) -> bool:

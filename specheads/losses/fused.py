@@ -6,7 +6,7 @@ groups (heads) of N / G rows each, n rows of one chunk, d hidden size, V vocabul
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +114,26 @@ class Logits:
                 torch.mul(z, z, out=self.squares[:n])
             z.mul_(output.softcap)
         return z
+
+
+@torch.no_grad()
+def chunks_of_logits(hidden: Tensor, output: Output) -> Iterator[Tensor]:
+    """Yield logits [n, V] of hidden states [N, d], some rows at a time; the next overwrite them."""
+    size = rows_at_once(output.weight)
+    logits = Logits(output, min(size, len(hidden)))
+    yield from (logits.of(rows.to(logits.compute)) for rows in hidden.split(size))
+
+
+@torch.no_grad()
+def likelihoods(hidden: Tensor, output: Output, labels: Tensor) -> Tensor:
+    """Return the probabilities [N] of labels [N], 0 where one is ``IGNORE``."""
+    found, at = list[Tensor](), 0
+    for z in chunks_of_logits(hidden, output):
+        label = labels[at : at + len(z), None]
+        log_prob = z.gather(1, label.clamp_min(0)) - z.logsumexp(1, keepdim=True)
+        found.append(log_prob.exp().masked_fill_(label == IGNORE, 0.0)[:, 0])
+        at += len(z)
+    return torch.cat(found)
 
 
 def cross_entropy_rows(

@@ -16,7 +16,8 @@ map of its own adds what the taps there and the root's embedding say; at the sta
 all slots then say what the base said there.
 
 DSpark's low-rank bias from the token drafted before (``markov_rank``) is that of the other heads,
-one for all slots. Head i reads slot i, or i + 1 where slots fill in.
+one for all slots; joined, with rows for the tokens that are drafted alone. Head i reads slot i, or
+i + 1 where slots fill in.
 
 Shapes: K heads, S slots of a block, L layers, d hidden size, n taps, B rows, T positions, A blocks
 of a row (anchors), H key heads of width h in each.
@@ -35,6 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from specheads.losses.cross_entropy import IGNORE
 from specheads.models.base import Embed
 from specheads.models.blocks import Markov, ZeroLinear, normalised
 from specheads.models.head_cache import Slots, rotated
@@ -294,7 +296,19 @@ class BlockHeads(nn.Module, Heads):
         self.output = nn.ModuleDict(
             {name: nn.Linear(*size, bias=False) for name, size in own.items()}
         )
-        self.markov = Markov(vocab_size, self.num_outputs, markov_rank) if markov_rank else None
+        self.markov: Markov | None = None
+        if markov_rank:  # published tables have a row for every token
+            narrow = form.form == "joined" and pruned
+            rows, row_of = (num_kept + 1, self._row_of) if narrow else (vocab_size, None)
+            self.markov = Markov(rows, self.num_outputs, markov_rank, row_of)
+
+    def _row_of(self, tokens: Tensor) -> Tensor:
+        """Return the Markov table's rows: one for each token that is drafted, one for all others.
+
+        Of those only a root can be, which the slots have read.
+        """
+        places = self.map_labels(tokens)
+        return torch.where(places == IGNORE, self.num_outputs, places)
 
     @classmethod
     def from_settings(cls, settings: Any, base: PreTrainedModel, output: OutputLayer) -> BlockHeads:
@@ -494,7 +508,7 @@ class BlockHeads(nn.Module, Heads):
             return hidden[i]
         if tokens is None:
             raise ValueError("these heads read the token drafted before, but tokens is None")
-        bias: Tensor = self.markov.down(tokens[..., i])
+        bias = self.markov(tokens[..., i])
         return torch.cat([hidden[i].to(bias.dtype), bias], dim=-1)
 
     def output_weight(self, i: int, base_weight: Tensor) -> Tensor:

@@ -85,13 +85,31 @@ class Markov(nn.Module):
     """A bias on the logits from one token, ``up @ down[token]``; zero at the start.
 
     The correction that block-parallel drafters of 2026 put on their logits (DSpark), on heads.
+
+    Args:
+        num_rows: of the table ``down``.
+        num_outputs: V'.
+        rank: r.
+        row_of: maps tokens to rows of the table; None where there is one for every token.
     """
 
-    def __init__(self, vocab_size: int, num_outputs: int, rank: int) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        num_outputs: int,
+        rank: int,
+        row_of: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         super().__init__()
-        self.down = nn.Embedding(vocab_size, rank)
+        self.down = nn.Embedding(num_rows, rank)
         self.up = nn.Linear(rank, num_outputs, bias=False)
+        self.row_of = row_of
         nn.init.zeros_(self.up.weight)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return what ``up`` reads of tokens [...], [..., r]."""
+        found: Tensor = self.down(tokens if self.row_of is None else self.row_of(tokens))
+        return found
 
 
 class MedusaHead(nn.Module):
@@ -138,7 +156,7 @@ class MedusaHead(nn.Module):
         hidden = self.own_features(hidden)
         if self.markov is not None:
             assert before is not None
-            bias = self.markov.down(before)
+            bias = self.markov(before)
             hidden = torch.cat([hidden.to(bias.dtype), bias], dim=-1)
         return hidden
 

@@ -452,8 +452,8 @@ class Steps:
         markov = [part.markov for part in parts if part.markov is not None] * self._tabulates_biases
         sources = [each.weight for each in conditions]
         sources += [weight for each in markov for weight in (each.down.weight, each.up.weight)]
+        ids = torch.arange(self.heads.vocab_size, device=self.output.weight.device)
         if conditions:
-            ids = torch.arange(self.heads.vocab_size, device=sources[0].device)
             sources.append(self.heads.embedded(ids, self.embed))  # not joined: they have no table
             offset = torch.cat([each.bias for each in conditions])
             self.offset = _wide(offset)
@@ -464,7 +464,7 @@ class Steps:
             return self.begin
         if conditions:
             self.conditions = tabulated(sources[-1], [each.weight for each in conditions])
-        self.biases = [_wide(each.down.weight) @ _wide(each.up.weight).T for each in markov]
+        self.biases = [_wide(each(ids)) @ _wide(each.up.weight).T for each in markov]
         self._sources = [source.clone() for source in sources]
         return self.begin
 
@@ -517,7 +517,7 @@ class Walk:
             if steps.biases:
                 added = F.embedding(self.tokens, steps.biases[self.depth])
             else:
-                added = head.markov.up(head.markov.down(self.tokens))
+                added = head.markov.up(head.markov(self.tokens))
             products = products + added.to(products.dtype)
         return steps.heads.finish(products, steps.output)
 

@@ -39,6 +39,7 @@ from specheads.losses.distill import (
     log_sums,
     needs_log_sum,
 )
+from specheads.losses.fused import likelihoods
 from specheads.models.adapters import original, require_grad
 from specheads.models.kinds import Heads
 from specheads.models.output import (
@@ -88,9 +89,13 @@ class LMObjective(nn.Module):
 def cross_entropy(
     hidden: Tensor, output: Output, labels: Tensor, weights: Tensor, loss: LossConfig
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of one group of labels [N] with a weight [], or of [G, N] with [G]."""
+    """Return the loss of one group of labels [N] with a weight [], or of [G, N] with [G].
+
+    There may also be a weight for each label.
+    """
+    each = weights if weights.shape == labels.shape else weights.unsqueeze(-1).expand_as(labels)
     return linear_cross_entropy(
-        hidden, output, labels, weights.unsqueeze(-1).expand_as(labels),
+        hidden, output, labels, each,
         chunk_size=loss.chunk_size, implementation=loss.implementation,
     )  # fmt: skip
 
@@ -215,7 +220,8 @@ class HeadsObjective(nn.Module):
         Metrics: ``loss``, ``head_{i}/loss|top1|top5``, and ``lm/...`` where the base is trained.
         """
         share = 1.0 / self.num_heads if self.loss.average else 1.0
-        factors = [share * self.loss.decay ** (i + 1) for i in range(self.num_heads)]
+        decay = 1.0 if self.loss.pace else self.loss.decay
+        factors = [share * decay ** (i + 1) for i in range(self.num_heads)]
         if self.train_base:
             by = self.loss.lambda_0 * self.lambda_scale
             factors = [1.0, *(by * factor for factor in factors)]
@@ -318,6 +324,10 @@ class HeadsObjective(nn.Module):
         # a matrix that gets no gradient, as under an adapter, needs no call for all together
         trained = self.train_base and output.weight.requires_grad
         plain = self.loss.heads == "hard" and not self.distill_base
+        if self.loss.pace:
+            own = slice(-self.num_heads, None)
+            weights = weights[:, None].repeat(1, labels.shape[1])
+            weights[own] *= paced(self._likelihoods(rows), labels[own] != IGNORE, self.loss.pace)
         if self.heads.one_matrix and trained and plain:
             # all groups in one call, so that one gradient buffer of the shared matrix exists
             features = (self._features(i, rows) for i in range(self.num_heads))
@@ -337,6 +347,23 @@ class HeadsObjective(nn.Module):
         losses, stats = zip(*parts, strict=True)
         return torch.stack(losses).sum(), torch.cat(stats)
 
+    @torch.no_grad()
+    def _likelihoods(self, rows: _Rows) -> Tensor:
+        """Return how likely the heads find their labels, [K, M]."""
+        return torch.stack(
+            [
+                likelihoods(
+                    self._features(i, rows), self._head_output(i), self.heads.map_labels(labels)
+                )
+                for i, labels in enumerate(rows.labels[-self.num_heads :])
+            ]
+        )
+
+    def _head_output(self, i: int) -> Output:
+        heads, base = self.heads, self.output.parts()
+        weight, bias = heads.output_weight(i, base.weight), heads.output_bias(base.bias)
+        return replace(base, weight=weight, bias=bias)
+
     def _head_loss(
         self, i: int, rows: _Rows, labels: Tensor, weight: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -345,14 +372,11 @@ class HeadsObjective(nn.Module):
         Its matrix may know fewer tokens: labels that it does not know are misses in the hits, and
         add nothing to the loss.
         """
-        heads, base, loss = self.heads, self.output.parts(), self.loss
-        features = self._features(i, rows)
-        output = replace(
-            base, weight=heads.output_weight(i, base.weight), bias=heads.output_bias(base.bias)
-        )
+        heads, loss = self.heads, self.loss
+        features, output = self._features(i, rows), self._head_output(i)
         if loss.heads == "hard":
             return cross_entropy(features, output, heads.map_labels(labels), weight, loss)
-        teacher = rows.teacher_at(i + 1, base, heads.token_map)
+        teacher = rows.teacher_at(i + 1, self.output.parts(), heads.token_map)
         weight = weight.expand_as(labels)
         return linear_soft_loss(
             features, output, teacher, labels, weight, self._soft, loss.chunk_size
@@ -393,6 +417,22 @@ def anchors_of(input_ids: Tensor, learned: Tensor, count: int) -> Tensor:
         number = ((number ^ (number >> 16)) * factor) & 0xFFFFFFFF
     number = (number ^ (number >> 16)) - (learned.view(num_rows, -1).long() << 32)
     return number.topk(min(count, num_tokens), dim=1, largest=False).indices.sort(1).values
+
+
+def paced(likelihood: Tensor, learned: Tensor, a: float) -> Tensor:
+    """Return how much each guess matters for how many are accepted, [K, M] (arXiv:2605.18810).
+
+    A guess counts if those before it were right: with c = (1 - a) * q + a of the likelihoods q the
+    weight of guess k is the sum over j >= k of c_1 * ... * c_j. With a = 1 all before count as
+    right. Where nothing is learned, and behind that, no guess counts.
+
+    Args:
+        likelihood: [K, M], q of each guess's label, 0 where it cannot be guessed.
+        learned: [K, M] bool.
+        a: from 0 to 1.
+    """
+    chance = torch.where(learned, likelihood.lerp(torch.ones_like(likelihood), a), 0.0)
+    return chance.cumprod(0).flip(0).cumsum(0).flip(0)
 
 
 def at_anchors(labels: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:

@@ -440,7 +440,7 @@ def distance(kind: str, logits: Tensor, expected: Tensor, label: int, kept: Tens
 
 def one_by_one(objective: HeadsObjective, batch: Batch, kind: str) -> Tensor:
     """Return the heads' loss from its definition: document by document, position by position."""
-    base, heads = objective.base, objective.heads
+    base, heads, pace = objective.base, objective.heads, objective.loss.pace
     assert base is not None
     embed, output = base.get_input_embeddings(), objective.output
     kept = heads.token_map if heads.token_map is not None else torch.arange(heads.vocab_size)
@@ -455,30 +455,43 @@ def one_by_one(objective: HeadsObjective, batch: Batch, kind: str) -> Tensor:
                 hidden = packed_hidden(base, ids[None], positions)
                 teacher = output(hidden)[0]
             hidden = heads.contextual(hidden, positions)[0]
-            for i in range(heads.num_heads):
-                for t in range(len(ids) - i - 2):
+            for t in range(len(ids) - 2):
+                guesses, reached = [], 1.0
+                for i in range(min(heads.num_heads, len(ids) - t - 2)):
                     label = int(labels[t + i + 2])
                     if label == IGNORE:
+                        reached = 0.0
                         continue
                     ahead = ids[t + 1 : t + i + 2]
                     features = heads.features(i, hidden[t], ahead, embed)
                     matrix = heads.output_weight(i, output.weight)
                     logits = heads.finish(torch.nn.functional.linear(features, matrix), output)
+                    right = float(logits.softmax(-1)[kept == label].sum())
+                    reached *= (1 - pace) * right + pace
                     counts[i] += 1
-                    sums[i] = sums[i] + distance(kind, logits, teacher[t + i + 1], label, kept)
-    weights = [objective.loss.decay ** (i + 1) for i in range(heads.num_heads)]
+                    far = distance(kind, logits, teacher[t + i + 1], label, kept)
+                    guesses.append((i, far, reached))
+                for n, (i, far, _) in enumerate(guesses):
+                    waiting = sum(reached for *_, reached in guesses[n:])
+                    sums[i] = sums[i] + far * (waiting if pace else 1.0)
+    decay = 1.0 if pace else objective.loss.decay
+    weights = [decay ** (i + 1) for i in range(heads.num_heads)]
     return torch.stack(
         [w * s / max(1, n) for w, s, n in zip(weights, sums, counts, strict=True)]
     ).sum()
 
 
-@pytest.mark.parametrize("loss", ["hard", "soft", "tv", "lk_alpha", "lk_lambda"])
+@pytest.mark.parametrize(
+    ("loss", "pace"),
+    [(loss, 0.0) for loss in ("hard", "soft", "tv", "lk_alpha", "lk_lambda")]
+    + [("hard", 0.5), ("tv", 0.2)],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_head_learns_what_it_will_see(
-    kind: str, loss: str, make_tiny_llama: Callable[..., LlamaForCausalLM]
+    kind: str, loss: str, pace: float, make_tiny_llama: Callable[..., LlamaForCausalLM]
 ) -> None:
     """A token or a teacher one place off, or of the next document: a plausible, worse drafter."""
-    objective = build_kind(make_tiny_llama(), kind, heads=loss)
+    objective = build_kind(make_tiny_llama(), kind, heads=loss, pace=pace)
     batch = random_batch(3)
     value, metrics = objective(batch)
     value.backward()
