@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from specheads.config import ConfigError, ExportConfig
 from specheads.config.main import answer, answers_json, hydra_main
-from specheads.system.errors import one_of
+from specheads.system.errors import one_of, refuse
 from specheads.system.files import made_for_now
 
 if TYPE_CHECKING:
@@ -81,30 +81,19 @@ def _check(config: ExportConfig) -> list[Record]:
     native, output = config.format == "native", Path(config.output)
     shape = config.lm_head != "keep" or config.merge  # of heads or base
     changes = shape or config.dtype is not None or config.push or config.base
-    for wrong, why in (
-        (
-            native and not changes,
-            "nothing to change: give lm_head=, merge=true or dtype=, or another format=",
-        ),
-        (
-            config.base and (shape or not native),
-            "base= brings a foreign checkpoint into native as it is: change it, or write it in"
-            " another format, in a second call",
-        ),
-        (
-            config.allow_pickle and not config.base,
-            "allow_pickle=true is for foreign checkpoints, with base=",
-        ),
-        (config.private and not config.push, "private=true is for push=organisation/name"),
-        (output.exists(), f"output is {output}, which exists: give a new folder"),
-        (
-            config.lm_head == "pruned" and not config.counted,
-            "lm_head=pruned needs counted=<file>.jsonl: records whose answers say which tokens"
-            " to keep",
-        ),
-    ):
-        if wrong:
-            raise ConfigError(why)
+    unchanged, pruned = native and not changes, config.lm_head == "pruned"
+    pickled = config.allow_pickle and not config.base
+    problems = {
+        "nothing to change: give lm_head=, merge=true or dtype=, or another format=": unchanged,
+        "base= brings a foreign checkpoint into native as it is: change it, or write it in"
+        " another format, in a second call": config.base and (shape or not native),
+        "allow_pickle=true is for foreign checkpoints, with base=": pickled,
+        "private=true is for push=organisation/name": config.private and not config.push,
+        f"output is {output}, which exists: give a new folder": output.exists(),
+        "lm_head=pruned needs counted=<file>.jsonl: records whose answers say which tokens"
+        " to keep": pruned and not config.counted,
+    }
+    refuse(problems)
     # native heads may lie anywhere: vLLM loads none
     if not native or (Path(config.checkpoint) / _PROVENANCE).is_file():
         for key, place in (("output", output.resolve()), ("push", config.push)):
@@ -124,7 +113,7 @@ def _check(config: ExportConfig) -> list[Record]:
         check_push(config.push)
     if config.lm_head == "low_rank":
         pick_device(config.device)
-    return read_jsonl(config.counted) if config.lm_head == "pruned" else []
+    return read_jsonl(config.counted) if pruned else []
 
 
 def main() -> None:

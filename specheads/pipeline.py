@@ -305,13 +305,8 @@ class Speculation:
             with measuring("the tree"):
                 texts = Texts(self.prompts, self.eos, cfg.evaluate.max_new_tokens, seed=cfg.seed)
                 chosen = choose_tree(base, heads, self.output, texts, cfg.tree, budget.part(0.5))
-            set_tree(
-                export,
-                chosen.tree,
-                chosen.expected_accept_length or None,
-                chosen.measured_on or None,
-                heldout=figures,
-            )
+            length, about = chosen.expected_accept_length or None, chosen.measured_on or None
+            set_tree(export, chosen.tree, length, about, heldout=figures)
             log.say(f"tree of {chosen.tree.num_nodes} nodes; exported to {export}")
             if not chosen.speculate:
                 log.say("slower than plain decoding on this machine: do not speculate here")

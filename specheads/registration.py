@@ -160,12 +160,9 @@ class _Doors:
         if new is None:
             return None
         if name in _MOVED:
+            text = f"{name} is {new} now; the old name goes with version 0.2"
             # not a DeprecationWarning, which Python hides from those who run a program
-            warnings.warn(
-                f"{name} is {new} now; the old name goes with version 0.2",
-                FutureWarning,
-                stacklevel=2,
-            )
+            warnings.warn(text, FutureWarning, stacklevel=2)
         found = importlib.util.find_spec(new)  # its file is the program's name for argparse
         return ModuleSpec(name, _Door(), origin=found.origin if found else None)
 

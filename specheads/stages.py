@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import re
 import time
 from collections.abc import Callable
@@ -18,16 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import PreTrainedModel
-
-from specheads.config import (
-    AutoConfig,
-    ConfigError,
-    RegenerateConfig,
-    RunError,
-    TrainConfig,
-)
+from specheads.config import AutoConfig, ConfigError, RegenerateConfig, RunError, TrainConfig
 from specheads.config.compose import composed, load_recipe
 from specheads.config.main import tidy_arguments
 from specheads.data.load import read_jsonl
@@ -63,7 +53,6 @@ Say = Callable[[str], None]
 RECIPES = {"tree": "hydra", "chain": "hydra"}
 FIRST = 64  # questions that are written and answered to learn how long that takes here
 LEAST = 128  # questions below which heads learn little but their answers by heart
-SMALL = 0.125  # share of the memory that float32 weights may take where bfloat16 would do
 MEASURING = 0.12  # share of the time that the tree and the figures take
 TEMPERATURE = 0.7  # of the answers: more varied than greedy ones, closer to what is asked for
 ANSWER_TOKENS = 192  # of one answer at most; those that reach it are learned without their end
@@ -197,18 +186,6 @@ class _Stages:
         self.plan["recipe"] = RECIPES[tree_support(base).kind] if kind == "auto" else kind
         self.plan["context"] = context_length(base)
         self.plan["attn"] = base.config._attn_implementation
-        self.plan["dtype"] = str(self._wide_dtype(base)).removeprefix("torch.")
-
-    def _wide_dtype(self, base: PreTrainedModel) -> torch.dtype:
-        """Return the dtype for many rows at a time: to write, to store hidden states, to train.
-
-        Processors exist that decode faster in bfloat16, where weights are read, and do all else
-        faster in float32, which is taken where it needs little of the memory.
-        """
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if self.config.dtype != "auto" or 4 * base.num_parameters() > SMALL * memory:
-            return self.dtype
-        return hardware.faster_dtype(self.device, rows=self.config.batch_size)
 
     def write_first(self) -> None:
         """Write the user's own answers, and of the base's questions as many as tell the time."""
@@ -254,7 +231,7 @@ class _Stages:
             max_new_tokens=ANSWER_TOKENS,
             keep_truncated=True,
             temperature=TEMPERATURE,
-            dtype=self.plan["dtype"],
+            dtype=config.dtype,
             device=config.device,
             threads=config.threads,
             seed=config.seed,
@@ -264,18 +241,17 @@ class _Stages:
     def _write_given(self) -> list[str]:
         """Answer what the user gave; return the names of the files."""
         config, files = self.config, list[str]()
-        served = replace(
-            self._answering(), endpoint=config.endpoint, endpoint_model=config.endpoint_model
-        )
-        if config.prompts:
-            files.append("own.jsonl")
-            output = str(self.folder / files[-1])
-            regenerate(replace(served, prompts=config.prompts, output=output), self.say)
-        if config.data:
-            files.append("data.jsonl")
-            output = str(self.folder / files[-1])
-            regenerate(replace(served, data=config.data, output=output), self.say)
+        for key, name in (("prompts", "own.jsonl"), ("data", "data.jsonl")):
+            if given := getattr(config, key):
+                files.append(name)
+                chosen: dict[str, Any] = {key: given, "output": str(self.folder / name)}
+                regenerate(replace(self._served(self._answering()), **chosen), self.say)
         return files
+
+    def _served(self, own: RegenerateConfig) -> RegenerateConfig:
+        """Return the settings with the user's server, if there is one, in the base's place."""
+        config = self.config
+        return replace(own, endpoint=config.endpoint, endpoint_model=config.endpoint_model)
 
     def _write_own(self, limit: int) -> None:
         """Let the base write ``limit`` questions, and answer them: it, or the server."""
@@ -289,13 +265,7 @@ class _Stages:
             load_engine(own, whose), own.questions, config.seed, weights_of(own, whose)
         )
         self.say(writer.write(questions, limit)[1])
-        served = replace(
-            own,
-            endpoint=config.endpoint,
-            endpoint_model=config.endpoint_model,
-            prompts=str(questions),
-        )
-        regenerate(served, self.say)
+        regenerate(self._served(replace(own, prompts=str(questions))), self.say)
 
     def _training(self) -> TrainConfig:
         """Return the settings of the training; its numbers are by rule, but for the steps."""
@@ -310,7 +280,7 @@ class _Stages:
             seed=config.seed,
             device=config.device,
             model=replace(
-                cfg.model, attn=self.plan["attn"], dtype=self.plan["dtype"],
+                cfg.model, attn=self.plan["attn"], dtype=str(self.dtype).removeprefix("torch."),
                 trust_remote_code=config.trust_remote_code,
             ),
             data=replace(cfg.data, mixture=parts, seq_len=length),

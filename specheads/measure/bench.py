@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -117,9 +118,10 @@ class Contest:
             extra: parameters of all models beside the base.
             kind: what the drafter is called; by default after its class.
         """
-        lossless, deterministic = rule is None or rule.lossless, True
+        lossless = seeded = rule is None or rule.lossless
         if drafter is not None:
-            deterministic = drafter.deterministic
+            # sampled candidates are verified by rejection: other texts of the same distribution
+            seeded = lossless and drafter.deterministic
             kind = kind or type(drafter).__name__.removesuffix("Drafter").lower()
 
         def run(
@@ -140,16 +142,9 @@ class Contest:
             return list(result.rows)
 
         return Method(
-            name,
-            run,
-            kind or None,
-            tree_nodes,
-            extra,
-            # sampled candidates are verified by rejection: other texts of the same distribution
-            seeded=lossless and deterministic,
-            lossless=lossless,
-            compiled=self.compile,
-        )
+            name, run, kind or None, tree_nodes, extra,
+            seeded=seeded, lossless=lossless, compiled=self.compile,
+        )  # fmt: skip
 
     def one_by_one(self) -> Method:
         """Return plain decoding of the prompts of a batch one after the other.
@@ -160,11 +155,8 @@ class Contest:
         plain = self.ours()
 
         def run(batch: Batch, temperature: float, seed: int, *limit: int) -> list[DecodedRow]:
-            return [
-                text
-                for i, row in enumerate(_rows(batch))
-                for text in plain.decode(row, temperature, seed + i, *limit)
-            ]
+            alone = enumerate(_rows(batch))
+            return [plain.decode(row, temperature, seed + i, *limit)[0] for i, row in alone]
 
         return replace(plain, name="one_by_one", in_batches=True, decode=run)
 
@@ -284,16 +276,12 @@ class Contest:
 
     def of_trees(self, heads: Heads, trees: Sequence[Tree]) -> list[Method]:
         """Return heads with static trees, the first of which is called ``tree``."""
-        output, extra = output_layer(self.base), num_parameters(heads)
-        return [
-            self.ours(
-                f"tree_{tree.num_nodes}" if index else "tree",
-                static_drafter(self.base, heads, output, tree),
-                tree.num_nodes,
-                extra=extra,
-            )
-            for index, tree in enumerate(trees)
-        ]
+        output, extra, found = output_layer(self.base), num_parameters(heads), list[Method]()
+        for tree in trees:
+            drafter = static_drafter(self.base, heads, output, tree)
+            name = f"tree_{tree.num_nodes}" if found else "tree"
+            found.append(self.ours(name, drafter, tree.num_nodes, extra=extra))
+        return found
 
     def of_export(
         self, export: Export, decode: DecodeConfig, lossy: Acceptance | None = None
@@ -344,16 +332,10 @@ class Contest:
         if lossy is not None and subject.export is None:
             rules.append((chosen[0], lossy))
         for each, rule in rules:
-            methods.append(
-                self.ours(
-                    f"{each.name}_{rule.rule}" if rule else each.name,
-                    each.drafter,
-                    each.num_nodes,
-                    rule=rule,
-                    extra=each.extra_parameters,
-                    kind=each.name,
-                )
-            )
+            name = f"{each.name}_{rule.rule}" if rule else each.name
+            extra, kind = each.extra_parameters, each.name
+            own = self.ours(name, each.drafter, each.num_nodes, rule=rule, extra=extra, kind=kind)
+            methods.append(own)
         return methods
 
     def of_others(self, others: Mapping[str, Export]) -> list[Method]:
@@ -361,14 +343,12 @@ class Contest:
 
         The latter is measured where tree_search has chosen one.
         """
-        return [
-            replace(method, name=f"{name}/{method.name}")
-            for name, export in others.items()
-            for method in (
-                *self.of_trees(export.heads, [export.tree]),
-                *self.of_export(export, DecodeConfig()),
-            )
-        ]
+        found = []
+        for name, export in others.items():
+            own = self.of_trees(export.heads, [export.tree])
+            own += self.of_export(export, DecodeConfig())
+            found += [replace(method, name=f"{name}/{method.name}") for method in own]
+        return found
 
 
 def _rows(batch: Batch) -> Iterator[Batch]:
@@ -377,20 +357,17 @@ def _rows(batch: Batch) -> Iterator[Batch]:
         yield Batch(ids[mask][None], torch.ones_like(ids[mask])[None])
 
 
-@contextlib.contextmanager
-def fixed_assistant(draft: PreTrainedModel | None, num_tokens: int) -> Iterator[None]:
+def fixed_assistant(draft: PreTrainedModel | None, num_tokens: int) -> AbstractContextManager[Any]:
     """While open, transformers drafts ``num_tokens`` with ``draft``, never fewer for lack of trust.
 
     It reads that from the assistant's own generation settings; without one nothing changes.
     """
-    settings = vars(draft.generation_config) if draft else {}
-    wanted = {
-        "num_assistant_tokens": num_tokens,
-        "num_assistant_tokens_schedule": "constant",
-        "assistant_confidence_threshold": 0.0,
-    }
-    with patch.dict(settings, wanted):
-        yield
+    return patch.dict(
+        vars(draft.generation_config) if draft else {},
+        num_assistant_tokens=num_tokens,
+        num_assistant_tokens_schedule="constant",
+        assistant_confidence_threshold=0.0,
+    )
 
 
 @contextlib.contextmanager
@@ -468,20 +445,13 @@ def benchmark(
     before = hardware.environment(base.device)
     clocked = {}
     watched: list[dict[str, Any]] = []
+    how: dict[str, Any] = {"repeats": plan.repeats, "seed": plan.seed, "prefill": True}
+    how |= {} if bar is None else {"tick": bar.update}
     for temperature in plan.temperatures:
         for size in plan.batch_sizes:
             if bar is not None:
                 bar.set_description(f"T={temperature:g}, batch {size}")
-            runs = clock(
-                methods,
-                prompts,
-                temperature,
-                repeats=plan.repeats,
-                batch_size=size,
-                seed=plan.seed,
-                tick=bar.update if bar is not None else lambda: None,
-                prefill=True,
-            )
+            runs = clock(methods, prompts, temperature, batch_size=size, **how)
             clocked[temperature, size] = runs
             watched.append(report.seen_beside(runs, temperature))
     # only now: the float32 copy that a divergence asks for would count as memory of the methods
@@ -533,7 +503,7 @@ def make_rows(
     widths = {method.tree_nodes * size for method in methods for _, size in clocked}
     compiled = any(method.compiled for method in methods)
     rounding = Rounding(base, texts, sorted(widths), compiled=compiled)
-    dtype, device = str(base.dtype).removeprefix("torch."), base.device.type
+    on = {"dtype": str(base.dtype).removeprefix("torch."), "device": base.device.type}
     rows = []
     for (temperature, _), runs in clocked.items():
         samplers = [Sampler(temperature=temperature, seed=seed + n) for n in range(len(prompts))]
@@ -542,11 +512,7 @@ def make_rows(
             if method.seeded or (temperature == 0 and method.lossless):
                 other = [decoded.new_tokens for decoded in runs[method.name].decoded]
                 found = compare(prompts, plain[temperature], other, samplers, rounding=rounding)
-            rows.append(
-                report.make_row(
-                    method, runs, prompts, temperature, found, dtype=dtype, device=device
-                )
-            )
+            rows.append(report.make_row(method, runs, prompts, temperature, found, **on))
     return rows, rounding.noise if any(row["divergences"] for row in rows) else None
 
 

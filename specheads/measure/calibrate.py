@@ -214,7 +214,7 @@ def _clock_sizes(
         Seconds of a plain step, one per round; the costs of the trees are added to ``kinds``.
     """
     longest = max(texts.prompts, key=lambda prompt: prompt.shape[1]).expand(search.batch_size, -1)
-    limit, temperature = texts.max_new_tokens, texts.temperatures[0]
+    limit = texts.max_new_tokens
     plain: list[float] = []
     smaller: tuple[int, ...] = () if search.num_nodes else SIZES
     if (left := search.budget.left) < math.inf:
@@ -229,15 +229,13 @@ def _clock_sizes(
         name: [size for size in smaller if size < kind.largest] + [kind.largest]
         for name, kind in kinds.items()
     }
+    how: dict[str, Any] = {"max_new_tokens": limit, "temperature": texts.temperatures[0]}
     for _ in range(1 if search.num_nodes else 1 + _REFINEMENTS):
         trees = [(kinds[name], size) for name, sizes in wanted.items() for size in sizes]
         if not trees or (plain and search.budget.spent()):
             break
         drafters = [None, *(kind.make(size) for kind, size in trees)]
-        runs = [
-            runner(base, each, longest, max_new_tokens=limit, temperature=temperature)
-            for each in drafters
-        ]
+        runs = [runner(base, each, longest, **how) for each in drafters]
         seconds = clock_steps(runs, repeats=search.repeats, enough=search.budget.spent)
         plain += seconds[0]
         # in plain steps of the same round, so that a slow minute of the machine cancels out
@@ -299,14 +297,12 @@ def format_sizes(measured_on: dict[str, Any]) -> str:
     for nodes in sorted({nodes for row in sizes.values() for nodes in row}):
         line = f"{nodes:5d}"
         for name, kind in kinds.items():
+            if (size := sizes[name].get(nodes)) is None:
+                line += " " * 28
+                continue
             mark = "*" if nodes == kind["num_nodes"] else " "
-            size = sizes[name].get(nodes)
-            line += (
-                f"   {size['accept_length']:6.2f}  {size['step_ms']:7.2f}"
-                f"  {size['speedup']:6.2f}x{mark}"
-                if size
-                else " " * 28
-            )
+            line += f"   {size['accept_length']:6.2f}  {size['step_ms']:7.2f}"
+            line += f"  {size['speedup']:6.2f}x{mark}"
         lines.append(line.rstrip())
     return "\n".join(lines)
 

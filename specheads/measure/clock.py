@@ -239,8 +239,7 @@ def clock(
         runs[method.name].peak_memory = peak_memory(device)
     started = hardware.sample()
     for repeat in range(repeats):
-        for method in methods:
-            of = runs[method.name]
+        for of in runs.values():
             of.started = started
             of.seconds.append([])
             of.prefill += [[]] if prefill else []

@@ -94,9 +94,8 @@ def examine(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -
         wrong += [] if ok else [name]
         yield Finding(name, text, ok)
     if window is not None:
-        how = (
-            "measured beyond it" if window < lengths[-1] else "not reached; its mask rule was seen"
-        )
+        reached = window < lengths[-1]
+        how = "measured beyond it" if reached else "not reached; its mask rule was seen"
         yield Finding("window", f"{window:,} tokens, {how}")
     if wrong:
         text = f"{support.kind} by the self-test, but {', '.join(wrong)} above contradict it"

@@ -21,12 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.decoding.costs import (
-    DraftCosts,
-    clock_drafts,
-    expected_tokens,
-    leviathan_speedup,
-)
+from specheads.decoding.costs import DraftCosts, clock_drafts, expected_tokens, leviathan_speedup
 from specheads.decoding.exported import num_parameters
 from specheads.decoding.loop import plain_decode
 from specheads.decoding.result import DecodedRow
@@ -218,15 +213,13 @@ def agreement(
         return Agreement([], [], [], limit)
     text = [*prompt[0].tolist(), *new_tokens]
     base_logits = _logits_before(base, text, num)
-    draft_logits = fit_vocabulary(
-        _logits_before(draft, text, num).to(base_logits.device), base_logits.shape[-1]
-    )
-    tokens = torch.tensor(new_tokens[1:], device=base_logits.device)
+    device, width = base_logits.device, base_logits.shape[-1]
+    draft_logits = fit_vocabulary(_logits_before(draft, text, num).to(device), width)
+    tokens = torch.tensor(new_tokens[1:], device=device)
     shared, kept, best = [], [], []
-    size = max(1, _AT_ONCE // base_logits.shape[-1])
-    for ours, theirs, here in zip(
-        base_logits.split(size), draft_logits.split(size), tokens.split(size), strict=True
-    ):
+    columns = base_logits, draft_logits, tokens
+    parts = (column.split(max(1, _AT_ONCE // width)) for column in columns)
+    for ours, theirs, here in zip(*parts, strict=True):
         hit = theirs.argmax(-1) == here
         best.append(hit)
         if sampler.temperature == 0:
@@ -238,8 +231,8 @@ def agreement(
         at = here[:, None]
         ratio = draft_probs.gather(-1, at) / base_probs.gather(-1, at).clamp_min(1e-38)
         kept.append(ratio[:, 0].clamp(max=1).double())
-    columns = [torch.cat(each).tolist() for each in (shared, kept, best)]
-    return Agreement(columns[0], columns[1], columns[2], limit)
+    shares, rates, hits = (torch.cat(each).tolist() for each in (shared, kept, best))
+    return Agreement(shares, rates, hits, limit)
 
 
 def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
@@ -341,22 +334,15 @@ def compare_drafts(
     found = prospects(base, drafts, prompts, settings, progress)
     predicted = hardware.sample()
     progress("measure")
-    limit = settings.max_new_tokens
+    limit, heat = settings.max_new_tokens, settings.temperature
     contest = Contest(base, settings.eos_token_ids, None, limit)
     methods = [contest.ours()]
     for i, (name, each) in enumerate(found.items()):
         drafter = settings.drafter(drafts[name], each.num_tokens)
         methods.append(contest.ours(f"draft_{i}", drafter))
-    runs = clock(
-        methods,
-        measured,
-        settings.temperature,
-        repeats=settings.repeats,
-        seed=settings.seed + len(prompts),
-        tick=tick,
-    )
+    repeats, seed = settings.repeats, settings.seed + len(prompts)
+    runs = clock(methods, measured, heat, repeats=repeats, seed=seed, tick=tick)
     plain = runs["plain"]
-    heat = settings.temperature
     clocking = {"temperature": heat, "batch": 1, **hardware.between(begun, predicted)}
     size = num_parameters(base)
     candidates = []

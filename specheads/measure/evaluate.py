@@ -231,10 +231,9 @@ def choose_tree(
         return Calibration(Tree.from_choices(tree.choices), 0.0, {})
     base.eval()
     heads.eval()
+    search = Search(tree.num_nodes, budget=budget or Budget())
     with torch.inference_mode():
-        return calibrate(
-            base, heads, output, texts, Search(tree.num_nodes, budget=budget or Budget())
-        )
+        return calibrate(base, heads, output, texts, search)
 
 
 def final_evaluation(

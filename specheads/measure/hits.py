@@ -80,13 +80,7 @@ class Hits:
 
 @torch.inference_mode()
 def measure_hits(
-    base: PreTrainedModel,
-    heads: Heads,
-    output: OutputLayer,
-    sequence: Tensor,
-    num_prompt: int,
-    *,
-    ended: bool,
+    base: PreTrainedModel, heads: Heads, output: OutputLayer, prompt: Tensor, row: DecodedRow
 ) -> Hits:
     """Compare the heads' guesses with the tokens that came.
 
@@ -94,26 +88,25 @@ def measure_hits(
         base: base model.
         heads: heads on its last hidden state.
         output: its output layer.
-        sequence: prompt and new tokens, [1, P + L].
-        num_prompt: P.
-        ended: whether the last token is an end of text.
+        prompt: token ids, [1, P].
+        row: what was put behind it, L new tokens.
     """
+    num_prompt, num_new, num_heads = prompt.shape[1], len(row.new_tokens), heads.num_heads
+    sequence = torch.cat([prompt, prompt.new_tensor([row.new_tokens])], dim=1)  # [1, P + L]
     with capture_hidden(base, heads.taps) as captured:
         base(input_ids=sequence, use_cache=False, logits_to_keep=1)
     whole, embed = side_by_side(captured.at, heads.taps), embedding(base, heads)
     places = torch.arange(whole.shape[1], device=whole.device)[None]
     hidden = heads.contextual(whole, places, sequence.to(whole.device), embed).squeeze(-3)
     new = sequence[0, num_prompt:].to(hidden.device)
-    num_new, num_heads = len(new), heads.num_heads
     # There is no step with the last token as its root, and near a cut the limit hides guesses: a
     # step may gain one token more than there are heads.
-    positions = max(num_new - (1 if ended else num_heads + 1), 0)
+    positions = max(num_new - (1 if row.finished else num_heads + 1), 0)
     # The root's own hidden state is not known yet when the heads guess: theirs is the one before.
     start = num_prompt - 1
     hidden = hidden[..., start : start + positions, :]
-    places = torch.arange(num_heads + 1, device=new.device) + torch.arange(
-        positions, device=new.device
-    ).view(-1, 1)
+    roots = torch.arange(positions, device=new.device)[:, None]
+    places = roots + torch.arange(num_heads + 1, device=new.device)
     known = places < num_new
     tokens = new[places.clamp(max=num_new - 1)]  # [S, K + 1]
     # what a head reads beyond the end is nothing that it could be asked about
@@ -129,7 +122,7 @@ def measure_hits(
     ranks, values, came, norms = (
         each.transpose(0, 1).cpu() for each in (ranks, best.values, came, norms)
     )
-    found = Hits(ranks, values, came, norms, ended)
+    found = Hits(ranks, values, came, norms, row.finished)
     if not heads.sequential:
         return found
     found = replace(found, tokens=tokens.masked_fill(~known, -1).cpu())
@@ -206,11 +199,7 @@ def collect_hits(
         raise ValueError("prompts must hold at least 1 prompt, got 0")
     found: list[list[Hits]] = [[] for _ in texts.prompts]
     for number, row in texts.decode(base, None, progress):
-        prompt = texts.prompts[number]
-        whole = torch.cat([prompt, prompt.new_tensor([row.new_tokens])], dim=1)
-        found[number].append(
-            measure_hits(base, heads, output, whole, prompt.shape[1], ended=row.finished)
-        )
+        found[number].append(measure_hits(base, heads, output, texts.prompts[number], row))
     found = [of_prompt for of_prompt in found if of_prompt]
     if not any(len(text.ranks) for of_prompt in found for text in of_prompt):
         if all(text.ended for of_prompt in found for text in of_prompt):
@@ -397,9 +386,7 @@ def measure_accuracy(
             continue
         hits, counted = [], []
         for prompt, text in zip(prompts, runs["plain"].decoded, strict=True):
-            ids = prompt.input_ids
-            whole = torch.cat([ids, ids.new_tensor([text.new_tokens])], dim=1)
-            asked = measure_hits(base, heads, output, whole, ids.shape[1], ended=text.finished)
+            asked = measure_hits(base, heads, output, prompt.input_ids, text)
             hits.append([asked])
             counted.append(came_after(len(asked.ranks), heads.num_heads, len(text.new_tokens)))
         ranks = torch.cat([asked.ranks for (asked,) in hits])
@@ -650,11 +637,7 @@ def drafter_gains(
 
 
 def decoded_gains(
-    base: PreTrainedModel,
-    drafter: Drafter,
-    texts: Texts,
-    num_heads: int,
-    progress: Progress = iter,
+    base: PreTrainedModel, drafter: Drafter, texts: Texts, num_heads: int, progress: Progress = iter
 ) -> Gains:
     """Decode, and return what one drafter really gained, M = 1.
 

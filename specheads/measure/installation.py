@@ -6,6 +6,7 @@ where one that crashes takes nobody along. So it works where hardly anything is 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -177,12 +178,10 @@ def requirements() -> dict[str, str]:
 
 def _package(package: Package, requirement: str, has_gpu: bool) -> Part:
     flags = " --no-build-isolation" if package.name == "flash-attn" else ""
-    try:
-        found = importlib.metadata.version(package.name)
-        if importlib.util.find_spec(package.module) is None:
-            found = ""
-    except (importlib.metadata.PackageNotFoundError, ValueError):
-        found = ""
+    found = ""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError):
+        version = importlib.metadata.version(package.name)
+        found = version if importlib.util.find_spec(package.module) else ""
     command, problem = pip(shlex.quote(requirement) + flags), ""
     if found and not _new_enough(found, requirement):
         problem = f"needs {requirement}"
@@ -268,9 +267,8 @@ def _gpu() -> Part:
         return replace(part, problem=problem, command=pip("--force-reinstall torch"))
     known = shutil.which("ubuntu-drivers")
     driver = "sudo ubuntu-drivers install" if known else _system("nvidia-driver", "", "", "")
-    return replace(
-        part, problem=f"there is one, but its driver does not work with {built}", command=driver
-    )
+    problem = f"there is one, but its driver does not work with {built}"
+    return replace(part, problem=problem, command=driver)
 
 
 def _driver() -> str:

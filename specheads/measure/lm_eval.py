@@ -175,12 +175,8 @@ class _Methods:
     ) -> str:
         """Render few-shot examples for --apply_chat_template; a last answer is to be gone on."""
         prompt = add_generation_prompt
-        return render(
-            self.tokenizer,
-            chat_history,
-            add_generation_prompt=prompt,
-            continue_final_message=not prompt,
-        )[0]
+        how = {"add_generation_prompt": prompt, "continue_final_message": not prompt}
+        return render(self.tokenizer, chat_history, **how)[0]
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Return the template in use, which fingerprints cached requests; None for False.
@@ -285,10 +281,9 @@ class _Methods:
             **plan["settings"],
         )
         self._lengths += [length for row in result.rows for length in row.accept_lengths]
+        tokens = [row.new_tokens for row in result.rows]
         texts = self.tokenizer.batch_decode(
-            [row.new_tokens for row in result.rows],
-            skip_special_tokens=True,
-            clean_up_tokenization_spaces=False,
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return [_before_any(text, until) for text in texts]
 

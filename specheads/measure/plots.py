@@ -16,7 +16,7 @@ from typing import Any
 
 from specheads.attention.tree import Choice, Tree
 from specheads.config import ConfigError
-from specheads.measure.rows import is_static_tree
+from specheads.measure.rows import in_order, is_static_tree
 
 _BAR = 40  # characters of a certain node
 _WIDE = 150.0  # pixels of a certain node
@@ -100,13 +100,9 @@ def tree_svg(tree: Tree, acceptance: Sequence[float], *, title: str) -> str:
         for depth in range(tree.max_depth + 1)
     ]
     height = _draw_tree((), 1.0, _TOP, _below(tree, acceptance), shapes)
-    return _SVG.format(
-        width=max(_LEFT + _COLUMN * (tree.max_depth + 1), 520.0),
-        height=_TOP + height + _MARGIN,
-        left=_LEFT,
-        title=escape(title),
-        shapes="\n".join(shapes),
-    )
+    width, height = max(_x(tree.max_depth + 1), 520.0), _TOP + height + _MARGIN
+    title, drawn = escape(title), "\n".join(shapes)
+    return _SVG.format(width=width, height=height, left=_LEFT, title=title, shapes=drawn)
 
 
 def _x(depth: int) -> float:
@@ -245,29 +241,19 @@ def _label(ax: Any, title: str, y: str, x: str = "") -> None:
     ax.set_xlabel(x)
 
 
-def _in_order(rows: Rows, key: str) -> list[Any]:
-    return list(dict.fromkeys(row[key] for row in rows))
-
-
 def _speed(axes: Axes, rows: Rows, colors: Colors) -> None:
     by_key = {(row["method"], row["temperature"]): row for row in rows}
-    temperatures = _in_order(rows, "temperature")
-    series = {
-        method: [by_key.get((method, t)) for t in temperatures]
-        for method in _in_order(rows, "method")
-        if method != "plain"
-    }
+    temperatures = [t for (t,) in in_order(rows, "temperature")]
+    methods = [method for (method,) in in_order(rows, "method") if method != "plain"]
+    series = {method: [by_key.get((method, t)) for t in temperatures] for method in methods}
     _bars(axes[0], [f"T={each:g}" for each in temperatures], series, colors)
     _label(axes[0], "One prompt at a time, with 95% intervals", "speed-up over plain decoding")
 
 
 def _kinds(axes: Axes, rows: Rows, colors: Colors, at: str) -> None:
     kinds = sorted({kind for row in rows for kind in row["per_kind"]})
-    series = {
-        row["method"]: [row["per_kind"].get(kind) for kind in kinds]
-        for row in rows
-        if row["drafter"]
-    }
+    drafted = [row for row in rows if row["drafter"]]
+    series = {row["method"]: [row["per_kind"].get(kind) for kind in kinds] for row in drafted}
     _bars(axes[0], kinds, series, colors)
     _label(axes[0], f"By kind of prompt, {at}", "speed-up over plain decoding")
 
@@ -315,7 +301,7 @@ def _lengths(axes: Axes, rows: Rows, colors: Colors, at: str) -> None:
 def _batches(axes: Axes, rows: Rows, colors: Colors, at: str) -> None:
     left, right = axes
     sizes = sorted({row["batch"] for row in rows})
-    for method in _in_order(rows, "method"):
+    for (method,) in in_order(rows, "method"):
         of = sorted((r for r in rows if r["method"] == method), key=lambda row: row["batch"])
         batches = [row["batch"] for row in of]
         color, line = _BASELINES.get(method, (_BASELINE, "--"))
@@ -337,7 +323,7 @@ def _batches(axes: Axes, rows: Rows, colors: Colors, at: str) -> None:
 
 def _sizes(axes: Axes, rows: Rows) -> None:
     (ax,) = axes
-    for index, temperature in enumerate(_in_order(rows, "temperature")):
+    for index, (temperature,) in enumerate(in_order(rows, "temperature")):
         of = [row for row in rows if row["temperature"] == temperature]
         of.sort(key=lambda row: row["tree_nodes"])
         color, shift = _COLORS[index % len(_COLORS)], 0.08 * index  # else intervals coincide

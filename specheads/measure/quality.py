@@ -46,11 +46,9 @@ def logits_at(model: PreTrainedModel, ids: Sequence[int], places: Sequence[int])
     device = input_device(model)
     text = torch.tensor([list(ids)], device=device)
     kept = torch.tensor(list(places), device=device)
+    positions = torch.arange(text.shape[1], device=device)[None]
     logits: Tensor = model(
-        input_ids=text,
-        position_ids=torch.arange(text.shape[1], device=device)[None],
-        use_cache=False,
-        logits_to_keep=kept,
+        input_ids=text, position_ids=positions, use_cache=False, logits_to_keep=kept
     ).logits[0]
     if logits.shape[0] != len(places):  # the model has returned them all
         logits = logits[kept.to(logits.device)]

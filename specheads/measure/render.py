@@ -540,16 +540,13 @@ def suite_remarks(result: Mapping[str, Any], *, alike: bool) -> list[str]:
         alike: whether all answer files answer the same questions.
     """
     others = (result["environment"]["contention"] or {}).get("other_share") or 0.0
-    total, too_long, cut = (result[k] for k in ("num_questions", "too_long", "cut_by_context"))
+    busy, long = others > SHARE_LIMIT, len(result["too_long"])
+    total, cut = result["num_questions"], result["cut_by_context"]
     different, rule = result["scores"][-1]["different"], result["settings"]["decode"]["acceptance"]
     shown = ", ".join(map(str, different[:5])) + (", ..." if len(different) > 5 else "")
     lines = {
-        f"the machine was busy: others took {others:.0%} of the processors meanwhile": (
-            others > SHARE_LIMIT
-        ),
-        f"left out, longer than the base model's context: {len(too_long)} of {total} questions": (
-            too_long
-        ),
+        f"the machine was busy: others took {others:.0%} of the processors meanwhile": busy,
+        f"left out, longer than the base model's context: {long} of {total} questions": long,
         f"answers that the context may have cut: {cut}": cut,
         "the files do not answer the same questions: Spec-Bench's formula compares all of each,"
         " the corrected columns those in both": not alike,

@@ -176,7 +176,8 @@ def make_row(
         device: of the weights.
     """
     of, plain = runs[method.name], runs["plain"]
-    work = whole(of)
+    work, generate = whole(of), runs.get("hf_generate")
+    vs_generate = round(speed(work) / speed(whole(generate)), 4) if generate else None
     lengths = [each.accept_lengths for each in of.decoded]
     steps = Counter(length for each in lengths for length in each)
     counted: dict[str, int | None] = {"identical": None, "compared": 0, "near_ties": None}
@@ -196,11 +197,7 @@ def make_row(
         "seconds": [round(sum(repeat), 6) for repeat in of.seconds],
         "prefill_seconds": [round(sum(repeat), 6) for repeat in of.prefill],
         **_speeds(work, whole(plain)),
-        "speedup_vs_hf_generate": (
-            round(speed(work) / speed(whole(runs["hf_generate"])), 4)
-            if "hf_generate" in runs
-            else None
-        ),
+        "speedup_vs_hf_generate": vs_generate,
         **_speeds(without_prefill(of), without_prefill(plain), "decode_"),
         "accept_length": round(mean_accept_length(lengths), 4),
         "accept_length_ci95": rounded(accept_length_ci95(lengths)),

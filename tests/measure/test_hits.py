@@ -115,9 +115,7 @@ def compare_with_decoding(
             eos = (text.new_tokens[-1],)
         plain = plain_decode(base, prompt, max_new_tokens=24, sampler=sampler, eos_token_ids=eos)
         assert plain.finished is ends
-        found = measure_hits(
-            base, heads, output, plain.sequences, prompt.shape[1], ended=plain.finished
-        )
+        found = measure_hits(base, heads, output, prompt, plain.rows[0])
         if ends:  # the last step's root comes before the end, and nothing comes after that
             assert found.came[-1, 1:].isnan().all() and (found.ranks[-1, 1:] == MISS).all()
         largest = dynamic_drafter(base, heads, output, 20, temperatures=scales)

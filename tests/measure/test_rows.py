@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from specheads.config import ConfigError, RunError
 from specheads.data import schema as dropped_module
-from specheads.data.readers import usable
-from specheads.data.schema import Dropped, RecordError, Tally, check_columns, to_record
+from specheads.data.schema import Dropped, RecordError, Tally, check_columns, to_record, usable
 
 
 def say(*turns: str) -> list[dict[str, str]]:

@@ -172,7 +172,7 @@ def test_hits_are_what_decoding_gains(variant: str, temperature: float, ends: bo
     plain = plain_decode(base, prompt, max_new_tokens=30, sampler=sampler)
     eos = (plain.new_tokens[20],) if ends else ()
     plain = plain_decode(base, prompt, max_new_tokens=30, sampler=sampler, eos_token_ids=eos)
-    found = measure_hits(base, heads, output, plain.sequences, 9, ended=plain.finished)
+    found = measure_hits(base, heads, output, prompt, plain.rows[0])
     assert found.hidden is None and (found.ranks[:, 0] < 3).any()
     drafter = static_drafter(base, heads, output, TREE)
     settings: dict[str, Any] = {"sampler": sampler, "max_new_tokens": 30, "eos_token_ids": eos}
