@@ -38,10 +38,4 @@ from specheads.config.training import (
     TrainConfig,
     TreeConfig,
 )
-from specheads.system.errors import (
-    DTYPES,
-    ConfigError,
-    InterruptedRunError,
-    RunError,
-    dtype_name,
-)
+from specheads.system.errors import DTYPES, ConfigError, InterruptedRunError, RunError, dtype_name

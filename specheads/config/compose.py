@@ -49,9 +49,7 @@ def explain(error: Exception) -> str:
             close = ["checkpoint"]
         prefix = path.removesuffix(key)
         return f"unknown key {path}" + (f"; did you mean {prefix}{close[0]}?" if close else "")
-    lines = [line.strip() for line in text.splitlines()]
-    if "Config search path:" in lines:
-        lines = lines[: lines.index("Config search path:")]
+    lines = [line.strip() for line in text.partition("Config search path:")[0].splitlines()]
     lines = [line for line in lines if line and not line.startswith(("full_key", "object_type"))]
     listing = [i for i, line in enumerate(lines) if line.startswith("Available options")]
     if listing:  # one option per line after it

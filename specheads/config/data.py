@@ -97,8 +97,6 @@ def mixture_parts(data: DataConfig) -> list[tuple[DataConfig, float | None]]:
         ConfigError: if a part has an unknown key or a wrong value; names the part.
     """
     known = {f.name: str(f.type) for f in fields(DataConfig) if f.name not in _NOT_OF_A_PART}
-    kinds = SOURCES[:-1]
-    expected = "one of " + ", ".join(kinds)
     found: list[tuple[DataConfig, float | None]] = []
     for number, entry in enumerate(data.mixture):
         place = f"data.mixture[{number}]"
@@ -109,7 +107,7 @@ def mixture_parts(data: DataConfig) -> list[tuple[DataConfig, float | None]]:
         weight = values.pop("weight", None)
         ok = isinstance(weight, int | float) and not isinstance(weight, bool) and weight > 0
         check(ok or weight is None, f"{place}.weight", weight, "a positive number")
-        check(values.get("source") in kinds, f"{place}.source", values.get("source"), expected)
+        one_of(f"{place}.source", values.get("source"), *SOURCES[:-1])
         for key, value in values.items():
             if key not in known:
                 close = difflib.get_close_matches(key, [*known, "weight"], n=1)

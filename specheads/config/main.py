@@ -149,9 +149,8 @@ def _meant(word: str, before: str, after: list[str]) -> str:
     if word.startswith("-"):
         key, _, value = word.lstrip("-").partition("=")
         value = value or next((each for each in after[:1] if each[:1] not in "-="), "<value>")
-        return (
-            f"{word} is no option; settings have no dashes: write {key.replace('-', '_')}={value}"
-        )
+        key = key.replace("-", "_")
+        return f"{word} is no option; settings have no dashes: write {key}={value}"
     if after and after[0].startswith("="):
         return f"{word} {after[0]}: write {word}={''.join(after[:2])[1:]}, without blanks around ="
     if before.endswith("="):

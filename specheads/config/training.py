@@ -341,14 +341,11 @@ class TrainConfig:
         lora = "adapter=lora beside it: the original is the same weights with the adapter off"
         check(adapted, "loss.base", self.loss.base, lora)
         self.autocast = DTYPES.get(self.autocast, self.autocast)
-        one_of(
-            "autocast", self.autocast, "none", "bfloat16", "float16", *() if fixed else ("auto",)
-        )
+        by_rule = () if fixed else ("auto",)
+        one_of("autocast", self.autocast, "none", "bfloat16", "float16", *by_rule)
         scaled = bool(self.deepspeed) and self.model.dtype != "bfloat16"
-        scale = (
-            "bfloat16 or none with deepspeed=none, which scales no loss, or model.dtype=bfloat16"
-        )
-        check(self.autocast != "float16" or scaled, "autocast", self.autocast, scale)
+        what = "bfloat16 or none with deepspeed=none, which scales no loss, or model.dtype=bfloat16"
+        check(self.autocast != "float16" or scaled, "autocast", self.autocast, what)
         stage = (self.deepspeed.get("zero_optimization") or {}).get("stage", 0)
         half = bool(self.deepspeed) and "float16" in (self.autocast, self.model.dtype)
         # stage 0 divides gradients by a loss scale that no loss was multiplied by

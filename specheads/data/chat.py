@@ -92,7 +92,7 @@ class Encoder:
                 ids = prompt + answer
                 learned = [False] * len(prompt) + [True] * len(answer)
             else:
-                ids = [*self._prefix, *self._plain(record["text"]), self._eos]
+                ids = [*self._prefix, *self.plain(record["text"]), self._eos]
                 learned = [True] * len(ids)
         input_ids = np.asarray(ids, dtype=np.int32)
         labels = np.where(np.asarray(learned, dtype=bool), input_ids, np.int32(IGNORE))
@@ -112,7 +112,7 @@ class Encoder:
                 answered = messages[-1]["role"] == "assistant"
                 return self._render(messages[:-1] if answered else messages, True)
         text = record["prompt"] if "completion" in record else record["text"]
-        return [*self._prefix, *self._plain(text)]
+        return [*self._prefix, *self.plain(text)]
 
     def is_stored(self, record: Record) -> bool:
         """Whether ``record`` brings ids along that are this tokenizer's own."""
@@ -135,17 +135,18 @@ class Encoder:
             )
         return list(ids)
 
-    def _plain(self, text: str) -> list[int]:
+    def plain(self, text: str) -> list[int]:
+        """Return the tokens of ``text``, with nothing added around them."""
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
     def _encode_pair(self, prompt: str, completion: str) -> tuple[list[int], list[int]]:
         # The prompt is tokenized as decoding will see it. The rest follows from the joint text
         # where that agrees, because some tokenizers put a space before any text on its own.
-        before = [*self._prefix, *self._plain(prompt)]
-        joint = [*self._prefix, *self._plain(prompt + completion)]
+        before = [*self._prefix, *self.plain(prompt)]
+        joint = [*self._prefix, *self.plain(prompt + completion)]
         if joint[: len(before)] == before:
             return before, [*joint[len(before) :], self._eos]
-        return before, [*self._plain(completion), self._eos]
+        return before, [*self.plain(completion), self._eos]
 
     def _encode_chat(self, record: Record) -> tuple[list[int], list[bool]]:
         if self.tokenizer.chat_template is None:
@@ -172,16 +173,14 @@ class Encoder:
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
         ids, offsets = list(out["input_ids"]), list(out["offset_mapping"])
-        learned = is_generated(out, spans, len(ids))
+        learned = is_generated(out, spans)
         for t in range(1, len(ids)):
             # the mask stops at the first token of its last character, which may have several, and
             # some templates close their block before the eos that ends the answer
             rest_of_character = offsets[t] == offsets[t - 1]
             closing = ids[t] == self._eos and ids[t - 1] not in self._special
             learned[t] = learned[t] or (learned[t - 1] and (rest_of_character or closing))
-        if not any(learned) and any(
-            m["role"] == "assistant" and m["content"].strip() for m in messages
-        ):
+        if not any(learned) and _says_something({"messages": messages}):
             raise RecordError(
                 "whose answers the chat template does not mark",
                 f"the chat template of {self.name} marks no token of the answers as generated;"
@@ -212,7 +211,7 @@ class Encoder:
     def _render(self, messages: Sequence[Any], prompt: bool) -> list[int]:
         if not messages:
             return []
-        return self._plain(self._apply(messages, add_generation_prompt=prompt)[0])
+        return self.plain(self._apply(messages, add_generation_prompt=prompt)[0])
 
     def _apply(self, messages: Sequence[Any], **options: bool) -> tuple[str, list[tuple[int, int]]]:
         try:
@@ -375,10 +374,9 @@ def encode_records(
     """
     if not records:
         raise ConfigError("the data set is empty")
-    found = documents.documents
+    found, counts = documents.documents, documents.counts
     tally = Tally(max_bad_fraction, Dropped() if dropped is None else dropped)
-    tally.total = len(records)
-    counts, total = documents.counts, tally.total
+    tally.total = total = len(records)
     for record in records:
         refused = counts["refused"]
         try:
@@ -443,12 +441,9 @@ def segments(
         The text of each run of tokens, whether they are learned, and whether they are special. The
         texts join to that of the document.
     """
-    ids = encoded.input_ids.tolist()
+    ids, labels = encoded.input_ids.tolist(), encoded.labels.tolist()
     special = special_ids(tokenizer)
-    alike = [
-        (label != IGNORE, i in special)
-        for i, label in zip(ids, encoded.labels.tolist(), strict=True)
-    ]
+    alike = [(label != IGNORE, i in special) for i, label in zip(ids, labels, strict=True)]
     shown, start = "", 0
     for (learned, is_special), run in groupby(alike):
         stop = start + len(list(run))
@@ -487,14 +482,12 @@ def render_mask(
         color: mark by colours of the terminal, not by ``brackets``.
         brackets: what stands before and after a learned part.
     """
-    found = [
-        (harmless(text), kept, special) for text, kept, special in segments(encoded, tokenizer)
-    ]
+    found = segments(encoded, tokenizer)
     if color:
-        return "".join(_paint(*segment) for segment in found)
+        return "".join(_paint(harmless(text), kept, special) for text, kept, special in found)
     shown, (before, after) = "", brackets
     for learned, run in groupby(found, key=lambda segment: segment[1]):
-        text = "".join(segment[0] for segment in run)
+        text = harmless("".join(segment[0] for segment in run))
         shown += before + text + after if learned else text
     return shown
 

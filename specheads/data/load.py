@@ -18,16 +18,7 @@ from pathlib import Path
 
 from specheads.config import ConfigError, DataConfig, mixture_parts
 from specheads.data.readers import Reader, Row, json_reader, open_reader, text_lines
-from specheads.data.schema import (
-    CONTENTS,
-    Dropped,
-    Record,
-    RecordError,
-    Tally,
-    check_columns,
-    json_digest,
-    to_record,
-)
+from specheads.data.schema import KEYS, Dropped, Record, RecordError, Tally, json_digest, to_record
 
 SPLITS = ("train", "heldout")
 
@@ -41,7 +32,6 @@ def read_part(data: DataConfig, split: str, dropped: Dropped) -> list[Record]:
     Raises:
         ConfigError: if there is no such data set, or too many of its records cannot be used.
     """
-    check_columns(data.columns)
     limit = data.max_records if data.source == "hub" and data.streaming else 0
     tally = Tally(data.max_bad_fraction, dropped)
     return _collect(open_reader(data, split), data.columns, tally, dropped, limit)
@@ -143,9 +133,7 @@ def _mix(data: DataConfig, split: str, dropped: Dropped) -> list[Record]:
         empty = sizes.index(0)
         raise ConfigError(f"data.mixture[{empty}] ({names[empty]}) has no {split} records")
     # without weights every part counts by its size, so that all of it can be taken
-    weights = [
-        size if weight is None else weight for size, weight in zip(sizes, given, strict=True)
-    ]
+    weights = [size if w is None else w for size, w in zip(sizes, given, strict=True)]
     taken, available = shares(sizes, weights, data.max_records), sum(sizes)
     if sum(taken) < min(available, data.max_records or available):
         short = min(range(len(parts)), key=lambda i: sizes[i] / weights[i])
@@ -211,7 +199,7 @@ def read_prompts(path: str | Path, *, chat: bool) -> list[Record]:
     path, dropped = Path(path).expanduser(), Dropped()
 
     def meant(value: object) -> object:
-        given = value.keys() & set().union(*CONTENTS) if isinstance(value, dict) else set()
+        given = value.keys() & KEYS if isinstance(value, dict) else set()
         if not isinstance(value, dict) or given != {"prompt"}:
             return value
         if not chat:

@@ -59,8 +59,7 @@ def pack_lengths(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
             if not open_rows[room]:
                 del open_rows[room], rooms[place]
         rows[row].append(item)
-        left = room - length
-        if left:
+        if left := room - length:
             if left not in open_rows:
                 bisect.insort(rooms, left)
                 open_rows[left] = []
@@ -76,12 +75,8 @@ def collate(rows: Sequence[Sequence[Encoded]], seq_len: int, pad_token_id: int) 
         (see the module), and ``ids``, the ids of the records in the batch.
     """
     shape = (len(rows), seq_len)
-    batch = {
-        "input_ids": torch.full(shape, pad_token_id, dtype=torch.long),
-        "labels": torch.full(shape, IGNORE, dtype=torch.long),
-        "position_ids": torch.zeros(shape, dtype=torch.long),
-        "segment_ids": torch.zeros(shape, dtype=torch.long),
-    }
+    filled = {"input_ids": pad_token_id, "labels": IGNORE, "position_ids": 0, "segment_ids": 0}
+    batch = {name: torch.full(shape, n, dtype=torch.long) for name, n in filled.items()}
     for b, documents in enumerate(rows):
         start = 0
         for segment, document in enumerate(documents, 1):
@@ -251,12 +246,7 @@ class Mapped:
 
 
 def one_pass(
-    documents: Sequence[Encoded],
-    *,
-    seq_len: int,
-    rows: int,
-    pad_token_id: int,
-    max_rows: int = 0,
+    documents: Sequence[Encoded], *, seq_len: int, rows: int, pad_token_id: int, max_rows: int = 0
 ) -> list[Batch]:
     """Return every document once, packed, in batches of at most ``rows`` rows; for evaluation.
 

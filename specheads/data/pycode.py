@@ -118,10 +118,8 @@ def _metadata(package: str) -> Any:
 
 def package_versions(packages: Sequence[str] = DEFAULT_PACKAGES) -> dict[str, str]:
     """The versions that decide what the corpus is; packages that are not installed are left out."""
-    versions = {
-        name: _metadata(name).get("Version", "unknown") for name in package_folders(packages)
-    }
-    return {**versions, "stdlib": ".".join(map(str, sys.version_info[:3]))}
+    found = {name: _metadata(name).get("Version", "unknown") for name in package_folders(packages)}
+    return {**found, "stdlib": ".".join(map(str, sys.version_info[:3]))}
 
 
 def licence_of(package: str) -> str:
@@ -149,14 +147,10 @@ def is_generated(text: str) -> bool:
 
 def read_folders(folders: dict[str, Path]) -> list[Module]:
     """Every file under ``folders`` that is readable, hand-written and parsable, in order."""
-    files = [
-        (name, folder, file)
-        for name, folder in folders.items()
-        for file in sorted(folder.rglob("*.py"))
-    ]
+    files = [(name, file) for name, top in folders.items() for file in sorted(top.rglob("*.py"))]
     modules = []
-    for name, folder, file in _with_bar(files, "reading Python source"):
-        inner = file.relative_to(folder)
+    for name, file in _with_bar(files, "reading Python source"):
+        inner = file.relative_to(folders[name])
         skipped = any(_SKIPPED_FOLDERS.fullmatch(part) for part in inner.parts[:-1])
         if skipped or inner.name.startswith(("test_", "conftest")):
             continue

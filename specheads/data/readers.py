@@ -20,15 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from specheads.config import ConfigError, DataConfig
-from specheads.data.schema import (
-    CONTENTS,
-    EXPECTED,
-    RecordError,
-    columns_advice,
-    naming,
-    one_line,
-    wanted,
-)
+from specheads.data.schema import RecordError, check_columns, naming, one_line, usable, wanted
 
 MAX_DEPTH = 64  # of objects and lists in a row; what reads them by recursion has a limit
 _BATCH = 256  # rows of a table that are converted at a time
@@ -86,9 +78,11 @@ def open_reader(data: DataConfig, split: str) -> Reader:
     The source is one of jsonl, parquet and hub.
 
     Raises:
-        ConfigError: if there are no such files, or it is a pipe or a device.
+        ConfigError: if there are no such files, it is a pipe or a device, or ``columns`` names what
+            records do not have.
     """
     assert data.path is not None  # DataConfig checks it
+    check_columns(data.columns)
     heldout = split == "heldout"
     if data.source == "hub":
         part = (heldout and data.eval_split) or data.split
@@ -300,24 +294,6 @@ def _is_expected(error: Exception) -> bool:
     return isinstance(error, OSError | ValueError | RuntimeError) or any(
         kind.__module__.split(".")[0] in libraries for kind in type(error).__mro__
     )
-
-
-def usable(names: list[str], columns: Mapping[str, str], what: str) -> list[str]:
-    """Return the names of the columns to read.
-
-    Raises:
-        ConfigError: if no record can be made of them; names ``what``.
-    """
-    keep, there = wanted(columns), one_line(", ".join(names))
-    missing = {theirs.split("+")[0] for theirs in columns.values() if theirs} - set(names)
-    if missing:
-        raise ConfigError(
-            f"{what} has no column {', '.join(sorted(missing))}, which data.columns names;"
-            f" there are {there}"
-        )
-    if not columns and not any(keys <= set(names) for keys in CONTENTS):
-        raise ConfigError(f"{what} has the columns {there}; {EXPECTED}: {columns_advice(names)}")
-    return [name for name in names if name in keep]
 
 
 def without_nulls(value: Any) -> Any:

@@ -94,16 +94,14 @@ def render(
     return texts[0], [(start, stop) for start, stop in spans[0]] if spans else []
 
 
-def is_generated(
-    encoding: BatchEncoding, spans: Sequence[tuple[int, int]], num_tokens: int
-) -> list[bool]:
+def is_generated(encoding: BatchEncoding, spans: Sequence[tuple[int, int]]) -> list[bool]:
     """Return which tokens of an encoded text hold characters of ``spans``, as transformers does."""
-    learned = [False] * num_tokens
+    learned = [False] * len(encoding.input_ids)
     for start, stop in spans:
         first, last = encoding.char_to_token(start), encoding.char_to_token(stop - 1)
         if first is None:  # behind the end
             break
-        end = last + 1 if last else num_tokens
+        end = last + 1 if last else len(learned)
         learned[first:end] = [True] * (end - first)
     return learned
 

@@ -41,7 +41,8 @@ _LONGEST_LINE = 400
 
 CONTENTS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"text"})
 _TURNS = {"system", "user", "assistant"}  # only by data.columns
-KNOWN = {"id", "kind", "tokens", *set().union(*CONTENTS)}
+KEYS = {key for keys in CONTENTS for key in keys}
+KNOWN = {"id", "kind", "tokens", *KEYS}
 EXPECTED = "a record holds messages, or conversations, or prompt and completion, or text"
 
 # what others call a prompt and its completion, the more telling names first
@@ -51,12 +52,10 @@ _ANSWERS = (
 )  # fmt: skip
 
 # ShareGPT names speakers after the services its conversations come from
+_BOTS = ("gpt", "assistant", "chatgpt", "bing", "bard", "claude", "model", "bot", "chatbot")
 _ROLES = {
     **dict.fromkeys(("human", "user", "prompter"), "user"),
-    **dict.fromkeys(
-        ("gpt", "assistant", "chatgpt", "bing", "bard", "claude", "model", "bot", "chatbot"),
-        "assistant",
-    ),
+    **dict.fromkeys(_BOTS, "assistant"),
     "system": "system",
     **dict.fromkeys(("tool", "function", "observation", "function_response"), "tool"),
 }
@@ -96,6 +95,24 @@ def columns_advice(names: Iterable[object]) -> str:
 def wanted(columns: Mapping[str, str]) -> set[str]:
     """Return the names of the columns that a record can be made of."""
     return KNOWN | {name for theirs in columns.values() for name in theirs.split("+") if name}
+
+
+def usable(names: list[str], columns: Mapping[str, str], what: str) -> list[str]:
+    """Return the names of the columns to read.
+
+    Raises:
+        ConfigError: if no record can be made of them; names ``what``.
+    """
+    keep, there = wanted(columns), one_line(", ".join(names))
+    missing = {theirs.split("+")[0] for theirs in columns.values() if theirs} - set(names)
+    if missing:
+        raise ConfigError(
+            f"{what} has no column {', '.join(sorted(missing))}, which data.columns names;"
+            f" there are {there}"
+        )
+    if not columns and not any(keys <= set(names) for keys in CONTENTS):
+        raise ConfigError(f"{what} has the columns {there}; {EXPECTED}: {columns_advice(names)}")
+    return [name for name in names if name in keep]
 
 
 class RecordError(ConfigError):
@@ -195,16 +212,12 @@ def _renamed(row: Mapping[str, Any], columns: Mapping[str, str] | None) -> Recor
     mapped = {ours: _column(row, ours, theirs) for ours, theirs in columns.items() if theirs}
     taken = {name for theirs in columns.values() for name in theirs.split("+")}
     asked = next((keys for keys in (*CONTENTS, _TURNS) if keys & mapped.keys()), set())
-    others = set().union(*CONTENTS) - asked if asked else set()  # what is named is what is meant
+    others = KEYS - asked if asked else set()  # what is named is what is meant
     rest = {k: v for k, v in row.items() if k not in taken | columns.keys() | others}
     record = rest | mapped
     if asked == _TURNS:
-        turns = {r: record.pop(r) for r in ("system", "user", "assistant") if r in record}
-        record["messages"] = [
-            {"role": role, "content": text}
-            for role, text in turns.items()
-            if text or role != "system"
-        ]
+        said = [(r, record.pop(r)) for r in ("system", "user", "assistant") if r in record]
+        record["messages"] = [{"role": r, "content": t} for r, t in said if t or r != "system"]
     return record
 
 

@@ -50,9 +50,6 @@ class SimilarTexts:
         """Return the number of the first text of which ``text`` is a near-duplicate, else None."""
         found = shingles(text)
         shared = Counter(n for shingle in found for n in self._places.get(shingle, ()))
-        alike = (
-            number
-            for number, num in shared.items()
-            if num >= NEAR * (len(found) + self._sizes[number] - num)
-        )
+        sizes, size = self._sizes, len(found)
+        alike = (i for i, num in shared.items() if num >= NEAR * (size + sizes[i] - num))
         return min(alike, default=None)

@@ -26,15 +26,7 @@ from specheads.data.chat import Documents, Encoded
 from specheads.data.load import content_rank, heldout_limit, read_part
 from specheads.data.pack import Batch, check_same, collate, digest_of, number_of, pack_lengths
 from specheads.data.readers import Reader, Row, open_reader
-from specheads.data.schema import (
-    Dropped,
-    Quarantine,
-    Record,
-    Tally,
-    check_columns,
-    naming,
-    to_record,
-)
+from specheads.data.schema import Dropped, Quarantine, Record, Tally, naming, to_record
 
 LOOKED_AT = 1000  # rows that are checked before a model is loaded
 _HELD_OUT = 1000  # records that are looked for in the data set itself
@@ -98,12 +90,8 @@ def shuffled(
             for position in range(place.taken, len(window)):
                 if (place.before + position) % world == rank:
                     yield window[order[position]], replace(place, taken=position + 1)
-            place = Place(
-                place.epoch,
-                place.row + len(window),
-                window[-1].place,
-                before=place.before + len(window),
-            )
+            row, before = place.row + len(window), place.before + len(window)
+            place = Place(place.epoch, row, window[-1].place, before=before)
         if not place.row:
             raise ConfigError(f"the training data holds no rows any more: {reader.identity}")
         place = Place(place.epoch + 1, before=place.before)
@@ -139,7 +127,6 @@ class RecordStream:
             ConfigError: if there is no such data set, it cannot be read row by row, or too many of
                 the rows that were looked at cannot be used.
         """
-        check_columns(data.columns)
         self.data, self.reader, self.dropped = data, open_reader(data, "train"), dropped
         self.name = self.reader.name
         if self.reader.in_one_piece:
@@ -340,15 +327,9 @@ class StreamedBatches:
         data = self.stream.data
         self._place = self._fruitful = place
         self._ahead: tuple[Row, Place] | None = None  # of the next epoch
-        self._rows = shuffled(
-            self.stream.reader,
-            place,
-            buffer=data.shuffle_buffer,
-            seed=self.seed,
-            rank=self.rank,
-            world=self.world,
-            limit=data.max_records,
-        )
+        buffer, limit = data.shuffle_buffer, data.max_records
+        ours = {"seed": self.seed, "rank": self.rank, "world": self.world}
+        self._rows = shuffled(self.stream.reader, place, buffer=buffer, limit=limit, **ours)
 
     def _fill(self) -> None:
         """Read the next pool and pack it."""

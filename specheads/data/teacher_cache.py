@@ -332,11 +332,8 @@ def header_bytes(plan: Plan, tokens: int) -> int:
     offset = 0
     for name, (dtype, shape) in plan.tensors.items():
         end = offset + tokens * math.prod(shape) * dtype.itemsize
-        entries[name] = {
-            "dtype": _NAMES[dtype],
-            "shape": [tokens, *shape],
-            "data_offsets": [offset, end],
-        }
+        entry = {"dtype": _NAMES[dtype], "shape": [tokens, *shape]}
+        entries[name] = entry | {"data_offsets": [offset, end]}
         offset = end
     length = len(json.dumps(entries, separators=(",", ":")))
     # the header's length as 8 bytes, then the header, filled up so that the numbers are aligned
@@ -396,7 +393,7 @@ def write_cache(
                     if output is None:
                         found = _quantised(states.cpu(), plan)
                     else:
-                        found = _top_logits(states, output, plan, autocast)
+                        found = _likely(states, output, plan, autocast)
                         _check_finite(found["log_probs"], "logits", inside[i])
                     for name, values in found.items():
                         tensors[name][starts[i] : starts[i + 1]] = values
@@ -418,10 +415,9 @@ def _hidden_states(
         places = packed[begin : begin + rows]
         # what stands in the padding is seen by nothing that is kept
         batch = collate([[documents[i] for i in row] for row in places], seq_len, 0)
+        ids, positions = (batch[key].to(device) for key in ("input_ids", "position_ids"))
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-            _, hidden = packed_taps(
-                base, batch["input_ids"].to(device), batch["position_ids"].to(device), taps
-            )
+            _, hidden = packed_taps(base, ids, positions, taps)
         for b, row in enumerate(places):
             starts = _starts([len(documents[i].input_ids) for i in row])
             for i, start, stop in zip(row, starts, starts[1:], strict=False):
@@ -438,9 +434,7 @@ def _quantised(states: Tensor, plan: Plan) -> dict[str, Tensor]:
     return {"scale": scale[:, 0] if len(plan.taps) == 1 else scale, "hidden": rounded}
 
 
-def _top_logits(
-    states: Tensor, output: OutputLayer, plan: Plan, autocast: bool
-) -> dict[str, Tensor]:
+def _likely(states: Tensor, output: OutputLayer, plan: Plan, autocast: bool) -> dict[str, Tensor]:
     """Return ids, best first, and log-probabilities [n, k] at temperature 1 over V tokens.
 
     What is missing to a probability of 1 is the mass of all other tokens.
@@ -557,9 +551,8 @@ class TeacherCache:
         for b, row in enumerate(places):
             start = 0
             for document in row:
-                found = self[document]
                 stop = start + self.plan.lengths[document]
-                for name, values in found.items():
+                for name, values in self[document].items():
                     if name not in batch:
                         batch[name] = values.new_zeros(len(places), seq_len, values.shape[1])
                     batch[name][b, start:stop] = values

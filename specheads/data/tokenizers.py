@@ -114,17 +114,14 @@ def _assemble(
     vocabulary = {characters[byte]: byte for byte in range(256)}
     for left, right in merges:
         vocabulary.setdefault(left + right, len(vocabulary))  # two merges may spell one token
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
-        add_prefix_space=False, use_regex=bool(merges)
-    )
-    tokenizer.decoder = decoders.ByteLevel()
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=bool(merges))
+    inner.decoder = decoders.ByteLevel()
     reserved = [f"<|reserved_{number}|>" for number in range(NUM_SPECIAL - len(SPECIAL))]
-    tokenizer.add_special_tokens(
-        [AddedToken(text, special=True, normalized=False) for text in [*SPECIAL, *reserved]]
-    )
+    special = [AddedToken(text, special=True, normalized=False) for text in [*SPECIAL, *reserved]]
+    inner.add_special_tokens(special)
     made = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=inner,
         pad_token="<|pad|>",
         bos_token="<|bos|>",
         eos_token="<|eos|>",

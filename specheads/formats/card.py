@@ -20,12 +20,7 @@ from specheads.formats.serving import Serving
 from specheads.formats.write import FORMATS, commands, upload
 from specheads.models.checkpoint import read_config
 from specheads.models.manifest import read_json, read_provenance
-from specheads.models.names import (
-    OURS,
-    is_hub_error,
-    keep_to_the_cache_if_unreachable,
-    resolve_name,
-)
+from specheads.models.names import OURS, is_hub_error, keep_to_the_cache_if_unreachable
 from specheads.system.files import whole_file
 
 CARD = "README.md"
@@ -525,8 +520,7 @@ def licence_of(name: str, revision: str | None = None) -> Licence:
     """
     if not name:
         return Licence(UNKNOWN)
-    ours = name in OURS or name.endswith(".gguf")
-    folder = Path(resolve_name(name) if ours else name).expanduser()
+    folder = Path(serving.resolved(name)).expanduser()
     found = None
     if folder.is_dir():
         found = _of_file(folder / CARD) or _of_file(folder / "config.json")

@@ -192,10 +192,8 @@ def layout_of(files: TensorFiles, config: dict[str, Any]) -> Layout:
         if head not in blocks or outputs.get(head, {}).keys() != {"weight", "bias"}:
             raise ConfigError(f"{files.where} lacks tensors of head {head}")
     if (claimed := config.get("hydra_num_heads", number)) != number:
-        line = (
-            f"config.json says hydra_num_heads={claimed!r:.40}, the tensors are of {number} heads"
-        )
-        notes[f"{line}: those are taken"] = None
+        lie = f"config.json says hydra_num_heads={claimed!r:.40}, the tensors are of {number} heads"
+        notes[f"{lie}: those are taken"] = None
     layers, ordered = config.get("hydra_num_layers"), []
     for head in range(number):
         own = [each for _, each in sorted(blocks[head].items())]

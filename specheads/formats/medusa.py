@@ -290,10 +290,7 @@ def serve_vllm(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
         " removed the method"
     )
     version = f"{_VLLM}, their files; the last tried on a CPU"
-    return [
-        vllm(base, config, note, version),
-        *without_heads(info, "0.33 removed Medusa heads"),
-    ]
+    return [vllm(base, config, note, version), *without_heads(info, "0.33 removed Medusa heads")]
 
 
 def serve_tgi(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
@@ -397,12 +394,10 @@ class Layout:
         if not self.matrices:
             return []
         self.notes += check_output("these heads have", output, "so are those of the heads now,")
-        scale = self.config.get("logit_scale", 1.0)
-        if type(scale) not in (int, float) or not math.isfinite(scale) or scale <= 0:
-            raise ConfigError(
-                f"config.json: logit_scale is {scale!r:.40}, expected a number above 0"
-            )
-        factor = float(scale) / output.scale
+        raw = self.config.get("logit_scale", 1.0)
+        if type(raw) not in (int, float) or not math.isfinite(raw) or raw <= 0:
+            raise ConfigError(f"config.json: logit_scale is {raw!r:.40}, expected a number above 0")
+        factor = float(raw) / output.scale
         matrices = [found[name] for name in self.matrices]
         rows = output.weight
         if kept is not None:
@@ -593,14 +588,10 @@ def _matrix_names(
 def _say_lies(config: dict[str, Any], heads: int, layers: int, notes: list[str]) -> None:
     """Add a line to ``notes`` for each number that the config has wrong."""
     medusa = config.get("model_type") == "medusa"  # elsewhere num_hidden_layers is the base's
-    for what, counted, of_vllm in (
-        ("heads", heads, "num_heads"),
-        ("layers", layers, "num_hidden_layers"),
-    ):
+    counts = {"heads": (heads, "num_heads"), "layers": (layers, "num_hidden_layers")}
+    for what, (counted, of_vllm) in counts.items():
         keys = [form.format(what) for form in SPELLINGS] + [of_vllm] * medusa
         wrong = [key for key in keys if key in config and config[key] != counted]
         if wrong:
-            notes.append(
-                f"config.json says {wrong[0]}={config[wrong[0]]!r:.40}, the tensors are of"
-                f" {counted} {what}: those are taken"
-            )
+            said = f"config.json says {wrong[0]}={config[wrong[0]]!r:.40}"
+            notes.append(f"{said}, the tensors are of {counted} {what}: those are taken")

@@ -18,12 +18,7 @@ from specheads.attention.tree import Tree, default_tree
 from specheads.config import ConfigError
 from specheads.formats import hydra, medusa
 from specheads.formats.write import recorded_dtype
-from specheads.models.base import (
-    check_tokenizer,
-    load_base_model,
-    load_config,
-    load_tokenizer,
-)
+from specheads.models.base import check_tokenizer, load_base_model, load_config, load_tokenizer
 from specheads.models.checkpoint import origin, save_export
 from specheads.models.digest import weight_files
 from specheads.models.manifest import (

@@ -93,10 +93,14 @@ def taken_for(path: str | Path) -> str:
     return next((word for word in _OF_OTHERS if word in str(path).lower()), "")
 
 
+def resolved(name: str) -> str:
+    """Return the folder of a model of ours, or of a GGUF file; any other name as it is."""
+    return resolve_name(name) if name in OURS or name.endswith(".gguf") else name
+
+
 def base_name(info: dict[str, Any], folder: str) -> str:
     """Return how engines find the original base model; it is the folder itself where none was."""
-    name = str(info.get("base", {}).get("name") or folder)
-    return resolve_name(name) if name in OURS or name.endswith(".gguf") else name
+    return resolved(str(info.get("base", {}).get("name") or folder))
 
 
 def lines(found: list[Serving]) -> list[str]:
@@ -135,9 +139,8 @@ def sglang(model: str, algorithm: str, num_steps: int = 0, **options: Any) -> Se
     if num_steps:
         named |= {"num_steps": num_steps, "eagle_topk": 1, "num_draft_tokens": num_steps + 1}
     words = [f" --speculative-{key.replace('_', '-')} {value}" for key, value in named.items()]
-    return Serving(
-        "SGLang", f"python -m sglang.launch_server --model-path {model}" + "".join(words)
-    )
+    command = f"python -m sglang.launch_server --model-path {model}" + "".join(words)
+    return Serving("SGLang", command)
 
 
 def tensorrt(model: str, **config: Any) -> Serving:
@@ -149,9 +152,8 @@ def tensorrt(model: str, **config: Any) -> Serving:
 
 def llama_cpp(options: str, converted: str) -> Serving:
     """Return llama.cpp's command; ``converted`` is what has to be made GGUF before."""
-    return Serving(
-        "llama.cpp", f"llama-server -m {options}", f"after convert_hf_to_gguf.py for {converted}"
-    )
+    note = f"after convert_hf_to_gguf.py for {converted}"
+    return Serving("llama.cpp", f"llama-server -m {options}", note)
 
 
 def native(place: str, base: str, info: dict[str, Any]) -> list[Serving]:

@@ -103,9 +103,7 @@ def write(job: Job) -> list[str]:
     return known.write(job)
 
 
-def commands(
-    form: str, folder: str | Path, info: dict[str, Any], *, base: str = ""
-) -> list[Serving]:
+def commands(form: str, folder: str | Path, info: dict[str, Any], base: str = "") -> list[Serving]:
     """Return how each engine serves a folder, or why it does not.
 
     Args:
@@ -337,7 +335,7 @@ def _smaller(
     own = cast(MedusaHeads, heads)  # the compressible ones
     try:
         if config.lm_head == "pruned":
-            kept, coverage = _most_frequent(config, own, tokenizer, records)
+            kept, coverage = _most_frequent(config, own.vocab_size, tokenizer, records)
             return pruned_heads(own, kept), {"num_kept": config.num_kept, **coverage}
         smaller = low_rank_heads(own.to(pick_device(config.device)), config.rank)
         errors = relative_errors(own, smaller)
@@ -349,15 +347,12 @@ def _smaller(
 
 
 def _most_frequent(
-    config: ExportConfig,
-    heads: MedusaHeads,
-    tokenizer: PreTrainedTokenizerBase,
-    records: list[Record],
+    config: ExportConfig, vocab_size: int, tokenizer: PreTrainedTokenizerBase, records: list[Record]
 ) -> tuple[Tensor, dict[str, Any]]:
     """Return the tokens to keep, and how much of the counted answers they are; prints that."""
     encode = Encoder(tokenizer)
     documents = [encode(record) for record in tqdm(records, unit="record", disable=None)]
-    counts = learned_counts(documents, heads.vocab_size)
+    counts = learned_counts(documents, vocab_size)
     if not (total := int(counts.sum())):
         raise ConfigError(f"counted={config.counted}: its records hold no answers")
     kept = most_frequent(counts, config.num_kept)

@@ -20,8 +20,8 @@ from specheads.data.schema import Dropped, Record
 from specheads.models.base import load_tokenizer
 from specheads.regeneration import engine
 from specheads.regeneration.answers import AnswerFile, Outcome, read_lines
-from specheads.regeneration.dialogue import check_answerable
-from specheads.regeneration.endpoint import Client
+from specheads.regeneration.dialogue import check_answerable, span_encoder
+from specheads.regeneration.endpoint import Client, ask_server
 from specheads.regeneration.questions import Questioner, read_leads
 from specheads.system.terminal import advance, progress_bar, waiting_for
 
@@ -65,7 +65,7 @@ def regenerate(config: RegenerateConfig, say: Say) -> dict[str, Any]:
             say(f"the answers are those of the tuned base {who.model}, not of its original")
         if client is None:
             return local().answer(left)
-        return engine.ask_endpoint(config, who, client, left)
+        return ask_endpoint(config, who, client, left)
 
     settings, limit = engine.settings_of(config, who), config.limit
     try:
@@ -88,6 +88,19 @@ def regenerate(config: RegenerateConfig, say: Say) -> dict[str, Any]:
         raise InterruptedRunError(
             f"interrupted: {output} keeps what is there; the same command goes on"
         ) from None
+
+
+def ask_endpoint(
+    config: RegenerateConfig, who: engine.Answering, client: Client, records: Sequence[Record]
+) -> Iterator[Outcome]:
+    """Let the server of ``client`` answer records."""
+    encode, trust = None, config.trust_remote_code
+    if config.model:
+        found = load_tokenizer(config.model, revision=config.revision, trust_remote_code=trust)
+        encode = span_encoder(found)
+    whose = {"model": who.model, "endpoint": client.url} | engine.drawn_by(config)
+    sampling, many = engine.sampling_of(config), config.concurrency
+    return ask_server(client, who.model, sampling, records, whose, concurrency=many, encode=encode)
 
 
 @contextlib.contextmanager

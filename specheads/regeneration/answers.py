@@ -167,13 +167,9 @@ class AnswerFile:
             RunError: if there is no room; what was there before is untouched.
         """
         bad = [
-            {
-                "id": error.row["id"],
-                "kind": error.row["kind"],
-                "reason": error.reason,
-                "detail": error.detail,
-                "transient": error.reason == "server",  # such records are tried again
-            }
+            {"id": error.row["id"], "kind": error.row["kind"], "reason": error.reason}
+            # such records are tried again
+            | {"detail": error.detail, "transient": error.reason == "server"}
             for error in quarantined
         ]
         try:

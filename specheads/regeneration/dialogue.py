@@ -134,10 +134,8 @@ def check_answer(talk: Dialogue, keep_truncated: bool) -> None:
     answer, number = talk.answers[-1], len(talk.answers)
     if answer.finish_reason == "length":
         if not keep_truncated:
-            tokens = "" if answer.num_tokens is None else f" of {answer.num_tokens} tokens"
-            raise RecordError(
-                "truncated", f"answer {number} reached the limit{tokens} before its end"
-            )
+            of = "" if answer.num_tokens is None else f" of {answer.num_tokens} tokens"
+            raise RecordError("truncated", f"answer {number} reached the limit{of} before its end")
     elif answer.finish_reason != "stop":
         raise RecordError("unfinished", f"answer {number} was stopped: {answer.finish_reason}")
     if not answer.text.strip():
@@ -253,10 +251,9 @@ class TurnEncoder:
         num_past = len(talk.answers)
         stand_in = {"role": "assistant", "content": STAND_IN}
         messages = [message for turn in talk.turns[:num_past] for message in (*turn, stand_in)]
-        text, _ = render(
-            self.tokenizer, [*messages, *talk.turns[num_past]], add_generation_prompt=True
-        )
+        messages += talk.turns[num_past]
+        text, _ = render(self.tokenizer, messages, add_generation_prompt=True)
         _, found, behind = text.rpartition(STAND_IN)
         if not found:
             raise RecordError("template", "the chat template leaves earlier answers out")
-        return list(self.tokenizer(behind, add_special_tokens=False, verbose=False).input_ids)
+        return self.encoder.plain(behind)

@@ -226,6 +226,7 @@ class _Until(io.RawIOBase):
 
 
 _AT_ONCE = 64  # records that are handed on together
+_Settled = Dialogue | RecordError
 
 
 def next_answer(client: Client, model: str, sampling: Sampling, talk: Dialogue) -> Answer:
@@ -324,9 +325,7 @@ def ask_server(
         pool.terminate()
 
 
-def _settle(
-    client: Client, model: str, sampling: Sampling, record: Record
-) -> Dialogue | RecordError:
+def _settle(client: Client, model: str, sampling: Sampling, record: Record) -> _Settled:
     if client.refusal:  # other threads must not go on asking until the first one's error is read
         raise RunError(client.refusal)
     try:
@@ -372,7 +371,7 @@ class _Health:
         self.num_failed = 0  # one after the other
         self.last = ""
 
-    def look_at(self, item: Dialogue | RecordError) -> None:
+    def look_at(self, item: _Settled) -> None:
         """Count, and give up where it is hopeless.
 
         Raises:
@@ -397,7 +396,7 @@ class _Health:
             raise RunError(f"{self.url} never answered: {self.last}")
 
 
-def _take(items: IMapIterator[Dialogue | RecordError]) -> Iterator[Dialogue | RecordError]:
+def _take(items: IMapIterator[_Settled]) -> Iterator[_Settled]:
     """Wait for one item, then yield it and those that are there already."""
     yield items.next()
     with contextlib.suppress(StopIteration, NothingYetError):

@@ -41,14 +41,8 @@ from specheads.models.forward import groups_by_side
 from specheads.models.names import base_digest, model_folder, resolve_name
 from specheads.models.support import tree_support
 from specheads.regeneration.answers import Outcome, Sampling, record_seed
-from specheads.regeneration.dialogue import (
-    Dialogue,
-    TurnEncoder,
-    check_answer,
-    dialogue,
-    span_encoder,
-)
-from specheads.regeneration.endpoint import Client, ask_server
+from specheads.regeneration.dialogue import Dialogue, TurnEncoder, check_answer, dialogue
+from specheads.regeneration.endpoint import Client
 from specheads.system import __version__, hardware
 from specheads.verification.sampling import Sampler
 
@@ -84,7 +78,7 @@ class Engine:
         if drafter is not None and not drafter.deterministic:
             raise ValueError("drafter must be deterministic: a sampling one draws by row")
         self.base, self.turns, self.sampling, self.drafter = base, turns, sampling, drafter
-        self.generation, self.tokenizer_digest = generation, tokenizer_digest(turns.tokenizer)
+        self.generation, self.digest = generation, tokenizer_digest(turns.tokenizer)
         self.batch_size = batch_size if tree_support(base).kind == "tree" else 1
         self.context = context_length(base) or 1 << 40
         self._outcome = Outcome()  # since the last one that was yielded
@@ -163,11 +157,7 @@ class Engine:
                 if not talk.finished:
                     waiting.append(self._ask(talk))
                     continue
-                tokens = {
-                    "ids": talk.ids,
-                    "answers": talk.spans,
-                    "tokenizer": self.tokenizer_digest,
-                }
+                tokens = {"ids": talk.ids, "answers": talk.spans, "tokenizer": self.digest}
                 outcome.answered.append(talk.answered(self.generation, tokens))
         return waiting
 
@@ -190,10 +180,8 @@ class Engine:
 
     def _ask(self, talk: Dialogue) -> Dialogue:
         self.turns.ask(talk)
-        if len(talk.ids) >= self.context:
-            raise RecordError(
-                "too_long", f"a prompt of {len(talk.ids)} tokens in a context of {self.context}"
-            )
+        if (n := len(talk.ids)) >= self.context:
+            raise RecordError("too_long", f"a prompt of {n} tokens in a context of {self.context}")
         return talk
 
     def _job(self, talk: Dialogue) -> Job:
@@ -363,23 +351,3 @@ def drawn_by(config: RegenerateConfig) -> dict[str, Any]:
     """Return JSON about how answers are drawn, for every answered record."""
     names = ("temperature", "top_k", "top_p", "seed", "max_new_tokens")
     return {name: getattr(config, name) for name in names} | {"specheads": __version__}
-
-
-def ask_endpoint(
-    config: RegenerateConfig, who: Answering, client: Client, records: Sequence[Record]
-) -> Iterator[Outcome]:
-    """Let the server of ``client`` answer records."""
-    encode, trust = None, config.trust_remote_code
-    if config.model:
-        encode = span_encoder(
-            load_tokenizer(config.model, revision=config.revision, trust_remote_code=trust)
-        )
-    return ask_server(
-        client,
-        who.model,
-        sampling_of(config),
-        records,
-        {"model": who.model, "endpoint": client.url} | drawn_by(config),
-        concurrency=config.concurrency,
-        encode=encode,
-    )

@@ -78,7 +78,7 @@ class Questioner:
         self, engine: Engine, asked: QuestionsConfig, seed: int, whose: Mapping[str, Any]
     ) -> None:
         self.engine, self.asked, self.seed = engine, asked, seed
-        self.tokenizer = engine.turns.tokenizer
+        self.tokenizer, self._plain = engine.turns.tokenizer, engine.turns.encoder.plain
         self.has_template = self.tokenizer.chat_template is not None
         self.leads = read_leads(asked.kinds)
         if not self.has_template:
@@ -190,16 +190,13 @@ class Questioner:
                 f"the chat template of {self.tokenizer.name_or_path} does not show a user's turn,"
                 " so that none can be written; give prompts=<file>"
             )
-        after = [i for i in self._ids(behind) if i in self._special][:1]
+        after = [i for i in self._plain(behind) if i in self._special][:1]
         ends = frozenset([*self.engine.turns.end_tokens, *after])
         return before, ends, "" if after else behind.strip()
 
-    def _ids(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-
     def _job(self, before: str, name: str, owner: Any, ends: frozenset[int]) -> Job:
         """Return the job of going on with ``before``; without it, of a text from its beginning."""
-        start = self._ids(before) or self.engine.turns.encoder.prompt({"id": "", "text": ""})
+        start = self._plain(before) or self.engine.turns.encoder.prompt({"id": "", "text": ""})
         eos, bos = self.tokenizer.eos_token_id, self.tokenizer.bos_token_id
         start = start or [eos if bos is None else bos]
         limit = min(self.asked.max_new_tokens, self.engine.context - len(start))

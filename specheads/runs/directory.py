@@ -107,9 +107,7 @@ def discard(run_dir: Path, before: Collection[Path]) -> None:
     if any((run_dir / name).exists() for name in ("checkpoints", "export")):
         return
     for pattern in (*_FIRST, "quarantine*.jsonl"):
-        for path in run_dir.glob(pattern):
-            if path in before:
-                continue
+        for path in set(run_dir.glob(pattern)).difference(before):
             if path.is_dir():
                 shutil.rmtree(path)
             else:
@@ -269,8 +267,7 @@ class MetricsFile:
             RunError: if the disk is full; the earlier rows are untouched.
         """
         rows = [row for row in read_rows(path) if row["step"] <= step]
-        saved = checkpoint / SAVED if checkpoint else None
-        if saved is not None and saved.is_file():
+        if checkpoint and (saved := checkpoint / SAVED).is_file():
             state = json.loads(saved.read_text(encoding="utf-8"))
             rows = rows[: state["rows"]] + state["unwritten"]
         with whole_file(path) as fresh:

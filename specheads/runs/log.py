@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from tqdm import tqdm
@@ -138,12 +137,7 @@ class RunLog:
         """Take note of what begins now, for lines where nothing else is said; empty: nothing."""
         self._doing, self._since = what, time.monotonic()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close files, bar and wandb, and release the lock; see :meth:`_leave`.
 
         Raises:
@@ -180,9 +174,7 @@ class RunLog:
         Raises:
             RunError: if the disk is full.
         """
-        if not dist.is_main():
-            return
-        if self._metrics is not None:
+        if not dist.is_main() or self._metrics is not None:
             return
         self._metrics = directory.MetricsFile(self.dir / "metrics.jsonl", step, checkpoint)
         settings = {**self._settings(), "provenance": self._provenance}

@@ -228,12 +228,10 @@ class WandbLog:
     @_while_it_runs
     def charts(self, step: int, metrics: Path) -> None:
         """Send the panels in which all heads share the axes, of the rows in ``metrics``."""
-        found = {}
+        found, plot = {}, self._wandb.plot.line_series
         for panel, heads in head_lines(read_rows(metrics)).items():
             steps, values = zip(*heads.values(), strict=True)
-            found[panel] = self._wandb.plot.line_series(
-                steps, values, keys=list(heads), title=panel, xname="step"
-            )
+            found[panel] = plot(steps, values, keys=list(heads), title=panel, xname="step")
         self.log(step, found)
 
     @_while_it_runs

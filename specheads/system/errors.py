@@ -92,7 +92,7 @@ def check_device(device: str) -> None:
     check(known is not None, "device", device, "one of auto, cpu, cuda, cuda:<number>, mps")
 
 
-def one_of(key: str, value: str, *options: str) -> None:
+def one_of(key: str, value: object, *options: str) -> None:
     """Raise ConfigError unless ``value`` is among ``options``."""
     check(value in options, key, value, "one of " + ", ".join(options))
 

@@ -99,8 +99,7 @@ class StopSignal:
         os.set_blocking(self._pipe, False)
         threading.Thread(target=self._watch, args=(reading,), daemon=True).start()
         self._wakeup = signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
-        for number in ASKING:
-            self._before[number] = signal.signal(number, self._handle)
+        self._before = {number: signal.signal(number, self._handle) for number in ASKING}
         self._outer, StopSignal.installed = StopSignal.installed, self
         return self
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 DIM, RESET = "\x1b[2m", "\x1b[0m"
+_BAR = "specheads: {desc}{unit} {n_fmt} of {total_fmt}, {elapsed}, left {remaining}{postfix}"
 _FEW_ROWS = 4
 # C0, DEL, C1; line and paragraph separators; bidirectional formatting; surrogates
 _OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u206f\ud800-\udfff]")
@@ -129,11 +130,8 @@ def progress_bar(unit: str, *, seconds: float = 10, **settings: Any) -> tqdm[Any
     from tqdm import tqdm
 
     if not sys.stderr.isatty():
-        line = (
-            "specheads: {desc}{unit} {n_fmt} of {total_fmt}, {elapsed}, left {remaining}{postfix}"
-        )
         settings |= {"file": _LineByLine(), "mininterval": seconds, "miniters": 1}
-        settings["bar_format"] = line
+        settings["bar_format"] = _BAR
     return tqdm(unit=unit, **settings)
 
 

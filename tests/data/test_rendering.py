@@ -93,7 +93,7 @@ def test_the_text_is_that_of_transformers(
         text, spans = render(tokenizer, talk, return_assistant_tokens_mask=True)
         encoding = tokenizer(text, add_special_tokens=False)
         assert encoding.input_ids == whole["input_ids"] and spans
-        learned = is_generated(encoding, spans, len(encoding.input_ids))
+        learned = is_generated(encoding, spans)
         assert learned == [bool(flag) for flag in whole["assistant_masks"]]
 
 
