@@ -358,10 +358,8 @@ class TreeCache(Cache):
         held = self.tokens or [[]] * len(texts)
         # commonprefix is made for paths, and takes any lists; a text's last token is read again
         # even where it is known, for its logits
-        known = [
-            len(commonprefix([tokens[:length], list(text[:-1])]))
-            for text, tokens, length in zip(texts, held, self.lengths, strict=True)
-        ]
+        rows = zip(texts, held, self.lengths, strict=True)
+        known = [len(commonprefix([tokens[:n], list(text[:-1])])) for text, tokens, n in rows]
         self.shorten(known)
         return known
 
@@ -393,9 +391,8 @@ class TreeCache(Cache):
         start, end = len(self.lengths), other.rows.longest
         stop = start + len(other.lengths)
         self._make_room(stop, end)
-        for number, (layer, more) in enumerate(
-            zip(self._live_layers(), other._live_layers(), strict=True)
-        ):
+        layers = zip(self._live_layers(), other._live_layers(), strict=True)
+        for number, (layer, more) in enumerate(layers):
             if self._pool is None:  # layers that differ have buffers of their own
                 size = max(layer.capacity, more.capacity)
                 pairs = zip(layer.buffers, more.buffers, strict=True)

@@ -52,7 +52,18 @@ _active: ContextVar[tuple[Tree | RowTrees | None, RowEnds] | None] = ContextVar(
 
 
 @contextlib.contextmanager
-def tree_attention(tree: Tree | RowTrees | None, cache: TreeCache) -> Iterator[None]:
+def held(variable: ContextVar[Any], value: object) -> Iterator[None]:
+    """While open, a variable of the context has a value."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def tree_attention(
+    tree: Tree | RowTrees | None, cache: TreeCache
+) -> contextlib.AbstractContextManager[None]:
     """While open, a forward pass with ``cache`` attends along the tree behind each row's end.
 
     The pass must be given ``position_ids = length of the row + tree.depths``: transformers does not
@@ -60,11 +71,7 @@ def tree_attention(tree: Tree | RowTrees | None, cache: TreeCache) -> Iterator[N
     context where rows of the cache differ in length.
     """
     _install()
-    token = _active.set((tree, cache.rows))
-    try:
-        yield
-    finally:
-        _active.reset(token)
+    return held(_active, (tree, cache.rows))
 
 
 @lru_cache(maxsize=1)
@@ -186,15 +193,10 @@ _grouped_active: ContextVar[_Folded | None] = ContextVar("specheads_grouped", de
 _traced = False  # a plain global: what torch.compile traces cannot ask a ContextVar
 
 
-@contextlib.contextmanager
-def grouped_attention() -> Iterator[None]:
+def grouped_attention() -> contextlib.AbstractContextManager[None]:
     """While open, models with sdpa attention do not expand their cache; open it around one pass."""
     _install_grouped()
-    token = _grouped_active.set({})
-    try:
-        yield
-    finally:
-        _grouped_active.reset(token)
+    return held(_grouped_active, {})
 
 
 @contextlib.contextmanager
@@ -224,15 +226,12 @@ _ordered_active: ContextVar[tuple[Tensor | None, _Folded] | None] = ContextVar(
 )
 
 
-@contextlib.contextmanager
-def ordered_attention(tree: Tree | RowTrees, num_cached: int) -> Iterator[None]:
+def ordered_attention(
+    tree: Tree | RowTrees, num_cached: int
+) -> contextlib.AbstractContextManager[None]:
     """While open, sdpa attention of one row along ``tree`` does not round by the pass's shape."""
     _install_grouped()
-    token = _ordered_active.set((_key_blocks(tree, num_cached), {}))
-    try:
-        yield
-    finally:
-        _ordered_active.reset(token)
+    return held(_ordered_active, (_key_blocks(tree, num_cached), {}))
 
 
 def _key_blocks(tree: Tree | RowTrees, num_cached: int) -> Tensor | None:
@@ -280,9 +279,8 @@ def attend_in_order(
         laid_out = mask[0].float().repeat(1, num_queries // num_tokens, 1)
         folded[known] = mask, pad(laid_out, (0, 0, 0, padding))
     keys, values = key[0].float(), value[0].float()
-    weights = torch.baddbmm(
-        folded[known][1], queries, keys.transpose(1, 2), alpha=scale or width**-0.5
-    )
+    alpha = scale or width**-0.5
+    weights = torch.baddbmm(folded[known][1], queries, keys.transpose(1, 2), alpha=alpha)
     weights.sub_(weights.amax(-1, keepdim=True)).exp_()
     total = weights.sum(-1, keepdim=True, dtype=torch.float64)
     output = None
@@ -344,12 +342,7 @@ def _is_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def attend_folded(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    scale: float | None,
-    folded: _Folded,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, folded: _Folded
 ) -> Tensor:
     """Attend with the G query heads of a group one behind the other.
 

@@ -130,11 +130,10 @@ def accept(
         The result, and the logits [B, N, V] after processors.
     """
     if acceptance.walks(candidates, greedy=chooser.sampler.temperature == 0):
-        base_tokens, processed, followed = _walk_down(candidates, logits, chooser, rows)
+        found = _walk_down(candidates, logits, chooser, rows)
     else:
-        base_tokens, processed, followed = _apply_rule(
-            candidates, logits, chooser, rows, acceptance
-        )
+        found = _apply_rule(candidates, logits, chooser, rows, acceptance)
+    base_tokens, processed, followed = found
     tree, tokens, own = candidates.tree, candidates.tokens, candidates.own
     return StepResult(tree, tokens, base_tokens, hidden, *followed, own), processed
 

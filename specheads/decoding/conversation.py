@@ -228,10 +228,8 @@ class Conversation:
                 on_step(turn, tokens)
 
         try:
-            result = decode_prompts(
-                decoder, config, [prompt], limit, past_key_values=self.cache, on_tokens=hand_out
-            )
-            turn.finished = result.finished
+            more = {"past_key_values": self.cache, "on_tokens": hand_out}
+            turn.finished = decode_prompts(decoder, config, [prompt], limit, **more).finished
         except StopTurnError:
             turn.stopped = True
         except BaseException:
@@ -252,7 +250,6 @@ def text_of(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
 
 
 _BACKGROUNDS = (223, 153, 157, 225, 229, 189)  # pale, of the 256-colour palette
-_RESET = "\x1b[0m"
 
 
 class StepPrinter:
@@ -306,7 +303,7 @@ class StepPrinter:
     def _paint(self, piece: str) -> str:
         start = f"\x1b[30;48;5;{_BACKGROUNDS[self.num_steps % len(_BACKGROUNDS)]}m"
         # A background that is on at a line break would fill the rest of the line.
-        return "\n".join(f"{start}{line}{_RESET}" if line else "" for line in piece.split("\n"))
+        return "\n".join(f"{start}{line}{RESET}" if line else "" for line in piece.split("\n"))
 
 
 def summary(turn: Turn) -> str:

@@ -154,12 +154,7 @@ def runner(
                 after_step()
 
         decode(
-            base,
-            drafter,
-            input_ids,
-            max_new_tokens=max_new_tokens,
-            sampler=sampler,
-            on_tokens=tick,
+            base, drafter, input_ids, max_new_tokens=max_new_tokens, sampler=sampler, on_tokens=tick
         )
 
     return run
@@ -281,9 +276,8 @@ class Blank:
 
 def clocked_lengths(max_tokens: int) -> list[int]:
     """Return the draft lengths to clock: 1, 2, 4, ... and ``max_tokens``."""
-    return sorted(
-        {1 << i for i in range(max_tokens.bit_length()) if 1 << i < max_tokens} | {max_tokens}
-    )
+    powers = {1 << i for i in range(max_tokens.bit_length())}
+    return sorted({n for n in powers if n < max_tokens} | {max_tokens})
 
 
 def clock_drafts(

@@ -81,8 +81,7 @@ def tree_kind(export: Export, decode: DecodeConfig) -> str:
 
 
 def _measured_on(export: Export) -> dict[str, Any]:
-    found: dict[str, Any] = export.config.get("tree", {}).get("measured_on") or {}
-    return found
+    return export.config.get("tree", {}).get("measured_on") or {}
 
 
 def dynamic_settings(export: Export) -> dict[str, Any]:

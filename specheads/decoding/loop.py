@@ -142,9 +142,8 @@ def decode(
         known = base.align(prompts)
         # plain decoding of one whole prompt is what all else is compared with, and replays nothing
         exact = drafter is not None or len(prompts) > 1 or any(known) or asked.compile
-        chooser = make_chooser(
-            model, output, asked.sampler, processors, exact=exact, rounding=support.rounding
-        )
+        given = model, output, asked.sampler, processors
+        chooser = make_chooser(*given, exact=exact, rounding=support.rounding)
         unread = [prompt[n:] for prompt, n in zip(prompts, known, strict=True)]
         try:
             if drafter is None:

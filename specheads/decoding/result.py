@@ -254,10 +254,9 @@ class Output:
 
     def result(self, input_ids: Tensor, pad_token_id: int, cache: TreeCache | None) -> DecodeResult:
         """Freeze."""
-        longest = max(len(row.new_tokens) for row in self.rows)
-        new = [
-            row.new_tokens + [pad_token_id] * (longest - len(row.new_tokens)) for row in self.rows
-        ]
+        texts = [row.new_tokens for row in self.rows]
+        longest = max(map(len, texts))
+        new = [text + [pad_token_id] * (longest - len(text)) for text in texts]
         return DecodeResult(
             sequences=torch.cat([input_ids, torch.tensor(new, device=input_ids.device)], dim=1),
             num_prompt_tokens=input_ids.shape[1],

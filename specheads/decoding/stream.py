@@ -28,13 +28,7 @@ from specheads.attention.cache import TreeCache
 from specheads.decoding.choose import make_chooser
 from specheads.decoding.loop import next_tokens
 from specheads.decoding.result import DecodedRow, Output
-from specheads.models.forward import (
-    ModelPass,
-    pad_rows,
-    rounds_by_shape,
-    thresholds,
-    undisturbed,
-)
+from specheads.models.forward import ModelPass, pad_rows, rounds_by_shape, thresholds, undisturbed
 from specheads.models.support import tree_support
 from specheads.verification.sampling import Sampler
 
@@ -273,18 +267,15 @@ def continue_prompts(
         eos_token_ids: tokens that end a text.
         batch_size: prompts that are continued together; 1 where the model takes no more.
     """
-    jobs = [
-        Job(list(ids), limit, seed, owner)
-        for owner, (ids, limit, seed) in enumerate(zip(prompts, limits, seeds, strict=True))
-    ]
+    given = enumerate(zip(prompts, limits, seeds, strict=True))
+    jobs = [Job(list(ids), limit, seed, owner) for owner, (ids, limit, seed) in given]
     answers: list[list[int]] = [[] for _ in jobs]
     # those of like length are read together with the least padding
     waiting = sorted(jobs, key=lambda job: len(job.ids))
     with undisturbed(model):
         rows = batch_size if tree_support(model).kind == "tree" else 1
-        stream = PlainStream(
-            model, Sampler(temperature=temperature), eos_token_ids=eos_token_ids, batch_size=rows
-        )
+        sampler = Sampler(temperature=temperature)
+        stream = PlainStream(model, sampler, eos_token_ids=eos_token_ids, batch_size=rows)
 
         def take(num: int) -> list[Job]:
             taken, waiting[:num] = waiting[:num], []

@@ -116,8 +116,7 @@ class StepResult:
         """[B][n], ``own`` as numbers; of a tree that is its own every node in its place."""
         if self.own is None:
             return [range(self.tree.num_nodes)] * len(self.new_tokens)
-        places: list[Sequence[int]] = self.own.tolist()
-        return places
+        return self.own.tolist()
 
 
 class Drafter(Protocol):

@@ -101,9 +101,7 @@ class DraftCache:
             self.forward.cache.shorten([min(*each) for each in zip(held, behind, strict=True)])
 
     def follow(
-        self,
-        new_tokens: Sequence[Sequence[int]],
-        drafted: Sequence[Sequence[int]] | None = None,
+        self, new_tokens: Sequence[Sequence[int]], drafted: Sequence[Sequence[int]] | None = None
     ) -> list[int]:
         """Append certain tokens to the texts; nothing is read yet.
 
@@ -190,11 +188,9 @@ class DraftCache:
         """Return per row how deep its guesses may be: the draft model has positions for no more."""
         if self.room is None:
             return list(wanted)
+        pairs = zip(wanted, self.texts, strict=True)
         # the deepest guess is not read
-        return [
-            max(0, min(limit, self.room - len(text) + 1))
-            for limit, text in zip(wanted, self.texts, strict=True)
-        ]
+        return [max(0, min(limit, self.room - len(text) + 1)) for limit, text in pairs]
 
     def shared(self, logits: Tensor) -> Tensor:
         """Bring the draft model's logits [..., V'] to the base model's tokens, [..., V]."""
@@ -295,12 +291,8 @@ class DraftModelDrafter:
         """One pass of the draft model per token, for all rows that go on."""
         cache, length, sampler = state.cache, self.length, state.cache.sampler
         root = cache.root[:, None]
-        limits = cache.limits(
-            [
-                0 if ended else length.limit(each)
-                for each, ended in zip(state.lengths, state.ended, strict=True)
-            ]
-        )
+        rows = zip(state.lengths, state.ended, strict=True)
+        limits = cache.limits([0 if ended else length.limit(each) for each, ended in rows])
         state.drafted = root[:, :0]
         if not any(limits):
             return Candidates(root, Tree.chain(0).to(root.device))
@@ -368,11 +360,8 @@ class DraftModelDrafter:
     def select(self, state: DraftState, rows: Tensor) -> DraftState:
         """Keep some rows."""
         kept = rows.tolist()
-        return DraftState(
-            state.cache.select(rows),
-            [state.lengths[row] for row in kept],
-            [state.ended[row] for row in kept],
-        )
+        lengths, ended = [state.lengths[row] for row in kept], [state.ended[row] for row in kept]
+        return DraftState(state.cache.select(rows), lengths, ended)
 
 
 def _ask(

@@ -166,10 +166,8 @@ class SampledTreeDrafter:
         self.draft, self.tree, self.deterministic = draft, tree, coupled
         device, above = output_device(draft), {choice[:-1] for choice in known}
         inner = [place for place, node in enumerate(nodes) if node in above]  # have children
-        self._levels, self._inner = (
-            levels_of(tree, True, device),
-            torch.tensor(inner, device=device),
-        )
+        self._levels = levels_of(tree, True, device)
+        self._inner = torch.tensor(inner, device=device)
         # what the draft model reads before each level: all inner nodes above it
         self._read = [
             Tree.from_choices(nodes[place] for place in inner[1:] if len(nodes[place]) <= depth)

@@ -141,9 +141,8 @@ class LookaheadDrafter:
 
     def observe(self, state: TextRows, result: StepResult) -> TextRows:
         """Harvest the window's n-grams and those of the new tokens; move the window on."""
-        rows = zip(
-            state.rows, result.base_tokens.tolist(), result.places, result.new_tokens, strict=True
-        )
+        drawn = result.base_tokens.tolist()
+        rows = zip(state.rows, drawn, result.places, result.new_tokens, strict=True)
         for row, said, own, new_tokens in rows:
             places = [own[node] if node < len(own) else -1 for node in row.last]
             row.last, row.reads = [], bool(places) and -1 not in places
@@ -164,10 +163,7 @@ class LookaheadDrafter:
             nodes.append(Node(depth, depth - 1, -1, token))
         above = range(len(nodes))
         for level, tokens in enumerate(row.window[1:], start=1):
-            nodes += [
-                Node(level + column, above[column], -1, token)
-                for column, token in enumerate(tokens)
-            ]
+            nodes += [Node(level + i, above[i], -1, token) for i, token in enumerate(tokens)]
             above = range(len(nodes) - len(tokens), len(nodes))
         # where no window is read there is nothing to wait for
         if len(row.window) == self.ngram - 1 or not row.reads:

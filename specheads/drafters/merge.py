@@ -160,11 +160,8 @@ class Trie:
 
     def chance(self, values: Sequence[float]) -> float:
         """Return how likely one of the guesses behind the root is right, of the first nodes."""
-        return sum(
-            values[node]
-            for node in self.children[0].values()
-            if node < len(values) and self.kinds[node] is not None
-        )
+        first = (node for node in self.children[0].values() if node < len(values))
+        return sum(values[node] for node in first if self.kinds[node] is not None)
 
     def order(
         self, values: Sequence[float], num_nodes: int = 0, costs: Sequence[float] = ()
@@ -355,11 +352,7 @@ class HybridDrafter:
     deterministic = True
 
     def __init__(
-        self,
-        members: Sequence[Drafter],
-        num_nodes: int = 0,
-        *,
-        costs: Sequence[StepCosts] = (),
+        self, members: Sequence[Drafter], num_nodes: int = 0, *, costs: Sequence[StepCosts] = ()
     ) -> None:
         check(bool(members), "members", members, "at least one member")
         check(num_nodes == 0 or num_nodes > 1, "num_nodes", num_nodes, "0 (all) or at least 2")
@@ -470,10 +463,8 @@ class HybridDrafter:
         members = []
         of_members = state.where or [[[]] * num_rows] * len(self.members)
         for member, before, where in zip(self.members, state.members, of_members, strict=True):
-            nodes = [
-                [place.get(node, -1) for node in row]
-                for place, row in zip(rows, where, strict=True)
-            ]
+            pairs = zip(rows, where, strict=True)
+            nodes = [[place.get(node, -1) for node in row] for place, row in pairs]
             told = replace(result, own=torch.tensor(nodes, dtype=torch.long, device=device))
             members.append(member.observe(before, told))
         for trie, rates, new in zip(state.tries, state.rates, result.new_tokens, strict=False):
@@ -482,11 +473,7 @@ class HybridDrafter:
 
     def select(self, state: HybridState, rows: Tensor) -> HybridState:
         """Keep some rows."""
-        members = [
-            member.select(own, rows)
-            for member, own in zip(self.members, state.members, strict=True)
-        ]
-        kept = rows.tolist()
-        return HybridState(
-            members, [state.rates[row] for row in kept], [state.values[row] for row in kept]
-        )
+        pairs, kept = zip(self.members, state.members, strict=True), rows.tolist()
+        members = [member.select(own, rows) for member, own in pairs]
+        rates, values = [state.rates[row] for row in kept], [state.values[row] for row in kept]
+        return HybridState(members, rates, values)

@@ -73,13 +73,8 @@ def add_adapter(base: PreTrainedModel, adapter: AdapterConfig, *, seed: int = 0)
     """
     if has_adapter(base):
         raise ValueError("the base model has an adapter already")
-    inject(
-        base,
-        _targets(base, adapter.targets),
-        r=adapter.rank,
-        lora_alpha=adapter.alpha,
-        lora_dropout=adapter.dropout,
-    )
+    sizes = {"r": adapter.rank, "lora_alpha": adapter.alpha, "lora_dropout": adapter.dropout}
+    inject(base, _targets(base, adapter.targets), **sizes)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for layer in _layers(base).values():

@@ -233,8 +233,6 @@ class BlockHeads(nn.Module, Heads):
         "num_heads", "num_layers", "hidden_size", "vocab_size", "lm_head", "num_kept",
         "markov_rank", "form",
     )  # fmt: skip
-    compressible: ClassVar[bool] = False
-    for_draft_model: ClassVar[bool] = False
     unseen_settings: ClassVar[tuple[str, ...]] = ("form",)
     tensor_prefix: ClassVar[str] = "block."
     kind = "block"
@@ -535,17 +533,6 @@ class BlockHeads(nn.Module, Heads):
         """Return a function from what ``contextual`` makes [K, ..., d] to products [K, ..., V']."""
         matrix = self.shared_rows(output.weight)
         return torch.no_grad()(lambda hidden: multiplied(hidden, [matrix] * self.num_heads))
-
-    def snapshot(self, output: OutputLayer) -> Callable[[Tensor], Tensor]:
-        """Return a function from what ``contextual`` makes [K, ..., d] to logits [K, ..., V'].
-
-        Raises:
-            ValueError: if a head reads the token drafted before.
-        """
-        if self.sequential:
-            raise ValueError("sequential heads cannot guess all at once")
-        products = self.own_products(output)
-        return lambda hidden: self.finish(products(hidden), output)
 
     def steps(self, output: OutputLayer, embed: Embed | None, depth: int) -> Callable[[], Begin]:
         """Return how a step is begun from what the cache last returned; for a Markov correction.

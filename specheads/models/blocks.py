@@ -56,8 +56,7 @@ class Joined(nn.Module):
         """Map [..., d] and [..., n * d] to [..., d]; the first may be the same for many of them."""
         hidden = hidden.expand(*conditions.shape[:-1], hidden.shape[-1])
         x = torch.cat([hidden, conditions.to(hidden.dtype)], dim=-1).to(self.gate.weight.dtype)
-        found: Tensor = self.residual(x) + F.silu(self.gate(x))
-        return found
+        return self.residual(x) + F.silu(self.gate(x))
 
 
 class LowRank(nn.Module):
@@ -108,8 +107,7 @@ class Markov(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return what ``up`` reads of tokens [...], [..., r]."""
-        found: Tensor = self.down(tokens if self.row_of is None else self.row_of(tokens))
-        return found
+        return self.down(tokens if self.row_of is None else self.row_of(tokens))
 
 
 class MedusaHead(nn.Module):
@@ -163,8 +161,7 @@ class MedusaHead(nn.Module):
     def conditioned(self, hidden: Tensor, conditions: Tensor) -> Tensor:
         """Put the tokens drafted before into the hidden state; the arguments are ``forward``'s."""
         if self.joined is not None:
-            found: Tensor = self.joined(hidden, conditions)
-            return found
+            return self.joined(hidden, conditions)
         assert self.condition is not None
         weight = self.condition.weight
         return hidden.to(weight.dtype) + self.condition(conditions.to(weight.dtype))
@@ -190,8 +187,7 @@ class MedusaHead(nn.Module):
         if self.lm_head is None:
             return base_weight
         last = self.lm_head.up if isinstance(self.lm_head, LowRank) else self.lm_head
-        weight: Tensor = last.weight
-        return weight
+        return last.weight
 
     def output_weight(self, base_weight: Tensor) -> Tensor:
         """Return the matrix for what ``forward`` returns; ``base_weight`` [V, d] if shared."""
@@ -271,11 +267,9 @@ class PrefixLayer(nn.Module):
             position_ids: [B, T], restarting at 0 with every document.
         """
         weight = cast(Tensor, cast(Any, self.model.layers[0]).self_attn.o_proj.weight)
-        output = self.model(
-            inputs_embeds=hidden.to(weight.dtype), position_ids=position_ids, use_cache=False
-        )
-        found: Tensor = output.last_hidden_state
-        return found
+        hidden = hidden.to(weight.dtype)
+        output = self.model(inputs_embeds=hidden, position_ids=position_ids, use_cache=False)
+        return output.last_hidden_state
 
 
 def normalised(embedding: Tensor) -> Tensor:

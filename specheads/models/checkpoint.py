@@ -97,11 +97,8 @@ def save_as(
         model: Any = kind(config)  # only its class and config are used
     if base.can_generate():
         model.generation_config = base.generation_config
-    exact = {
-        name: tensor
-        for name, tensor in state.items()
-        if any(part in name for part in model._keep_in_fp32_modules_strict)
-    }
+    wide = model._keep_in_fp32_modules_strict
+    exact = {k: tensor for k, tensor in state.items() if any(part in k for part in wide)}
     _write_model(folder, model, cast_tensors(state, dtype) | exact, tokenizer, dtype)
 
 
@@ -265,11 +262,10 @@ def origin(
         dtype: in which an unchanged base was used.
         quantization: ``quantization_of`` an unchanged base; a tuned one says it itself.
     """
-    digest = base_digest(name, revision=revision) if name else ""
     base = {
         "name": name,
         "revision": revision if name else None,
-        "digest": digest,
+        "digest": base_digest(name, revision=revision) if name else "",
         "dtype": str(dtype).removeprefix("torch."),
         "quantization": quantization,
     }
@@ -395,7 +391,7 @@ def _load_base(
 ) -> PreTrainedModel:
     """Load the base model of an export: its own, ``base``, or the recorded one."""
     info = config["base"]
-    inside = _holds_base(config)
+    inside = info["tuned"] and not info.get("adapter")  # no original is needed
     if inside and base is not None:
         raise ConfigError(f"{path} brings its own tuned base model; base={base} cannot replace it")
     name = str(path / _BASE) if inside else base or info["name"]
@@ -595,11 +591,6 @@ def _check_shared(path: Path, config: dict[str, Any], beside: dict[str, Any]) ->
             f"{path} was trained on other weights: base digest {mine[:12]} recorded, the export"
             f" beside it has {theirs[:12]}"
         )
-
-
-def _holds_base(config: dict[str, Any]) -> bool:
-    """Return whether the export has a base of its own, and needs no original."""
-    return bool(config["base"]["tuned"] and not config["base"].get("adapter"))
 
 
 def _quantization(path: Path, info: dict[str, Any]) -> str:

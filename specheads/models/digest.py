@@ -44,7 +44,7 @@ def check_recorded(name: object, revision: object) -> None:
 
 
 _CACHED_FROM = 4 << 20  # bytes; smaller files are hashed faster than looked up
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def cache_dir() -> Path:
@@ -60,7 +60,7 @@ def file_sha256(path: str | Path) -> str:
     """
     path = Path(path).resolve()
     hub = path.parent.name == "blobs" and (path.parent.parent / "snapshots").is_dir()
-    if hub and _SHA256.fullmatch(path.name):
+    if hub and SHA256.fullmatch(path.name):
         return path.name
     stat = path.stat()
     if stat.st_size < _CACHED_FROM:
@@ -69,7 +69,7 @@ def file_sha256(path: str | Path) -> str:
     entry = cache_dir() / "sha256" / hashlib.sha256(key.encode()).hexdigest()
     with contextlib.suppress(OSError):
         known = entry.read_text(encoding="ascii")
-        if _SHA256.fullmatch(known):
+        if SHA256.fullmatch(known):
             return known
     digest = _hash(path)
     with contextlib.suppress(OSError):  # a cache that cannot be written costs time, nothing else

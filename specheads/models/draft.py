@@ -222,11 +222,9 @@ def check_same_tokenizer(
             f"{where}: its tokenizer is not the base model's: {len(odd)} of {len(base)} tokens"
             f" differ, first {first!r}, {ids[0]} in the base's, {ids[1]} in the draft model's"
         )
+    both = base_tokenizer, draft_tokenizer
     for text in _PROBES:
-        found = [
-            tokenizer(text, add_special_tokens=False)["input_ids"]
-            for tokenizer in (base_tokenizer, draft_tokenizer)
-        ]
+        found = [each(text, add_special_tokens=False)["input_ids"] for each in both]
         if found[0] != found[1]:
             at = next((i for i, (a, b) in enumerate(zip(*found, strict=False)) if a != b), 0)
             raise ConfigError(

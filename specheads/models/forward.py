@@ -59,8 +59,7 @@ _captured: WeakKeyDictionary[PreTrainedModel, _Recording] = WeakKeyDictionary()
 
 
 def _forward(model: PreTrainedModel, **inputs: Any) -> Tensor:
-    logits: Tensor = model(**inputs, use_cache=True).logits
-    return logits
+    return model(**inputs, use_cache=True).logits
 
 
 @lru_cache(maxsize=2)

@@ -184,8 +184,7 @@ class _Opened:
     def read(self, name: str) -> np.ndarray:
         """Return the numbers of a tensor, float32."""
         tensor = self.tensors[name]
-        found: np.ndarray = self.dequantize(tensor.data, tensor.tensor_type)
-        return found
+        return self.dequantize(tensor.data, tensor.tensor_type)
 
 
 def _convert(opened: _Opened, folder: Path) -> None:
@@ -225,9 +224,8 @@ def _completed(values: dict[str, Any], opened: _Opened) -> dict[str, Any]:
         values.setdefault("sliding_window", opened.about("attention.sliding_window"))
     if layers := _LAYERS_OF_27B.get(opened.architecture):
         largest = values["num_hidden_layers"] == layers
-        values["query_pre_attn_scalar"] = (
-            values["hidden_size"] // heads if largest else values["head_dim"]
-        )
+        scalar = values["hidden_size"] // heads if largest else values["head_dim"]
+        values["query_pre_attn_scalar"] = scalar
     if scaling := _rope_scaling(opened):
         values["rope_scaling"] = scaling
         if hasattr(known, "original_max_position_embeddings"):
@@ -237,13 +235,12 @@ def _completed(values: dict[str, Any], opened: _Opened) -> dict[str, Any]:
 
 def _rope_scaling(opened: _Opened) -> dict[str, Any]:
     """Return how rotary positions are scaled; Llama 3 and Phi-3 have factors of frequencies."""
-    longest = opened.about("context_length")
+    length = opened.about("rope.scaling.original_context_length")
+    kind, kinds = opened.about("rope.scaling.type") or "none", ("none", "linear", "yarn")
     scaling = {
-        "rope_type": opened.about("rope.scaling.type") or "none",
+        "rope_type": kind,
         "factor": opened.about("rope.scaling.factor") or 1.0,
-        "original_max_position_embeddings": (
-            opened.about("rope.scaling.original_context_length") or longest
-        ),
+        "original_max_position_embeddings": length or opened.about("context_length"),
     }
     if found := [name for name in _ROPE_FACTORS if name in opened.tensors]:
         return scaling | {
@@ -252,14 +249,8 @@ def _rope_scaling(opened: _Opened) -> dict[str, Any]:
             "long_factor": opened.read(found[-1]).tolist(),
             "attention_factor": opened.about("rope.scaling.attn_factor") or 1.0,
         }
-    kinds = ("none", "linear", "yarn")
-    expect(
-        scaling["rope_type"] in kinds,
-        f"{opened.path}: rope.scaling.type",
-        scaling["rope_type"],
-        kinds,
-    )
-    return {} if scaling["rope_type"] == "none" else scaling
+    expect(kind in kinds, f"{opened.path}: rope.scaling.type", kind, kinds)
+    return {} if kind == "none" else scaling
 
 
 class _Weights:
@@ -365,10 +356,8 @@ def _save_ends(opened: _Opened, folder: Path) -> None:
 
 def _save_card(opened: _Opened, folder: Path) -> None:
     """Write a card with the licence, as far as the file names one."""
-    said = {
-        key: opened.metadata.get(f"general.{key.replace('_', '.')}")
-        for key in ("license", "license_name", "license_link")
-    }
+    keys = ("license", "license_name", "license_link")
+    said = {key: opened.metadata.get(f"general.{key.replace('_', '.')}") for key in keys}
     lines = [f"{key}: {json.dumps(value)}" for key, value in said.items() if value is not None]
     text = "\n".join(["---", *lines, "---", "", "Made by specheads of a GGUF file.", ""])
     (folder / "README.md").write_text(text, encoding="utf-8")

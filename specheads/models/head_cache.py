@@ -244,12 +244,11 @@ def _bias(*kinds: Sequence[nn.Linear], flat: bool = False) -> Tensor | None:
     """
     if all(part.bias is None for parts in kinds for part in parts):
         return None
-    found = [
-        torch.stack(
-            [p.weight.new_zeros(p.out_features) if p.bias is None else p.bias for p in parts]
-        )
-        for parts in kinds
-    ]
+
+    def bias(part: nn.Linear) -> Tensor:
+        return part.weight.new_zeros(part.out_features) if part.bias is None else part.bias
+
+    found = [torch.stack(list(map(bias, parts))) for parts in kinds]
     if flat:
         return torch.cat([each.flatten() for each in found])[None]
     return torch.cat(found, dim=1)[:, None]
@@ -517,9 +516,7 @@ def odd_part(config: PreTrainedConfig, block: nn.Module) -> str | None:
 
 @torch.no_grad()
 def odd_numbers(
-    whole: Callable[[Tensor, Tensor], Tensor],
-    empty: Callable[[int], LayerCache],
-    hidden_size: int,
+    whole: Callable[[Tensor, Tensor], Tensor], empty: Callable[[int], LayerCache], hidden_size: int
 ) -> str | None:
     """Return what is wrong about a cache of layers whose names are known; None if it is right.
 

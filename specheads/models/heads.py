@@ -100,10 +100,7 @@ class MedusaHeads(nn.Module, Heads):
     config_keys: ClassVar[tuple[str, ...]] = _SIZES
     compressible: ClassVar[bool] = True
     for_draft_model: ClassVar[bool] = True
-    unseen_settings: ClassVar[tuple[str, ...]] = ()
-    tensor_prefix: ClassVar[str] = ""
     taps = (FINAL,)
-    walks_text = False
     token_map: Tensor | None  # a buffer
 
     def __init__(
@@ -232,9 +229,7 @@ class MedusaHeads(nn.Module, Heads):
 
     def head(self, i: int) -> MedusaHead:
         """Return head ``i``."""
-        head = self.heads[i]
-        assert isinstance(head, MedusaHead)
-        return head
+        return cast(MedusaHead, self.heads[i])
 
     @torch.no_grad()
     def init_from_output(self, weight: Tensor, kept: Tensor | None = None) -> None:
@@ -291,11 +286,7 @@ class MedusaHeads(nn.Module, Heads):
         return hidden if self.prefix is None else self.prefix(hidden, position_ids)
 
     def features(
-        self,
-        i: int,
-        hidden: Tensor,
-        tokens: Tensor | None = None,
-        embed: Embed | None = None,
+        self, i: int, hidden: Tensor, tokens: Tensor | None = None, embed: Embed | None = None
     ) -> Tensor:
         """Return what the output matrix of head ``i`` reads, [..., d_i].
 
@@ -338,18 +329,6 @@ class MedusaHeads(nn.Module, Heads):
         if self.lm_head != "shared_pruned" or self.token_map is None:
             return base_weight
         return base_weight[self.token_map.to(base_weight.device)]
-
-    @torch.no_grad()
-    def snapshot(self, output: OutputLayer) -> Callable[[Tensor], Tensor]:
-        """Return a function like ``logits``, for decoding: the weights as they are now, stacked.
-
-        Raises:
-            ValueError: if the heads are sequential.
-        """
-        if self.sequential:
-            raise ValueError("sequential heads cannot guess all at once")
-        products = self.own_products(output)
-        return lambda hidden: self.finish(products(hidden), output)
 
     def steps(self, output: OutputLayer, embed: Embed | None, depth: int) -> Callable[[], Begin]:
         """Return a function that returns how the heads, as they are then, begin a step.
@@ -559,12 +538,11 @@ def tabulated(embeddings: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     """
     width, wide = embeddings.shape[1], list(map(_wide, weights))
     embeddings = embeddings.to(wide[0].dtype)
-    return [
-        torch.cat(
-            [embeddings @ weight[:, j * width : (j + 1) * width].T for weight in wide[j:]], dim=1
-        )
-        for j in range(len(weights))
-    ]
+    found = []
+    for j in range(len(weights)):
+        parts = [weight[:, j * width : (j + 1) * width] for weight in wide[j:]]
+        found.append(torch.cat([embeddings @ part.T for part in parts], dim=1))
+    return found
 
 
 def _wide(weight: Tensor) -> Tensor:

@@ -105,7 +105,8 @@ class Heads(Protocol):
 
     Attributes:
         config_keys: keys of config.json without which an export of this kind is refused.
-        compressible: the output matrices can be made smaller (``export lm_head=``).
+        compressible: the output matrices can be made smaller (``export lm_head=``). What has a
+            value here is so unless a kind says otherwise.
         for_draft_model: the heads can guess for a draft model, whose tokens are not certain.
         unseen_settings: attributes that differ between heads whose tensors have the same names and
             shapes; training does not go on with other heads than the settings describe.
@@ -133,10 +134,10 @@ class Heads(Protocol):
     """
 
     config_keys: ClassVar[tuple[str, ...]]
-    compressible: ClassVar[bool]
-    for_draft_model: ClassVar[bool]
-    unseen_settings: ClassVar[tuple[str, ...]]
-    tensor_prefix: ClassVar[str]
+    compressible: ClassVar[bool] = False
+    for_draft_model: ClassVar[bool] = False
+    unseen_settings: ClassVar[tuple[str, ...]] = ()
+    tensor_prefix: ClassVar[str] = ""
     num_heads: int
     num_layers: int
     num_outputs: int
@@ -148,7 +149,7 @@ class Heads(Protocol):
     taps: tuple[str, ...]
     sequential: bool
     needs_embedding: bool
-    walks_text: bool
+    walks_text: bool = False
     one_matrix: bool
     anchors: int = 0
 
@@ -290,6 +291,20 @@ class Heads(Protocol):
         Raises:
             ValueError: if the heads are sequential.
         """
+        if self.sequential:
+            raise ValueError("sequential heads cannot guess all at once")
+        products = self.own_products(output)
+        return lambda hidden: self.finish(products(hidden), output)
+
+    def own_products(self, output: OutputLayer) -> Callable[[Tensor], Tensor]:
+        """Return a function from what ``features`` takes to the products [K, ..., V'].
+
+        They are those of a hidden state alone, before ``finish``.
+        """
+        heads, base = range(self.num_heads), output.weight
+        return lambda hidden: multiplied(
+            [self.features(i, hidden) for i in heads], [self.output_weight(i, base) for i in heads]
+        )
 
     def steps(self, output: OutputLayer, embed: Embed | None, depth: int) -> Callable[[], Begin]:
         """Return a function that returns how sequential heads, as they are then, begin a step.

@@ -35,7 +35,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
 from specheads.config import ConfigError, InterruptedRunError, RunError
-from specheads.models.digest import check_recorded, file_sha256, weight_files
+from specheads.models.digest import SHA256, check_recorded, file_sha256, weight_files
 
 
 @contextlib.contextmanager
@@ -95,7 +95,6 @@ def nested(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
 MANIFEST = "manifest.json"
 _LARGEST = 64 << 20  # bytes of a JSON file that is read whole: a config has some thousand
 _DEEPEST = 64  # objects and lists in one another
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 # what transformers, peft or tokenizers would load if it lay in the folder
 _LOADED = {
     ".json", ".safetensors", ".jinja", ".model", ".tiktoken", ".py",
@@ -111,20 +110,9 @@ def check_manifest(path: Path) -> dict[str, Any]:
             there is one that would be loaded and is not listed; if one lies elsewhere.
     """
     manifest = read_manifest(path)
-    for name, expected in manifest["files"].items():
-        file = path / name
-        if not file.is_file():
-            raise ConfigError(f"{path} lacks {name}, which its {MANIFEST} lists")
-        check_inside(path, file)
-        if (size := file.stat().st_size) != expected["size"]:
-            raise ConfigError(
-                f"{file} has {size} bytes, {MANIFEST} says {expected['size']}: an incomplete copy?"
-            )
-        if (found := file_sha256(file)) != expected["sha256"]:
-            raise ConfigError(
-                f"{file} was changed after it was saved: sha256 {found[:12]},"
-                f" {MANIFEST} says {expected['sha256'][:12]}"
-            )
+    for name, entry in manifest["files"].items():
+        file = check_size(path, name, entry, inside=True)
+        check_sha256(file, file_sha256(file), entry)
     for file in sorted(path.rglob("*")):
         name = file.relative_to(path).as_posix()
         hidden = any(part.startswith(".") for part in PurePosixPath(name).parts)
@@ -134,6 +122,39 @@ def check_manifest(path: Path) -> dict[str, Any]:
                 f"{path} holds {name}, which its {MANIFEST} does not list: it was not saved with it"
             )
     return manifest
+
+
+def check_size(folder: Path, name: str, entry: Mapping[str, Any], *, inside: bool = False) -> Path:
+    """Check that a listed file is there and has its size; return where it lies.
+
+    Args:
+        folder: whose manifest lists it.
+        name: of the file.
+        entry: what the manifest says about it.
+        inside: links are followed, and must not lead elsewhere, see :func:`check_inside`.
+
+    Raises:
+        ConfigError: naming the file, and both numbers.
+    """
+    file = folder / name
+    if not file.is_file():
+        raise ConfigError(f"{folder} lacks {name}, which its {MANIFEST} lists")
+    if inside:
+        check_inside(folder, file)
+    if (size := file.stat().st_size) != entry["size"]:
+        raise ConfigError(
+            f"{file} has {size} bytes, {MANIFEST} says {entry['size']}: an incomplete copy?"
+        )
+    return file
+
+
+def check_sha256(file: Path, found: str, entry: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless the sha256 that was found is what the manifest says of the file."""
+    if found != entry["sha256"]:
+        raise ConfigError(
+            f"{file} was changed after it was saved: sha256 {found[:12]},"
+            f" {MANIFEST} says {entry['sha256'][:12]}"
+        )
 
 
 def read_manifest(path: Path, what: str = "export") -> dict[str, Any]:
@@ -157,7 +178,7 @@ def read_manifest(path: Path, what: str = "export") -> dict[str, Any]:
             isinstance(entry, dict)
             and type(entry.get("size")) is int
             and isinstance(entry.get("sha256"), str)
-            and _SHA256.fullmatch(entry["sha256"])
+            and SHA256.fullmatch(entry["sha256"])
         ):
             raise ConfigError(f"{path / MANIFEST} must give {name} a size and a sha256")
     return manifest
@@ -181,11 +202,8 @@ def check_inside(folder: Path, file: Path) -> None:
 
 def write_manifest(folder: Path) -> None:
     """List every file below ``folder`` in its manifest.json, except texts such as a model card."""
-    files = sorted(
-        file
-        for file in folder.rglob("*")
-        if file.is_file() and file.suffix != ".md" and file != folder / MANIFEST
-    )
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and file.suffix != ".md")
+    files = [file for file in files if file != folder / MANIFEST]
     entries = {file.relative_to(folder).as_posix(): manifest_entry(file) for file in files}
     write_json(folder / MANIFEST, {"files": entries})
 
@@ -517,8 +535,7 @@ def _check_sizes(
             f"{about} describes a model of {wanted:,} weights and {tables:,} numbers in tables,"
             f" its files hold {stored:,}"
         )
-    text: PreTrainedConfig = known.get_text_config()
-    return text
+    return known.get_text_config()
 
 
 def _check_generation(file: Path, vocab_size: int) -> None:
@@ -574,8 +591,7 @@ class TensorFiles:
 
 def _read(file: Path, name: str) -> Tensor:
     with _opened(file) as opened:
-        tensor: Tensor = opened.get_tensor(name)
-    return tensor
+        return opened.get_tensor(name)
 
 
 def open_safetensors(files: list[Path]) -> TensorFiles:

@@ -141,8 +141,7 @@ class MtpLayer(nn.Module):
         assert self.enorm is not None and self.hnorm is not None and self.eh_proj is not None
         weight = self.eh_proj.weight
         parts = [self.enorm(embedded.to(weight.dtype)), self.hnorm(hidden.to(weight.dtype))]
-        joined: Tensor = self.eh_proj(torch.cat(parts[::-1] if hidden_first else parts, dim=-1))
-        return joined
+        return self.eh_proj(torch.cat(parts[::-1] if hidden_first else parts, dim=-1))
 
 
 VARIANTS = ("parallel", "causal", "sequential")
@@ -170,8 +169,6 @@ class MtpHeads(nn.Module, Heads):
 
     kind = "mtp"
     config_keys: ClassVar[tuple[str, ...]] = (*_KEYS[:3], *_KEYS[4:])  # hidden_first may be missing
-    compressible: ClassVar[bool] = False
-    for_draft_model: ClassVar[bool] = False
     unseen_settings: ClassVar[tuple[str, ...]] = ("variant", "hidden_first")
     tensor_prefix: ClassVar[str] = "mtp."
     token_map = None
@@ -274,9 +271,7 @@ class MtpHeads(nn.Module, Heads):
 
     def layer(self, i: int) -> MtpLayer:
         """Return the layer of head ``i``."""
-        layer = self.layers[i]
-        assert isinstance(layer, MtpLayer)
-        return layer
+        return cast(MtpLayer, self.layers[i])
 
     def waves(self, hidden: Tensor, position_ids: Tensor) -> Any:
         """Return what the layers turn queries and keys by, as the base makes it for its last one.
@@ -338,7 +333,9 @@ class MtpHeads(nn.Module, Heads):
         """
         weight = next(self.parameters())
         hidden = hidden.to(weight.dtype)
-        mask = self._mask(hidden, position_ids)
+        # packed documents apart, as transformers would make it
+        masks = create_masks_for_generate(self.config, hidden, None, None, position_ids)
+        mask = next(iter(masks.values())) if isinstance(masks, dict) else masks
         waves = self.waves(hidden, position_ids)
         embedded = None
         if self.sequential:
@@ -403,17 +400,8 @@ class MtpHeads(nn.Module, Heads):
         output = layer.norm(found)
         return (output if self.sequential else found), output
 
-    def _mask(self, hidden: Tensor, position_ids: Tensor) -> Any:
-        """Return the mask of the layers, packed documents apart, as transformers would make it."""
-        masks = create_masks_for_generate(self.config, hidden, None, None, position_ids)
-        return next(iter(masks.values())) if isinstance(masks, dict) else masks
-
     def features(
-        self,
-        i: int,
-        hidden: Tensor,
-        tokens: Tensor | None = None,
-        embed: Embed | None = None,
+        self, i: int, hidden: Tensor, tokens: Tensor | None = None, embed: Embed | None = None
     ) -> Tensor:
         """Return what the output matrix of head ``i`` reads, [..., d], of ``contextual``'s."""
         return hidden[i]
@@ -422,16 +410,6 @@ class MtpHeads(nn.Module, Heads):
         """Return the output matrix [V, d] of head ``i``."""
         own = self.layer(i).lm_head
         return base_weight if own is None else own.weight
-
-    def snapshot(self, output: OutputLayer) -> Callable[[Tensor], Tensor]:
-        """Return a function like ``logits``, for decoding: the weights as they are.
-
-        Raises:
-            ValueError: if the heads are sequential.
-        """
-        if self.sequential:
-            raise ValueError("sequential heads cannot guess all at once")
-        return lambda hidden: self.logits(hidden, output)
 
     def memory(self, num_rows: int, embed: Embed | None = None) -> LayerCache | TextCache:
         """Return what the layers remember of texts while decoding, before anything was read.

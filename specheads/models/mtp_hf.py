@@ -197,9 +197,8 @@ def _leave_on_disk(model: Any, config: Any, *, heads: bool) -> None:
     """Name what ``model`` leaves in its files: modules of the MTP standard, and ``heads``."""
     first = config.num_hidden_layers
     # transformers finds the modules of the standard by these patterns, too: number by number
-    left = {rf"^(?:model\.)?layers\.{first + k}\." for k in range(config.num_mtp_layers or 0)} | (
-        {r"^mtp\."} if heads else set()
-    )
+    left = {rf"^(?:model\.)?layers\.{first + k}\." for k in range(config.num_mtp_layers or 0)}
+    left |= {r"^mtp\."} if heads else set()
     model._keys_to_ignore_on_load_unexpected = model._keys_to_ignore_on_load_unexpected | left
 
 
@@ -217,10 +216,7 @@ def our_config(config: PreTrainedConfig, **ours: Any) -> PreTrainedConfig:
 
 
 def write(
-    folder: str | Path,
-    base: PreTrainedModel,
-    heads: MtpHeads,
-    tokenizer: PreTrainedTokenizerBase,
+    folder: str | Path, base: PreTrainedModel, heads: MtpHeads, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Write base and heads as one model of our class, in the base's dtype; whole or not at all.
 

@@ -120,13 +120,9 @@ class TextCache:
     def select(self, rows: Tensor) -> TextCache:
         """Keep the rows ``rows`` [R] (long), in that order."""
         here = rows.to(self.ends.device)
-        return replace(
-            self,
-            slots=self.slots.select(here),
-            lengths=tuple(self.lengths[row] for row in rows.tolist()),
-            ends=self.ends[here],
-            root=self.root[:, here],
-        )
+        slots, lengths = self.slots.select(here), tuple(self.lengths[row] for row in rows.tolist())
+        ends, root = self.ends[here], self.root[:, here]
+        return replace(self, slots=slots, lengths=lengths, ends=ends, root=root)
 
     def as_it_was(self, lengths: Sequence[int], every: Tensor) -> TextCache:
         """Return this cache of one row as it was when the root stood elsewhere, one row for each.

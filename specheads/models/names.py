@@ -49,9 +49,8 @@ def is_hub_error(error: BaseException) -> bool:
     have no base in common with its own.
     """
     libraries = {"huggingface_hub", "httpx", "httpx2", "requests"}
-    return isinstance(error, OSError | ValueError | RuntimeError) or any(
-        kind.__module__.split(".")[0] in libraries for kind in type(error).__mro__
-    )
+    theirs = any(kind.__module__.split(".")[0] in libraries for kind in type(error).__mro__)
+    return theirs or isinstance(error, OSError | ValueError | RuntimeError)
 
 
 @lru_cache(maxsize=8)

@@ -154,13 +154,9 @@ def packed_hidden(model: PreTrainedModel, input_ids: Tensor, position_ids: Tenso
     """
     joined = str(model.config._attn_implementation).startswith("flash")
     shape = (1, -1) if joined else input_ids.shape
-    output = model.base_model(
-        input_ids=input_ids.reshape(shape),
-        position_ids=position_ids.reshape(shape),
-        use_cache=False,
-    )
-    hidden: Tensor = output.last_hidden_state
-    return hidden.reshape(*input_ids.shape, -1)
+    ids, positions = input_ids.reshape(shape), position_ids.reshape(shape)
+    output = model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
+    return output.last_hidden_state.reshape(*input_ids.shape, -1)
 
 
 def side_by_side(hidden: Mapping[str, Tensor], taps: Sequence[str]) -> Tensor:

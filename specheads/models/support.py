@@ -29,11 +29,11 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from specheads.attention.cache import TreeCache
-from specheads.attention.mask import SUPPORTED_ATTENTION, tree_attention
+from specheads.attention.mask import SUPPORTED_ATTENTION, held, tree_attention
 from specheads.attention.tree import Tree
 from specheads.config import ConfigError
 from specheads.models.base import context_length, input_device
-from specheads.models.forward import named_positions, thresholds
+from specheads.models.forward import named_positions, pad_rows, thresholds
 from specheads.models.manifest import first_line
 from specheads.verification.sampling import ROUNDING
 
@@ -184,10 +184,8 @@ def _try_out(model: PreTrainedModel, attention: str, layers: Sequence[object]) -
             f"{name} has a window of {max(windows)} tokens, but asks for no mask that does: only"
             " transformers' own cache forgets what lies behind it, and specheads' does not"
         )
-    rounding = max(ROUNDING, MARGIN * worst.rounding)
-    return Support(
-        "chain" if reason else "tree", reason, worst.error, worst.limit, rounding=rounding
-    )
+    kind, rounding = "chain" if reason else "tree", max(ROUNDING, MARGIN * worst.rounding)
+    return Support(kind, reason, worst.error, worst.limit, rounding)
 
 
 def _worst(model: PreTrainedModel, tree: Tree, *, chain_only: bool) -> Comparison:
@@ -300,20 +298,15 @@ def compare(
 
     rows = [nodes[0, path] for path in paths] + [torch.cat([nodes[0, kept], more[0]])]
     width = max(len(row) for row in rows)
-    linear = ids.new_zeros(len(rows), start + width)  # what is padded comes after what is compared
-    linear[:, :start] = prompt
-    for row, tokens in zip(linear, rows, strict=True):
-        row[start : start + len(tokens)] = tokens
-    heard = _heard.set([])
-    try:
+    # what is padded comes after what is compared
+    linear = pad_rows([torch.cat([prompt[0], row]).tolist() for row in rows], device)
+    rules: list[Callable[..., Tensor]] = []
+    with held(_heard, rules):
         _listen()
         positions = first_position + torch.arange(linear.shape[1], device=device)[None]
         given = {"position_ids": positions} if first_position else {}
         output = model(input_ids=linear, use_cache=False, logits_to_keep=width + 1, **given)
         logits = output.logits[:, -width - 1 :].float().to(device)
-        rules = _heard.get() or []
-    finally:
-        _heard.reset(heard)
     # the prompt's last token too: what comes after must not change it
     pairs = [
         (torch.cat([before, in_tree[path]]), logits[i, : 1 + len(path)])

@@ -323,14 +323,7 @@ def check_whole(path: Path, only: Only = lambda name, size: True) -> None:
     """
     listed = manifest.read_manifest(path, "checkpoint")["files"]
     for name, entry in listed.items():
-        file = path / name
-        if not file.is_file():
-            raise ConfigError(f"{path} lacks {name}, which its {manifest.MANIFEST} lists")
-        if (size := file.stat().st_size) != entry["size"]:
-            raise ConfigError(
-                f"{file} has {size} bytes, {manifest.MANIFEST} says {entry['size']}: an incomplete"
-                " copy?"
-            )
+        manifest.check_size(path, name, entry)
     for file in path.rglob("*"):
         name = file.relative_to(path).as_posix()
         # DeepSpeed takes whatever lies in its folder, and it is pickle
@@ -339,11 +332,8 @@ def check_whole(path: Path, only: Only = lambda name, size: True) -> None:
         if not (file.is_dir() or name in listed or harmless):
             raise ConfigError(f"{path} holds {name}, which its {manifest.MANIFEST} does not list")
     for name, entry in sorted(listed.items()):
-        if only(name, entry["size"]) and (found := _known_sha256(path / name)) != entry["sha256"]:
-            raise ConfigError(
-                f"{path / name} was changed after it was saved: sha256 {found[:12]},"
-                f" {manifest.MANIFEST} says {entry['sha256'][:12]}"
-            )
+        if only(name, entry["size"]):
+            manifest.check_sha256(path / name, _known_sha256(path / name), entry)
 
 
 def verify(path: Path, *, only: Only | None = None) -> None:
@@ -501,13 +491,10 @@ def new_checkpoint(run_dir: Path, step: int) -> Iterator[Path]:
 def _write_manifest(folder: Path) -> None:
     """List every file of a checkpoint; the ranks share the hashing out."""
     files = sorted(file for file in folder.rglob("*") if file.is_file() and file.suffix != ".md")
-    entries = {
-        file.relative_to(folder).as_posix(): {
-            "size": file.stat().st_size,
-            "sha256": _known_sha256(file),
-        }
-        for file in files[dist.rank() :: dist.world_size()]
-    }
+    entries: dict[str, dict[str, Any]] = {}
+    for file in files[dist.rank() :: dist.world_size()]:
+        entry = {"size": file.stat().st_size, "sha256": _known_sha256(file)}
+        entries[file.relative_to(folder).as_posix()] = entry
     for part in dist.gather_texts(json.dumps(entries)):
         entries |= json.loads(part)
     if dist.is_main():

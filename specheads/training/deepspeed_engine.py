@@ -133,18 +133,15 @@ def check_deepspeed(objective: nn.Module, cfg: TrainConfig) -> None:
     Raises:
         ConfigError: naming the setting.
     """
-    plain = f"optim.name={cfg.optim.name} needs deepspeed=none, as ZeRO"
+    name, stage = cfg.optim.name, Spread.from_config(cfg.deepspeed).stage
+    plain = f"optim.name={name} needs deepspeed=none, as ZeRO"
     quantised = any(map(is_quantized_linear, objective.modules()))
     refuse(
         {
-            f"{plain} flattens the matrices; add optim=adamw": cfg.optim.name == "muon",
-            f"{plain} keeps the moments in parts of its own; add optim=adamw": (
-                cfg.optim.name == "adamw8bit"
-            ),
+            f"{plain} flattens the matrices; add optim=adamw": name == "muon",
+            f"{plain} keeps the moments in parts of its own; add optim=adamw": name == "adamw8bit",
             f"model.quantization={cfg.model.quantization}: ZeRO-3 cannot spread quantised weights;"
-            " choose deepspeed=zero1 or zero2": (
-                quantised and Spread.from_config(cfg.deepspeed).stage == 3
-            ),
+            " choose deepspeed=zero1 or zero2": quantised and stage == 3,
         }
     )
 
@@ -326,9 +323,8 @@ class DeepSpeedEngine:
 
     def save(self, folder: Path) -> None:
         """Write DeepSpeed's own checkpoint."""
-        self.engine.save_checkpoint(
-            str(folder / "deepspeed"), tag="state", exclude_frozen_parameters=True
-        )
+        place = str(folder / "deepspeed")
+        self.engine.save_checkpoint(place, tag="state", exclude_frozen_parameters=True)
         if dist.is_main():
             (folder / "trained.json").write_text(json.dumps(self.names))
 

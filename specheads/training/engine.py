@@ -280,11 +280,10 @@ class TorchEngine:
         """
         manifest.check_header(folder / "model.safetensors", self.trained, exact=True)
         manifest.check_moments(folder / "optimizer.safetensors", self.trained)
-        values = manifest.read_json(
-            folder / "optimizer.json", f"{folder} is not a whole checkpoint"
-        )
+        about = folder / "optimizer.json"
+        values = manifest.read_json(about, f"{folder} is not a whole checkpoint")
         if odd := [n for n, v in values.items() if type(v) not in (bool, int, float)]:
-            raise ConfigError(f"{folder / 'optimizer.json'}: {odd[0]} must be a number")
+            raise ConfigError(f"{about}: {odd[0]} must be a number")
         weights = manifest.load_tensors(folder / "model.safetensors")
         with torch.no_grad():
             for name, parameter in self.trained.items():

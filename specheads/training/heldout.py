@@ -115,9 +115,8 @@ def _means(
     total: Counter[str] = Counter()
     objective.eval()
     for batch in batches:
-        _, metrics = objective(
-            on_device({**batch, "num_valid": num_valid}, objective.output.weight.device)
-        )
+        placed = on_device({**batch, "num_valid": num_valid}, objective.output.weight.device)
+        _, metrics = objective(placed)
         total.update({name: float(value) for name, value in metrics.items()})
     objective.train(training)
     return dict(total)

@@ -281,9 +281,8 @@ class _Training:
         with self.paused():
             with checkpoints.new_checkpoint(self.run.dir, now.step) as folder:
                 self.engine.save(folder)
-                checkpoints.save_rank(
-                    folder, self.cfg, now, position or self.stage.batches.state_dict()
-                )
+                position = position or self.stage.batches.state_dict()
+                checkpoints.save_rank(folder, self.cfg, now, position)
                 self.run.save(folder)
             self.run.saved(self.run.dir / "checkpoints" / f"step-{now.step:07d}")
             best_step = now.best_step if keep.keep_best else 0
@@ -350,9 +349,8 @@ def fit(stage: Stage, cfg: TrainConfig, run: RunLog, evaluate: Evaluate | None =
             stopping = False
             if not progress.unevaluated:  # else the run was stopped between step and evaluation
                 stopping = now.take_step(device, lambda: bool(signals.name or run.trouble))
-                progress.unevaluated = bool(evaluate) and best.due(
-                    cfg.evaluate, progress, last_step
-                )
+                due = best.due(cfg.evaluate, progress, last_step)
+                progress.unevaluated = bool(evaluate) and due
             better = False
             if evaluate and progress.unevaluated and not stopping:
                 stopping = now.evaluate(evaluate, parameters, signals)

@@ -229,9 +229,8 @@ class HeadsObjective(nn.Module):
         num_valid = num_valid_of(batch, self.num_heads)[-num_groups:]
         weights = per_label(factors, num_valid)
         offsets = range(self.num_heads + 2 - num_groups, self.num_heads + 2)
-        labels = torch.stack(
-            [shift_labels(batch["labels"], batch["segment_ids"], o).flatten() for o in offsets]
-        )
+        given = batch["labels"], batch["segment_ids"]
+        labels = torch.stack([shift_labels(*given, offset).flatten() for offset in offsets])
         places = None
         if self.heads.anchors:
             places = anchors_of(batch["input_ids"], (labels != IGNORE).any(0), self.heads.anchors)
@@ -251,6 +250,7 @@ class HeadsObjective(nn.Module):
             places: [B, A], where the heads are asked; None for everywhere.
         """
         train_base = self.train_base and torch.is_grad_enabled()
+        ids, positions = batch["input_ids"], batch["position_ids"]
         if "hidden" in batch:
             hidden = tapped = batch["hidden"]
             taps, size = self.heads.taps, self.heads.hidden_size
@@ -265,13 +265,9 @@ class HeadsObjective(nn.Module):
         else:
             assert self.base is not None
             with torch.set_grad_enabled(train_base):
-                hidden, tapped = packed_taps(
-                    self.base, batch["input_ids"], batch["position_ids"], self.heads.taps
-                )
+                hidden, tapped = packed_taps(self.base, ids, positions, self.heads.taps)
         asked = {} if places is None else {"places": places}
-        source = self.heads.contextual(
-            tapped, batch["position_ids"], batch["input_ids"], self._embed[0], **asked
-        )
+        source = self.heads.contextual(tapped, positions, ids, self._embed[0], **asked)
         same = source is hidden
         source = source.flatten(-3, -2)
         teacher = self._teacher(batch, hidden)
@@ -283,7 +279,7 @@ class HeadsObjective(nn.Module):
             source = source if same else source.index_select(-2, used)
         if places is not None:
             rows = torch.arange(len(places), device=places.device)[:, None]
-            used = (places + rows * batch["input_ids"].shape[1]).flatten().index_select(0, used)
+            used = (places + rows * ids.shape[1]).flatten().index_select(0, used)
         if used.numel() < num_rows:
             hidden = hidden.index_select(0, used)
             source = hidden if same else source
@@ -291,7 +287,7 @@ class HeadsObjective(nn.Module):
         if self.heads.sequential:
             # where head i has a label, the tokens up to it are of the same document
             ahead = torch.arange(1, self.num_heads + 1, device=used.device)
-            tokens = batch["input_ids"].flatten()[(used[:, None] + ahead).clamp_max(num_rows - 1)]
+            tokens = ids.flatten()[(used[:, None] + ahead).clamp_max(num_rows - 1)]
         return _Rows(hidden, source, labels, tokens, teacher, self._log_sum(teacher, used), used)
 
     def _teacher(self, batch: Batch, hidden: Tensor) -> Tensor | None:
@@ -325,9 +321,9 @@ class HeadsObjective(nn.Module):
         trained = self.train_base and output.weight.requires_grad
         plain = self.loss.heads == "hard" and not self.distill_base
         if self.loss.pace:
-            own = slice(-self.num_heads, None)
+            last = slice(-self.num_heads, None)
             weights = weights[:, None].repeat(1, labels.shape[1])
-            weights[own] *= paced(self._likelihoods(rows), labels[own] != IGNORE, self.loss.pace)
+            weights[last] *= paced(self._likelihoods(rows), labels[last] != IGNORE, self.loss.pace)
         if self.heads.one_matrix and trained and plain:
             # all groups in one call, so that one gradient buffer of the shared matrix exists
             features = (self._features(i, rows) for i in range(self.num_heads))
@@ -350,14 +346,11 @@ class HeadsObjective(nn.Module):
     @torch.no_grad()
     def _likelihoods(self, rows: _Rows) -> Tensor:
         """Return how likely the heads find their labels, [K, M]."""
-        return torch.stack(
-            [
-                likelihoods(
-                    self._features(i, rows), self._head_output(i), self.heads.map_labels(labels)
-                )
-                for i, labels in enumerate(rows.labels[-self.num_heads :])
-            ]
-        )
+        found = []
+        for i, labels in enumerate(rows.labels[-self.num_heads :]):
+            known = self.heads.map_labels(labels)
+            found.append(likelihoods(self._features(i, rows), self._head_output(i), known))
+        return torch.stack(found)
 
     def _head_output(self, i: int) -> Output:
         heads, base = self.heads, self.output.parts()
@@ -377,10 +370,8 @@ class HeadsObjective(nn.Module):
         if loss.heads == "hard":
             return cross_entropy(features, output, heads.map_labels(labels), weight, loss)
         teacher = rows.teacher_at(i + 1, self.output.parts(), heads.token_map)
-        weight = weight.expand_as(labels)
-        return linear_soft_loss(
-            features, output, teacher, labels, weight, self._soft, loss.chunk_size
-        )
+        given = labels, weight.expand_as(labels)
+        return linear_soft_loss(features, output, teacher, *given, self._soft, loss.chunk_size)
 
     def _features(self, i: int, rows: _Rows) -> Tensor:
         """What head i's matrix reads, [M, d_i]; its inner activations are made again in backward.

@@ -185,9 +185,8 @@ def need(load: Load, spread: Spread, world: int, *, temporaries: int = 1) -> Nee
         stepping += 4 * numbers * (temporaries == 1) + (4 * numbers if size < 4 else 0)
     elif spread.deepspeed:  # its part is one flat tensor, in float32, beside what it is made of
         reducing += size * share
-        stepping = size * share + 4 * min(share, SUB_GROUP if stage == 3 else share) * (
-            1 + temporaries
-        )
+        most = SUB_GROUP if stage == 3 else share
+        stepping = size * share + 4 * min(share, most) * (1 + temporaries)
     host = 0.0
     if spread.offload_optimizer:  # with float32 gradients, and a buffer to copy weights from
         host += optimizer + (4 + size) * share
@@ -266,11 +265,8 @@ def plan_stage(
     modules = (stage.objective, *parts.values())
     named = {p: name for m in modules for name, p in (*m.named_parameters(), *m.named_buffers())}
     frozen = [tensor for tensor in named if id(tensor) not in trained]
-    matrices = [
-        parameter
-        for parameter, name in named.items()
-        if parameter is output_weight or (parameter.dim() == 2 and "lm_head" in name)
-    ]
+    own = {id(p) for p, name in named.items() if p.dim() == 2 and "lm_head" in name}
+    matrices = [p for p in named if p is output_weight or id(p) in own]
     rows = cfg.data.rows * cfg.data.seq_len
     if cfg.loss.implementation == "naive":  # those of every head, all there until backward
         rows *= num_heads_of(stage) + 1
@@ -374,10 +370,8 @@ def optimizer_bytes(group: dict[str, Any], cfg: TrainConfig) -> int:
     name = cfg.optim.name
     if name == "muon" and not group["name"].endswith("_muon"):
         name = "adamw"
-    return sum(
-        p.numel() * optimizer_per_number(_width(p, cfg, spread), name, spread)
-        for p in group["params"]
-    )
+    sizes = ((p.numel(), _width(p, cfg, spread)) for p in group["params"])
+    return sum(count * optimizer_per_number(width, name, spread) for count, width in sizes)
 
 
 def _width(tensor: Tensor, cfg: TrainConfig, spread: Spread) -> int:
@@ -430,9 +424,8 @@ def describe_run(cfg: TrainConfig, data: Data, **parts: nn.Module) -> str:
     if isinstance(train, PackedBatches):
         rows = train.rows_per_epoch
         epochs = f"{cfg.steps * per_step / cfg.data.seq_len / rows:.2f} epochs of {rows:,} rows"
-    lines = [
-        f"{name}: {count_parameters(part) / 1e6:.2f} M parameters" for name, part in parts.items()
-    ]
+    counts = {name: count_parameters(part) / 1e6 for name, part in parts.items()}
+    lines = [f"{name}: {millions:.2f} M parameters" for name, millions in counts.items()]
     lines.append(
         f"{cfg.steps} steps of {per_step:,} tokens ({cfg.data.rows} rows of {cfg.data.seq_len}"
         f" x {cfg.optim.accumulation} micro-batches x {dist.world_size()} processes),"

@@ -139,18 +139,11 @@ def load_base(
     if train_base:
         check_tunable(model.quantization, cfg.adapter)
         check_no_cache(cfg)
-    tokenizer = bases.load_tokenizer(
-        model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
-    )
-    base = bases.load_base_model(
-        model.name,
-        revision=model.revision,
-        dtype=model.dtype,
-        device=cfg.device,
-        attn=model.attn,
-        trust_remote_code=model.trust_remote_code,
-        quantization=model.quantization,
-    )
+    trusted, which = model.trust_remote_code, model.revision
+    tokenizer = bases.load_tokenizer(model.name, revision=which, trust_remote_code=trusted)
+    how: bases.Loading = {"dtype": model.dtype, "device": cfg.device, "attn": model.attn}
+    how["trust_remote_code"] = trusted
+    base = bases.load_base_model(model.name, revision=which, quantization=model.quantization, **how)
     bases.check_tokenizer(tokenizer, base)
     output = checked_output(base, cfg.loss)
     if train_base and cfg.adapter.kind == "lora":
@@ -367,13 +360,9 @@ def check_mtp(cfg: TrainConfig) -> None:
     Raises:
         ConfigError: if an adapter has nothing to do.
     """
-    tuned = cfg.mtp.train_base
-    refuse(
-        {
-            f"adapter.kind={cfg.adapter.kind} tunes the base, which mtp.train_base=false freezes:"
-            " set mtp.train_base=true": cfg.adapter.kind != "none" and not tuned,
-        }
-    )
+    told = f"adapter.kind={cfg.adapter.kind} tunes the base, which mtp.train_base=false freezes"
+    idle = cfg.adapter.kind != "none" and not cfg.mtp.train_base
+    refuse({f"{told}: set mtp.train_base=true": idle})
 
 
 def _place(output: OutputLayer, device: str) -> torch.device:
@@ -385,13 +374,8 @@ def _start_from(cfg: TrainConfig, heads: Heads) -> None:
     start, model = shipped_export(cfg.heads.start), cfg.model
     found = load_heads(start)
     if not model.init:
-        check_digest(
-            Path(start),
-            read_config(start),
-            model.name,
-            revision=model.revision,
-            other_base=model.other_base,
-        )
+        given = Path(start), read_config(start), model.name
+        check_digest(*given, revision=model.revision, other_base=model.other_base)
     ours, theirs = (
         {name: tuple(tensor.shape) for name, tensor in each.state_dict().items()}
         for each in (heads, found)
@@ -524,14 +508,9 @@ def build_draft(
             raise ConfigError(f"draft.layers is {wanted.layers}, the base model has {total} layers")
         draft = drafts.pruned(base, wanted.keep or drafts.spread(total, wanted.layers))
     else:
-        draft = drafts.load_draft(
-            wanted.start,
-            tokenizer=tokenizer,
-            where="draft.start",
-            device="cpu",
-            attn=attn,
-            trust_remote_code=cfg.model.trust_remote_code,
-        )
+        how: bases.Loading = {"device": "cpu", "attn": attn}
+        how["trust_remote_code"] = cfg.model.trust_remote_code
+        draft = drafts.load_draft(wanted.start, tokenizer=tokenizer, where="draft.start", **how)
     draft.to(hardware.pick_device(cfg.device))  # type: ignore[arg-type]
     checked_output(draft, cfg.loss)
     context = bases.context_length(draft)

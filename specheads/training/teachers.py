@@ -156,10 +156,8 @@ def stored_teacher(
     """
     assert isinstance(batches, PackedBatches)  # check_draft has seen to it
     top_k, folder = cfg.draft.stored_top_k, Path(cfg.draft.stored).expanduser()
-    made_of = teacher_cache.computed_by(cfg.model, cfg.autocast)
-    plan = teacher_cache.plan_top_logits(
-        folder, batches.documents, made_of, vocab_size=vocab_size, top_k=top_k
-    )
+    place = folder, batches.documents, teacher_cache.computed_by(cfg.model, cfg.autocast)
+    plan = teacher_cache.plan_top_logits(*place, vocab_size=vocab_size, top_k=top_k)
     said = f"{plan.describe()}; {teacher_cache.still_missing(plan)}"
 
     def add_nothing(batch: Batch) -> Batch:

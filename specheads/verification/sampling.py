@@ -122,19 +122,13 @@ def gumbel(keys: Tensor, num: int) -> Tensor:
     """Return ``num`` standard Gumbel numbers for each key, [...] to [..., num] float32."""
     # a CPU does it in a quarter of the time by pieces that stay in its caches
     size = max(1, _PIECE // num) if keys.device.type == "cpu" else max(1, keys.numel())
-    pieces = [
-        uniform(some, num).log_().neg_().log_().neg_().float()
-        for some in keys.flatten().split(size)
-    ]
+    parts = keys.flatten().split(size)
+    pieces = [uniform(some, num).log_().neg_().log_().neg_().float() for some in parts]
     return torch.cat(pieces).view(*keys.shape, num)
 
 
 def noise_ahead(
-    seeds: Sequence[int],
-    starts: Sequence[int],
-    num: int,
-    vocab_size: int,
-    device: torch.device,
+    seeds: Sequence[int], starts: Sequence[int], num: int, vocab_size: int, device: torch.device
 ) -> Tensor:
     """Return the noise of :func:`gumbel_noise` at ``num`` positions from each row's start on.
 
