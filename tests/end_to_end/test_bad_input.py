@@ -22,8 +22,8 @@ from tests.end_to_end.commands import SHORT, on_files, start
 Start = Callable[..., tuple[int, str]]
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = (
-    "dflash", "distill", "dspark", "hydra", "medusa1", "medusa2", "medusa2_distilled", "mtp",
-    "mtp_finetune", "mtp_sequential", "pretrain",
+    "block", "dflash", "distill", "dspark", "hydra", "medusa1", "medusa2", "medusa2_distilled",
+    "mtp", "mtp_finetune", "mtp_sequential", "pretrain",
 )  # fmt: skip
 
 

@@ -466,7 +466,7 @@ def one_by_one(objective: HeadsObjective, batch: Batch, kind: str) -> Tensor:
                     features = heads.features(i, hidden[t], ahead, embed)
                     matrix = heads.output_weight(i, output.weight)
                     logits = heads.finish(torch.nn.functional.linear(features, matrix), output)
-                    right = float(logits.softmax(-1)[kept == label].sum())
+                    right = float(logits.detach().softmax(-1)[kept == label].sum())
                     reached *= (1 - pace) * right + pace
                     counts[i] += 1
                     far = distance(kind, logits, teacher[t + i + 1], label, kept)
