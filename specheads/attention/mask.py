@@ -319,17 +319,12 @@ def _install_grouped() -> None:
         folded = _folded_now()
         if (
             folded is None
-            or attention_mask is None
+            or (attention_mask is None and query.shape[2] > 1)  # causal, and not said by a mask
             or query.shape[1] == key.shape[1]
             or not _is_plain(args, kwargs)
         ):
             return stock(module, query, key, value, attention_mask, *args, **kwargs)
-        if query.device.type == "cpu":
-            output = scaled_dot_product_attention(
-                query, key, value, attention_mask, scale=scale, enable_gqa=True
-            )
-        else:
-            output = attend_folded(query, key, value, attention_mask, scale, folded)
+        output = attend_folded(query, key, value, attention_mask, scale, folded)
         return output.transpose(1, 2).contiguous(), None
 
     AttentionInterface.register("sdpa", attend)
@@ -342,7 +337,12 @@ def _is_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def attend_folded(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, folded: _Folded
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    folded: _Folded,
 ) -> Tensor:
     """Attend with the G query heads of a group one behind the other.
 
@@ -350,7 +350,7 @@ def attend_folded(
         query: [B, H * G, N, d].
         key: [B, H, L, d].
         value: [B, H, L, e].
-        mask: [B or 1, H * G or 1, N, L], bool or additive.
+        mask: [B or 1, H * G or 1, N, L], bool or additive; None lets every query see every key.
         scale: None is 1 / sqrt(d).
         folded: masks of this pass that were laid out before; most layers share one.
 
@@ -359,11 +359,13 @@ def attend_folded(
     """
     num_tokens, groups = query.shape[2], query.shape[1] // key.shape[1]
     by_group = query.unflatten(1, (-1, groups)).flatten(2, 3)  # [B, H, G * N, d]
-    # a traced pass lays the mask out in every layer: the compiler sees that it is one
-    known = (0 if torch.compiler.is_compiling() else id(mask), groups)
-    if known not in folded:
-        folded[known] = mask, _fold_mask(mask, groups)
-    output = scaled_dot_product_attention(by_group, key, value, folded[known][1], scale=scale)
+    if mask is not None:
+        # a traced pass lays the mask out in every layer: the compiler sees that it is one
+        known = (0 if torch.compiler.is_compiling() else id(mask), groups)
+        if known not in folded:
+            folded[known] = mask, _fold_mask(mask, groups)
+        mask = folded[known][1]
+    output = scaled_dot_product_attention(by_group, key, value, mask, scale=scale)
     return output.unflatten(2, (groups, num_tokens)).flatten(1, 2)
 
 

@@ -427,7 +427,7 @@ class ModelPass:
         ahead = torch.arange(num_tokens, device=self.device)[None]
         # rows that end together see each other's padding in no way: it comes after all they have
         ragged = not cache.rows.uniform or cache.rows.multiple > 1
-        with masked(None, cache) if ragged else contextlib.nullcontext():
+        with masked(None, cache) if ragged else grouped_attention():
             logits = self.model(
                 input_ids=tokens.to(self.device),
                 position_ids=self._positions(ahead),
@@ -465,8 +465,7 @@ class ModelPass:
         # a root alone behind rows of one length is a plain step
         plain = self.chain_only or (tree.num_nodes == 1 and self.cache.rows.uniform)
         with contextlib.ExitStack() as stack:
-            if not plain:
-                stack.enter_context(masked(tree, self.cache))
+            stack.enter_context(grouped_attention() if plain else masked(tree, self.cache))
             if alike:
                 stack.enter_context(ordered_attention(tree, self.cache.rows.longest))
             logits: Tensor = self.model(
