@@ -217,9 +217,10 @@ def _folded_now() -> _Folded | None:
     return _grouped_active.get()
 
 
-# Keys that are summed in one matrix product. MKL adds them one after the other, so that the zeros
-# of hidden slots change nothing, up to 384 of them; more it adds in parts that depend on the number
-KEY_BLOCK = 256
+# Keys that are summed in one matrix product, beside those of a tree. MKL adds them one after the
+# other, so that the zeros of hidden slots change nothing, up to 384 of them on Intel's processors
+# and 192 on AMD's; more it adds in parts that depend on the number
+KEY_BLOCK = 128
 # of the forward pass at hand: see attend_in_order; the mask is laid out by the first layer
 _ordered_active: ContextVar[tuple[Tensor | None, _Folded] | None] = ContextVar(
     "specheads_ordered", default=None
