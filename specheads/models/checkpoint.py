@@ -164,7 +164,7 @@ def named_tensors(heads: Heads) -> dict[str, Tensor]:
 
 
 HEADS_FILE = "model.safetensors"
-_SMALL_HEADS = 1 << 23  # parameters: 32 MB in float32
+_SMALL_HEADS = 1 << 22  # parameters: 16 MB in float32
 
 
 def load_heads_file(path: Path, config: dict[str, Any]) -> Heads:
