@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -107,20 +105,6 @@ def test_models_give_the_same_logits(
     assert calls, "transformers expands no longer: this module can go"
     calls.clear()
     with grouped_attention():
-        on_cpu = verify(name, num_rows, row_trees=num_rows > 1)
-    torch.testing.assert_close(on_cpu, stock, atol=2e-5, rtol=1e-5)
-
-    def as_elsewhere(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **kwargs: Any) -> Tensor:
-        kwargs.pop("enable_gqa")
-        return attend_folded(q, k, v, mask, kwargs["scale"], {})
-
-    with monkeypatch.context() as patch, grouped_attention():
-        original = module.scaled_dot_product_attention
-        patch.setattr(
-            module,
-            "scaled_dot_product_attention",
-            lambda *a, **k: as_elsewhere(*a, **k) if "enable_gqa" in k else original(*a, **k),
-        )
         folded = verify(name, num_rows, row_trees=num_rows > 1)
     torch.testing.assert_close(folded, stock, atol=2e-5, rtol=1e-5)
     assert not calls, "the cache was expanded"
@@ -134,6 +118,18 @@ def test_nothing_changes_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
     monkeypatch.setattr(module, "attend_folded", None)
     assert verify("llama", 1, row_trees=False).equal(before)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_no_mask_means_what_it_means_to_transformers(num_tokens: int) -> None:
+    """Prevents a prompt whose tokens see those behind them: without a mask it is causal."""
+    query, key, value = draw(2, 2, 4, num_tokens, 5)
+    attend, layer = ALL_ATTENTION_FUNCTIONS["sdpa"], nn.Module()
+    layer.num_key_value_groups = 4  # type: ignore[assignment]
+    stock, _ = attend(layer, query, key, value, None)
+    with grouped_attention():
+        ours, _ = attend(layer, query, key, value, None)
+    torch.testing.assert_close(ours, stock, atol=1e-6, rtol=1e-5)
 
 
 def test_a_mask_is_laid_out_once_per_pass() -> None:
