@@ -154,7 +154,8 @@ def decide(cfg: TrainConfig, base: PreTrainedModel, batches: object) -> TrainCon
             found["heads.lm_head"] = "pruned" if kept < vocab_size else "own"
     if "autocast" in open_now:
         dtype = str(hardware.faster_dtype(output_device)).removeprefix("torch.")
-        found["autocast"] = "none" if cfg.model.dtype != "float32" or dtype == "float32" else dtype
+        without = dtype == "float32" or cfg.model.dtype == "float16"
+        found["autocast"] = "none" if without else dtype  # heads are float32, whatever the base is
         said.append(f"autocast {found['autocast']}")
     if "features.dir" in open_now:
         found["features.dir"], why = _features(_filled(cfg, found), base, packed)
