@@ -132,8 +132,9 @@ def noise_ahead(
 ) -> Tensor:
     """Return the noise of :func:`gumbel_noise` at ``num`` positions from each row's start on.
 
-    With small vocabularies it is made for many positions at once and kept: two dozen operations on
-    a few hundred numbers cost as much as on some thousands.
+    It is kept, as the trees of two steps share most of their positions, and with small vocabularies
+    made for many positions at once: two dozen operations on a few hundred numbers cost as much as
+    on some thousands.
 
     Args:
         seeds: [B], of each row.
@@ -145,24 +146,22 @@ def noise_ahead(
     Returns:
         [B, num, V] float32.
     """
-    size = min(64, _KEPT_NOISE // vocab_size)
-    if size < 2 * num or 2 * len(starts) > _KEPT_BLOCKS:
+    size = max(1, min(64, _KEPT_NOISE // vocab_size))
+    if len(starts) * (2 + (num - 1) // size) > _KEPT_BLOCKS:
         positions = torch.tensor(starts, device=device)[:, None] + torch.arange(num, device=device)
         return gumbel_noise(0, positions, vocab_size, seeds)
     pieces = []
     for seed, start in zip(seeds, starts, strict=True):
-        block, first = divmod(start, size)
-        noise = _noise_block(seed, block, size, vocab_size, device)[first : first + num]
-        if len(noise) < num:
-            following = _noise_block(seed, block + 1, size, vocab_size, device)
-            noise = torch.cat([noise, following[: num - len(noise)]])
-        pieces.append(noise)
+        blocks = range(start // size, (start + num - 1) // size + 1)
+        made = [_noise_block(seed, block, size, vocab_size, device) for block in blocks]
+        whole = torch.cat(made) if len(made) > 1 else made[0]
+        pieces.append(whole[start % size :][:num])
     return torch.stack(pieces) if len(pieces) > 1 else pieces[0][None]
 
 
 _PIECE = 1 << 16  # numbers that are made together on a CPU
-_KEPT_NOISE = 1 << 14  # numbers per block
-_KEPT_BLOCKS = 64  # of two per row, as a text soon reaches the next one
+_KEPT_NOISE = 1 << 14  # numbers per block, or those of one position
+_KEPT_BLOCKS = 64
 
 
 @lru_cache(maxsize=_KEPT_BLOCKS)
