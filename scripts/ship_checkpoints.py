@@ -8,6 +8,7 @@ were measured at and the record of the training are kept. A folder that is there
 train them again stands in data/checkpoints/README.md, and in scripts/bench_full.py as commands.
 """
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,7 +22,13 @@ from specheads.models.checkpoint import load_export, load_heads, read_config, sa
 from specheads.models.draft import save_draft
 from specheads.models.manifest import read_provenance
 
-RUNS = {"hydra": "hydra", "medusa1": "medusa1", "draft": "distill", "mtp_byte": "mtp"}
+RUNS = {
+    "smollm2": "smollm2",
+    "hydra": "hydra",
+    "medusa1": "medusa1",
+    "draft": "distill",
+    "mtp_byte": "mtp",
+}
 DTYPE = "bfloat16"
 UNSET = "Not set: the model was trained from scratch."  # of a card without a base model
 LICENCE = (
@@ -41,7 +48,7 @@ class Settings:
 
     runs: Path = Path("runs")
     out: Path = Path("data/checkpoints")
-    only: tuple[Literal["hydra", "medusa1", "draft", "mtp_byte"], ...] = tuple(RUNS)
+    only: tuple[Literal["smollm2", "hydra", "medusa1", "draft", "mtp_byte"], ...] = tuple(RUNS)
     cards: bool = False
 
 
@@ -53,6 +60,8 @@ def ship_export(source: Path, target: Path) -> None:
     tree = Tree.from_choices(measured["choices"])
     save_export(target, load_heads(source), tokenizer, tree, info, tuned_base=tuned, dtype=DTYPE)
     set_tree(target, tree, measured["expected_accept_length"], measured["measured_on"])
+    if info["base"]["name"] == "smollm2":  # held-out questions that the base wrote itself
+        shutil.copy(source.parent / "prompts.jsonl", target)
 
 
 def ship_draft(source: Path, target: Path) -> None:

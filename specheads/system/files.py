@@ -46,20 +46,10 @@ def tinycode_dir() -> Path:
 
 
 def shipped_export(checkpoint: str) -> str:
-    """Return the folder of the heads that ship for ``smollm2``; any other checkpoint as it is.
-
-    Raises:
-        ConfigError: if there are none in this version.
-    """
+    """Return the folder of the heads that ship for ``smollm2``; any other checkpoint as it is."""
     if checkpoint != "smollm2":
         return checkpoint
-    try:
-        return str(_shipped("checkpoints/smollm2", "data/checkpoints/smollm2"))
-    except FileNotFoundError:
-        raise ConfigError(
-            "checkpoint=smollm2: this version ships no heads for smollm2 yet; train some with"
-            " +recipe=hydra model=smollm2"
-        ) from None
+    return str(_shipped("checkpoints/smollm2", "data/checkpoints/smollm2"))
 
 
 def check_folder(key: str, path: str | Path) -> Path:

@@ -16,7 +16,7 @@ from specheads.models.manifest import check_manifest
 from specheads.verification.sampling import Sampler
 
 SHIPPED = Path(__file__).parents[2] / "data" / "checkpoints"
-NAMES = ("hydra", "medusa1", "draft", "mtp_byte")
+NAMES = ("smollm2", "hydra", "medusa1", "draft", "mtp_byte")
 PROMPT = "Write the next statement.\ndef add(a, b):\n    total = a + b\n"
 
 
@@ -63,11 +63,9 @@ def test_folder_is_whole(name: str, tmp_path: Path) -> None:
 def test_cards_name_the_licence(name: str) -> None:
     """Weights that go round without a licence are nobody's to use."""
     text = (SHIPPED / name / "README.md").read_text()
-    front = text.split("---")[1]
-    assert (
-        re.findall("^license: (.*)$", front, re.MULTILINE) == ['"other"']
-        and "\n## Licence\n\nother: " in text
-    )
+    front, licence = text.split("---")[1], "apache-2.0" if name == "smollm2" else "other"
+    assert re.findall("^license: (.*)$", front, re.MULTILINE) == [f'"{licence}"']
+    assert f"\n## Licence\n\n{licence}: " in text
     assert not re.search(rf"Not set|/tmp/|/home/|{re.escape(str(SHIPPED.parents[1]))}", text)
 
 
@@ -81,7 +79,7 @@ def test_sizes_are_those_of_the_table() -> None:
     assert {path.name for path in SHIPPED.iterdir() if path.is_dir()} == set(NAMES)
     rows = re.findall(r"^\| `(\w+)` \| [^|]* \| ([\d.]+) \|", table, re.MULTILINE)
     assert rows == [(name, f"{found[name] / 1e6:.1f}") for name in NAMES]
-    assert sum(found.values()) < 30e6
+    assert found["smollm2"] <= 20e6 and sum(found.values()) < 50e6
 
 
 def test_heads_on_the_embedded_base(tinycode_heads: Subject) -> None:
