@@ -377,5 +377,6 @@ def _fold_mask(mask: Tensor, groups: int) -> Tensor:
         mask = mask[:, :, None].expand(-1, -1, groups, -1, -1)
     else:
         mask = mask.unflatten(1, (-1, groups))
-    aligned = pad(mask, (0, -num_slots % _ALIGNMENT))[..., :num_slots]
-    return aligned.flatten(2, 3)
+    if mask.device.type != "cpu":  # there it would be one more shape to compile for
+        mask = pad(mask, (0, -num_slots % _ALIGNMENT))[..., :num_slots]
+    return mask.flatten(2, 3)
