@@ -161,7 +161,7 @@ def noise_ahead(
 
 _PIECE = 1 << 16  # numbers that are made together on a CPU
 _KEPT_NOISE = 1 << 14  # numbers per block, or those of one position
-_KEPT_BLOCKS = 64
+_KEPT_BLOCKS = 64  # of 150,000 numbers they are 40 MB
 
 
 @lru_cache(maxsize=_KEPT_BLOCKS)

@@ -111,7 +111,7 @@ def test_drawing_a_tree_is_drawing_its_nodes(temperature: float) -> None:
     assert found.equal(drawn(sampler, logits, positions))
 
 
-@pytest.mark.parametrize("vocab_size", [5, 300, 9000])
+@pytest.mark.parametrize("vocab_size", [5, 300, 9000, 20_000])
 def test_noise_made_ahead_is_the_positions_own(vocab_size: int) -> None:
     """Prevents another text where a block of kept noise ends, or for another row of a batch."""
     for num in (1, 5):
