@@ -28,6 +28,7 @@ from specheads.models.manifest import (
     refuse_kernels,
 )
 from specheads.models.names import resolve_name
+from specheads.models.packed import pack_linears
 from specheads.models.quantize import bnb_config, check_own_quantization, prepare_quantized
 from specheads.system import hardware
 
@@ -145,7 +146,10 @@ def load_base_model(
             )
     if quantized:
         prepare_quantized(model)
-    return model.eval() if device_map else model.eval().to(device)
+    if device_map:
+        return model.eval()
+    pack_linears(model.eval().to(device))
+    return model
 
 
 def load_config(

@@ -52,6 +52,7 @@ from specheads.models.manifest import (
 )
 from specheads.models.mtp import MtpHeads
 from specheads.models.names import OURS, base_digest, resolve_name
+from specheads.models.packed import pack_linears
 from specheads.models.quantize import METHODS, quantization_of
 from specheads.system.files import shipped_export, whole_folder
 from specheads.system.redact import redact
@@ -214,7 +215,8 @@ def as_loaded(heads: Heads, base: PreTrainedModel, dtype: torch.dtype | None = N
     small = sum(parameter.numel() for parameter in heads.parameters()) <= _SMALL_HEADS
     if small and place.type == "cpu" and dtype.itemsize < 4:
         dtype = torch.float32
-    return heads.to(device=place, dtype=dtype).eval()
+    pack_linears(heads.to(device=place, dtype=dtype).eval())
+    return heads
 
 
 FORMAT_VERSION = 1

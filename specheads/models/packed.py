@@ -1,0 +1,90 @@
+"""Products of few rows with a matrix that lies in memory as a CPU's kernel reads it.
+
+oneDNN multiplies bfloat16 in blocks of its own, and for a weight that lies as torch keeps it, it
+copies these blocks together in every call. For the few rows of a decoding step that takes longer
+than the product. Laid out once, by torch's ``mkldnn`` operators, a pass over one token takes three
+quarters of its time and one over a tree's nodes less than two thirds, with the same bits
+(``scripts/bench_packed.py``). The second copy needs as much memory as the weights.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# The copies may take this part of the machine's memory.
+MOST_MEMORY = 1 / 8
+# A pass over more rows than these does not lay weights out: it gains little, and may be the only
+# kind there is, as where features are collected.
+MOST_ROWS = 256
+# What oneDNN is told of the number of rows, which decides the layout; others may follow.
+_FEW_ROWS = 16
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer that multiplies with such a copy of its weight, where nothing is trained.
+
+    The copy is made by the first pass over few rows in which no gradients are formed, and again
+    where the weight was replaced, moved or written to since. What is written through ``.data``
+    alone is seen by no counter; but every pass that forms gradients drops the copy.
+    """
+
+    _packed: tuple[tuple[int, int], Tensor] | None = None
+
+    def forward(self, input: Tensor) -> Tensor:  # the name that torch gives it
+        """Map [..., in] to [..., out]."""
+        if torch.compiler.is_compiling():
+            return super().forward(input)
+        if torch.is_grad_enabled():
+            self._packed = None
+            return super().forward(input)
+        weight = self.weight
+        if input.dtype != weight.dtype or not _is_ours(weight):
+            return super().forward(input)
+        state = weight.data_ptr(), weight._version
+        if self._packed is None or self._packed[0] != state:
+            if input.numel() > MOST_ROWS * self.in_features:
+                return super().forward(input)
+            self._packed = state, torch.ops.mkldnn._reorder_linear_weight(weight, _FEW_ROWS)
+        made: Tensor = torch.ops.mkldnn._linear_pointwise(
+            input, self._packed[1], self.bias, "none", [], ""
+        )
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is copied with the layer: the copy has no storage that could be."""
+        return {key: value for key, value in self.__dict__.items() if key != "_packed"}
+
+
+def pack_linears(module: nn.Module) -> None:
+    """Let linear layers in bfloat16 on a CPU multiply with packed weights, where memory allows it.
+
+    Layers of classes of their own, which may compute otherwise, stay as they are.
+
+    Args:
+        module: a model or heads, where and as they will be used; changed in place.
+    """
+    if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        return
+    layers = [part for part in module.modules() if type(part) is nn.Linear]
+    layers = [layer for layer in layers if _is_ours(layer.weight)]
+    size = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
+    if size <= MOST_MEMORY * _physical_memory():
+        for layer in layers:
+            layer.__class__ = PackedLinear
+
+
+def _is_ours(weight: Tensor) -> bool:
+    # what was made in inference mode counts no writes
+    return weight.dtype == torch.bfloat16 and weight.is_cpu and not weight.is_inference()
+
+
+def _physical_memory() -> int:
+    """Return the machine's memory in bytes, 0 where the system does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return 0

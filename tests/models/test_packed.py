@@ -1,0 +1,126 @@
+"""Products with packed weights are those of torch, whatever happens to the weights in between."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from specheads.models import packed
+from specheads.models.packed import PackedLinear, pack_linears
+
+pytestmark = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bfloat16 here"
+)
+
+
+def _layer(*, bias: bool = True) -> PackedLinear:
+    torch.manual_seed(0)
+    layer = nn.Linear(96, 160, bias=bias).to(torch.bfloat16).eval()
+    pack_linears(layer)
+    assert isinstance(layer, PackedLinear)
+    return layer
+
+
+def _close(layer: nn.Linear, x: Tensor) -> bool:
+    """Tell whether the layer's products are those with its weight as it is now."""
+    expected = nn.functional.linear(
+        x.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double()
+    )
+    with torch.no_grad():
+        return torch.allclose(layer(x).double(), expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1, 1, 96), (1, 12, 96), (3, 5, 96), (7, 96), (96,), (0, 96)])
+def test_products_are_right_for_every_shape(shape: tuple[int, ...], bias: bool) -> None:
+    """Prevents a layout made for some number of rows from giving other rows wrong numbers."""
+    layer = _layer(bias=bias)
+    _close(layer, torch.randn(2, 96, dtype=torch.bfloat16))  # lays it out
+    assert layer._packed is not None
+    x = torch.randn(shape, dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert layer(x).shape == (*shape[:-1], 160)
+    assert _close(layer, x)
+
+
+def _in_place(layer: nn.Linear) -> None:
+    with torch.no_grad():
+        layer.weight.mul_(-2)
+
+
+def _replaced(layer: nn.Linear) -> None:
+    layer.weight = nn.Parameter(-layer.weight.detach())
+
+
+def _loaded(layer: nn.Linear) -> None:
+    layer.load_state_dict({key: -value for key, value in layer.state_dict().items()})
+
+
+def _stepped(layer: nn.Linear) -> None:
+    layer(torch.ones(1, 96, dtype=torch.bfloat16)).sum().backward()
+    torch.optim.SGD(layer.parameters(), lr=1.0).step()
+
+
+def _behind_the_counter(layer: nn.Linear) -> None:
+    layer(torch.ones(1, 96, dtype=torch.bfloat16)).sum().backward()
+    layer.weight.data.mul_(-2)  # as DeepSpeed's optimizers write
+
+
+def _wider(layer: nn.Linear) -> None:
+    layer.float()
+
+
+@pytest.mark.parametrize(
+    "change", [_in_place, _replaced, _loaded, _stepped, _behind_the_counter, _wider]
+)
+def test_a_changed_weight_is_not_multiplied_as_it_was(change: Callable[[nn.Linear], None]) -> None:
+    """Prevents figures of a base in training that are those of the base it was before."""
+    layer = _layer()
+    assert _close(layer, torch.randn(4, 96, dtype=torch.bfloat16))
+    change(layer)
+    assert _close(layer, torch.randn(4, 96, dtype=layer.weight.dtype))
+
+
+def test_gradients_are_formed_as_ever() -> None:
+    """Prevents heads behind the base's output matrix from learning nothing, without an error."""
+    layer, x = _layer(), torch.randn(4, 96, dtype=torch.bfloat16, requires_grad=True)
+    assert _close(layer, x.detach())
+    layer(x).sum().backward()
+    assert x.grad is not None and torch.equal(
+        x.grad, layer.weight.detach().float().sum(0).bfloat16().expand(4, -1)
+    )
+
+
+def test_a_copy_has_all_but_the_packed_weight() -> None:
+    """Prevents torch's refusal to copy what oneDNN keeps, where a base is copied to measure it."""
+    layer, x = _layer(), torch.randn(4, 96, dtype=torch.bfloat16)
+    assert _close(layer, x)
+    other = copy.deepcopy(layer)
+    assert other._packed is None and _close(other, x)
+    assert other.state_dict().keys() == {"weight", "bias"}
+
+
+def test_only_plain_layers_in_bfloat16_within_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents a layer that computes otherwise from being replaced, and a machine from swapping."""
+
+    class Other(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 1
+
+    parts = nn.Sequential(Other(8, 8), nn.Linear(8, 8)).to(torch.bfloat16)
+    parts.append(nn.Linear(8, 8))
+    pack_linears(parts)
+    assert [type(part) for part in parts] == [Other, PackedLinear, nn.Linear]
+    monkeypatch.setattr(packed, "_physical_memory", lambda: 8 * 8 * 8)
+    large = nn.Linear(8, 8).to(torch.bfloat16)
+    pack_linears(large)
+    assert type(large) is nn.Linear
+
+
+def test_many_rows_alone_lay_nothing_out() -> None:
+    """Prevents a run that collects features from holding its base twice for nothing."""
+    layer = _layer()
+    assert _close(layer, torch.randn(packed.MOST_ROWS + 1, 96, dtype=torch.bfloat16))
+    assert layer._packed is None
