@@ -53,6 +53,7 @@ class Settings:
 def unpacked(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy that multiplies as torch does."""
     other = copy.deepcopy(model)
+    layer: Any
     for layer in other.modules():
         if isinstance(layer, PackedLinear):
             layer.__class__ = nn.Linear
