@@ -10,6 +10,7 @@ a machine that is not idle the times mean nothing.
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,8 @@ class Settings:
 def unpacked(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy that multiplies as torch does."""
     other = copy.deepcopy(model)
-    layer: Any
-    for layer in other.modules():
-        if isinstance(layer, PackedLinear):
-            layer.__class__ = nn.Linear
+    for layer in [each for each in other.modules() if isinstance(each, PackedLinear)]:
+        layer.forward = partial(nn.Linear.forward, layer)  # type: ignore[method-assign]
     return other
 
 

@@ -41,8 +41,9 @@ from specheads.models.base import Embed
 from specheads.models.blocks import Markov, ZeroLinear, normalised
 from specheads.models.head_cache import Slots, rotated
 from specheads.models.heads import Steps
-from specheads.models.kinds import Begin, Heads, multiplied
+from specheads.models.kinds import Begin, Heads
 from specheads.models.output import FINAL, LAYER, OutputLayer, final_norm, num_layers
+from specheads.models.packed import product
 from specheads.system.errors import at_least, check, one_of
 
 FORMS = ("joined", "published")
@@ -531,8 +532,7 @@ class BlockHeads(nn.Module, Heads):
     @torch.no_grad()
     def own_products(self, output: OutputLayer) -> Callable[[Tensor], Tensor]:
         """Return a function from what ``contextual`` makes [K, ..., d] to products [K, ..., V']."""
-        matrix = self.shared_rows(output.weight)
-        return torch.no_grad()(lambda hidden: multiplied(hidden, [matrix] * self.num_heads))
+        return torch.no_grad()(product(self.shared_rows(output.weight)))
 
     def steps(self, output: OutputLayer, embed: Embed | None, depth: int) -> Callable[[], Begin]:
         """Return how a step is begun from what the cache last returned; for a Markov correction.
@@ -550,7 +550,8 @@ class BlockHeads(nn.Module, Heads):
             cast(Tensor, each[name].weight) for name in ("k_proj", "v_proj") for each in attention
         ]
         slots = Slots(self.num_inner, self._table)
-        return BlockCache(self, self.required(embed), torch.cat(parts), slots, (0,) * num_rows)
+        made = product(torch.cat(parts))
+        return BlockCache(self, self.required(embed), made, slots, (0,) * num_rows)
 
     def _table(self, capacity: int) -> Tensor:
         return self.waves(torch.arange(capacity, device=self.fc.weight.device))
@@ -563,14 +564,14 @@ class BlockCache:
     Attributes:
         heads: whose.
         embed: the base's input embedding.
-        matrix: [2 * L * H * h, d], keys of all layers, then values: one product for all.
+        product: makes keys of all layers, then values, [..., 2 * L * H * h], of states [..., d].
         slots: keys, rotated, and values per layer, [B, H, C, h].
         lengths: per row the positions read.
     """
 
     heads: BlockHeads
     embed: Embed
-    matrix: Tensor
+    product: Callable[[Tensor], Tensor]
     slots: Slots
     lengths: tuple[int, ...]
 
@@ -596,7 +597,7 @@ class BlockCache:
         starts = torch.tensor(self.lengths, device=device)[:, None]
         waves = self.slots.waves[:, starts + torch.arange(num_new, device=device)]
         width = heads.form.head_dim
-        both = F.linear(context, self.matrix).unflatten(-1, (2 * heads.num_inner, -1, width))
+        both = self.product(context).unflatten(-1, (2 * heads.num_inner, -1, width))
         parts = both.permute(2, 0, 3, 1, 4).unbind()  # 2 * L times [B, H, T, h]
         for layer, cache, k, v in zip(
             heads.layers, self.slots.layers, parts[: heads.num_inner], parts[heads.num_inner :],

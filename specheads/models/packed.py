@@ -10,9 +10,11 @@ quarters of its time and one over a tree's nodes less than two thirds, with the 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 # The copies may take this part of the machine's memory.
@@ -48,11 +50,8 @@ class PackedLinear(nn.Linear):
         if self._packed is None or self._packed[0] != state:
             if input.numel() > MOST_ROWS * self.in_features:
                 return super().forward(input)
-            self._packed = state, torch.ops.mkldnn._reorder_linear_weight(weight, _FEW_ROWS)
-        made: Tensor = torch.ops.mkldnn._linear_pointwise(
-            input, self._packed[1], self.bias, "none", [], ""
-        )
-        return made
+            self._packed = state, _laid_out(weight)
+        return _multiplied(input, self._packed[1], self.bias)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is copied with the layer: the copy has no storage that could be."""
@@ -67,7 +66,7 @@ def pack_linears(module: nn.Module) -> None:
     Args:
         module: a model or heads, where and as they will be used; changed in place.
     """
-    if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+    if not _has_kernel():
         return
     layers = [part for part in module.modules() if type(part) is nn.Linear]
     layers = [layer for layer in layers if _is_ours(layer.weight)]
@@ -75,6 +74,33 @@ def pack_linears(module: nn.Module) -> None:
     if size <= MOST_MEMORY * _physical_memory():
         for layer in layers:
             layer.__class__ = PackedLinear
+
+
+def product(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return the map from [..., in] to the product with ``weight`` [out, in], which stays as it is.
+
+    What it maps may have another dtype than the weight, and forms no gradient.
+    """
+    weight = weight.detach()
+    if weight.dtype != torch.bfloat16 or not weight.is_cpu or not _has_kernel():
+        return lambda x: F.linear(x.to(weight.dtype), weight)
+    packed = _laid_out(weight)
+    return lambda x: _multiplied(x.to(weight.dtype), packed, None)
+
+
+def _laid_out(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _FEW_ROWS)
+    return packed
+
+
+def _multiplied(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    made: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return made
+
+
+def _has_kernel() -> bool:
+    here = torch.backends.mkldnn.is_available()
+    return here and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _is_ours(weight: Tensor) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from specheads.models import packed
-from specheads.models.packed import PackedLinear, pack_linears
+from specheads.models.packed import PackedLinear, pack_linears, product
 
 pytestmark = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bfloat16 here"
@@ -124,3 +124,14 @@ def test_many_rows_alone_lay_nothing_out() -> None:
     layer = _layer()
     assert _close(layer, torch.randn(packed.MOST_ROWS + 1, 96, dtype=torch.bfloat16))
     assert layer._packed is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_product_alone_is_the_layers(dtype: torch.dtype) -> None:
+    """Prevents heads that share rows of the base's matrix from guessing by other numbers."""
+    torch.manual_seed(0)
+    weight = torch.randn(160, 96).to(dtype)
+    x = torch.randn(5, 1, 96)
+    expected = nn.functional.linear(x.to(dtype).double(), weight.double())
+    assert torch.allclose(product(weight)(x).double(), expected, rtol=1e-2, atol=1e-2)
+    assert torch.allclose(product(weight.t().contiguous().t())(x).double(), expected, atol=1e-1)
