@@ -193,7 +193,7 @@ class ToyDrafter:
     Args:
         model: the distributions that children are drawn from.
         tree: ranks are draw order.
-        sampling: "without_replacement", "top_and_one" or "none" (the most likely tokens).
+        sampling: "without_replacement" or "none" (the most likely tokens).
         shared: every parent of a level has the same draws, and a distribution that depends on the
             root's context alone, as parallel heads have it. Else each parent draws anew.
     """
@@ -238,14 +238,8 @@ class ToyDrafter:
         self, contexts: Tensor, num: int, chance: Outcomes, place: int
     ) -> tuple[Tensor, Tensor]:
         probs = self.model.probs(contexts)
-        order = probs.argsort(-1, descending=True)
         if self.sampling == "none":
-            return order[:, :num], probs
-        best = order[:, : num - 1]
-        if self.sampling == "top_and_one":
-            probs = without_tokens(probs, best)
-            drawn = chance.draw(probs, DRAFT_SITES * (place + 1))
-            return torch.cat([drawn[:, None], best], dim=1), probs
+            return probs.argsort(-1, descending=True)[:, :num], probs
         left, tokens = probs, []
         for i in range(num):
             tokens.append(chance.draw(left, DRAFT_SITES * (place + 1) + i))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specheads.attention.tree import Tree
 from specheads.drafters.contract import Candidates, Prefill, StepResult
-from specheads.verification.acceptance import sample_siblings, sample_top_and_one
+from specheads.verification.acceptance import sample_siblings
 from specheads.verification.sampling import Sampler, draft_noise, gumbel_noise
 
 
@@ -42,7 +42,7 @@ class SampledDrafter:
     Args:
         tree: ranks are draw order.
         vocab_size: V.
-        sampling: "without_replacement", "top_and_one", "chain", or "none" for the best.
+        sampling: "without_replacement", "chain", or "none" for the best.
         seed: of the draws; row b uses ``seed + b``.
         shared: the token is the root, and all parents of a level have the same draws, as with
             parallel heads. Else it is the parent, and each parent draws anew.
@@ -83,11 +83,8 @@ class SampledDrafter:
             # parents of one level with one noise draw the same tokens
             draws = noise[:, depth if self.shared else node]
             probs = self.probs[depth][seen]
-            if self.sampling == "top_and_one":
-                drawn, probs = sample_top_and_one(probs, len(children), draws)
-            else:
-                by_rank = self.sampling == "none"
-                drawn = sample_siblings(probs, len(children), 0 * draws if by_rank else draws)
+            by_rank = self.sampling == "none"
+            drawn = sample_siblings(probs, len(children), 0 * draws if by_rank else draws)
             tokens[:, children], draft_probs[:, node] = drawn, probs
         if self.sampling == "none":
             return Candidates(tokens, tree)

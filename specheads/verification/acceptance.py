@@ -20,7 +20,7 @@ from specheads.system.errors import check, one_of
 from specheads.verification.sampling import Chance
 
 # how the children of a node came about; in every case siblings stand in the order of the tests
-SAMPLINGS = ("none", "without_replacement", "top_and_one", "chain")
+SAMPLINGS = ("none", "without_replacement", "chain")
 
 
 def walk(tokens: Tensor, tree: Tree | RowTrees, base_tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,11 +152,6 @@ def reject(
 
     * ``without_replacement``: drawn from q without the refused x, normalised (Sequoia,
       arXiv:2402.12374; recursive rejection sampling, arXiv:2402.14160).
-    * ``top_and_one``: the first child was drawn from q, which is zero at its siblings; the others
-      are the drafter's best tokens and count as point masses: accepted with probability r(x), else
-      r(x) becomes 0. The sampled child must be tested first: the other order is exact too, but
-      accepts much less. A node all of whose children are deterministic has a one-hot q at the
-      first. Numbers of children may differ between nodes.
     * ``chain``: one child each; plain speculative sampling (arXiv:2211.17192).
     * ``none``: all are point masses, ``draft_probs`` is not needed. As :func:`walk` in
       distribution, which does the same with less work.
@@ -197,25 +192,18 @@ def reject(
     check(given, "draft_probs", draft_probs, f"given for sampling {sampling!r}")
     parents = batched(tree, tree.parents)
     at = torch.zeros_like(tokens[:, 0])  # [B], where each row stands
-    untested = torch.ones_like(at, dtype=torch.bool)  # none of its children has been tested
     residual = base_probs[:, 0]
-    draft = None if draft_probs is None else draft_probs[:, 0]
+    draft = None if draft_probs is None or sampling == "none" else draft_probs[:, 0]
     # nodes are sorted by depth, so one pass meets the children of every node on the way in order
     for node in range(1, tree.num_nodes):
         token = tokens[:, node]
-        is_child = parents[:, node] == at
-        tested = is_child & (token >= 0)
+        tested = (parents[:, node] == at) & (token >= 0)
         if tokens.device.type == "cpu" and not tested.any():  # elsewhere asking costs more
-            untested = untested & ~is_child
             continue
         index = token.clamp(min=0)[:, None]
-        drawn_from = torch.zeros_like(residual).scatter(1, index, 1.0)
-        if draft is not None and sampling == "without_replacement":
-            drawn_from = draft
-        elif draft is not None and sampling != "none":
-            # only the first sibling was drawn from it: what was refused says nothing of the others,
-            # which would have stood here whatever was drawn
-            drawn_from = torch.where(untested[:, None], draft, drawn_from)
+        drawn_from = draft
+        if drawn_from is None:  # a point mass
+            drawn_from = torch.zeros_like(residual).scatter(1, index, 1.0)
         drawn_from = drawn_from * lenience
         ratio = (residual.gather(1, index) / drawn_from.gather(1, index))[:, 0]
         ratio = ratio.clamp(max=1.0).nan_to_num(0.0)  # 0 / 0 is a token that cannot be
@@ -226,7 +214,6 @@ def reject(
         if draft is not None and draft_probs is not None:
             draft = torch.where(refused, without(draft, index), draft)
             draft = torch.where(accepted[:, None], draft_probs[:, node], draft)
-        untested = (untested & ~is_child) | accepted
         at = torch.where(accepted, node, at)
     path, num_accepted = path_to(tree, at)
     return path, num_accepted, chance.draw(residual, 0)
@@ -324,27 +311,6 @@ def sample_siblings(draft_probs: Tensor, num_siblings: int, noise: Tensor) -> Te
     scores = draft_probs.log() + noise
     best = scores.topk(num_siblings, dim=-1)
     return best.indices.masked_fill(best.values == float("-inf"), -1)
-
-
-def sample_top_and_one(
-    draft_probs: Tensor, num_siblings: int, noise: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Take the n - 1 most likely tokens and draw one of the others.
-
-    Args:
-        draft_probs: [..., V].
-        num_siblings: n, at least 1.
-        noise: [..., V] Gumbel noise; of a stream that no acceptance rule uses.
-
-    Returns:
-        tokens: [..., n], first the one that was drawn (-1 where no other has positive
-            probability), then the most likely in order.
-        rest_probs: [..., V], what it was drawn from: the ``draft_probs`` of the rule.
-    """
-    best = draft_probs.topk(num_siblings - 1, dim=-1).indices
-    rest = draft_probs.scatter(-1, best, 0.0)
-    rest = normalise(rest, rest)
-    return torch.cat([sample_siblings(rest, 1, noise), best], dim=-1), rest
 
 
 def typical(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specheads.attention.tree import RowTrees, Tree
 from specheads.verification import acceptance
-from specheads.verification.acceptance import block, reject, sample_siblings, sample_top_and_one
+from specheads.verification.acceptance import block, reject, sample_siblings
 from tests.enumeration import (
     Outcomes,
     Rule,
@@ -63,9 +63,6 @@ CASES = {
     "shared siblings": (by("without_replacement"), WIDE, "without_replacement", True, 5),
     "mixed": (by("without_replacement"), MIXED, "without_replacement", False, 3),
     "shared mixed": (by("without_replacement"), MIXED, "without_replacement", True, 4),
-    "top and one": (by("top_and_one"), WIDE, "top_and_one", False, 5),
-    "shared top and one": (by("top_and_one"), WIDE, "top_and_one", True, 4),
-    "mixed top and one": (by("top_and_one"), MIXED, "top_and_one", False, 4),
     "point masses": (by("none"), MIXED, "none", False, 4),
 }
 
@@ -119,9 +116,9 @@ def test_a_broken_rule_shows(name: str, broken: str, monkeypatch: pytest.MonkeyP
     assert error(rule, tree, sampling, shared=shared) > BROKEN
 
 
-@pytest.mark.parametrize("sampling", ["without_replacement", "top_and_one"])
-def test_the_order_of_siblings_shows(sampling: str) -> None:
+def test_the_order_of_siblings_shows() -> None:
     """Prevents drafters and rules that disagree about which sibling was drawn first."""
+    sampling = "without_replacement"
     assert error(by(sampling), FLAT, sampling, vocab_size=4) < EXACT
     assert error(swapped(by(sampling)), FLAT, sampling, vocab_size=4) > BROKEN
 
@@ -129,9 +126,7 @@ def test_the_order_of_siblings_shows(sampling: str) -> None:
 def test_taking_one_way_of_sampling_for_another_shows() -> None:
     """Prevents top-k guesses treated as samples, the commonest error of public code."""
     assert error(by("without_replacement"), FLAT, "none", vocab_size=4) > BROKEN
-    assert error(by("without_replacement"), FLAT, "top_and_one", vocab_size=4) > BROKEN
     # what is drawn independently of the base model may always count as a point mass
-    assert error(by("top_and_one"), FLAT, "without_replacement", vocab_size=4) < EXACT
     assert error(by("none"), FLAT, "without_replacement") < EXACT
 
 
@@ -175,41 +170,6 @@ def test_block_accepts_more_than_token_by_token() -> None:
 
 BASE = [0.05, 0.3, 0.1, 0.15, 0.02, 0.18, 0.2]
 DRAFT = [0.3, 0.25, 0.17, 0.1, 0.08, 0.06, 0.04]
-
-
-@pytest.mark.parametrize("num", [1, 2, 3])
-def test_top_and_one_accepts_what_the_formula_says(num: int) -> None:
-    """Prevents the sampled token being tested last, which is exact and accepts much less."""
-    tree = Tree.from_choices([(rank,) for rank in range(num)])
-    rest = sum(DRAFT[num - 1 :])
-    expected = sum(BASE[: num - 1])
-    expected += sum(
-        min(p, q / rest) for p, q in zip(BASE, DRAFT, strict=True) if q <= DRAFT[num - 1]
-    )
-    got = mean_accepted(BASE, DRAFT, tree, "top_and_one", by("top_and_one"))
-    assert got == pytest.approx(expected, abs=1e-12)
-    if num > 1:
-        last = mean_accepted(BASE, DRAFT, tree, "top_and_one", swapped(sampled_last))
-        assert last < expected - 0.01
-
-
-def sampled_last(
-    tokens: Tensor, tree: Tree, base_probs: Tensor, draft_probs: Tensor, chance: Outcomes
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Test siblings in node order, the last as a sample and the others as point masses."""
-    residual, last = base_probs[:, 0], tree.num_nodes - 1
-    at = torch.zeros_like(tokens[:, 0])
-    for node in range(1, tree.num_nodes):
-        index = tokens[:, node, None]
-        point = torch.zeros_like(residual).scatter(1, index, 1.0)
-        drawn_from = draft_probs[:, 0] if node == last else point
-        ratio = (residual / drawn_from).gather(1, index)[:, 0].clamp(max=1)
-        accepted = (at == 0) & chance.accept(torch.where(at == 0, ratio, 0.0), node)
-        left = acceptance.subtract(residual, drawn_from)
-        residual = torch.where((at == 0)[:, None] & ~accepted[:, None], left, residual)
-        at = torch.where(accepted, node, at)
-    residual = torch.where(at[:, None] > 0, base_probs[torch.arange(len(at)), at], residual)
-    return tree.ancestors[at], tree.depths[at], chance.draw(residual, 0)
 
 
 def test_siblings_accept_more_than_one() -> None:
@@ -296,9 +256,7 @@ class Fixed:
         return (probs / -self._uniform(site + 1000, probs.shape[-1]).log()).argmax(-1)
 
 
-def random_case(
-    num_rows: int, tree: Tree, sampling: str, vocab_size: int = 6
-) -> tuple[Tensor, Tensor, Tensor]:
+def random_case(num_rows: int, tree: Tree, vocab_size: int = 6) -> tuple[Tensor, Tensor, Tensor]:
     """Return tokens, base_probs and draft_probs."""
     generator = torch.Generator().manual_seed(5)
     shape = (num_rows, tree.num_nodes, vocab_size)
@@ -312,18 +270,12 @@ def random_case(
         if not len(children):
             continue
         gumbel = -noise[:, node].log()
-        if sampling == "top_and_one":
-            tokens[:, children], draft[:, node] = sample_top_and_one(
-                draft[:, node], len(children), gumbel
-            )
-        else:
-            tokens[:, children] = sample_siblings(draft[:, node], len(children), gumbel)
+        tokens[:, children] = sample_siblings(draft[:, node], len(children), gumbel)
     return tokens, base, draft
 
 
 RULES = {
     "without_replacement": (partial(reject, sampling="without_replacement"), MIXED),
-    "top_and_one": (partial(reject, sampling="top_and_one"), MIXED),
     "chain": (partial(reject, sampling="chain"), Tree.chain(3)),
     "block": (lambda tokens, tree, *rest: block(tokens, *rest), Tree.chain(3)),
 }
@@ -333,7 +285,7 @@ RULES = {
 def test_a_row_of_a_batch_is_the_row_alone(name: str) -> None:
     """Prevents rows that read each other's residuals, or walk in step with each other."""
     rule, tree = RULES[name]
-    case = random_case(40, tree, name)
+    case = random_case(40, tree)
     tokens, base, draft = case
     path, num_accepted, token = rule(tokens, tree, base, draft, Fixed(list(range(40))))
     assert set(num_accepted.tolist()) == set(range(tree.max_depth + 1))
@@ -344,12 +296,12 @@ def test_a_row_of_a_batch_is_the_row_alone(name: str) -> None:
         assert [int(got[1]), int(got[2])] == [int(num_accepted[row]), int(token[row])]
 
 
-@pytest.mark.parametrize("sampling", ["without_replacement", "top_and_one"])
-def test_trees_of_rows_are_read_as_one_tree_is(sampling: str) -> None:
+def test_trees_of_rows_are_read_as_one_tree_is() -> None:
     """Prevents a rule that looks at the first row's tree for all rows."""
+    sampling = "without_replacement"
     others = [MIXED, Tree.from_choices([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0), (1, 0, 0)])]
     rows = RowTrees.from_parents(torch.stack([tree.parents for tree in others]), 3)
-    cases = [[part[:1] for part in random_case(1, tree, sampling)] for tree in others]
+    cases = [[part[:1] for part in random_case(1, tree)] for tree in others]
     tokens, base, draft = (torch.cat(parts) for parts in zip(*cases, strict=True))
     for start in range(0, 100, 2):
         chance = Fixed([start, start + 1])
@@ -362,7 +314,7 @@ def test_trees_of_rows_are_read_as_one_tree_is(sampling: str) -> None:
 
 def test_padding_is_never_tested() -> None:
     """Prevents padding read as a refused token, which would change what is left."""
-    tokens, base, draft = random_case(50, FLAT, "without_replacement")
+    tokens, base, draft = random_case(50, FLAT)
     only_first = tokens.clone()
     only_first[:, 2] = -1
     chance = Fixed(list(range(50)))
@@ -372,24 +324,9 @@ def test_padding_is_never_tested() -> None:
         assert one.equal(other)
 
 
-@pytest.mark.parametrize("every", [1, 2])
-def test_the_best_are_point_masses_where_nothing_could_be_drawn(every: int) -> None:
-    """Prevents the first of the best taken for the draw of a drafter that was sure: accepted."""
-    model, sampled = ToyModel(3, seed=1), ToyDrafter(ToyModel(3, seed=2), FLAT, "top_and_one")
-
-    def draft(contexts: Tensor, chance: Outcomes) -> tuple[Tensor, Tensor]:
-        tokens, probs = sampled(contexts, chance)
-        sure = contexts % every == 0  # in all rows, or in some
-        tokens[sure, 1] = -1
-        probs[sure] = 0
-        return tokens, probs
-
-    assert distance(model, verified(model, FLAT, draft, by("top_and_one"))) < EXACT
-
-
 def test_a_chain_may_end_earlier_in_some_rows() -> None:
     """Prevents block verification of tokens that stand behind the end of a row's chain."""
-    tokens, base, draft = random_case(60, Tree.chain(3), "chain")
+    tokens, base, draft = random_case(60, Tree.chain(3))
     cut = tokens.clone()
     cut[:, 2:] = -1
     cut[:, 3] = tokens[:, 3]  # not after padding
@@ -406,11 +343,10 @@ def test_a_chain_may_end_earlier_in_some_rows() -> None:
 def test_equal_distributions_accept_everything() -> None:
     """Prevents 0 / 0 where the drafter is the base model."""
     for name, (rule, tree) in RULES.items():
-        tokens, _, draft = random_case(50, tree, "without_replacement")
+        tokens, _, draft = random_case(50, tree)
         got = rule(tokens, tree, draft.float(), draft.float(), Fixed(list(range(50))))
         assert not got[2].isnan().any(), name
-        if name != "top_and_one":  # there the first child alone is a sample
-            assert (got[1] >= 1).all(), name
+        assert (got[1] >= 1).all(), name
 
 
 # --- drawing candidates ---------------------------------------------------------------------
@@ -434,17 +370,11 @@ def test_no_token_without_probability_is_drawn() -> None:
     """Prevents a token from outside the draft's support being guessed, and its 0 / 0."""
     probs, noise = torch.tensor([[0.0, 1.0, 0.0]]), torch.zeros(1, 3)
     assert sample_siblings(probs, 3, noise).tolist() == [[1, -1, -1]]
-    tokens, rest = sample_top_and_one(probs, 2, noise)
-    assert tokens.tolist() == [[-1, 1]]
-    assert rest.tolist() == [[0, 0, 0]]
-    tokens, rest = sample_top_and_one(torch.tensor([[0.2, 0.5, 0.3]]), 2, torch.zeros(1, 3))
-    assert tokens.tolist() == [[2, 1]]
-    torch.testing.assert_close(rest, torch.tensor([[0.4, 0.0, 0.6]]))
 
 
 def test_misuse_is_refused() -> None:
     """Prevents a misspelt way of sampling taken for another one."""
-    tokens, base, draft = random_case(1, FLAT, "without_replacement")
+    tokens, base, draft = random_case(1, FLAT)
     with pytest.raises(ValueError, match="without_replacment"):
         reject(tokens, FLAT, base, draft, Fixed([0]), "without_replacment")
     with pytest.raises(ValueError, match="draft_probs"):
@@ -454,5 +384,6 @@ def test_misuse_is_refused() -> None:
 def test_enumeration_is_complete() -> None:
     """Prevents an enumeration that loses outcomes and compares what is left."""
     model, other = ToyModel(3, seed=1), ToyModel(3, seed=2)
-    step = verified(model, FLAT, ToyDrafter(other, FLAT, "top_and_one"), by("top_and_one"))
+    sampling = "without_replacement"
+    step = verified(model, FLAT, ToyDrafter(other, FLAT, sampling), by(sampling))
     assert float(decoded_joint(model, step).sum()) == pytest.approx(1, abs=1e-12)
