@@ -23,16 +23,6 @@ from specheads.config import ConfigError
 
 METHODS = ("nf4", "int8")
 
-# what a quant_method in a base's own config.json needs: (module to import, package to install)
-_LIBRARIES: dict[str, tuple[tuple[str, str], ...]] = {
-    "bitsandbytes": (("bitsandbytes", "bitsandbytes"),),
-    "gptq": (("gptqmodel", "gptqmodel"), ("optimum", "optimum")),
-    "awq": (("gptqmodel", "gptqmodel"),),
-    "compressed-tensors": (("compressed_tensors", "compressed-tensors"),),
-    "torchao": (("torchao", "torchao"),),
-    "hqq": (("hqq", "hqq"),),
-}
-
 
 def bnb_config(quantization: str, dtype: torch.dtype) -> BitsAndBytesConfig | None:
     """Return what transformers is given for ``nf4`` or ``int8``, None for ``none``.
@@ -75,7 +65,9 @@ def quiet_bitsandbytes() -> None:
 
 
 def check_own_quantization(name: str, own: dict[str, Any] | None, quantization: str) -> None:
-    """Check, before any weight is read, that a base that is quantised already can be loaded.
+    """Check, before any weight is read, that a base is not quantised twice.
+
+    Where the library of its own quantisation is missing, transformers names it.
 
     Args:
         name: of the base, for the message.
@@ -83,22 +75,13 @@ def check_own_quantization(name: str, own: dict[str, Any] | None, quantization: 
         quantization: ``model.quantization``.
 
     Raises:
-        ConfigError: if its library is missing, or it is to be quantised again.
+        ConfigError: if it is quantised already, and to be quantised again.
     """
-    if own is None:
-        return
-    method = str(own.get("quant_method", "bitsandbytes"))
-    if quantization != "none":
+    if own is not None and quantization != "none":
+        method = str(own.get("quant_method", "bitsandbytes"))
         raise ConfigError(
             f"model.quantization={quantization}: {name} is quantised already ({method});"
             " leave model.quantization=none"
-        )
-    needed = _LIBRARIES.get(method, ())
-    missing = [package for module, package in needed if importlib.util.find_spec(module) is None]
-    if missing:
-        raise ConfigError(
-            f"model.name={name} is quantised with {method}, which needs: pip install"
-            f" {' '.join(missing)}"
         )
 
 
