@@ -289,7 +289,7 @@ def _layers_name(model: nn.Module, total: int) -> str:
     raise ConfigError(f"draft.start=base: {type(model).__name__} keeps no list of {total} layers")
 
 
-FORMAT_VERSION = 2  # 1 had no manifest
+FORMAT_VERSION = 2
 
 
 def save_draft(

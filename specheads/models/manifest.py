@@ -417,8 +417,7 @@ def check_model_files(name: str, place: str, *, trust_remote_code: bool = False)
         )
     about = read_provenance(folder)
     if about is not None:
-        if about["format_version"] > 1 or (folder / MANIFEST).exists():
-            check_manifest(folder)
+        check_manifest(folder)
     elif not (folder.name == "base" and (folder.parent / MANIFEST).is_file()):
         if files and (folder / "config.json").is_file():
             _check_sizes(folder, files, trust_remote_code, f"cannot load model.name={name}")
@@ -441,7 +440,7 @@ def read_provenance(folder: str | Path) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     found = read_json(file, f"{folder} is not a draft model of specheads")
-    if (version := found.get("format_version")) not in (1, 2) or type(version) is not int:
+    if (version := found.get("format_version")) != 2 or type(version) is not int:
         raise ConfigError(f"{file} has format version {version!r:.20}, this specheads reads 2")
     expect(found.get("kind") == "draft", f"{file}: kind", found.get("kind"), "'draft'")
     for key in ("base", "training", "measured"):

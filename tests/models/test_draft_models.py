@@ -249,7 +249,7 @@ def test_folders_of_other_make_say_nothing_of_their_origin(tmp_path: Path) -> No
     assert read_provenance(tmp_path) is None
     for content, line in (
         ({"format_version": 3, "kind": "draft"}, "version 3, this specheads reads 2"),
-        ({"format_version": 1, "kind": "medusa"}, "kind is 'medusa', expected 'draft'"),
+        ({"format_version": 2, "kind": "medusa"}, "kind is 'medusa', expected 'draft'"),
     ):
         (tmp_path / "specheads.json").write_text(json.dumps(content))
         with pytest.raises(ConfigError, match=line):
