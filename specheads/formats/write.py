@@ -41,7 +41,7 @@ from specheads.models.checkpoint import (
     save_plain_model,
 )
 from specheads.models.draft import save_draft
-from specheads.models.heads import MedusaHeads, low_rank_heads, pruned_heads, relative_errors
+from specheads.models.heads import MedusaHeads, low_rank_heads, pruned_heads
 from specheads.models.kinds import Heads
 from specheads.models.manifest import first_line, write_json
 from specheads.models.mtp import MtpHeads
@@ -337,13 +337,10 @@ def _smaller(
         if config.lm_head == "pruned":
             kept, coverage = _most_frequent(config, own.vocab_size, tokenizer, records)
             return pruned_heads(own, kept), {"num_kept": config.num_kept, **coverage}
-        smaller = low_rank_heads(own.to(pick_device(config.device)), config.rank)
-        errors = relative_errors(own, smaller)
+        own.to(pick_device(config.device))
+        return low_rank_heads(own, config.rank), {"rank": config.rank}
     except ValueError as error:
         raise ConfigError(f"{config.checkpoint}: {error}") from None
-    for i, relative in enumerate(errors):
-        print(f"head {i}: relative error of its output matrix {relative:.4f}")
-    return smaller, {"rank": config.rank, "relative_errors": errors}
 
 
 def _most_frequent(

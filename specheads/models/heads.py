@@ -610,19 +610,6 @@ def pruned_heads(heads: MedusaHeads, token_ids: Tensor) -> MedusaHeads:
     return _remade(heads, state, "pruned", num_kept=len(tokens))
 
 
-@torch.no_grad()
-def relative_errors(heads: MedusaHeads, others: MedusaHeads) -> list[float]:
-    """Return ``|A - B| / |A|`` (Frobenius) of the output matrices A of ``heads``, B of ``others``.
-
-    Both guess the same tokens.
-    """
-    errors = []
-    for i in range(heads.num_heads):
-        matrix, other = output_matrix(heads, i).float(), output_matrix(others, i).float()
-        errors.append(float((matrix - other).norm() / matrix.norm()))
-    return errors
-
-
 def output_matrix(heads: MedusaHeads, i: int) -> Tensor:
     """Return what head ``i`` multiplies the output of its blocks with, [V', d]; no correction.
 

@@ -98,9 +98,7 @@ def test_low_rank_through_the_command_line(trained: Path, program: Program) -> N
     assert all(torch.allclose(t, expected[n], atol=1e-6) for n, t in found.state_dict().items())
     config = json.loads((output / "config.json").read_text())
     assert config["lm_head"] == "low_rank" and config["rank"] == 8
-    for i, error in enumerate(config["training"]["compressed"]["relative_errors"]):
-        assert 0.1 < error < 1.0
-        assert f"head {i}: relative error of its output matrix {error:.4f}" in done.stdout
+    assert config["training"]["compressed"] == {"rank": 8}
     sizes = [sum(p.numel() for p in heads.parameters()) for heads in (before, found)]
     assert sizes == [3 * (SIZE * SIZE + SIZE + VOCAB * SIZE), 3 * (SIZE * SIZE + SIZE + 304 * 8)]
     for parameters in sizes:
