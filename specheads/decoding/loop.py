@@ -37,7 +37,7 @@ from specheads.decoding.choose import Chooser, make_chooser
 from specheads.decoding.processors import bind
 from specheads.decoding.result import DecodeResult, OnTokens, Output, Stopping, read_prompts
 from specheads.drafters.contract import Candidates, Drafter, Prefill
-from specheads.models.forward import ModelPass, capture_traced, pad_rows
+from specheads.models.forward import ModelPass, capture_for_good, pad_rows
 from specheads.models.output import capture_hidden
 from specheads.models.support import tree_support
 from specheads.verification.sampling import Sampler
@@ -259,9 +259,13 @@ def tapped(base: ModelPass, taps: Collection[str]) -> Iterator[Callable[[], dict
     if not taps:
         yield dict
         return
-    capture = capture_traced if base.compiled else capture_hidden
-    with capture(base.model, taps) as captured:
-        yield lambda: {tap: captured.at[tap][:, : base.num_tokens] for tap in taps}
+    capture: contextlib.AbstractContextManager[dict[str, Tensor]] = (
+        contextlib.nullcontext(capture_for_good(base.model, taps))
+        if base.compiled
+        else capture_hidden(base.model, taps)
+    )
+    with capture as captured:
+        yield lambda: {tap: captured[tap][:, : base.num_tokens] for tap in taps}
 
 
 def propose(

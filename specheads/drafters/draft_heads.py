@@ -24,7 +24,7 @@ from specheads.drafters.growing import OneTree, pack, padded
 from specheads.drafters.heads import HeadsState, static_drafter
 from specheads.models.forward import pad_rows
 from specheads.models.kinds import Heads
-from specheads.models.output import Captured, OutputLayer, capture_hidden
+from specheads.models.output import OutputLayer, capture_hidden
 from specheads.system.errors import at_least, check
 from specheads.verification.acceptance import walk_on_host
 
@@ -110,7 +110,7 @@ class DraftHeadsDrafter:
         rows = map(self._hang, chains, ends, limits, repeat(cache.vocab_size))
         return pack(list(rows), root.device)
 
-    def _read(self, state: DraftHeadsState, captured: Captured) -> HeadsState:
+    def _read(self, state: DraftHeadsState, captured: dict[str, Tensor]) -> HeadsState:
         """Let the draft model and its heads read what they have not; return where heads stand."""
         cache = state.cache
         lengths = [len(text) for text in cache.texts]
@@ -121,7 +121,7 @@ class DraftHeadsDrafter:
         unread = [text[n:] for text, n in zip(cache.texts, before, strict=True)]
         tokens, counts = pad_rows(unread, said.device), [len(each) for each in unread]
         if state.heads is None:
-            prefill = Prefill(cache.texts, tokens, counts, dict(captured.at), said)
+            prefill = Prefill(cache.texts, tokens, counts, dict(captured), said)
             state.heads = self._inner.start(prefill)
         else:
             paths = [[*range(count)] for count in counts]
@@ -130,7 +130,11 @@ class DraftHeadsDrafter:
         return state.heads
 
     def _pass(
-        self, cache: DraftCache, heads: HeadsState, chains: list[list[int]], captured: Captured
+        self,
+        cache: DraftCache,
+        heads: HeadsState,
+        chains: list[list[int]],
+        captured: dict[str, Tensor],
     ) -> HeadsState:
         """Verify what the heads guess behind the chains, which grow by what the draft model says.
 
@@ -153,7 +157,7 @@ class DraftHeadsDrafter:
         heads: HeadsState,
         paths: Sequence[Sequence[int]],
         new_tokens: list[list[int]],
-        captured: Captured,
+        captured: dict[str, Tensor],
     ) -> HeadsState:
         """Tell the heads what a pass of the draft model said.
 
@@ -163,7 +167,7 @@ class DraftHeadsDrafter:
             new_tokens: per row what the draft model says after each of them.
             captured: the pass's hidden states.
         """
-        device, hidden = heads.root.device, dict(captured.at)
+        device, hidden = heads.root.device, dict(captured)
         root = torch.tensor([new[-1] for new in new_tokens], device=device)
         path = padded(paths, max(map(len, paths))).to(device)
         num_accepted = torch.tensor([len(path) - 1 for path in paths], device=device)

@@ -95,7 +95,7 @@ def measure_hits(
     sequence = torch.cat([prompt, prompt.new_tensor([row.new_tokens])], dim=1)  # [1, P + L]
     with capture_hidden(base, heads.taps) as captured:
         base(input_ids=sequence, use_cache=False, logits_to_keep=1)
-    whole, embed = side_by_side(captured.at, heads.taps), embedding(base, heads)
+    whole, embed = side_by_side(captured, heads.taps), embedding(base, heads)
     places = torch.arange(whole.shape[1], device=whole.device)[None]
     hidden = heads.contextual(whole, places, sequence.to(whole.device), embed).squeeze(-3)
     new = sequence[0, num_prompt:].to(hidden.device)

@@ -48,13 +48,14 @@ from specheads.attention.mask import (
 from specheads.attention.tree import RowTrees, Tree, batched
 from specheads.config import ConfigError
 from specheads.models.base import context_length, input_device
-from specheads.models.output import FINAL, TRUNK, Captured, capture_hidden, last_layer
+from specheads.models.output import FINAL, TRUNK, capture_hidden, last_layer
 
 # Where one token's pass is made to round as a tree's. It costs some 35 microseconds more per layer
 # and step, which narrow layers would feel, and 20 per 100 keys beside the kernel's 7.
 LEAST_WIDTH, MOST_ORDERED = 512, 512
 
-_Recording = tuple[Captured, set[str], contextlib.AbstractContextManager[Captured]]
+_Captured = dict[str, Tensor]  # hidden states by tap
+_Recording = tuple[_Captured, set[str], contextlib.AbstractContextManager[_Captured]]
 _captured: WeakKeyDictionary[PreTrainedModel, _Recording] = WeakKeyDictionary()
 
 
@@ -68,18 +69,13 @@ def _compiled_forward(mode: str | None) -> Callable[..., Tensor]:
     return torch.compile(_forward, mode=mode)
 
 
-@contextlib.contextmanager
-def capture_traced(model: PreTrainedModel, taps: Collection[str] = (FINAL,)) -> Iterator[Captured]:
-    """As ``capture_hidden``, but for good: a hook is part of what is compiled.
+def capture_for_good(model: PreTrainedModel, taps: Collection[str] = ()) -> _Captured:
+    """Do what ``capture_hidden`` does, but for good: a hook is part of what is compiled.
 
     torch.compile does not look whether hooks have come or gone since, so that one that goes with
     its context would leave passes that record into nowhere. And a pass that was compiled before the
     hook came would go on without it: so it comes with the first compiled pass, needed or not.
     """
-    yield _capture_for_good(model, taps)
-
-
-def _capture_for_good(model: PreTrainedModel, taps: Collection[str] = ()) -> Captured:
     known = _captured.get(model)
     if known is None or not known[1].issuperset(taps):
         wanted = {FINAL, *taps} if known is None else known[1].union(taps)
@@ -110,7 +106,7 @@ def run_compiled(
         positions: [1 or B, N].
         tree: a root alone is a plain step.
     """
-    _capture_for_good(model)
+    capture_for_good(model)
     num_rows, num_tokens = tokens.shape
     width = cache.rows.longest + num_tokens
     on_gpu = tokens.device.type == "cuda"

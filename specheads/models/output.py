@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,23 +26,11 @@ TRUNK = "trunk"  # tap: what the base's last layer reads
 LAYER = "layer."  # tap: with a number from 0 on, what that layer of the base puts out
 
 
-@dataclass
-class Captured:
-    """What :func:`capture_hidden` saw last, per tap: hidden states [B, T, d]."""
-
-    at: dict[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def hidden(self) -> Tensor:
-        """Those after the final norm."""
-        return self.at[FINAL]
-
-
 @contextlib.contextmanager
 def capture_hidden(
     model: PreTrainedModel, taps: Collection[str] = (FINAL,), *, every_thread: bool = False
-) -> Iterator[Captured]:
-    """Record hidden states of the model, at every forward while the context is open.
+) -> Iterator[dict[str, Tensor]]:
+    """Record hidden states [B, T, d] by tap, at every forward while the context is open.
 
     Hooks see all positions even where logits are asked for one row only, and hold for every
     architecture; ``output_hidden_states`` would keep all layers alive.
@@ -58,7 +46,8 @@ def capture_hidden(
         ValueError: if the model has no part below its output layer, no list of layers, or no such
             layer; for a tap of another name.
     """
-    captured, thread = Captured(), threading.get_ident()
+    captured: dict[str, Tensor] = {}
+    thread = threading.get_ident()
 
     def mine() -> bool:
         return every_thread or threading.get_ident() == thread
@@ -66,15 +55,15 @@ def capture_hidden(
     def keep_final(_module: nn.Module, _args: Any, output: Any) -> None:
         if mine():
             found = output[0] if isinstance(output, tuple) else output.last_hidden_state
-            captured.at[FINAL] = found
+            captured[FINAL] = found
 
     def keep_trunk(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if mine():
-            captured.at[TRUNK] = args[0] if args else kwargs["hidden_states"]
+            captured[TRUNK] = args[0] if args else kwargs["hidden_states"]
 
     def keep(tap: str, _module: nn.Module, _args: Any, output: Any) -> None:
         if mine():
-            captured.at[tap] = output[0] if isinstance(output, tuple) else output
+            captured[tap] = output[0] if isinstance(output, tuple) else output
 
     handles = []
     try:
@@ -188,7 +177,7 @@ def packed_taps(
         return hidden, hidden
     with capture_hidden(model, taps) as captured:
         hidden = packed_hidden(model, input_ids, position_ids)
-    return hidden, side_by_side(captured.at, taps).reshape(*input_ids.shape, -1)
+    return hidden, side_by_side(captured, taps).reshape(*input_ids.shape, -1)
 
 
 @dataclass(frozen=True)
@@ -258,13 +247,13 @@ def output_layer(model: PreTrainedModel) -> OutputLayer:
     try:
         with capture_hidden(model) as captured:
             logits = model(input_ids=ids.to(input_device(model)), use_cache=False).logits.float()
-        assert captured.hidden is not None
-        if captured.hidden.shape[-1] != module.weight.shape[-1]:
+        hidden = captured[FINAL]
+        if hidden.shape[-1] != module.weight.shape[-1]:
             raise ConfigError(
-                f"{type(model).__name__}: hidden states have {captured.hidden.shape[-1]} numbers,"
+                f"{type(model).__name__}: hidden states have {hidden.shape[-1]} numbers,"
                 f" its output matrix takes {module.weight.shape[-1]}"
             )
-        products = module(captured.hidden).float().to(logits.device)
+        products = module(hidden).float().to(logits.device)
     finally:
         model.train(training)
     layers = _candidates(model, products, logits)

@@ -69,7 +69,7 @@ def trained(draft: PreTrainedModel, kind: str, prefix: bool = False) -> MedusaHe
     texts = written(draft).clone()
     with torch.no_grad(), capture_hidden(draft) as captured:
         draft(input_ids=texts)
-        hidden = captured.hidden.clone()
+        hidden = captured[FINAL].clone()
     optimizer = torch.optim.Adam(heads.parameters(), lr=3e-3)
     embed = draft.get_input_embeddings()
     for _ in range(60):
@@ -104,7 +104,7 @@ def slow(
         ids = torch.tensor([text + chain[:-1]])
         with torch.no_grad(), capture_hidden(draft) as captured:
             draft(input_ids=ids)
-            hidden = {FINAL: captured.hidden}
+            hidden = {FINAL: captured[FINAL]}
         root = torch.tensor([chain[-1]])
         state = drafter.start(Prefill(ids.tolist(), ids, [ids.shape[1]], hidden, root))
         return set(paths_of(drafter.propose(state), 0))

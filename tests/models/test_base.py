@@ -145,11 +145,10 @@ def test_output_layer_gives_the_models_logits(
     assert output.weight is model.get_output_embeddings().weight
     with torch.no_grad(), capture_hidden(model) as captured:
         logits = model(IDS, logits_to_keep=1).logits
-        assert captured.hidden is not None
-        assert captured.hidden.shape == (1, 20, 32), "all positions, although one row of logits"
+        assert captured[FINAL].shape == (1, 20, 32), "all positions, although one row of logits"
         tolerance = 1e-5 if dtype == torch.float32 else 0.05
         torch.testing.assert_close(
-            output(captured.hidden)[:, -1:].float(), logits.float(), atol=tolerance, rtol=tolerance
+            output(captured[FINAL])[:, -1:].float(), logits.float(), atol=tolerance, rtol=tolerance
         )
 
 
@@ -182,9 +181,9 @@ def test_capture_ends_with_its_context(tiny_llama: PreTrainedModel) -> None:
     """A hook that stays keeps the activations of every later forward alive."""
     with capture_hidden(tiny_llama) as captured:
         hidden = tiny_llama.base_model(IDS).last_hidden_state
-        assert captured.hidden is hidden
+        assert captured[FINAL] is hidden
     tiny_llama.base_model(IDS[:, :3])
-    assert captured.hidden is hidden
+    assert captured[FINAL] is hidden
     with pytest.raises(ValueError, match="no decoder"), capture_hidden(tiny_llama.base_model):
         pass
 
@@ -197,13 +196,13 @@ def test_taps_are_the_layers_of_their_numbers(name: str) -> None:
     with torch.no_grad(), capture_hidden(model, taps) as captured:
         every = model(IDS, output_hidden_states=True).hidden_states
         final, tapped = packed_taps(model, IDS, torch.arange(IDS.shape[1])[None], taps[1:3])
-    assert torch.equal(captured.at["layer.0"], every[1])
-    assert torch.equal(captured.at["layer.1"], every[2])
-    assert torch.equal(captured.at[TRUNK], every[2])
-    assert torch.equal(captured.at[FINAL], every[3])
-    assert torch.equal(final_norm(model)(captured.at["layer.2"]), every[3])
+    assert torch.equal(captured["layer.0"], every[1])
+    assert torch.equal(captured["layer.1"], every[2])
+    assert torch.equal(captured[TRUNK], every[2])
+    assert torch.equal(captured[FINAL], every[3])
+    assert torch.equal(final_norm(model)(captured["layer.2"]), every[3])
     assert torch.equal(final, every[3])
-    assert torch.equal(tapped, torch.cat([every[2], captured.at["layer.2"]], dim=-1))
+    assert torch.equal(tapped, torch.cat([every[2], captured["layer.2"]], dim=-1))
     hooks = sum(len(module._forward_hooks) for module in model.modules())  # transformers' own
     for tap in ("layer.3", "layer.-1", "layer.", "3"):
         with (

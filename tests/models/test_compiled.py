@@ -85,7 +85,7 @@ def test_hidden_states_are_those_of_the_pass_at_hand(taps: tuple[str, ...]) -> N
         plain_decode(model, row, max_new_tokens=5, compile=forward)
         with capture_hidden(model, taps) as captured:
             model(truth, use_cache=False)
-        drafter = Watching(truth[0].tolist(), dict(captured.at))
+        drafter = Watching(truth[0].tolist(), dict(captured))
         decode(model, drafter, row, max_new_tokens=30, compile=forward)
 
 

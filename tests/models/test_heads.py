@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.heads import MedusaHeads
-from specheads.models.output import OutputLayer, capture_hidden, output_layer
+from specheads.models.output import FINAL, OutputLayer, capture_hidden, output_layer
 
 
 def build(
@@ -45,8 +45,7 @@ def test_every_head_starts_as_the_base(
     heads.init_from_output(output.weight)
     with torch.no_grad(), capture_hidden(base) as captured:
         expected = base(input_ids=torch.arange(12)[None]).logits
-        assert captured.hidden is not None
-        found = heads.logits(captured.hidden, output)
+        found = heads.logits(captured[FINAL], output)
     assert found.shape == (4, *expected.shape)
     for logits in found:
         torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)

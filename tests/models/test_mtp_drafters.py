@@ -35,7 +35,7 @@ def trunk_of(base: PreTrainedModel, ids: Tensor) -> Tensor:
     """Return what the base's last layer reads, [B, T, d]."""
     with capture_hidden(base, (TRUNK,)) as captured:
         base(input_ids=ids, use_cache=False)
-    return captured.at[TRUNK]
+    return captured[TRUNK]
 
 
 @cache

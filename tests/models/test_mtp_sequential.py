@@ -105,7 +105,7 @@ def slow_logits(
     """
     with capture_hidden(base, (FINAL,)) as captured:
         base(input_ids=torch.tensor([text[:-1]]), use_cache=False)
-    hidden = captured.at[FINAL]
+    hidden = captured[FINAL]
 
     def logits(paths: Sequence[Path]) -> Tensor:
         tokens = torch.tensor([[*text, *path] for path in paths])
@@ -268,7 +268,7 @@ def test_narrow_heads_draft_behind_a_wide_base() -> None:
     memory: Any = heads.memory(1, embed)
     with capture_hidden(base, (FINAL,)) as captured:
         base(input_ids=torch.tensor([text[:-1]]), use_cache=False)
-    memory, made = memory.append(captured.at[FINAL], [11], torch.tensor([text[1:]]))
+    memory, made = memory.append(captured[FINAL], [11], torch.tensor([text[1:]]))
     walk = heads.steps(output, embed, 3)()(made, torch.tensor(text[-1:]), memory)
     for token in (1, 2):
         walk.descend(torch.tensor([[token]]), None)

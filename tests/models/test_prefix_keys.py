@@ -18,7 +18,7 @@ from specheads.drafters.heads import HeadsState, static_drafter
 from specheads.measure.clock import pad_left
 from specheads.models.blocks import prefix_sizes
 from specheads.models.heads import MedusaHeads
-from specheads.models.output import capture_hidden, output_layer
+from specheads.models.output import FINAL, capture_hidden, output_layer
 
 LENGTHS = (7, 18, 2)
 
@@ -38,8 +38,7 @@ def hidden_of(base: LlamaForCausalLM, ids: list[int]) -> Tensor:
     """Return the hidden states [1, T, d] of a text read at once."""
     with capture_hidden(base) as captured:
         base(input_ids=torch.tensor([ids]), use_cache=False)
-    assert captured.hidden is not None
-    return captured.hidden
+    return captured[FINAL]
 
 
 class Watched:
