@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from specheads.registration import forward_old_names, register
+from specheads.registration import register
 from specheads.system import __version__
 
 if TYPE_CHECKING:
@@ -33,5 +33,4 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *_LAZY])
 
 
-forward_old_names()
 register()

@@ -394,8 +394,3 @@ def main() -> None:
         importlib.import_module("lm_eval.__main__").cli_evaluate()
     except ConfigError as error:
         stop(str(error), EXIT_USAGE)
-
-
-if __name__ == "__main__":
-    # run as a script this module has another name, under which nothing imports it
-    importlib.import_module("specheads.measure.lm_eval").main()

@@ -166,7 +166,3 @@ def main() -> None:
                 name = signal.Signals(-code).name
                 print(f"specheads: rank {rank} was ended by {name}", file=sys.stderr, flush=True)
         raise SystemExit(exit_code(list(codes.values()))) from None
-
-
-if __name__ == "__main__":
-    main()
