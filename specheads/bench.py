@@ -40,7 +40,7 @@ def run(config: BenchConfig) -> None:
     from specheads.measure import bench
     from specheads.measure.clock import prompt_file, prompts_of
     from specheads.measure.hits import measure_accuracy
-    from specheads.measure.render import bench_text, html_page, markdown_page
+    from specheads.measure.render import bench_text, html_page
     from specheads.measure.rows import failures, write_steps
 
     _check_outputs(config)
@@ -100,11 +100,9 @@ def run(config: BenchConfig) -> None:
             for name, each in {"tree": export, **others}.items()
         }
         out.write_text(json.dumps(result, indent=1) + "\n")
-    if config.markdown:
-        Path(config.markdown).write_text(markdown_page(result), encoding="utf-8")
     if config.report:
         Path(config.report).write_text(html_page(result), encoding="utf-8")
-    written = [config.out, config.steps, config.markdown, config.report]
+    written = [config.out, config.steps, config.report]
     print(f"wrote {', '.join(path for path in written if path)}")
     answer(result)
     if failed := failures(result):
@@ -138,7 +136,7 @@ def _check_outputs(config: BenchConfig) -> None:
     """Refuse files that could not be written, before anything is measured."""
     from specheads.measure.plots import check_plots
 
-    for name in ("out", "steps", "markdown", "report"):
+    for name in ("out", "steps", "report"):
         path = check_folder(name, getattr(config, name))
         if getattr(config, name) and path.is_dir():
             raise ConfigError(f"{name} is {path}, which is a folder")

@@ -193,7 +193,6 @@ class BenchConfig(MeasureSettings, CheckpointSettings):
     drafters: list[str] = field(default_factory=list)  # more of decode.drafter's names, a row each
     exports: list[str] = field(default_factory=list)  # more heads on checkpoint's own base model
     steps: str = ""  # a .jsonl of raw records beside the figures: every verify step of every text
-    markdown: str = ""  # all figures as a page of Markdown
     report: str = ""  # all figures and plots as one .html without outside parts; needs matplotlib
     card: bool = False  # write the figures into the model card of the export that was measured
     decode: DecodeConfig = field(default_factory=DecodeConfig)
@@ -201,7 +200,7 @@ class BenchConfig(MeasureSettings, CheckpointSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, num_prompts=1, repeats=1, temperatures=0, batch_sizes=1)
-        for name, suffix in (("steps", ".jsonl"), ("markdown", ".md"), ("report", ".html")):
+        for name, suffix in (("steps", ".jsonl"), ("report", ".html")):
             given: str = getattr(self, name)
             check(not given or given.endswith(suffix), name, given, f"a file name with {suffix}")
 

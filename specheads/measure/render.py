@@ -1,4 +1,4 @@
-"""Tables and pages of what was measured: as text, as Markdown, and as one file of HTML.
+"""Tables and pages of what was measured: as text, and as one file of HTML.
 
 A column is declared once, as the function that makes a cell of a row of bench.json; a table is
 columns over rows; a page is sections, whatever they are written in. A page of HTML holds its
@@ -45,11 +45,6 @@ class Table:
             columns.append([cell.rjust(width) if number else cell.ljust(width) for cell in cells])
         return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
-    def markdown(self) -> str:
-        """Return a table of Markdown."""
-        lines = (self.head, ["---"] * len(self.head), *self.rows)
-        return "\n".join(f"| {' | '.join(map(_literally, line))} |" for line in lines)
-
     def html(self) -> str:
         """Return a table of HTML that scrolls where the window is narrow."""
         head = "".join(f"<th>{escape(cell)}</th>" for cell in self.head)
@@ -61,13 +56,6 @@ class Table:
 def _html_cell(text: str) -> str:
     kind = ' class="long"' if len(text) > _LONG else ""
     return f"<td{kind}>{escape(text)}</td>"
-
-
-def _literally(text: str) -> str:
-    """Return ``text`` as Markdown that shows it: names of methods hold underscores, paths more."""
-    for sign in "\\`*_{}[]<>|":
-        text = text.replace(sign, f"\\{sign}")
-    return text.replace("\n", " ")
 
 
 def figure(value: float | None, form: str, missing: str = "") -> str:
@@ -344,7 +332,7 @@ def bench_text(result: Mapping[str, Any]) -> str:
 
 
 class Svg(str):
-    """A picture, left out of Markdown."""
+    """A picture."""
 
 
 class Block(str):
@@ -354,16 +342,14 @@ class Block(str):
 Part = str | Sequence[str] | Table  # a paragraph, the items of a list, or a table
 
 
-def sections(
-    result: Mapping[str, Any], figures: Mapping[str, str] | None = None
-) -> dict[str, list[Part]]:
+def sections(result: Mapping[str, Any], figures: Mapping[str, str]) -> dict[str, list[Part]]:
     """Return the page of a bench: headings, and what stands under each of them.
 
     Args:
         result: the content of bench.json. What an older one lacks is left out.
-        figures: SVG by name, of :func:`specheads.measure.plots.draw`; None for a page of text.
+        figures: SVG by name, of :func:`specheads.measure.plots.draw`.
     """
-    drawn = {name: Svg(picture) for name, picture in (figures or {}).items()}
+    drawn = {name: Svg(picture) for name, picture in figures.items()}
     rows, heads = result["rows"], result.get("heads") or {}
     static = [row for row in _alone(rows) if is_static_tree(row["method"])]
     static.sort(key=lambda row: (row["temperature"], row["tree_nodes"]))
@@ -449,33 +435,6 @@ def _lines(values: Mapping[str, Any]) -> str:
         f"{key}: {value if isinstance(value, str) else json.dumps(value)}"
         for key, value in values.items()
     )
-
-
-def markdown_page(result: Mapping[str, Any]) -> str:
-    """Return all figures of a bench as Markdown, without plots.
-
-    Args:
-        result: the content of bench.json.
-    """
-    parts = [f"# Bench of {_literally(str(result['settings'].get('checkpoint', 'a model')))}", ""]
-    for heading, under in sections(result).items():
-        parts += [f"## {_literally(heading)}", ""]
-        for part in under:
-            parts += [_markdown(part), ""]
-    return "\n".join(parts)
-
-
-def _markdown(part: Part) -> str:
-    if isinstance(part, Table):
-        return part.markdown()
-    if isinstance(part, Block):
-        fence = "```"
-        while fence in part:
-            fence += "`"
-        return f"{fence}\n{part}\n{fence}"
-    if isinstance(part, str):
-        return _literally(part)
-    return "\n".join(f"- {_literally(item)}" for item in part)
 
 
 _STYLE = """
