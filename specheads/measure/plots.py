@@ -16,7 +16,7 @@ from typing import Any
 
 from specheads.attention.tree import Choice, Tree
 from specheads.config import ConfigError
-from specheads.measure.rows import in_order, is_static_tree
+from specheads.measure.rows import in_order
 
 _BAR = 40  # characters of a certain node
 _WIDE = 150.0  # pixels of a certain node
@@ -169,29 +169,19 @@ def draw(result: Mapping[str, Any]) -> dict[str, str]:
         result: the content of bench.json.
 
     Returns:
-        ``speed`` over temperatures, ``kinds`` of prompts, ``lengths`` that were accepted;
-        ``batches`` and ``sizes`` of static trees where several were measured; ``heads`` and
+        ``speed`` over temperatures; ``batches`` where several sizes were measured; ``heads`` and
         ``tree`` where heads were.
     """
     rows: list[dict[str, Any]] = result["rows"]
     temperature = result["headline"]["temperature"]
     here = [row for row in rows if row["temperature"] == temperature]
-    alone, both = ([r for r in each if r["batch"] == 1] for each in (rows, here))
+    alone = [row for row in rows if row["batch"] == 1]
     methods = dict.fromkeys(row["method"] for row in rows if row["drafter"])
     colors = {method: _COLORS[i % len(_COLORS)] for i, method in enumerate(methods)}
     at = f"T={temperature:g}"
-    found = {
-        "speed": _draw("speed", lambda axes: _speed(axes, alone, colors)),
-        "kinds": _draw("kinds", lambda axes: _kinds(axes, both, colors, at)),
-    }
-    small = (7.0, 3.8)
-    if any(row.get("accept_lengths") for row in both):
-        found["lengths"] = _draw("lengths", lambda axes: _lengths(axes, both, colors, at), small)
+    found = {"speed": _draw("speed", lambda axes: _speed(axes, alone, colors))}
     if len({row["batch"] for row in rows}) > 1:
         found["batches"] = _draw("batches", lambda axes: _batches(axes, here, colors, at), panels=2)
-    static = [row for row in alone if is_static_tree(row["method"])]
-    if len({row["tree_nodes"] for row in static}) > 1:
-        found["sizes"] = _draw("sizes", lambda axes: _sizes(axes, static), small)
     heads = {
         name: next(each for each in measured if each["temperature"] == temperature)
         for name, measured in result.get("heads", {}).items()
@@ -242,60 +232,23 @@ def _label(ax: Any, title: str, y: str, x: str = "") -> None:
 
 
 def _speed(axes: Axes, rows: Rows, colors: Colors) -> None:
-    by_key = {(row["method"], row["temperature"]): row for row in rows}
+    """Draw speed-ups side by side, a group per temperature, with their intervals."""
+    (ax,) = axes
     temperatures = [t for (t,) in in_order(rows, "temperature")]
     methods = [method for (method,) in in_order(rows, "method") if method != "plain"]
-    series = {method: [by_key.get((method, t)) for t in temperatures] for method in methods}
-    _bars(axes[0], [f"T={each:g}" for each in temperatures], series, colors)
-    _label(axes[0], "One prompt at a time, with 95% intervals", "speed-up over plain decoding")
-
-
-def _kinds(axes: Axes, rows: Rows, colors: Colors, at: str) -> None:
-    kinds = sorted({kind for row in rows for kind in row["per_kind"]})
-    drafted = [row for row in rows if row["drafter"]]
-    series = {row["method"]: [row["per_kind"].get(kind) for kind in kinds] for row in drafted}
-    _bars(axes[0], kinds, series, colors)
-    _label(axes[0], f"By kind of prompt, {at}", "speed-up over plain decoding")
-
-
-def _bars(
-    ax: Any,
-    groups: Sequence[str],
-    series: Mapping[str, Sequence[Mapping[str, Any] | None]],
-    colors: Colors,
-) -> None:
-    """Draw speed-ups side by side, a group per place, with their intervals where there are any."""
-    width = 0.84 / max(len(series), 1)
-    for index, (name, cells) in enumerate(series.items()):
-        shift = (index - (len(series) - 1) / 2) * width
-        label: str | None = name
-        for place, cell in enumerate(cells):
-            if cell is None:
-                continue
-            color = colors.get(name, _BASELINE)
-            ax.bar(place + shift, cell["speedup_vs_plain"], width, color=color, label=label)
-            label = None  # once in the legend
-            if bounds := cell.get("speedup_vs_plain_ci95"):
-                ax.vlines(place + shift, *bounds, color="#1f2933", linewidth=0.8)
+    width = 0.84 / max(len(methods), 1)
+    for index, method in enumerate(methods):
+        of = [row for row in rows if row["method"] == method]
+        shift = (index - (len(methods) - 1) / 2) * width
+        places = [temperatures.index(row["temperature"]) + shift for row in of]
+        color = colors.get(method, _BASELINE)
+        ax.bar(places, [row["speedup_vs_plain"] for row in of], width, color=color, label=method)
+        bounds = zip(*(row["speedup_vs_plain_ci95"] for row in of), strict=True)
+        ax.vlines(places, *bounds, color="#1f2933", linewidth=0.8)
     ax.axhline(1, color=_BASELINE, linewidth=1)
-    ax.set_xticks(range(len(groups)), groups, fontsize=8)
+    ax.set_xticks(range(len(temperatures)), [f"T={each:g}" for each in temperatures], fontsize=8)
     ax.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
-
-
-def _lengths(axes: Axes, rows: Rows, colors: Colors, at: str) -> None:
-    (ax,) = axes
-    chosen = [row for row in rows if row["drafter"] and row.get("accept_lengths")]
-    longest = max((int(key) for row in chosen for key in row["accept_lengths"]), default=1)
-    width = 0.84 / max(len(chosen), 1)
-    for index, row in enumerate(chosen):
-        counts, shift = row["accept_lengths"], (index - (len(chosen) - 1) / 2) * width
-        total = sum(counts.values())
-        places = [n + shift for n in range(1, longest + 1)]
-        shares = [counts.get(str(n), 0) / total for n in range(1, longest + 1)]
-        ax.bar(places, shares, width, color=colors[row["method"]], label=row["method"])
-    ax.set_xticks(range(1, longest + 1))
-    _label(ax, f"Accept lengths, {at}", "share of verify steps", "tokens gained by a verify step")
-    ax.legend(frameon=False, fontsize=7)
+    _label(ax, "One prompt at a time, with 95% intervals", "speed-up over plain decoding")
 
 
 def _batches(axes: Axes, rows: Rows, colors: Colors, at: str) -> None:
@@ -319,23 +272,6 @@ def _batches(axes: Axes, rows: Rows, colors: Colors, at: str) -> None:
     _label(left, f"In batches, {at}", "tokens per second", "batch")
     _label(right, "", "speed-up over plain decoding in that batch", "batch")
     left.legend(frameon=False, fontsize=7)
-
-
-def _sizes(axes: Axes, rows: Rows) -> None:
-    (ax,) = axes
-    for index, (temperature,) in enumerate(in_order(rows, "temperature")):
-        of = [row for row in rows if row["temperature"] == temperature]
-        of.sort(key=lambda row: row["tree_nodes"])
-        color, shift = _COLORS[index % len(_COLORS)], 0.08 * index  # else intervals coincide
-        places = [row["tree_nodes"] + shift for row in of]
-        look = {"marker": "o", "markersize": 3, "color": color}
-        ax.plot(places, [row["speedup_vs_plain"] for row in of], label=f"T={temperature:g}", **look)
-        bounds = zip(*(row["speedup_vs_plain_ci95"] for row in of), strict=True)
-        ax.vlines(places, *bounds, color=color, linewidth=0.8)
-    ax.axhline(1, color=_BASELINE, linewidth=1)
-    nodes = "nodes of the static tree, root included"
-    _label(ax, "Size of the tree, with 95% intervals", "speed-up over plain decoding", nodes)
-    ax.legend(frameon=False, fontsize=7)
 
 
 def _heads(axes: Axes, heads: Mapping[str, Mapping[str, Any]], at: str) -> None:

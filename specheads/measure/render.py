@@ -129,13 +129,6 @@ PAGE_COLUMNS: Columns = {
     "peak MiB": lambda row: f"{row['peak_memory'] / 2**20:.0f}",
     "extra parameters": lambda row: str(row["extra_parameters"]),
 }
-_SIZE_COLUMNS: Columns = {
-    "T": _COLUMNS["T"],
-    "nodes": _COLUMNS["nodes"],
-    "accept length": TEXT_COLUMNS["accept"],
-    "tokens/s": _COLUMNS["tokens/s"],
-    "speed-up (95%)": PAGE_COLUMNS["speed-up (95%)"],
-}
 
 
 def make_table(rows: Iterable[Row], columns: Columns) -> Table:
@@ -351,8 +344,6 @@ def sections(result: Mapping[str, Any], figures: Mapping[str, str]) -> dict[str,
     """
     drawn = {name: Svg(picture) for name, picture in figures.items()}
     rows, heads = result["rows"], result.get("heads") or {}
-    static = [row for row in _alone(rows) if is_static_tree(row["method"])]
-    static.sort(key=lambda row: (row["temperature"], row["tree_nodes"]))
     methods = in_order(rows, "method", "drafter", "tree_nodes")
     speeds = make_table(_alone(rows), PAGE_COLUMNS)
     found: dict[str, Sequence[Part | None]] = {
@@ -360,7 +351,7 @@ def sections(result: Mapping[str, Any], figures: Mapping[str, str]) -> dict[str,
         "Warnings": [_warnings(result)],
         "Methods": [[f"{name}: {_meaning(name, *of)}" for name, *of in methods]],
         "One prompt at a time": [_ABOUT_SPEED, speeds],
-        "By kind of prompt": [drawn.get("kinds"), kinds_table(rows)],
+        "By kind of prompt": [kinds_table(rows)],
     }
     if len({row["batch"] for row in rows}) > 1:
         table, lines = batches_table(rows), crossover_lines(rows)
@@ -368,12 +359,10 @@ def sections(result: Mapping[str, Any], figures: Mapping[str, str]) -> dict[str,
     if result.get("pairs"):
         found["Side by side (95%)"] = [format_pairs(result["pairs"]).splitlines()]
     if any("accept_lengths" in row for row in rows):
-        found["Accept lengths"] = [_ABOUT_LENGTHS, drawn.get("lengths"), lengths_table(rows)]
+        found["Accept lengths"] = [_ABOUT_LENGTHS, lengths_table(rows)]
     if heads:
         found["What the heads guess"] = [_ABOUT_HEADS, drawn.get("heads"), heads_table(heads)]
         found["The tree"] = [drawn.get("tree")]
-    if len({row["tree_nodes"] for row in static}) > 1:
-        found["Size of the tree"] = [drawn.get("sizes"), make_table(static, _SIZE_COLUMNS)]
     found["Where outputs differ"] = [Block(format_divergences(result))]
     found["Settings"] = [Block(_lines(result["settings"]))]
     found["Environment"] = [Block(_lines(result["environment"]))]
