@@ -183,8 +183,7 @@ def crossover_lines(rows: Sequence[Row]) -> list[str]:
             last = each["largest_measured"]
             lines.append(f"{where}: faster than plain decoding up to batch {last}")
             continue
-        between = f" (between sizes: {each['interpolated']})" if each["interpolated"] else ""
-        lines.append(f"{where}: no faster than plain decoding from batch {each['batch']}{between}")
+        lines.append(f"{where}: no faster than plain decoding from batch {each['batch']}")
     return lines
 
 

@@ -105,31 +105,6 @@ def rounded(values: Sequence[float]) -> list[float]:
     return [round(value, 4) for value in values]
 
 
-def crossover(
-    batch_sizes: Sequence[int], speedups: Sequence[float]
-) -> tuple[int | None, float | None]:
-    """Return the smallest batch at which a method is no faster than plain decoding.
-
-    Args:
-        batch_sizes: measured, ascending.
-        speedups: over plain decoding at the same batch size.
-
-    Returns:
-        The first measured size whose speed-up is at most 1, None if there is none; and where the
-        line from the size before it (over the logarithm of the size) meets 1, None if no size is
-        before it.
-    """
-    before: tuple[int, float] | None = None
-    for size, speedup in zip(batch_sizes, speedups, strict=True):
-        if speedup <= 1:
-            if before is None:
-                return size, None
-            share = (before[1] - 1) / (before[1] - speedup)
-            return size, before[0] * (size / before[0]) ** share
-        before = size, speedup
-    return None, None
-
-
 def whole(runs: Runs) -> Work:
     """Return all tokens per batch, and the median over repeats of the batch's seconds."""
     tokens = [float(sum(len(runs.decoded[i].new_tokens) for i in rows)) for rows in runs.batches]
@@ -325,16 +300,13 @@ def crossovers(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         series = [r for r in rows if (r["method"], r["temperature"]) == (method, temperature)]
         if not series[0]["drafter"]:
             continue
-        speedups = {row["batch"]: row["speedup_vs_plain"] for row in series}
-        sizes = sorted(speedups)
-        size, between = crossover(sizes, [speedups[each] for each in sizes])
+        lost = [row["batch"] for row in series if row["speedup_vs_plain"] <= 1]
         found.append(
             {
                 "method": method,
                 "temperature": temperature,
-                "batch": size,
-                "interpolated": None if between is None else round(between, 2),
-                "largest_measured": sizes[-1],
+                "batch": min(lost, default=None),
+                "largest_measured": max(row["batch"] for row in series),
             }
         )
     return found

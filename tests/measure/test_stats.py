@@ -5,7 +5,7 @@ from statistics import median
 import pytest
 
 from specheads.measure.identity import first_difference
-from specheads.measure.rows import crossover, mean_accept_length, ratio_ci95, rep8
+from specheads.measure.rows import mean_accept_length, ratio_ci95, rep8
 
 
 def test_rep8_counts_repeats_and_nothing_else() -> None:
@@ -57,15 +57,6 @@ def test_interval_refuses_unequal_lists() -> None:
     """Zipped lists of unequal length would drop prompts in silence."""
     with pytest.raises(ValueError, match=r"\[2, 3\]"):
         ratio_ci95([[1.0, 2.0]], [[1.0, 2.0, 3.0]])
-
-
-def test_crossover_is_the_first_size_that_is_no_faster() -> None:
-    """The last one, or one above 1, is not where speculation stops to pay."""
-    size, between = crossover([1, 2, 4, 8], [2.0, 1.5, 0.5, 1.2])
-    assert size == 4 and between == pytest.approx(2 * 2**0.5)
-    assert crossover([1, 2], [2.0, 1.0]) == (2, 2.0)
-    assert crossover([1, 2], [0.9, 1.5]) == (1, None)
-    assert crossover([1, 2], [2.0, 1.1]) == (None, None)
 
 
 @pytest.mark.parametrize(
