@@ -93,16 +93,16 @@ def choose_prompts(
     calibration, digest = read(path, config.num_prompts)
     if not config.num_measured:
         return calibration, [], digest
-    if own := config.measured_prompts or not config.prompts:
-        path = prompt_file(config.measured_prompts, config.checkpoint, "prompts.jsonl")
-        others, _ = read(path, config.num_measured)
-    else:
+    if config.prompts:
         others = read(path, config.num_prompts + config.num_measured)[0][config.num_prompts :]
+    else:
+        path = prompt_file("", config.checkpoint, "prompts.jsonl")
+        others, _ = read(path, config.num_measured)
     known = {sha256_of(prompt) for prompt in calibration}
     measured = [prompt for prompt in others if sha256_of(prompt) not in known]
     if len(measured) < len(others):
         print(f"{len(others) - len(measured)} prompts of {path} are calibrated on: not measured")
-    if own and not measured:
+    if not (measured or config.prompts):
         raise ConfigError(f"{path} holds no prompt but those that are calibrated on")
     return calibration, measured, digest
 

@@ -231,8 +231,8 @@ class TreeSearchConfig(MeasureSettings, CheckpointSettings):
 
     prompts: str = ""  # to calibrate on; empty: the export's calibration.jsonl, or the embedded one
     num_prompts: int = 60
-    measured_prompts: str = ""  # to check the expectation on; empty: the rest of prompts, or the
-    num_measured: int = 120  # export's prompts.jsonl, or the embedded one. 0: no check
+    # to check the expectation on: the rest of prompts, or of the export's prompts.jsonl, or of the
+    num_measured: int = 120  # embedded one. 0: no check
     max_new_tokens: int = 96
     num_nodes: int = 0  # root included; 0: the fastest size
     max_nodes: int = 48

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -168,15 +169,16 @@ def test_no_prompt_is_calibrated_and_measured_on(
     tiny_export: Path, prompt_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A copy under another name would make the expectation look better than it is."""
-    export = load_export(tiny_export)
+    folder = prompt_file.with_name("copied")
+    shutil.copytree(tiny_export, folder)
+    export = load_export(folder)
     records = [json.loads(line) for line in prompt_file.read_text().splitlines()]
-    other = prompt_file.with_name("other.jsonl")
+    other = folder / "prompts.jsonl"
     copies = [{**record, "id": f"copy of {record['id']}"} for record in records[:2]]
     new = {"id": "new", "kind": "body", "prompt": "def g():\n", "completion": "pass"}
     other.write_text("".join(json.dumps(record) + "\n" for record in [*copies, new]))
-    config = TreeSearchConfig(
-        checkpoint=str(tiny_export), prompts=str(prompt_file), measured_prompts=str(other)
-    )
+    shutil.copy(prompt_file, folder / "calibration.jsonl")
+    config = TreeSearchConfig(checkpoint=str(folder))
     calibration, measured, _ = tree_search.choose_prompts(config, export)
     assert [prompt.id for prompt in measured] == ["new"]
     assert len(calibration) == 6
