@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,7 +45,11 @@ def run(config: BenchConfig) -> None:
     _check_outputs(config)
     temperatures, sizes = {*config.temperatures, *ALWAYS}, {1, *config.batch_sizes}
     plan = bench.Plan(sorted(temperatures), config.repeats, sorted(sizes), config.seed)
-    print(_announcement(config, plan), file=sys.stderr, flush=True)
+    print(
+        f"specheads: measuring {config.checkpoint} at {_announcement(plan)}",
+        file=sys.stderr,
+        flush=True,
+    )
     decode, has_heads = config.decode, not is_plain_model(config.checkpoint)
     asked = bench.asked_for(decode, config.drafters, has_heads=has_heads)
     subject = subject_of(config, None)
@@ -115,21 +118,10 @@ def run(config: BenchConfig) -> None:
         print(f"wrote the figures into {Path(config.checkpoint) / card.CARD}")
 
 
-def _announcement(config: BenchConfig, plan: Plan) -> str:
-    """Return the line at the start; it tells what is measured without having been asked for."""
-
-    def listed(name: str, values: Sequence[float]) -> str:
-        return f"{name}=[{','.join(f'{value:g}' for value in values)}]"
-
-    planned = {name: getattr(plan, name) for name in ("temperatures", "batch_sizes")}
-    both = ", ".join(listed(name, values) for name, values in planned.items())
-    unasked = " and ".join(
-        listed(name, more)
-        for name, values in planned.items()
-        if (more := [value for value in values if value not in getattr(config, name)])
-    )
-    always = f"; every bench measures {unasked}" if unasked else ""
-    return f"specheads: measuring {config.checkpoint} at {both}{always}"
+def _announcement(plan: Plan) -> str:
+    """Return the temperatures and batch sizes, those that every bench measures among them."""
+    lists = {"temperatures": plan.temperatures, "batch_sizes": plan.batch_sizes}
+    return ", ".join(f"{k}=[{','.join(f'{v:g}' for v in of)}]" for k, of in lists.items())
 
 
 def _check_outputs(config: BenchConfig) -> None:
