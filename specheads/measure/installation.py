@@ -130,7 +130,7 @@ def examine_installation(*, imports: bool = True) -> list[Part]:
             problem = f"cannot be imported: {reason}"
             packages[each] = replace(part, problem=problem, command=command)
     found = packages.values()
-    return [python, *found, compiler, _headers(), _flex(compiler), gpu, _embedded()]
+    return [python, *found, compiler, _headers(), gpu, _embedded()]
 
 
 def try_imports(modules: Sequence[str]) -> dict[str, str]:
@@ -213,7 +213,7 @@ def pip(arguments: str) -> str:
 
 
 def _compiler() -> Part:
-    part = Part("C++ compiler", "decode.compile, DeepSpeed's offload")
+    part = Part("C++ compiler", "decode.compile, flex_attention on a CPU, DeepSpeed's offload")
     command = _system("g++", "gcc-c++", "g++", "xcode-select --install")
     given = os.environ.get("CXX", "")
     path = next(filter(None, map(shutil.which, (given, "c++", "g++", "clang++"))), None)
@@ -237,17 +237,6 @@ def _headers() -> Part:
     return Part("Python headers", use, problem=f"no Python.h in {folder}", command=command)
 
 
-def _flex(compiler: Part) -> Part:
-    """Return what torch has of flex_attention, which it compiles: on a CPU by the compiler."""
-    name, use = "flex_attention", "model.attn=flex_attention"
-    try:
-        from torch.nn.attention import flex_attention
-    except (ImportError, OSError):
-        return Part(name, use, command=pip(shlex.quote(requirements().get("torch", "torch"))))
-    problem = "" if compiler.ok else "runs without being compiled on a CPU: no compiler"
-    return Part(name, use, f"in torch, as {flex_attention.__name__}", problem)
-
-
 def _gpu() -> Part:
     part = Part("GPU", "models of more than some hundred million parameters")
     try:
@@ -258,7 +247,7 @@ def _gpu() -> Part:
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
-        return replace(part, found=f"{torch.cuda.device_count()} x {name}, {built}{_driver()}")
+        return replace(part, found=f"{torch.cuda.device_count()} x {name}, {built}")
     if not has_nvidia_device():
         return replace(part, problem="none in this machine; everything runs on the CPU, slower")
     if torch.version.cuda is None:
@@ -268,13 +257,6 @@ def _gpu() -> Part:
     driver = "sudo ubuntu-drivers install" if known else _system("nvidia-driver", "", "", "")
     problem = f"there is one, but its driver does not work with {built}"
     return replace(part, problem=problem, command=driver)
-
-
-def _driver() -> str:
-    path = Path("/proc/driver/nvidia/version")
-    text = path.read_text(errors="replace") if path.is_file() else ""
-    found = re.search(r"Module.*?\s(\d+\.[\d.]+)\s", text)
-    return f", driver {found.group(1)}" if found else ""
 
 
 def has_nvidia_device(folder: Path = Path("/sys/bus/pci/devices")) -> bool:
