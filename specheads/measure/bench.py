@@ -48,7 +48,7 @@ from specheads.measure.hits import Texts, collect_hits, grow_static
 from specheads.measure.identity import Noise, Rounding, compare
 from specheads.measure.render import disturbance_lines
 from specheads.measure.rows import Clocked
-from specheads.measure.suites import AnswerFile, Asked, answer_all
+from specheads.measure.suites import AnswerFile, answer_all
 from specheads.models.base import end_tokens
 from specheads.models.checkpoint import Export, load_export
 from specheads.models.draft import vocab_size
@@ -601,14 +601,6 @@ def answer_missing(
         config.checkpoint, decode, base=config.base, dtype=dtype, device=config.device
     )
     plain = replace(drafted, drafter=None, acceptance=None)
-    asked = Asked(
-        prompts,
-        config.max_new_tokens,
-        config.temperature,
-        config.seed,
-        config.warmup,
-        config.skip_long,
-    )
     with progress_bar("question", total=len(todo)) as bar:
         decoders = {"drafted": drafted, "plain": plain}
-        return answer_all(decoders, questions, todo, files, asked, bar.update)
+        return answer_all(decoders, questions, todo, files, prompts, config, bar.update)

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specheads.config import ConfigError
+from specheads.config import ConfigError, SpecBenchConfig
 from specheads.data.readers import json_lines
 from specheads.data.suites import Question, QuestionPrompts
 from specheads.decoding.generate import SpecDecoder
@@ -237,35 +237,21 @@ class TooLongError(ValueError):
     """A turn that leaves no room for an answer in the base model's context."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """How questions are asked.
-
-    Attributes:
-        prompts: makes them of questions.
-        max_new_tokens: per turn; less where the context ends before.
-        temperature: of the sampling; 0 is greedy.
-        seed: question n of the suite is answered with ``seed + n``, all its turns alike.
-        warmup: times that each decoder answers a question before the first is clocked.
-        skip_long: leave out questions that do not fit the base model's context.
-    """
-
-    prompts: QuestionPrompts
-    max_new_tokens: int
-    temperature: float
-    seed: int
-    warmup: int
-    skip_long: bool
-
-
-def answer(decoder: SpecDecoder, question: Question, number: int, asked: Asked) -> list[Turn]:
+def answer(
+    decoder: SpecDecoder,
+    question: Question,
+    number: int,
+    prompts: QuestionPrompts,
+    config: SpecBenchConfig,
+) -> list[Turn]:
     """Return the answers to all turns of a question, each given those before it.
 
     Args:
         decoder: answers, with a tokenizer bound; without a drafter, plainly.
         question: asked.
-        number: its place in the suite.
-        asked: limit, temperature and seed of the answers.
+        number: its place in the suite, which is added to the seed.
+        prompts: makes them of questions.
+        config: limit, temperature and seed of the answers.
 
     Raises:
         TooLongError: if a turn does not fit the base model's context.
@@ -273,13 +259,13 @@ def answer(decoder: SpecDecoder, question: Question, number: int, asked: Asked) 
     """
     turns: list[Turn] = []
     for i in range(len(question.turns)):
-        ids = asked.prompts.ids(question, [turn.text for turn in turns])
+        ids = prompts.ids(question, [turn.text for turn in turns])
         _, turn = decode_turn(
             decoder,
             torch.tensor([ids], device=input_device(decoder.base)),
-            min(asked.max_new_tokens, _room(decoder, ids, f"{question.id}, turn {i}")),
-            temperature=asked.temperature,
-            seed=asked.seed + number,
+            min(config.max_new_tokens, _room(decoder, ids, f"{question.id}, turn {i}")),
+            temperature=config.temperature,
+            seed=config.seed + number,
         )
         turns.append(turn)
     return turns
@@ -290,7 +276,8 @@ def answer_all(
     questions: Sequence[Question],
     todo: Mapping[int, Sequence[str]],
     files: Mapping[str, AnswerFile],
-    asked: Asked,
+    prompts: QuestionPrompts,
+    config: SpecBenchConfig,
     tick: Callable[[], object] = lambda: None,
 ) -> list[int | str]:
     """Answer what is missing, the decoders in turn, each first in every other question.
@@ -300,20 +287,21 @@ def answer_all(
         questions: of the suite.
         todo: place of a question -> names of the decoders that have not answered it.
         files: by the same names; every answer is written before the next question is asked.
-        asked: how.
+        prompts: makes them of questions.
+        config: how; ``warmup`` times each decoder answers a question before the first is clocked.
         tick: called after every question.
 
     Returns:
         The ids of the questions left out.
 
     Raises:
-        ConfigError: if a question does not fit, and ``asked.skip_long`` is false.
+        ConfigError: if a question does not fit, and ``skip_long`` is false.
     """
     left_out: list[int | str] = []
     fitting: list[tuple[int, Question]] = []
 
     def too_long(question: Question, error: TooLongError) -> None:
-        if not asked.skip_long:
+        if not config.skip_long:
             raise ConfigError(f"{error}; skip_long=true leaves such questions out") from None
         left_out.append(question.id)
         tick()
@@ -322,19 +310,21 @@ def answer_all(
     for number in todo:  # all of them first: the last question must not end a run of hours
         question = questions[number]
         try:
-            _room(any_decoder, asked.prompts.ids(question), f"{question.id}, turn 0")
+            _room(any_decoder, prompts.ids(question), f"{question.id}, turn 0")
             fitting.append((number, question))
         except TooLongError as error:
             too_long(question, error)
     for number, question in fitting[:1]:
-        for decoder in [decoders[name] for name in files] * asked.warmup:
+        for decoder in [decoders[name] for name in files] * config.warmup:
             with contextlib.suppress(TooLongError):  # of a later turn; the clocked one says it
-                answer(decoder, question, number, asked)
+                answer(decoder, question, number, prompts, config)
     for number, question in fitting:
         missing = list(todo[number])
         order = missing if number % 2 else missing[::-1]
         try:
-            turns = {name: answer(decoders[name], question, number, asked) for name in order}
+            turns = {
+                name: answer(decoders[name], question, number, prompts, config) for name in order
+            }
         except TooLongError as error:
             too_long(question, error)
             continue
