@@ -327,7 +327,7 @@ class RegenerateConfig(MeasureSettings):
     endpoint_model: str = ""  # the model's name there; empty: the first that the server lists
     concurrency: int = 32  # endpoint: requests at one time
     retries: int = 4  # endpoint: of a failed request, with growing pauses
-    timeout: float = 300.0  # endpoint: seconds of one request
+    timeout: float = 300.0  # endpoint: seconds without a byte after which a request has failed
     # a .jsonl of records or of prompts, or a .txt with a prompt per line; self: questions that the
     # base writes itself; empty: the records that data says
     prompts: str = ""

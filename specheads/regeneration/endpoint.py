@@ -1,21 +1,18 @@
 """Let an OpenAI-compatible server answer records, many at one time.
 
-Its client is written with urllib: what is needed here is a POST that ends in time, and no HTTP
-package is among those that specheads asks for. Those have no time limit for a whole request either.
+Its client is written with urllib: what is needed here is a POST, and no HTTP package is among those
+that specheads asks for.
 """
 
 from __future__ import annotations
 
 import contextlib
 import http.client
-import io
 import json
 import os
 import random
 import reprlib
-import socket
 import threading
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -65,7 +62,7 @@ class Client:
 
     Args:
         url: the server's address with its version, e.g. ``http://localhost:8000/v1``.
-        timeout: seconds in which a whole answer must have come, however slowly it trickles.
+        timeout: seconds without a byte after which a request has failed.
         retries: how often a failed request is sent again.
         pause: seconds before the first of them; later ones wait twice as long each.
 
@@ -85,7 +82,7 @@ class Client:
         self.stopped = threading.Event()
         self.refusal = ""  # what the server said that it will say to every request
         self._key = os.environ.get("OPENAI_API_KEY", "")
-        self._opener = urllib.request.build_opener(_NoRedirect, _Http, _Https)
+        self._opener = urllib.request.build_opener(_NoRedirect)
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return what the server answers; a request without ``body`` is a GET.
@@ -122,7 +119,7 @@ class Client:
             reason = getattr(error, "reason", error)
             problem = str(reason) or type(reason).__name__
             if isinstance(reason, TimeoutError):
-                problem = f"no whole answer within timeout={self.timeout:g} seconds"
+                problem = f"nothing came for timeout={self.timeout:g} seconds"
             raise ServerError(problem, transient=True) from None
         if len(text) > _MOST_BYTES:
             raise ServerError(f"more than {_MOST_BYTES >> 20} MiB came back")
@@ -171,58 +168,6 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         """Leave it an error, without a look at where it leads."""
 
     http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
-
-
-class _InTime(urllib.request.AbstractHTTPHandler):
-    """Opens connections whose whole answer must come within the request's ``timeout``.
-
-    A socket's own limit begins anew with every byte.
-    """
-
-    def do_open(self, http_class: Any, req: Any, **given: Any) -> Any:
-        end = time.monotonic() + req.timeout
-
-        def connect(*args: Any, **kwargs: Any) -> Any:
-            connection = http_class(*args, **kwargs)
-            connection.response_class = partial(_Answer, end=end)
-            return connection
-
-        return super().do_open(connect, req, **given)
-
-
-class _Http(_InTime, urllib.request.HTTPHandler):
-    pass
-
-
-class _Https(_InTime, urllib.request.HTTPSHandler):
-    pass
-
-
-class _Answer(http.client.HTTPResponse):
-    def __init__(self, sock: socket.socket, *args: Any, end: float, **kwargs: Any) -> None:
-        super().__init__(sock, *args, **kwargs)
-        self.fp = io.BufferedReader(_Until(end, sock, self.fp.detach()))
-
-
-class _Until(io.RawIOBase):
-    """The bytes of ``raw``; each read waits for what is left of the time until ``end``."""
-
-    def __init__(self, end: float, sock: socket.socket, raw: io.RawIOBase) -> None:
-        self.end, self.sock, self.raw = end, sock, raw
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        left = self.end - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        self.sock.settimeout(left)
-        return self.raw.readinto(buffer)
-
-    def close(self) -> None:
-        self.raw.close()
-        super().close()
 
 
 _AT_ONCE = 64  # records that are handed on together
