@@ -32,7 +32,6 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from email.message import Message
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -88,11 +87,6 @@ class Module:
     text: str
 
     @property
-    def sha256(self) -> str:
-        """Of the text as UTF-8."""
-        return hashlib.sha256(self.text.encode()).hexdigest()
-
-    @property
     def split(self) -> str:
         """``heldout`` for about 4% of module paths, by hash; ``train`` for the others."""
         digest = hashlib.sha256(self.path.encode()).digest()
@@ -109,28 +103,17 @@ def package_folders(packages: Sequence[str]) -> dict[str, Path]:
     return folders
 
 
-def _metadata(package: str) -> Any:
+def _version(package: str) -> str:
     try:
-        return importlib.metadata.metadata(_DISTRIBUTIONS.get(package, package))
+        return importlib.metadata.version(_DISTRIBUTIONS.get(package, package))
     except importlib.metadata.PackageNotFoundError:
-        return Message()
+        return "unknown"
 
 
 def package_versions(packages: Sequence[str] = DEFAULT_PACKAGES) -> dict[str, str]:
     """The versions that decide what the corpus is; packages that are not installed are left out."""
-    found = {name: _metadata(name).get("Version", "unknown") for name in package_folders(packages)}
+    found = {name: _version(name) for name in package_folders(packages)}
     return {**found, "stdlib": ".".join(map(str, sys.version_info[:3]))}
-
-
-def licence_of(package: str) -> str:
-    """What the package's metadata says its licence is, in one line."""
-    if package == "stdlib":
-        return "PSF-2.0"
-    metadata = _metadata(package)
-    classifiers = metadata.get_all("Classifier") or []
-    named = [text.split(" :: ")[-1] for text in classifiers if text.startswith("License ::")]
-    stated = [*(metadata.get_all("License-Expression") or metadata.get_all("License") or []), ""]
-    return stated[0].strip().split("\n")[0] or ", ".join(named) or "unknown"
 
 
 def is_generated(text: str) -> bool:
@@ -438,27 +421,6 @@ def pairs(
     """``{"id", "kind", "messages": [user, assistant]}``: kind after kind, each in hash order."""
     _, made = _load(tuple(packages))
     return [record for record in made[split] if record["kind"] in kinds]
-
-
-def corpus_summary(packages: Sequence[str] = DEFAULT_PACKAGES) -> dict[str, Any]:
-    """The corpus in brief: per package its version, licence, size and one hash over its files.
-
-    The hash is over the sorted lines ``path sha256``; held-out modules are listed one by one.
-    """
-    modules, _ = _load(tuple(packages))
-    summary: dict[str, Any] = {}
-    for name, version in package_versions(packages).items():
-        own = [module for module in modules if module.path.split("/")[0] == name]
-        lines = "\n".join(sorted(f"{module.path} {module.sha256}" for module in own))
-        summary[name] = {
-            "version": version,
-            "licence": licence_of(name),
-            "files": len(own),
-            "bytes": sum(len(module.text.encode()) for module in own),
-            "sha256": hashlib.sha256(lines.encode()).hexdigest(),
-            "heldout": {module.path: module.sha256 for module in own if module.split == "heldout"},
-        }
-    return summary
 
 
 @functools.cache
