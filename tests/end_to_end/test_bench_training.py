@@ -148,7 +148,7 @@ def test_both_sides_are_timed_on_the_same_work(features_dtype: str, tmp_path: Pa
     rows = json.loads(out.read_text())["rows"]
     assert [row["base"] for row in rows] == ["tinycode", "deep"]
     for row in rows:
-        assert row["bytes_announced"] == row["bytes_on_disk"]
+        assert 0 <= row["bytes_on_disk"] - row["bytes_announced"] < 10_000
         assert row["largest_loss_difference"] < (1e-4 if features_dtype == "auto" else 0.05)
         for kind in ("seconds", "processor_seconds"):
             found = row[kind]
