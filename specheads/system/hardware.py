@@ -42,15 +42,13 @@ class Sample:
 
     Attributes:
         wall: a clock.
-        busy: time that all processes took of the processors that this one may use; None where the
-            system does not say.
-        stolen: time that other virtual machines took of the same processors; None with ``busy``.
+        busy: time that all processes, and other virtual machines, took of the processors that this
+            one may use; None where the system does not say.
         own: time that this process, its threads and the children it waited for took.
     """
 
     wall: float
     busy: float | None
-    stolen: float | None
     own: float
 
 
@@ -73,38 +71,28 @@ def sample(stat: Path = STAT) -> Sample:
         lines = stat.read_text().splitlines()
     rows = [line.split()[1:] for line in lines if line.split(" ", 1)[0] in wanted]
     if len(rows) != len(wanted):  # not Linux, or a sandbox that shows others than it lends
-        return Sample(wall, None, None, own)
+        return Sample(wall, None, own)
     tick = os.sysconf("SC_CLK_TCK")
     # user, nice, system, idle, iowait, irq, softirq, steal; what a guest used is in user as well
-    busy = sum(int(row[i]) for row in rows for i in (0, 1, 2, 5, 6))
-    stolen = sum(int(row[7]) for row in rows if len(row) > 7)
-    return Sample(wall, busy / tick, stolen / tick, own)
+    busy = sum(int(row[i]) for row in rows for i in (0, 1, 2, 5, 6, 7) if i < len(row))
+    return Sample(wall, busy / tick, own)
 
 
 def between(first: Sample, last: Sample) -> dict[str, Any]:
-    """Return what others used between two samples, as processors and as a share of all.
+    """Return what others used of the processors between two samples.
 
     Returns:
-        ``seconds``; ``processors``, which this process may use; ``own_processors``,
-        ``other_processors`` and ``stolen_processors``, means over the time; ``other_share``, of
-        others and stolen together, between 0 and 1. None where the system does not say, and where
-        the time is too short for its counters.
+        ``seconds``; ``other_share``, of other processes and virtual machines, a mean over the time
+        between 0 and 1: None where the system does not say, and where the time is too short for its
+        counters.
     """
     seconds = max(last.wall - first.wall, 1e-9)
-    own, count = (last.own - first.own) / seconds, len(processors())
-    found: dict[str, Any] = dict.fromkeys(("other_processors", "stolen_processors", "other_share"))
-    found |= {"seconds": round(seconds, 3), "processors": count, "own_processors": round(own, 3)}
+    found: dict[str, Any] = {"seconds": round(seconds, 3), "other_share": None}
     if first.busy is None or last.busy is None or seconds < LEAST_SECONDS:
         return found
-    assert first.stolen is not None and last.stolen is not None
     # the counters lag behind each other: a process may seem to have used more than all together
-    other = max((last.busy - first.busy) / seconds - own, 0.0)
-    stolen = max((last.stolen - first.stolen) / seconds, 0.0)
-    return found | {
-        "other_processors": round(other, 3),
-        "stolen_processors": round(stolen, 3),
-        "other_share": round(min((other + stolen) / count, 1.0), 4),
-    }
+    other = max(last.busy - first.busy - (last.own - first.own), 0.0) / seconds
+    return found | {"other_share": round(min(other / len(processors()), 1.0), 4)}
 
 
 PROCESS = Path("/proc/self")
