@@ -72,11 +72,14 @@ def check_settings(
     mode = config.get_generation_mode()
     plain = mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
     tree, twice = "a step reads a tree of guesses", "it reads every token a second time"
+    encoder = "a causal model has no encoder; repetition_penalty looks at the prompt too"
     for name, given, why in (
         (mode.value, not plain, "the drafter proposes, the base decides"),
         ("output_attentions", config.output_attentions, tree),
         ("output_hidden_states", config.output_hidden_states, tree),
         ("guidance_scale", (config.guidance_scale or 1) != 1, twice),
+        ("encoder_repetition_penalty", (config.encoder_repetition_penalty or 1) != 1, encoder),
+        ("encoder_no_repeat_ngram_size", config.encoder_no_repeat_ngram_size, encoder),
     ):
         if given:
             raise ValueError(f"{name} is not available: {why}")

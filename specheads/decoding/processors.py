@@ -23,7 +23,7 @@ from itertools import groupby
 from typing import Any, cast
 
 import torch
-from torch import FloatTensor, LongTensor, Tensor, nn
+from torch import Tensor, nn
 from transformers import LogitsProcessorList, PreTrainedTokenizerBase
 from transformers.generation import logits_process as theirs
 from transformers.generation import stopping_criteria
@@ -48,29 +48,6 @@ PREFIX_FREE = {
 }
 # of these it is known how far rounding moves the edge
 CUTS = (theirs.MinPLogitsWarper, theirs.TopKLogitsWarper, theirs.TopPLogitsWarper)
-
-
-class PromptPenalty(theirs.LogitsProcessor):
-    """A penalty on one row's prompt, for any number of that row's nodes.
-
-    In transformers 5.17 the original would change the first node's scores only.
-
-    Args:
-        processor: the original.
-        prompt: [P], without padding.
-    """
-
-    def __init__(
-        self, processor: theirs.EncoderRepetitionPenaltyLogitsProcessor, prompt: Tensor
-    ) -> None:
-        self.processor, self.prompt = copy.copy(processor), prompt
-
-    def __call__(self, input_ids: LongTensor, scores: FloatTensor) -> FloatTensor:
-        """Return the scores [R, V] of R nodes."""
-        self.processor.encoder_input_ids = cast(LongTensor, self.prompt.expand(len(scores), -1))
-        return self.processor(input_ids, scores)
-
-
 # the attribute in which a processor keeps a length of the padded text
 LENGTHS: dict[type, str] = {
     theirs.ExponentialDecayLengthPenalty: "regulation_start",
@@ -79,13 +56,10 @@ LENGTHS: dict[type, str] = {
     theirs.MinNewTokensLengthLogitsProcessor: "prompt_length_to_skip",
     theirs.SuppressTokensAtBeginLogitsProcessor: "begin_index",
 }
-# they know the prompts, each for its own row
-OF_ONE_ROW = {theirs.EncoderNoRepeatNGramLogitsProcessor, PromptPenalty}
 # exact types: a subclass may do anything
 STATELESS = {
     *PREFIX_FREE,
     *LENGTHS,
-    *OF_ONE_ROW,
     theirs.ForcedBOSTokenLogitsProcessor,
     theirs.NoBadWordsLogitsProcessor,
     theirs.NoRepeatNGramLogitsProcessor,
@@ -283,7 +257,7 @@ def bind(
     for row in range(len(prompts)):
         own = [_for_row(p, row, prompts, num_prompt_tokens) for p in processors[:split]]
         alike = (len(prompts[row]), *(getattr(p, "prompt_ignore_length", None) for p in own))
-        alone = any(type(p) not in STATELESS or type(p) in OF_ONE_ROW for p in own)
+        alone = any(type(p) not in STATELESS for p in own)
         rows.append(shared.setdefault((row,) if alone else alike, LogitsProcessorList(own)))
     return RowProcessors(tuple(rows), rest)
 
@@ -303,16 +277,6 @@ def _for_row(
         if isinstance(ignored, Tensor):
             ignored = int(ignored[row])
         return _changed(processor, prompt_ignore_length=max(0, ignored - padding))
-    if kind is theirs.EncoderRepetitionPenaltyLogitsProcessor:
-        known = processor.encoder_input_ids
-        # num_return_sequences repeats the rows, but not what this one was given
-        return PromptPenalty(processor, known[row * len(known) // len(prompts), padding:])
-    if kind is theirs.EncoderNoRepeatNGramLogitsProcessor:
-        if padding:  # which it has taken for text
-            return kind(processor.ngram_size, torch.tensor([list(prompts[row])]))
-        ngrams = processor.generated_ngrams
-        own = ngrams[row * len(ngrams) // len(prompts)]
-        return _changed(processor, generated_ngrams=[own], batch_size=1)
     if kind is theirs.PrefixConstrainedLogitsProcessor:
         allowed = processor._prefix_allowed_tokens_fn
         return _changed(processor, _prefix_allowed_tokens_fn=lambda _row, ids: allowed(row, ids))

@@ -49,7 +49,6 @@ CONTROLS: dict[str, Callable[[], dict[str, Any]]] = {
         "exponential_decay_length_penalty": (9, 1.2),
     },
     "forced": lambda: {"forced_eos_token_id": 17, "eos_token_id": [17, 40]},
-    "encoder": lambda: {"encoder_repetition_penalty": 1.5, "encoder_no_repeat_ngram_size": 2},
     "allowed": lambda: {
         "prefix_allowed_tokens_fn": lambda _, ids: [(int(ids[-1]) + i) % 60 for i in (1, 2, 5, 9)]
     },
@@ -351,6 +350,8 @@ def test_what_does_not_go_with_a_tree_is_refused(llama: PreTrainedModel) -> None
         ({"output_attentions": True}, "output_attentions is not available"),
         ({"output_hidden_states": True}, "output_hidden_states is not available"),
         ({"guidance_scale": 1.5}, "guidance_scale is not available"),
+        ({"encoder_repetition_penalty": 1.5}, "encoder_repetition_penalty is not available"),
+        ({"encoder_no_repeat_ngram_size": 2}, "encoder_no_repeat_ngram_size is not available"),
         (
             {"cache_implementation": "static"},
             "cache_implementation must be 'dynamic', got 'static'",

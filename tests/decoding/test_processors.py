@@ -39,7 +39,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "forced_eos": {"forced_eos_token_id": 15, "max_length": 10},
     "decay": {"exponential_decay_length_penalty": (2, 1.5), "eos_token_id": 14},
     "suppress": {"suppress_tokens": [11, 12], "begin_suppress_tokens": [13, 40]},
-    "encoder": {"encoder_repetition_penalty": 1.4, "encoder_no_repeat_ngram_size": 1},
     "allowed": {"prefix_allowed_tokens_fn": lambda row, ids: [11 + row, 12, 13, int(ids[-1])]},
     "warpers": {
         "do_sample": True,

@@ -29,8 +29,6 @@ GREEDY: dict[str, st.SearchStrategy[Any]] = {
     "exponential_decay_length_penalty": st.tuples(st.integers(0, 6), st.floats(1.01, 1.5)),
     "suppress_tokens": st.lists(TOKENS, min_size=1, max_size=5),
     "begin_suppress_tokens": st.lists(TOKENS, min_size=1, max_size=5),
-    "encoder_repetition_penalty": st.sampled_from([0.7, 1.4]),
-    "encoder_no_repeat_ngram_size": st.integers(1, 2),
     "remove_invalid_values": st.just(True),
     "renormalize_logits": st.just(True),
     "logits_processor": st.just(Alternate),  # the class: every call gets its own
