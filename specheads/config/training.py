@@ -278,8 +278,6 @@ class CheckpointConfig:
 
     every: int = 0  # optimizer steps; 0: only when the run stops
     keep: int = 2  # the newest ones
-    # save one at every evaluation that is the best so far, and keep it until a better one
-    keep_best: bool = False
 
     def __post_init__(self) -> None:
         at_least(self, "checkpoint.", every=0, keep=1)

@@ -501,7 +501,7 @@ def _write_manifest(folder: Path) -> None:
         manifest.write_json(folder / manifest.MANIFEST, {"files": dict(sorted(entries.items()))})
 
 
-def prune(run_dir: Path, keep: int, *, newest: int | None = None, best: int = 0) -> None:
+def prune(run_dir: Path, keep: int, *, newest: int | None = None) -> None:
     """Remove old checkpoints, and what killed runs left half-written.
 
     Args:
@@ -509,13 +509,12 @@ def prune(run_dir: Path, keep: int, *, newest: int | None = None, best: int = 0)
         keep: how many of the newest to keep.
         newest: step of the one just saved. Later ones are of a continuation that was given up by
             ``resume=path``: they go, or ``resume=auto`` would take them for this run's.
-        best: step of one to keep beside them, 0 for none.
     """
     if not dist.is_main():
         return
     found = checkpoints_of(run_dir)
     now = [path for path in found if newest is None or step_of(path) <= newest]
-    kept = now[-keep:] + [path for path in now if best and step_of(path) == best]
+    kept = now[-keep:]
     for path in found:
         if path not in kept:
             # renamed first: a half-removed checkpoint must not look like a whole one

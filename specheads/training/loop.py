@@ -277,7 +277,7 @@ class _Training:
 
     def save(self, position: dict[str, Any] | None = None) -> None:
         """Write a checkpoint; of the data's ``position``, if it is not the present one."""
-        now, keep = self.progress, self.cfg.checkpoint
+        now = self.progress
         with self.paused():
             with checkpoints.new_checkpoint(self.run.dir, now.step) as folder:
                 self.engine.save(folder)
@@ -285,8 +285,7 @@ class _Training:
                 checkpoints.save_rank(folder, self.cfg, now, position)
                 self.run.save(folder)
             self.run.saved(self.run.dir / "checkpoints" / f"step-{now.step:07d}")
-            best_step = now.best_step if keep.keep_best else 0
-            checkpoints.prune(self.run.dir, keep.keep, newest=now.step, best=best_step)
+            checkpoints.prune(self.run.dir, self.cfg.checkpoint.keep, newest=now.step)
 
 
 def fit(stage: Stage, cfg: TrainConfig, run: RunLog, evaluate: Evaluate | None = None) -> int:
@@ -351,10 +350,8 @@ def fit(stage: Stage, cfg: TrainConfig, run: RunLog, evaluate: Evaluate | None =
                 stopping = now.take_step(device, lambda: bool(signals.name or run.trouble))
                 due = best.due(cfg.evaluate, progress, last_step)
                 progress.unevaluated = bool(evaluate) and due
-            better = False
             if evaluate and progress.unevaluated and not stopping:
                 stopping = now.evaluate(evaluate, parameters, signals)
-                better = cfg.checkpoint.keep_best and progress.best_step == progress.step
             over = progress.step == end or progress.stopped
             due = progress.step % cfg.log.every == 0 or progress.step == last_step
             due = due or progress.stopped
@@ -362,7 +359,7 @@ def fit(stage: Stage, cfg: TrainConfig, run: RunLog, evaluate: Evaluate | None =
                 # a row at an early stop leaves the window as it is, for the row after the resume
                 now.write_row(device, keep=not due)
             save = cfg.checkpoint.every and progress.step % cfg.checkpoint.every == 0
-            if save or stopping or better or (over and end in (cfg.max_steps, cfg.steps)):
+            if save or stopping or (over and end in (cfg.max_steps, cfg.steps)):
                 now.save()
             if stopping:
                 signals.saved = True

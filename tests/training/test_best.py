@@ -256,12 +256,3 @@ def test_altered_best_weights_are_named(tmp_path: Path) -> None:
     file.write_bytes(content)
     with pytest.raises(ConfigError, match="model.safetensors was changed after it was saved"):
         Evaluated().fit(toy_config(tmp_path, evaluate__every=2, resume="auto"))
-
-
-def test_the_checkpoint_of_the_best_evaluation_is_saved_and_kept(tmp_path: Path) -> None:
-    """It may come at a step without a checkpoint, and the newest ones push it out."""
-    settings = {"evaluate__every": 2, "checkpoint__every": 3, "checkpoint__keep": 1}
-    Evaluated().fit(toy_config(tmp_path / "best", checkpoint__keep_best=True, **settings))
-    assert [path.name[-1] for path in checkpoints_of(tmp_path / "best")] == ["4", "8"]
-    Evaluated().fit(toy_config(tmp_path / "newest", **settings))
-    assert [path.name[-1] for path in checkpoints_of(tmp_path / "newest")] == ["8"]

@@ -211,25 +211,19 @@ def test_every_damage_is_passed_over_by_auto(
 @given(
     steps=st.sets(st.integers(1, 40), min_size=1, max_size=7),
     keep=st.integers(1, 4),
-    best=st.integers(0, 40),
     newest=st.integers(0, 6),
 )
-def test_pruning_keeps_the_newest_and_the_best(
-    tmp_path_factory: pytest.TempPathFactory,
-    steps: set[int],
-    keep: int,
-    best: int,
-    newest: int,
+def test_pruning_keeps_the_newest(
+    tmp_path_factory: pytest.TempPathFactory, steps: set[int], keep: int, newest: int
 ) -> None:
-    """A pruned best checkpoint is gone for good; a kept future would be resumed by auto."""
+    """A pruned new checkpoint is gone for good; a kept future would be resumed by auto."""
     run_dir = tmp_path_factory.mktemp("run")
     newest = sorted(steps)[newest % len(steps)]
     for step in steps:
         (run_dir / "checkpoints" / f"step-{step:07d}").mkdir(parents=True)
     (run_dir / "checkpoints" / ".step-0000099.tmp").mkdir()
-    prune(run_dir, keep, newest=newest, best=best)
-    until = sorted(step for step in steps if step <= newest)
-    expected = set(until[-keep:]) | ({best} & set(until))
+    prune(run_dir, keep, newest=newest)
+    expected = set(sorted(step for step in steps if step <= newest)[-keep:])
     assert {step_of(path) for path in (run_dir / "checkpoints").iterdir()} == expected
 
 
