@@ -156,13 +156,13 @@ class LossConfig:
     lambda_ramp: float = 1.0  # share of the stage after which lambda_0 is reached; step: is left
     lambda_end: float = 0.1  # step: what lambda_0 is then
     chunk_size: int = 0  # tokens whose logits exist at one time; 0: by the vocabulary
-    implementation: str = "fused"  # fused, or naive, which holds all logits
+    implementation: str = "fused"  # fused (ours), torch, liger, naive
 
     def __post_init__(self) -> None:
         one_of("loss.heads", self.heads, "hard", "soft", "tv", "lk_alpha", "lk_lambda")
         one_of("loss.base", self.base, "labels", "distill")
         one_of("loss.lambda_schedule", self.lambda_schedule, "constant", "linear", "sine", "step")
-        one_of("loss.implementation", self.implementation, "fused", "naive")
+        one_of("loss.implementation", self.implementation, "fused", "torch", "liger", "naive")
         at_least(self, "loss.", top_k=0, lambda_0=0, lambda_end=0, chunk_size=0)
         positive(self, "loss.", "temperature", "lk_eta")
         within(self, "loss.", decay="(0, 1]", lambda_ramp="(0, 1]", pace="[0, 1]")

@@ -92,6 +92,7 @@ PACKAGES = (
     Package("wandb", "wandb", "log.wandb"),
     Package("gguf", "gguf", "model=<file>.gguf, model=smollm2"),
     Package("matplotlib", "matplotlib", "bench report=, plots"),
+    Package("liger_kernel", "liger-kernel", "loss.implementation=liger", needs_gpu=True),
     Package("flash_attn", "flash-attn", "model.attn=flash_attention_2", needs_gpu=True),
     Package("lm_eval", "lm-eval", "lm-evaluation-harness through our decoder", quick=False),
     Package("vllm", "vllm", "specheads.vllm_proposer in vLLM", needs_gpu=True, quick=False),

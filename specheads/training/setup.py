@@ -18,13 +18,14 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specheads.config import ConfigError, HeadsConfig, TrainConfig
+from specheads.config import ConfigError, HeadsConfig, LossConfig, TrainConfig
 from specheads.data.chat import Documents, Encoder, encode_records, learned_counts, most_frequent
 from specheads.data.load import load_records, read_jsonl
 from specheads.data.pack import GrowingBatches, PackedBatches, check_isolation, one_pass
 from specheads.data.schema import Dropped, Record
 from specheads.data.stream import RecordStream, StreamedBatches
 from specheads.data.tokenizers import choose_tokenizer, complete_init
+from specheads.losses.cross_entropy import check_implementation
 from specheads.models import base as bases
 from specheads.models import draft as drafts
 from specheads.models.adapters import add_adapter, check_tunable, require_grad
@@ -144,7 +145,7 @@ def load_base(
     how["trust_remote_code"] = trusted
     base = bases.load_base_model(model.name, revision=which, quantization=model.quantization, **how)
     bases.check_tokenizer(tokenizer, base)
-    output = output_layer(base)
+    output = checked_output(base, cfg.loss)
     if train_base and cfg.adapter.kind == "lora":
         add_adapter(base, cfg.adapter, seed=cfg.seed)
     if train_base and model.gradient_checkpointing:
@@ -169,6 +170,14 @@ def in_section(name: str) -> Iterator[None]:
         raise
     except ValueError as error:
         raise ConfigError(f"{name}.{error}") from None
+
+
+def checked_output(model: PreTrainedModel, loss: LossConfig) -> OutputLayer:
+    """Return the output layer of a model; the loss must be installed, and able to serve it."""
+    output = output_layer(model)
+    with in_section("loss"):
+        check_implementation(loss.implementation, output.softcap)
+    return output
 
 
 def load_data(
@@ -417,7 +426,7 @@ def new_base(
     base = bases.build_from_init(init, attn=cfg.model.attn)
     base.to(hardware.pick_device(cfg.device))  # type: ignore[arg-type]
     bases.check_tokenizer(tokenizer, base)
-    output = output_layer(base)
+    output = checked_output(base, cfg.loss)
     if cfg.model.gradient_checkpointing:
         bases.checkpoint_layers(base)
     return base, output, tokenizer
@@ -503,7 +512,7 @@ def build_draft(
         how["trust_remote_code"] = cfg.model.trust_remote_code
         draft = drafts.load_draft(wanted.start, tokenizer=tokenizer, where="draft.start", **how)
     draft.to(hardware.pick_device(cfg.device))  # type: ignore[arg-type]
-    output_layer(draft)  # the loss needs one that explains its logits
+    checked_output(draft, cfg.loss)
     context = bases.context_length(draft)
     if context is not None and cfg.data.seq_len > context:
         raise ConfigError(
