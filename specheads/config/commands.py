@@ -363,7 +363,7 @@ class AutoConfig(LoadSettings):
     model: str = ""  # any chat model: a folder, a .gguf, a name on the hub, smollm2, tinycode
     minutes: float = 60.0  # for everything, from the questions to the figures
     name: str = ""  # of the folder below runs/; empty: auto-<model>
-    kind: str = "auto"  # recipe for heads on the frozen base: hydra, medusa1; auto: what suits it
+    kind: str = "auto"  # recipe on the frozen base: block, hydra, medusa1; auto: what suits it
     prompts: str = ""  # prompts of your own beside the base's: .txt or .jsonl
     data: DataConfig | None = None  # the same, as any other command takes records
     endpoint: str = ""  # an OpenAI-compatible server that writes questions' answers instead
@@ -377,7 +377,7 @@ class AutoConfig(LoadSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         positive(self, "", "minutes")
-        one_of("kind", self.kind, "auto", "hydra", "medusa1")
+        one_of("kind", self.kind, "auto", "block", "hydra", "medusa1")
         at_least(self, batch_size=1)
         check("/" not in self.name, "name", self.name, "a folder's name, without a slash")
 
