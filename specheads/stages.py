@@ -50,7 +50,7 @@ from specheads.training.teachers import cached_features
 Say = Callable[[str], None]
 
 # The recipe that serves a base best, by what the base can be decoded with.
-RECIPES = {"tree": "block", "chain": "hydra"}
+RECIPES = {"tree": "hydra", "chain": "hydra"}
 FIRST = 64  # questions that are written and answered to learn how long that takes here
 LEAST = 128  # questions below which heads learn little but their answers by heart
 MEASURING = 0.12  # share of the time that the tree and the figures take
