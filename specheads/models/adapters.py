@@ -30,6 +30,7 @@ from specheads.models.manifest import (
     read_tensors,
     save_tensors,
 )
+from specheads.models.packed import drop_packed
 from specheads.models.quantize import (
     is_quantized_linear,
     plain_weight,
@@ -107,6 +108,7 @@ def require_grad(base: PreTrainedModel, value: bool) -> None:
     quantization = quantization_of(base)
     if value and quantization and not adapter:
         check_tunable(quantization["method"], AdapterConfig())
+    drop_packed(base)
     for name, parameter in base.named_parameters():
         if parameter.is_floating_point():  # quantised weights cannot be asked for a gradient
             parameter.requires_grad_(value and (not adapter or name in adapter))

@@ -63,8 +63,9 @@ def load_base_model(
     beside: str | None = None,
     **loading: Unpack[Loading],
 ) -> PreTrainedModel:
-    """Load a causal language model, in eval mode.
+    """Load a causal language model to decode with: in eval mode, and its weights do not learn.
 
+    :func:`~specheads.models.adapters.require_grad` lets them.
     With ``device_map`` accelerate spreads it, and decoding follows by itself: token ids go to the
     embedding, every layer of the cache lies where its layer computes, heads belong to
     :func:`output_device`. Tested with layers on CPU and on disk; several GPUs could not be tried.
@@ -146,9 +147,10 @@ def load_base_model(
             )
     if quantized:
         prepare_quantized(model)
-    if device_map:
-        return model.eval()
-    pack_linears(model.eval().to(device))
+    model.eval().requires_grad_(False)
+    if not device_map:
+        model.to(device)  # type: ignore[arg-type]
+        pack_linears(model)
     return model
 
 

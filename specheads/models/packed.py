@@ -22,6 +22,9 @@ MOST_MEMORY = 1 / 8
 # A pass over more rows than these does not lay weights out: it gains little, and may be the only
 # kind there is, as where features are collected.
 MOST_ROWS = 256
+# Torch leaves products of no more multiplications than this to another library, which rounds
+# otherwise; packed, a weight of no more entries would give other bits than the layer unpacked.
+_SMALL = 16**3
 # What oneDNN is told of the number of rows, which decides the layout; others may follow.
 _FEW_ROWS = 16
 
@@ -29,9 +32,9 @@ _FEW_ROWS = 16
 class PackedLinear(nn.Linear):
     """A linear layer that multiplies with such a copy of its weight, where nothing is trained.
 
-    The copy is made by the first pass over few rows in which no gradients are formed, and again
-    where the weight was replaced, moved or written to since. What is written through ``.data``
-    alone is seen by no counter; but every pass that forms gradients drops the copy.
+    The copy is made by the first pass over few rows in which no gradients are formed, of a weight
+    that does not learn (``requires_grad_(False)``): an optimizer's fused step is seen by no
+    counter. It is made again where the weight was replaced, moved or written to since.
     """
 
     _packed: tuple[tuple[int, int], Tensor] | None = None
@@ -40,10 +43,10 @@ class PackedLinear(nn.Linear):
         """Map [..., in] to [..., out]."""
         if torch.compiler.is_compiling():
             return super().forward(input)
-        if torch.is_grad_enabled():
+        weight = self.weight
+        if torch.is_grad_enabled() or weight.requires_grad:
             self._packed = None
             return super().forward(input)
-        weight = self.weight
         if input.dtype != weight.dtype or not _is_ours(weight):
             return super().forward(input)
         state = weight.data_ptr(), weight._version
@@ -69,11 +72,18 @@ def pack_linears(module: nn.Module) -> None:
     if not _has_kernel():
         return
     layers = [part for part in module.modules() if type(part) is nn.Linear]
-    layers = [layer for layer in layers if _is_ours(layer.weight)]
+    layers = [each for each in layers if _is_ours(each.weight) and each.weight.numel() > _SMALL]
     size = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
     if size <= MOST_MEMORY * _physical_memory():
         for layer in layers:
             layer.__class__ = PackedLinear
+
+
+def drop_packed(module: nn.Module) -> None:
+    """Forget what was laid out of the module's layers: it may change and be frozen again."""
+    for part in module.modules():
+        if isinstance(part, PackedLinear):
+            part._packed = None
 
 
 def product(weight: Tensor) -> Callable[[Tensor], Tensor]:
@@ -82,7 +92,8 @@ def product(weight: Tensor) -> Callable[[Tensor], Tensor]:
     What it maps may have another dtype than the weight, and forms no gradient.
     """
     weight = weight.detach()
-    if weight.dtype != torch.bfloat16 or not weight.is_cpu or not _has_kernel():
+    here = weight.dtype == torch.bfloat16 and weight.is_cpu and _has_kernel()
+    if not here or weight.numel() <= _SMALL:
         return lambda x: F.linear(x.to(weight.dtype), weight)
     packed = _laid_out(weight)
     return lambda x: _multiplied(x.to(weight.dtype), packed, None)

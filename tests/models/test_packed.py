@@ -2,12 +2,13 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from specheads.models import packed
+from specheads.models import adapters, packed
 from specheads.models.packed import PackedLinear, pack_linears, product
 
 pytestmark = pytest.mark.skipif(
@@ -20,7 +21,7 @@ def _layer(*, bias: bool = True) -> PackedLinear:
     layer = nn.Linear(96, 160, bias=bias).to(torch.bfloat16).eval()
     pack_linears(layer)
     assert isinstance(layer, PackedLinear)
-    return layer
+    return layer.requires_grad_(False)
 
 
 def _close(layer: nn.Linear, x: Tensor) -> bool:
@@ -59,13 +60,16 @@ def _loaded(layer: nn.Linear) -> None:
 
 
 def _stepped(layer: nn.Linear) -> None:
-    layer(torch.ones(1, 96, dtype=torch.bfloat16)).sum().backward()
-    torch.optim.SGD(layer.parameters(), lr=1.0).step()
+    """Step as training does, whose fused kernel no counter sees; the loss may read the weight."""
+    layer.requires_grad_()
+    layer.weight.sum().backward()
+    torch.optim.AdamW(layer.parameters(), lr=1.0, fused=True).step()
 
 
-def _behind_the_counter(layer: nn.Linear) -> None:
-    layer(torch.ones(1, 96, dtype=torch.bfloat16)).sum().backward()
-    layer.weight.data.mul_(-2)  # as DeepSpeed's optimizers write
+def _stepped_and_frozen(layer: nn.Linear) -> None:
+    adapters.require_grad(cast(Any, layer), True)
+    _stepped(layer)
+    adapters.require_grad(cast(Any, layer), False)
 
 
 def _wider(layer: nn.Linear) -> None:
@@ -73,7 +77,7 @@ def _wider(layer: nn.Linear) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [_in_place, _replaced, _loaded, _stepped, _behind_the_counter, _wider]
+    "change", [_in_place, _replaced, _loaded, _stepped, _stepped_and_frozen, _wider]
 )
 def test_a_changed_weight_is_not_multiplied_as_it_was(change: Callable[[nn.Linear], None]) -> None:
     """Prevents figures of a base in training that are those of the base it was before."""
@@ -88,6 +92,7 @@ def test_gradients_are_formed_as_ever() -> None:
     layer, x = _layer(), torch.randn(4, 96, dtype=torch.bfloat16, requires_grad=True)
     assert _close(layer, x.detach())
     layer(x).sum().backward()
+    assert layer._packed is None
     assert x.grad is not None and torch.equal(
         x.grad, layer.weight.detach().float().sum(0).bfloat16().expand(4, -1)
     )
@@ -109,12 +114,13 @@ def test_only_plain_layers_in_bfloat16_within_the_memory(monkeypatch: pytest.Mon
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) + 1
 
-    parts = nn.Sequential(Other(8, 8), nn.Linear(8, 8)).to(torch.bfloat16)
-    parts.append(nn.Linear(8, 8))
+    parts = nn.Sequential(Other(96, 96), nn.Linear(96, 96)).to(torch.bfloat16)
+    parts.append(nn.Linear(96, 96))
+    parts.append(nn.Linear(64, 64, dtype=torch.bfloat16))  # torch's own library for one row of it
     pack_linears(parts)
-    assert [type(part) for part in parts] == [Other, PackedLinear, nn.Linear]
-    monkeypatch.setattr(packed, "_physical_memory", lambda: 8 * 8 * 8)
-    large = nn.Linear(8, 8).to(torch.bfloat16)
+    assert [type(part) for part in parts] == [Other, PackedLinear, nn.Linear, nn.Linear]
+    monkeypatch.setattr(packed, "_physical_memory", lambda: 8 * 96 * 96)
+    large = nn.Linear(96, 96).to(torch.bfloat16)
     pack_linears(large)
     assert type(large) is nn.Linear
 
