@@ -413,6 +413,8 @@ def test_checkpointed_layers_have_the_same_gradients(tiny_model_dir: Path, kind:
         if kind != "full":
             add_adapter(base, AdapterConfig(kind="lora", rank=4, dropout=0.2))
             shake(base)
+        else:
+            require_grad(base, True)
         if checkpointed:
             checkpoint_layers(base)
         calls = []
