@@ -273,7 +273,7 @@ class BlockHeads(nn.Module, Heads):
         self.num_layers = 0  # all run before a head is asked
         self.num_outputs = num_kept if pruned else vocab_size
         self.sequential = markov_rank > 0
-        self.one_matrix = lm_head == "shared" and not markov_rank
+        self.one_matrix = True
         self.taps = tuple(FINAL if tap < 0 else f"{LAYER}{tap}" for tap in form.taps)
         # the slot of head 0, and how many slots there are
         self.first = int(form.form == "published" and not form.sample_from_anchor)

@@ -127,8 +127,9 @@ class Heads(Protocol):
         walks_text: the way down a tree starts from the cache of the text, and not from one hidden
             state. Such a cache can also ``read``, and go back to ``as_it_was``, as
             :class:`specheads.models.mtp_walk.TextCache` does.
-        one_matrix: all heads multiply by the base's output matrix and by nothing else. One call can
-            then make all of their losses, with one gradient buffer of the matrix.
+        one_matrix: all heads multiply by one and the same matrix, the base's own or what
+            ``output_weight`` makes. One call can then make all of their losses, with one gradient
+            buffer of the matrix.
         anchors: positions of a row at which a step of training asks the heads, where ``contextual``
             costs too much for all: it is then given these ``places``. 0 asks at all.
     """

@@ -324,22 +324,28 @@ class HeadsObjective(nn.Module):
             last = slice(-self.num_heads, None)
             weights = weights[:, None].repeat(1, labels.shape[1])
             weights[last] *= paced(self._likelihoods(rows), labels[last] != IGNORE, self.loss.pace)
-        if self.heads.one_matrix and trained and plain:
+        one = self._head_output(0) if self.heads.one_matrix else None
+        shared = one is not None and one.weight is output.weight
+        if shared and trained and plain:
             # all groups in one call, so that one gradient buffer of the shared matrix exists
             features = (self._features(i, rows) for i in range(self.num_heads))
             joined = torch.cat([rows.hidden, *features])
             del features, rows  # copied, and K times as large as the base's hidden states
             return cross_entropy(joined, output, labels, weights, self.loss)
-        # each by itself: its matrix is its own, or frozen and has no gradient to share
         parts = []
         if self.distill_base:
-            teacher = rows.teacher_at(0, output)
+            teacher = rows.teacher_at([0], output)
             same = rows.hidden, output, teacher, labels[0], weights[0].expand_as(labels[0])
             parts.append(linear_soft_loss(*same, SoftLoss("soft"), self.loss.chunk_size))
         elif self.train_base:
             parts.append(cross_entropy(rows.hidden, output, labels[0], weights[0], self.loss))
-        own = zip(labels[-self.num_heads :], weights[-self.num_heads :], strict=True)
-        parts += [self._head_loss(i, rows, *group) for i, group in enumerate(own)]
+        own, by = labels[-self.num_heads :], weights[-self.num_heads :]
+        # a shared matrix that is frozen has no gradient to share
+        together = one is not None and not shared
+        every = list(range(self.num_heads))
+        for those in [every] if together else [[i] for i in every]:
+            matrix = one or self._head_output(those[0])
+            parts.append(self._heads_loss(those, rows, own[those], by[those], matrix))
         losses, stats = zip(*parts, strict=True)
         return torch.stack(losses).sum(), torch.cat(stats)
 
@@ -357,21 +363,24 @@ class HeadsObjective(nn.Module):
         weight, bias = heads.output_weight(i, base.weight), heads.output_bias(base.bias)
         return replace(base, weight=weight, bias=bias)
 
-    def _head_loss(
-        self, i: int, rows: _Rows, labels: Tensor, weight: Tensor
+    def _heads_loss(
+        self, those: Sequence[int], rows: _Rows, labels: Tensor, weights: Tensor, output: Output
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss of head ``i`` by its ``labels`` [M], and its statistics [1, 3].
+        """Return the loss of heads with one output, by labels [n, M], and statistics [n, 3].
 
         Its matrix may know fewer tokens: labels that it does not know are misses in the hits, and
         add nothing to the loss.
         """
         heads, loss = self.heads, self.loss
-        features, output = self._features(i, rows), self._head_output(i)
+        features = [self._features(i, rows) for i in those]
+        joined = torch.cat(features) if len(features) > 1 else features[0]
+        del features
         if loss.heads == "hard":
-            return cross_entropy(features, output, heads.map_labels(labels), weight, loss)
-        teacher = rows.teacher_at(i + 1, self.output.parts(), heads.token_map)
-        given = labels, weight.expand_as(labels)
-        return linear_soft_loss(features, output, teacher, *given, self._soft, loss.chunk_size)
+            return cross_entropy(joined, output, heads.map_labels(labels), weights, loss)
+        ahead = [i + 1 for i in those]
+        teacher = rows.teacher_at(ahead, self.output.parts(), heads.token_map)
+        each = weights.view(len(labels), -1).expand_as(labels)
+        return linear_soft_loss(joined, output, teacher, labels, each, self._soft, loss.chunk_size)
 
     def _features(self, i: int, rows: _Rows) -> Tensor:
         """What head i's matrix reads, [M, d_i]; its inner activations are made again in backward.
@@ -460,13 +469,16 @@ class _Rows:
     log_sum: Tensor | None
     places: Tensor
 
-    def teacher_at(self, ahead: int, output: Output, token_map: Tensor | None = None) -> Teacher:
-        """Return the teacher ``ahead`` positions after the rows' own, [M].
+    def teacher_at(
+        self, ahead: Sequence[int], output: Output, token_map: Tensor | None = None
+    ) -> Teacher:
+        """Return the teacher ``ahead`` positions after the rows' own, [M] for each, in a row.
 
         Rows whose label lies outside their document get some other row's, and are not looked at.
         """
         assert self.teacher is not None
-        places = (self.places + ahead).clamp_max(len(self.teacher) - 1)
+        places = torch.cat([self.places + some for some in ahead])
+        places = places.clamp_max(len(self.teacher) - 1)
         log_sum = None if self.log_sum is None else self.log_sum[places]
         return Teacher(self.teacher.index_select(0, places), output, token_map, log_sum)
 
